@@ -1,0 +1,1830 @@
+"""Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
+
+    python train_gpt.py                                 # no accelerator: `tiny`, 3 minutes on a laptop
+    python train_gpt.py speedrun --data data/fineweb10B # FineWeb to 3.28 on v6e-8, 8xH100 or one GPU
+    python train_gpt.py speedrun --show                 # parameters, stages, tokens, FLOPs; no training
+
+Parameters are a flat dict of arrays, the model is pure functions on it, Adam and Muon are written
+out. Read it from top to bottom: nothing below is needed to understand what stands above.
+
+    config and presets    every number of a run, as data
+    schedule              stage, learning rate and momentum of each step
+    parameters            one table: shape, init, sharding, optimizer
+    attention             one contract, three backends
+    model and loss        tokens -> summed cross-entropy
+    optimizers            Adam, Muon, and the walk over the table
+    steps                 the programs that run on the devices, compiled before the clock starts
+    data                  shards -> rows of tokens -> batches that are on the devices ahead of use
+    checkpoint, run log   what a run leaves behind
+    training              the clock and the loop
+    sampling, preflight, command line
+
+Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
+d model width, n heads, h head width, f MLP width, v vocabulary, l matrices of a bank,
+r real tokens. All sizes of batches, rows and windows are in tokens.
+
+Where the ideas come from, in order of use: QK norm (Henry et al. 2020), RoPE (Su et al. 2021) on
+half of the dimensions, ReLU^2 (So et al. 2021), value residual (Zhou et al. 2024), U-net skips,
+embedding stream, zero-initialized projections and Muon (Jordan et al. 2024, the modded-nanogpt
+speedrun), Polar Express (Amsel et al. 2025), ZeRO sharding of the optimizer (Rajbhandari et al. 2020).
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import queue
+import runpy
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+HERE = Path(__file__).resolve().parent
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024  # the llm.c token file format
+STATE_CUTS = 8  # the training state can be cut into this many equal parts: 1, 2, 4 or 8 devices
+AXIS = "data"  # the one mesh axis: every device has its own rows
+
+
+class UserError(Exception):
+    """What the user can mend: one line that says what is wrong and what to do. Exit status 2."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Config and presets
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the run with one shape of batch; all sizes in tokens."""
+
+    share: float  # of the run's steps
+    batch_tokens: int  # per step, over all devices
+    row_tokens: int  # length of a row
+    doc_cap: int  # 0: rows are cut from the plain stream; else documents cut at this length
+    windows: tuple[int, int]  # short and long: how many tokens before itself a token can see
+    lr_factor: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        """Rows of one global batch."""
+        return self.batch_tokens // self.row_tokens
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields."""
+
+    preset: str = "speedrun"
+    seed: int = 0
+    # model: the defaults are 254 M parameters, with heads as wide as the 256 x 256 MXU of a v6e
+    layers: int = 12
+    width: int = 1024
+    heads: int = 4
+    mlp_width: int = 4096
+    vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
+    real_tokens: int = 50257  # ids at or above this are refused
+    bos: int = 50256  # stands before every document; attention does not cross it
+    encoding: str = "gpt2"  # or "bytes": how text becomes tokens
+    long_layers: tuple[int, ...] = tuple(range(12))  # layers that see the long window
+    rope_base: float = 1024.0
+    softcap: float = 30.0  # logits = softcap * sigmoid(z / (softcap / 4)), in (0, softcap)
+    compute_dtype: str = "bfloat16"  # of activations and matmuls; masters and loss are float32
+    attention: str = "auto"  # auto, xla, splash, cudnn
+    # schedule: lengths warm up from 1024 to 2048, which halves the early cost of attention
+    steps: int = 1675
+    stages: tuple[Stage, ...] = (
+        Stage(0.5, 524_288, 1024, 0, (1024, 1024)),
+        Stage(0.5, 524_288, 2048, 0, (2048, 2048)),
+    )
+    cooldown: float = 0.4  # last share of the steps, in which the learning rate falls linearly
+    lr_floor: float = 0.1  # to this share of itself
+    # optimizers
+    lr_muon: float = 0.04
+    lr_embed: float = 0.6
+    lr_head: float = 0.008
+    lr_scalar: float = 0.04
+    adam_betas: tuple[float, float] = (0.8, 0.95)
+    adam_eps: float = 1e-10
+    momentum: tuple[float, float] = (0.85, 0.95)  # Muon: from, to
+    momentum_steps: int = 500  # over this many steps
+    # memory: a device takes at most this many tokens at a time and accumulates over the rest
+    micro_tokens: int = 16_384
+    loss_chunk: int = 4096  # tokens whose float32 logits exist at once
+    # validation: the first val_tokens of the validation split, each predicted once
+    val_tokens: int = 10_485_760
+    val_every: int = 125  # steps; 0: only at the end
+    val_batch: int = 524_288
+    val_row: int = 2048
+    val_windows: tuple[int, int] = (2048, 2048)
+    target: float = 3.28  # nats per token
+    # run
+    data: str = "data/fineweb10B"
+    devices: int = 0  # 0: all that there are
+    prefetch: int = 4  # batches that wait on the devices
+    checkpoint_every: int = 0  # steps; 0: only at the end
+    log_every: int = 10  # steps between lines on the terminal; the log has them all
+    sample_tokens: int = 0  # at the end of the run, continue the validation text by this many
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """compute_dtype as a dtype."""
+        return jnp.dtype(self.compute_dtype)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """First step of each stage, then the number of steps."""
+        ends = np.cumsum([stage.share for stage in self.stages])
+        return (0, *(round(end * self.steps) for end in ends[:-1].tolist()), self.steps)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the whole run trains on."""
+        spans = np.diff(self.boundaries).tolist()
+        return sum(n * stage.batch_tokens for n, stage in zip(spans, self.stages, strict=True))
+
+
+PRESETS = {
+    "speedrun": Config(),
+    "tiny": Config(
+        preset="tiny",
+        layers=4,
+        width=256,
+        heads=4,
+        mlp_width=1024,
+        vocab=264,
+        real_tokens=257,
+        bos=256,
+        encoding="bytes",
+        long_layers=(0, 1, 2, 3),
+        compute_dtype="float32",
+        steps=400,
+        stages=(
+            Stage(0.5, 8192, 256, 0, (64, 256)),
+            Stage(0.5, 8192, 512, 0, (256, 512)),
+        ),
+        momentum_steps=100,
+        micro_tokens=8192,
+        val_tokens=262_144,
+        val_every=100,
+        val_batch=16_384,
+        val_row=512,
+        val_windows=(256, 512),
+        target=1.5,
+        data="data/builtin",
+        sample_tokens=200,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Validation and overrides: a wrong number is refused here, with its name and what would be valid
+# ------------------------------------------------------------------------------------------------
+
+
+def validate(cfg: Config) -> Config:
+    """Return `cfg` if a run can be built from it, else raise UserError naming field and value."""
+
+    def need(ok, field, valid):
+        if not ok:
+            value = functools.reduce(
+                lambda obj, key: obj[int(key)] if key.isdigit() else getattr(obj, key),
+                field.split("."),
+                cfg,
+            )
+            raise UserError(f"{field}={value!r} is not valid: {valid}")
+
+    for name in ("layers", "width", "heads", "mlp_width", "micro_tokens", "loss_chunk", "steps"):
+        need(getattr(cfg, name) > 0, name, "it must be positive")
+    for name in ("val_every", "checkpoint_every", "devices", "sample_tokens", "seed"):
+        need(getattr(cfg, name) >= 0, name, "it must not be negative")
+    for name in ("log_every", "prefetch", "val_tokens", "momentum_steps"):
+        need(getattr(cfg, name) > 0, name, "it must be positive")
+    need(cfg.width % cfg.heads == 0, "heads", f"it must divide width={cfg.width}")
+    need(cfg.head_width % 4 == 0, "heads", "the head width must be a multiple of 4 (half RoPE)")
+    for name in ("width", "mlp_width", "vocab"):
+        need(getattr(cfg, name) % STATE_CUTS == 0, name, f"it must be a multiple of {STATE_CUTS}")
+    need(0 < cfg.real_tokens <= cfg.vocab, "real_tokens", f"1 to vocab={cfg.vocab}")
+    need(0 <= cfg.bos < cfg.real_tokens, "bos", f"0 to real_tokens-1={cfg.real_tokens - 1}")
+    need(cfg.encoding in ("gpt2", "bytes"), "encoding", "gpt2 or bytes")
+    need(cfg.compute_dtype in ("bfloat16", "float32"), "compute_dtype", "bfloat16 or float32")
+    need(cfg.attention in ("auto", *ATTENTION), "attention", "auto, " + ", ".join(ATTENTION))
+    need(all(0 <= i < cfg.layers for i in cfg.long_layers), "long_layers", "layers are 0..layers-1")
+    need(0 <= cfg.cooldown <= 1, "cooldown", "a share, 0 to 1")
+    need(0 <= cfg.lr_floor <= 1, "lr_floor", "a share, 0 to 1")
+    need(all(0 <= b < 1 for b in cfg.adam_betas), "adam_betas", "two numbers in [0, 1)")
+    need(all(0 <= m < 1 for m in cfg.momentum), "momentum", "two numbers in [0, 1)")
+    need(cfg.stages, "stages", "at least one stage")
+    shares = [stage.share for stage in cfg.stages]
+    need(min(shares) > 0 and abs(sum(shares) - 1) < 1e-6, "stages", "the shares must add up to 1")
+    need(min(np.diff(cfg.boundaries)) > 0, "steps", "every stage needs at least one step")
+    for i, stage in enumerate(cfg.stages):
+        need(stage.row_tokens > 0, f"stages.{i}.row_tokens", "it must be positive")
+        whole = stage.batch_tokens > 0 and stage.batch_tokens % stage.row_tokens == 0
+        need(whole, f"stages.{i}.batch_tokens", f"a multiple of row_tokens={stage.row_tokens}")
+        need(stage.doc_cap >= 0, f"stages.{i}.doc_cap", "0 (plain rows) or a length in tokens")
+        need(min(stage.windows) >= 0, f"stages.{i}.windows", "two lengths in tokens")
+    need(cfg.val_row > 0, "val_row", "it must be positive")
+    rows = cfg.val_batch > 0 and cfg.val_batch % cfg.val_row == 0
+    need(rows, "val_batch", f"a positive multiple of val_row={cfg.val_row}")
+    need(
+        cfg.val_tokens % cfg.val_batch == 0,
+        "val_tokens",
+        f"a multiple of val_batch={cfg.val_batch}",
+    )
+    return cfg
+
+
+def parse_value(old, text: str):
+    """`text` read as a value of the type of `old`; raises ValueError when it is not one."""
+    if isinstance(old, str):
+        return text
+    if isinstance(old, int):
+        return int(text)
+    if isinstance(old, float):
+        return float(text)
+    items = ast.literal_eval(text)
+    kind = type(old[0]) if old else int
+    if not isinstance(items, tuple | list) or not all(type(x) in (int, kind) for x in items):
+        raise ValueError
+    if len(items) != len(old) and kind is not int:
+        raise ValueError
+    return tuple(kind(x) for x in items)
+
+
+def override(cfg, key: str, text: str):
+    """`cfg` with field `key` (dotted into stages: stages.1.windows) set to `text`."""
+    name, _, rest = key.partition(".")
+    valid = [field.name for field in dataclasses.fields(cfg)]
+    if name not in valid:
+        raise UserError(f"unknown key {name!r} in --set; valid keys: {', '.join(valid)}")
+    old = getattr(cfg, name)
+    if name == "stages":
+        index, _, field = rest.partition(".")
+        if not field or not index.isdigit() or int(index) >= len(old):
+            raise UserError(
+                f"--set {key}={text}: write stages.N.FIELD=VALUE with N below {len(old)}"
+            )
+        stage = override(old[int(index)], field, text)
+        return dataclasses.replace(cfg, stages=(*old[: int(index)], stage, *old[int(index) + 1 :]))
+    if rest:
+        raise UserError(f"--set {key}={text}: {name} has no parts")
+    try:
+        return dataclasses.replace(cfg, **{name: parse_value(old, text)})
+    except (ValueError, SyntaxError, TypeError):
+        raise UserError(
+            f"--set {key}={text}: {name} takes a value like {old!r} ({type(old).__name__})"
+        ) from None
+
+
+def config_from_json(fields: dict) -> Config:
+    """The Config written into run.json and checkpoints by dataclasses.asdict."""
+    try:
+        stages = tuple(
+            Stage(**{**stage, "windows": tuple(stage["windows"])}) for stage in fields["stages"]
+        )
+        lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list) and k != "stages"}
+        return validate(Config(**{**fields, **lists, "stages": stages}))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the stored config does not fit this train_gpt.py: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# Schedule: what holds at a given step. Plain Python; the devices get it as three traced scalars.
+# ------------------------------------------------------------------------------------------------
+
+
+def stage_at(cfg: Config, step: int) -> Stage:
+    """The stage that `step` (from 0) belongs to."""
+    return cfg.stages[int(np.searchsorted(cfg.boundaries[1:-1], step, side="right"))]
+
+
+def lr_scale(cfg: Config, step: int) -> float:
+    """Learning rate of `step` as a share of the full one: constant, then linear to lr_floor."""
+    left = (cfg.steps - step) / cfg.steps
+    decay = min(1.0, left / cfg.cooldown) if cfg.cooldown else 1.0
+    return stage_at(cfg, step).lr_factor * (decay + (1 - decay) * cfg.lr_floor)
+
+
+def muon_momentum(cfg: Config, step: int) -> float:
+    """Muon's momentum warms up linearly: early gradients turn too fast to be averaged for long."""
+    start, end = cfg.momentum
+    return start + (end - start) * min(step / cfg.momentum_steps, 1.0)
+
+
+class Hyper(NamedTuple):
+    """What changes smoothly from step to step; on the devices a float32 vector of three."""
+
+    lr_scale: float
+    momentum: float
+    count: float  # optimizer steps including this one, for Adam's bias correction
+
+
+def hyper_at(cfg: Config, step: int) -> np.ndarray:
+    """The Hyper of `step` as the float32 [3] that travels with its batch."""
+    return np.array(
+        Hyper(lr_scale(cfg, step), muon_momentum(cfg, step), step + 1.0), dtype=np.float32
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Parameters: one table, from which init, state, shardings, checkpoint and listing are mapped
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Param:
+    """A row of the parameter table."""
+
+    shape: tuple[int, ...]
+    init: Callable  # (key, shape) -> float32 array
+    optimizer: str  # adam or muon
+    lr: float
+    sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
+    scale: tuple[float, ...] = ()  # muon: step size of each matrix of the bank, see below
+    spare: int = 0  # matrices of a bank that only pad it to a multiple of STATE_CUTS
+
+    @property
+    def count(self) -> int:
+        """Numbers that the model uses (padding matrices left out)."""
+        return math.prod(self.shape) - self.spare * math.prod(self.shape[1:])
+
+
+def param_table(cfg: Config) -> dict[str, Param]:
+    """Name -> Param, in the order in which the model uses them.
+
+    Equal-shaped matrices are stacked into banks, so that Muon is one batched call for each shape:
+        attn_bank [4 layers, d, d]: q, k, v, o of layer 0, then of layer 1, ...; [out, in], y = x W^T
+        mlp_bank [2 layers, f, d]: all up-projections [out, in], then all down-projections [in, out]
+    q, k, v are separate matrices of the bank (Muon must not mix their singular values) and one
+    matmul in the model (their [out, in] blocks lie one after the other).
+
+    An orthogonalized update has unit singular values whatever the shape, so the change it makes to
+    an output element shrinks as the output grows; sqrt(out / in), where above 1, makes up for that
+    (Jordan et al. 2024): 2 for [d -> 4d], 1 for the way back. Banks are padded with zero matrices
+    up to a multiple of STATE_CUTS, so that every device owns whole matrices.
+    """
+    d, f, n = cfg.width, cfg.mlp_width, cfg.layers
+    # A uniform with std 0.5 / sqrt(d); matrices that write to the residual stream start at zero,
+    # so that the network starts as the identity.
+    bound = math.sqrt(3) * 0.5 / math.sqrt(d)
+
+    def bank(live: np.ndarray):
+        def init(key, shape):
+            uniform = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+            return jnp.where(live[:, None, None], uniform, 0.0)
+
+        return init
+
+    def constant(value):
+        return lambda key, shape: jnp.broadcast_to(jnp.asarray(value, jnp.float32), shape)
+
+    def normal(key, shape):
+        return jax.random.normal(key, shape, jnp.float32)
+
+    def row(shape, init, lr):
+        return Param(shape, init, "adam", lr, sharded=False)
+
+    def padded(matrices: int) -> int:
+        return -(-matrices // STATE_CUTS) * STATE_CUTS
+
+    attn, mlp = padded(4 * n), padded(2 * n)
+    up = np.arange(mlp) < n
+    scale_up, scale_down = math.sqrt(max(1, f / d)), math.sqrt(max(1, d / f))
+    qkv = (np.arange(attn) % 4 < 3) & (np.arange(attn) < 4 * n)
+    return {
+        "embed": Param((cfg.vocab, d), normal, "adam", cfg.lr_embed),
+        "resid_mix": row((n, 2), constant([1.0, 0.0]), cfg.lr_scalar),
+        "skip": row((n // 2,), constant(1.0), cfg.lr_scalar),
+        "attn_bank": Param(
+            (attn, d, d), bank(qkv), "muon", cfg.lr_muon, scale=(1.0,) * attn, spare=attn - 4 * n
+        ),
+        "value_mix": row((n,), constant(0.5), cfg.lr_scalar),
+        "attn_scale": row((n,), constant(0.12), cfg.lr_scalar),
+        "mlp_bank": Param(
+            (mlp, f, d),
+            bank(up),
+            "muon",
+            cfg.lr_muon,
+            scale=tuple(np.where(up, scale_up, scale_down).tolist()),
+            spare=mlp - 2 * n,
+        ),
+        "head": Param((d, cfg.vocab), constant(0.0), "adam", cfg.lr_head),
+    }
+
+
+def partition(param: Param) -> P:
+    """How a parameter and its optimizer state lie on the mesh."""
+    return P(AXIS) if param.sharded else P()
+
+
+def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
+    """The training state as a tree: {"params", "first", "second"} -> name -> leaf(kind, name, row).
+
+    first: Adam's mean or Muon's momentum. second: Adam's mean square. All float32 and all cut over
+    the devices like the parameter: each device updates its share (ZeRO).
+    """
+    table = param_table(cfg)
+    return {
+        "params": {name: leaf("params", name, row) for name, row in table.items()},
+        "first": {name: leaf("first", name, row) for name, row in table.items()},
+        "second": {
+            name: leaf("second", name, row)
+            for name, row in table.items()
+            if row.optimizer == "adam"
+        },
+    }
+
+
+def abstract_state(cfg: Config, mesh: Mesh):
+    """Shapes, dtypes and shardings of the training state; no memory is touched."""
+    return map_state(
+        cfg,
+        lambda kind, name, row: jax.ShapeDtypeStruct(
+            row.shape, jnp.float32, sharding=NamedSharding(mesh, partition(row))
+        ),
+    )
+
+
+def init_state(cfg: Config, seed):
+    """The training state before the first step, the same for every device count.
+
+    `seed` may be traced, so that one compiled program serves for warm-up and for the run.
+    """
+    key = jax.random.key(seed)
+
+    def leaf(kind, name, row):
+        if kind != "params":
+            return jnp.zeros(row.shape, jnp.float32)
+        # A key from the name: adding a parameter does not change the others.
+        salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        return row.init(jax.random.fold_in(key, salt), row.shape)
+
+    return map_state(cfg, leaf)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention: one contract, three backends
+# ------------------------------------------------------------------------------------------------
+# (q_btnh, k_btnh, v_btnh, segments_bt, window, scale) -> o_btnh. Token t attends to itself and to
+# the `window` tokens before it that have its segment id. `window` is static, `scale` may be traced.
+
+
+def attend_xla(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
+    """The reference, for any hardware: all scores at once, softmax in float32."""
+    time_ = jnp.arange(q_btnh.shape[1])
+    back_ts = time_[:, None] - time_[None, :]
+    near_ts = (back_ts >= 0) & (back_ts <= window)
+    same_bts = segments_bt[:, :, None] == segments_bt[:, None, :]
+    mask_bnts = (near_ts[None] & same_bts)[:, None]
+    scores_bnts = jnp.einsum("btnh,bsnh->bnts", q_btnh, k_btnh, preferred_element_type=jnp.float32)
+    scores_bnts = jnp.where(mask_bnts, scores_bnts * scale, -jnp.inf)
+    probs_bnts = jax.nn.softmax(scores_bnts, axis=-1).astype(v_btnh.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", probs_bnts, v_btnh)
+
+
+def attend_splash(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale, interpret=False):
+    """The TPU kernel that ships with jax: tiles outside the window cost nothing.
+
+    Tiles of 512 and a separate dq kernel: the fused backward writes one partial dq per tile of
+    keys, which costs more than it saves. `interpret` runs the kernel on a CPU, for tests.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    t, n = q_btnh.shape[1:3]
+    if t % 128:
+        raise UserError(f"attention=splash needs rows of a multiple of 128 tokens, not {t}")
+    tile = math.gcd(t, 512)
+    sizes = kernel.BlockSizes(
+        block_q=tile, block_kv=tile, block_kv_compute=tile,
+        block_q_dkv=tile, block_kv_dkv=tile, block_kv_dkv_compute=tile,
+        block_q_dq=tile, block_kv_dq=tile,
+    )  # fmt: skip
+    mask = masks.MultiHeadMask([masks.LocalMask((t, t), (min(window, t), 0), 0)] * n)
+    attend = kernel.make_splash_mha_single_device(mask, block_sizes=sizes, interpret=interpret)
+    q_btnh = (q_btnh * scale).astype(q_btnh.dtype)  # the kernel itself does not scale
+    q_bnth, k_bnth, v_bnth = (x.swapaxes(1, 2) for x in (q_btnh, k_btnh, v_btnh))
+    segments = kernel.SegmentIds(q=segments_bt, kv=segments_bt)
+    return jax.vmap(attend)(q_bnth, k_bnth, v_bnth, segments).swapaxes(1, 2)
+
+
+def attend_cudnn(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
+    """The NVIDIA kernel. It has no segment ids, so documents enter as a [b, 1, t, t] mask.
+
+    Causal and window stay kernel arguments, which skip work; is_causal must accompany the window,
+    since alone it lets a token see the future (jax pull request 39576).
+    """
+    if q_btnh.dtype not in (jnp.bfloat16, jnp.float16):
+        raise UserError(
+            f"attention=cudnn takes 16-bit inputs, not {q_btnh.dtype}: use compute_dtype=bfloat16"
+        )
+    same_bnts = (segments_bt[:, :, None] == segments_bt[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        (q_btnh * scale).astype(q_btnh.dtype),
+        k_btnh,
+        v_btnh,
+        mask=same_bnts,
+        scale=1.0,
+        is_causal=True,
+        local_window_size=(window, 0),
+        implementation="cudnn",
+    )
+
+
+ATTENTION = {"xla": attend_xla, "splash": attend_splash, "cudnn": attend_cudnn}
+
+
+def pick_attention(cfg: Config, platform_: str) -> tuple[str, str]:
+    """(backend, reason) for the devices' platform; UserError if the asked one cannot run there."""
+    home = {"splash": "tpu", "cudnn": "gpu"}
+    platform_ = "gpu" if platform_ in ("cuda", "rocm") else platform_
+    if cfg.attention != "auto":
+        if home.get(cfg.attention, platform_) != platform_:
+            raise UserError(
+                f"attention={cfg.attention} runs on a {home[cfg.attention]}, "
+                f"not on a {platform_}: use attention=auto or xla"
+            )
+        return cfg.attention, "asked for"
+    if platform_ == "tpu":
+        return "splash", "the windowed kernel for TPUs"
+    if platform_ == "gpu" and cfg.dtype == jnp.bfloat16:
+        return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a dense mask"
+    return "xla", f"the reference, since no kernel here serves {cfg.compute_dtype} on {platform_}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Model and loss
+# ------------------------------------------------------------------------------------------------
+
+
+def norm(x):
+    """RMS norm over the last axis, without gain, statistics in float32."""
+    square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return (x * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
+
+
+def rope_tables(cfg: Config, length: int):
+    """cos and sin, float32 [t, h/2]: a quarter of the head's dimensions turns, paired with another.
+
+    The other half of the head has frequency 0 and carries content regardless of position.
+    """
+    turning = cfg.head_width // 4
+    freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, turning, dtype=np.float32)
+    freqs = np.concatenate([freqs, np.zeros(turning, np.float32)])
+    angles_th = np.arange(length, dtype=np.float32)[:, None] * freqs[None]
+    return np.cos(angles_th), np.sin(angles_th)
+
+
+def rope(x_btnh, cos_th, sin_th):
+    """Rotate the pairs (i, i + h/2) of every head by the angle of their position."""
+    left, right = jnp.split(x_btnh, 2, axis=-1)
+    cos, sin = (jnp.asarray(a, x_btnh.dtype)[None, :, None] for a in (cos_th, sin_th))
+    return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
+
+
+def segment_ids(tokens_bt, bos: int):
+    """Number of the document each token belongs to, within its row: int32, rising at every BOS."""
+    return jnp.cumsum(tokens_bt == bos, axis=1, dtype=jnp.int32)
+
+
+def forward(params, tokens_bt, cfg: Config, windows: tuple[int, int], attend: Callable):
+    """Tokens int32 [b, t] -> normed output of the last layer [b, t, d], ready for the head.
+
+    `params` are the compute copies (banks in cfg.dtype, scalars in float32). The first half of the
+    layers saves its outputs, the second half adds them in reverse (U-net). Every layer first mixes
+    in the normed embedding x0, and its values are mixed with those of layer 0 (value residual).
+    """
+    b, t = tokens_bt.shape
+    n, h, half = cfg.heads, cfg.head_width, cfg.layers // 2
+    segments_bt = segment_ids(tokens_bt, cfg.bos)
+    cos_sin = rope_tables(cfg, t)
+    attn = params["attn_bank"][: 4 * cfg.layers].reshape(cfg.layers, 4, cfg.width, cfg.width)
+    mlp = params["mlp_bank"][: 2 * cfg.layers].reshape(2, cfg.layers, cfg.mlp_width, cfg.width)
+    resid_mix, skip, value_mix = (
+        params[k].astype(cfg.dtype) for k in ("resid_mix", "skip", "value_mix")
+    )
+
+    # Looked up in float32, so that the gradient of a frequent token is summed in float32.
+    x = x0 = norm(params["embed"].astype(jnp.float32)[tokens_bt].astype(cfg.dtype))
+    values0, saved = None, []
+    for i in range(cfg.layers):
+        if i >= cfg.layers - half:
+            x = x + skip[i - cfg.layers + half] * saved.pop()
+        x = resid_mix[i, 0] * x + resid_mix[i, 1] * x0
+
+        with jax.named_scope(f"attention{i}"):
+            qkv = norm(x) @ attn[i, :3].reshape(3 * cfg.width, cfg.width).T
+            q, k, v = (y.reshape(b, t, n, h) for y in jnp.split(qkv, 3, axis=-1))
+            q, k = rope(norm(q), *cos_sin), rope(norm(k), *cos_sin)
+            values0 = v if values0 is None else values0
+            v = (1 - value_mix[i]) * v + value_mix[i] * values0
+            window = windows[i in cfg.long_layers]
+            o = attend(q, k, v, segments_bt, window, params["attn_scale"][i])
+            x = x + o.reshape(b, t, cfg.width) @ attn[i, 3].T
+
+        with jax.named_scope(f"mlp{i}"):
+            x = x + jnp.square(jax.nn.relu(norm(x) @ mlp[0, i].T)) @ mlp[1, i]
+
+        if i < half:
+            saved.append(x)
+    return norm(x)
+
+
+def cap_logits(z, cfg: Config):
+    """Logits in (0, softcap): softcap * sigmoid(z / (softcap / 4)), slope 1 at zero, in float32."""
+    return cfg.softcap * jax.nn.sigmoid(z.astype(jnp.float32) / (cfg.softcap / 4))
+
+
+def cross_entropy(x_rd, head_dv, targets_r, cfg: Config):
+    """Summed cross-entropy in nats of `targets_r` under softmax(cap_logits(x_rd @ head_dv)).
+
+    Works through cfg.loss_chunk tokens at a time and forms their logits again in the backward pass:
+    at 16,384 tokens and 50,304 entries, float32 logits alone would take 3.3 GB. The capped logits
+    are below `softcap`, so their exponentials cannot overflow and need no row maximum; and the
+    target's logit is picked by comparison, whose gradient is no scatter.
+    """
+
+    def chunk_loss(x_cd, targets_c):
+        z_cv = jnp.matmul(x_cd, head_dv, preferred_element_type=jnp.float32)
+        logits_cv = cap_logits(z_cv, cfg)
+        is_target_cv = jnp.arange(cfg.vocab)[None] == targets_c[:, None]
+        picked_c = jnp.sum(jnp.where(is_target_cv, logits_cv, 0.0), axis=1)
+        return jnp.sum(jnp.log(jnp.sum(jnp.exp(logits_cv), axis=1)) - picked_c)
+
+    real, width = x_rd.shape
+    chunks = -(-real // cfg.loss_chunk)
+    while real % chunks:  # the smallest number of equal chunks
+        chunks += 1
+    if chunks == 1:
+        return chunk_loss(x_rd, targets_r)
+    xs = x_rd.reshape(chunks, -1, width), targets_r.reshape(chunks, -1)
+    body = jax.checkpoint(lambda total, x: (total + chunk_loss(*x), None))
+    return lax.scan(body, jnp.zeros((), jnp.float32), xs)[0]
+
+
+def loss_sum(params, tokens, cfg: Config, windows: tuple[int, int], attend: Callable):
+    """Summed loss in nats over rows [b, t+1]: token 0..t-1 of a row each predict the next one."""
+    inputs_bt, targets_bt = tokens[:, :-1], tokens[:, 1:]
+    x_btd = forward(params, inputs_bt, cfg, windows, attend)
+    return cross_entropy(x_btd.reshape(-1, cfg.width), params["head"], targets_bt.reshape(-1), cfg)
+
+
+def flops_per_token(cfg: Config, row_tokens: int, windows: tuple[int, int]) -> float:
+    """Model FLOPs of forward and backward per token: 6 per matmul weight, 12 d per visible key.
+
+    Visible keys are the row average of the causal window; document borders are not subtracted.
+    """
+    table = param_table(cfg)
+    weights = sum(table[name].count for name in ("attn_bank", "mlp_bank", "head"))
+    keys = sum(
+        float(np.minimum(np.arange(row_tokens), windows[i in cfg.long_layers]).mean()) + 1
+        for i in range(cfg.layers)
+    )
+    return 6.0 * weights + 12.0 * cfg.width * keys
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizers
+# ------------------------------------------------------------------------------------------------
+
+# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T. Each triple is the best odd quintic for
+# the singular values that the one before leaves (Polar Express, Amsel et al. 2025; five steps from
+# [1/1024, 1], with the paper's safety factor).
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def orthogonalize(x, dtype):
+    """The nearest (semi-)orthogonal matrix to each matrix of the bank [l, rows, cols], in `dtype`.
+
+    Drives all singular values towards 1 with matmuls only. The Gram matrix is taken on the shorter
+    side: for [4d, d] that is 9 d^3 multiply-adds a step, on the longer side it would be 96.
+    """
+    x = x.astype(dtype)
+    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
+    x = (x / (size * 1.02 + 1e-6)).astype(dtype)
+    tall = x.shape[1] > x.shape[2]
+    for a, b, c in POLAR_EXPRESS:
+        gram = jnp.einsum("lrc,lrk->lck" if tall else "lrc,lkc->lrk", x, x)
+        poly = b * gram + c * (gram @ gram)
+        x = a * x + (x @ poly if tall else poly @ x)
+    return x
+
+
+def muon(param, grad, momentum, rate, mu, scale, dtype):
+    """One Muon step on a bank, all float32 [l, rows, cols]: (new bank, new momentum).
+
+    Momentum and its Nesterov look-ahead are averages, so that `grad` keeps its size while `mu`
+    warms up. `scale` [l] is the step size of each matrix, see param_table.
+    """
+    momentum = mu * momentum + (1 - mu) * grad
+    update = orthogonalize(mu * momentum + (1 - mu) * grad, dtype)
+    return param - rate * scale[:, None, None] * update.astype(jnp.float32), momentum
+
+
+def adam(param, grad, mean, square, rate, count, betas, eps):
+    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square)."""
+    b1, b2 = betas
+    mean = b1 * mean + (1 - b1) * grad
+    square = b2 * square + (1 - b2) * jnp.square(grad)
+    update = (mean / (1 - b1**count)) / (jnp.sqrt(square / (1 - b2**count)) + eps)
+    return param - rate * update, mean, square
+
+
+def apply_updates(cfg: Config, state, grads, hyper):
+    """The state after one optimizer step, on the share of it that this device holds.
+
+    `grads` has the same share of the summed gradient. Runs inside shard_map.
+    """
+    lr, mu, count = Hyper(*hyper)
+    new = {"params": {}, "first": {}, "second": {}}
+    for name, row in param_table(cfg).items():
+        old, first = state["params"][name], state["first"][name]
+        rate = lr * row.lr
+        if row.optimizer == "muon":
+            mine = lax.axis_index(AXIS) * old.shape[0]
+            scale = lax.dynamic_slice_in_dim(jnp.asarray(row.scale), mine, old.shape[0])
+            new["params"][name], new["first"][name] = muon(
+                old, grads[name], first, rate, mu, scale, cfg.dtype
+            )
+        else:
+            new["params"][name], new["first"][name], new["second"][name] = adam(
+                old, grads[name], first, state["second"][name], rate, count,
+                cfg.adam_betas, cfg.adam_eps,
+            )  # fmt: skip
+    return new
+
+
+# ------------------------------------------------------------------------------------------------
+# Steps: the programs that run on the devices, compiled before the clock starts
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The static part of a step: what would otherwise be recompiled inside the clock."""
+
+    kind: str  # train or eval
+    batch_tokens: int
+    row_tokens: int
+    windows: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        """For example train-b524288-r1024-w512-1024."""
+        short, long = self.windows
+        return f"{self.kind}-b{self.batch_tokens}-r{self.row_tokens}-w{short}-{long}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of one global batch."""
+        return self.batch_tokens // self.row_tokens
+
+
+def train_variant(stage: Stage) -> Variant:
+    """The program that a stage's steps run; stages that differ in smooth things share it."""
+    return Variant("train", stage.batch_tokens, stage.row_tokens, stage.windows)
+
+
+def eval_variant(cfg: Config) -> Variant:
+    """The program of the validation."""
+    return Variant("eval", cfg.val_batch, cfg.val_row, cfg.val_windows)
+
+
+def variants(cfg: Config) -> list[Variant]:
+    """Every program of the run, each once, in order of first use."""
+    return list(dict.fromkeys([*map(train_variant, cfg.stages), eval_variant(cfg)]))
+
+
+def make_mesh(cfg: Config, devices=None) -> Mesh:
+    """The one-axis mesh over `devices` (default: the first cfg.devices of this machine)."""
+    devices = jax.devices() if devices is None else devices
+    count = cfg.devices or len(devices)
+    if count > len(devices):
+        raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
+    if STATE_CUTS % count:
+        raise UserError(
+            f"{count} devices do not divide {STATE_CUTS}: use --set devices=1, 2, 4 or 8"
+        )
+    for variant in variants(cfg):
+        if variant.rows % count:
+            raise UserError(
+                f"{variant.name} has {variant.rows} rows, which {count} devices cannot share "
+                "equally: use fewer devices or a larger batch"
+            )
+    return Mesh(np.array(devices[:count]), (AXIS,))
+
+
+def micro_rows(cfg: Config, rows: int, row_tokens: int) -> int:
+    """Rows of one micro-batch: the most that divide a device's `rows` within cfg.micro_tokens."""
+    fits = [n for n in range(1, rows + 1) if rows % n == 0 and n * row_tokens <= cfg.micro_tokens]
+    return max(fits, default=1)
+
+
+def gather_params(cfg: Config, params):
+    """Compute copies of all parameters, whole on every device: banks cast first, then gathered."""
+    return {
+        name: lax.all_gather(params[name].astype(cfg.dtype), AXIS, tiled=True)
+        if row.sharded
+        else params[name]
+        for name, row in param_table(cfg).items()
+    }
+
+
+def reduce_grads(cfg: Config, grads):
+    """Sum float32 gradients over the devices, leaving each device its own share."""
+    return {
+        name: lax.psum_scatter(grads[name], AXIS, tiled=True)
+        if row.sharded
+        else lax.psum(grads[name], AXIS)
+        for name, row in param_table(cfg).items()
+    }
+
+
+def accumulate(loss, params, tokens, micro: int):
+    """(loss, gradient) of `loss(params, rows)` summed in float32 over micro-batches of rows.
+
+    No collective runs in here: the devices meet once, after the last micro-batch.
+    """
+
+    def add(total, rows):
+        value_grad = jax.value_and_grad(loss)(params, rows)
+        return jax.tree.map(lambda a, x: a + x.astype(jnp.float32), total, value_grad), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (jnp.zeros(()), params))
+    if tokens.shape[0] == micro:
+        return add(zeros, tokens)[0]
+    return lax.scan(add, zeros, tokens.reshape(-1, micro, tokens.shape[1]))[0]
+
+
+def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
+    """The function that `variant` compiles; manual over the mesh, so every collective is ours.
+
+    train: (state, tokens uint16 [rows, t+1], hyper float32 [3]) -> (state, mean loss)
+    eval:  (params, tokens uint16 [rows, t+1]) -> summed loss
+    """
+    attend = ATTENTION[pick_attention(cfg, mesh.devices.flat[0].platform)[0]]
+    micro = micro_rows(cfg, variant.rows // mesh.size, variant.row_tokens)
+    state_specs = map_state(cfg, lambda kind, name, row: partition(row))
+
+    def train_step(state, tokens, hyper):
+        def loss(params, rows):
+            total = loss_sum(params, rows, cfg, variant.windows, attend)
+            return total / variant.batch_tokens
+
+        params = gather_params(cfg, state["params"])
+        value, grads = accumulate(loss, params, tokens.astype(jnp.int32), micro)
+        state = apply_updates(cfg, state, reduce_grads(cfg, grads), hyper)
+        return state, lax.psum(value, AXIS)
+
+    def eval_step(params, tokens):
+        params = gather_params(cfg, params)
+        rows = tokens.astype(jnp.int32).reshape(-1, micro, tokens.shape[1])
+        sums = lax.map(lambda r: loss_sum(params, r, cfg, variant.windows, attend), rows)
+        return lax.psum(jnp.sum(sums), AXIS)
+
+    if variant.kind == "train":
+        step, ins, outs = train_step, (state_specs, P(AXIS), P()), (state_specs, P())
+    else:
+        step, ins, outs = eval_step, (state_specs["params"], P(AXIS)), P()
+    return jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def lower_variant(cfg: Config, variant: Variant, mesh: Mesh):
+    """`variant` lowered from abstract values; a train step consumes (donates) its state."""
+    state = abstract_state(cfg, mesh)
+    shape = (variant.rows, variant.row_tokens + 1)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=NamedSharding(mesh, P(AXIS)))
+    hyper = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    step = make_step(cfg, variant, mesh)
+    if variant.kind == "train":
+        return jax.jit(step, donate_argnums=0).lower(state, tokens, hyper)
+    return jax.jit(step).lower(state["params"], tokens)
+
+
+def lower_init(cfg: Config, mesh: Mesh):
+    """init_state lowered: seed uint32 -> state, born in its shards."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=NamedSharding(mesh, P()))
+    return jax.jit(functools.partial(init_state, cfg), out_shardings=shardings).lower(seed)
+
+
+def compile_all(cfg: Config, mesh: Mesh, say: Callable = print):
+    """Compile the initializer and every variant in parallel threads, reporting the seconds of each.
+
+    Returns ({"init" or Variant: executable}, {name: seconds}). A variant that is not in the dict
+    is a KeyError at the step that needs it, never a silent compilation inside the clock.
+    """
+
+    def build(key):
+        start = time.perf_counter()
+        lowered = lower_init(cfg, mesh) if key == "init" else lower_variant(cfg, key, mesh)
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+        name = key if key == "init" else key.name
+        stats = compiled.memory_analysis()
+        temp = f", {stats.temp_size_in_bytes / 2**20:.0f} MiB temporary" if stats else ""
+        say(f"compiled {name} in {seconds:.1f} s{temp}")
+        return key, compiled, name, seconds
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        built = list(pool.map(build, ["init", *variants(cfg)]))
+    programs = {key: compiled for key, compiled, _, _ in built}
+    return programs, {name: round(seconds, 3) for *_, name, seconds in built}
+
+
+# ------------------------------------------------------------------------------------------------
+# Data: shards -> one stream of tokens -> rows
+# ------------------------------------------------------------------------------------------------
+
+
+def open_shard(path) -> np.memmap:
+    """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
+    path = Path(path)
+    fix = "delete it and download or tokenize it again"
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if size < HEADER_BYTES:
+        raise UserError(f"{path}: {size} bytes is too short for a header: {fix}")
+    magic, version, count = header[:3].tolist()
+    if magic != SHARD_MAGIC:
+        raise UserError(
+            f"{path}: magic number {magic}, not {SHARD_MAGIC}: not a token shard, {fix}"
+        )
+    if version != SHARD_VERSION:
+        raise UserError(f"{path}: version {version} of the format, only {SHARD_VERSION} is known")
+    if count <= 0 or size != HEADER_BYTES + 2 * count:
+        raise UserError(
+            f"{path}: {size} bytes, but its header promises {count} tokens "
+            f"({HEADER_BYTES + 2 * count} bytes): {fix}"
+        )
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+
+class TokenStream:
+    """The shards of one split in the order of their names, as one stream of tokens.
+
+    A place in it is one number, counted from the first token of the first shard: the cursor.
+    """
+
+    def __init__(self, folder: Path, split: str, bos: int):
+        self.paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        if not self.paths:
+            raise UserError(
+                f"no {split} shards (*_{split}_*.bin) in {folder}: get some with "
+                "data/cached_fineweb10B.py or data/tokenize_text.py, or name another --data"
+            )
+        self.shards = [open_shard(path) for path in self.paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.bos = bos
+        self._index = functools.lru_cache(maxsize=2)(self._find_documents)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def shard_at(self, cursor: int) -> tuple[int, int]:
+        """(number of the shard that holds `cursor`, its first position)."""
+        number = int(np.searchsorted(self.ends, cursor, side="right"))
+        if number == len(self.shards):
+            raise UserError(
+                f"the tokens in {self.paths[0].parent} end at {len(self):,}: "
+                "download more shards or use fewer steps"
+            )
+        return number, int(self.ends[number]) - len(self.shards[number])
+
+    def read(self, cursor: int, count: int) -> np.ndarray:
+        """`count` tokens from `cursor` on, uint16, across shard borders."""
+        out = np.empty(count, np.uint16)
+        done = 0
+        while done < count:
+            number, start = self.shard_at(cursor + done)
+            at = cursor + done - start
+            piece = self.shards[number][at : at + count - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+        return out
+
+    def _find_documents(self, number: int) -> np.ndarray:
+        return np.flatnonzero(np.asarray(self.shards[number]) == self.bos)
+
+    def documents(self, number: int) -> np.ndarray:
+        """Where documents begin in shard `number`, found on first use; the last two are kept."""
+        return self._index(number)
+
+    def forget(self):
+        """Drop what was found about documents."""
+        self._index.cache_clear()
+
+
+def plain_rows(stream: TokenStream, cursor: int, rows: int, t: int):
+    """(uint16 [rows, t+1], next cursor): neighbouring rows share one token, none is left out."""
+    tokens = stream.read(cursor, rows * t + 1)
+    return np.lib.stride_tricks.sliding_window_view(tokens, t + 1)[::t], cursor + rows * t
+
+
+def plan_packed(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: int):
+    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch.
+
+    A piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the
+    row is full; the rest of a cut document is passed over. Rows are filled in order with t+1
+    tokens each (t inputs and the last target). A shard with too few documents left for the whole
+    batch is left for the next one. This is the original speedrun's order on eight devices; ours
+    does not depend on the number of devices.
+    """
+    while True:
+        number, base = stream.shard_at(cursor)
+        starts = stream.documents(number)
+        stops = np.append(starts[1:], len(stream.shards[number])).tolist()
+        first = int(np.searchsorted(starts, cursor - base))
+        pieces, row, room = [], 0, t + 1
+        for start, stop in zip(starts[first:].tolist(), stops[first:], strict=True):
+            stop = min(stop, start + doc_cap, start + room)
+            pieces.append((row, base + start, base + stop))
+            room -= stop - start
+            if room == 0:
+                row, room = row + 1, t + 1
+                if row == rows:
+                    return pieces, base + start + 1
+        cursor = int(stream.ends[number])
+
+
+def packed_rows(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: int):
+    """(uint16 [rows, t+1], next cursor) as planned by plan_packed."""
+    pieces, cursor = plan_packed(stream, cursor, rows, t, doc_cap)
+    tokens = np.concatenate([stream.read(start, stop - start) for _, start, stop in pieces])
+    return tokens.reshape(rows, t + 1), cursor
+
+
+def next_rows(stream: TokenStream, cursor: int, stage: Stage):
+    """(uint16 [rows, t+1], next cursor) of a global batch of `stage`, from the cursor alone."""
+    if stage.doc_cap:
+        return packed_rows(stream, cursor, stage.rows, stage.row_tokens, stage.doc_cap)
+    return plain_rows(stream, cursor, stage.rows, stage.row_tokens)
+
+
+def check_tokens(cfg: Config, train: TokenStream, val: TokenStream):
+    """UserError unless every token that the run will read is there and is a known id.
+
+    Reads what the run will read, before the clock; what it finds is not kept, so the loader does
+    all its own work inside the clock.
+    """
+    cursor = 0
+    for step in range(cfg.steps):
+        stage = stage_at(cfg, step)
+        try:
+            if stage.doc_cap:
+                shape = stage.rows, stage.row_tokens, stage.doc_cap
+                cursor = plan_packed(train, cursor, *shape)[1]
+            else:
+                cursor += stage.batch_tokens
+                train.shard_at(cursor)
+        except UserError:
+            raise UserError(
+                f"{train.paths[0].parent} holds {len(train):,} training tokens in "
+                f"{len(train.paths)} shards, which last for {step} of {cfg.steps} steps: "
+                "get more shards, or lower --set steps="
+            ) from None
+    train.forget()
+    if len(val) <= cfg.val_tokens:
+        raise UserError(
+            f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
+            "are needed: get the full validation shard, or lower --set val_tokens="
+        )
+    for stream, last in ((train, cursor), (val, cfg.val_tokens)):
+        for number in range(stream.shard_at(last)[0] + 1):
+            largest = int(stream.shards[number].max())
+            if largest >= cfg.real_tokens:
+                raise UserError(
+                    f"{stream.paths[number]}: token id {largest} is not below {cfg.real_tokens}: "
+                    f"not made with the {cfg.encoding} encoding, tokenize it again"
+                )
+
+
+# ------------------------------------------------------------------------------------------------
+# Loader: rows -> batches that are on the devices ahead of use
+# ------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """A global batch on the devices, and the cursor of the one after it."""
+
+    tokens: jax.Array  # uint16 [rows, t+1], cut over the devices
+    hyper: jax.Array  # float32 [3]
+    cursor: int
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    """`array` on the devices of `mesh`; a process touches only the rows of its own devices."""
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+    )
+
+
+def train_batches(cfg: Config, mesh: Mesh, stream: TokenStream, step: int, cursor: int):
+    """Yield the Batch of every step from `step` to the end of the run."""
+    for now in range(step, cfg.steps):
+        rows, cursor = next_rows(stream, cursor, stage_at(cfg, now))
+        yield Batch(put(rows, mesh, P(AXIS)), put(hyper_at(cfg, now), mesh, P()), cursor)
+
+
+def val_batches(cfg: Config, mesh: Mesh, stream: TokenStream):
+    """Yield the validation rows on the devices, uint16 [rows, t+1]: val_tokens targets in all."""
+    for start in range(0, cfg.val_tokens, cfg.val_batch):
+        rows, _ = plain_rows(stream, start, cfg.val_batch // cfg.val_row, cfg.val_row)
+        yield put(rows, mesh, P(AXIS))
+
+
+class Prefetch:
+    """Draws from an iterator in a thread, at most `depth` items ahead.
+
+    Iterate over it inside `with`: leaving the block ends the thread. An exception in the thread is
+    raised at the item that it prevented.
+    """
+
+    def __init__(self, items, depth: int):
+        self._queue = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self._stop.set()
+        self._thread.join()
+
+    def __iter__(self):
+        while True:
+            item, error = self._queue.get()
+            if error is not None:
+                raise error
+            yield item
+
+    def _run(self, items):
+        try:
+            for item in items:
+                if not self._offer((item, None)):
+                    return
+            self._offer((None, StopIteration()))
+        except BaseException as error:  # whatever it is, the main thread must hear of it
+            self._offer((None, error))
+
+    def _offer(self, entry) -> bool:
+        while not self._stop.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(entry, timeout=0.1)
+                return True
+        return False
+
+
+def data_folder(cfg: Config, say: Callable = print) -> Path:
+    """Where the shards are: cfg.data under the current folder or beside this file.
+
+    The demo corpus of the `bytes` presets is made on first use from the text that every Python
+    installation carries.
+    """
+    folder = Path(cfg.data)
+    if not folder.is_absolute() and not folder.exists():
+        folder = HERE / folder
+    if folder == HERE / PRESETS["tiny"].data and not list(folder.glob("*.bin")):
+        say(f"making the demo corpus in {folder}")
+        runpy.run_path(str(HERE / "data" / "builtin_corpus.py"))["build"](folder)
+    if not folder.is_dir():
+        raise UserError(
+            f"no folder {folder}: get the tokens with data/cached_fineweb10B.py, or name a --data"
+        )
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoint: RUN_DIR/checkpoints/<step>/ with one .npy file for each array, and meta.json
+# ------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    run_dir: Path, cfg: Config, state, step: int, cursor: int, train_time_ms: float
+):
+    """Write the training state atomically: a folder under its final name is complete."""
+    folder = run_dir / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{step}-", dir=folder))
+    try:
+        for kind, arrays in state.items():
+            for name, array in arrays.items():
+                with open(temporary / f"{kind}.{name}.npy", "wb") as file:
+                    np.save(file, np.asarray(array), allow_pickle=False)
+                    os.fsync(file.fileno())
+        meta = {
+            "step": step,
+            "cursor": cursor,
+            "train_time_ms": train_time_ms,
+            "config": dataclasses.asdict(cfg),
+        }
+        with open(temporary / "meta.json", "w") as file:
+            json.dump(meta, file, indent=1)
+            os.fsync(file.fileno())
+        final = folder / str(step)
+        if final.exists():  # a resumed run writes its last step again
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def find_checkpoint(run_dir: Path) -> tuple[Path, dict]:
+    """(folder, meta) of the newest complete checkpoint of a run."""
+    found = [p for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    if not found:
+        raise UserError(
+            f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>"
+        )
+    newest = max(found, key=lambda p: int(p.name))
+    try:
+        meta = json.loads((newest / "meta.json").read_text())
+        meta["config"] = config_from_json(meta["config"])
+        meta = {k: kind(meta[k]) for k, kind in META.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{newest}/meta.json cannot be used ({error}): delete {newest}") from None
+    return newest, meta
+
+
+META = {"step": int, "cursor": int, "train_time_ms": float, "config": lambda config: config}
+
+
+def load_arrays(folder: Path, wanted):
+    """The arrays of a checkpoint, straight onto their devices.
+
+    `wanted` is the tree of ShapeDtypeStructs {kind: {name: ...}} to load; names, shapes and dtypes
+    must be the parameter table's. Files are memory-mapped: each device reads only its own part.
+    """
+
+    def load(path, leaf):
+        kind, name = (part.key for part in path)
+        file = folder / f"{kind}.{name}.npy"
+        try:
+            array = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{file} cannot be loaded ({error}): use another checkpoint") from None
+        if array.shape != leaf.shape or array.dtype != leaf.dtype:
+            raise UserError(
+                f"{file} holds {array.dtype}{list(array.shape)}, this train_gpt.py expects "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
+
+    return jax.tree.map_with_path(load, wanted)
+
+
+# ------------------------------------------------------------------------------------------------
+# Run log: RUN_DIR/log.txt, metrics.jsonl, run.json
+# ------------------------------------------------------------------------------------------------
+
+# Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets, by device kind.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+def peak_flops(kind: str) -> float | None:
+    """Peak of a device kind, longest matching name first; None where it is not known (CPUs)."""
+    names = [name for name in PEAK_FLOPS if name in kind]
+    return PEAK_FLOPS[max(names, key=len)] if names else None
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run may depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "numpy", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+class RunLog:
+    """The files of one run. Opening it fails early, before anything is compiled, if OUT is bad."""
+
+    def __init__(self, run_dir: Path, facts: dict, resumed: bool):
+        self.run_dir, self.facts = run_dir, facts
+        try:
+            run_dir.mkdir(parents=True, exist_ok=resumed)
+            self.text = open(run_dir / "log.txt", "a")
+            self.metrics = open(run_dir / "metrics.jsonl", "a")
+            self.write_facts()
+        except OSError as error:
+            raise UserError(
+                f"cannot write {run_dir} ({error.strerror}): name another --out"
+            ) from None
+        if not resumed:
+            source = Path(__file__).read_text()
+            rule = "=" * 100
+            about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
+            devices = facts["devices"]
+            about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
+            about += f"\n{platform.platform()}\ncommand: {facts['command']}"
+            self.text.write(f"{source}\n{rule}\n{about}\n{rule}\n")
+
+    def write_facts(self, **changes):
+        """Put `changes` into run.json, atomically."""
+        self.facts.update(changes)
+        temporary = self.run_dir / "run.json.tmp"
+        temporary.write_text(json.dumps(self.facts, indent=1) + "\n")
+        os.replace(temporary, self.run_dir / "run.json")
+
+    def line(self, text: str):
+        """One line into log.txt."""
+        self.text.write(text + "\n")
+
+    def metric(self, **fields):
+        """One object into metrics.jsonl."""
+        self.metrics.write(json.dumps(fields) + "\n")
+
+    def flush(self):
+        """Hand what is buffered to the system: at validations, so that no step waits for a disk."""
+        self.text.flush()
+        self.metrics.flush()
+
+    def close(self):
+        """Flush and close the files."""
+        self.text.close()
+        self.metrics.close()
+
+
+def memory_peak_mib() -> float:
+    """Peak memory of the busiest device in MiB; of this process where devices do not tell (CPU)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
+    if peak:
+        return peak / 2**20
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+# ------------------------------------------------------------------------------------------------
+# Training: the clock and the loop
+# ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Milliseconds of training: runs from start() to stop(), and carries over a resume."""
+
+    def __init__(self, elapsed_ms: float = 0.0):
+        self._total, self._since = elapsed_ms, None
+
+    def start(self):
+        """Go on counting."""
+        self._since = time.perf_counter()
+
+    def stop(self):
+        """Hold."""
+        self._total, self._since = self.ms(), None
+
+    def ms(self) -> float:
+        """Training time so far."""
+        running = time.perf_counter() - self._since if self._since is not None else 0.0
+        return self._total + 1000 * running
+
+
+def warm_up(cfg: Config, mesh: Mesh, programs):
+    """Run every program once on dummy tokens, so that first-call costs are outside the clock."""
+    state = programs["init"](put(np.uint32(0), mesh, P()))
+    for variant in variants(cfg):
+        rows = np.full((variant.rows, variant.row_tokens + 1), cfg.bos, np.uint16)
+        tokens = put(rows, mesh, P(AXIS))
+        if variant.kind == "train":
+            state, out = programs[variant](state, tokens, put(hyper_at(cfg, 0), mesh, P()))
+        else:
+            out = programs[variant](state["params"], tokens)
+        out.block_until_ready()
+
+
+def evaluate(cfg: Config, mesh: Mesh, programs, params, stream: TokenStream) -> float:
+    """Mean loss in nats over the first val_tokens of the validation split."""
+    program = programs[eval_variant(cfg)]
+    sums = [program(params, tokens) for tokens in val_batches(cfg, mesh, stream)]
+    return float(np.sum([np.asarray(x, np.float64) for x in sums])) / cfg.val_tokens
+
+
+class Progress:
+    """Turns finished steps into log lines, metrics and, now and then, a line on the terminal."""
+
+    def __init__(
+        self, cfg: Config, mesh: Mesh, log: RunLog, clock: Clock, step: int, say: Callable
+    ):
+        self.cfg, self.log, self.clock, self.say = cfg, log, clock, say
+        self.tokens = sum(stage_at(cfg, now).batch_tokens for now in range(step))
+        self.flops, self.resumed_at = 0.0, step
+        peak = peak_flops(mesh.devices.flat[0].device_kind)
+        self.peak = peak and peak * mesh.size
+        self.mark = (clock.ms(), self.flops, self.tokens)  # at the last line on the terminal
+
+    def line(self, step: int, extra: str = "") -> str:
+        """The original speedrun's line for `step` steps done; `extra` is the validation loss."""
+        ms = self.clock.ms()
+        average = ms / max(step, 1)
+        return f"step:{step}/{self.cfg.steps} {extra}train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
+
+    def trained(self, step: int, loss):
+        """Wait for the loss of the step that makes `step` steps (the next one is under way)."""
+        loss, stage = float(loss), stage_at(self.cfg, step - 1)
+        self.tokens += stage.batch_tokens
+        cost = flops_per_token(self.cfg, stage.row_tokens, stage.windows)
+        self.flops += stage.batch_tokens * cost
+        ms, line = self.clock.ms(), self.line(step)
+        self.log.line(line)
+        self.log.metric(
+            step=step,
+            train_loss=round(loss, 6),
+            train_time_ms=round(ms, 3),
+            tokens=self.tokens,
+            lr=lr_scale(self.cfg, step - 1),
+        )
+        if step % self.cfg.log_every == 0 or step == self.resumed_at + 1:
+            seconds = max(ms - self.mark[0], 1e-6) / 1000
+            speed = f"{(self.tokens - self.mark[2]) / seconds:,.0f} tok/s"
+            if self.peak:
+                speed += f" mfu:{(self.flops - self.mark[1]) / seconds / self.peak:.1%}"
+            eta = (self.cfg.steps - step) * ms / step / 1000
+            self.say(f"{line} train_loss:{loss:.4f} {speed} eta:{eta:.0f}s")
+            self.mark = (ms, self.flops, self.tokens)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss of step {step} is {loss}: lower the learning rates (--set lr_muon=...); "
+                f"the steps before are in {self.log.run_dir}/metrics.jsonl"
+            )
+
+    def validated(self, step: int, loss: float):
+        """Write down the validation loss after `step` steps; the clock stands still."""
+        line = self.line(step, f"val_loss:{loss:.4f} ")
+        self.log.line(line)
+        self.log.metric(
+            step=step,
+            val_loss=round(loss, 6),
+            train_time_ms=round(self.clock.ms(), 3),
+            tokens=self.tokens,
+        )
+        self.log.flush()
+        self.say(line)
+
+
+def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, start: dict, progress, profile):
+    """The loop: from `start` (step and cursor) to the end of the run; returns the last val_loss.
+
+    `streams` are the training and the validation TokenStream. The clock runs but for the pauses in
+    which the run validates and saves; the devices are idle when it stops and when it starts again.
+    """
+    clock, first, cursor = progress.clock, start["step"], start["cursor"]
+    pending = None  # the loss of the step before, read while this one runs: no step waits for it
+    batches = train_batches(cfg, mesh, streams[0], first, cursor)
+    clock.start()
+    with Prefetch(batches, cfg.prefetch) as loader:
+        supply = iter(loader)
+        for step in range(first, cfg.steps + 1):
+            ends, begins = step == cfg.steps, step == first > 0
+            validates = ends or (every(cfg.val_every, step) and not begins)
+            saves = ends or (every(cfg.checkpoint_every, step) and step > first)
+            if validates or saves:
+                if pending is not None:
+                    progress.trained(step, pending)
+                    pending = None
+                jax.block_until_ready(state)
+                clock.stop()
+                if validates:
+                    val_loss = evaluate(cfg, mesh, programs, state["params"], streams[1])
+                    progress.validated(step, val_loss)
+                if saves:
+                    save_checkpoint(progress.log.run_dir, cfg, state, step, cursor, clock.ms())
+                if ends:
+                    return val_loss
+                clock.start()
+            if profile and step - first == PROFILE_STEPS[0]:
+                jax.profiler.start_trace(str(progress.log.run_dir / "profile"))
+            batch = next(supply)
+            cursor = batch.cursor
+            program = programs[train_variant(stage_at(cfg, step))]
+            state, loss = program(state, batch.tokens, batch.hyper)
+            if pending is not None:
+                progress.trained(step, pending)
+            pending = loss
+            if profile and step - first == PROFILE_STEPS[1]:
+                jax.block_until_ready(loss)
+                jax.profiler.stop_trace()
+
+
+PROFILE_STEPS = (20, 24)  # of this process: what --profile traces, well after the start
+
+
+def every(period: int, step: int) -> bool:
+    """Whether something with this period (0: never) is due after `step` steps."""
+    return period > 0 and step % period == 0
+
+
+def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, start: dict) -> dict:
+    """The fields of run.json as they stand before training."""
+    device = mesh.devices.flat[0]
+    return {
+        "run_id": run_id,
+        "preset": cfg.preset,
+        "config": dataclasses.asdict(cfg),
+        "seed": cfg.seed,
+        "command": command,
+        "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        "versions": versions(),
+        "devices": {
+            "kind": device.device_kind,
+            "count": mesh.size,
+            "platform": device.platform,
+        },
+        "compile_seconds": {},
+        "steps": start["step"],
+        "tokens": 0,
+        "train_time_ms": start["train_time_ms"],
+        "val_loss": None,
+        "target": cfg.target,
+        "resumed": start["resumed"],
+        "finished": False,
+    }
+
+
+def train(
+    cfg: Config, out: Path, command: str, resume: Path | None = None, profile=False, say=print
+):
+    """Run the whole thing; returns the run's folder.
+
+    Outside the clock: checks, compilation, warm-up (after which the state is made anew from the
+    seed), validation, checkpoints. Inside: every training step and all loading of its data.
+    """
+    start = {"step": 0, "cursor": 0, "train_time_ms": 0.0}
+    checkpoint, start = find_checkpoint(resume) if resume else (None, start)
+    start = {**start, "resumed": resume is not None}
+    mesh = make_mesh(cfg)
+    backend, reason = pick_attention(cfg, mesh.devices.flat[0].platform)
+    source = data_folder(cfg, say)
+    streams = TokenStream(source, "train", cfg.bos), TokenStream(source, "val", cfg.bos)
+    check_tokens(cfg, *streams)
+
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
+    run_dir = resume or out / stamp
+    facts = first_facts(cfg, mesh, run_dir.resolve().name, command, start)
+    with contextlib.closing(RunLog(run_dir, facts, start["resumed"])) as log:
+        say(f"run {run_dir} on {mesh.size} x {mesh.devices.flat[0].device_kind}")
+        say(f"attention: {backend} ({reason})")
+        programs, seconds = compile_all(cfg, mesh, say)
+        log.write_facts(compile_seconds=seconds)
+        warm_up(cfg, mesh, programs)
+        if resume:
+            state = load_arrays(checkpoint, abstract_state(cfg, mesh))
+        else:
+            state = programs["init"](put(np.uint32(cfg.seed), mesh, P()))
+        jax.block_until_ready(state)
+
+        clock = Clock(start["train_time_ms"])
+        progress = Progress(cfg, mesh, log, clock, start["step"], say)
+        val_loss = run_steps(cfg, mesh, programs, streams, state, start, progress, profile)
+        peak = memory_peak_mib()
+        log.line(f"peak memory allocated: {peak:.0f} MiB")
+        log.write_facts(
+            steps=cfg.steps,
+            tokens=progress.tokens,
+            train_time_ms=round(clock.ms(), 3),
+            val_loss=round(val_loss, 6),
+            finished=True,
+        )
+        met = "met" if val_loss <= cfg.target else "MISSED"
+        say(
+            f"target {cfg.target} {met}: val_loss {val_loss:.4f} after {clock.ms() / 1000:.1f} s "
+            f"of training on {progress.tokens:,} tokens; peak memory {peak:.0f} MiB"
+        )
+    if cfg.sample_tokens:
+        prompt = decode(cfg, streams[1].read(1, 64))
+        say(f"a sample, from the bar on:\n{prompt}|{sample(cfg, run_dir, prompt)}")
+    return run_dir
+
+
+# ------------------------------------------------------------------------------------------------
+# Sampling
+# ------------------------------------------------------------------------------------------------
+
+
+def byte_encoding():
+    """A tiktoken Encoding of single bytes (token id == byte) and <|endoftext|> = 256."""
+    import tiktoken
+
+    return tiktoken.Encoding(
+        name="bytes",
+        pat_str=r"(?s).",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+    )
+
+
+def text_encoding(cfg: Config):
+    """The tiktoken Encoding that made the run's tokens."""
+    if cfg.encoding == "bytes":
+        return byte_encoding()
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # it downloads its ranks on first use, through requests
+        raise UserError(
+            f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
+            "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+        ) from None
+
+
+def decode(cfg: Config, tokens) -> str:
+    """Text of real tokens; padding ids of the table have none and are left out."""
+    return text_encoding(cfg).decode([int(x) for x in tokens if x < cfg.real_tokens])
+
+
+def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=0.7) -> str:
+    """Continue `prompt` by `count` (default cfg.sample_tokens or 64) tokens from a checkpoint.
+
+    The whole row is computed again for each token: a few seconds at the size of a demonstration,
+    and no second implementation of the model that could disagree with the first.
+    """
+    folder, _ = find_checkpoint(run_dir)
+    mesh = make_mesh(dataclasses.replace(cfg, devices=1))
+    params = load_arrays(folder, {"params": abstract_state(cfg, mesh)["params"]})["params"]
+    attend = ATTENTION[pick_attention(cfg, mesh.devices.flat[0].platform)[0]]
+
+    @jax.jit
+    def next_token(params, tokens_t, last, key):
+        params = {
+            name: params[name].astype(cfg.dtype) if row.sharded else params[name]
+            for name, row in param_table(cfg).items()
+        }
+        x_btd = forward(params, tokens_t[None], cfg, cfg.val_windows, attend)
+        logits_v = cap_logits(x_btd[0, last] @ params["head"], cfg)
+        real = jnp.arange(cfg.vocab) < cfg.real_tokens
+        return jax.random.categorical(key, jnp.where(real, logits_v / temperature, -jnp.inf))
+
+    tokens = [cfg.bos, *text_encoding(cfg).encode_ordinary(prompt)]
+    start = len(tokens)
+    key = jax.random.key(cfg.seed)
+    for i in range(count or cfg.sample_tokens or 64):
+        recent = tokens[-cfg.val_row :]
+        row = np.array(recent + [cfg.bos] * (cfg.val_row - len(recent)), np.int32)
+        tokens.append(int(next_token(params, row, len(recent) - 1, jax.random.fold_in(key, i))))
+        if tokens[-1] == cfg.bos:
+            break
+    return decode(cfg, [x for x in tokens[start:] if x != cfg.bos])
+
+
+# ------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------
+
+
+def show(cfg: Config) -> str:
+    """The resolved config, the parameter table, the stages and the totals of a run, as text."""
+    lines = [f"{k} = {v!r}" for k, v in dataclasses.asdict(cfg).items() if k != "stages"]
+    table = param_table(cfg)
+    lines.append(f"\n{'parameter':12} {'shape':>20} {'numbers':>12} {'optimizer':>9} {'lr':>6}")
+    for name, row in table.items():
+        shape = "x".join(map(str, row.shape))
+        lines.append(f"{name:12} {shape:>20} {row.count:12,} {row.optimizer:>9} {row.lr:6g}")
+    lines.append(f"{'total':12} {'':>20} {sum(row.count for row in table.values()):12,}")
+    lines.append(
+        f"\n{'steps':>12} {'batch':>8} {'row':>6} {'doc cap':>8} {'windows':>12} "
+        f"{'lr x':>5} {'M tokens':>9} {'MFLOP/token':>12}"
+    )
+    flops = 0.0
+    for i, stage in enumerate(cfg.stages):
+        first, end = cfg.boundaries[i : i + 2]
+        tokens = (end - first) * stage.batch_tokens
+        cost = flops_per_token(cfg, stage.row_tokens, stage.windows)
+        flops += tokens * cost
+        lines.append(
+            f"{f'{first}..{end - 1}':>12} {stage.batch_tokens:8} {stage.row_tokens:6} "
+            f"{stage.doc_cap or '-':>8} {f'{stage.windows[0]}/{stage.windows[1]}':>12} "
+            f"{stage.lr_factor:5g} {tokens / 1e6:9.1f} {cost / 1e6:12.1f}"
+        )
+    lines.append(f"{cfg.steps} steps, {cfg.total_tokens:,} tokens, {flops:.3e} model FLOPs")
+    lines.append(f"programs: {', '.join(variant.name for variant in variants(cfg))}")
+    return "\n".join(lines)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors: one line, exit status 2."""
+
+    def error(self, message):
+        """Raise instead of printing the whole usage."""
+        raise UserError(f"{message} (see --help)")
+
+
+def parse_args(argv):
+    """The command line as a namespace."""
+    parser = Parser(prog="train_gpt.py", description=__doc__.split("\n")[0])
+    parser.add_argument("preset", nargs="?", help=f"{' or '.join(PRESETS)}; default: by hardware")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--data", metavar="DIR", help="folder with the token shards")
+    parser.add_argument("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
+    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument("--show", action="store_true", help="config, parameters, stages; then exit")
+    parser.add_argument("--resume", metavar="RUN_DIR", help="continue an interrupted run")
+    parser.add_argument("--sample", metavar="RUN_DIR", help="continue --prompt from a checkpoint")
+    parser.add_argument("--prompt", metavar="TEXT", default="")
+    parser.add_argument("--profile", action="store_true", help="trace a few steps")
+    parser.add_argument("--cache", metavar="DIR", help="persistent compilation cache")
+    return parser.parse_args(argv)
+
+
+def resolve(args) -> Config:
+    """The Config that the command line asks for."""
+    name = args.preset or ("tiny" if jax.default_backend() == "cpu" else "speedrun")
+    if name not in PRESETS:
+        raise UserError(f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
+    cfg = PRESETS[name]
+    for item in args.set:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise UserError(f"--set {item}: write KEY=VALUE")
+        cfg = override(cfg, key, text)
+    if args.data is not None:
+        cfg = dataclasses.replace(cfg, data=args.data)
+    if args.seed is not None:
+        cfg = dataclasses.replace(cfg, seed=args.seed)
+    return validate(cfg)
+
+
+def main(argv=None) -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        args = parse_args(argv)
+        if args.cache:
+            jax.config.update("jax_compilation_cache_dir", args.cache)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        say = functools.partial(print, flush=True)
+        command = shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv)
+        if args.sample:
+            cfg = find_checkpoint(Path(args.sample))[1]["config"]
+            say(args.prompt + sample(cfg, Path(args.sample), args.prompt))
+        elif args.resume:
+            cfg = find_checkpoint(Path(args.resume))[1]["config"]
+            train(cfg, Path(args.out), command, Path(args.resume), args.profile, say)
+        elif args.show:
+            say(show(resolve(args)))
+        else:
+            train(resolve(args), Path(args.out), command, None, args.profile, say)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
