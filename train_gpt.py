@@ -1,32 +1,36 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
-    python train_gpt.py                                 # no accelerator: `tiny`, 3 minutes on a laptop
-    python train_gpt.py speedrun --data data/fineweb10B # FineWeb to 3.28 on v6e-8, 8xH100 or one GPU
-    python train_gpt.py speedrun --show                 # parameters, stages, tokens, FLOPs; no training
+    python train_gpt.py                    # without an accelerator: `tiny`, 3 minutes on a laptop
+    python train_gpt.py speedrun           # FineWeb to 3.28 on v6e-8, 8xH100 or one GPU
+    python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
 Parameters are a flat dict of arrays, the model is pure functions on it, Adam and Muon are written
 out. Read it from top to bottom: nothing below is needed to understand what stands above.
 
-    config and presets    every number of a run, as data
+    config, validation    every number of a run, as data
     schedule              stage, learning rate and momentum of each step
     parameters            one table: shape, init, sharding, optimizer
     attention             one contract, three backends
     model and loss        tokens -> summed cross-entropy
     optimizers            Adam, Muon, and the walk over the table
     steps                 the programs that run on the devices, compiled before the clock starts
-    data                  shards -> rows of tokens -> batches that are on the devices ahead of use
+    data, loader          shards -> rows of tokens -> batches on the devices ahead of use
     checkpoint, run log   what a run leaves behind
-    training              the clock and the loop
-    sampling, preflight, command line
+    sampling, training    text from a checkpoint; the clock and the loop
+    preflight, command line
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
 d model width, n heads, h head width, f MLP width, v vocabulary, l matrices of a bank,
-r real tokens. All sizes of batches, rows and windows are in tokens.
+r tokens of a batch in one line, c tokens of a chunk of them.
+Batches, rows, windows and document lengths are all counted in tokens.
 
-Where the ideas come from, in order of use: QK norm (Henry et al. 2020), RoPE (Su et al. 2021) on
-half of the dimensions, ReLU^2 (So et al. 2021), value residual (Zhou et al. 2024), U-net skips,
-embedding stream, zero-initialized projections and Muon (Jordan et al. 2024, the modded-nanogpt
-speedrun), Polar Express (Amsel et al. 2025), ZeRO sharding of the optimizer (Rajbhandari et al. 2020).
+Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
+param_table and its use in forward; a new kernel is a function in ATTENTION.
+
+Sources: QK norm (Henry et al. 2020), RoPE (Su et al. 2021) on half of the dimensions, ReLU^2 (So et
+al. 2021), value residual (Zhou et al. 2024), Polar Express (Amsel et al. 2025), ZeRO (Rajbhandari
+et al. 2020); Muon, U-net skips, the embedding stream and zero-initialized projections from the
+modded-nanogpt speedrun (Jordan et al. 2024); wide heads and growing rows from its port to TPUs.
 """
 
 import argparse
@@ -34,9 +38,11 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
 import importlib.metadata
 import json
+import lzma
 import math
 import os
 import platform
@@ -64,6 +70,7 @@ from jax.sharding import PartitionSpec as P
 
 HERE = Path(__file__).resolve().parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024  # the llm.c token file format
+MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
 STATE_CUTS = 8  # the training state can be cut into this many equal parts: 1, 2, 4 or 8 devices
 AXIS = "data"  # the one mesh axis: every device has its own rows
 
@@ -108,7 +115,7 @@ class Config:
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
     bos: int = 50256  # stands before every document; attention does not cross it
-    encoding: str = "gpt2"  # or "bytes": how text becomes tokens
+    encoding: str = "gpt2"  # how text became tokens: gpt2, bytes, or bpe with the data's own merges
     long_layers: tuple[int, ...] = tuple(range(12))  # layers that see the long window
     rope_base: float = 1024.0
     softcap: float = 30.0  # logits = softcap * sigmoid(z / (softcap / 4)), in (0, softcap)
@@ -234,7 +241,7 @@ def validate(cfg: Config) -> Config:
         need(getattr(cfg, name) % STATE_CUTS == 0, name, f"it must be a multiple of {STATE_CUTS}")
     need(0 < cfg.real_tokens <= cfg.vocab, "real_tokens", f"1 to vocab={cfg.vocab}")
     need(0 <= cfg.bos < cfg.real_tokens, "bos", f"0 to real_tokens-1={cfg.real_tokens - 1}")
-    need(cfg.encoding in ("gpt2", "bytes"), "encoding", "gpt2 or bytes")
+    need(cfg.encoding in ("gpt2", "bytes", "bpe"), "encoding", "gpt2, bytes or bpe")
     need(cfg.compute_dtype in ("bfloat16", "float32"), "compute_dtype", "bfloat16 or float32")
     need(cfg.attention in ("auto", *ATTENTION), "attention", "auto, " + ", ".join(ATTENTION))
     need(all(0 <= i < cfg.layers for i in cfg.long_layers), "long_layers", "layers are 0..layers-1")
@@ -382,7 +389,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     """Name -> Param, in the order in which the model uses them.
 
     Equal-shaped matrices are stacked into banks, so that Muon is one batched call for each shape:
-        attn_bank [4 layers, d, d]: q, k, v, o of layer 0, then of layer 1, ...; [out, in], y = x W^T
+        attn_bank [4 layers, d, d]: q, k, v, o of layer 0, then of layer 1, ...; [out, in]: x W^T
         mlp_bank [2 layers, f, d]: all up-projections [out, in], then all down-projections [in, out]
     q, k, v are separate matrices of the bank (Muon must not mix their singular values) and one
     matmul in the model (their [out, in] blocks lie one after the other).
@@ -1355,8 +1362,9 @@ class RunLog:
         self.run_dir, self.facts = run_dir, facts
         try:
             run_dir.mkdir(parents=True, exist_ok=resumed)
-            self.text = open(run_dir / "log.txt", "a")
-            self.metrics = open(run_dir / "metrics.jsonl", "a")
+            # Line by line: a crash loses nothing, and a line costs microseconds.
+            self.text = open(run_dir / "log.txt", "a", buffering=1)
+            self.metrics = open(run_dir / "metrics.jsonl", "a", buffering=1)
             self.write_facts()
         except OSError as error:
             raise UserError(
@@ -1386,13 +1394,8 @@ class RunLog:
         """One object into metrics.jsonl."""
         self.metrics.write(json.dumps(fields) + "\n")
 
-    def flush(self):
-        """Hand what is buffered to the system: at validations, so that no step waits for a disk."""
-        self.text.flush()
-        self.metrics.flush()
-
     def close(self):
-        """Flush and close the files."""
+        """Close the files."""
         self.text.close()
         self.metrics.close()
 
@@ -1410,7 +1413,114 @@ def memory_peak_mib() -> float:
 
 
 # ------------------------------------------------------------------------------------------------
-# Training: the clock and the loop
+# Sampling
+# ------------------------------------------------------------------------------------------------
+
+
+BYTE_BPE_PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"  # no merge crosses these
+
+
+def byte_bpe(merges=()):
+    """A tiktoken Encoding: ids 0-255 are the bytes, then `merges` in order, last <|endoftext|>.
+
+    Without merges it is the encoding "bytes", in which every token is one byte.
+    """
+    import tiktoken
+
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {merged: 256 + i for i, merged in enumerate(merges)}
+    return tiktoken.Encoding(
+        name="byte_bpe",
+        pat_str=BYTE_BPE_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": len(ranks)},
+    )
+
+
+def text_encoding(cfg: Config, folder: Path):
+    """The tiktoken Encoding of the run's tokens; `folder` has merges.json for cfg.encoding=bpe."""
+    if cfg.encoding == "bytes":
+        return byte_bpe()
+    if cfg.encoding == "bpe":
+        try:
+            merges = [bytes.fromhex(text) for text in json.loads((folder / MERGES).read_text())]
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{folder / MERGES} cannot be used ({error}): make the data again"
+            ) from None
+        return byte_bpe(merges)
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # it downloads its ranks on first use, through requests
+        raise UserError(
+            f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
+            "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+        ) from None
+
+
+def decode(cfg: Config, folder: Path, tokens) -> str:
+    """Text of real tokens; padding ids of the table have none and are left out."""
+    encoding = text_encoding(cfg, folder)
+    return encoding.decode([int(x) for x in tokens if x < encoding.n_vocab])
+
+
+def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=0.7) -> str:
+    """Continue `prompt` by `count` (default cfg.sample_tokens or 64) tokens from a checkpoint.
+
+    The whole row is computed again for each token: a few seconds at the size of a demonstration,
+    and no second implementation of the model that could disagree with the first.
+    """
+    folder, _ = find_checkpoint(run_dir)
+    mesh = make_mesh(dataclasses.replace(cfg, devices=1))
+    params = load_arrays(folder, {"params": abstract_state(cfg, mesh)["params"]})["params"]
+    attend = ATTENTION[pick_attention(cfg, mesh.devices.flat[0].platform)[0]]
+
+    @jax.jit
+    def next_token(params, tokens_t, last, key):
+        params = {
+            name: params[name].astype(cfg.dtype) if row.sharded else params[name]
+            for name, row in param_table(cfg).items()
+        }
+        x_btd = forward(params, tokens_t[None], cfg, cfg.val_windows, attend)
+        logits_v = cap_logits(x_btd[0, last] @ params["head"], cfg)
+        real = jnp.arange(cfg.vocab) < cfg.real_tokens
+        return jax.random.categorical(key, jnp.where(real, logits_v / temperature, -jnp.inf))
+
+    tokens = [cfg.bos, *text_encoding(cfg, run_dir).encode_ordinary(prompt)]
+    start = len(tokens)
+    key = jax.random.key(cfg.seed)
+    for i in range(count or cfg.sample_tokens or 64):
+        recent = tokens[-cfg.val_row :]
+        row = np.array(recent + [cfg.bos] * (cfg.val_row - len(recent)), np.int32)
+        tokens.append(int(next_token(params, row, len(recent) - 1, jax.random.fold_in(key, i))))
+        if tokens[-1] == cfg.bos:
+            break
+    return decode(cfg, run_dir, [x for x in tokens[start:] if x != cfg.bos])
+
+
+def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float) -> str:
+    """What the end of a demonstration run prints: compression, next to gzip's and xz's; a sample.
+
+    A model that gives text a loss of x nats could, with an arithmetic coder, store it in x / ln 2
+    bits. The comparison is on the very text that the validation used.
+    """
+    tokens = val.read(1, cfg.val_tokens)
+    text = decode(cfg, run_dir, tokens[tokens != cfg.bos]).encode()
+    ours = val_loss * cfg.val_tokens / math.log(2) / len(text)
+    gz, xz = (
+        8 * len(f(text)) / len(text) for f in (gzip.compress, lambda t: lzma.compress(t, preset=9))
+    )
+    prompt = decode(cfg, run_dir, tokens[:48])
+    return (
+        f"bits per byte of the validation text: {ours:.3f}; gzip -9: {gz:.3f}; xz -9: {xz:.3f}\n"
+        f"a sample, from the bar on:\n{prompt}|{sample(cfg, run_dir, prompt)}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Clock and progress
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1512,8 +1622,12 @@ class Progress:
             train_time_ms=round(self.clock.ms(), 3),
             tokens=self.tokens,
         )
-        self.log.flush()
         self.say(line)
+
+
+# ------------------------------------------------------------------------------------------------
+# Training: the loop, and what stands around it
+# ------------------------------------------------------------------------------------------------
 
 
 def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, start: dict, progress, profile):
@@ -1618,6 +1732,8 @@ def train(
     with contextlib.closing(RunLog(run_dir, facts, start["resumed"])) as log:
         say(f"run {run_dir} on {mesh.size} x {mesh.devices.flat[0].device_kind}")
         say(f"attention: {backend} ({reason})")
+        if cfg.encoding == "bpe":  # so that --sample needs the run's folder only
+            shutil.copy(source / MERGES, run_dir)
         programs, seconds = compile_all(cfg, mesh, say)
         log.write_facts(compile_seconds=seconds)
         warm_up(cfg, mesh, programs)
@@ -1645,80 +1761,8 @@ def train(
             f"of training on {progress.tokens:,} tokens; peak memory {peak:.0f} MiB"
         )
     if cfg.sample_tokens:
-        prompt = decode(cfg, streams[1].read(1, 64))
-        say(f"a sample, from the bar on:\n{prompt}|{sample(cfg, run_dir, prompt)}")
+        say(demonstrate(cfg, run_dir, streams[1], val_loss))
     return run_dir
-
-
-# ------------------------------------------------------------------------------------------------
-# Sampling
-# ------------------------------------------------------------------------------------------------
-
-
-def byte_encoding():
-    """A tiktoken Encoding of single bytes (token id == byte) and <|endoftext|> = 256."""
-    import tiktoken
-
-    return tiktoken.Encoding(
-        name="bytes",
-        pat_str=r"(?s).",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )
-
-
-def text_encoding(cfg: Config):
-    """The tiktoken Encoding that made the run's tokens."""
-    if cfg.encoding == "bytes":
-        return byte_encoding()
-    import tiktoken
-
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # it downloads its ranks on first use, through requests
-        raise UserError(
-            f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
-            "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from None
-
-
-def decode(cfg: Config, tokens) -> str:
-    """Text of real tokens; padding ids of the table have none and are left out."""
-    return text_encoding(cfg).decode([int(x) for x in tokens if x < cfg.real_tokens])
-
-
-def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=0.7) -> str:
-    """Continue `prompt` by `count` (default cfg.sample_tokens or 64) tokens from a checkpoint.
-
-    The whole row is computed again for each token: a few seconds at the size of a demonstration,
-    and no second implementation of the model that could disagree with the first.
-    """
-    folder, _ = find_checkpoint(run_dir)
-    mesh = make_mesh(dataclasses.replace(cfg, devices=1))
-    params = load_arrays(folder, {"params": abstract_state(cfg, mesh)["params"]})["params"]
-    attend = ATTENTION[pick_attention(cfg, mesh.devices.flat[0].platform)[0]]
-
-    @jax.jit
-    def next_token(params, tokens_t, last, key):
-        params = {
-            name: params[name].astype(cfg.dtype) if row.sharded else params[name]
-            for name, row in param_table(cfg).items()
-        }
-        x_btd = forward(params, tokens_t[None], cfg, cfg.val_windows, attend)
-        logits_v = cap_logits(x_btd[0, last] @ params["head"], cfg)
-        real = jnp.arange(cfg.vocab) < cfg.real_tokens
-        return jax.random.categorical(key, jnp.where(real, logits_v / temperature, -jnp.inf))
-
-    tokens = [cfg.bos, *text_encoding(cfg).encode_ordinary(prompt)]
-    start = len(tokens)
-    key = jax.random.key(cfg.seed)
-    for i in range(count or cfg.sample_tokens or 64):
-        recent = tokens[-cfg.val_row :]
-        row = np.array(recent + [cfg.bos] * (cfg.val_row - len(recent)), np.int32)
-        tokens.append(int(next_token(params, row, len(recent) - 1, jax.random.fold_in(key, i))))
-        if tokens[-1] == cfg.bos:
-            break
-    return decode(cfg, [x for x in tokens[start:] if x != cfg.bos])
 
 
 # ------------------------------------------------------------------------------------------------

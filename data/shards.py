@@ -1,0 +1,105 @@
+"""What the tools in this folder share: writing token shards, encoding documents, ending politely.
+
+A shard is 256 little-endian int32 header words (magic, version, token count, zeros) and that many
+little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+from train_gpt import (
+    HEADER_BYTES,
+    SHARD_MAGIC,
+    SHARD_VERSION,
+    Parser,
+    UserError,
+    byte_encoding,
+    open_shard,
+)
+
+__all__ = [
+    "HEADER_BYTES",
+    "Parser",
+    "UserError",
+    "encode_documents",
+    "load_encoding",
+    "open_shard",
+    "run",
+    "sha1",
+    "shard_path",
+    "write_shard",
+]
+
+
+def shard_path(folder: Path, name: str, split: str, number: int) -> Path:
+    """FOLDER/NAME_SPLIT_000123.bin, where train_gpt.py looks for the shards of `split`."""
+    return folder / f"{name}_{split}_{number:06d}.bin"
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write `tokens` (uint16, at least one) so that `path` is a whole shard or does not appear.
+
+    Makes the folder if need be; UserError if the disk is full or the folder cannot be written.
+    """
+    if tokens.dtype != np.uint16 or tokens.ndim != 1 or not len(tokens):
+        raise ValueError(f"{path}: {tokens.dtype} {tokens.shape} is not a row of uint16 tokens")
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(header.data)
+            file.write(np.ascontiguousarray(tokens, "<u2").data)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the name without the bytes
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        if temporary.exists():
+            temporary.unlink()
+
+
+def sha1(text: str) -> bytes:
+    """SHA-1 of the text: an order of documents that depends on nothing but themselves."""
+    return hashlib.sha1(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def load_encoding(name: str):
+    """The tiktoken Encoding `gpt2` or `bytes`; UserError if it cannot be had."""
+    try:
+        import tiktoken
+
+        return byte_encoding() if name == "bytes" else tiktoken.get_encoding(name)
+    except ImportError:
+        raise UserError("tiktoken is missing: pip install tiktoken") from None
+    except (OSError, ValueError) as error:  # no network, or what arrived is damaged
+        raise UserError(
+            f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): connect to "
+            "the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+        ) from None
+
+
+def encode_documents(encoding, texts: list[str]) -> list[np.ndarray]:
+    """One uint16 array per text: <|endoftext|>, then the tokens of the text alone."""
+    batch = encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    return [np.array([encoding.eot_token, *tokens], np.uint16) for tokens in batch]
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main`; end with one line on stderr and status 2 on an error, 130 on Ctrl-C."""
+    try:
+        main()
+    except (UserError, OSError) as error:
+        print("error:", *str(error).split(), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,81 @@
+"""Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import train_gpt as T  # noqa: E402
+
+BOS = 96  # of the small vocabulary
+
+
+def small_config(**changes) -> T.Config:
+    """Two layers, 97 token ids, two stages of 8 rows; compiles in a second or two."""
+    cfg = T.Config(
+        preset="small",
+        layers=2,
+        width=32,
+        heads=2,
+        mlp_width=128,
+        vocab=104,
+        real_tokens=97,
+        bos=BOS,
+        encoding="bytes",
+        long_layers=(1,),
+        compute_dtype="float32",
+        steps=8,
+        stages=(
+            T.Stage(0.5, 8 * 32, 32, 0, (8, 32)),
+            T.Stage(0.5, 8 * 64, 64, 24, (16, 64)),
+        ),
+        momentum_steps=4,
+        micro_tokens=64,
+        loss_chunk=64,
+        val_tokens=1024,
+        val_every=4,
+        val_batch=512,
+        val_row=64,
+        val_windows=(16, 64),
+        target=10.0,
+    )
+    return T.validate(replace(cfg, **changes))
+
+
+def documents(seed: int, tokens: int, mean: int = 40) -> np.ndarray:
+    """A seeded stream of documents, uint16 [tokens]: BOS, then ids that a model can learn a bit."""
+    rng = np.random.default_rng(seed)
+    ids = np.cumsum(rng.integers(0, 3, tokens)) % BOS  # small steps: the next id is predictable
+    ids[0] = BOS
+    ids[1:][rng.random(tokens - 1) < 1 / mean] = BOS
+    return ids.astype(np.uint16)
+
+
+def write_shard(path: Path, tokens: np.ndarray, **header) -> Path:
+    """A shard file by hand, so that the reader is not tested against its own writer."""
+    words = np.zeros(256, "<i4")
+    words[:3] = header.get("magic", 20240520), header.get("version", 1), len(tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(words.tobytes() + np.asarray(tokens, "<u2").tobytes())
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    """A folder with two training shards and a validation shard of the small vocabulary."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_shard(folder / "small_train_000001.bin", documents(1, 3000))
+    write_shard(folder / "small_train_000002.bin", documents(2, 5000))
+    write_shard(folder / "small_val_000000.bin", documents(3, 2000))
+    return folder
