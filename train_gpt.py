@@ -41,6 +41,7 @@ import functools
 import gzip
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import lzma
 import math
@@ -1766,6 +1767,101 @@ def train(
 
 
 # ------------------------------------------------------------------------------------------------
+# Preflight: will the run compile and fit on hardware that is not here?
+# ------------------------------------------------------------------------------------------------
+
+TOPOLOGIES = {"v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4"}
+# What the compiler lets a program use of a device's memory, by device kind.
+DEVICE_BYTES = {"TPU v6 lite": int(31.25 * 2**30)}
+
+
+def absent_devices(target: str) -> list:
+    """Devices for compilation only: `target` is a key of TOPOLOGIES or a TPU topology NAME:AxB."""
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError('--preflight needs the TPU compiler: pip install "jax[tpu]"')
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask for its metadata
+    name = TOPOLOGIES.get(target, target)
+    try:
+        shape = [int(side) for side in name.split(":")[1].split("x")]
+        bounds = (*shape, *[1] * (3 - len(shape)))  # one host, as on a v6e-8 VM
+        return topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=bounds).devices
+    except Exception as error:  # whatever the compiler library finds wrong with a name
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"--preflight {target}: no such hardware ({reason}): use {', '.join(TOPOLOGIES)} or a "
+            "TPU topology such as v5e:2x4"
+        ) from None
+
+
+def executions(cfg: Config) -> dict[Variant, int]:
+    """How many times each variant runs inside a whole run."""
+    counts = dict.fromkeys(variants(cfg), 0)
+    for step in range(cfg.steps):
+        counts[train_variant(stage_at(cfg, step))] += 1
+    validations = 1 + sum(every(cfg.val_every, step) for step in range(cfg.steps))
+    counts[eval_variant(cfg)] += validations * (cfg.val_tokens // cfg.val_batch)
+    return counts
+
+
+def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print) -> bool:
+    """Compile every variant for absent hardware and report memory; whether all of it fits.
+
+    With `dump`: preflight.json and the optimized HLO of each variant go there.
+    """
+    devices = absent_devices(target)
+    mesh = make_mesh(cfg, devices)
+    limit = next((n for k, n in DEVICE_BYTES.items() if k == devices[0].device_kind), None)
+    rows, fits = [], True
+    for variant, steps in executions(cfg).items():
+        start = time.perf_counter()
+        row = {"name": variant.name, "steps": steps, "tokens_per_step": variant.batch_tokens}
+        try:
+            compiled = lower_variant(cfg, variant, mesh).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            used = next((x for x in str(error).splitlines() if "Used" in x or "xceeded" in x), "")
+            say(f"{variant.name} does not fit: {used.strip()}")
+            fits = False
+            continue
+        row["compile_seconds"] = round(time.perf_counter() - start, 1)
+        row["flops"] = compiled.cost_analysis().get("flops")
+        memory = compiled.memory_analysis()
+        row["bytes"] = {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporary": memory.temp_size_in_bytes,
+            "peak": memory.peak_memory_in_bytes,
+        }
+        row["device_bytes_limit"] = limit
+        row["hlo"] = f"{variant.name}.hlo" if dump else None
+        if dump:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / row["hlo"]).write_text(compiled.as_text())
+        share = f" of {limit / 2**30:.2f}" if limit else ""
+        say(
+            f"{variant.name}: compiled in {row['compile_seconds']:.0f} s, peak "
+            f"{row['bytes']['peak'] / 2**30:.2f}{share} GiB a device, {steps} times in the run"
+        )
+        rows.append(row)
+    report = {
+        "preset": cfg.preset,
+        "target": target,
+        "device_kind": devices[0].device_kind,
+        "devices": mesh.size,
+        "total_steps": cfg.steps,
+        "total_tokens": cfg.total_tokens,
+        "variants": rows,
+    }
+    if dump:
+        (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
+    return fits
+
+
+# ------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------
 
@@ -1816,6 +1912,8 @@ def parse_args(argv):
     parser.add_argument("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
     parser.add_argument("--seed", type=int, metavar="N")
     parser.add_argument("--show", action="store_true", help="config, parameters, stages; then exit")
+    parser.add_argument("--preflight", metavar="TARGET", help="compile for absent hardware: v6e-8")
+    parser.add_argument("--dump", metavar="DIR", help="with --preflight: preflight.json and HLO")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue an interrupted run")
     parser.add_argument("--sample", metavar="RUN_DIR", help="continue --prompt from a checkpoint")
     parser.add_argument("--prompt", metavar="TEXT", default="")
@@ -1857,6 +1955,9 @@ def main(argv=None) -> int:
         elif args.resume:
             cfg = find_checkpoint(Path(args.resume))[1]["config"]
             train(cfg, Path(args.out), command, Path(args.resume), args.profile, say)
+        elif args.preflight:
+            dump = Path(args.dump) if args.dump else None
+            return 0 if preflight(resolve(args), args.preflight, dump, say) else 1
         elif args.show:
             say(show(resolve(args)))
         else:

@@ -19,7 +19,7 @@ from train_gpt import (
     SHARD_VERSION,
     Parser,
     UserError,
-    byte_encoding,
+    byte_bpe,
     open_shard,
 )
 
@@ -77,7 +77,7 @@ def load_encoding(name: str):
     try:
         import tiktoken
 
-        return byte_encoding() if name == "bytes" else tiktoken.get_encoding(name)
+        return byte_bpe() if name == "bytes" else tiktoken.get_encoding(name)
     except ImportError:
         raise UserError("tiktoken is missing: pip install tiktoken") from None
     except (OSError, ValueError) as error:  # no network, or what arrived is damaged

@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None) -> None:
     for split, writer in writers.items():
         print(
             f"{split}: {writer.documents:,} documents, {writer.tokens:,} tokens, "
-            f"{len(writer.paths)} shards: {args.out}/{args.name}_{split}_*.bin"
+            f"{len(writer.paths)} of {args.out}/{args.name}_{split}_*.bin"
         )
 
 

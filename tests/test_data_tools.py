@@ -10,12 +10,10 @@ import sys
 import types
 from pathlib import Path
 
+import builtin_corpus  # conftest.py has put data/ on the path
+import cached_fineweb10B
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-import builtin_corpus
-import cached_fineweb10B
 import shards
 import tokenize_text
 from shards import UserError, open_shard, shard_path, write_shard
