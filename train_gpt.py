@@ -1232,8 +1232,10 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     folder = Path(cfg.data)
     if not folder.is_absolute() and not folder.exists():
         folder = HERE / folder
-    if folder == HERE / PRESETS["tiny"].data and not list(folder.glob("*.bin")):
+    demo = HERE / PRESETS["tiny"].data
+    if folder.resolve() == demo and not list(demo.glob("*.bin")):
         say(f"making the demo corpus in {folder}")
+        sys.modules.setdefault("train_gpt", sys.modules[__name__])  # the tool imports this module
         runpy.run_path(str(HERE / "data" / "builtin_corpus.py"))["build"](folder)
     if not folder.is_dir():
         raise UserError(
@@ -1438,11 +1440,11 @@ def byte_bpe(merges=()):
     )
 
 
-def text_encoding(cfg: Config, folder: Path):
-    """The tiktoken Encoding of the run's tokens; `folder` has merges.json for cfg.encoding=bpe."""
-    if cfg.encoding == "bytes":
+def text_encoding(name: str, folder: Path | None = None):
+    """The tiktoken Encoding gpt2, bytes, or bpe, whose merges.json is in `folder`."""
+    if name == "bytes":
         return byte_bpe()
-    if cfg.encoding == "bpe":
+    if name == "bpe":
         try:
             merges = [bytes.fromhex(text) for text in json.loads((folder / MERGES).read_text())]
         except (OSError, ValueError, TypeError) as error:
@@ -1463,7 +1465,7 @@ def text_encoding(cfg: Config, folder: Path):
 
 def decode(cfg: Config, folder: Path, tokens) -> str:
     """Text of real tokens; padding ids of the table have none and are left out."""
-    encoding = text_encoding(cfg, folder)
+    encoding = text_encoding(cfg.encoding, folder)
     return encoding.decode([int(x) for x in tokens if x < encoding.n_vocab])
 
 
@@ -1489,7 +1491,7 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
         real = jnp.arange(cfg.vocab) < cfg.real_tokens
         return jax.random.categorical(key, jnp.where(real, logits_v / temperature, -jnp.inf))
 
-    tokens = [cfg.bos, *text_encoding(cfg, run_dir).encode_ordinary(prompt)]
+    tokens = [cfg.bos, *text_encoding(cfg.encoding, run_dir).encode_ordinary(prompt)]
     start = len(tokens)
     key = jax.random.key(cfg.seed)
     for i in range(count or cfg.sample_tokens or 64):

@@ -1,27 +1,30 @@
-"""Built-in demo corpus: text that comes with Python and NumPy, so nothing is downloaded.
+"""Built-in demo corpus: text that comes with Python, so nothing is downloaded.
 
     python data/builtin_corpus.py [--out DIR]
 
 Four kinds of text: the language reference in `pydoc_data.topics`, docstrings and block comments of
-the standard library and of NumPy (sources are parsed, never imported), and docstrings of C modules.
-A topic is a document; so is all that one module says about itself. Paragraphs that came before are
-left out, so that validation text is not in the training text. Tokens are bytes, and 256 stands
-before every document. The same versions always give the same shards; others give slightly
-different ones, so compare losses only within one installation.
+the standard library (sources are parsed, never imported), and docstrings of C modules. A topic is a
+document; so is every few thousand characters of what one module says about itself. Paragraphs that
+came before are left out, so that validation text is not in the training text.
+
+Tokens are byte-level BPE with merges learned here, from the training documents only; they go into
+merges.json beside the shards. The same Python always gives the same files; others give slightly
+different ones, so compare losses only within one version.
 """
 
 import ast
-import gzip
+import heapq
 import importlib
 import inspect
-import lzma
-import math
+import json
+import os
 import platform
 import re
 import sys
 import sysconfig
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -30,10 +33,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # train_gpt.py runs this from elsewhere
 from shards import (
+    BYTE_BPE_PATTERN,
+    MERGES,
     Parser,
     UserError,
+    byte_bpe,
     encode_documents,
-    load_encoding,
     run,
     sha1,
     shard_path,
@@ -44,14 +49,14 @@ NAME = "builtin"
 DEFAULT_OUT = Path(__file__).resolve().parent / NAME
 VAL_FRACTION, VAL_MIN_BYTES = 0.05, 300_000
 MIN_DOCUMENT_CHARS = 200  # what is left of a module or topic is no document below this
+DOCUMENT_CHARS = 4000  # a module that says more than this is cut, between entries
+VOCAB = 2048  # tokens: 256 bytes, the merges, <|endoftext|>
 MIN_COMMENT_WORDS = 8  # shorter block comments are mostly labels and commented-out lines
 MIN_REPEAT_CHARS = 80  # "For example:" may come again, a whole paragraph may not
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "pydoc_data"}
 # Test suites and applications, which many Linux packages leave out.
 SKIPPED_FOLDERS |= {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
-# Six modules of NumPy with one text, but for the name of the polynomial: no fair validation text.
-SKIPPED_FOLDERS |= {"polynomial"}
 # Importing these has no side effects, no .py file repeats their docstrings, and programs do not
 # replace their functions (which is why sys, with its hooks, is not here).
 C_MODULES = """
@@ -126,7 +131,7 @@ def comment_entries(source: str, tree: ast.Module) -> Iterator[tuple[int, Entry]
             block = []
 
 
-def module_documents(root: Path, package: str = "") -> list[list[Entry]]:
+def module_documents(root: Path) -> list[list[Entry]]:
     """One document per .py file under `root`: its docstrings and comments in source order."""
     documents = []
     for path in sorted(root.rglob("*.py")):
@@ -134,7 +139,7 @@ def module_documents(root: Path, package: str = "") -> list[list[Entry]]:
         if SKIPPED_FOLDERS.isdisjoint(parts):
             source = path.read_bytes()
             tree = ast.parse(source, str(path))
-            module = ".".join(filter(None, [package, *parts])).removesuffix(".__init__")
+            module = ".".join(parts).removesuffix(".__init__")
             docstrings = docstring_entries(module, tree)
             comments = comment_entries(source.decode("utf-8", "replace"), tree)
             documents.append([entry for _, entry in sorted([*docstrings, *comments])])
@@ -165,7 +170,7 @@ def c_documents() -> list[list[Entry]]:
 
 
 def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[list[Entry]]:
-    """The documents less paragraphs and entries that came before; short documents are dropped."""
+    """The documents less paragraphs and entries that came before, cut to size."""
     seen = set()
     for document in documents:
         kept = []
@@ -179,8 +184,20 @@ def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[list[Entry]]:
                 seen.add(key)
             if paragraphs:
                 kept.append(Entry(kind, heading, "\n\n".join(paragraphs)))
-        if sum(len(entry.text) for entry in kept) >= MIN_DOCUMENT_CHARS:
-            yield kept
+        yield from cut(kept)
+
+
+def cut(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """The entries of one module in documents of DOCUMENT_CHARS or more; a short rest is dropped."""
+    document, size = [], 0
+    for entry in entries:
+        document.append(entry)
+        size += len(entry.text)
+        if size >= DOCUMENT_CHARS:
+            yield document
+            document, size = [], 0
+    if size >= MIN_DOCUMENT_CHARS:
+        yield document
 
 
 def render(entry: Entry) -> str:
@@ -198,40 +215,90 @@ def collect() -> tuple[list[str], dict[str, int]]:
             f"no Python sources in {stdlib}: this installation is zipped or stripped, use a full "
             "CPython, or text of your own with data/tokenize_text.py"
         )
-    numpy = module_documents(Path(np.__file__).parent, "numpy")
     kinds: Counter[str] = Counter()
     documents = []
-    for entries in without_repeats([*topic_documents(), *c_documents(), *library, *numpy]):
+    for entries in without_repeats([*topic_documents(), *c_documents(), *library]):
         for entry in entries:
             kinds[entry.kind] += len(render(entry).encode())
         documents.append("\n".join(map(render, entries)))
     return sorted(documents, key=sha1), dict(kinds)
 
 
-def build(out_dir: Path) -> dict:
-    """Write one training and one validation shard to `out_dir`; the counts as a dict.
+def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
+    """The `count` merges of byte-pair encoding (Sennrich et al. 2016) that `texts` call for.
 
-    Takes some seconds. The first documents in SHA-1 order are for validation.
+    Again and again the most frequent pair of neighbouring tokens becomes a token. Pairs are counted
+    in distinct words, weighted by how often each occurs, and only words with the merged pair are
+    counted anew. The heap holds outdated counts too: one is used only if it is still true.
     """
+    frequency: Counter[str] = Counter()
+    for text in texts:
+        frequency.update(re.findall(BYTE_BPE_PATTERN, text))
+    words = [[bytes([byte]) for byte in word.encode()] for word in frequency]
+    weights = list(frequency.values())
+    counts, where = Counter(), defaultdict(set)
+    for index, word in enumerate(words):
+        for pair in pairwise(word):
+            counts[pair] += weights[index]
+            where[pair].add(index)
+    heap = [(-n, pair) for pair, n in counts.items()]
+    heapq.heapify(heap)
+    merges: list[bytes] = []
+    while len(merges) < count:
+        negative, pair = heapq.heappop(heap)
+        if -negative != counts[pair]:
+            continue
+        merged = pair[0] + pair[1]
+        if merged not in merges:  # two pairs can make the same token
+            merges.append(merged)
+        changed = set()
+        for index in where.pop(pair):
+            old, new = words[index], []
+            for token in old:
+                if new and (new[-1], token) == pair:
+                    new[-1] = merged
+                else:
+                    new.append(token)
+            for word, sign in ((old, -1), (new, 1)):
+                for other in pairwise(word):
+                    counts[other] += sign * weights[index]
+                    changed.add(other)
+                    if sign > 0:
+                        where[other].add(index)
+            words[index] = new
+        for other in changed - {pair}:
+            if counts[other] > 0:
+                heapq.heappush(heap, (-counts[other], other))
+    return merges
+
+
+def build(out_dir: Path) -> dict:
+    """Write a training and a validation shard and merges.json to `out_dir`; counts as a dict.
+
+    Takes about ten seconds. The first documents in SHA-1 order are for validation.
+    """
+    out_dir = Path(out_dir)
     documents, kinds = collect()
     sizes = [len(text.encode()) for text in documents]
     wanted = max(VAL_MIN_BYTES, VAL_FRACTION * sum(sizes))
     count = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1  # the first to reach what is wanted
-    arrays = encode_documents(load_encoding("bytes"), documents)
+    merges = learn_merges(documents[count:], VOCAB - 257)
+    arrays = encode_documents(byte_bpe(merges), documents)
     val, train = np.concatenate(arrays[:count]), np.concatenate(arrays[count:])
-    write_shard(shard_path(Path(out_dir), NAME, "val", 0), val)
-    write_shard(shard_path(Path(out_dir), NAME, "train", 1), train)
-    val_text = "".join(documents[:count]).encode()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    temporary = out_dir / f"{MERGES}.tmp"
+    temporary.write_text(json.dumps([merged.hex() for merged in merges]))
+    os.replace(temporary, out_dir / MERGES)
+    write_shard(shard_path(out_dir, NAME, "val", 0), val)
+    write_shard(shard_path(out_dir, NAME, "train", 1), train)
     return {
         "documents": len(documents),
         "val_documents": count,
         "bytes": sum(sizes),
-        "val_bytes": len(val_text),
+        "val_bytes": sum(sizes[:count]),
         "bytes_by_kind": kinds,
         "train_tokens": len(train),
         "val_tokens": len(val),
-        "gzip_bits_per_byte": 8 * len(gzip.compress(val_text, 9)) / len(val_text),
-        "xz_bits_per_byte": 8 * len(lzma.compress(val_text, preset=9)) / len(val_text),
     }
 
 
@@ -241,14 +308,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="default: data/builtin")
     args = parser.parse_args(argv)
     made = build(args.out)
-    print(f"{args.out}: Python {platform.python_version()}, NumPy {np.__version__}")
     kinds = ", ".join(f"{kind} {size:,}" for kind, size in made["bytes_by_kind"].items())
+    print(f"{args.out}: from Python {platform.python_version()}")
     print(f"  {made['documents']} documents, {made['bytes']:,} bytes: {kinds}")
-    print(f"  train: {made['train_tokens']:,} tokens; val: {made['val_tokens']:,} tokens")
-    for packer in ("gzip", "xz"):
-        bits = made[f"{packer}_bits_per_byte"]
-        nats = bits * math.log(2)
-        print(f"  {packer} -9 on the validation text: {bits:.3f} bits, {nats:.3f} nats per byte")
+    print(f"  train: {made['train_tokens']:,} tokens")
+    print(f"  val: {made['val_tokens']:,} tokens, {made['val_bytes']:,} bytes")
 
 
 if __name__ == "__main__":

@@ -14,25 +14,31 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 from train_gpt import (
+    BYTE_BPE_PATTERN,
     HEADER_BYTES,
+    MERGES,
     SHARD_MAGIC,
     SHARD_VERSION,
     Parser,
     UserError,
     byte_bpe,
     open_shard,
+    text_encoding,
 )
 
 __all__ = [
+    "BYTE_BPE_PATTERN",
     "HEADER_BYTES",
+    "MERGES",
     "Parser",
     "UserError",
+    "byte_bpe",
     "encode_documents",
-    "load_encoding",
     "open_shard",
     "run",
     "sha1",
     "shard_path",
+    "text_encoding",
     "write_shard",
 ]
 
@@ -70,21 +76,6 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 def sha1(text: str) -> bytes:
     """SHA-1 of the text: an order of documents that depends on nothing but themselves."""
     return hashlib.sha1(text.encode("utf-8", "surrogatepass")).digest()
-
-
-def load_encoding(name: str):
-    """The tiktoken Encoding `gpt2` or `bytes`; UserError if it cannot be had."""
-    try:
-        import tiktoken
-
-        return byte_bpe() if name == "bytes" else tiktoken.get_encoding(name)
-    except ImportError:
-        raise UserError("tiktoken is missing: pip install tiktoken") from None
-    except (OSError, ValueError) as error:  # no network, or what arrived is damaged
-        raise UserError(
-            f"the vocabulary of {name} cannot be downloaded ({type(error).__name__}): connect to "
-            "the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from None
 
 
 def encode_documents(encoding, texts: list[str]) -> list[np.ndarray]:

@@ -26,10 +26,10 @@ from shards import (
     Parser,
     UserError,
     encode_documents,
-    load_encoding,
     run,
     sha1,
     shard_path,
+    text_encoding,
     write_shard,
 )
 
@@ -294,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{args.out} already holds {len(old)} shards named {args.name}: "
             "use --overwrite, another --name or another --out"
         )
-    encoding = load_encoding(args.encoding)
+    encoding = text_encoding(args.encoding)
     for path in old:
         path.unlink()
 

@@ -5,9 +5,12 @@ import gzip
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import types
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import builtin_corpus  # conftest.py has put data/ on the path
@@ -16,7 +19,9 @@ import numpy as np
 import pytest
 import shards
 import tokenize_text
-from shards import UserError, open_shard, shard_path, write_shard
+from shards import UserError, open_shard, shard_path, text_encoding, write_shard
+
+import train_gpt
 
 TOOLS = Path(tokenize_text.__file__).parent
 BOS = 256
@@ -256,8 +261,6 @@ def test_vocabulary_that_cannot_be_had(tmp_path, many, capsys, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", offline)
     argv = (many, "--out", tmp_path)
     assert "TIKTOKEN_CACHE_DIR" in error_of(capsys, tokenize_text.main, *argv)
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert "pip install tiktoken" in error_of(capsys, tokenize_text.main, *argv)
 
 
 def test_as_a_command(tmp_path, many):
@@ -290,21 +293,66 @@ def builtin(tmp_path_factory):
     return here, counts, there
 
 
-def test_builtin_shards(builtin):
-    folder, counts, _ = builtin
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "builtin_train_000001.bin",
-        "builtin_val_000000.bin",
-    ]
+@pytest.fixture(scope="module")
+def texts(builtin):
+    """Split -> decoded documents of the corpus."""
+    encoding = text_encoding("bpe", builtin[0])
+    assert encoding.n_vocab == encoding.eot_token + 1 == builtin_corpus.VOCAB
+    found = {}
     for split, number in (("train", 1), ("val", 0)):
-        tokens = open_shard(shard_path(folder, "builtin", split, number))
-        assert tokens.max() == BOS and len(tokens) == counts[f"{split}_tokens"]
-    train, val = documents(folder, "train"), documents(folder, "val")
+        tokens = open_shard(shard_path(builtin[0], "builtin", split, number))
+        assert len(tokens) == builtin[1][f"{split}_tokens"] and tokens[0] == encoding.eot_token
+        pieces = np.split(tokens, np.flatnonzero(tokens == encoding.eot_token))[1:]
+        found[split] = encoding.decode_batch([piece[1:].tolist() for piece in pieces])
+    return found
+
+
+def test_builtin_files(builtin, texts):
+    folder, counts, _ = builtin
+    names = ["builtin_train_000001.bin", "builtin_val_000000.bin", "merges.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    train, val = texts["train"], texts["val"]
     assert len(train) + len(val) == counts["documents"] == len({*train, *val})
-    assert counts["val_documents"] == len(val)
+    assert counts["val_documents"] == len(val) > 50
     assert counts["val_bytes"] == sum(len(text.encode()) for text in val) >= 300_000
-    assert counts["bytes"] == counts["train_tokens"] + counts["val_tokens"] - counts["documents"]
-    assert 1 < counts["xz_bits_per_byte"] < counts["gzip_bits_per_byte"] < 4
+    assert counts["bytes"] == counts["val_bytes"] + sum(len(text.encode()) for text in train)
+
+
+def test_builtin_is_enough_for_tiny(builtin):
+    cfg = train_gpt.PRESETS["tiny"]
+    streams = [train_gpt.TokenStream(builtin[0], split, cfg.bos) for split in ("train", "val")]
+    train_gpt.check_tokens(cfg, *streams)
+
+
+def slow_merges(texts: list[str], count: int) -> list[bytes]:
+    """Byte-pair encoding by counting everything again for every merge."""
+    words = [
+        [bytes([byte]) for byte in word.encode()]
+        for text in texts
+        for word in re.findall(train_gpt.BYTE_BPE_PATTERN, text)
+    ]
+    merges = []
+    while len(merges) < count:
+        counts = Counter(pair for word in words for pair in pairwise(word))
+        pair = min(counts, key=lambda pair: (-counts[pair], pair))
+        if (merged := pair[0] + pair[1]) not in merges:
+            merges.append(merged)
+        for word in words:
+            at = 0
+            while at < len(word) - 1:
+                if (word[at], word[at + 1]) == pair:
+                    word[at : at + 2] = [merged]
+                at += 1
+    return merges
+
+
+def test_merges_are_those_of_plain_counting():
+    texts = [
+        "aaaa aaab banana bandana",
+        "  indented\n\n    more  \n",
+        "na\u00efve 1234 12 123!",
+    ] * 3
+    assert builtin_corpus.learn_merges(texts, 25) == slow_merges(texts, 25)
 
 
 def test_builtin_is_the_same_in_another_process(builtin):
@@ -313,10 +361,10 @@ def test_builtin_is_the_same_in_another_process(builtin):
         assert path.read_bytes() == (there / path.name).read_bytes()
 
 
-def test_builtin_validation_paragraphs_are_not_in_training(builtin):
+def test_builtin_validation_paragraphs_are_not_in_training(texts):
     def paragraphs(split):
-        texts = (part.split("\n\n") for part in documents(builtin[0], split))
-        return {part.strip() for text in texts for part in text if len(part.strip()) > 300}
+        parts = (part.strip() for text in texts[split] for part in text.split("\n\n"))
+        return {part for part in parts if len(part) > 300}
 
     assert len(paragraphs("val")) > 50 and not paragraphs("val") & paragraphs("train")
 
@@ -369,6 +417,13 @@ def test_builtin_repeats_are_left_out():
     second = [entry("k", "h", short), entry("k", "h", f"{short}\n\nnew {long}\n\n{long}")]
     kept = list(builtin_corpus.without_repeats([first, second, first]))
     assert kept == [first, [entry("k", "h", f"{short}\n\nnew {long}")]]
+
+
+def test_builtin_modules_are_cut_between_entries():
+    entries = [builtin_corpus.Entry("k", "", text * 1500) for text in "abcdefg"]
+    pieces = list(builtin_corpus.cut(entries))
+    assert pieces == [entries[:3], entries[3:6], entries[6:]]
+    assert list(builtin_corpus.cut([builtin_corpus.Entry("k", "", "too short")])) == []
 
 
 def test_builtin_without_sources(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,407 @@
+"""From shards to batches on the devices: what is read, in which order, and what is refused."""
+
+import threading
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from conftest import BOS, documents, small_config, write_shard
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import train_gpt as T
+
+PLAIN = T.Stage(1.0, 8 * 32, 32, 0, (8, 32))
+PACKED = T.Stage(1.0, 8 * 64, 64, 24, (16, 64))
+
+
+def stream_of(folder, *shards, split="train") -> T.TokenStream:
+    """A stream over new shards with these tokens."""
+    for i, tokens in enumerate(shards):
+        write_shard(folder / f"x_{split}_{i:06d}.bin", tokens)
+    return T.TokenStream(folder, split, BOS)
+
+
+def texts(*lengths) -> np.ndarray:
+    """Documents of these lengths, BOS included; their other tokens tell the position in them."""
+    return np.concatenate([np.r_[BOS, np.arange(1, n) % BOS] for n in lengths]).astype(np.uint16)
+
+
+# ------------------------------------------------------------------------------------------------
+# Shards and streams
+# ------------------------------------------------------------------------------------------------
+
+
+def shorten(path, by):
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda path: path.unlink(), id="missing"),
+        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:1023]), id="too short"),
+        pytest.param(lambda path: write_shard(path, texts(9), magic=7), id="wrong magic"),
+        pytest.param(lambda path: write_shard(path, texts(9), version=2), id="wrong version"),
+        pytest.param(lambda path: shorten(path, 2), id="truncated by a token"),
+        pytest.param(lambda path: shorten(path, 1), id="truncated by a byte"),
+        pytest.param(lambda path: path.open("ab").write(b"ab"), id="too long"),
+        pytest.param(lambda path: write_shard(path, np.zeros(0)), id="no tokens"),
+    ],
+)
+def test_open_shard_names_a_damaged_file_and_the_fix(tmp_path, damage):
+    path = write_shard(tmp_path / "x_train_000001.bin", texts(9))
+    assert len(T.open_shard(path)) == 9
+    damage(path)
+    with pytest.raises(T.UserError, match="download or tokenize it again") as error:
+        T.open_shard(path)
+    assert str(path) in str(error.value)
+
+
+def test_open_shard_gives_the_tokens(tmp_path):
+    tokens = np.array([50256, 0, 65535, 258], np.uint16)
+    np.testing.assert_array_equal(T.open_shard(write_shard(tmp_path / "a.bin", tokens)), tokens)
+
+
+def test_stream_is_the_shards_of_one_split_in_the_order_of_their_names(tmp_path):
+    parts = {name: documents(i, 50 + i) for i, name in enumerate(("b_train_2", "b_train_1", "b_v"))}
+    for name, tokens in parts.items():
+        write_shard(tmp_path / f"{name}_x.bin", tokens)
+    write_shard(tmp_path / "b_val_1.bin", documents(9, 70))
+    stream = T.TokenStream(tmp_path, "train", BOS)
+    assert [path.name for path in stream.paths] == ["b_train_1_x.bin", "b_train_2_x.bin"]
+    assert len(stream) == 51 + 50
+    want = np.concatenate([parts["b_train_1"], parts["b_train_2"]])
+    np.testing.assert_array_equal(stream.read(0, len(stream)), want)
+
+
+def test_stream_reads_across_shard_borders(tmp_path):
+    parts = [documents(i, n) for i, n in enumerate((10, 1, 25))]
+    stream, whole = stream_of(tmp_path, *parts), np.concatenate(parts)
+    for start in range(0, 12):
+        for count in (0, 1, 9, 11, 20):
+            got = stream.read(start, count)
+            assert got.dtype == np.uint16
+            np.testing.assert_array_equal(got, whole[start : start + count])
+
+
+def test_stream_knows_the_shard_of_every_place(tmp_path):
+    stream = stream_of(tmp_path, documents(0, 10), documents(1, 1), documents(2, 25))
+    places = [stream.shard_at(cursor) for cursor in range(36)]
+    assert places == [(0, 0)] * 10 + [(1, 10)] + [(2, 11)] * 25
+
+
+@pytest.mark.parametrize("read", [lambda s: s.shard_at(36), lambda s: s.read(30, 7)])
+def test_stream_refuses_to_go_beyond_its_end(tmp_path, read):
+    stream = stream_of(tmp_path, documents(0, 10), documents(1, 26))
+    with pytest.raises(T.UserError, match=r"end at 36: download more shards or use fewer steps"):
+        read(stream)
+
+
+def test_stream_without_shards_names_the_folder_and_the_fix(tmp_path):
+    with pytest.raises(T.UserError, match=r"no val shards .*cached_fineweb10B") as error:
+        stream_of(tmp_path, documents(0, 10)), T.TokenStream(tmp_path, "val", BOS)
+    assert str(tmp_path) in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows
+# ------------------------------------------------------------------------------------------------
+
+
+def test_plain_rows_leave_no_token_out_and_share_one_with_the_neighbour(tmp_path):
+    parts = [documents(0, 70), documents(1, 80)]  # the first border lies inside the first batch
+    stream, whole = stream_of(tmp_path, *parts), np.concatenate(parts)
+    first, cursor = T.plain_rows(stream, 5, 4, 16)
+    second, end = T.plain_rows(stream, cursor, 4, 16)
+    rows = np.concatenate([first, second])
+    assert (rows.shape, rows.dtype, cursor, end) == ((8, 17), np.uint16, 69, 133)
+    np.testing.assert_array_equal(rows[:-1, -1], rows[1:, 0])
+    np.testing.assert_array_equal(rows[:, :-1].ravel(), whole[5:133])  # every input once
+    np.testing.assert_array_equal(rows[:, 1:].ravel(), whole[6:134])  # every target once
+
+
+def pack_slowly(shards, cursor, rows, t, doc_cap):
+    """The positions of the tokens of each row and the next cursor, found token by token."""
+    base = 0
+    for shard in shards:
+        filled, taken, copies = [[]], 0, False
+        for at in range(max(cursor - base, 0), len(shard)):
+            if shard[at] == BOS:
+                start, taken, copies = at, 0, True
+            if not copies or taken == doc_cap:
+                continue
+            filled[-1].append(base + at)
+            taken += 1
+            if len(filled[-1]) == t + 1:
+                if len(filled) == rows:
+                    return filled, base + start + 1
+                filled.append([])
+                copies = False
+        base += len(shard)
+    return None
+
+
+PACK_SHARDS = (  # many short documents, too few tokens for some batches, short and long ones
+    documents(5, 2400, mean=6),
+    documents(6, 150)[3:],
+    np.concatenate([documents(7, 900, mean=5)[11:], documents(8, 600, mean=60)]),
+)
+
+
+@pytest.mark.parametrize("doc_cap", [1, 2, 7, 24, 33, 10_000])
+@pytest.mark.parametrize(("rows", "t"), [(4, 32), (3, 7), (1, 60), (8, 1)])
+def test_plan_packed_agrees_with_a_walk_over_every_token(tmp_path, rows, t, doc_cap):
+    stream, cursor, batches = stream_of(tmp_path, *PACK_SHARDS), 0, 0
+    while (want := pack_slowly(PACK_SHARDS, cursor, rows, t, doc_cap)) is not None:
+        pieces, cursor = T.plan_packed(stream, cursor, rows, t, doc_cap)
+        got = [[] for _ in range(rows)]
+        for row, start, stop in pieces:
+            got[row].extend(range(start, stop))
+        assert (got, cursor) == want
+        batches += 1
+    assert batches > 2 and cursor > len(PACK_SHARDS[0])  # some were beyond the first shard
+    with pytest.raises(T.UserError, match="end at"):
+        T.plan_packed(stream, cursor, rows, t, doc_cap)
+
+
+def test_packed_rows_by_hand(tmp_path):
+    """Capped at 5, cut by the end of a row, a whole document, a lone BOS as the last target."""
+    stream = stream_of(tmp_path, np.r_[1, 2, texts(7, 9, 2, 4, 3)].astype(np.uint16))
+    rows, cursor = T.packed_rows(stream, 0, 2, 7, 5)
+    assert rows.dtype == np.uint16
+    assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS, 1, 2], [BOS, 1, BOS, 1, 2, 3, BOS, 1]]
+    assert cursor == 2 + 7 + 9 + 2 + 4 + 1  # just after the BOS of the last piece
+    rows, cursor = T.packed_rows(stream, 0, 1, 5, 5)
+    assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS]] and cursor == 2 + 7 + 1
+
+
+def test_plan_packed_leaves_a_shard_with_too_few_documents_for_the_next(tmp_path):
+    stream = stream_of(tmp_path, texts(8, 8, 8), texts(8, 8, 8, 8))
+    pieces, cursor = T.plan_packed(stream, 0, 2, 7, 8)
+    assert (pieces, cursor) == ([(0, 0, 8), (1, 8, 16)], 9)
+    pieces, cursor = T.plan_packed(stream, cursor, 2, 7, 8)  # one left in the first shard
+    assert (pieces, cursor) == ([(0, 24, 32), (1, 32, 40)], 33)
+
+
+@pytest.mark.parametrize("doc_cap", [5, 24, 1000])
+def test_segment_ids_change_exactly_where_a_piece_begins(shards, doc_cap):
+    stream, cursor = T.TokenStream(shards, "train", BOS), 0
+    for _ in range(2):
+        pieces, _ = T.plan_packed(stream, cursor, 4, 64, doc_cap)
+        rows, cursor = T.packed_rows(stream, cursor, 4, 64, doc_cap)
+        ids = np.asarray(T.segment_ids(rows[:, :-1], BOS))
+        lengths = [[b - a for r, a, b in pieces if r == row] for row in range(4)]
+        borders = [(r, at) for r in range(4) for at in np.cumsum(lengths[r]).tolist() if at < 64]
+        found = [(r, at + 1) for r, at in np.argwhere(np.diff(ids) != 0).tolist()]
+        assert found == borders and len(found) >= 4
+
+
+# ------------------------------------------------------------------------------------------------
+# Batches
+# ------------------------------------------------------------------------------------------------
+
+
+def batches(cfg, folder, devices, step=0, cursor=0, depth=3):
+    """All batches of a run from the background thread, and the mesh they lie on."""
+    mesh = T.make_mesh(cfg, jax.devices()[:devices])
+    source = T.train_batches(cfg, mesh, T.TokenStream(folder, "train", cfg.bos), step, cursor)
+    with T.Prefetch(source, depth) as loader:
+        supply = iter(loader)
+        return [next(supply) for _ in range(step, cfg.steps)], mesh
+
+
+@pytest.fixture(scope="module")
+def eight(shards):
+    """The batches of small_config's run, both stages, on 8 devices."""
+    return batches(small_config(), shards, 8)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_batches_hold_the_same_tokens_on_any_number_of_devices(shards, eight, devices):
+    cfg = small_config()
+    got, mesh = batches(cfg, shards, devices)
+    for step, (batch, want) in enumerate(zip(got, eight[0], strict=True)):
+        rows, t = T.stage_at(cfg, step).rows, T.stage_at(cfg, step).row_tokens
+        assert batch.tokens.dtype == np.uint16 and batch.tokens.shape == (rows, t + 1)
+        assert batch.tokens.sharding == NamedSharding(mesh, P(T.AXIS))
+        assert batch.tokens.addressable_shards[0].data.shape == (rows // devices, t + 1)
+        assert batch.hyper.sharding == NamedSharding(mesh, P())
+        np.testing.assert_array_equal(batch.tokens, want.tokens)
+        np.testing.assert_array_equal(batch.hyper, T.hyper_at(cfg, step))
+        assert batch.cursor == want.cursor
+
+
+def test_batches_follow_the_stages(shards, eight):
+    """Plain rows from the start of the stream, then packed ones from where these ended."""
+    stream = T.TokenStream(shards, "train", BOS)
+    np.testing.assert_array_equal(eight[0][0].tokens, T.plain_rows(stream, 0, 8, 32)[0])
+    assert [batch.cursor for batch in eight[0][:4]] == [256, 512, 768, 1024]
+    np.testing.assert_array_equal(eight[0][4].tokens, T.packed_rows(stream, 1024, 8, 64, 24)[0])
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+def test_batches_go_on_from_a_stored_cursor(shards, eight, step):
+    got, _ = batches(small_config(), shards, 8, step, eight[0][step - 1].cursor)
+    for batch, want in zip(got, eight[0][step:], strict=True):
+        np.testing.assert_array_equal(batch.tokens, want.tokens)
+        assert batch.cursor == want.cursor
+
+
+def test_val_batches_predict_each_of_the_first_val_tokens_once(shards):
+    cfg = small_config()
+    mesh = T.make_mesh(cfg)
+    val = T.TokenStream(shards, "val", BOS)
+    rows = np.concatenate(list(T.val_batches(cfg, mesh, val)))
+    np.testing.assert_array_equal(rows[:, 1:].ravel(), val.read(1, cfg.val_tokens))
+    np.testing.assert_array_equal(rows[:, :-1].ravel(), val.read(0, cfg.val_tokens))
+
+
+# ------------------------------------------------------------------------------------------------
+# Checks before the run
+# ------------------------------------------------------------------------------------------------
+
+
+def check(folder, train, val=None, **changes):
+    """check_tokens on new shards with these tokens."""
+    val = documents(3, 1025) if val is None else val
+    streams = stream_of(folder, *train), stream_of(folder, val, split="val")
+    T.check_tokens(small_config(**changes), *streams)
+
+
+def packed_need(steps: int) -> int:
+    """How many tokens of documents(8, ...) the steps of a packed run need."""
+    cursor = 0
+    for _ in range(steps):
+        filled, cursor = pack_slowly([documents(8, 9000)], cursor, 8, 64, 24)
+    return filled[-1][-1] + 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "need"), [(PLAIN, 5 * 256 + 1), (PACKED, packed_need(5))], ids=["plain", "packed"]
+)
+def test_check_tokens_accepts_exactly_enough_and_counts_the_steps(tmp_path, stage, need):
+    tokens = documents(8, 9000)
+    check(tmp_path, [tokens[:need]], steps=5, stages=(stage,))
+    with pytest.raises(T.UserError, match=r"last for 4 of 5 steps: get more shards") as error:
+        check(tmp_path, [tokens[: need - 1]], steps=5, stages=(stage,))
+    assert str(tmp_path) in str(error.value)
+    with pytest.raises(T.UserError, match=r"last for 2 of 5 steps"):
+        check(tmp_path, [tokens[: need // 2]], steps=5, stages=(stage,))
+
+
+def test_check_tokens_accepts_a_last_target_that_ends_the_last_shard(tmp_path):
+    """The lone BOS of the last packed row is the last token that there is."""
+    packed = T.Stage(1.0, 8 * 8, 8, 8, (4, 4))
+    check(tmp_path, [np.tile(texts(8, 1), 8)], steps=1, stages=(packed,))
+
+
+def test_check_tokens_accepts_exactly_enough_validation_tokens(tmp_path):
+    check(tmp_path, [documents(1, 8000)], documents(2, 1025))
+    with pytest.raises(T.UserError, match=r"holds 1,024 validation tokens, 1,025 are needed"):
+        check(tmp_path, [documents(1, 8000)], documents(2, 1024))
+
+
+@pytest.mark.parametrize("bad", ["x_train_000000.bin", "x_train_000001.bin", "x_val_000000.bin"])
+def test_check_tokens_names_the_shard_with_an_unknown_id(tmp_path, bad):
+    shards = {
+        "x_train_000000.bin": documents(1, 900),
+        "x_train_000001.bin": documents(1, 8000),
+        "x_val_000000.bin": documents(3, 1025),
+    }
+    shards[bad][-1] = small_config().real_tokens - 1
+    check(tmp_path, list(shards.values())[:2], shards["x_val_000000.bin"])
+    shards[bad][-1] = small_config().real_tokens
+    with pytest.raises(T.UserError, match=r"token id 97 is not below 97: .*again") as error:
+        check(tmp_path, list(shards.values())[:2], shards["x_val_000000.bin"])
+    assert str(tmp_path / bad) in str(error.value)
+
+
+def test_data_folder_that_is_missing_is_named(tmp_path):
+    cfg = replace(small_config(), data=str(tmp_path / "nothing"))
+    with pytest.raises(T.UserError, match="cached_fineweb10B.py, or name a --data") as error:
+        T.data_folder(cfg)
+    assert cfg.data in str(error.value)
+
+
+def test_data_folder_is_looked_for_here_and_beside_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(T, "HERE", tmp_path / "script")
+    (tmp_path / "script/tokens").mkdir(parents=True)
+    cfg = replace(small_config(), data="tokens")
+    assert T.data_folder(cfg) == tmp_path / "script/tokens"
+    (tmp_path / "tokens").mkdir()
+    assert T.data_folder(cfg).resolve() == tmp_path / "tokens"
+
+
+# ------------------------------------------------------------------------------------------------
+# Prefetch
+# ------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Counts upwards, remembers how far it was drawn, and may fail at some number."""
+
+    def __init__(self, count, fails_at=None):
+        self.count, self.fails_at, self.drawn = count, fails_at, 0
+
+    def __iter__(self):
+        for i in range(self.count):
+            if i == self.fails_at:
+                raise T.UserError(f"no item {i}")
+            self.drawn += 1
+            yield i
+
+
+def wait_for(condition):
+    """Give the thread time to come to `condition`."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "the thread did not get there"
+        time.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """Every test of this file must end the threads that it started."""
+    before = set(threading.enumerate())
+    yield
+    assert {t for t in threading.enumerate() if "_run" in t.name} <= before
+
+
+@pytest.mark.parametrize("depth", [1, 3, 100])
+def test_prefetch_keeps_the_order_and_ends_with_its_source(depth):
+    with T.Prefetch(Source(50), depth) as loader:
+        assert list(loader) == list(range(50))
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_prefetch_draws_at_most_depth_and_one_in_hand_ahead(depth):
+    source = Source(1000)
+    with T.Prefetch(source, depth) as loader:
+        supply = iter(loader)
+        for taken in range(5):
+            wait_for(lambda now=taken: source.drawn == now + depth + 1)
+            time.sleep(0.02)
+            assert source.drawn == taken + depth + 1
+            assert next(supply) == taken
+
+
+def test_prefetch_raises_what_the_source_raised_after_the_items_before_it():
+    with T.Prefetch(Source(9, fails_at=3), 2) as loader:
+        supply = iter(loader)
+        assert [next(supply) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(T.UserError, match="no item 3"):
+            next(supply)
+
+
+@pytest.mark.parametrize("count", [0, 2, 1000], ids=["exhausted", "not full", "full"])
+def test_leaving_prefetch_early_ends_its_thread(count):
+    source = Source(count)
+    with pytest.raises(ZeroDivisionError), T.Prefetch(source, 2) as loader:
+        wait_for(lambda: source.drawn == min(count, 3))
+        raise ZeroDivisionError
+    assert not loader._thread.is_alive()
