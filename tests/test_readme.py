@@ -1,0 +1,53 @@
+"""The README's commands are there, and they do what it says."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+INSTALL = "pip install -r requirements.txt && "
+
+
+def test_quick_start_is_two_commands():
+    section = README.split("## Quick start")[1].split("##")[0]
+    commands = re.findall(r"^    (.+)$", section, re.M)
+    assert commands == [INSTALL + "python train_gpt.py", INSTALL + "python -m pytest"]
+
+
+def test_files_and_functions_that_it_names_exist():
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", README) + re.findall(r"data/\w+\.py", README):
+        assert (ROOT / path).exists(), path
+    source = (ROOT / "train_gpt.py").read_text()
+    table = README.split("## Ideas")[1].split("##")[0]
+    for name in re.findall(r"`(\w+)`", table):
+        assert re.search(rf"^(def|class) {name}\b", source, re.M), name
+
+
+def test_options_that_it_names_are_the_command_lines():
+    shown = subprocess.run(
+        [sys.executable, ROOT / "train_gpt.py", "--help"], capture_output=True, text=True
+    ).stdout
+    section = README.split("## The command line")[1].split("##")[0]
+    named, known = (set(re.findall(r"--[a-z]+", text)) for text in (section, shown))
+    assert known - {"--help"} <= named <= known
+
+
+def test_first_command(tmp_path):
+    """As a new user in an empty clone, but for the number of steps: corpus, training, sample."""
+    clone = tmp_path / "clone"
+    (clone / "data").mkdir(parents=True)
+    for file in ("train_gpt.py", "data/shards.py", "data/builtin_corpus.py"):
+        (clone / file).write_bytes((ROOT / file).read_bytes())
+    shorter = ["steps=6", "val_tokens=4096", "momentum_steps=3", "sample_tokens=5", "log_every=2"]
+    command = [sys.executable, "train_gpt.py", *(x for s in shorter for x in ("--set", s))]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for text in ("making the demo corpus", "step:6/6 val_loss:", "bits per byte", "a sample"):
+        assert text in done.stdout, text
+    (run_dir,) = (clone / "logs").iterdir()
+    losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", (run_dir / "log.txt").read_text())]
+    assert abs(losses[0] - np.log(2048)) < 1e-3 and losses[-1] < losses[0]
