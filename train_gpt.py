@@ -56,6 +56,7 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -200,6 +201,8 @@ PRESETS = {
             Stage(0.5, 2048, 128, 0, (128, 128)),
             Stage(0.5, 2048, 256, 0, (256, 256)),
         ),
+        cooldown=0.7,
+        lr_scalar=0.01,
         momentum_steps=100,
         micro_tokens=512,  # fits the caches: 1.4 times the speed of 4096
         val_tokens=98_304,
@@ -235,8 +238,10 @@ def validate(cfg: Config) -> Config:
         need(getattr(cfg, name) > 0, name, "it must be positive")
     for name in ("val_every", "checkpoint_every", "devices", "sample_tokens", "seed"):
         need(getattr(cfg, name) >= 0, name, "it must not be negative")
-    for name in ("log_every", "prefetch", "val_tokens", "momentum_steps"):
+    for name in ("log_every", "prefetch", "val_tokens", "momentum_steps", "adam_eps", "rope_base"):
         need(getattr(cfg, name) > 0, name, "it must be positive")
+    need(cfg.seed < 2**32, "seed", "it must be below 2**32")
+    need(0 < cfg.softcap <= 80, "softcap", "0 to 80, since exp(softcap) is taken in float32")
     need(cfg.width % cfg.heads == 0, "heads", f"it must divide width={cfg.width}")
     need(cfg.head_width % 4 == 0, "heads", "the head width must be a multiple of 4 (half RoPE)")
     for name in ("width", "mlp_width", "vocab"):
@@ -261,6 +266,7 @@ def validate(cfg: Config) -> Config:
         need(whole, f"stages.{i}.batch_tokens", f"a multiple of row_tokens={stage.row_tokens}")
         need(stage.doc_cap >= 0, f"stages.{i}.doc_cap", "0 (plain rows) or a length in tokens")
         need(min(stage.windows) >= 0, f"stages.{i}.windows", "two lengths in tokens")
+    need(min(cfg.val_windows) >= 0, "val_windows", "two lengths in tokens")
     need(cfg.val_row > 0, "val_row", "it must be positive")
     rows = cfg.val_batch > 0 and cfg.val_batch % cfg.val_row == 0
     need(rows, "val_batch", f"a positive multiple of val_row={cfg.val_row}")
@@ -269,24 +275,24 @@ def validate(cfg: Config) -> Config:
         "val_tokens",
         f"a multiple of val_batch={cfg.val_batch}",
     )
+    for name, value in dataclasses.asdict(cfg).items():
+        need(not isinstance(value, float) or math.isfinite(value), name, "it must be finite")
     return cfg
 
 
-def parse_value(old, text: str):
-    """`text` read as a value of the type of `old`; raises ValueError when it is not one."""
-    if isinstance(old, str):
+def parse_value(kind, text: str):
+    """`text` read as a value of the annotated type `kind`; raises ValueError when it is not one."""
+    if kind is str:
         return text
-    if isinstance(old, int):
-        return int(text)
-    if isinstance(old, float):
-        return float(text)
+    if kind in (int, float):
+        return kind(text)
+    of, *rest = typing.get_args(kind)  # tuple[int, int], tuple[float, float] or tuple[int, ...]
     items = ast.literal_eval(text)
-    kind = type(old[0]) if old else int
-    if not isinstance(items, tuple | list) or not all(type(x) in (int, kind) for x in items):
+    if not isinstance(items, tuple | list) or not all(type(x) in (int, of) for x in items):
         raise ValueError
-    if len(items) != len(old) and kind is not int:
+    if rest != [...] and len(items) != 1 + len(rest):
         raise ValueError
-    return tuple(kind(x) for x in items)
+    return tuple(of(x) for x in items)
 
 
 def override(cfg, key: str, text: str):
@@ -298,7 +304,7 @@ def override(cfg, key: str, text: str):
     old = getattr(cfg, name)
     if name == "stages":
         index, _, field = rest.partition(".")
-        if not field or not index.isdigit() or int(index) >= len(old):
+        if not field or index not in map(str, range(len(old))):
             raise UserError(
                 f"--set {key}={text}: write stages.N.FIELD=VALUE with N below {len(old)}"
             )
@@ -307,7 +313,8 @@ def override(cfg, key: str, text: str):
     if rest:
         raise UserError(f"--set {key}={text}: {name} has no parts")
     try:
-        return dataclasses.replace(cfg, **{name: parse_value(old, text)})
+        kind = typing.get_type_hints(type(cfg))[name]
+        return dataclasses.replace(cfg, **{name: parse_value(kind, text)})
     except (ValueError, SyntaxError, TypeError):
         raise UserError(
             f"--set {key}={text}: {name} takes a value like {old!r} ({type(old).__name__})"
@@ -575,7 +582,7 @@ ATTENTION = {"xla": attend_xla, "splash": attend_splash, "cudnn": attend_cudnn}
 def pick_attention(cfg: Config, platform_: str) -> tuple[str, str]:
     """(backend, reason) for the devices' platform; UserError if the asked one cannot run there."""
     home = {"splash": "tpu", "cudnn": "gpu"}
-    platform_ = "gpu" if platform_ in ("cuda", "rocm") else platform_
+    platform_ = "gpu" if platform_ == "cuda" else platform_
     if cfg.attention != "auto":
         if home.get(cfg.attention, platform_) != platform_:
             raise UserError(
@@ -1732,6 +1739,8 @@ def train(
     source = data_folder(cfg, say)
     streams = TokenStream(source, "train", cfg.bos), TokenStream(source, "val", cfg.bos)
     check_tokens(cfg, *streams)
+    if cfg.encoding == "bpe":
+        text_encoding(cfg.encoding, source)
 
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     run_dir = resume or out / stamp
@@ -1955,13 +1964,13 @@ def main(argv=None) -> int:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         say = functools.partial(print, flush=True)
         command = shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv)
-        if args.sample:
+        if args.sample is not None:
             cfg = find_checkpoint(Path(args.sample))[1]["config"]
             say(args.prompt + sample(cfg, Path(args.sample), args.prompt))
-        elif args.resume:
+        elif args.resume is not None:
             cfg = find_checkpoint(Path(args.resume))[1]["config"]
             train(cfg, Path(args.out), command, Path(args.resume), args.profile, say)
-        elif args.preflight:
+        elif args.preflight is not None:
             dump = Path(args.dump) if args.dump else None
             return 0 if preflight(resolve(args), args.preflight, dump, say) else 1
         elif args.show:

@@ -90,7 +90,6 @@ def splash(*args):
         (256, 64, 64, ()),
         (256, 128, 128, (100, 180)),
         (256, 64, 256, (100, 180)),
-        (256, 64, 1000, ()),
         (384, 64, 200, (100, 300)),  # three tiles of 128
     ],
 )
@@ -109,8 +108,8 @@ def test_splash_agrees_with_xla_forward_and_backward(t, h, window, cuts):
 
 def test_splash_takes_every_row_of_a_batch_for_itself():
     q, k, v, _, segments = inputs(256, 64, (90,), b=2)
-    out = jax.jit(lambda: splash(q, k, v, segments, 64, 0.2))()
-    np.testing.assert_allclose(out, T.attend_xla(q, k, v, segments, 64, 0.2), atol=1e-5)
+    out = jax.jit(lambda: splash(q, k, v, segments, 1000, 0.2))()
+    np.testing.assert_allclose(out, T.attend_xla(q, k, v, segments, 1000, 0.2), atol=1e-5)
 
 
 @pytest.mark.parametrize("t", [64, 100, 257, 320])

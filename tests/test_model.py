@@ -3,7 +3,6 @@
 `reference_forward` is written from the docstrings of train_gpt.py, with loops and no jax.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -45,13 +44,27 @@ def compute_copies(cfg: T.Config, params):
 
 
 @functools.cache
-def compiled_forward(cfg: T.Config, windows=WINDOWS):
+def compiled_forward(cfg: T.Config, windows):
     return jax.jit(lambda params, tokens: T.forward(params, tokens, cfg, windows, T.attend_xla))
+
+
+@functools.cache
+def compiled_loss(cfg: T.Config):
+    def loss(params, tokens):
+        return T.loss_sum(params, tokens, cfg, WINDOWS, T.attend_xla)
+
+    return jax.jit(jax.value_and_grad(loss))
 
 
 def hidden(cfg: T.Config, params, tokens, windows=WINDOWS) -> np.ndarray:
     """Output of the last layer, [b, t, d]."""
     return np.asarray(compiled_forward(cfg, windows)(compute_copies(cfg, params), tokens))
+
+
+def loss_and_gradients(cfg: T.Config, params, tokens):
+    """Summed loss and the gradient of every parameter."""
+    loss, grads = compiled_loss(cfg)(compute_copies(cfg, params), tokens)
+    return loss, jax.tree.map(np.asarray, grads)
 
 
 # A second implementation
@@ -118,10 +131,20 @@ def reference_loss(x_rd, head_dv, targets_r, softcap: float) -> np.ndarray:
     return -log_probs[np.arange(len(targets_r)), targets_r]
 
 
-@pytest.mark.parametrize("layers, long_layers", [(1, ()), (3, (1,)), (4, (0, 3))])
-@pytest.mark.parametrize("windows", [WINDOWS, (0, 1000)], ids=str)
-def test_forward_agrees_with_the_reference(layers, long_layers, windows):
-    cfg = small_config(layers=layers, long_layers=long_layers)
+FOUR = small_config(layers=4, long_layers=(0, 3))
+THREE = small_config(layers=3)
+
+
+@pytest.mark.parametrize(
+    "cfg, windows",
+    [
+        (FOUR, WINDOWS),
+        (THREE, (1000, 1000)),
+        (small_config(layers=1, long_layers=()), (4, 1000)),
+    ],
+    ids=["four", "three", "one"],
+)
+def test_forward_agrees_with_the_reference(cfg, windows):
     params, tokens = random_params(cfg), rows(cfg, 2, 20, 0, 9, 13)
     got = hidden(cfg, params, tokens, windows)
     assert got.dtype == np.float32
@@ -129,32 +152,30 @@ def test_forward_agrees_with_the_reference(layers, long_layers, windows):
     np.testing.assert_allclose(got, reference_forward(cfg, params, tokens, windows), atol=3e-5)
 
 
-def test_loss_sum_predicts_the_next_token_of_every_position():
-    cfg = small_config(layers=3)
+@pytest.mark.parametrize("dtype, rel", [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_loss_sum_predicts_the_next_token_of_every_position(dtype, rel):
+    cfg = small_config(compute_dtype=dtype)
     params, tokens = random_params(cfg), rows(cfg, 2, 21, 0, 9)
-    got = T.loss_sum(compute_copies(cfg, params), tokens, cfg, WINDOWS, T.attend_xla)
+    got, _ = loss_and_gradients(cfg, params, tokens)
     x = reference_forward(cfg, params, tokens[:, :-1]).reshape(-1, cfg.width)
     want = reference_loss(x, params["head"], tokens[:, 1:].ravel(), cfg.softcap).sum()
     assert got.dtype == jnp.float32
-    assert float(got) == pytest.approx(want, rel=1e-5)  # float32 sum of 40 losses
+    assert float(got) == pytest.approx(want, rel=rel)  # a sum of 40 losses
 
 
-def test_bfloat16_stays_close_and_sums_the_loss_in_float32():
-    cfg = small_config(layers=4, compute_dtype="bfloat16")
-    params, tokens = random_params(cfg), rows(cfg, 2, 21, 0, 9)
-    copies = compute_copies(cfg, params)
-    x = compiled_forward(cfg)(copies, tokens[:, :-1])
+def test_bfloat16_stays_close():
+    cfg = small_config(compute_dtype="bfloat16")
+    params, tokens = random_params(cfg), rows(cfg, 2, 20, 0, 9)
+    x = hidden(cfg, params, tokens)
     assert x.dtype == jnp.bfloat16
-    error = np.asarray(x, np.float64) - reference_forward(cfg, params, tokens[:, :-1])
-    assert np.sqrt(np.mean(error**2)) < 0.03  # of outputs of size 1; 8 bits through 4 layers
-    loss = T.loss_sum(copies, tokens, cfg, WINDOWS, T.attend_xla)
-    exact = dataclasses.replace(cfg, compute_dtype="float32")
-    want = T.loss_sum(compute_copies(exact, params), tokens, exact, WINDOWS, T.attend_xla)
-    assert loss.dtype == jnp.float32
-    assert float(loss) == pytest.approx(float(want), rel=0.02)
+    error = np.asarray(x, np.float64) - reference_forward(cfg, params, tokens)
+    assert np.sqrt(np.mean(error**2)) < 0.02  # of outputs of size 1, in 8 bits
 
 
 # What a token can see. Equal means bitwise: the same program ran, on the same numbers.
+
+
+WIDE = (1000, 1000)
 
 
 def changed(tokens, at: int):
@@ -164,67 +185,58 @@ def changed(tokens, at: int):
     return other
 
 
-def moved(cfg, params, tokens, other, windows=WINDOWS) -> list[int]:
-    """Positions at which the output differs between two batches of one row."""
-    one, two = (hidden(cfg, params, x, windows)[0] for x in (tokens, other))
-    return np.flatnonzero((one != two).any(axis=1)).tolist()
+def moved(cfg, tokens, other, windows=WIDE) -> list[int]:
+    """Positions at which the outputs for two batches differ, in any row."""
+    params = random_params(cfg)
+    one, two = (hidden(cfg, params, x, windows) for x in (tokens, other))
+    return np.flatnonzero((one != two).any(axis=(0, 2))).tolist()
 
 
 @pytest.mark.parametrize("at", [0, 1, 10, 19])
 def test_no_token_sees_the_future(at):
-    cfg = small_config(layers=3)
-    tokens = rows(cfg, 1, 20)
-    reached = moved(cfg, random_params(cfg), tokens, changed(tokens, at), (1000, 1000))
-    assert reached == list(range(at, 20))
+    tokens = rows(THREE, 2, 20)
+    assert moved(THREE, tokens, changed(tokens, at)) == list(range(at, 20))
 
 
-@pytest.mark.parametrize("window", [0, 1, 4, 18, 19])
+@pytest.mark.parametrize("window", [0, 4, 16])
 def test_one_layer_sees_exactly_window_tokens_back(window):
     cfg = small_config(layers=1, long_layers=())
-    tokens = rows(cfg, 1, 20)
-    reached = moved(cfg, random_params(cfg), tokens, changed(tokens, 2), (window, 1000))
-    assert reached == [t for t in range(2, 20) if t - 2 <= window]
+    tokens = rows(cfg, 2, 20)
+    reached = moved(cfg, tokens, changed(tokens, 2), (window, 1000))
+    assert reached == list(range(2, 2 + window + 1))
 
 
 def test_each_layer_sees_through_its_own_window():
     """Layer 0 reaches 2 back, the long layer 1 reaches 5 back: 7 together."""
     cfg = small_config(layers=2, long_layers=(1,))
-    tokens = rows(cfg, 1, 20)
-    reached = moved(cfg, random_params(cfg), tokens, changed(tokens, 4), (2, 5))
-    assert reached == list(range(4, 12))
+    tokens = rows(cfg, 2, 20)
+    assert moved(cfg, tokens, changed(tokens, 4), (2, 5)) == list(range(4, 12))
 
 
 @pytest.mark.parametrize("at", [1, 8])
 def test_no_token_sees_another_document(at):
-    cfg = small_config(layers=4)
-    tokens = rows(cfg, 1, 20, 0, 9)
-    reached = moved(cfg, random_params(cfg), tokens, changed(tokens, at), (1000, 1000))
-    assert reached == list(range(at, 9))
+    tokens = rows(THREE, 2, 20, 0, 9)
+    assert moved(THREE, tokens, changed(tokens, at)) == list(range(at, 9))
 
 
 def test_the_number_of_documents_before_does_not_matter():
-    cfg = small_config(layers=4)
-    tokens, other = rows(cfg, 1, 20, 0, 9), rows(cfg, 1, 20, 0, 4, 9)
-    assert max(moved(cfg, random_params(cfg), tokens, other, (1000, 1000))) == 8
+    tokens, other = rows(THREE, 2, 20, 0, 9), rows(THREE, 2, 20, 0, 4, 9)
+    assert moved(THREE, tokens, other) == list(range(4, 9))
 
 
 def test_a_document_reads_the_same_wherever_it_stands():
     """Positions enter as differences only, so two places in a row differ by rounding."""
-    cfg = small_config(layers=3)
-    text = rows(cfg, 1, 8, 0, seed=5)[0]
-    tokens = rows(cfg, 1, 24, 0)
-    tokens[0, 3:11] = tokens[0, 16:24] = text
-    tokens[0, 11] = BOS
-    x = hidden(cfg, random_params(cfg), tokens)[0]
-    np.testing.assert_allclose(x[3:11], x[16:24], atol=3e-5)
+    tokens = rows(THREE, 2, 20, 0, 11)
+    tokens[:, 3:9] = tokens[:, 14:20] = rows(THREE, 2, 6, 0, seed=5)
+    x = hidden(THREE, random_params(THREE), tokens, WIDE)
+    np.testing.assert_allclose(x[:, 3:9], x[:, 14:20], atol=3e-5)
 
 
 def test_rows_of_a_batch_do_not_mix():
-    cfg = small_config(layers=3)
-    params, tokens = random_params(cfg), rows(cfg, 2, 20, 0)
+    params, tokens = random_params(THREE), rows(THREE, 2, 20, 0)
     other = tokens.copy()
     other[0] = other[0, ::-1]
-    one, two = hidden(cfg, params, tokens), hidden(cfg, params, other)
+    one, two = (hidden(THREE, params, x, WIDE) for x in (tokens, other))
     np.testing.assert_array_equal(one[1], two[1])
     assert (one[0] != two[0]).any()
 
@@ -252,8 +264,8 @@ def test_norm_takes_its_statistics_in_float32_and_keeps_the_dtype():
     got, exact = T.norm(x), np.asarray(x, np.float64)
     assert got.dtype == jnp.bfloat16
     want = exact / np.sqrt((exact**2).mean(-1, keepdims=True))
-    # one rounding to 8 bits at the end, 2^-9, and none before
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-9 + 1e-6)
+    # one rounding to 8 bits at the end, 2^-8 at most, and none before
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-8 + 1e-6)
 
 
 def test_norm_of_zero_is_zero():
@@ -329,7 +341,7 @@ def loss_and_grads(cfg, x, head, targets):
     return jax.jit(run)(x, head)
 
 
-CHUNKS = {60: 1, 59: 2, 30: 2, 25: 3, 16: 4, 8: 10, 7: 10, 1: 60}  # of 60 tokens, by loss_chunk
+CHUNKS = {60: 1, 59: 2, 25: 3, 7: 10, 1: 60}  # of 60 tokens, by loss_chunk
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -384,30 +396,23 @@ def test_a_zero_head_gives_the_uniform_loss():
     """Every row of the table counts, padding too: log(104), to float32 rounding of 15 +- x."""
     cfg = small_config()
     params, tokens = T.init_state(cfg, 0)["params"], rows(cfg, 2, 21, 0, 9)
-    loss = T.loss_sum(params, tokens, cfg, WINDOWS, T.attend_xla)
+    loss, _ = loss_and_gradients(cfg, params, tokens)
     assert float(loss) / 40 == pytest.approx(np.log(104), abs=2e-6)
 
 
 # Gradients
 
 
-def gradients(cfg: T.Config, params, tokens):
-    def loss(params):
-        return T.loss_sum(params, tokens, cfg, WINDOWS, T.attend_xla)
-
-    return jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(params))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_parameter_that_is_used_gets_a_finite_gradient(dtype):
-    cfg = small_config(layers=3, compute_dtype=dtype)
+    cfg = small_config(compute_dtype=dtype)
     tokens = rows(cfg, 2, 21, 0, 9)
-    grads = gradients(cfg, compute_copies(cfg, random_params(cfg)), tokens)
+    _, grads = loss_and_gradients(cfg, random_params(cfg), tokens)
     assert all(np.isfinite(x.astype(np.float32)).all() for x in grads.values())
     seen = np.isin(np.arange(cfg.vocab), tokens[:, :-1])
     np.testing.assert_array_equal((grads["embed"] != 0).any(1), seen)
     assert (grads["head"] != 0).any(0).all()  # the softmax reaches every column
-    for bank, used in (("attn_bank", 12), ("mlp_bank", 6)):
+    for bank, used in (("attn_bank", 8), ("mlp_bank", 4)):
         reached = (grads[bank] != 0).any(axis=(1, 2))
         assert reached[:used].all() and not reached[used:].any()
     assert (grads["resid_mix"] != 0).all() and (grads["skip"] != 0).all()
@@ -418,5 +423,5 @@ def test_every_parameter_that_is_used_gets_a_finite_gradient(dtype):
 def test_at_the_start_only_the_head_learns():
     """All other paths to the loss go through a matrix that is zero."""
     cfg = small_config()
-    grads = gradients(cfg, T.init_state(cfg, 0)["params"], rows(cfg, 2, 21, 0))
+    _, grads = loss_and_gradients(cfg, T.init_state(cfg, 0)["params"], rows(cfg, 2, 21, 0))
     assert {name for name, x in grads.items() if x.any()} == {"head"}

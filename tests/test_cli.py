@@ -1,0 +1,286 @@
+"""The command line: what is wrong is said in one line, with status 2, before anything is made."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, write_shard
+
+import train_gpt as T
+
+TINY = T.PRESETS["tiny"]
+# Two steps of one row for each of 8 devices, so that a little data is enough.
+SMALL = [
+    "tiny",
+    "--set=steps=2",
+    "--set=encoding=bytes",
+    f"--set=val_tokens={TINY.val_batch}",
+    *(f"--set=stages.{i}.batch_tokens={8 * s.row_tokens}" for i, s in enumerate(TINY.stages)),
+]
+TOKENS = 8 * sum(stage.row_tokens for stage in TINY.stages) + 1  # what these two steps read
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Exactly the data that SMALL needs."""
+    folder = tmp_path_factory.mktemp("data")
+    tokens = np.resize([TINY.bos, *range(96)], TOKENS)
+    write_shard(folder / "cli_train_000001.bin", tokens)
+    write_shard(folder / "cli_val_000001.bin", np.resize(tokens, TINY.val_batch + 1))
+    return folder
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """T.main in an empty folder; returns (status, stdout, stderr). Training is never reached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
+
+    def run(*argv):
+        status = T.main([str(arg) for arg in argv])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def refused(result) -> str:
+    """The one line of a refused command line."""
+    status, out, err = result
+    assert status == 2
+    assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
+    assert "Traceback" not in out + err
+    return err
+
+
+# ------------------------------------------------------------------------------------------------
+# Wrong arguments
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
+        (["tiny", "more"], "unrecognized arguments: more (see --help)"),
+        (["--fast"], "unrecognized arguments: --fast"),
+        (["--set"], "argument --set: expected one argument"),
+        (["--set", "steps"], "--set steps: write KEY=VALUE"),
+        (["--set", "stepps=3"], "unknown key 'stepps' in --set; valid keys: preset, seed, layers"),
+        (["--set", "steps=many"], "--set steps=many: steps takes a value like"),
+        (["--set", "steps=1.5"], "steps=1.5: steps takes a value like"),
+        (["--set", "steps="], "steps=: steps takes a value like"),
+        (["--set", "steps.1=3"], "steps has no parts"),
+        (["--set", "lr_muon=fast"], "lr_muon takes a value like"),
+        (["--set", "adam_betas=0.9"], "adam_betas takes a value like"),
+        (["--set", "adam_betas=(0.9,)"], "adam_betas takes a value like"),
+        (["--set", "adam_betas=(0.9,"], "adam_betas takes a value like"),
+        (["--set", "long_layers=3"], "long_layers takes a value like"),
+        (["--set", "val_windows=(64,)"], "val_windows"),
+        (["--set", "stages.0.windows=(64,)"], "windows"),
+        (["--set", "stages.0.windows=()"], "windows"),
+        (["--set", "stages=3"], "write stages.N.FIELD=VALUE with N below"),
+        (["--set", "stages.9.share=0.5"], "write stages.N.FIELD=VALUE with N below"),
+        (["--set", "stages.0.rows=4"], "unknown key 'rows'"),
+        (["--set", "steps=0"], "steps=0 is not valid: it must be positive"),
+        (["--set", "steps=1"], "steps=1 is not valid: every stage needs at least one step"),
+        (
+            ["--set", "heads=1", "--set", "width=100"],
+            "width=100 is not valid: it must be a multiple of 8",
+        ),
+        (["--set", "heads=3"], "heads=3 is not valid: it must divide width="),
+        (["--set", "bos=-1"], "bos=-1 is not valid"),
+        (["--set", "devices=-1"], "devices=-1 is not valid"),
+        (["--set", "real_tokens=9999999"], "real_tokens=9999999 is not valid: 1 to vocab="),
+        (["--set", "long_layers=(99,)"], "long_layers=(99,) is not valid: layers are 0..layers-1"),
+        (["--set", "encoding=morse"], "encoding='morse' is not valid: gpt2, bytes or bpe"),
+        (["--set", "attention=magic"], "attention='magic' is not valid: auto, xla"),
+        (["--set", "compute_dtype=float16"], "bfloat16 or float32"),
+        (["--set", "cooldown=nan"], "cooldown=nan is not valid: a share, 0 to 1"),
+        (["--set", "softcap=0"], "softcap=0.0 is not valid"),
+        (["--set", "rope_base=0"], "rope_base=0.0 is not valid"),
+        (["--set", "lr_muon=nan"], "lr_muon=nan is not valid"),
+        (["--set", "val_windows=(-1,5)"], "val_windows=(-1, 5) is not valid"),
+        (["--set", "stages.0.windows=(-1,5)"], "stages.0.windows=(-1, 5) is not valid"),
+        (["--set", "stages.0.share=0.1"], "the shares must add up to 1"),
+        (["--set", "stages.0.row_tokens=7"], "is not valid: a multiple of row_tokens=7"),
+        (["--set", "val_batch=7"], "val_batch=7 is not valid: a positive multiple of val_row="),
+        (["--seed", "-1"], "seed=-1 is not valid: it must not be negative"),
+        (["--seed", "4294967296"], "seed=4294967296 is not valid"),
+        (["--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),
+    ],
+)
+def test_wrong_argument_is_refused_in_one_line(main, argv, words):
+    assert words in refused(main(*argv, "--show"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--resume", "nothing"], "no checkpoint in nothing: name the folder of a run"),
+        (["--sample", "nothing"], "no checkpoint in nothing: name the folder of a run"),
+        (["--resume", __file__], "no checkpoint in"),
+        (["--resume", "", "--show"], "no checkpoint in"),  # of an unset shell variable
+        (["--sample", "", "--show"], "no checkpoint in"),
+    ],
+)
+def test_folder_without_a_checkpoint_is_refused(main, tmp_path, argv, words):
+    assert words in refused(main(*argv))
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------
+# What the machine or the data does not allow: found before a run's folder is made
+# ------------------------------------------------------------------------------------------------
+
+
+def change_shard(data, folder, name, change):
+    """A copy of `data` in which one shard is changed by `change(bytes)`, or missing."""
+    folder.mkdir()
+    for path in data.iterdir():
+        content = change(path.read_bytes()) if path.name == name else path.read_bytes()
+        if content is not None:
+            (folder / path.name).write_bytes(content)
+    return folder
+
+
+TRAIN, VAL = "cli_train_000001.bin", "cli_val_000001.bin"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        pytest.param(TRAIN, lambda _: None, "no train shards (*_train_*.bin) in", id="no train"),
+        pytest.param(VAL, lambda _: None, "no val shards (*_val_*.bin) in", id="no val"),
+        pytest.param(TRAIN, lambda b: b[:-2], "but its header promises", id="truncated"),
+        pytest.param(VAL, lambda b: b[:100], "too short for a header", id="cut header"),
+        pytest.param(VAL, lambda b: b"<html>" + b, "magic number", id="not a shard"),
+        pytest.param(
+            TRAIN,
+            lambda b: b[:8] + np.int32(TOKENS - 1).tobytes() + b[12:-2],
+            "last for 1 of 2 steps: get more shards, or lower --set steps=",
+            id="too few",
+        ),
+        pytest.param(
+            VAL,
+            lambda b: b[:8] + np.int32(TINY.val_batch).tobytes() + b[12:-2],
+            f"{TINY.val_batch + 1:,} are needed: get the full validation shard",
+            id="too few for validation",
+        ),
+        pytest.param(TRAIN, lambda b: b[:-2] + b"\xff\xff", "token id 65535 is not", id="bad id"),
+    ],
+)
+def test_bad_data_is_refused_by_name(main, data, tmp_path, name, change, words):
+    folder = change_shard(data, tmp_path / "bad", name, change)
+    line = refused(main(*SMALL, "--data", folder, "--out", tmp_path / "logs"))
+    assert words in line and str(folder) in line
+    assert not (tmp_path / "logs").exists()
+
+
+def test_missing_and_empty_data_folders_are_refused(main, tmp_path):
+    assert "no folder" in refused(main(*SMALL, "--data", tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    assert "no train shards" in refused(main(*SMALL, "--data", tmp_path / "empty"))
+
+
+def test_data_without_its_merges_is_refused(main, data, tmp_path):
+    argv = [*SMALL, "--set=encoding=bpe", "--data", data, "--out", tmp_path / "logs"]
+    assert T.MERGES in refused(main(*argv))
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("devices=3", "3 devices do not divide 8: use --set devices=1, 2, 4 or 8"),
+        ("devices=16", "devices=16, but there are 8"),
+        ("stages.0.batch_tokens={}", "has 4 rows, which 8 devices cannot share equally"),
+        ("attention=splash", "attention=splash runs on a tpu, not on a cpu"),
+        ("attention=cudnn", "attention=cudnn runs on a gpu, not on a cpu"),
+    ],
+)
+def test_what_the_devices_cannot_do_is_refused(main, data, tmp_path, setting, words):
+    setting = setting.format(4 * TINY.stages[0].row_tokens)
+    argv = [*SMALL, "--set", setting, "--data", data, "--out", tmp_path / "logs"]
+    assert words in refused(main(*argv))
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_out_that_cannot_be_a_folder_is_refused(main, data, tmp_path, below):
+    (tmp_path / "file").write_text("not a folder")
+    line = refused(main(*SMALL, "--data", data, "--out", f"{tmp_path}/file{below}"))
+    assert "cannot write" in line and "name another --out" in line
+
+
+def test_good_arguments_go_on_to_compile(main, data):
+    """So that the refusals above are not for another reason."""
+    with pytest.raises(pytest.fail.Exception, match="went on to compile"):
+        main(*SMALL, "--data", data)
+
+
+def test_interrupt_ends_in_one_line(main, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(T, "train", interrupted)
+    assert main("tiny") == (130, "", "interrupted\n")
+
+
+# ------------------------------------------------------------------------------------------------
+# --show, defaults, and the real thing
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", T.PRESETS)
+def test_show_prints_config_parameters_and_stages(main, tmp_path, preset):
+    status, out, err = main(preset, "--show")
+    cfg = T.PRESETS[preset]
+    assert (status, err) == (0, "")
+    for text in (
+        f"preset = '{preset}'",
+        f"{cfg.steps} steps, {cfg.total_tokens:,} tokens",
+        *(variant.name for variant in T.variants(cfg)),
+        *T.param_table(cfg),
+    ):
+        assert text in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_default_preset_without_an_accelerator_is_tiny(main):
+    assert main("--show") == main("tiny", "--show")
+
+
+def test_settings_are_applied_in_order_and_data_and_seed_win(main):
+    argv = ["--set=steps=900", "--set=steps=120", "--set=stages.0.lr_factor=0.75", "--set=data=x"]
+    _, out, _ = main("tiny", *argv, "--data", "y", "--seed", "7", "--show")
+    assert {"steps = 120", "data = 'y'", "seed = 7"} <= set(out.splitlines())
+    assert " 0.75 " in next(line for line in out.splitlines() if line.strip().startswith("0.."))
+
+
+def test_help_names_every_option(main, capsys):
+    with pytest.raises(SystemExit) as end:
+        main("--help")
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert all(f"--{name}" in out for name in ("set", "data", "out", "seed", "show", "resume"))
+
+
+def run_script(*argv):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train_gpt.py"), *argv], env=env, capture_output=True, text=True
+    )
+
+
+def test_script_shows_the_default_preset():
+    done = run_script("--show")
+    assert done.returncode == 0 and "preset = 'tiny'" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_script_ends_with_status_2_and_one_line():
+    done = run_script("tiny", "--set", "steps=0")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: steps=0 is not valid: it must be positive\n"
