@@ -241,7 +241,7 @@ def validate(cfg: Config) -> Config:
     for name in ("log_every", "prefetch", "val_tokens", "momentum_steps", "adam_eps", "rope_base"):
         need(getattr(cfg, name) > 0, name, "it must be positive")
     need(cfg.seed < 2**32, "seed", "it must be below 2**32")
-    need(0 < cfg.softcap <= 80, "softcap", "0 to 80, since exp(softcap) is taken in float32")
+    need(0 < cfg.softcap <= 64, "softcap", "0 to 64: its exponentials are summed in float32")
     need(cfg.width % cfg.heads == 0, "heads", f"it must divide width={cfg.width}")
     need(cfg.head_width % 4 == 0, "heads", "the head width must be a multiple of 4 (half RoPE)")
     for name in ("width", "mlp_width", "vocab"):
@@ -261,6 +261,7 @@ def validate(cfg: Config) -> Config:
     need(min(shares) > 0 and abs(sum(shares) - 1) < 1e-6, "stages", "the shares must add up to 1")
     need(min(np.diff(cfg.boundaries)) > 0, "steps", "every stage needs at least one step")
     for i, stage in enumerate(cfg.stages):
+        need(math.isfinite(stage.lr_factor), f"stages.{i}.lr_factor", "it must be finite")
         need(stage.row_tokens > 0, f"stages.{i}.row_tokens", "it must be positive")
         whole = stage.batch_tokens > 0 and stage.batch_tokens % stage.row_tokens == 0
         need(whole, f"stages.{i}.batch_tokens", f"a multiple of row_tokens={stage.row_tokens}")
@@ -295,8 +296,11 @@ def parse_value(kind, text: str):
     return tuple(of(x) for x in items)
 
 
-def override(cfg, key: str, text: str):
-    """`cfg` with field `key` (dotted into stages: stages.1.windows) set to `text`."""
+def override(cfg, key: str, text: str, prefix: str = ""):
+    """`cfg` with field `key` (dotted into stages: stages.1.windows) set to `text`.
+
+    `prefix` is the part of the user's key that led to `cfg`, for the message of a UserError.
+    """
     name, _, rest = key.partition(".")
     valid = [field.name for field in dataclasses.fields(cfg)]
     if name not in valid:
@@ -308,7 +312,7 @@ def override(cfg, key: str, text: str):
             raise UserError(
                 f"--set {key}={text}: write stages.N.FIELD=VALUE with N below {len(old)}"
             )
-        stage = override(old[int(index)], field, text)
+        stage = override(old[int(index)], field, text, f"{name}.{index}.")
         return dataclasses.replace(cfg, stages=(*old[: int(index)], stage, *old[int(index) + 1 :]))
     if rest:
         raise UserError(f"--set {key}={text}: {name} has no parts")
@@ -317,7 +321,7 @@ def override(cfg, key: str, text: str):
         return dataclasses.replace(cfg, **{name: parse_value(kind, text)})
     except (ValueError, SyntaxError, TypeError):
         raise UserError(
-            f"--set {key}={text}: {name} takes a value like {old!r} ({type(old).__name__})"
+            f"--set {prefix}{key}={text}: {name} takes a value like {old!r} ({type(old).__name__})"
         ) from None
 
 
@@ -327,6 +331,8 @@ def config_from_json(fields: dict) -> Config:
         stages = tuple(
             Stage(**{**stage, "windows": tuple(stage["windows"])}) for stage in fields["stages"]
         )
+        if missing := {f.name for f in dataclasses.fields(Config)} - set(fields):
+            raise KeyError(", ".join(sorted(missing)))
         lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list) and k != "stages"}
         return validate(Config(**{**fields, **lists, "stages": stages}))
     except (KeyError, TypeError, AttributeError) as error:
@@ -403,9 +409,9 @@ def param_table(cfg: Config) -> dict[str, Param]:
     q, k, v are separate matrices of the bank (Muon must not mix their singular values) and one
     matmul in the model (their [out, in] blocks lie one after the other).
 
-    An orthogonalized update has unit singular values whatever the shape, so the change it makes to
-    an output element shrinks as the output grows; sqrt(out / in), where above 1, makes up for that
-    (Jordan et al. 2024): 2 for [d -> 4d], 1 for the way back. Banks are padded with zero matrices
+    An orthogonalized update has unit singular values whatever the shape, so for random inputs the
+    change it makes to an output element shrinks as the output grows; sqrt(out / in), where above 1,
+    makes up for that (Jordan et al. 2024): 2 for [d -> 4d], 1 for the way back. Banks are padded with zero matrices
     up to a multiple of STATE_CUTS, so that every device owns whole matrices.
     """
     d, f, n = cfg.width, cfg.mlp_width, cfg.layers
@@ -579,8 +585,11 @@ def attend_cudnn(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 ATTENTION = {"xla": attend_xla, "splash": attend_splash, "cudnn": attend_cudnn}
 
 
-def pick_attention(cfg: Config, platform_: str) -> tuple[str, str]:
-    """(backend, reason) for the devices' platform; UserError if the asked one cannot run there."""
+def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tuple[str, str]:
+    """(backend, reason) for the devices' platform; UserError if the asked one cannot run there.
+
+    `capability` is that of an NVIDIA GPU: before Hopper (9.0) cuDNN takes heads up to 128 wide.
+    """
     home = {"splash": "tpu", "cudnn": "gpu"}
     platform_ = "gpu" if platform_ == "cuda" else platform_
     if cfg.attention != "auto":
@@ -592,9 +601,17 @@ def pick_attention(cfg: Config, platform_: str) -> tuple[str, str]:
         return cfg.attention, "asked for"
     if platform_ == "tpu":
         return "splash", "the windowed kernel for TPUs"
-    if platform_ == "gpu" and cfg.dtype == jnp.bfloat16:
+    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
+    if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
         return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a dense mask"
-    return "xla", f"the reference, since no kernel here serves {cfg.compute_dtype} on {platform_}"
+    what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
+    return "xla", f"the reference, since no kernel here serves {what}"
+
+
+def attention_on(cfg: Config, device) -> tuple[str, str]:
+    """pick_attention for one of the run's devices."""
+    capability = float(getattr(device, "compute_capability", 9.0))
+    return pick_attention(cfg, device.platform, capability)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -914,7 +931,7 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
     train: (state, tokens uint16 [rows, t+1], hyper float32 [3]) -> (state, mean loss)
     eval:  (params, tokens uint16 [rows, t+1]) -> summed loss
     """
-    attend = ATTENTION[pick_attention(cfg, mesh.devices.flat[0].platform)[0]]
+    attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
     micro = micro_rows(cfg, variant.rows // mesh.size, variant.row_tokens)
     state_specs = map_state(cfg, lambda kind, name, row: partition(row))
 
@@ -1487,7 +1504,7 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
     folder, _ = find_checkpoint(run_dir)
     mesh = make_mesh(dataclasses.replace(cfg, devices=1))
     params = load_arrays(folder, {"params": abstract_state(cfg, mesh)["params"]})["params"]
-    attend = ATTENTION[pick_attention(cfg, mesh.devices.flat[0].platform)[0]]
+    attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
 
     @jax.jit
     def next_token(params, tokens_t, last, key):
@@ -1735,7 +1752,7 @@ def train(
     if profile and cfg.steps - start["step"] <= PROFILE_STEPS[1]:
         raise UserError(f"--profile needs more than {PROFILE_STEPS[1]} steps: raise --set steps=")
     mesh = make_mesh(cfg)
-    backend, reason = pick_attention(cfg, mesh.devices.flat[0].platform)
+    backend, reason = attention_on(cfg, mesh.devices.flat[0])
     source = data_folder(cfg, say)
     streams = TokenStream(source, "train", cfg.bos), TokenStream(source, "val", cfg.bos)
     check_tokens(cfg, *streams)

@@ -189,6 +189,8 @@ BAD_SETTINGS = [
     ("val_every=-1", ["val_every=-1", "not be negative"]),
     ("seed=-1", ["seed=-1", "not be negative"]),
     ("seed=4294967296", ["seed=4294967296"]),  # travels as uint32
+    ("lr_muon=nan", ["lr_muon=nan", "finite"]),
+    ("stages.1.lr_factor=inf", ["lr_factor=inf", "finite"]),
     ("heads=3", ["heads=3", "divide width=32"]),
     ("heads=16", ["heads=16", "multiple of 4"]),
     ("mlp_width=100", ["mlp_width=100", "multiple of 8"]),

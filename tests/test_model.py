@@ -392,6 +392,19 @@ def test_cross_entropy_of_bfloat16_has_float32_logits():
     assert float(loss) == pytest.approx(want, rel=1e-6)
 
 
+def test_no_softcap_that_is_allowed_can_overflow():
+    """The worst case: all logits at the cap, in the largest table that uint16 ids can use."""
+    for cap in range(100, 0, -1):
+        try:
+            cfg = small_config(vocab=65536, real_tokens=65536, softcap=float(cap))
+        except T.UserError:
+            continue
+        break
+    x, head, targets = np.full((2, 32), 1e4), np.ones((32, 65536)), np.array([0, 65535])
+    loss = T.cross_entropy(jnp.asarray(x), jnp.asarray(head), jnp.asarray(targets), cfg)
+    assert float(loss) == pytest.approx(2 * np.log(65536), rel=1e-4), f"softcap={cap}"
+
+
 def test_a_zero_head_gives_the_uniform_loss():
     """Every row of the table counts, padding too: log(104), to float32 rounding of 15 +- x."""
     cfg = small_config()
