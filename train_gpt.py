@@ -410,9 +410,9 @@ def param_table(cfg: Config) -> dict[str, Param]:
     matmul in the model (their [out, in] blocks lie one after the other).
 
     An orthogonalized update has unit singular values whatever the shape, so for random inputs the
-    change it makes to an output element shrinks as the output grows; sqrt(out / in), where above 1,
-    makes up for that (Jordan et al. 2024): 2 for [d -> 4d], 1 for the way back. Banks are padded with zero matrices
-    up to a multiple of STATE_CUTS, so that every device owns whole matrices.
+    change it makes to an output element shrinks as the output grows; sqrt(out / in), where above
+    1, makes up for that (Jordan et al. 2024): 2 for [d -> 4d], 1 for the way back. Banks are
+    padded with zero matrices up to a multiple of STATE_CUTS, so that devices own whole matrices.
     """
     d, f, n = cfg.width, cfg.mlp_width, cfg.layers
     # A uniform with std 0.5 / sqrt(d); matrices that write to the residual stream start at zero,

@@ -189,6 +189,15 @@ def test_auto_picks_by_platform_and_says_why(platform, dtype, backend, reason):
 
 
 @pytest.mark.parametrize(
+    ("width", "capability", "backend"),
+    [(128, 8.0, "cudnn"), (256, 8.0, "xla"), (256, 9.0, "cudnn"), (264, 9.0, "xla")],
+)
+def test_wide_heads_need_a_hopper_for_cudnn(width, capability, backend):
+    cfg = small_config(width=2 * width, compute_dtype="bfloat16")
+    assert T.pick_attention(cfg, "gpu", capability)[0] == backend
+
+
+@pytest.mark.parametrize(
     "asked, platform",
     [("xla", "tpu"), ("xla", "gpu"), ("xla", "cpu"), ("splash", "tpu"), ("cudnn", "cuda")],
 )
