@@ -1014,7 +1014,7 @@ def open_shard(path) -> np.memmap:
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}): {fix}") from None
     if size < HEADER_BYTES:
         raise UserError(f"{path}: {size} bytes is too short for a header: {fix}")
     magic, version, count = header[:3].tolist()
@@ -1023,7 +1023,8 @@ def open_shard(path) -> np.memmap:
             f"{path}: magic number {magic}, not {SHARD_MAGIC}: not a token shard, {fix}"
         )
     if version != SHARD_VERSION:
-        raise UserError(f"{path}: version {version} of the format, only {SHARD_VERSION} is known")
+        known = f"only version {SHARD_VERSION} is known"
+        raise UserError(f"{path}: version {version} of the format, {known}: {fix}")
     if count <= 0 or size != HEADER_BYTES + 2 * count:
         raise UserError(
             f"{path}: {size} bytes, but its header promises {count} tokens "
@@ -1162,7 +1163,7 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream):
             "are needed: get the full validation shard, or lower --set val_tokens="
         )
     for stream, last in ((train, cursor), (val, cfg.val_tokens)):
-        for number in range(stream.shard_at(last)[0] + 1):
+        for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
             largest = int(stream.shards[number].max())
             if largest >= cfg.real_tokens:
                 raise UserError(
@@ -1228,6 +1229,8 @@ class Prefetch:
     def __iter__(self):
         while True:
             item, error = self._queue.get()
+            if isinstance(error, StopIteration):
+                return
             if error is not None:
                 raise error
             yield item
@@ -1337,8 +1340,8 @@ def load_arrays(folder: Path, wanted):
         kind, name = (part.key for part in path)
         file = folder / f"{kind}.{name}.npy"
         try:
-            array = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            array = np.lib.format.open_memmap(file, mode="r")  # refuses pickles and archives
+        except (OSError, ValueError) as error:
             raise UserError(f"{file} cannot be loaded ({error}): use another checkpoint") from None
         if array.shape != leaf.shape or array.dtype != leaf.dtype:
             raise UserError(
@@ -1985,7 +1988,12 @@ def main(argv=None) -> int:
             cfg = find_checkpoint(Path(args.sample))[1]["config"]
             say(args.prompt + sample(cfg, Path(args.sample), args.prompt))
         elif args.resume is not None:
+            if args.preset or args.set or args.seed is not None:
+                raise UserError(
+                    "--resume takes the run's own config: drop PRESET, --set and --seed"
+                )
             cfg = find_checkpoint(Path(args.resume))[1]["config"]
+            cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
             train(cfg, Path(args.out), command, Path(args.resume), args.profile, say)
         elif args.preflight is not None:
             dump = Path(args.dump) if args.dump else None
