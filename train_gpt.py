@@ -1951,7 +1951,7 @@ def parse_args(argv):
     parser.add_argument("--dump", metavar="DIR", help="with --preflight: preflight.json and HLO")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue an interrupted run")
     parser.add_argument("--sample", metavar="RUN_DIR", help="continue --prompt from a checkpoint")
-    parser.add_argument("--prompt", metavar="TEXT", default="")
+    parser.add_argument("--prompt", metavar="TEXT", help="with --sample: the text to continue")
     parser.add_argument("--profile", action="store_true", help="trace a few steps")
     parser.add_argument("--cache", metavar="DIR", help="persistent compilation cache")
     return parser.parse_args(argv)
@@ -1984,14 +1984,17 @@ def main(argv=None) -> int:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         say = functools.partial(print, flush=True)
         command = shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv)
+        if args.dump is not None and args.preflight is None:
+            raise UserError("--dump goes with --preflight TARGET")
+        if args.prompt is not None and args.sample is None:
+            raise UserError("--prompt goes with --sample RUN_DIR")
         if args.sample is not None:
             cfg = find_checkpoint(Path(args.sample))[1]["config"]
-            say(args.prompt + sample(cfg, Path(args.sample), args.prompt))
+            prompt = args.prompt or ""
+            say(prompt + sample(cfg, Path(args.sample), prompt))
         elif args.resume is not None:
             if args.preset or args.set or args.seed is not None:
-                raise UserError(
-                    "--resume takes the run's own config: drop PRESET, --set and --seed"
-                )
+                raise UserError("--resume takes the config of the run: drop PRESET, --set, --seed")
             cfg = find_checkpoint(Path(args.resume))[1]["config"]
             cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
             train(cfg, Path(args.out), command, Path(args.resume), args.profile, say)

@@ -109,6 +109,10 @@ def refused(result) -> str:
         (["--seed", "-1"], "seed=-1 is not valid: it must not be negative"),
         (["--seed", "4294967296"], "seed=4294967296 is not valid"),
         (["--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),
+        (["--resume", "logs/x", "--seed", "3"], "--resume takes the config of the run"),
+        (["tiny", "--resume", "logs/x"], "--resume takes the config of the run"),
+        (["--dump", "x"], "--dump goes with --preflight"),
+        (["--prompt", "x"], "--prompt goes with --sample"),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(main, argv, words):
