@@ -1,7 +1,7 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
     python train_gpt.py                    # without an accelerator: `tiny`, 3 minutes on a laptop
-    python train_gpt.py speedrun           # FineWeb to 3.28 on v6e-8, 8xH100 or one GPU
+    python train_gpt.py speedrun           # FineWeb, target 3.28, on v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
 Parameters are a flat dict of arrays, the model is pure functions on it, Adam and Muon are written
@@ -48,6 +48,7 @@ import math
 import os
 import platform
 import queue
+import re
 import runpy
 import secrets
 import shlex
@@ -74,6 +75,7 @@ HERE = Path(__file__).resolve().parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024  # the llm.c token file format
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
 STATE_CUTS = 8  # the training state can be cut into this many equal parts: 1, 2, 4 or 8 devices
+BACKENDS = ("auto", "xla", "splash", "cudnn")  # of attention
 AXIS = "data"  # the one mesh axis: every device has its own rows
 
 
@@ -140,7 +142,7 @@ class Config:
     adam_eps: float = 1e-10
     momentum: tuple[float, float] = (0.85, 0.95)  # Muon: from, to
     momentum_steps: int = 500  # over this many steps
-    # memory: a device takes at most this many tokens at a time and accumulates over the rest
+    # memory: a device takes this many tokens at a time (at least a row) and sums the gradients
     micro_tokens: int = 16_384
     loss_chunk: int = 4096  # tokens whose float32 logits exist at once
     # validation: the first val_tokens of the validation split, each predicted once
@@ -183,7 +185,9 @@ class Config:
 
 PRESETS = {
     "speedrun": Config(),
-    # 1.05 M parameters; sizes and rates by trial, for the lowest loss in 80 s on two cores
+    # heads that kernels for GPUs before Hopper take, and the original's width
+    "speedrun-768": Config(preset="speedrun-768", width=768, heads=6, mlp_width=3072),
+    # 1.3 M parameters; sizes and rates by trial, for the lowest loss in 80 s on two cores
     "tiny": Config(
         preset="tiny",
         layers=4,
@@ -234,23 +238,34 @@ def validate(cfg: Config) -> Config:
             )
             raise UserError(f"{field}={value!r} is not valid: {valid}")
 
+    for obj, prefix in ((cfg, ""), *((s, f"stages.{i}.") for i, s in enumerate(cfg.stages))):
+        for name, kind in typing.get_type_hints(type(obj)).items():
+            shown = kind.__name__ if type(kind) is type else kind
+            need(is_a(getattr(obj, name), kind), prefix + name, f"it must be {shown}")
     for name in ("layers", "width", "heads", "mlp_width", "micro_tokens", "loss_chunk", "steps"):
         need(getattr(cfg, name) > 0, name, "it must be positive")
     for name in ("val_every", "checkpoint_every", "devices", "sample_tokens", "seed"):
         need(getattr(cfg, name) >= 0, name, "it must not be negative")
     for name in ("log_every", "prefetch", "val_tokens", "momentum_steps", "adam_eps", "rope_base"):
         need(getattr(cfg, name) > 0, name, "it must be positive")
+    for name in ("lr_muon", "lr_embed", "lr_head", "lr_scalar"):
+        need(0 <= getattr(cfg, name) < math.inf, name, "it must be 0 or more, finite")
+    need(re.fullmatch(r"[\w.-]+", cfg.preset), "preset", "letters, digits, '_', '-' and '.'")
     need(cfg.seed < 2**32, "seed", "it must be below 2**32")
+    need(cfg.steps < 2**31, "steps", "it must be below 2**31")
+    need(np.float32(cfg.adam_eps) > 0, "adam_eps", "it must not be 0 in float32")
+    need(cfg.rope_base >= 1, "rope_base", "it must be 1 or more")
     need(0 < cfg.softcap <= 64, "softcap", "0 to 64: its exponentials are summed in float32")
     need(cfg.width % cfg.heads == 0, "heads", f"it must divide width={cfg.width}")
     need(cfg.head_width % 4 == 0, "heads", "the head width must be a multiple of 4 (half RoPE)")
-    for name in ("width", "mlp_width", "vocab"):
+    for name in ("width", "vocab"):
         need(getattr(cfg, name) % STATE_CUTS == 0, name, f"it must be a multiple of {STATE_CUTS}")
     need(0 < cfg.real_tokens <= cfg.vocab, "real_tokens", f"1 to vocab={cfg.vocab}")
+    need(cfg.real_tokens <= 2**16, "real_tokens", "shards hold 16-bit ids: at most 65536")
     need(0 <= cfg.bos < cfg.real_tokens, "bos", f"0 to real_tokens-1={cfg.real_tokens - 1}")
     need(cfg.encoding in ("gpt2", "bytes", "bpe"), "encoding", "gpt2, bytes or bpe")
     need(cfg.compute_dtype in ("bfloat16", "float32"), "compute_dtype", "bfloat16 or float32")
-    need(cfg.attention in ("auto", *ATTENTION), "attention", "auto, " + ", ".join(ATTENTION))
+    need(cfg.attention in BACKENDS, "attention", ", ".join(BACKENDS))
     need(all(0 <= i < cfg.layers for i in cfg.long_layers), "long_layers", "layers are 0..layers-1")
     need(0 <= cfg.cooldown <= 1, "cooldown", "a share, 0 to 1")
     need(0 <= cfg.lr_floor <= 1, "lr_floor", "a share, 0 to 1")
@@ -261,7 +276,7 @@ def validate(cfg: Config) -> Config:
     need(min(shares) > 0 and abs(sum(shares) - 1) < 1e-6, "stages", "the shares must add up to 1")
     need(min(np.diff(cfg.boundaries)) > 0, "steps", "every stage needs at least one step")
     for i, stage in enumerate(cfg.stages):
-        need(math.isfinite(stage.lr_factor), f"stages.{i}.lr_factor", "it must be finite")
+        need(0 <= stage.lr_factor < math.inf, f"stages.{i}.lr_factor", "0 or more, finite")
         need(stage.row_tokens > 0, f"stages.{i}.row_tokens", "it must be positive")
         whole = stage.batch_tokens > 0 and stage.batch_tokens % stage.row_tokens == 0
         need(whole, f"stages.{i}.batch_tokens", f"a multiple of row_tokens={stage.row_tokens}")
@@ -325,6 +340,15 @@ def override(cfg, key: str, text: str, prefix: str = ""):
         ) from None
 
 
+def is_a(value, kind) -> bool:
+    """Whether `value` is of the annotated type `kind`: int, float, str, tuple[...] or a class."""
+    if typing.get_origin(kind) is not tuple:
+        return type(value) is kind or (kind is float and type(value) is int)
+    of, *rest = typing.get_args(kind)
+    right_length = rest == [...] or (isinstance(value, tuple) and len(value) == 1 + len(rest))
+    return isinstance(value, tuple) and right_length and all(is_a(x, of) for x in value)
+
+
 def config_from_json(fields: dict) -> Config:
     """The Config written into run.json and checkpoints by dataclasses.asdict."""
     try:
@@ -335,7 +359,7 @@ def config_from_json(fields: dict) -> Config:
             raise KeyError(", ".join(sorted(missing)))
         lists = {k: tuple(v) for k, v in fields.items() if isinstance(v, list) and k != "stages"}
         return validate(Config(**{**fields, **lists, "stages": stages}))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, UserError) as error:
         raise UserError(f"the stored config does not fit this train_gpt.py: {error}") from None
 
 
@@ -360,6 +384,11 @@ def muon_momentum(cfg: Config, step: int) -> float:
     """Muon's momentum warms up linearly: early gradients turn too fast to be averaged for long."""
     start, end = cfg.momentum
     return start + (end - start) * min(step / cfg.momentum_steps, 1.0)
+
+
+def every(period: int, step: int) -> bool:
+    """Whether something with this period (0: never) is due after `step` steps."""
+    return period > 0 and step % period == 0
 
 
 class Hyper(NamedTuple):
@@ -591,6 +620,7 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
     `capability` is that of an NVIDIA GPU: before Hopper (9.0) cuDNN takes heads up to 128 wide.
     """
     home = {"splash": "tpu", "cudnn": "gpu"}
+    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
     platform_ = "gpu" if platform_ == "cuda" else platform_
     if cfg.attention != "auto":
         if home.get(cfg.attention, platform_) != platform_:
@@ -598,10 +628,14 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
                 f"attention={cfg.attention} runs on a {home[cfg.attention]}, "
                 f"not on a {platform_}: use attention=auto or xla"
             )
+        if cfg.attention == "cudnn" and not (narrow and cfg.dtype == jnp.bfloat16):
+            raise UserError(
+                f"attention=cudnn takes bfloat16 and, on this GPU, no heads of {cfg.head_width}: "
+                "use attention=auto"
+            )
         return cfg.attention, "asked for"
     if platform_ == "tpu":
         return "splash", "the windowed kernel for TPUs"
-    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
     if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
         return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a dense mask"
     what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
@@ -662,24 +696,24 @@ def forward(params, tokens_bt, cfg: Config, windows: tuple[int, int], attend: Ca
     cos_sin = rope_tables(cfg, t)
     attn = params["attn_bank"][: 4 * cfg.layers].reshape(cfg.layers, 4, cfg.width, cfg.width)
     mlp = params["mlp_bank"][: 2 * cfg.layers].reshape(2, cfg.layers, cfg.mlp_width, cfg.width)
-    resid_mix, skip, value_mix = (
-        params[k].astype(cfg.dtype) for k in ("resid_mix", "skip", "value_mix")
-    )
+    # Scalars stay float32, and so do the sums that make their gradients (in bfloat16 those were up
+    # to 45 % off); the stream itself is cast back after each mix.
+    resid_mix, skip, value_mix = (params[name] for name in ("resid_mix", "skip", "value_mix"))
 
     # Looked up in float32, so that the gradient of a frequent token is summed in float32.
     x = x0 = norm(params["embed"].astype(jnp.float32)[tokens_bt].astype(cfg.dtype))
     values0, saved = None, []
     for i in range(cfg.layers):
         if i >= cfg.layers - half:
-            x = x + skip[i - cfg.layers + half] * saved.pop()
-        x = resid_mix[i, 0] * x + resid_mix[i, 1] * x0
+            x = (x + skip[i - cfg.layers + half] * saved.pop()).astype(cfg.dtype)
+        x = (resid_mix[i, 0] * x + resid_mix[i, 1] * x0).astype(cfg.dtype)
 
         with jax.named_scope(f"attention{i}"):
             qkv = norm(x) @ attn[i, :3].reshape(3 * cfg.width, cfg.width).T
             q, k, v = (y.reshape(b, t, n, h) for y in jnp.split(qkv, 3, axis=-1))
             q, k = rope(norm(q), *cos_sin), rope(norm(k), *cos_sin)
             values0 = v if values0 is None else values0
-            v = (1 - value_mix[i]) * v + value_mix[i] * values0
+            v = ((1 - value_mix[i]) * v + value_mix[i] * values0).astype(cfg.dtype)
             window = windows[i in cfg.long_layers]
             o = attend(q, k, v, segments_bt, window, params["attn_scale"][i])
             x = x + o.reshape(b, t, cfg.width) @ attn[i, 3].T
@@ -706,8 +740,11 @@ def cross_entropy(x_rd, head_dv, targets_r, cfg: Config):
     target's logit is picked by comparison, whose gradient is no scatter.
     """
 
+    head_dv = head_dv.astype(jnp.float32)  # so that its gradient is summed in float32 over chunks
+
     def chunk_loss(x_cd, targets_c):
-        z_cv = jnp.matmul(x_cd, head_dv, preferred_element_type=jnp.float32)
+        w_dv = head_dv.astype(x_cd.dtype)
+        z_cv = jnp.matmul(x_cd, w_dv, preferred_element_type=jnp.float32)
         logits_cv = cap_logits(z_cv, cfg)
         is_target_cv = jnp.arange(cfg.vocab)[None] == targets_c[:, None]
         picked_c = jnp.sum(jnp.where(is_target_cv, logits_cv, 0.0), axis=1)
@@ -752,7 +789,7 @@ def flops_per_token(cfg: Config, row_tokens: int, windows: tuple[int, int]) -> f
 
 # Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T. Each triple is the best odd quintic for
 # the singular values that the one before leaves (Polar Express, Amsel et al. 2025; five steps from
-# [1/1024, 1], with the paper's safety factor).
+# [1/1000, 1], with the paper's safety factor).
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -864,9 +901,18 @@ def variants(cfg: Config) -> list[Variant]:
     return list(dict.fromkeys([*map(train_variant, cfg.stages), eval_variant(cfg)]))
 
 
+def all_devices() -> list:
+    """This machine's devices; UserError if jax cannot start its backend."""
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"jax finds no devices ({reason}): see JAX_PLATFORMS and drivers") from None
+
+
 def make_mesh(cfg: Config, devices=None) -> Mesh:
     """The one-axis mesh over `devices` (default: the first cfg.devices of this machine)."""
-    devices = jax.devices() if devices is None else devices
+    devices = all_devices() if devices is None else devices
     count = cfg.devices or len(devices)
     if count > len(devices):
         raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
@@ -889,12 +935,16 @@ def micro_rows(cfg: Config, rows: int, row_tokens: int) -> int:
     return max(fits, default=1)
 
 
+def compute_copy(cfg: Config, row: Param, value):
+    """What the model computes with: large parameters in cfg.dtype, scalars as they are."""
+    return value.astype(cfg.dtype) if row.sharded else value
+
+
 def gather_params(cfg: Config, params):
-    """Compute copies of all parameters, whole on every device: banks cast first, then gathered."""
+    """Compute copies of all parameters, whole on every device: first cast, then gathered."""
+    copies = {name: compute_copy(cfg, row, params[name]) for name, row in param_table(cfg).items()}
     return {
-        name: lax.all_gather(params[name].astype(cfg.dtype), AXIS, tiled=True)
-        if row.sharded
-        else params[name]
+        name: lax.all_gather(copies[name], AXIS, tiled=True) if row.sharded else copies[name]
         for name, row in param_table(cfg).items()
     }
 
@@ -1040,7 +1090,8 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, split: str, bos: int):
-        self.paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        names = re.compile(rf".*_{split}_\d+\.bin")
+        self.paths = sorted(path for path in folder.glob("*.bin") if names.fullmatch(path.name))
         if not self.paths:
             raise UserError(
                 f"no {split} shards (*_{split}_*.bin) in {folder}: get some with "
@@ -1049,7 +1100,7 @@ class TokenStream:
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.bos = bos
-        self._index = functools.lru_cache(maxsize=2)(self._find_documents)
+        self.documents = functools.lru_cache(maxsize=2)(self._documents)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -1076,16 +1127,9 @@ class TokenStream:
             done += len(piece)
         return out
 
-    def _find_documents(self, number: int) -> np.ndarray:
+    def _documents(self, number: int) -> np.ndarray:
+        """Where documents begin in shard `number`; `documents` keeps two shards' places."""
         return np.flatnonzero(np.asarray(self.shards[number]) == self.bos)
-
-    def documents(self, number: int) -> np.ndarray:
-        """Where documents begin in shard `number`, found on first use; the last two are kept."""
-        return self._index(number)
-
-    def forget(self):
-        """Drop what was found about documents."""
-        self._index.cache_clear()
 
 
 def plain_rows(stream: TokenStream, cursor: int, rows: int, t: int):
@@ -1106,7 +1150,7 @@ def plan_packed(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: in
     while True:
         number, base = stream.shard_at(cursor)
         starts = stream.documents(number)
-        stops = np.append(starts[1:], len(stream.shards[number])).tolist()
+        stops = [*starts[1:].tolist(), len(stream.shards[number])][: len(starts)]
         first = int(np.searchsorted(starts, cursor - base))
         pieces, row, room = [], 0, t + 1
         for start, stop in zip(starts[first:].tolist(), stops[first:], strict=True):
@@ -1116,7 +1160,7 @@ def plan_packed(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: in
             if room == 0:
                 row, room = row + 1, t + 1
                 if row == rows:
-                    return pieces, base + start + 1
+                    return pieces, base + stop
         cursor = int(stream.ends[number])
 
 
@@ -1137,8 +1181,8 @@ def next_rows(stream: TokenStream, cursor: int, stage: Stage):
 def check_tokens(cfg: Config, train: TokenStream, val: TokenStream):
     """UserError unless every token that the run will read is there and is a known id.
 
-    Reads what the run will read, before the clock; what it finds is not kept, so the loader does
-    all its own work inside the clock.
+    Reads what the run will read, before the clock. What it finds is not kept: the loader finds the
+    documents again inside the clock (the system's file cache is warm then, as after any download).
     """
     cursor = 0
     for step in range(cfg.steps):
@@ -1156,7 +1200,7 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream):
                 f"{len(train.paths)} shards, which last for {step} of {cfg.steps} steps: "
                 "get more shards, or lower --set steps="
             ) from None
-    train.forget()
+    train.documents.cache_clear()
     if len(val) <= cfg.val_tokens:
         raise UserError(
             f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
@@ -1207,14 +1251,14 @@ def val_batches(cfg: Config, mesh: Mesh, stream: TokenStream):
 
 
 class Prefetch:
-    """Draws from an iterator in a thread, at most `depth` items ahead.
+    """Draws from an iterator in a thread, at most `depth` items ahead and only while `gate` is set.
 
     Iterate over it inside `with`: leaving the block ends the thread. An exception in the thread is
     raised at the item that it prevented.
     """
 
-    def __init__(self, items, depth: int):
-        self._queue = queue.Queue(maxsize=depth)
+    def __init__(self, items, depth: int, gate: threading.Event | None = None):
+        self._queue, self._gate = queue.Queue(maxsize=depth), gate
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
 
@@ -1237,12 +1281,18 @@ class Prefetch:
 
     def _run(self, items):
         try:
-            for item in items:
-                if not self._offer((item, None)):
+            items = iter(items)
+            while self._may_draw():
+                if not self._offer((next(items), None)):
                     return
-            self._offer((None, StopIteration()))
         except BaseException as error:  # whatever it is, the main thread must hear of it
             self._offer((None, error))
+
+    def _may_draw(self) -> bool:
+        while not self._stop.is_set():
+            if self._gate is None or self._gate.wait(timeout=0.1):
+                return True
+        return False
 
     def _offer(self, entry) -> bool:
         while not self._stop.is_set():
@@ -1255,14 +1305,15 @@ class Prefetch:
 def data_folder(cfg: Config, say: Callable = print) -> Path:
     """Where the shards are: cfg.data under the current folder or beside this file.
 
-    The demo corpus of the `bytes` presets is made on first use from the text that every Python
+    The demo corpus of the `tiny` preset is made on first use from the text that every Python
     installation carries.
     """
     folder = Path(cfg.data)
     if not folder.is_absolute() and not folder.exists():
         folder = HERE / folder
     demo = HERE / PRESETS["tiny"].data
-    if folder.resolve() == demo and not list(demo.glob("*.bin")):
+    made = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
+    if folder.resolve() == demo.resolve() and not made:
         say(f"making the demo corpus in {folder}")
         sys.modules.setdefault("train_gpt", sys.modules[__name__])  # the tool imports this module
         runpy.run_path(str(HERE / "data" / "builtin_corpus.py"))["build"](folder)
@@ -1300,17 +1351,16 @@ def save_checkpoint(
         with open(temporary / "meta.json", "w") as file:
             json.dump(meta, file, indent=1)
             os.fsync(file.fileno())
-        final = folder / str(step)
-        if final.exists():  # a resumed run writes its last step again
-            shutil.rmtree(final)
-        os.rename(temporary, final)
-    except BaseException:
+        os.chmod(temporary, 0o755)  # mkdtemp makes folders that only their owner can read
+        os.rename(temporary, folder / str(step))
+    except OSError as error:
+        raise UserError(f"cannot write a checkpoint to {folder} ({error}): make room") from None
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
-def find_checkpoint(run_dir: Path) -> tuple[Path, dict]:
-    """(folder, meta) of the newest complete checkpoint of a run."""
+def find_checkpoint(run_dir: Path) -> tuple[Path, dict, Config]:
+    """(folder, {step, cursor, train_time_ms}, config) of the newest complete checkpoint."""
     found = [p for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
     if not found:
         raise UserError(
@@ -1319,14 +1369,14 @@ def find_checkpoint(run_dir: Path) -> tuple[Path, dict]:
     newest = max(found, key=lambda p: int(p.name))
     try:
         meta = json.loads((newest / "meta.json").read_text())
-        meta["config"] = config_from_json(meta["config"])
-        meta = {k: kind(meta[k]) for k, kind in META.items()}
+        cfg = config_from_json(meta["config"])
+        step, cursor, spent = (meta[key] for key in ("step", "cursor", "train_time_ms"))
+        if not (0 <= int(step) <= cfg.steps and int(cursor) >= 0 and float(spent) >= 0):
+            raise ValueError(f"step {step}, cursor {cursor}, train_time_ms {spent}")
+        meta = {"step": int(step), "cursor": int(cursor), "train_time_ms": float(spent)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{newest}/meta.json cannot be used ({error}): delete {newest}") from None
-    return newest, meta
-
-
-META = {"step": int, "cursor": int, "train_time_ms": float, "config": lambda config: config}
+    return newest, meta, cfg
 
 
 def load_arrays(folder: Path, wanted):
@@ -1365,6 +1415,7 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
     "H100": 989e12,
+    "H100 PCIe": 756e12,
     "H200": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
@@ -1395,7 +1446,7 @@ class RunLog:
         try:
             run_dir.mkdir(parents=True, exist_ok=resumed)
             # Line by line: a crash loses nothing, and a line costs microseconds.
-            self.text = open(run_dir / "log.txt", "a", buffering=1)
+            self.text = open(run_dir / "log.txt", "a", 1, "utf-8", "backslashreplace")
             self.metrics = open(run_dir / "metrics.jsonl", "a", buffering=1)
             self.write_facts()
         except OSError as error:
@@ -1409,6 +1460,7 @@ class RunLog:
             devices = facts["devices"]
             about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
             about += f"\n{platform.platform()}\ncommand: {facts['command']}"
+            about += f"\nconfig: {json.dumps(facts['config'])}"
             self.text.write(f"{source}\n{rule}\n{about}\n{rule}\n")
 
     def write_facts(self, **changes):
@@ -1438,8 +1490,10 @@ def memory_peak_mib() -> float:
     peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
     if peak:
         return peak / 2**20
-    import resource
-
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
+        return math.nan
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
@@ -1504,7 +1558,7 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
     The whole row is computed again for each token: a few seconds at the size of a demonstration,
     and no second implementation of the model that could disagree with the first.
     """
-    folder, _ = find_checkpoint(run_dir)
+    folder, *_ = find_checkpoint(run_dir)
     mesh = make_mesh(dataclasses.replace(cfg, devices=1))
     params = load_arrays(folder, {"params": abstract_state(cfg, mesh)["params"]})["params"]
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
@@ -1512,11 +1566,11 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
     @jax.jit
     def next_token(params, tokens_t, last, key):
         params = {
-            name: params[name].astype(cfg.dtype) if row.sharded else params[name]
-            for name, row in param_table(cfg).items()
+            name: compute_copy(cfg, row, params[name]) for name, row in param_table(cfg).items()
         }
         x_btd = forward(params, tokens_t[None], cfg, cfg.val_windows, attend)
-        logits_v = cap_logits(x_btd[0, last] @ params["head"], cfg)
+        z_v = jnp.matmul(x_btd[0, last], params["head"], preferred_element_type=jnp.float32)
+        logits_v = cap_logits(z_v, cfg)
         real = jnp.arange(cfg.vocab) < cfg.real_tokens
         return jax.random.categorical(key, jnp.where(real, logits_v / temperature, -jnp.inf))
 
@@ -1557,18 +1611,25 @@ def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float) -
 
 
 class Clock:
-    """Milliseconds of training: runs from start() to stop(), and carries over a resume."""
+    """Milliseconds of training: runs from start() to stop(), and carries over a resume.
+
+    `running` is set meanwhile; the loader waits for it, so that it gets no work done for free.
+    """
 
     def __init__(self, elapsed_ms: float = 0.0):
         self._total, self._since = elapsed_ms, None
+        self.running = threading.Event()
 
     def start(self):
-        """Go on counting."""
-        self._since = time.perf_counter()
+        """Count, if it does not already."""
+        if not self.running.is_set():
+            self._since = time.perf_counter()
+            self.running.set()
 
     def stop(self):
         """Hold."""
         self._total, self._since = self.ms(), None
+        self.running.clear()
 
     def ms(self) -> float:
         """Training time so far."""
@@ -1618,6 +1679,7 @@ class Progress:
     def trained(self, step: int, loss):
         """Wait for the loss of the step that makes `step` steps (the next one is under way)."""
         loss, stage = float(loss), stage_at(self.cfg, step - 1)
+        self.must_be_finite(step, loss)
         self.tokens += stage.batch_tokens
         cost = flops_per_token(self.cfg, stage.row_tokens, stage.windows)
         self.flops += stage.batch_tokens * cost
@@ -1638,6 +1700,9 @@ class Progress:
             eta = (self.cfg.steps - step) * ms / step / 1000
             self.say(f"{line} train_loss:{loss:.4f} {speed} eta:{eta:.0f}s")
             self.mark = (ms, self.flops, self.tokens)
+
+    def must_be_finite(self, step: int, loss: float):
+        """UserError if the run has diverged."""
         if not math.isfinite(loss):
             raise UserError(
                 f"the loss of step {step} is {loss}: lower the learning rates (--set lr_muon=...); "
@@ -1646,6 +1711,7 @@ class Progress:
 
     def validated(self, step: int, loss: float):
         """Write down the validation loss after `step` steps; the clock stands still."""
+        self.must_be_finite(step, loss)
         line = self.line(step, f"val_loss:{loss:.4f} ")
         self.log.line(line)
         self.log.metric(
@@ -1653,6 +1719,12 @@ class Progress:
             val_loss=round(loss, 6),
             train_time_ms=round(self.clock.ms(), 3),
             tokens=self.tokens,
+        )
+        self.log.write_facts(
+            steps=step,
+            tokens=self.tokens,
+            train_time_ms=round(self.clock.ms(), 3),
+            val_loss=round(loss, 6),
         )
         self.say(line)
 
@@ -1674,8 +1746,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, start: dict, pr
     clock, first, cursor = progress.clock, start["step"], start["cursor"]
     pending = None  # the loss of the step before, read while this one runs: no step waits for it
     batches = train_batches(cfg, mesh, streams[0], first, cursor)
-    clock.start()
-    with Prefetch(batches, cfg.prefetch) as loader:
+    with Prefetch(batches, cfg.prefetch, clock.running) as loader:
         supply = iter(loader)
         for step in range(first, cfg.steps + 1):
             ends, begins = step == cfg.steps, step == first > 0
@@ -1694,7 +1765,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, start: dict, pr
                     save_checkpoint(progress.log.run_dir, cfg, state, step, cursor, clock.ms())
                 if ends:
                     return val_loss
-                clock.start()
+            clock.start()
             if profile and step - first == PROFILE_STEPS[0]:
                 jax.profiler.start_trace(str(progress.log.run_dir / "profile"))
             batch = next(supply)
@@ -1707,11 +1778,6 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, start: dict, pr
             if profile and step - first == PROFILE_STEPS[1]:
                 jax.block_until_ready(loss)
                 jax.profiler.stop_trace()
-
-
-def every(period: int, step: int) -> bool:
-    """Whether something with this period (0: never) is due after `step` steps."""
-    return period > 0 and step % period == 0
 
 
 def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, start: dict) -> dict:
@@ -1750,7 +1816,10 @@ def train(
     seed), validation, checkpoints. Inside: every training step and all loading of its data.
     """
     start = {"step": 0, "cursor": 0, "train_time_ms": 0.0}
-    checkpoint, start = find_checkpoint(resume) if resume else (None, start)
+    if resume:
+        checkpoint, start, _ = find_checkpoint(resume)
+        if start["step"] == cfg.steps:
+            raise UserError(f"{resume} is finished: there is nothing to resume")
     start = {**start, "resumed": resume is not None}
     if profile and cfg.steps - start["step"] <= PROFILE_STEPS[1]:
         raise UserError(f"--profile needs more than {PROFILE_STEPS[1]} steps: raise --set steps=")
@@ -1784,13 +1853,7 @@ def train(
         val_loss = run_steps(cfg, mesh, programs, streams, state, start, progress, profile)
         peak = memory_peak_mib()
         log.line(f"peak memory allocated: {peak:.0f} MiB")
-        log.write_facts(
-            steps=cfg.steps,
-            tokens=progress.tokens,
-            train_time_ms=round(clock.ms(), 3),
-            val_loss=round(val_loss, 6),
-            finished=True,
-        )
+        log.write_facts(finished=True)
         met = "met" if val_loss <= cfg.target else "MISSED"
         say(
             f"target {cfg.target} {met}: val_loss {val_loss:.4f} after {clock.ms() / 1000:.1f} s "
@@ -1810,6 +1873,14 @@ TOPOLOGIES = {"v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4"}
 DEVICE_BYTES = {"TPU v6 lite": int(31.25 * 2**30)}
 
 
+def make_folder(path: Path, option: str):
+    """Make a folder that the user named; UserError if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}: name another folder") from None
+
+
 def absent_devices(target: str) -> list:
     """Devices for compilation only: `target` is a key of TOPOLOGIES or a TPU topology NAME:AxB."""
     from jax.experimental import topologies
@@ -1818,6 +1889,10 @@ def absent_devices(target: str) -> list:
         raise UserError('--preflight needs the TPU compiler: pip install "jax[tpu]"')
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask for its metadata
     name = TOPOLOGIES.get(target, target)
+    if not re.fullmatch(r"\w+:\d+(x\d+)+", name):
+        raise UserError(
+            f"--preflight {target}: use {', '.join(TOPOLOGIES)} or NAME:AxB, as v5e:2x4"
+        )
     try:
         shape = [int(side) for side in name.split(":")[1].split("x")]
         bounds = (*shape, *[1] * (3 - len(shape)))  # one host, as on a v6e-8 VM
@@ -1847,7 +1922,9 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
     """
     devices = absent_devices(target)
     mesh = make_mesh(cfg, devices)
-    limit = next((n for k, n in DEVICE_BYTES.items() if k == devices[0].device_kind), None)
+    limit = DEVICE_BYTES.get(devices[0].device_kind)
+    if dump:
+        make_folder(dump, "--dump")
     rows, fits = [], True
     for variant, steps in executions(cfg).items():
         start = time.perf_counter()
@@ -1859,6 +1936,7 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
                 raise
             used = next((x for x in str(error).splitlines() if "Used" in x or "xceeded" in x), "")
             say(f"{variant.name} does not fit: {used.strip()}")
+            rows.append({**row, "error": used.strip()})
             fits = False
             continue
         row["compile_seconds"] = round(time.perf_counter() - start, 1)
@@ -1874,7 +1952,6 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
         row["device_bytes_limit"] = limit
         row["hlo"] = f"{variant.name}.hlo" if dump else None
         if dump:
-            dump.mkdir(parents=True, exist_ok=True)
             (dump / row["hlo"]).write_text(compiled.as_text())
         share = f" of {limit / 2**30:.2f}" if limit else ""
         say(
@@ -1942,7 +2019,7 @@ def parse_args(argv):
     """The command line as a namespace."""
     parser = Parser(prog="train_gpt.py", description=__doc__.split("\n")[0])
     parser.add_argument("preset", nargs="?", help=f"{' or '.join(PRESETS)}; default: by hardware")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     parser.add_argument("--data", metavar="DIR", help="folder with the token shards")
     parser.add_argument("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
     parser.add_argument("--seed", type=int, metavar="N")
@@ -1957,9 +2034,27 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
+def check_args(args):
+    """UserError for options that do not go together, or name nothing."""
+    for name in ("data", "out", "dump", "cache", "resume", "sample", "preflight"):
+        if getattr(args, name) == "":
+            raise UserError(f"--{name} is empty: name something, or drop it")
+    for name in ("resume", "sample"):
+        if getattr(args, name) is not None and (args.preset or args.set or args.seed is not None):
+            raise UserError(f"--{name} takes the config of the run: drop PRESET, --set, --seed")
+    modes = ("show", "preflight", "resume", "sample")
+    modes = [mode for mode in modes if getattr(args, mode) not in (None, False)]
+    if len(modes) > 1:
+        raise UserError(f"--{modes[0]} and --{modes[1]} are two different things to do: drop one")
+    if args.dump is not None and args.preflight is None:
+        raise UserError("--dump goes with --preflight TARGET")
+    if args.prompt is not None and args.sample is None:
+        raise UserError("--prompt goes with --sample RUN_DIR")
+
+
 def resolve(args) -> Config:
     """The Config that the command line asks for."""
-    name = args.preset or ("tiny" if jax.default_backend() == "cpu" else "speedrun")
+    name = args.preset or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
     cfg = PRESETS[name]
@@ -1979,23 +2074,21 @@ def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
     try:
         args = parse_args(argv)
-        if args.cache:
+        check_args(args)
+        if args.cache is not None:
+            make_folder(Path(args.cache), "--cache")
             jax.config.update("jax_compilation_cache_dir", args.cache)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
+            sys.stdout.reconfigure(errors="replace")
         say = functools.partial(print, flush=True)
         command = shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv)
-        if args.dump is not None and args.preflight is None:
-            raise UserError("--dump goes with --preflight TARGET")
-        if args.prompt is not None and args.sample is None:
-            raise UserError("--prompt goes with --sample RUN_DIR")
         if args.sample is not None:
-            cfg = find_checkpoint(Path(args.sample))[1]["config"]
+            *_, cfg = find_checkpoint(Path(args.sample))
             prompt = args.prompt or ""
             say(prompt + sample(cfg, Path(args.sample), prompt))
         elif args.resume is not None:
-            if args.preset or args.set or args.seed is not None:
-                raise UserError("--resume takes the config of the run: drop PRESET, --set, --seed")
-            cfg = find_checkpoint(Path(args.resume))[1]["config"]
+            *_, cfg = find_checkpoint(Path(args.resume))
             cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
             train(cfg, Path(args.out), command, Path(args.resume), args.profile, say)
         elif args.preflight is not None:
@@ -2005,8 +2098,8 @@ def main(argv=None) -> int:
             say(show(resolve(args)))
         else:
             train(resolve(args), Path(args.out), command, None, args.profile, say)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        print("error:", *str(error).split(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

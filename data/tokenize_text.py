@@ -295,14 +295,19 @@ def main(argv: list[str] | None = None) -> None:
             "use --overwrite, another --name or another --out"
         )
     encoding = text_encoding(args.encoding)
-    for path in old:
-        path.unlink()
-
+    aside = {path: path.rename(path.with_name(f"{path.name}.old")) for path in old}
     sources = [(path, "train" if args.val else None) for path in args.files]
     sources += [(path, "val") for path in args.val]
     splits = ("train", "val") if args.val or args.val_fraction else ("train",)
     writers = {s: ShardWriter(args.out, args.name, s, args.shard_tokens) for s in splits}
-    tokenize(sources, writers, encoding, args.val_fraction, args.doc_marker, args.text_key)
+    try:
+        tokenize(sources, writers, encoding, args.val_fraction, args.doc_marker, args.text_key)
+    except BaseException:  # what was there before comes back
+        for path, kept in aside.items():
+            kept.rename(path)
+        raise
+    for kept in aside.values():
+        kept.unlink()
     for split, writer in writers.items():
         print(
             f"{split}: {writer.documents:,} documents, {writer.tokens:,} tokens, "

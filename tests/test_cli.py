@@ -62,10 +62,10 @@ def refused(result) -> str:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
+        (["more"], "unknown preset 'more'; there are: speedrun, speedrun-768, tiny"),
         (["tiny", "more"], "unrecognized arguments: more (see --help)"),
         (["--fast"], "unrecognized arguments: --fast"),
-        (["--set"], "argument --set: expected one argument"),
+        (["--set"], "argument --set: expected at least one argument"),
         (["--set", "steps"], "--set steps: write KEY=VALUE"),
         (["--set", "stepps=3"], "unknown key 'stepps' in --set; valid keys: preset, seed, layers"),
         (["--set", "steps=many"], "--set steps=many: steps takes a value like"),
@@ -113,6 +113,8 @@ def refused(result) -> str:
         (["tiny", "--resume", "logs/x"], "--resume takes the config of the run"),
         (["--dump", "x"], "--dump goes with --preflight"),
         (["--prompt", "x"], "--prompt goes with --sample"),
+        (["--sample", "logs/x"], "--show and --sample are two different things to do"),
+        (["--out", ""], "--out is empty"),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(main, argv, words):
@@ -125,8 +127,8 @@ def test_wrong_argument_is_refused_in_one_line(main, argv, words):
         (["--resume", "nothing"], "no checkpoint in nothing: name the folder of a run"),
         (["--sample", "nothing"], "no checkpoint in nothing: name the folder of a run"),
         (["--resume", __file__], "no checkpoint in"),
-        (["--resume", "", "--show"], "no checkpoint in"),  # of an unset shell variable
-        (["--sample", "", "--show"], "no checkpoint in"),
+        (["--resume", ""], "--resume is empty"),  # of an unset shell variable
+        (["--sample", ""], "--sample is empty"),
     ],
 )
 def test_folder_without_a_checkpoint_is_refused(main, tmp_path, argv, words):

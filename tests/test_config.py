@@ -193,7 +193,11 @@ BAD_SETTINGS = [
     ("stages.1.lr_factor=inf", ["lr_factor=inf", "finite"]),
     ("heads=3", ["heads=3", "divide width=32"]),
     ("heads=16", ["heads=16", "multiple of 4"]),
-    ("mlp_width=100", ["mlp_width=100", "multiple of 8"]),
+    ("real_tokens=70000", ["real_tokens=70000"]),
+    ("steps=3000000000", ["steps=3000000000", "below 2**31"]),
+    ("preset=a/b", ["preset='a/b'", "letters"]),
+    ("lr_head=-1", ["lr_head=-1.0", "0 or more"]),
+    ("adam_eps=1e-60", ["adam_eps=1e-60", "float32"]),
     ("vocab=100", ["vocab=100", "multiple of 8"]),
     ("real_tokens=105", ["real_tokens=105", "1 to vocab=104"]),
     ("real_tokens=0", ["real_tokens=0", "1 to vocab=104"]),
@@ -264,7 +268,9 @@ def test_device_counts_that_cannot_share_the_work_are_refused(changes, words):
 def test_an_unknown_preset_is_one_line_and_status_2(capsys):
     assert T.main(["sprint"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: unknown preset 'sprint'; there are: speedrun, tiny")
+    assert error.startswith(
+        "error: unknown preset 'sprint'; there are: speedrun, speedrun-768, tiny"
+    )
     assert error.count("\n") == 1
 
 

@@ -67,12 +67,15 @@ def test_open_shard_gives_the_tokens(tmp_path):
 
 
 def test_stream_is_the_shards_of_one_split_in_the_order_of_their_names(tmp_path):
-    parts = {name: documents(i, 50 + i) for i, name in enumerate(("b_train_2", "b_train_1", "b_v"))}
+    parts = {
+        name: documents(i, 50 + i) for i, name in enumerate(("b_train_2", "b_train_1", "b_v_3"))
+    }
     for name, tokens in parts.items():
-        write_shard(tmp_path / f"{name}_x.bin", tokens)
-    write_shard(tmp_path / "b_val_1.bin", documents(9, 70))
+        write_shard(tmp_path / f"{name}.bin", tokens)
+    for other in ("b_val_1", "b_train_set_val_1", "b_train_x"):
+        write_shard(tmp_path / f"{other}.bin", documents(9, 70))
     stream = T.TokenStream(tmp_path, "train", BOS)
-    assert [path.name for path in stream.paths] == ["b_train_1_x.bin", "b_train_2_x.bin"]
+    assert [path.name for path in stream.paths] == ["b_train_1.bin", "b_train_2.bin"]
     assert len(stream) == 51 + 50
     want = np.concatenate([parts["b_train_1"], parts["b_train_2"]])
     np.testing.assert_array_equal(stream.read(0, len(stream)), want)
@@ -131,14 +134,14 @@ def pack_slowly(shards, cursor, rows, t, doc_cap):
         filled, taken, copies = [[]], 0, False
         for at in range(max(cursor - base, 0), len(shard)):
             if shard[at] == BOS:
-                start, taken, copies = at, 0, True
+                taken, copies = 0, True
             if not copies or taken == doc_cap:
                 continue
             filled[-1].append(base + at)
             taken += 1
             if len(filled[-1]) == t + 1:
                 if len(filled) == rows:
-                    return filled, base + start + 1
+                    return filled, filled[-1][-1] + 1
                 filled.append([])
                 copies = False
         base += len(shard)
@@ -174,7 +177,7 @@ def test_packed_rows_by_hand(tmp_path):
     rows, cursor = T.packed_rows(stream, 0, 2, 7, 5)
     assert rows.dtype == np.uint16
     assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS, 1, 2], [BOS, 1, BOS, 1, 2, 3, BOS, 1]]
-    assert cursor == 2 + 7 + 9 + 2 + 4 + 1  # just after the BOS of the last piece
+    assert cursor == 2 + 7 + 9 + 2 + 4 + 2  # just after the last piece
     rows, cursor = T.packed_rows(stream, 0, 1, 5, 5)
     assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS]] and cursor == 2 + 7 + 1
 
@@ -182,9 +185,9 @@ def test_packed_rows_by_hand(tmp_path):
 def test_plan_packed_leaves_a_shard_with_too_few_documents_for_the_next(tmp_path):
     stream = stream_of(tmp_path, texts(8, 8, 8), texts(8, 8, 8, 8))
     pieces, cursor = T.plan_packed(stream, 0, 2, 7, 8)
-    assert (pieces, cursor) == ([(0, 0, 8), (1, 8, 16)], 9)
+    assert (pieces, cursor) == ([(0, 0, 8), (1, 8, 16)], 16)
     pieces, cursor = T.plan_packed(stream, cursor, 2, 7, 8)  # one left in the first shard
-    assert (pieces, cursor) == ([(0, 24, 32), (1, 32, 40)], 33)
+    assert (pieces, cursor) == ([(0, 24, 32), (1, 32, 40)], 40)
 
 
 @pytest.mark.parametrize("doc_cap", [5, 24, 1000])
