@@ -408,3 +408,29 @@ def test_leaving_prefetch_early_ends_its_thread(count):
         wait_for(lambda: source.drawn == min(count, 3))
         raise ZeroDivisionError
     assert not loader._thread.is_alive()
+
+
+def test_loader_rests_while_its_gate_is_closed():
+    gate, drawn = threading.Event(), []
+    source = (drawn.append(i) or i for i in range(100))
+    with T.Prefetch(source, 50, gate) as items:
+        time.sleep(0.3)
+        assert drawn == []
+        gate.set()
+        assert [next(iter(items)) for _ in range(3)] == [0, 1, 2]
+        gate.clear()
+        time.sleep(0.05)
+        before = len(drawn)
+        time.sleep(0.3)
+        assert len(drawn) == before
+
+
+def test_plain_rows_after_packed_ones_repeat_no_token(tmp_path):
+    stream = stream_of(tmp_path, texts(8, 8, 8, 8))
+    pieces, cursor = T.plan_packed(stream, 0, 2, 7, 8)
+    assert cursor == max(stop for _, _, stop in pieces)
+
+
+def test_shard_without_documents_is_passed_over(tmp_path):
+    stream = stream_of(tmp_path, np.ones(50, np.uint16), texts(8, 8))
+    assert T.plan_packed(stream, 0, 1, 7, 8)[0] == [(0, 50, 58)]

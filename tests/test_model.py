@@ -4,6 +4,7 @@
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -438,3 +439,28 @@ def test_at_the_start_only_the_head_learns():
     cfg = small_config()
     _, grads = loss_and_gradients(cfg, T.init_state(cfg, 0)["params"], rows(cfg, 2, 21, 0))
     assert {name for name, x in grads.items() if x.any()} == {"head"}
+
+
+def test_gradients_of_scalars_and_head_survive_bfloat16():
+    """Sums over all tokens are taken in float32; in bfloat16 they were up to 45 % off."""
+    rng = np.random.default_rng(0)
+    cfg = small_config(layers=4, width=64, long_layers=(3,), loss_chunk=128)
+    params = {
+        name: jnp.asarray(rng.normal(size=row.shape) * 0.1 + (not row.sharded), jnp.float32)
+        for name, row in T.param_table(cfg).items()
+    }
+    tokens = jnp.asarray(rng.integers(0, BOS, (16, 65)))
+
+    def gradients(dtype):
+        half = replace(cfg, compute_dtype=dtype)
+
+        def loss(params):
+            copies = {k: T.compute_copy(half, r, params[k]) for k, r in T.param_table(half).items()}
+            return T.loss_sum(copies, tokens, half, (16, 64), T.attend_xla)
+
+        return jax.grad(loss)(params)
+
+    exact, rough = gradients("float32"), gradients("bfloat16")
+    for name in ("resid_mix", "skip", "value_mix", "head"):
+        error = np.linalg.norm(rough[name] - exact[name]) / np.linalg.norm(exact[name])
+        assert error < 0.1, (name, error)

@@ -49,5 +49,6 @@ def test_first_command(tmp_path):
     for text in ("making the demo corpus", "step:6/6 val_loss:", "bits per byte", "a sample"):
         assert text in done.stdout, text
     (run_dir,) = (clone / "logs").iterdir()
-    losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", (run_dir / "log.txt").read_text())]
+    lines = (run_dir / "log.txt").read_text().split("=" * 100)[-1]
+    losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", lines)]
     assert abs(losses[0] - np.log(2048)) < 1e-3 and losses[-1] < losses[0]

@@ -217,7 +217,7 @@ def test_loss_that_is_not_finite_stops_the_run(train, tmp_path, monkeypatch):
     (folder,) = tmp_path.iterdir()
     assert "\n" not in str(error.value) and str(folder / "metrics.jsonl") in str(error.value)
     assert facts(folder)["finished"] is False and not (folder / "checkpoints").exists()
-    assert len(train_losses(folder)) == 2
+    assert len(train_losses(folder)) == 1  # a loss that is no number is no JSON either
     assert set(threading.enumerate()) <= threads
 
 
@@ -272,8 +272,8 @@ def test_state_survives_saving_and_loading_exactly(run, tmp_path, devices):
             np.testing.assert_array_equal(array, want[f"{kind}.{name}.npy"])
     T.save_checkpoint(tmp_path, CFG, state, 7, 1234, 56.5)
     assert_same_arrays(arrays(tmp_path / "checkpoints/7"), want)
-    meta = {"step": 7, "cursor": 1234, "train_time_ms": 56.5, "config": CFG}
-    assert T.find_checkpoint(tmp_path) == (tmp_path / "checkpoints/7", meta)
+    meta = {"step": 7, "cursor": 1234, "train_time_ms": 56.5}
+    assert T.find_checkpoint(tmp_path) == (tmp_path / "checkpoints/7", meta, CFG)
 
 
 def objects(file):
@@ -350,7 +350,7 @@ def test_failure_while_saving_leaves_the_older_checkpoints_alone(copy, monkeypat
     monkeypatch.setattr(np, "save", failing)
     for step in (9, 8):  # a new one, and one that is there
         calls.clear()
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(T.UserError, match="No space"):
             T.save_checkpoint(copy, CFG, state, step, 0, 0.0)
         assert len(calls) == 3
         assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["3", "6", "8"]
@@ -384,10 +384,10 @@ def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, run, copy, ste
     for folder in (copy / "checkpoints").iterdir():
         if int(folder.name) > step:
             shutil.rmtree(folder)
-    checkpoint, meta = T.find_checkpoint(copy)
+    checkpoint, meta, cfg = T.find_checkpoint(copy)
     assert checkpoint.name == str(step)
     said = []
-    assert train(meta["config"], copy.parent, resume=copy, say=said.append) == copy
+    assert train(cfg, copy.parent, resume=copy, say=said.append) == copy
 
     got, want = facts(copy), facts(run.dir)
     assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run.dir / "checkpoints/8"))
@@ -412,16 +412,23 @@ def test_resumed_run_does_not_validate_again_where_it_was_saved(train, tmp_path)
     folder = train(replace(CFG, checkpoint_every=4), tmp_path)
     shutil.rmtree(folder / "checkpoints/8")
     before = len(metrics(folder))
-    train(T.find_checkpoint(folder)[1]["config"], tmp_path, resume=folder)
+    train(T.find_checkpoint(folder)[2], tmp_path, resume=folder)
     assert [line["step"] for line in metrics(folder)[before:]] == [5, 6, 7, 8, 8]
 
 
-def test_resuming_a_finished_run_validates_and_trains_nothing(train, run, copy):
-    train(T.find_checkpoint(copy)[1]["config"], copy.parent, resume=copy)
-    (line,) = metrics(copy)[len(run.metrics) :]
-    assert (line["step"], line["val_loss"]) == (8, facts(run.dir)["val_loss"])
-    assert line["train_time_ms"] == pytest.approx(facts(run.dir)["train_time_ms"], abs=1000)
-    assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run.dir / "checkpoints/8"))
+def test_finished_run_is_not_resumed(train, run, copy):
+    before = (copy / "run.json").read_bytes()
+    with pytest.raises(T.UserError, match="is finished: there is nothing to resume"):
+        train(T.find_checkpoint(copy)[2], copy.parent, resume=copy)
+    assert (copy / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"step": 99}, {"step": -3}, {"cursor": -5}])
+def test_impossible_place_in_a_checkpoint_is_refused(copy, change):
+    path = copy / "checkpoints/8/meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(T.UserError, match="meta.json cannot be used"):
+        T.find_checkpoint(copy)
 
 
 # ------------------------------------------------------------------------------------------------
