@@ -200,7 +200,7 @@ PRESETS = {
         encoding="bpe",
         long_layers=(0, 1, 2, 3),
         compute_dtype="float32",
-        steps=430,
+        steps=380,
         stages=(
             Stage(0.5, 2048, 128, 0, (128, 128)),
             Stage(0.5, 2048, 256, 0, (256, 256)),
@@ -210,7 +210,7 @@ PRESETS = {
         momentum_steps=100,
         micro_tokens=512,  # fits the caches: 1.4 times the speed of 4096
         val_tokens=98_304,
-        val_every=100,
+        val_every=190,
         val_batch=4096,
         val_row=256,
         val_windows=(256, 256),
