@@ -630,8 +630,8 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
             )
         if cfg.attention == "cudnn" and not (narrow and cfg.dtype == jnp.bfloat16):
             raise UserError(
-                f"attention=cudnn takes bfloat16 and, on this GPU, no heads of {cfg.head_width}: "
-                "use attention=auto"
+                f"attention=cudnn takes no heads of {cfg.head_width} in {cfg.compute_dtype} on "
+                "this GPU: use attention=auto"
             )
         return cfg.attention, "asked for"
     if platform_ == "tpu":

@@ -202,8 +202,15 @@ def test_wide_heads_need_a_hopper_for_cudnn(width, capability, backend):
     [("xla", "tpu"), ("xla", "gpu"), ("xla", "cpu"), ("splash", "tpu"), ("cudnn", "cuda")],
 )
 def test_what_is_asked_for_is_taken_where_it_runs(asked, platform):
-    cfg = small_config(attention=asked)
+    cfg = small_config(attention=asked, compute_dtype="bfloat16")
     assert T.pick_attention(cfg, platform) == (asked, "asked for")
+
+
+@pytest.mark.parametrize("change", [{"compute_dtype": "float32"}, {"width": 528}])
+def test_cudnn_asked_for_is_refused_where_it_cannot_work(change):
+    cfg = small_config(**{"attention": "cudnn", "compute_dtype": "bfloat16", **change})
+    with pytest.raises(T.UserError, match="attention=cudnn takes no heads of"):
+        T.pick_attention(cfg, "gpu")
 
 
 @pytest.mark.parametrize(
