@@ -246,7 +246,7 @@ def validate(cfg: Config) -> Config:
         need(getattr(cfg, name) > 0, name, "it must be positive")
     for name in ("val_every", "checkpoint_every", "devices", "sample_tokens", "seed"):
         need(getattr(cfg, name) >= 0, name, "it must not be negative")
-    for name in ("log_every", "prefetch", "val_tokens", "momentum_steps", "adam_eps", "rope_base"):
+    for name in ("log_every", "prefetch", "val_tokens", "momentum_steps"):
         need(getattr(cfg, name) > 0, name, "it must be positive")
     for name in ("lr_muon", "lr_embed", "lr_head", "lr_scalar"):
         need(0 <= getattr(cfg, name) < math.inf, name, "it must be 0 or more, finite")
