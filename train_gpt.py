@@ -935,14 +935,17 @@ def micro_rows(cfg: Config, rows: int, row_tokens: int) -> int:
     return max(fits, default=1)
 
 
-def compute_copy(cfg: Config, row: Param, value):
+def compute_copies(cfg: Config, params):
     """What the model computes with: large parameters in cfg.dtype, scalars as they are."""
-    return value.astype(cfg.dtype) if row.sharded else value
+    return {
+        name: params[name].astype(cfg.dtype) if row.sharded else params[name]
+        for name, row in param_table(cfg).items()
+    }
 
 
 def gather_params(cfg: Config, params):
     """Compute copies of all parameters, whole on every device: first cast, then gathered."""
-    copies = {name: compute_copy(cfg, row, params[name]) for name, row in param_table(cfg).items()}
+    copies = compute_copies(cfg, params)
     return {
         name: lax.all_gather(copies[name], AXIS, tiled=True) if row.sharded else copies[name]
         for name, row in param_table(cfg).items()
@@ -1565,9 +1568,7 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
 
     @jax.jit
     def next_token(params, tokens_t, last, key):
-        params = {
-            name: compute_copy(cfg, row, params[name]) for name, row in param_table(cfg).items()
-        }
+        params = compute_copies(cfg, params)
         x_btd = forward(params, tokens_t[None], cfg, cfg.val_windows, attend)
         z_v = jnp.matmul(x_btd[0, last], params["head"], preferred_element_type=jnp.float32)
         logits_v = cap_logits(z_v, cfg)

@@ -455,8 +455,7 @@ def test_gradients_of_scalars_and_head_survive_bfloat16():
         half = replace(cfg, compute_dtype=dtype)
 
         def loss(params):
-            copies = {k: T.compute_copy(half, r, params[k]) for k, r in T.param_table(half).items()}
-            return T.loss_sum(copies, tokens, half, (16, 64), T.attend_xla)
+            return T.loss_sum(T.compute_copies(half, params), tokens, half, (16, 64), T.attend_xla)
 
         return jax.grad(loss)(params)
 
