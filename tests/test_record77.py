@@ -1,0 +1,294 @@
+"""Our recipe against numbers from the original of record 77 (tests/golden/record77/README.md).
+
+Everything is float32 on a CPU, so what differs is the order of sums. Limits are relative to the
+largest magnitude of an array, with room over what float32 and float64 runs of the original differ
+by: forward 1e-5 (seen there: 9e-7), gradients and Muon 1e-4 (4e-6), Adam 1e-5 (3e-7), losses after
+updates 1e-4 (8e-6). The schedule is compared to float32 rounding; rows and hashes are exact.
+
+Where we store things otherwise:
+- head is [vocab, width] here, like the embedding;
+- the two halves of a rotating pair lie h/2 apart here, and side by side in the original: the rows
+  of q and k are permuted (`ROTATED`), which changes no product of q and k;
+- the value tables are one table; q, k, v, o and the two MLP matrices lie in padded banks;
+- while tied, our embedding's moments are copies of the head's; the original keeps zeros until then.
+"""
+
+import functools
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import T, write_shard
+
+GOLDEN = Path(__file__).parent / "golden" / "record77"
+META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
+SHAPES = META["model"]["parameters"]
+CASES = META["model"]["cases"]
+
+
+@functools.cache
+def arrays(name: str) -> dict[str, np.ndarray]:
+    """One of the golden files."""
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        return dict(file)
+
+
+def config(size: str = "small", block: int = 16, row: int = 384) -> T.Config:
+    """The record's Config at a golden size; windows in units of `block` tokens."""
+    sizes = META["model"]["configs"][size]
+    stages = tuple(
+        replace(
+            stage,
+            windows=tuple(w // 128 * block for w in stage.windows),
+            row_tokens=row,
+            batch_tokens=2 * row,
+        )
+        for stage in T.Config().stages
+    )
+    return T.validate(
+        replace(
+            T.Config(),
+            width=sizes["dim"],
+            mlp_width=4 * sizes["dim"],
+            vocab=sizes["vpad"],
+            real_tokens=sizes["vocab"],
+            bos=999,
+            bigram_rows=sizes["bigram"],
+            compute_dtype="float32",
+            stages=stages,
+            loss_chunk=512,
+            micro_tokens=row,
+        )
+    )
+
+
+@functools.cache
+def originals(size: str = "small") -> dict[str, np.ndarray]:
+    """The original's parameters, from their seeds."""
+    found = {}
+    for row in SHAPES[size]:
+        draw = np.random.default_rng(row["seed"]).standard_normal(row["shape"])
+        found[row["name"]] = (draw * row["scale"] + row["offset"]).astype(np.float32)
+        np.testing.assert_allclose(found[row["name"]].reshape(-1)[:4][: len(row["first"])],
+                                   row["first"], rtol=1e-6)  # fmt: skip
+    return found
+
+
+def rotated(width: int, heads: int) -> np.ndarray:
+    """For each of our rows of q and k, the original's row."""
+    h = width // heads
+    pair = np.concatenate([np.arange(0, h, 2), np.arange(1, h, 2)])
+    return (np.arange(heads)[:, None] * h + pair).reshape(-1)
+
+
+def ours(cfg: T.Config, theirs: dict, tied: bool = False, rotate: bool = True) -> dict:
+    """The original's parameters (or gradients) in our shapes."""
+    d, found = cfg.width, {}
+    attn = theirs["attn"].copy()
+    if rotate:
+        attn[:, :2] = attn[:, :2, rotated(d, cfg.heads)]
+    mlp = np.concatenate([theirs["fc"], theirs["proj"]])
+    spare = T.param_table(cfg)["mlp_bank"].spare
+    changed = {
+        "head": theirs["head"].T,
+        "embed": theirs["head"].T if tied else theirs["embed"],
+        "value_tables": theirs["value_tables"].reshape(-1, d),
+        "attn_bank": attn.reshape(-1, d, d),
+        "mlp_bank": np.concatenate([mlp, np.zeros((spare, *mlp.shape[1:]), np.float32)]),
+    }
+    for name in T.param_table(cfg):
+        found[name] = jnp.asarray(changed[name] if name in changed else theirs[name])
+    return found
+
+
+def back(cfg: T.Config, mine: dict, rotate: bool = True) -> dict[str, np.ndarray]:
+    """Our parameters (or gradients, or moments) in the original's shapes."""
+    mine = {name: np.asarray(x) for name, x in mine.items()}
+    layers, attn = cfg.layers, mine.get("attn_bank")
+    if attn is not None:
+        attn = attn.reshape(-1, 4, *attn.shape[1:]).copy()
+        if rotate:
+            attn[:, :2, rotated(cfg.width, cfg.heads)] = attn[:, :2].copy()
+        mlp = mine["mlp_bank"]
+        mine |= {"attn": attn, "fc": mlp[:layers], "proj": mlp[layers : 2 * layers]}
+    if "value_tables" in mine:
+        mine["value_tables"] = mine["value_tables"].reshape(-1, cfg.vocab, cfg.width)
+        mine["head"] = mine["head"].T
+    return mine
+
+
+def check(what: str, got, want, limit: float, scale: float | None = None):
+    """Fails if `got` is further from `want` than `limit` times the largest magnitude."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, what
+    scale = scale or np.abs(want).max(initial=1e-30)
+    error = np.abs(got - want).max() / scale
+    assert error <= limit, f"{what}: off by {error:.2e} of its largest value, limit {limit:.0e}"
+
+
+def check_stored(golden: dict, key: str, got: np.ndarray, limit: float, at=...):
+    """`got` against what is stored under key.norm and key.all, or key.idx and key.val."""
+    size = float(np.sqrt(np.mean(np.square(got, dtype=np.float64))))
+    norm = np.linalg.norm(got.astype(np.float64))
+    assert norm == pytest.approx(float(golden[f"{key}.norm"][at]), rel=limit, abs=1e-12), key
+    if f"{key}.all" in golden:
+        check(key, got, golden[f"{key}.all"][at], limit)
+    elif f"{key}.idx" in golden:
+        picked = got.reshape(-1)[golden[f"{key}.idx"]]
+        scale = max(np.abs(got).max(), size)
+        check(key, picked, golden[f"{key}.val"][at], limit, scale)
+
+
+# ------------------------------------------------------------------------------------------------
+# Forward and gradients
+# ------------------------------------------------------------------------------------------------
+
+
+def case_parts(name: str):
+    """(case, config, parameters, tokens [1, t+1], Hyper, windows) of a case of the model file."""
+    case = CASES[name]
+    block = case["windows"][0] if case["yarn_history"] == [] else None
+    changes = len(case["yarn_history"])
+    block = block or case["yarn_history"][0][0] // 3
+    cfg = config(case["config"], block, case["row_tokens"])
+    tokens = np.random.default_rng(case["token_seed"]).integers(0, 999, case["row_tokens"] + 1)
+    starts = np.cumsum([0, *case["segment_lengths"]])
+    assert starts[-1] == case["row_tokens"]
+    tokens[starts[1 if case["mode"] == "eval" else 0 : -1]] = 999
+    hyper = T.hyper_at(cfg, cfg.boundaries[changes])
+    weights = np.asarray(case["mtp"] or [1.0], np.float32)
+    params = ours(cfg, originals(case["config"]), tied=case["tied"])
+    hyper = hyper._replace(weights=weights)
+    return case, cfg, params, jnp.asarray(tokens[None], jnp.int32), hyper, tuple(case["windows"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_of_every_token(name):
+    golden = arrays("model")
+    case, cfg, params, tokens, hyper, windows = case_parts(name)
+    np.testing.assert_array_equal(golden[f"{name}/tokens"], tokens[0])
+    freqs = golden[f"{name}/yarn_freq"][: cfg.head_width // 2 : 2]
+    check("yarn", hyper.freqs, freqs, 1e-6)
+    assert float(hyper.attn_scale) == pytest.approx(case["attn_scale"], rel=1e-6)
+    ids = T.bigram_ids(tokens[:, :-1], cfg.bigram_rows)
+    np.testing.assert_array_equal(ids[0], golden[f"{name}/bigram_ids"])
+
+    @jax.jit
+    def run(params, tokens, weights):
+        rows = T.look_up(cfg, params, tokens[:, :-1])
+        x_btd = T.forward(params, rows, tokens[:, :-1], cfg, windows, hyper, T.attend_xla)
+        targets, weights_rk = T.targets_ahead(tokens, weights)
+        losses = T.token_losses(x_btd[0], params["head"], targets, cfg)
+        return x_btd[0], losses, weights_rk, T.cross_entropy(
+            x_btd[0], params["head"], targets, weights_rk, cfg
+        )
+
+    x_td, losses, weights, (total, plain) = run(params, tokens, hyper.weights)
+    sample = golden[f"{name}/sample_rows"]
+    check("final", x_td[sample, :16], golden[f"{name}/final.slice"], 1e-5)
+    per_token = np.sum(np.asarray(losses * weights, np.float64), axis=1)
+    check("loss_per_token", per_token, golden[f"{name}/loss_per_token"], 1e-5)
+    assert float(total) == pytest.approx(case["loss_sum_float64"], rel=1e-6)
+    assert float(plain) == pytest.approx(float(np.sum(losses[:, 0])), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_of_every_parameter(name):
+    golden = arrays("model")
+    case, cfg, params, tokens, hyper, windows = case_parts(name)
+    if case["mode"] == "eval":
+        assert not any(key.startswith(f"{name}/grad/") for key in golden)
+        return
+
+    def loss(weights, rows, tokens):
+        ahead = jnp.asarray(hyper.weights)
+        return T.loss_sums(weights, rows, tokens, cfg, windows, hyper, ahead, T.attend_xla)
+
+    step = jax.jit(lambda params: T.accumulate(cfg, loss, params, tokens, 1))
+    grads = back(cfg, step(params)[1])
+    if case["tied"]:
+        grads["head_plus_embed"] = grads["head"] + grads["embed"].T
+    names = {key.split("/")[2].rsplit(".", 1)[0] for key in golden if f"{name}/grad/" in key}
+    assert names >= {row["name"] for row in SHAPES["small"]}
+    for parameter in sorted(names):
+        check_stored(golden, f"{name}/grad/{parameter}", grads[parameter], 1e-4)
+    norms = np.sqrt(np.sum(np.square(grads["attn"], dtype=np.float64), axis=(2, 3)))
+    check("norms of attn", norms, golden[f"{name}/grad/attn.norms"], 1e-4)
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizer
+# ------------------------------------------------------------------------------------------------
+
+
+def gradients(cfg: T.Config, step: int) -> dict[str, np.ndarray]:
+    """The original's gradients at a step of the optimizer scenarios."""
+    found = {}
+    for k, row in enumerate(SHAPES["small"]):
+        rng = np.random.default_rng(11 * 1_000_000 + step * 100 + k)
+        grad = rng.standard_normal(row["shape"]) * 1e-3 * (1 + step % 3)
+        if row["name"] in ("value_tables", "bigram_table"):
+            rows = np.arange(row["shape"][-2])
+            grad[..., (rows + step) % 4 != 0, :] = 0
+        found[row["name"]] = grad.astype(np.float32)
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("scenario", META["optimizer"]["scenarios"])
+def test_optimizer_steps_of_every_group(scenario, devices):
+    golden, cfg = arrays("optimizer"), config()
+    facts = META["optimizer"]["scenarios"][scenario]
+    mesh = T.make_mesh(replace(cfg, devices=devices, val_tokens=0), jax.devices()[:devices])
+    theirs = originals()
+    state = T.map_state(cfg, lambda kind, row: jnp.zeros(T.state_shape(kind, row), jnp.float32))
+    state["params"] = ours(cfg, theirs, tied=facts["start_tied"], rotate=False)
+    put = {kind: jax.tree.map(lambda x: x.sharding, x) for kind, x in
+           T.abstract_state(cfg, mesh).items()}  # fmt: skip
+    state = jax.device_put(state, put)
+    copies = T.lower_copies(cfg, mesh).compile()(state["params"])
+    first = facts["steps"][0]["step"]
+    for at, fact in enumerate(facts["steps"]):
+        step = first + at
+        assert fact["adam"] == T.is_adam_step(cfg, step)
+        assert fact["tied_during_update"] == T.is_tied(cfg, step)
+        hyper = T.hyper_at(cfg, step)
+        # The scenarios count Adam's steps from their own start.
+        done = sum(T.is_adam_step(cfg, s) for s in range(first, step)) + 1
+        hyper = hyper._replace(adam_count=np.float32(done))
+        grads = jax.device_put(
+            ours(cfg, gradients(cfg, step), rotate=False), put["params"]
+        )
+        program = programs(cfg, mesh, T.Variant("update", adam=fact["adam"]))
+        state, copies = program(state, copies, grads, T.jax.tree.map(jnp.asarray, hyper))
+        for name in back(cfg, state["params"], rotate=False):
+            if f"{scenario}/{name}/w.norm" not in golden:
+                continue
+            muon = f"{scenario}/{name}/momentum.norm" in golden
+            kinds = {"params": "w", "first": "momentum" if muon else "m"}
+            kinds["second"] = "second" if muon else "v"
+            for kind, short in kinds.items():
+                got = back(cfg, state[kind], rotate=False)[name]
+                if name == "embed" and kind != "params" and fact["tied_after"]:
+                    got = np.zeros_like(got)  # ours are copies of the head's, theirs still zero
+                check_stored(
+                    golden, f"{scenario}/{name}/{short}", got, 1e-4 if muon else 1e-5, at
+                )
+        for name in state["params"]:
+            np.testing.assert_array_equal(state["params"][name], copies[name])
+
+
+PROGRAMS = {}
+
+
+def programs(cfg: T.Config, mesh, variant: T.Variant):
+    """A compiled program, each once."""
+    key = cfg, mesh.size, variant
+    if key not in PROGRAMS:
+        PROGRAMS[key] = T.lower_variant(cfg, variant, mesh).compile()
+    return PROGRAMS[key]
