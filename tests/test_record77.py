@@ -14,7 +14,6 @@ Where we store things otherwise:
 """
 
 import functools
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import T, write_shard
+from conftest import T
 
 GOLDEN = Path(__file__).parent / "golden" / "record77"
 META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
@@ -38,7 +37,7 @@ def arrays(name: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def config(size: str = "small", block: int = 16, row: int = 384) -> T.Config:
+def config(size: str = "small", block: int = 16, row: int = 384, rows: int = 8) -> T.Config:
     """The record's Config at a golden size; windows in units of `block` tokens."""
     sizes = META["model"]["configs"][size]
     stages = tuple(
@@ -46,7 +45,7 @@ def config(size: str = "small", block: int = 16, row: int = 384) -> T.Config:
             stage,
             windows=tuple(w // 128 * block for w in stage.windows),
             row_tokens=row,
-            batch_tokens=2 * row,
+            batch_tokens=rows * row,
         )
         for stage in T.Config().stages
     )
@@ -184,8 +183,11 @@ def test_loss_of_every_token(name):
         x_btd = T.forward(params, rows, tokens[:, :-1], cfg, windows, hyper, T.attend_xla)
         targets, weights_rk = T.targets_ahead(tokens, weights)
         losses = T.token_losses(x_btd[0], params["head"], targets, cfg)
-        return x_btd[0], losses, weights_rk, T.cross_entropy(
-            x_btd[0], params["head"], targets, weights_rk, cfg
+        return (
+            x_btd[0],
+            losses,
+            weights_rk,
+            T.cross_entropy(x_btd[0], params["head"], targets, weights_rk, cfg),
         )
 
     x_td, losses, weights, (total, plain) = run(params, tokens, hyper.weights)
@@ -239,19 +241,34 @@ def gradients(cfg: T.Config, step: int) -> dict[str, np.ndarray]:
     return found
 
 
+PROGRAMS = {}
+
+
+def program(cfg: T.Config, mesh, variant: T.Variant):
+    """A compiled program, each once."""
+    key = cfg, mesh.size, variant
+    if key not in PROGRAMS:
+        PROGRAMS[key] = T.lower_variant(cfg, variant, mesh).compile()
+    return PROGRAMS[key]
+
+
+def start(cfg: T.Config, mesh, tied: bool, rotate: bool):
+    """(state, copies) on the mesh, with the original's parameters and no moments yet."""
+    state = T.map_state(cfg, lambda kind, row: jnp.zeros(T.state_shape(kind, row), jnp.float32))
+    state["params"] = ours(cfg, originals(), tied=tied, rotate=rotate)
+    shardings = jax.tree.map(lambda x: x.sharding, T.abstract_state(cfg, mesh))
+    state = jax.device_put(state, shardings)
+    return state, T.lower_copies(cfg, mesh).compile()(state["params"])
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("scenario", META["optimizer"]["scenarios"])
 def test_optimizer_steps_of_every_group(scenario, devices):
     golden, cfg = arrays("optimizer"), config()
     facts = META["optimizer"]["scenarios"][scenario]
-    mesh = T.make_mesh(replace(cfg, devices=devices, val_tokens=0), jax.devices()[:devices])
-    theirs = originals()
-    state = T.map_state(cfg, lambda kind, row: jnp.zeros(T.state_shape(kind, row), jnp.float32))
-    state["params"] = ours(cfg, theirs, tied=facts["start_tied"], rotate=False)
-    put = {kind: jax.tree.map(lambda x: x.sharding, x) for kind, x in
-           T.abstract_state(cfg, mesh).items()}  # fmt: skip
-    state = jax.device_put(state, put)
-    copies = T.lower_copies(cfg, mesh).compile()(state["params"])
+    mesh = T.make_mesh(replace(cfg, devices=devices))
+    state, copies = start(cfg, mesh, facts["start_tied"], rotate=False)
+    cut = jax.tree.map(lambda x: x.sharding, state["params"])
     first = facts["steps"][0]["step"]
     for at, fact in enumerate(facts["steps"]):
         step = first + at
@@ -261,14 +278,11 @@ def test_optimizer_steps_of_every_group(scenario, devices):
         # The scenarios count Adam's steps from their own start.
         done = sum(T.is_adam_step(cfg, s) for s in range(first, step)) + 1
         hyper = hyper._replace(adam_count=np.float32(done))
-        grads = jax.device_put(
-            ours(cfg, gradients(cfg, step), rotate=False), put["params"]
-        )
-        program = programs(cfg, mesh, T.Variant("update", adam=fact["adam"]))
-        state, copies = program(state, copies, grads, T.jax.tree.map(jnp.asarray, hyper))
-        for name in back(cfg, state["params"], rotate=False):
-            if f"{scenario}/{name}/w.norm" not in golden:
-                continue
+        hyper = jax.tree.map(lambda x: T.put(x, mesh, T.P()), hyper)
+        grads = jax.device_put(ours(cfg, gradients(cfg, step), rotate=False), cut)
+        update = program(cfg, mesh, T.Variant("update", adam=fact["adam"]))
+        state, copies = update(state, copies, grads, hyper)
+        for name in originals():
             muon = f"{scenario}/{name}/momentum.norm" in golden
             kinds = {"params": "w", "first": "momentum" if muon else "m"}
             kinds["second"] = "second" if muon else "v"
@@ -276,19 +290,90 @@ def test_optimizer_steps_of_every_group(scenario, devices):
                 got = back(cfg, state[kind], rotate=False)[name]
                 if name == "embed" and kind != "params" and fact["tied_after"]:
                     got = np.zeros_like(got)  # ours are copies of the head's, theirs still zero
-                check_stored(
-                    golden, f"{scenario}/{name}/{short}", got, 1e-4 if muon else 1e-5, at
-                )
-        for name in state["params"]:
-            np.testing.assert_array_equal(state["params"][name], copies[name])
+                check_stored(golden, f"{scenario}/{name}/{short}", got, 1e-4 if muon else 1e-5, at)
+        for name, copy in copies.items():
+            np.testing.assert_array_equal(copy, state["params"][name])
 
 
-PROGRAMS = {}
+# ------------------------------------------------------------------------------------------------
+# Everything together
+# ------------------------------------------------------------------------------------------------
 
 
-def programs(cfg: T.Config, mesh, variant: T.Variant):
-    """A compiled program, each once."""
-    key = cfg, mesh.size, variant
-    if key not in PROGRAMS:
-        PROGRAMS[key] = T.lower_variant(cfg, variant, mesh).compile()
-    return PROGRAMS[key]
+@pytest.mark.parametrize("scenario", ["start", "untie"])
+def test_training_steps(scenario):
+    """Two rows a step through our own programs, over a stage, a YaRN change and the untying."""
+    golden, facts = arrays("train"), json.loads((GOLDEN / "train.json").read_text())["scenarios"]
+    steps, cfg = facts[scenario]["steps"], config(row=320, rows=2)
+    first, mesh = steps[0]["step"], T.make_mesh(replace(cfg, devices=1, val_batch=262_144 * 2))
+    state, copies = start(cfg, mesh, tied=True, rotate=True)
+    for at, fact in enumerate(steps):
+        step = first + at
+        rows = np.zeros((2, 321), np.uint16)
+        for r, lengths in enumerate(facts[scenario]["row_segments"]):
+            rng = np.random.default_rng(11 * 1000 + 1_000_000 + 2 * step + r)
+            rows[r] = rng.integers(0, 999, 321)
+            rows[r, np.cumsum([0, *lengths[:-1]])] = 999
+        grads_of, update = T.step_variants(cfg, step)
+        assert grads_of.windows == tuple(fact["windows"])
+        hyper = T.hyper_at(cfg, step)
+        assert hyper.weights[: len(fact["mtp"])] == pytest.approx(fact["mtp"], rel=1e-6)
+        limit = 1e-6 if at == 0 else 1e-4
+        for r, want in enumerate(golden[f"{scenario}/row_loss_sums"][at]):
+            got = row_loss(cfg, grads_of, copies, jnp.asarray(rows[r : r + 1], jnp.int32), hyper)
+            assert float(got) == pytest.approx(float(want), rel=limit)
+        done = sum(T.is_adam_step(cfg, s) for s in range(first, step)) + 1
+        hyper = jax.tree.map(
+            lambda x: T.put(x, mesh, T.P()), hyper._replace(adam_count=np.float32(done))
+        )
+        grads, _ = program(cfg, mesh, grads_of)(copies, T.put(rows, mesh, T.P("data")), hyper)
+        state, copies = program(cfg, mesh, update)(state, copies, grads, hyper)
+        for name, got in back(cfg, state["params"]).items():
+            if f"{scenario}/{name}/w.norm" in golden:
+                want = float(golden[f"{scenario}/{name}/w.norm"][at])
+                norm = np.linalg.norm(got.astype(np.float64))
+                assert norm == pytest.approx(want, rel=1e-4), (name, step)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def row_loss(cfg, variant, params, row, hyper):
+    """The weighted loss of one row, summed."""
+    weights = hyper.weights[: variant.ahead]
+    rows = T.look_up(cfg, params, row[:, :-1])
+    return T.loss_sums(params, rows, row, cfg, variant.windows, hyper, weights, T.attend_xla)[0]
+
+
+def test_schedule_of_every_step():
+    """All 1,490 steps; equal to float32 rounding (the original computes in Python floats too)."""
+    golden, cfg = arrays("schedule"), T.Config()
+    assert cfg.total_tokens == 395_837_440
+    assert golden["untie_step"] == max(s for s in range(cfg.steps) if T.is_tied(cfg, s))
+    for i, (first, end) in enumerate(golden["boundaries"].tolist()):
+        assert (first, end) == cfg.boundaries[i : i + 2]
+        freqs = golden["yarn_freq"][i][: cfg.head_width // 2 : 2]
+        np.testing.assert_allclose(T.yarn(cfg, i)[0], freqs, rtol=1e-6)
+    short, long, scale = golden["final_eval"].tolist()
+    assert (short, long) == cfg.val_windows
+    assert T.yarn(cfg, 3)[1] == pytest.approx(scale, rel=1e-6)
+    for step in range(cfg.steps):
+        stage, hyper = T.stage_at(cfg, step), T.hyper_at(cfg, step)
+        exact = {
+            "stage": T.stage_index(cfg, step),
+            "batch_tokens": stage.batch_tokens,
+            "window_short": stage.windows[0],
+            "window_long": stage.windows[1],
+            "doc_cap": stage.doc_cap,
+            "adam_steps": T.is_adam_step(cfg, step),
+            "tied_during_update": T.is_tied(cfg, step),
+            "mtp_count": len(stage.weights),
+        }
+        for name, value in exact.items():
+            assert golden[name][step] == value, (name, step)
+        rounded = {
+            "lr_factor": hyper.lr,
+            "muon_momentum": hyper.momentum,
+            "attn_scale": hyper.attn_scale,
+            "mtp_weights": hyper.weights,
+        }
+        for name, value in rounded.items():
+            np.testing.assert_allclose(value, golden[name][step], rtol=3e-7, atol=1e-7)
