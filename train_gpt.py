@@ -8,29 +8,65 @@ Parameters are a flat dict of arrays, the model is pure functions on it, Adam an
 out. Read it from top to bottom: nothing below is needed to understand what stands above.
 
     config, validation    every number of a run, as data
-    schedule              stage, learning rate and momentum of each step
+    schedule              stage, rates, loss weights and rotation of each step
     parameters            one table: shape, init, sharding, optimizer
     attention             one contract, three backends
-    model and loss        tokens -> summed cross-entropy
-    optimizers            Adam, Muon, and the walk over the table
-    steps                 the programs that run on the devices, compiled before the clock starts
+    model, loss           tokens -> features -> summed cross-entropy
+    optimizers            NorMuon, Adam, and the walk over the table
+    steps, compilation    the programs that run on the devices, compiled before the clock starts
     data, loader          shards -> rows of tokens -> batches on the devices ahead of use
     checkpoint, run log   what a run leaves behind
     sampling, training    text from a checkpoint; the clock and the loop
     preflight, command line
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
-d model width, n heads, h head width, f MLP width, v vocabulary, l matrices of a bank,
-r tokens of a batch in one line, c tokens of a chunk of them.
+d model width, n heads, h head width, f MLP width, v vocabulary, l matrices of a bank, g inputs of
+a gate, k targets of a token, r tokens of a batch in one line, c tokens of a chunk of them.
 Batches, rows, windows and document lengths are all counted in tokens.
 
 Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
 param_table and its use in forward; a new kernel is a function in ATTENTION.
 
-Sources: QK norm (Henry et al. 2020), RoPE (Su et al. 2021) on half of the dimensions, ReLU^2 (So et
-al. 2021), value residual (Zhou et al. 2024), Polar Express (Amsel et al. 2025), ZeRO (Rajbhandari
-et al. 2020); Muon, U-net skips, the embedding stream and zero-initialized projections from the
-modded-nanogpt speedrun (Jordan et al. 2024); wide heads and growing rows from its port to TPUs.
+The ideas, most of them from the records of the modded-nanogpt speedrun (Jordan et al. 2024), whose
+record 77 the preset `speedrun` is. The last column is by how many million training tokens the
+record that brought an idea needed less than the one before it (often with other changes).
+
+    idea                                       where                         record  saved
+    Muon: orthogonalized momentum              muon, orthogonalize                4
+    ReLU^2, zero-initialized projections,      mlp, bank_rows, attention          5    577
+        QK norm
+    capped logits; momentum warm-up            cap_logits, muon_momentum          9    722
+    long rows, documents apart                 segment_ids, attention backends   12    590
+    windows that grow                          Stage.windows                     13     65
+    tables of token values                     attention                         14    115
+    rotation of half of the dimensions         rope_tables                       17
+    rows that start at a document              plan_packed                       26      8
+    attention gates from 12 features           gate                              28     22
+    documents cut at a length                  plan_packed                       29     10
+    YaRN when windows grow                     yarn                              31
+    smear: a little of the token before        smear                             34
+    Polar Express instead of Newton-Schulz     POLAR_EXPRESS                     38      4
+    Adam every second step                     apply_updates                     39     22
+    backout: a late output out of the stream   forward                           40     24
+    NorMuon: rows equally large                even_rows                         41      4
+    cautious decay; on tables too              muon, adam                    43, 50     16
+    one gated skip instead of many             forward                           45      5
+    batches that grow                          Stage.batch_tokens                46     12
+    key offset                                 key_offset                        49     13
+    one matrix as embedding and head, which    apply_updates, is_tied        51, 53     35
+        part late; multi-token prediction      targets_ahead                     53
+    logits 23 sigmoid((z + 5) / 7.5)           cap_logits                        54     10
+    gates on values and on the skip            attention, forward                55      9
+    paired heads                               pair_heads                        58     17
+    table of hashed bigrams                    bigram_ids                        62     43
+    five tables of values                      param_table                       63      7
+    v and o start like q and k                 bank_rows                         64      5
+    late attention reads one earlier output    forward                           77      5
+
+Sources beyond it: RoPE (Su et al. 2021), YaRN (Peng et al. 2023), QK norm (Henry et al. 2020),
+ReLU^2 (So et al. 2021), value residual (Zhou et al. 2024), Polar Express (Amsel et al. 2025),
+NorMuon (Li et al. 2025), cautious updates (Liang et al. 2024), multi-token prediction (Gloeckle et
+al. 2024), ZeRO (Rajbhandari et al. 2020).
 """
 
 import argparse
@@ -321,6 +357,20 @@ def validate(cfg: Config) -> Config:
     for name in ("cooldown", "lr_floor", "tied", "variance_beta"):
         need(0 <= getattr(cfg, name) <= 1, name, "a share, 0 to 1")
     need(all(0 <= m < 1 for m in cfg.momentum), "momentum", "two numbers in [0, 1)")
+    validate_stages(cfg, need)
+    need(min(cfg.val_windows) > 0, "val_windows", "two lengths in tokens")
+    rows = cfg.val_batch > 0 and cfg.val_batch % cfg.val_row == 0
+    need(rows, "val_batch", f"a positive multiple of val_row={cfg.val_row}")
+    need(
+        cfg.val_tokens % cfg.val_batch == 0,
+        "val_tokens",
+        f"a multiple of val_batch={cfg.val_batch}",
+    )
+    return cfg
+
+
+def validate_stages(cfg: Config, need: Callable):
+    """The part of validate that looks at the stages."""
     need(cfg.stages, "stages", "at least one stage")
     need(cfg.extension < cfg.steps, "extension", f"fewer than steps={cfg.steps}")
     shares = [stage.share for stage in cfg.stages]
@@ -343,15 +393,6 @@ def validate(cfg: Config) -> Config:
         need(pairs, f"stages.{i}.weights_end", f"as many as weights={stage.weights}")
         ahead = len(stage.weights) <= stage.row_tokens
         need(ahead, f"stages.{i}.weights", f"at most row_tokens={stage.row_tokens} of them")
-    need(min(cfg.val_windows) > 0, "val_windows", "two lengths in tokens")
-    rows = cfg.val_batch > 0 and cfg.val_batch % cfg.val_row == 0
-    need(rows, "val_batch", f"a positive multiple of val_row={cfg.val_row}")
-    need(
-        cfg.val_tokens % cfg.val_batch == 0,
-        "val_tokens",
-        f"a multiple of val_batch={cfg.val_batch}",
-    )
-    return cfg
 
 
 def parse_value(kind, text: str):
@@ -838,7 +879,7 @@ def attention_on(cfg: Config, device) -> tuple[str, str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Model and loss
+# Model: tokens -> features
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1044,6 +1085,11 @@ def forward(
     return norm(mix((1.0, x), (-params["backout_lambda"][0], outputs[cfg.backout])))
 
 
+# ------------------------------------------------------------------------------------------------
+# Loss: features -> summed cross-entropy
+# ------------------------------------------------------------------------------------------------
+
+
 def cap_logits(z, cfg: Config):
     """Logits a * sigmoid((z + b) / c), in (0, a), in float32 (records 9, 18, 54)."""
     a, b, c = cfg.logit_cap
@@ -1174,7 +1220,7 @@ def muon(param, grad, momentum, variance, lr, decay, mu, beta, scale, dtype):
     Bank, gradient, momentum are [l, rows, cols], variance [l, rows]; `scale` [l] is the factor on
     the learning rate of each matrix. Momentum and its Nesterov look-ahead are averages, so that
     `grad` keeps its size while `mu` warms up. Weights decay only where the update shrinks them or
-    leaves them (cautious, Chen et al. 2025, record 43), by lr * lr * decay.
+    leaves them (cautious, after Liang et al. 2024; record 43), by lr * lr * decay.
     """
     momentum = mu * momentum + (1 - mu) * grad
     update = orthogonalize(mu * momentum + (1 - mu) * grad, dtype).astype(jnp.float32)
@@ -1241,7 +1287,7 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper, with_adam: bool):
 
 
 # ------------------------------------------------------------------------------------------------
-# Steps: the programs that run on the devices, compiled before the clock starts
+# Steps: the programs that run on the devices
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1426,6 +1472,11 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
         "eval": (eval_step, (P(), P(AXIS), P()), P()),
     }[variant.kind]
     return jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+# ------------------------------------------------------------------------------------------------
+# Compilation: every program of the run, before the clock starts
+# ------------------------------------------------------------------------------------------------
 
 
 def abstract_copies(cfg: Config, mesh: Mesh):
