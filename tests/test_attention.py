@@ -17,6 +17,15 @@ import train_gpt as T
 
 SCALE = 0.4
 
+# Compilation takes most of the time here, and less without LLVM's optimizations.
+jit = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
+
 
 def segment_rows(t: int) -> np.ndarray:
     """Segments int32 [4, t]: no BOS at all (0), BOS first (1), a few documents, many short ones."""
@@ -68,7 +77,7 @@ def value_and_grads(attend, q, k, v, segments, window: int, scale: float, out_gr
         out = attend(q, k, v, segments, window, scale)
         return jnp.sum(out * out_grad), out
 
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    run = jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
     (_, out), grads = run(q, k, v, jnp.float32(scale), segments)
     return out, grads
 
@@ -167,7 +176,7 @@ def test_a_key_reaches_exactly_the_tokens_that_may_see_it(t, window):
     """Each token's key and value in turn; all other outputs stay the same bit for bit."""
     q, k, v, _, segments = inputs(t, 8)
 
-    @jax.jit
+    @jit
     def outputs(at):
         here = (jnp.arange(4 * t) == at).reshape(4, t, 1, 1)
         k_new, v_new = (jnp.where(here, x + 1, x) for x in (k, v))
@@ -183,7 +192,7 @@ def test_a_key_reaches_exactly_the_tokens_that_may_see_it(t, window):
 
 def test_xla_keeps_16_bits_outside_and_32_inside():
     q, k, v, out_grad, segments = inputs(24, 8, jnp.bfloat16)
-    out = T.attend_xla(q, k, v, segments, 6, 3.0)
+    out = jit(lambda *x: T.attend_xla(*x, 6, 3.0))(q, k, v, segments)
     assert out.dtype == jnp.bfloat16
     want, _ = reference(q, k, v, segments, 6, 3.0, out_grad)
     # probabilities and output are rounded to 8 bits, 2^-9 each; scores must not be: they reach 30
@@ -222,7 +231,7 @@ def test_splash_follows_the_contract_forward_and_backward(t, h, window, row):
 def test_splash_takes_every_row_of_a_batch_for_itself():
     """With a window beyond the row, so that documents alone tell."""
     q, k, v, out_grad, segments = (x[1:3] for x in inputs(128, 64))
-    out = jax.jit(lambda: splash(q, k, v, segments, 1000, 0.2))()
+    out = jit(lambda: splash(q, k, v, segments, 1000, 0.2))()
     want, _ = reference(q, k, v, segments, 1000, 0.2, out_grad)
     np.testing.assert_allclose(out, want, atol=1e-5)
 

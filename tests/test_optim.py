@@ -89,8 +89,8 @@ def test_thirty_steps_of_adam_against_float64(betas, eps):
             np.testing.assert_allclose(got, want, rtol=5e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("count, corrected", [(1, 1.0), (3, 0.436 / 0.7625)])
-def test_eps_joins_the_root_before_its_correction(count, corrected):
+@pytest.mark.parametrize("count", [1, 3])
+def test_eps_joins_the_root_before_its_correction(count):
     """With a square of 0 before: sqrt(0.05 g^2) + eps, and that over sqrt(1 - 0.95^count)."""
     grad, eps = 2.0, 0.3
     step = 0.1 * 0.5 * grad / (1 - 0.5**count)
@@ -206,7 +206,7 @@ def test_a_vanishing_gradient_fades_out_instead_of_dividing_by_zero(size, dtype)
 
 
 def test_a_bank_is_a_loop_over_its_matrices():
-    bank = jnp.asarray(matrices(5, 48, 16)) * jnp.array([1, 1e-3, 0, 10, 1e4])[:, None, None]
+    bank = matrices(5, 24, 16) * np.float32([1, 1e-3, 0, 10, 1e4])[:, None, None]
     got = orthogonalize(bank, dtype=jnp.dtype("float32"))
     for x, y in zip(bank, got, strict=True):
         np.testing.assert_allclose(y, exact_polar(x), atol=1e-4)
@@ -280,26 +280,26 @@ def test_eight_steps_of_muon_against_float64(shape, mu):
 
 
 def test_muon_decays_what_the_update_shrinks_or_leaves():
-    """By lr^2 * scale * decay = 0.01 * 2 * 5 of the weight; row 3 of the update is zero."""
-    param, grad, zero = matrices(1, 8, 4), matrices(1, 8, 4, seed=1), np.zeros((1, 8, 4))
+    """By lr^2 * scale * decay = 0.01 * 2 * 5 of the weight; row 3 of matrix 0 has no update."""
+    param, grad, zero = matrices(3, 12, 6), matrices(3, 12, 6, seed=1), jnp.zeros((3, 12, 6))
     grad[0, 3] = 0
-    rest = jnp.asarray(zero), jnp.zeros((1, 8)), 0.1
+    rest, scale = (zero, jnp.zeros((3, 12)), 0.1), jnp.full(3, 2.0)
     plain, with_decay = (
-        np.asarray(muon(param, grad, *rest, decay, 0.9, 0.95, jnp.full(1, 2.0), dtype=F32)[0])
+        np.asarray(muon(param, grad, *rest, decay, 0.9, 0.95, scale, dtype=F32)[0])
         for decay in (0.0, 5.0)
     )
     update = param - plain
-    assert not update[0, 3].any() and (update[0, 4:] != 0).all()
+    assert not update[0, 3].any() and (update != 0).sum() == 3 * 12 * 6 - 6
     shrinks = update * param >= 0
-    assert 8 < shrinks.sum() < 24 and shrinks[0, 3].all()
+    assert 0.3 < shrinks.mean() < 0.7 and shrinks[0, 3].all()
     np.testing.assert_allclose(plain - with_decay, 0.1 * param * shrinks, atol=1e-6)
 
 
 def test_without_gradient_muon_only_decays():
     """Zero momentum gives a zero update, which "leaves" every weight: all decay, none is NaN."""
-    param, zero = matrices(2, 4, 4), jnp.zeros((2, 4, 4))
-    args = 0.1, 5.0, 0.9, 0.95, jnp.ones(2)
-    new, momentum, variance = muon(param, zero, zero, jnp.zeros((2, 4)), *args, dtype=F32)
+    param, zero = matrices(3, 12, 6), jnp.zeros((3, 12, 6))
+    args = 0.1, 5.0, 0.9, 0.95, jnp.ones(3)
+    new, momentum, variance = muon(param, zero, zero, jnp.zeros((3, 12)), *args, dtype=F32)
     np.testing.assert_allclose(new, 0.95 * param, rtol=1e-6)
     assert not np.any(momentum) and not np.any(variance)
 
@@ -307,10 +307,10 @@ def test_without_gradient_muon_only_decays():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masters_and_moments_stay_float32_with_full_precision(dtype):
     """A step far below the 2^-8 of bfloat16 moves them, whatever the update was computed in."""
-    bank, grad, zero = jnp.ones((2, 16, 8)), matrices(2, 16, 8), jnp.zeros((2, 16, 8))
-    args = 1e-4, 0.0, 0.9, 0.95, jnp.ones(2)
+    bank, grad, zero = jnp.ones((3, 12, 6)), matrices(3, 12, 6), jnp.zeros((3, 12, 6))
+    args = 1e-4, 0.0, 0.9, 0.95, jnp.ones(3)
     new, momentum, variance = muon(
-        bank, grad, zero, jnp.zeros((2, 16)), *args, dtype=jnp.dtype(dtype)
+        bank, grad, zero, jnp.zeros((3, 12)), *args, dtype=jnp.dtype(dtype)
     )
     assert new.dtype == momentum.dtype == variance.dtype == jnp.float32
     assert (new != bank).mean() > 0.95
@@ -359,7 +359,7 @@ CFG = small_config()
 TABLE = T.param_table(CFG)
 MUON = ("attn_bank", "mlp_bank")
 ADAM = tuple(name for name in TABLE if name not in MUON)
-LIVE = {"attn_bank": 12, "mlp_bank": 8}  # matrices; the rest pads
+LIVE = [("attn_bank", i) for i in range(12)] + [("mlp_bank", i) for i in range(8)]  # others pad
 SCALE = {"attn_bank": [1.0] * 12, "mlp_bank": [2.0] * 4 + [4.0] * 4}
 KINDS = ("params", "first", "second")
 
@@ -423,7 +423,7 @@ def history(devices: int, every: int) -> list:
     return states
 
 
-LAST_TIED = {1: 5, 2: 5, 3: 5}  # round(2/3 of 8 scheduled steps) = 5 ends a group of each size
+LAST_TIED = 5  # round(2/3 of 8 scheduled steps) = 5, which ends a group of 1, of 2 and of 3
 
 
 @functools.cache
@@ -435,23 +435,24 @@ def exact_history(every: int):
     for step in range(10):
         old, grads = states[-1], gradients(step)
         new = {kind: dict(entries) for kind, entries in old.items()}
-        for name, i in [(name, i) for name in MUON for i in range(LIVE[name])]:
-            row, mu = TABLE[name], 0.85 + 0.1 * min(step / 4, 1 - max(0, step - 8) / 2)
-            for kind in KINDS:
-                new[kind][name] = new[kind][name].copy()
+        mu = 0.85 + 0.1 * min(step / 4, 1 - max(0, step - 8) / 2)
+        for kind, bank in itertools.product(KINDS, MUON):
+            new[kind][bank] = new[kind][bank].copy()
+        for bank, i in LIVE:
+            row = TABLE[bank]
             *out, update = exact_muon(
-                old["params"][name][i], grads[name][i], *(old[k][name][i] for k in KINDS[1:]),
-                rates[step] * row.lr, 1.2, mu, 0.95, SCALE[name][i],
+                old["params"][bank][i], grads[bank][i], *(old[k][bank][i] for k in KINDS[1:]),
+                rates[step] * row.lr, 1.2, mu, 0.95, SCALE[bank][i],
             )  # fmt: skip
             for kind, x in zip(KINDS, out, strict=True):
-                new[kind][name][i] = x
-            sure[name][i] &= (np.abs(update) > 1e-3) & (np.abs(out[0]) > 1e-3)
+                new[kind][bank][i] = x
+            sure[bank][i] &= np.abs(update) > 1e-4  # its sign in float32 decides over decay
         for name in ADAM:
             total = old["sums"][name] + grads[name]
             new["sums"][name] = total if (step + 1) % every else np.zeros_like(total)
             if (step + 1) % every:
                 continue
-            if name == "head" and step <= LAST_TIED[every]:
+            if name == "head" and step <= LAST_TIED:
                 total = total + old["sums"]["embed"] + grads["embed"]
             row, count = TABLE[name], (step + 1) // every
             out = exact_adam(
@@ -460,7 +461,7 @@ def exact_history(every: int):
             )  # fmt: skip
             for kind, x in zip(KINDS, out, strict=True):
                 new[kind][name] = x
-        if (step + 1) % every == 0 and step <= LAST_TIED[every]:
+        if (step + 1) % every == 0 and step <= LAST_TIED:
             for kind in KINDS:
                 new[kind]["embed"] = new[kind]["head"]
         states.append(new)
@@ -521,27 +522,24 @@ def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(devices, tied):
     waiting, now = gradients(4), gradients(5)
     both = {name: waiting[name] + now[name] if name in ADAM else now[name] for name in now}
     waiting = {name: waiting[name] for name in ADAM}
-    none = {name: np.zeros_like(x) for name, x in waiting.items()}
+    assert not any(np.any(x) for x in state["sums"].values())
     program = cached_walk(devices, True)
     one, two = program({**state, "sums": waiting}, now, hyper), program(state, both, hyper)
-    assert all(not np.any(state["sums"][name]) for name in none)
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 @BOTH
 @EVERY
 def test_head_and_embedding_are_one_until_the_last_tied_step(devices, every):
-    """Then they part, each from the same parameters and moments."""
+    """Parameters and moments alike; then they part, from the same ones."""
     states = history(devices, every)
     first = every - 1  # the first Adam step makes the embedding a copy of the head
+    assert (states[first]["params"]["head"] != states[first]["params"]["embed"]).any()
     for kind in KINDS:
-        assert (
-            kind != "params" or (states[first][kind]["head"] != states[first][kind]["embed"]).any()
-        )
-        for step in range(first, LAST_TIED[every] + 1):
+        for step in range(first, LAST_TIED + 1):
             after = states[step + 1][kind]
             np.testing.assert_array_equal(after["head"], after["embed"])
-        parted = states[LAST_TIED[every] + 1 + every][kind]
+        parted = states[LAST_TIED + 1 + every][kind]
         assert (parted["head"] != parted["embed"]).any()
 
 
@@ -574,15 +572,14 @@ def test_once_untied_neither_gradient_reaches_the_other(devices):
 def test_rows_of_tables_that_no_token_used_rest_and_others_never_stop(devices):
     """Neither decay nor rounding moves the rows without gradient; those used once go on moving."""
     states = history(devices, 2)
-    for name in ("value_tables", "bigram_table", "head"):
-        used = name == "head"  # its embedding uses no row of NEVER either
+    for name in ("value_tables", "bigram_table", "head"):  # the embedding has no other rows
         for kind in KINDS:
             np.testing.assert_array_equal(
                 states[-1][kind][name][NEVER], start()[kind][name][NEVER], err_msg=name
             )
         for step in range(1, 10, 2):
             moved = states[step + 1]["params"][name] != states[step]["params"][name]
-            assert moved[ONCE].mean() > 0.99, (name, step, used)
+            assert moved[ONCE].mean() > 0.99, (name, step)
 
 
 @BOTH
@@ -591,7 +588,10 @@ def test_muon_updates_its_banks_at_every_step(devices, every):
     for before, after in itertools.pairwise(history(devices, every)):
         for name in MUON:
             for kind in KINDS:
-                old, new = (state[kind][name][: LIVE[name]] for state in (before, after))
+                old, new = (
+                    np.stack([state[kind][bank][i] for bank, i in LIVE if bank == name])
+                    for state in (before, after)
+                )
                 assert (old != new).mean() > 0.99
 
 
