@@ -891,7 +891,7 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
     if platform_ == "tpu":
         return "splash", "the windowed kernel for TPUs"
     if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
-        return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a dense mask"
+        return "cudnn", "the fused kernel for NVIDIA GPUs; windows and documents as a mask of the band"
     what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
     return "xla", f"the reference, since no kernel here serves {what}"
 
@@ -919,7 +919,8 @@ def mix(*terms):
     In float32, so that the gradients of the weights, sums over all tokens, are too: in bfloat16
     those were up to 45 % off.
     """
-    return sum(weight * x for weight, x in terms).astype(terms[0][1].dtype)
+    total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
+    return total.astype(terms[0][1].dtype)
 
 
 def gate(x_btd, weights_ng):
@@ -1174,7 +1175,7 @@ def targets_ahead(tokens, weights_k):
         targets.append(jnp.pad(tokens[:, 1 + j :], ((0, 0), (0, j))))
         inside_t = jnp.arange(t) < t - j
         weights.append(jnp.broadcast_to(inside_t * weights_k[j], targets[-1].shape))
-    return (jnp.stack(x, axis=-1).reshape(-1, len(targets)) for x in (targets, weights))
+    return tuple(jnp.stack(x, axis=-1).reshape(-1, len(targets)) for x in (targets, weights))
 
 
 def loss_sums(params, rows, tokens, cfg: Config, windows, hyper, weights_k, attend: Callable):

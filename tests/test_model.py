@@ -34,12 +34,14 @@ SIX = small_config(
 )
 NO_OFFSET = small_config(long_layers=())
 
-# Compilation takes most of the time here, and half as long without LLVM's optimizations.
+# Compilation takes most of the time here, and less without LLVM's optimizations. And XLA must not
+# drop roundings to bfloat16 where it can: the tests look for those that should not be there.
 jit = functools.partial(
     jax.jit,
     compiler_options={
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
+        "xla_allow_excess_precision": False,
     },
 )
 
@@ -275,8 +277,8 @@ def test_forward_agrees_with_the_reference(cfg, windows):
     tokens[1, 0] = 5  # this row begins inside of a document
     got = hidden(cfg, params, tokens, windows)
     assert got.dtype == np.float32
-    # outputs have size 1; float32 through up to 6 layers of sums over 128 terms
-    np.testing.assert_allclose(got, reference_forward(cfg, params, tokens, windows), atol=3e-5)
+    # outputs have size 1; float32 through up to 6 layers of sums over 128 terms; seen: 3e-6
+    np.testing.assert_allclose(got, reference_forward(cfg, params, tokens, windows), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype, rel", [("float32", 1e-5), ("bfloat16", 0.02)])
@@ -463,7 +465,8 @@ def test_mix_adds_in_float32_and_rounds_once():
 def test_gradients_of_mixing_weights_are_summed_in_float32():
     """A weight's gradient is a sum over all tokens: in bfloat16 it was up to 45 % off."""
     x, out_grad = (jnp.asarray(draw(64, 512, seed=seed) + 0.1, jnp.bfloat16) for seed in (0, 1))
-    got = jit(jax.grad(lambda w: jnp.sum((T.mix((w, x)) * out_grad).astype(jnp.float32))))(1.3)
+    run = jit(jax.grad(lambda w: jnp.sum((T.mix((w, x)) * out_grad).astype(jnp.float32))))
+    got = run(np.float32(1.3))
     want = np.sum(np.asarray(x, np.float64) * np.asarray(out_grad, np.float64))
     assert got.dtype == jnp.float32
     assert float(got) == pytest.approx(want, rel=0.01)
@@ -878,7 +881,8 @@ def test_gradients_survive_bfloat16():
     _, got = loss_and_gradients(small_config(compute_dtype="bfloat16"))
     for name in want:
         error = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
-        assert error < 0.1, (name, error)
+        # seen: up to 0.026, and 0.085 for bigram_lambdas, whose terms nearly cancel
+        assert error < (0.2 if name == "bigram_lambdas" else 0.06), (name, error)
 
 
 def test_activations_have_the_compute_dtype():

@@ -1,0 +1,74 @@
+"""A run that compiles quickly, and its programs, each compiled once for all tests that use them."""
+
+import contextlib
+from dataclasses import replace
+
+import jax
+import pytest
+from conftest import small_config
+
+import train_gpt as T
+
+# 8 steps: 3 plain, 3 packed, 2 of extension, which share the program of the packed ones. Adam
+# steps are 1, 3, 5, 7; head and embedding part after 5; step 3 changes the stage, and its Adam
+# update has the gradients of both.
+CFG = small_config(
+    layers=3,
+    long_layers=(2,),
+    value_layers=(0, 2),
+    skip=(0, 1),
+    steps=8,
+    stages=(
+        T.Stage(0.5, 8 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0)),
+        T.Stage(0.5, 8 * 64, 64, 40, (16, 64), 1.5),
+        T.Stage(0.0, 8 * 64, 64, 40, (16, 64)),
+    ),
+    checkpoint_every=3,
+    # Some gradients are zero at first but for rounding (a norm makes the loss blind to the length
+    # of the stream); with a tiny eps Adam would turn that noise into full steps of random sign.
+    adam_eps=1e-3,
+)
+
+# The optimizations that cost the most: with them a program of CFG takes 8 s, without 1 s.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
+@contextlib.contextmanager
+def quick_compilation():
+    """Inside, what is compiled ahead of time is compiled with QUICK."""
+    real = jax.stages.Lowered.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", lambda low: real(low, QUICK))
+        yield
+
+
+def quick(function, *args):
+    """function(*args), jitted and compiled with QUICK."""
+    with quick_compilation():
+        return jax.jit(function).lower(*args).compile()(*args)
+
+
+BUILT = {}  # what changes a program, number of devices -> the answer of T.compile_all
+
+
+def key(cfg: T.Config, devices: int):
+    """Configs that differ in these fields only have the same programs."""
+    smooth = {"seed": 0, "target": 0.0, "checkpoint_every": 0, "val_every": 0, "data": ""}
+    return replace(cfg, **smooth), devices
+
+
+def mesh_of(devices: int):
+    """A mesh of the first devices."""
+    return T.make_mesh(CFG, jax.devices()[:devices])
+
+
+def programs_of(cfg: T.Config, devices: int) -> dict:
+    """All programs of a run, as T.compile_all makes them."""
+    if key(cfg, devices) not in BUILT:
+        with quick_compilation():
+            BUILT[key(cfg, devices)] = T.compile_all(cfg, mesh_of(devices), lambda line: None)
+    return BUILT[key(cfg, devices)][0]
