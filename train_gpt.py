@@ -891,7 +891,7 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
     if platform_ == "tpu":
         return "splash", "the windowed kernel for TPUs"
     if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
-        return "cudnn", "the fused kernel for NVIDIA GPUs; windows and documents as a mask of the band"
+        return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a mask of the band"
     what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
     return "xla", f"the reference, since no kernel here serves {what}"
 
@@ -996,8 +996,8 @@ def bigram_ids(tokens_bt, rows: int):
     """Row of the bigram table for each token: a hash of it and the token before, int32 [b, t].
 
     The first token of a row gets the last row of the table, and the second one is hashed with that
-    row's number in place of a token: the original updates in place (record 62), and so do its
-    losses. Products wrap around in int32. Documents do not matter.
+    row's number in place of a token, because the original (record 62) works in place. Products wrap
+    around in int32. Documents do not matter.
     """
     last = jnp.full_like(tokens_bt[:, :1], rows - 1, dtype=jnp.int32)
     tokens_bt = tokens_bt.astype(jnp.int32)
@@ -1098,12 +1098,8 @@ def forward(
                     values = rows["value_tables"][cfg.value_layers.index(i)]
                 source = norm(outputs[cfg.backout] if i > cfg.backout else x)
                 y = attention(params, cfg, i, source, values, rotate, attend_in)
-                x = mix(
-                    (resid[i, 0], x),
-                    (post[i, 0], y),
-                    (x0_lambdas[i], x0),
-                    (bigram_lambdas[i] if i else jnp.float32(0), bigram),
-                )
+                more = [(bigram_lambdas[i], bigram)] if i else []  # layer 0 has it already
+                x = mix((resid[i, 0], x), (post[i, 0], y), (x0_lambdas[i], x0), *more)
         with jax.named_scope(f"mlp{i}"):
             x = mix((resid[i, 1], x), (post[i, 1], mlp(params, cfg, i, norm(x))))
         outputs.append(x)
@@ -1188,7 +1184,8 @@ def loss_sums(params, rows, tokens, cfg: Config, windows, hyper, weights_k, atte
 def flops_per_token(cfg: Config) -> float:
     """Model FLOPs of forward and backward per token: 6 per matmul weight.
 
-    Attention scores (7 % at most) are left out, as in the original's figures.
+    Attention scores are left out, as in the original's figures: with full windows, without regard to
+    documents, they would add 13 % in the last stage.
     """
     table = param_table(cfg)
     return 6.0 * sum(table[name].count for name in ("attn_bank", "mlp_bank", "head"))

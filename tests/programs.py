@@ -24,9 +24,6 @@ CFG = small_config(
         T.Stage(0.0, 8 * 64, 64, 40, (16, 64)),
     ),
     checkpoint_every=3,
-    # Some gradients are zero at first but for rounding (a norm makes the loss blind to the length
-    # of the stream); with a tiny eps Adam would turn that noise into full steps of random sign.
-    adam_eps=1e-3,
 )
 
 # The optimizations that cost the most: with them a program of CFG takes 8 s, without 1 s.
