@@ -1184,7 +1184,7 @@ def loss_sums(params, rows, tokens, cfg: Config, windows, hyper, weights_k, atte
 def flops_per_token(cfg: Config) -> float:
     """Model FLOPs of forward and backward per token: 6 per matmul weight.
 
-    Attention scores are left out, as in the original's figures: with full windows, without regard to
+    Attention scores are left out, as in the original's figures: with full windows, regardless of
     documents, they would add 13 % in the last stage.
     """
     table = param_table(cfg)
