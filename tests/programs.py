@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 import jax
 import pytest
@@ -36,17 +37,16 @@ QUICK = {
 
 @contextlib.contextmanager
 def quick_compilation():
-    """Inside, what is compiled ahead of time is compiled with QUICK."""
-    real = jax.stages.Lowered.compile
+    """Inside, jax.jit compiles with QUICK."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda low: real(low, QUICK))
+        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=QUICK))
         yield
 
 
 def quick(function, *args):
     """function(*args), jitted and compiled with QUICK."""
     with quick_compilation():
-        return jax.jit(function).lower(*args).compile()(*args)
+        return jax.jit(function)(*args)
 
 
 BUILT = {}  # what changes a program, number of devices -> the answer of T.compile_all

@@ -11,15 +11,17 @@ from conftest import ROOT, write_shard
 import train_gpt as T
 
 TINY = T.PRESETS["tiny"]
-# Two steps of one row for each of 8 devices, so that a little data is enough.
+# A step for each stage, of one row for each of 8 devices, so that a little data is enough.
+STEPS = len(TINY.stages)
 SMALL = [
     "tiny",
-    "--set=steps=2",
+    f"--set=steps={STEPS}",
+    f"--set=extension={int(TINY.stages[-1].share == 0)}",
     "--set=encoding=bytes",
     f"--set=val_tokens={TINY.val_batch}",
     *(f"--set=stages.{i}.batch_tokens={8 * s.row_tokens}" for i, s in enumerate(TINY.stages)),
 ]
-TOKENS = 8 * sum(stage.row_tokens for stage in TINY.stages) + 1  # what these two steps read
+TOKENS = 8 * sum(stage.row_tokens for stage in TINY.stages) + 1  # what these steps read
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def refused(result) -> str:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["more"], "unknown preset 'more'; there are: speedrun, speedrun-768, tiny"),
+        (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
         (["tiny", "more"], "unrecognized arguments: more (see --help)"),
         (["--fast"], "unrecognized arguments: --fast"),
         (["--set"], "argument --set: expected at least one argument"),
@@ -73,9 +75,11 @@ def refused(result) -> str:
         (["--set", "steps="], "steps=: steps takes a value like"),
         (["--set", "steps.1=3"], "steps has no parts"),
         (["--set", "lr_muon=fast"], "lr_muon takes a value like"),
-        (["--set", "adam_betas=0.9"], "adam_betas takes a value like"),
-        (["--set", "adam_betas=(0.9,)"], "adam_betas takes a value like"),
-        (["--set", "adam_betas=(0.9,"], "adam_betas takes a value like"),
+        (["--set", "momentum=0.9"], "momentum takes a value like"),
+        (["--set", "momentum=(0.9,)"], "momentum takes a value like"),
+        (["--set", "momentum=(0.9,"], "momentum takes a value like"),
+        (["--set", "logit_cap=(23.0,5.0)"], "logit_cap takes a value like"),
+        (["--set", "stages.0.weights=1"], "--set stages.0.weights=1: weights takes a value like"),
         (["--set", "long_layers=3"], "long_layers takes a value like"),
         (["--set", "val_windows=(64,)"], "val_windows"),
         (["--set", "stages.0.windows=(64,)"], "windows"),
@@ -86,19 +90,24 @@ def refused(result) -> str:
         (["--set", "steps=0"], "steps=0 is not valid: it must be positive"),
         (["--set", "steps=1"], "steps=1 is not valid: every stage needs at least one step"),
         (
-            ["--set", "heads=1", "--set", "width=100"],
-            "width=100 is not valid: it must be a multiple of 8",
+            ["--set", "vocab=2052"],
+            "vocab=2052 is not valid: it must be a multiple of 8",
         ),
         (["--set", "heads=3"], "heads=3 is not valid: it must divide width="),
         (["--set", "bos=-1"], "bos=-1 is not valid"),
         (["--set", "devices=-1"], "devices=-1 is not valid"),
         (["--set", "real_tokens=9999999"], "real_tokens=9999999 is not valid: 1 to vocab="),
-        (["--set", "long_layers=(99,)"], "long_layers=(99,) is not valid: layers are 0..layers-1"),
+        (["--set", "long_layers=(99,)"], "long_layers=(99,) is not valid: different ones of the"),
+        (["--set", "backout=99"], "backout=99 is not valid: layers are 0..layers-1"),
+        (["--set", "skip=(2,1)"], "skip=(2, 1) is not valid: an earlier and a later layer"),
+        (["--set", "adam_every=0"], "adam_every=0 is not valid: it must be positive"),
+        (["--set", "extension=9999"], "extension=9999 is not valid: fewer than steps="),
+        (["--set", "stages.0.weights_end=()"], "stages.0.weights_end=() is not valid: as many as"),
         (["--set", "encoding=morse"], "encoding='morse' is not valid: gpt2, bytes or bpe"),
         (["--set", "attention=magic"], "attention='magic' is not valid: auto, xla"),
         (["--set", "compute_dtype=float16"], "bfloat16 or float32"),
-        (["--set", "cooldown=nan"], "cooldown=nan is not valid: a share, 0 to 1"),
-        (["--set", "softcap=0"], "softcap=0.0 is not valid"),
+        (["--set", "cooldown=nan"], "cooldown=nan is not valid: it must be finite"),
+        (["--set", "logit_cap=(0.0,5.0,7.5)"], "logit_cap=(0.0, 5.0, 7.5) is not valid"),
         (["--set", "rope_base=0"], "rope_base=0.0 is not valid"),
         (["--set", "lr_muon=nan"], "lr_muon=nan is not valid"),
         (["--set", "val_windows=(-1,5)"], "val_windows=(-1, 5) is not valid"),
@@ -165,7 +174,7 @@ TRAIN, VAL = "cli_train_000001.bin", "cli_val_000001.bin"
         pytest.param(
             TRAIN,
             lambda b: b[:8] + np.int32(TOKENS - 1).tobytes() + b[12:-2],
-            "last for 1 of 2 steps: get more shards, or lower --set steps=",
+            f"last for {STEPS - 1} of {STEPS} steps: get more shards, or lower --set steps=",
             id="too few",
         ),
         pytest.param(
@@ -247,11 +256,46 @@ def test_show_prints_config_parameters_and_stages(main, tmp_path, preset):
     for text in (
         f"preset = '{preset}'",
         f"{cfg.steps} steps, {cfg.total_tokens:,} tokens",
-        *(variant.name for variant in T.variants(cfg)),
+        *(variant.name for variant in T.executions(cfg)),
         *T.param_table(cfg),
     ):
         assert text in out
     assert not list(tmp_path.iterdir())
+
+
+def test_show_of_the_speedrun_is_the_record(main):
+    """Its parameters, stages and totals, as published; rates and decays of the Adam tables."""
+    out = main("speedrun", "--show")[1]
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "total 539,100,331" in lines
+    assert "1490 steps, 395,837,440 tokens, 2.711e+17 model FLOPs" in lines
+    for row in (
+        "head 50304x768 38,633,472 adam 0.008 0.75 0.5/0.95",
+        "embed 50304x768 38,633,472 adam 0.008 0.75 0.5/0.95",
+        "value_tables 251520x768 193,167,360 adam 0.6 0.025 0.75/0.95",
+        "bigram_table 251520x768 193,167,360 adam 0.6 0.025 0.75/0.95",
+        "attn_bank 40x768x768 23,592,960 muon 0.023 1.2",
+        "mlp_bank 24x3072x768 51,904,512 muon 0.023 1.2",
+        "attn_gate 10x6x12 720 adam 0.008 0.005 0.9/0.99",
+        "smear_gate 1x12 12 adam 8e-05 0 0.9/0.99",
+        "resid_lambdas 11x2 22 adam 0.04 0 0.9/0.95",
+        "skip_lambda 1 1 adam 0.04 0 0.9/0.99",
+    ):
+        assert row in lines
+    for row in (  # steps, batch, row, doc cap, windows, lr, attention scale, M tokens, weights
+        "0..482 131072 16384 896 128/384 1 0.1000 63.3 (1.0, 0.5, 0.25) (1.0, 0.5, 0.0)",
+        "483..966 262144 32768 2048 384/896 1.52 0.1169 126.9 (1.0, 0.5) (1.0, 0.0)",
+        "967..1449 393216 49152 2048 640/1408 1.73 0.1275 189.9 (1.0,) (1.0,)",
+        "1450..1489 393216 49152 2048 768/1664 1 0.1318 15.7 (1.0,) (1.0,)",
+    ):
+        assert row in lines
+    assert "validation windows: 768/2560" in lines
+    assert "learning rate falls from step 580 on; Adam every 2 steps" in lines
+    assert "head and embedding tied up to step 967" in lines
+
+
+def test_show_says_when_head_and_embedding_are_never_tied(main):
+    assert "never tied" in main("tiny", "--set", "tied=0", "--show")[1].splitlines()
 
 
 def test_default_preset_without_an_accelerator_is_tiny(main):

@@ -10,6 +10,7 @@ import pytest
 from conftest import BOS, documents, small_config, write_shard
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import CFG
 
 import train_gpt as T
 
@@ -219,22 +220,23 @@ def batches(cfg, folder, devices, step=0, cursor=0, depth=3):
 
 @pytest.fixture(scope="module")
 def eight(shards):
-    """The batches of small_config's run, both stages, on 8 devices."""
-    return batches(small_config(), shards, 8)
+    """The batches of a run of 8 steps, plain and packed ones, on 8 devices."""
+    return batches(CFG, shards, 8)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_batches_hold_the_same_tokens_on_any_number_of_devices(shards, eight, devices):
-    cfg = small_config()
-    got, mesh = batches(cfg, shards, devices)
+    got, mesh = batches(CFG, shards, devices)
     for step, (batch, want) in enumerate(zip(got, eight[0], strict=True)):
-        rows, t = T.stage_at(cfg, step).rows, T.stage_at(cfg, step).row_tokens
+        rows, t = T.stage_at(CFG, step).rows, T.stage_at(CFG, step).row_tokens
         assert batch.tokens.dtype == np.uint16 and batch.tokens.shape == (rows, t + 1)
         assert batch.tokens.sharding == NamedSharding(mesh, P(T.AXIS))
         assert batch.tokens.addressable_shards[0].data.shape == (rows // devices, t + 1)
-        assert batch.hyper.sharding == NamedSharding(mesh, P())
+        for got_value, value in zip(batch.hyper, T.hyper_at(CFG, step), strict=True):
+            assert got_value.sharding == NamedSharding(mesh, P())
+            assert got_value.dtype == np.float32
+            np.testing.assert_array_equal(got_value, value)
         np.testing.assert_array_equal(batch.tokens, want.tokens)
-        np.testing.assert_array_equal(batch.hyper, T.hyper_at(cfg, step))
         assert batch.cursor == want.cursor
 
 
@@ -242,13 +244,13 @@ def test_batches_follow_the_stages(shards, eight):
     """Plain rows from the start of the stream, then packed ones from where these ended."""
     stream = T.TokenStream(shards, "train", BOS)
     np.testing.assert_array_equal(eight[0][0].tokens, T.plain_rows(stream, 0, 8, 32)[0])
-    assert [batch.cursor for batch in eight[0][:4]] == [256, 512, 768, 1024]
-    np.testing.assert_array_equal(eight[0][4].tokens, T.packed_rows(stream, 1024, 8, 64, 24)[0])
+    assert [batch.cursor for batch in eight[0][:3]] == [256, 512, 768]
+    np.testing.assert_array_equal(eight[0][3].tokens, T.packed_rows(stream, 768, 8, 64, 40)[0])
 
 
 @pytest.mark.parametrize("step", range(1, 8))
 def test_batches_go_on_from_a_stored_cursor(shards, eight, step):
-    got, _ = batches(small_config(), shards, 8, step, eight[0][step - 1].cursor)
+    got, _ = batches(CFG, shards, 8, step, eight[0][step - 1].cursor)
     for batch, want in zip(got, eight[0][step:], strict=True):
         np.testing.assert_array_equal(batch.tokens, want.tokens)
         assert batch.cursor == want.cursor
@@ -272,7 +274,7 @@ def check(folder, train, val=None, **changes):
     """check_tokens on new shards with these tokens."""
     val = documents(3, 1025) if val is None else val
     streams = stream_of(folder, *train), stream_of(folder, val, split="val")
-    T.check_tokens(small_config(**changes), *streams)
+    T.check_tokens(small_config(**changes) if changes else CFG, *streams)
 
 
 def packed_need(steps: int) -> int:
@@ -288,18 +290,18 @@ def packed_need(steps: int) -> int:
 )
 def test_check_tokens_accepts_exactly_enough_and_counts_the_steps(tmp_path, stage, need):
     tokens = documents(8, 9000)
-    check(tmp_path, [tokens[:need]], steps=5, stages=(stage,))
+    check(tmp_path, [tokens[:need]], steps=5, stages=(stage,), extension=0)
     with pytest.raises(T.UserError, match=r"last for 4 of 5 steps: get more shards") as error:
-        check(tmp_path, [tokens[: need - 1]], steps=5, stages=(stage,))
+        check(tmp_path, [tokens[: need - 1]], steps=5, stages=(stage,), extension=0)
     assert str(tmp_path) in str(error.value)
     with pytest.raises(T.UserError, match=r"last for 2 of 5 steps"):
-        check(tmp_path, [tokens[: need // 2]], steps=5, stages=(stage,))
+        check(tmp_path, [tokens[: need // 2]], steps=5, stages=(stage,), extension=0)
 
 
 def test_check_tokens_accepts_a_last_target_that_ends_the_last_shard(tmp_path):
     """The lone BOS of the last packed row is the last token that there is."""
     packed = T.Stage(1.0, 8 * 8, 8, 8, (4, 4))
-    check(tmp_path, [np.tile(texts(8, 1), 8)], steps=1, stages=(packed,))
+    check(tmp_path, [np.tile(texts(8, 1), 8)], steps=1, stages=(packed,), extension=0)
 
 
 def test_check_tokens_accepts_exactly_enough_validation_tokens(tmp_path):

@@ -1,6 +1,7 @@
 """The programs on the devices: the same training on any number of them, and nothing hidden."""
 
 import functools
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -211,8 +212,8 @@ def test_reduced_gradients_are_the_sums_over_devices_cut_or_whole():
 @pytest.fixture(scope="module")
 def wide():
     """The accumulating gradients of WIDE on 8 devices, lowered and compiled."""
-    lowered = T.lower_variant(WIDE, WIDE_GRADS, mesh_of(8))
     with quick_compilation():
+        lowered = T.lower_variant(WIDE, WIDE_GRADS, mesh_of(8))
         return SimpleNamespace(lowered=lowered, compiled=lowered.compile())
 
 
@@ -376,7 +377,8 @@ def updated():
     for with_adam in (False, True):
         for tied in (False, True):
             state = random_state(CFG, mesh, tied=tied)
-            start = jax.device_get(state)
+            # Not from `state` itself: a buffer that NumPy looks into cannot be donated.
+            start = jax.device_get(random_state(CFG, mesh, tied=tied))
             about = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
             copies, grads = programs["copies"](state["params"]), random_grads(CFG, mesh)
             hyper = hyper_on(CFG, 1, mesh, tied=tied)
@@ -424,11 +426,8 @@ def test_update_consumes_the_old_state_and_copies_and_leaves_the_gradients(updat
 
 
 @pytest.mark.parametrize("variant", [MUON, ADAM], ids=["muon", "adam"])
-def test_update_writes_the_new_state_where_the_old_one_was(variant):
-    """Per device: its share of the sharded arrays of the state, and all of the small ones.
-
-    So it is with the copies, which are whole, whether they change or not.
-    """
+def test_update_writes_state_and_copies_where_the_old_ones_were(variant):
+    """On each device, its share of what is cut, all of what is not, and the whole copies."""
     size = sum(np.prod(row.shape) for row in TABLE.values())
     for kind, rows in T.map_state(CFG, lambda kind, row: row).items():
         for row in rows.values():
@@ -563,6 +562,51 @@ def test_compile_all_reports_each_program(monkeypatch):
     assert list(seconds) == names and min(seconds.values()) > 0
     assert sorted(line.split()[1] for line in lines) == sorted(names)
     assert all(re.search(r"^compiled .* in \d+\.\d s, \d+ MiB temporary$", line) for line in lines)
+
+
+@pytest.fixture
+def absent(monkeypatch):
+    """preflight for 8 devices, with programs that are there already; name -> error to raise."""
+    programs, errors = programs_of(CFG, 8), {}
+
+    def lower(cfg, variant, mesh):
+        assert (cfg, mesh) == (CFG, mesh_of(8))
+
+        def compile_():
+            if variant.name in errors:
+                raise jax.errors.JaxRuntimeError(errors[variant.name])
+            return programs[variant]
+
+        return SimpleNamespace(compile=compile_)
+
+    monkeypatch.setattr(T, "absent_devices", lambda target: jax.devices())
+    monkeypatch.setattr(T, "lower_variant", lower)
+    return errors
+
+
+def test_preflight_reports_every_program_of_the_run(absent, tmp_path):
+    lines = []
+    assert T.preflight(CFG, "v6e-8", tmp_path / "dump", lines.append) is True
+    report = json.loads((tmp_path / "dump/preflight.json").read_text())
+    counts = T.executions(CFG)
+    assert [row["name"] for row in report["variants"]] == [variant.name for variant in counts]
+    assert [row["steps"] for row in report["variants"]] == list(counts.values())
+    assert [row["tokens_per_step"] for row in report["variants"]] == [256, 0, 0, 512, 512]
+    assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
+    assert (report["devices"], report["target"], len(lines)) == (8, "v6e-8", 5)
+    for row in report["variants"]:
+        assert "HloModule" in (tmp_path / "dump" / row["hlo"]).read_text()
+        assert row["bytes"]["arguments"] > 0
+
+
+def test_preflight_goes_on_after_a_program_that_does_not_fit(absent):
+    lines, name = [], T.step_variants(CFG, 3)[0].name
+    absent[name] = "RESOURCE_EXHAUSTED: too large.\n  Used 40.1G of 31.2G hbm.\n  and more"
+    assert T.preflight(CFG, "v6e-8", None, lines.append) is False
+    assert f"{name} does not fit: Used 40.1G of 31.2G hbm." in lines and len(lines) == 5
+    absent[name] = "INTERNAL: a bug"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        T.preflight(CFG, "v6e-8", None, lines.append)
 
 
 # ------------------------------------------------------------------------------------------------
