@@ -40,6 +40,7 @@ record that brought an idea needed less than the one before it (often with other
     windows that grow                          Stage.windows                     13     65
     tables of token values                     attention                         14    115
     rotation of half of the dimensions         rope_tables                       17
+    long and short windows                     Config.long_layers                20
     rows that start at a document              plan_packed                       26      8
     attention gates from 12 features           gate                              28     22
     documents cut at a length                  plan_packed                       29     10
@@ -49,18 +50,24 @@ record that brought an idea needed less than the one before it (often with other
     Adam every second step                     apply_updates                     39     22
     backout: a late output out of the stream   forward                           40     24
     NorMuon: rows equally large                even_rows                         41      4
+    up-projections learn twice as fast         bank_rows                         42      8
     cautious decay; on tables too              muon, adam                    43, 50     16
     one gated skip instead of many             forward                           45      5
     batches that grow                          Stage.batch_tokens                46     12
+    weights on q, k, v and on o                attention                     47, 48
     key offset                                 key_offset                        49     13
-    one matrix as embedding and head, which    apply_updates, is_tied        51, 53     35
-        part late; multi-token prediction      targets_ahead                     53
+    one matrix as embedding and head           apply_updates                     51     14
+    slower betas for lone scalars              param_table                       52      9
+    multi-token prediction; the embedding      targets_ahead, is_tied            53     21
+        and the head part late
     logits 23 sigmoid((z + 5) / 7.5)           cap_logits                        54     10
     gates on values and on the skip            attention, forward                55      9
     paired heads                               pair_heads                        58     17
     table of hashed bigrams                    bigram_ids                        62     43
     five tables of values                      param_table                       63      7
     v and o start like q and k                 bank_rows                         64      5
+    documents cut earlier at first; floor .15  Stage.doc_cap, lr_scale           72
+    a weight for each branch of a layer        forward                           73     12
     late attention reads one earlier output    forward                           77      5
 
 Sources beyond it: RoPE (Su et al. 2021), YaRN (Peng et al. 2023), QK norm (Henry et al. 2020),
@@ -200,7 +207,7 @@ class Config:
     decay_adam: float = 0.005  # likewise
     adam_eps: float = 1e-10
     adam_every: int = 2  # steps whose gradients one Adam step sums
-    # memory: a device takes this many tokens at a time (at least a row) and sums the gradients
+    # memory: a device takes up to this many tokens at a time (at least a row), summing gradients
     micro_tokens: int = 49_152
     loss_chunk: int = 4096  # tokens whose float32 logits exist at once
     # validation: the first val_tokens of the validation split, each predicted once
@@ -253,7 +260,7 @@ class Config:
 
 PRESETS = {
     "speedrun": Config(),
-    # the same ideas at toy size; sizes and rates by trial, for the lowest loss in 80 s on two cores
+    # the same ideas at toy size, 2 minutes on two cores; rates as above
     "tiny": Config(
         preset="tiny",
         layers=5,
@@ -285,7 +292,7 @@ PRESETS = {
         val_batch=4096,
         val_row=512,
         val_windows=(128, 512),
-        target=4.1,
+        target=3.9,
         data="data/builtin",
         sample_tokens=80,
     ),
@@ -377,9 +384,13 @@ def validate_stages(cfg: Config, need: Callable):
     shares = [stage.share for stage in cfg.stages]
     scheduled = shares[:-1] if cfg.extension else shares
     whole = "the shares must add up to 1; with an extension, that of the last stage is 0"
+    last = "above 0 if and only if the last stage, which it then is, has share=0"
+    need((cfg.extension > 0) == (shares[-1] == 0), "extension", last)
     need(scheduled and min(scheduled) > 0 and abs(sum(shares) - 1) < 1e-6, "stages", whole)
-    need(not cfg.extension or shares[-1] == 0, "stages", whole)
-    need(min(np.diff(cfg.boundaries)) > 0, "steps", "every stage needs at least one step")
+    every_stage = (
+        f"every stage needs at least one step, and extension={cfg.extension} of them are taken"
+    )
+    need(min(np.diff(cfg.boundaries)) > 0, "steps", every_stage)
     for i, stage in enumerate(cfg.stages):
         need(0 <= stage.lr_factor < math.inf, f"stages.{i}.lr_factor", "0 or more, finite")
         need(stage.row_tokens > 0, f"stages.{i}.row_tokens", "it must be positive")
@@ -640,7 +651,8 @@ def bank_rows(cfg: Config) -> dict[str, Param]:
 
     An orthogonalized update has unit singular values whatever the shape, so for random inputs the
     change it makes to an output element shrinks as the output grows; sqrt(f / d) makes up for that
-    (Jordan et al. 2024). The down-projections get twice as much, by experiment (record 48).
+    in the up-projections (Jordan et al. 2024). The down-projections get twice as much, found by
+    trial (record 48).
     """
     d, f = cfg.width, cfg.mlp_width
     attn, mlp = 4 * len(cfg.attention_layers), 2 * cfg.layers
@@ -793,12 +805,28 @@ def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int):
     return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnh, 1), mask[:, None]
 
 
+SCORE_BYTES = 2**30  # of float32 scores that attend_xla has at once
+
+
 def attend_xla(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """The reference, for any hardware: the scores of a band at once, softmax in float32."""
-    q, k, v, mask = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
-    scores = jnp.einsum("bcnh,bsnh->bncs", q, k, preferred_element_type=jnp.float32)
-    probs = jax.nn.softmax(jnp.where(mask, scores * scale, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bncs,bsnh->bcnh", probs, v).reshape(q_btnh.shape)
+    """The reference, for any hardware: the scores of a band, softmax in float32.
+
+    Blocks are taken together up to SCORE_BYTES of scores; beyond that, groups of them one after the
+    other, whose scores are formed again in the backward pass.
+    """
+
+    def attend(block):
+        q_cnh, k_snh, v_snh, mask_ncs = block
+        scores = jnp.einsum("cnh,snh->ncs", q_cnh, k_snh, preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.where(mask_ncs, scores * scale, -jnp.inf), axis=-1)
+        return jnp.einsum("ncs,snh->cnh", probs.astype(v_snh.dtype), v_snh)
+
+    blocks = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
+    count, _, c, s = blocks[3].shape
+    together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * c * s))
+    if count <= together:
+        return jax.vmap(attend)(blocks).reshape(q_btnh.shape)
+    return lax.map(jax.checkpoint(attend), blocks, batch_size=together).reshape(q_btnh.shape)
 
 
 @functools.cache
@@ -853,7 +881,8 @@ def attend_cudnn(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """The NVIDIA kernel. It has no segment ids: windows and documents enter as the band's mask.
 
     One dense mask for a row of 49,152 tokens would take 2.4 GB; that of the band takes 75 MB at a
-    window of 640, and the kernel computes nothing outside the band.
+    window of 640 (2.1 GB in the validation, at 262,144 and 2560), and the kernel computes nothing
+    outside the band.
     """
     if q_btnh.dtype not in (jnp.bfloat16, jnp.float16):
         raise UserError(
@@ -916,8 +945,8 @@ def norm(x):
 def mix(*terms):
     """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype.
 
-    In float32, so that the gradients of the weights, sums over all tokens, are too: in bfloat16
-    those were up to 45 % off.
+    In float32, so that the gradients of the weights, sums over all tokens, are too: summed in
+    bfloat16, those of small models in the tests were up to 45 % off.
     """
     total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
     return total.astype(terms[0][1].dtype)
@@ -926,7 +955,7 @@ def mix(*terms):
 def gate(x_btd, weights_ng):
     """One number in (0, 1) for each head, from the first features of each token; float32 [b, t, n].
 
-    Sparse gate: twelve inputs do as well as all of them (record 28).
+    Twelve of them suffice (record 28).
     """
     x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
     return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
@@ -951,7 +980,11 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def positions(cfg: Config, t: int, paired: bool):
-    """Positions for the rotation, int [t, 1]; with `paired` heads [t, n], see pair_heads."""
+    """Positions for the rotation, int [t, 1]; with `paired` heads [t, n], see pair_heads.
+
+    Even heads turn by 2t and odd ones by 2t + 1, although pair_heads sends the first half of the
+    heads to place 2t: the original reshapes differently for the two, and so must we.
+    """
     if paired:
         return 2 * jnp.arange(t)[:, None] + (jnp.arange(cfg.heads) % 2)[None]
     return jnp.arange(t)[:, None]
@@ -979,9 +1012,9 @@ def key_offset(k_btnh):
     return jnp.where(still[None, None, None], shifted, k_btnh)
 
 
-def smear(x_btd, weights_g, strength):
+def smear(x_btd, weights_ng, strength):
     """Every token takes a little of the one before it, by a gate (record 34)."""
-    amount = strength * gate(x_btd[:, 1:], weights_g)
+    amount = strength * gate(x_btd[:, 1:], weights_ng)
     return jnp.concatenate(
         [x_btd[:, :1], mix((1.0, x_btd[:, 1:]), (amount, x_btd[:, :-1]))], axis=1
     )
@@ -997,7 +1030,8 @@ def bigram_ids(tokens_bt, rows: int):
 
     The first token of a row gets the last row of the table, and the second one is hashed with that
     row's number in place of a token, because the original (record 62) works in place. Products wrap
-    around in int32. Documents do not matter.
+    around in int32. Documents do not matter. Two multiplications a token are cheaper on the device
+    than four more bytes a token on the way to it.
     """
     last = jnp.full_like(tokens_bt[:, :1], rows - 1, dtype=jnp.int32)
     tokens_bt = tokens_bt.astype(jnp.int32)
@@ -1064,9 +1098,9 @@ def forward(
     """Tokens int32 [b, t] and their table rows -> normed output of the last layer [b, t, d].
 
     `params` are the compute copies (banks in cfg.dtype, small parameters in float32), `rows` what
-    table_rows looks up in TABLES. The embedding x0 and the bigram row go into the stream before
-    every attention. The output of layer `backout` is the input of all later attentions; most of it
-    is taken out of the stream before the head (records 40, 77).
+    table_rows looks up in TABLES. The embedding x0 and the bigram row go into the stream again with
+    the output of every attention. The output of layer `backout` is the input of all later
+    attentions; half of it, at first, is taken out of the stream before the head (records 40, 77).
     """
     t = tokens_bt.shape[1]
     segments_bt = segment_ids(tokens_bt, cfg.bos)
@@ -1242,7 +1276,7 @@ def muon(param, grad, momentum, variance, lr, decay, mu, beta, scale, dtype):
     Bank, gradient, momentum are [l, rows, cols], variance [l, rows]; `scale` [l] is the factor on
     the learning rate of each matrix. Momentum and its Nesterov look-ahead are averages, so that
     `grad` keeps its size while `mu` warms up. Weights decay only where the update shrinks them or
-    leaves them (cautious, after Liang et al. 2024; record 43), by lr * lr * decay.
+    leaves them (cautious, after Liang et al. 2024; record 43), by lr * scale * lr * decay.
     """
     momentum = mu * momentum + (1 - mu) * grad
     update = orthogonalize(mu * momentum + (1 - mu) * grad, dtype).astype(jnp.float32)
@@ -1412,7 +1446,11 @@ def compute_copies(cfg: Config, params, gather: bool = False, names=None):
 
 
 def reduce_grads(cfg: Config, grads):
-    """Sum float32 gradients over the devices, leaving each device its own share."""
+    """Sum float32 gradients over the devices, leaving each device its own share.
+
+    Adam's too, at every step: so the sums that wait are a share, 0.23 GB on each of eight devices.
+    Summed before they are reduced they would be 1.85 GB, for half of the traffic.
+    """
     return {
         name: lax.psum_scatter(grads[name], AXIS, tiled=True)
         if row.sharded
@@ -1425,8 +1463,9 @@ def accumulate(cfg: Config, loss: Callable, copies, tokens, micro: int):
     """(loss, gradients) of loss(weights, rows, tokens) summed in float32 over micro-batches.
 
     Tables take part only with the rows that the tokens look up: the gradient of those rows is added
-    into the table's, so that no array of a table's size is made for each micro-batch. No collective
-    runs in here: the devices meet once, after the last micro-batch.
+    into the table's, so that no array of a table's size is made for each micro-batch. (On a GPU in
+    no fixed order: the last bits can differ from run to run.) No collective runs in here: the
+    devices meet once, after the last micro-batch.
     """
     weights = {name: x for name, x in copies.items() if name not in TABLES}
 
@@ -1455,8 +1494,8 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
     update: (state, copies, gradients, Hyper) -> (state, copies)
     eval:   (copies, tokens uint16 [rows, t+1], Hyper) -> summed loss
     Copies are whole on every device, state and gradients are cut. The gradient is that of the
-    summed loss of a row, averaged over rows, as in the original: it grows with the rows from stage
-    to stage, while the moments remember the old size.
+    summed loss of a row, averaged over rows, as in the original: it grows with the length of a row
+    from stage to stage, while the moments remember the old size.
     """
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
     micro = micro_rows(cfg, variant.rows // mesh.size, variant.row_tokens)
@@ -1521,7 +1560,9 @@ def lower_variant(cfg: Config, variant: Variant, mesh: Mesh):
     )
     step = make_step(cfg, variant, mesh)
     if variant.kind == "update":
-        return jax.jit(step, donate_argnums=(0, 1)).lower(state, copies, state["params"], hyper)
+        # Unused, the old copies would be dropped from the program, and kept beside the new ones.
+        jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
+        return jitted.lower(state, copies, state["params"], hyper)
     shape = (variant.rows, variant.row_tokens + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=NamedSharding(mesh, P(AXIS)))
     return jax.jit(step).lower(copies, tokens, hyper)
@@ -1667,10 +1708,11 @@ def plan_packed(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: in
     while True:
         number, base = stream.shard_at(cursor)
         starts = stream.documents(number)
-        stops = [*starts[1:].tolist(), len(stream.shards[number])][: len(starts)]
+        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
         first = int(np.searchsorted(starts, cursor - base))
         pieces, row, room = [], 0, t + 1
-        for start, stop in zip(starts[first:].tolist(), stops[first:], strict=True):
+        # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
+        for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
             stop = min(stop, start + doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
             room -= stop - start
@@ -1755,7 +1797,7 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 
 def put_hyper(cfg: Config, step: int, mesh: Mesh) -> Hyper:
     """The Hyper of `step`, whole on every device."""
-    return jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+    return jax.device_put(hyper_at(cfg, step), NamedSharding(mesh, P()))
 
 
 def train_batches(cfg: Config, mesh: Mesh, stream: TokenStream, step: int, cursor: int):
@@ -2080,7 +2122,7 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
     The whole row is computed again for each token: a few seconds at the size of a demonstration,
     and no second implementation of the model that could disagree with the first.
     """
-    folder, *_ = find_checkpoint(run_dir)
+    folder, at, _ = find_checkpoint(run_dir)
     mesh = make_mesh(dataclasses.replace(cfg, devices=1))
     params = load_arrays(folder, {"params": abstract_state(cfg, mesh)["params"]})["params"]
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
@@ -2089,7 +2131,7 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
     @jax.jit
     def next_token(copies, tokens_t, last, key):
         rows = look_up(cfg, copies, tokens_t[None])
-        hyper = hyper_at(cfg, cfg.steps - 1)
+        hyper = hyper_at(cfg, max(at["step"] - 1, 0))
         x_btd = forward(copies, rows, tokens_t[None], cfg, cfg.val_windows, hyper, attend)
         z_v = jnp.matmul(copies["head"], x_btd[0, last], preferred_element_type=jnp.float32)
         logits_v = cap_logits(z_v, cfg)
@@ -2298,6 +2340,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, start: dict, pr
             grads_of, update = (programs[variant] for variant in step_variants(cfg, step))
             grads, loss = grads_of(copies, batch.tokens, batch.hyper)
             state, copies = update(state, copies, grads, batch.hyper)
+            del grads  # or they would stand beside those of the next step
             if pending is not None:
                 progress.trained(step, pending)
             pending = loss
@@ -2434,6 +2477,7 @@ def absent_devices(target: str) -> list:
 def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print) -> bool:
     """Compile every variant for absent hardware and report memory; whether all of it fits.
 
+    The training state stays on the devices while programs run that do not take it: "resident".
     With `dump`: preflight.json and the optimized HLO of each variant go there.
     """
     devices = absent_devices(target)
@@ -2442,6 +2486,10 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
     if dump:
         make_folder(dump, "--dump")
     rows, fits = [], True
+    state_bytes = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(abstract_state(cfg, mesh))
+    )
     for variant, steps in executions(cfg).items():
         start = time.perf_counter()
         row = {"name": variant.name, "steps": steps, "tokens_per_step": variant.batch_tokens}
@@ -2464,15 +2512,18 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
             "aliased": memory.alias_size_in_bytes,
             "temporary": memory.temp_size_in_bytes,
             "peak": memory.peak_memory_in_bytes,
+            "resident": 0 if variant.kind == "update" else state_bytes,
         }
+        needs = row["bytes"]["peak"] + row["bytes"]["resident"]
+        fits &= limit is None or needs <= limit
         row["device_bytes_limit"] = limit
         row["hlo"] = f"{variant.name}.hlo" if dump else None
         if dump:
             (dump / row["hlo"]).write_text(compiled.as_text())
         share = f" of {limit / 2**30:.2f}" if limit else ""
         say(
-            f"{variant.name}: compiled in {row['compile_seconds']:.0f} s, peak "
-            f"{row['bytes']['peak'] / 2**30:.2f}{share} GiB a device, {steps} times in the run"
+            f"{variant.name}: compiled in {row['compile_seconds']:.0f} s, needs at most "
+            f"{needs / 2**30:.2f}{share} GiB a device, {steps} times in the run"
         )
         rows.append(row)
     report = {
@@ -2498,27 +2549,29 @@ def show(cfg: Config) -> str:
     """The resolved config, the parameter table, the stages and the totals of a run, as text."""
     lines = [f"{k} = {v!r}" for k, v in dataclasses.asdict(cfg).items() if k != "stages"]
     lines.append(
-        f"\n{'parameter':14} {'shape':>14} {'numbers':>12} {'optimizer':>9} {'lr':>7} "
+        f"\n{'parameter':14} {'shape':>14} {'numbers':>12} {'optimizer':>9} {'lr':>11} "
         f"{'decay':>6} {'betas':>10}"
     )
     table = param_table(cfg)
     for name, row in table.items():
         shape, betas = "x".join(map(str, row.shape)), "/".join(map(str, row.betas))
+        rates = "/".join(f"{row.lr * scale:.3g}" for scale in sorted({*row.scale}) or [1])
         lines.append(
-            f"{name:14} {shape:>14} {row.count:12,} {row.optimizer:>9} {row.lr:7.3g} "
+            f"{name:14} {shape:>14} {row.count:12,} {row.optimizer:>9} {rates:>11} "
             f"{row.decay:6.3g} {betas if row.optimizer == 'adam' else '':>10}"
         )
     lines.append(f"{'total':14} {'':>14} {sum(row.count for row in table.values()):12,}")
     lines.append(
         f"\n{'steps':>10} {'batch':>7} {'row':>6} {'doc cap':>7} {'windows':>9} {'lr x':>5} "
-        f"{'attn scale':>10} {'M tokens':>9}  loss weights, from and to"
+        f"{'= from..to':>12} {'attn scale':>10} {'M tokens':>9}  loss weights, from and to"
     )
     for i, stage in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
+        factor = f"{lr_scale(cfg, first):.3g}..{lr_scale(cfg, end - 1):.3g}"
         lines.append(
             f"{f'{first}..{end - 1}':>10} {stage.batch_tokens:7} {stage.row_tokens:6} "
             f"{stage.doc_cap or '-':>7} {f'{stage.windows[0]}/{stage.windows[1]}':>9} "
-            f"{stage.lr_factor:5g} {yarn(cfg, i)[1]:10.4f} "
+            f"{stage.lr_factor:5g} {factor:>12} {yarn(cfg, i)[1]:10.4f} "
             f"{(end - first) * stage.batch_tokens / 1e6:9.1f}  "
             f"{stage.weights} {stage.weights_end}"
         )

@@ -87,6 +87,6 @@ def shards(tmp_path_factory) -> Path:
     """A folder with two training shards and a validation shard of the small vocabulary."""
     folder = tmp_path_factory.mktemp("shards")
     write_shard(folder / "small_train_000001.bin", documents(1, 3000))
-    write_shard(folder / "small_train_000002.bin", documents(2, 5000))
+    write_shard(folder / "small_train_000002.bin", documents(2, 7000))
     write_shard(folder / "small_val_000000.bin", documents(3, 2000))
     return folder

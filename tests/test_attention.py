@@ -169,6 +169,20 @@ def test_xla_follows_the_contract_forward_and_backward(t, window):
     check(T.attend_xla, q, k, v, out_grad, segments, window, atol=3e-6)
 
 
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_xla_in_groups_of_blocks_computes_the_same(monkeypatch, together):
+    """Rows of 262,144 tokens would need 51 GB of scores at once; 4 rows of 4 blocks stand in."""
+    q, k, v, out_grad, segments = inputs(32, 8)
+    n, c, s = q.shape[2], 8, 16
+    monkeypatch.setattr(T, "SCORE_BYTES", together * 4 * n * c * s)
+    check(T.attend_xla, q, k, v, out_grad, segments, 7, atol=3e-6)
+    arguments = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    jaxpr = jax.make_jaxpr(T.attend_xla, static_argnums=4)(
+        *arguments, jnp.asarray(segments), 7, 0.1
+    )
+    assert "scan" in str(jaxpr)
+
+
 def test_xla_with_window_0_returns_the_values():
     q, k, v, _, segments = inputs(24, 8)
     out = jit(T.attend_xla, static_argnums=4)(q, k, v, segments, 0, SCALE)

@@ -578,6 +578,22 @@ def test_sample_computes_rows_that_hold_prompt_and_answer(
     assert shapes == [(1, length)]
 
 
+def test_sample_of_an_unfinished_run_rotates_as_that_run_did(copy, monkeypatch):
+    """YaRN changes the rotation from stage to stage: that of the checkpoint's last step counts."""
+    for step in ("6", "8"):
+        shutil.rmtree(copy / "checkpoints" / step)
+    seen = []
+
+    def forward(params, rows, tokens, cfg, windows, hyper, attend):
+        seen.append(float(hyper.attn_scale))
+        return rows["embed"]
+
+    monkeypatch.setattr(T, "forward", forward)
+    T.sample(CFG, copy, "A", count=1)
+    assert seen == [pytest.approx(T.yarn(CFG, 0)[1])]
+    assert T.yarn(CFG, 0)[1] != T.yarn(CFG, 1)[1]
+
+
 def test_sample_from_the_command_line(run, capsys):
     with quick_compilation():
         assert T.main(["--sample", str(run.dir), "--prompt", "ABC"]) == 0

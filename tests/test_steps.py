@@ -599,6 +599,25 @@ def test_preflight_reports_every_program_of_the_run(absent, tmp_path):
         assert row["bytes"]["arguments"] > 0
 
 
+def test_preflight_counts_the_state_beside_programs_that_do_not_take_it(
+    absent, monkeypatch, tmp_path
+):
+    T.preflight(CFG, "v6e-8", tmp_path, list().append)
+    rows = json.loads((tmp_path / "preflight.json").read_text())["variants"]
+    state = T.abstract_state(CFG, mesh_of(8))
+    a_device = sum(
+        4 * x.size // (8 if x.sharding.spec == T.P("data") else 1) for x in jax.tree.leaves(state)
+    )
+    resident = {row["name"]: row["bytes"]["resident"] for row in rows}
+    assert {n: r for n, r in resident.items() if r} == {
+        n: a_device for n in resident if "update" not in n
+    }
+    most = max(row["bytes"]["peak"] + row["bytes"]["resident"] for row in rows)
+    for limit, fits in ((most, True), (most - 1, False)):
+        monkeypatch.setitem(T.DEVICE_BYTES, jax.devices()[0].device_kind, limit)
+        assert T.preflight(CFG, "v6e-8", None, list().append) is fits
+
+
 def test_preflight_goes_on_after_a_program_that_does_not_fit(absent):
     lines, name = [], T.step_variants(CFG, 3)[0].name
     absent[name] = "RESOURCE_EXHAUSTED: too large.\n  Used 40.1G of 31.2G hbm.\n  and more"
