@@ -246,6 +246,23 @@ def test_splash_follows_the_contract_forward_and_backward(t, h, window, row):
     check(splash, q, k, v, out_grad, segments, window, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 384, 512, 2047])
+def test_splash_mask_is_worked_through_like_a_plain_one(window):
+    """The shortcut for blocks of one value changes nothing of what the kernel is told."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    t, n = 2048, 2
+    plain = masks.MultiHeadMask([masks.LocalMask((t, t), (window, 0), 0)] * n)
+    told = [
+        jax.tree.leaves(kernel.make_splash_mha_single_device(mask))
+        for mask in (plain, T.splash_mask(t, n, window))
+    ]
+    assert len(told[0]) == len(told[1]) > 4
+    for want, got in zip(*told, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_splash_takes_every_row_of_a_batch_for_itself():
     """With a window beyond the row, so that documents alone tell."""
     q, k, v, out_grad, segments = (x[1:3] for x in inputs(128, 64))

@@ -608,11 +608,11 @@ def test_preflight_counts_the_state_beside_programs_that_do_not_take_it(
     a_device = sum(
         4 * x.size // (8 if x.sharding.spec == T.P("data") else 1) for x in jax.tree.leaves(state)
     )
-    resident = {row["name"]: row["bytes"]["resident"] for row in rows}
+    resident = {row["name"]: row["resident_bytes"] for row in rows}
     assert {n: r for n, r in resident.items() if r} == {
         n: a_device for n in resident if "update" not in n
     }
-    most = max(row["bytes"]["peak"] + row["bytes"]["resident"] for row in rows)
+    most = max(row["bytes"]["peak"] + row["resident_bytes"] for row in rows)
     for limit, fits in ((most, True), (most - 1, False)):
         monkeypatch.setitem(T.DEVICE_BYTES, jax.devices()[0].device_kind, limit)
         assert T.preflight(CFG, "v6e-8", None, list().append) is fits
