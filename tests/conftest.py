@@ -3,11 +3,17 @@
 import os
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 os.environ["JAX_PLATFORMS"] = "cpu"
+if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop there
+    # Halves the time that XLA takes to compile for a CPU (test_model: 17 s instead of 38).
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    )
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
