@@ -1542,13 +1542,10 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
 
 def abstract_copies(cfg: Config, mesh: Mesh):
     """Shapes, dtypes and shardings of the compute copies."""
+    copy = functools.partial(compute_copies, cfg)
+    copies = jax.eval_shape(copy, abstract_state(cfg, mesh)["params"])
     whole = NamedSharding(mesh, P())
-    return {
-        name: jax.ShapeDtypeStruct(
-            row.shape, cfg.dtype if row.sharded else jnp.float32, sharding=whole
-        )
-        for name, row in param_table(cfg).items()
-    }
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), copies)
 
 
 def lower_variant(cfg: Config, variant: Variant, mesh: Mesh):

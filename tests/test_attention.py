@@ -12,21 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import small_config
+from programs import jit
 
 import train_gpt as T
 
 SCALE = 0.4
-
-# Compilation takes most of the time here, and less without LLVM's optimizations. And XLA must not
-# drop roundings to bfloat16 where it can: the tests look for those that should not be there.
-jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_allow_excess_precision": False,
-    },
-)
 
 
 def segment_rows(t: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, small_config
+from programs import jit
 
 import train_gpt as T
 
@@ -33,17 +34,6 @@ SIX = small_config(
     backout=2,
 )
 NO_OFFSET = small_config(long_layers=())
-
-# Compilation takes most of the time here, and less without LLVM's optimizations. And XLA must not
-# drop roundings to bfloat16 where it can: the tests look for those that should not be there.
-jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_allow_excess_precision": False,
-    },
-)
 
 
 def hyper_for(cfg: T.Config, seed: int = 0) -> T.Hyper:
