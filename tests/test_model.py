@@ -72,7 +72,7 @@ def run_forward(cfg: T.Config, windows):
 
     def run(copies, tokens, hyper):
         found = T.look_up(cfg, copies, tokens)
-        return T.forward(copies, found, tokens, cfg, windows, hyper, T.attend_xla)
+        return T.forward(copies, found, tokens, cfg, windows, hyper, T.ATTENTION["xla"])
 
     return run
 
@@ -94,7 +94,9 @@ def loss_of(cfg: T.Config):
     def loss(params, tokens, hyper):
         copies = T.compute_copies(cfg, params)
         found = T.look_up(cfg, copies, tokens[:, :-1])
-        return T.loss_sums(copies, found, tokens, cfg, WINDOWS, hyper, hyper.weights, T.attend_xla)
+        return T.loss_sums(
+            copies, found, tokens, cfg, WINDOWS, hyper, hyper.weights, T.ATTENTION["xla"]
+        )
 
     return loss
 
@@ -660,15 +662,7 @@ def test_attention_of_one_layer(i, kind):
     def layer(params, x, values, tokens):
         segments = T.segment_ids(tokens, cfg.bos)
 
-        def rotate(y, paired):
-            return T.rope(y, *T.rope_tables(hyper.freqs, T.positions(cfg, 16, paired)))
-
-        def attend(at, q, k, v):
-            assert at == i
-            near = jnp.repeat(segments, 2, axis=1) if "paired" in kind else segments
-            return T.attend_xla(q, k, v, near, window, hyper.attn_scale)
-
-        return T.attention(params, cfg, i, x, values, rotate, attend)
+        return T.attention(params, cfg, i, x, values, segments, window, hyper, T.ATTENTION["xla"])
 
     got = layer(params, x, values, tokens)
     hyper = hyper._replace(freqs=hyper.freqs.astype(np.float64))
