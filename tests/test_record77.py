@@ -183,7 +183,7 @@ def test_loss_of_every_token(name):
         rows = T.look_up(cfg, params, tokens[:, :-1])
         x_btd = T.forward(params, rows, tokens[:, :-1], cfg, windows, hyper, T.ATTENTION["xla"])
         targets, weights_rk = T.targets_ahead(tokens, weights)
-        losses = T.token_losses(x_btd[0], params["head"], targets, cfg)
+        losses, _, _ = T.token_losses(x_btd[0], params["head"], targets, cfg)
         return (
             x_btd[0],
             losses,
