@@ -1105,6 +1105,10 @@ class Plan:
             return [(c, o) for c in range(n) for o in (c % half, c % half + half)]
         return [(c, c) for c in range(n)]
 
+    def first_partner(self, c: int) -> int:
+        """The first head whose keys meet the queries of head c, and the other way round."""
+        return c % (self.heads.count // 2) if self.heads.paired else c
+
     def side(self, c: int, o: int) -> int:
         """By how many half tokens queries of head c stand behind keys of head o: -1, 0 or 1."""
         half = self.heads.count // 2
@@ -1129,7 +1133,13 @@ class Plan:
 def times(a, b, transpose: bool = False):
     """a @ b, or a @ b^T, summed in float32."""
     sides = (((1,), (1 if transpose else 0,)), ((), ()))
-    return lax.dot_general(a, b, sides, preferred_element_type=jnp.float32)
+    exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, sides, exact, preferred_element_type=jnp.float32)
+
+
+def collect(ref, at: tuple, value, anew: bool):
+    """Add to a part of `ref`, or overwrite what a block before has left there."""
+    ref[at] = value if anew else ref[at] + value
 
 
 def ahead(count: int, items: list, start: Callable):
@@ -1247,8 +1257,13 @@ def window_inputs(plan: Plan, arrays: dict, at: Callable) -> dict:
     }  # fmt: skip
 
 
-def window_forward(plan: Plan, arrays: dict):
-    """(y [b, t, d], log2 of the softmax sums [b, n rounded up, t]); one grid step a block."""
+def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
+    """y [b, t, d]; one grid step a block.
+
+    To `save` for the backward pass: log2 of the softmax sums [b, n rounded up, t], and queries,
+    keys and (with a value table) values as they met, [b, t, d] each: turning them again would take
+    2,100 bundles a block, a fifth of that pass.
+    """
     from jax.experimental import pallas as pl
 
     n, h, block, slots = plan.heads.count, plan.heads.width, plan.block, plan.slots
@@ -1260,11 +1275,19 @@ def window_forward(plan: Plan, arrays: dict):
         gates = gate_values(r.logits, r.look)
         first = first_keys(plan, i, r.starts[0])
         for c in range(n):
-            r.keys[slot, :, plan.lanes(c)] = turned_key(plan, r, i, c).astype(dtype)
-            q = turn(r.q[0, :, plan.lanes(c)], *cos_and_sin(plan, r.tables, c))
-            r.queries[:, plan.lanes(c)] = (q * (r.scale[0] * LOG2E)).astype(dtype)
-            r.turned_values[slot, c, :h] = gated_value(plan, r, gates, c).T.astype(dtype)
+            lanes = plan.lanes(c)
+            k = turned_key(plan, r, i, c).astype(dtype)
+            q = turn(r.q[0, :, lanes], *cos_and_sin(plan, r.tables, c))
+            v = gated_value(plan, r, gates, c)
+            r.keys[slot, :, lanes] = k
+            r.queries[:, lanes] = (q * (r.scale[0] * LOG2E)).astype(dtype)
+            r.turned_values[slot, c, :h] = v.T.astype(dtype)
             r.turned_values[slot, c, h:] = jnp.ones((ONES, block), dtype)
+            for ref, x in ((r.saved_k, k), (r.saved_v, v)):
+                if ref is not None:
+                    ref[0, :, lanes] = x.astype(dtype)
+        if save:
+            r.saved_q[0] = r.queries[...]
 
         def look_back(j: int):
             (keys, queries), at = plan.part(j), lax.rem(i - j + slots, slots)
@@ -1275,12 +1298,12 @@ def window_forward(plan: Plan, arrays: dict):
                     r.keys[at, keys, plan.lanes(o)], r.queries[queries, plan.lanes(c)], True
                 )
 
-            if j == 0:
-                r.sums[...] = jnp.zeros_like(r.sums)
             for (c, o), score in ahead(len(plan.pairs), plan.pairs, scores):
                 seen = visible(plan, first, i, j, plan.side(c, o))
                 weights = jnp.where(seen, jnp.exp2(score), 0.0).astype(dtype)
-                r.sums[c, :, queries] += times(r.turned_values[at, o, :, keys], weights)
+                weighted = times(r.turned_values[at, o, :, keys], weights)
+                anew = j == 0 and o == plan.first_partner(c)
+                collect(r.sums, (c, slice(None), queries), weighted, anew)
 
         look_back(0)
         for j in range(1, slots):
@@ -1290,19 +1313,22 @@ def window_forward(plan: Plan, arrays: dict):
             total = r.sums[c, h : h + 1]
             y = r.sums[c, :h] * (gates[c : c + 1] / total)
             r.y[0, :, plan.lanes(c)] = y.T.astype(dtype)
-            r.log_sums[0, c : c + 1] = jnp.log2(total)
+            if save:
+                r.log_sums[0, c : c + 1] = jnp.log2(total)
 
     high = -(-n // 8) * 8
     inputs = window_inputs(plan, arrays, lambda i: i)
     inputs["starts"] = (arrays["starts"][:, None], (1, 1, block), lambda b, i, *_: (b, 0, i))
-    y_shape = jax.ShapeDtypeStruct((b, t, n * h), dtype)
+    rows = jax.ShapeDtypeStruct((b, t, n * h), dtype)
+    sums = jax.ShapeDtypeStruct((b, high, t), jnp.float32)
+    whole, across = (1, block, n * h), lambda b, i, *_: (b, i, 0)
     outputs = {
-        "y": (y_shape, (1, block, n * h), lambda b, i, *_: (b, i, 0)),
-        "log_sums": (
-            jax.ShapeDtypeStruct((b, high, t), jnp.float32), (1, high, block),
-            lambda b, i, *_: (b, 0, i),
-        ),
-    }  # fmt: skip
+        "y": (rows, whole, across),
+        "saved_q": (rows if save else None, whole, across),
+        "saved_k": (rows if save else None, whole, across),
+        "saved_v": (rows if save and arrays["values"] is not None else None, whole, across),
+        "log_sums": (sums if save else None, (1, high, block), lambda b, i, *_: (b, 0, i)),
+    }
     scratch = {
         "keys": ((slots, block, n * h), dtype),
         "turned_values": ((slots, n, h + ONES, block), dtype),
@@ -1312,13 +1338,12 @@ def window_forward(plan: Plan, arrays: dict):
     }
     scalars = {name: arrays[name] for name in ("earliest", "scale")}
     grid = b, t // block
-    out = run_kernel(
+    return run_kernel(
         "window_forward", body, grid, scalars, inputs, outputs, scratch, plan.interpret
     )
-    return out["y"], out["log_sums"]
 
 
-def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
+def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
     """Gradients of proj and of values (None without).
 
     Grid step i takes block i of the queries through all blocks that they can see, whose gradients
@@ -1339,29 +1364,21 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
         """Block i as queries."""
         i = r.i
         slot = lax.rem(i, ring)
-        gates = gate_values(r.logits, r.look)
-        columns = gates.T
+        gates = gate_values(r.logits, r.look).T
         first = first_keys(plan, i, r.starts[0])
+        r.keys[slot], r.all_values[slot] = r.saved_k[0], r.saved_v[0]
         shift, mean = [], []  # log2 of gate / softmax sum; what every score gradient has too much
         for c in range(n):
             lanes = plan.lanes(c)
-            k = turned_key(plan, r, i, c).astype(dtype)
-            r.keys[slot, :, lanes] = k
-            r.turned_keys[slot, lanes] = k.T
-            q = turn(r.q[0, :, lanes], *cos_and_sin(plan, r.tables, c))
-            r.queries[:, lanes] = (q * (r.scale[0] * LOG2E)).astype(dtype)
-            r.all_values[slot, :, lanes] = gated_value(plan, r, gates, c).astype(dtype)
+            r.turned_keys[slot, lanes] = r.saved_k[0, :, lanes].T
             product = r.y[0, :, lanes].astype(jnp.float32) * r.y_grad[0, :, lanes].astype(
                 jnp.float32
             )
-            total, gate = jnp.sum(product.T, axis=0, keepdims=True), columns[c : c + 1]
+            total, gate = jnp.sum(product.T, axis=0, keepdims=True), gates[c : c + 1]
             r.gate_grads[slot, c : c + 1] = total * (1 - gate)
             gate = jnp.maximum(gate, 1e-20)
             shift.append(jnp.log2(gate) - r.log_sums[0, c : c + 1])
             mean.append(total / gate)
-        for ref in (r.k_grads, r.v_grads):
-            ref[slot] = jnp.zeros((block, d), jnp.float32)
-        r.turned_q_grad[...] = jnp.zeros((d, block), jnp.float32)
 
         def look_back(j: int):
             (keys, queries), at = plan.part(j), lax.rem(i - j + ring, ring)
@@ -1369,7 +1386,7 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
             def scores(pair):
                 c, o = plan.lanes(pair[0]), plan.lanes(pair[1])
                 return (
-                    times(r.keys[at, keys, o], r.queries[queries, c], True),
+                    times(r.keys[at, keys, o], r.saved_q[0, queries, c], True),
                     times(r.all_values[at, keys, o], r.y_grad[0, queries, c], True),
                 )
 
@@ -1377,12 +1394,14 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
                 q_lanes, k_lanes = plan.lanes(c), plan.lanes(o)
                 seen = visible(plan, first, i, j, plan.side(c, o))
                 weights = jnp.where(seen, jnp.exp2(score + shift[c][:, queries]), 0.0)
-                r.v_grads[at, keys, k_lanes] += times(
-                    weights.astype(dtype), r.y_grad[0, queries, q_lanes]
-                )
+                at_keys, at_queries = (at, keys, k_lanes), (q_lanes, queries)
+                v_grad = times(weights.astype(dtype), r.y_grad[0, queries, q_lanes])
+                collect(r.v_grads, at_keys, v_grad, j == 0 and c == plan.first_partner(o))
                 grad = (weights * (value_grad - mean[c][:, queries])).astype(dtype)
-                r.k_grads[at, keys, k_lanes] += times(grad, r.queries[queries, q_lanes])
-                r.turned_q_grad[q_lanes, queries] += times(r.turned_keys[at, k_lanes, keys], grad)
+                k_grad = times(grad, r.saved_q[0, queries, q_lanes])
+                collect(r.k_grads, at_keys, k_grad, j == 0 and c == plan.first_partner(o))
+                q_grad = times(r.turned_keys[at, k_lanes, keys], grad)
+                collect(r.turned_q_grad, at_queries, q_grad, j == 0 and o == plan.first_partner(c))
 
         look_back(0)
         for j in range(1, slots):
@@ -1400,7 +1419,7 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
         row = lax.broadcasted_iota(jnp.int32, (block, h), 0)
         column = lax.broadcasted_iota(jnp.int32, (block, g), 1)
         gate_grads = jnp.concatenate([r.gate_grads[at, :n], jnp.zeros((g - n, block))]).T
-        gates = None if r.values is None else gate_values(r.old_logits, r.old_look)
+        gates = None if r.old_values is None else gate_values(r.old_logits, r.old_look)
         for c in range(n):
             lanes = plan.lanes(c)
             grad = r.k_grads[at, :, lanes] * (1 / LOG2E)
@@ -1416,7 +1435,7 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
             r.grads[0, :, lanes] = r.q_grads[at, :, lanes]
             grad = r.v_grads[at, :, lanes]
             r.grads[0, :, plan.lanes(2 * n + c)] = grad.astype(dtype)
-            if r.values is not None:
+            if r.old_values is not None:
                 gate = gates[:, n + c : n + c + 1]
                 r.value_grads[0, :, lanes] = (2 * gate * grad).astype(dtype)
                 product = grad * r.old_values[0, :, lanes].astype(jnp.float32)
@@ -1440,10 +1459,15 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
     inputs = window_inputs(plan, arrays, now)
     old = window_inputs(plan, arrays, then)
     inputs |= {f"old_{name}": old[name] for name in ("k", "logits", "values", "look", "tables")}
-    for name, array in (("y", y), ("y_grad", y_grad)):
-        inputs[name] = array, (1, block, d), lambda b, i, *_: (b, now(i), 0)
-    inputs |= {"log_sums": rows(log_sums), "starts": rows(arrays["starts"][:, None])}
-    values = arrays["values"]
+    values, v_column = arrays["values"], 0
+    if values is None:
+        saved, v_column = saved | {"saved_v": arrays["proj"]}, 2
+    for name, array in (saved | {"y_grad": y_grad}).items():
+        column = v_column if name == "saved_v" else 0
+        inputs[name] = array, (1, block, d), lambda b, i, *_, column=column: (b, now(i), column)
+    inputs |= {"log_sums": rows(saved["log_sums"]), "starts": rows(arrays["starts"][:, None])}
+    for name in ("k", "v", "values"):
+        del inputs[name]
     outputs = {
         "grads": (arrays["proj"], (1, block, width), lambda b, i, *_: (b, then(i), 0)),
         "value_grads": (values, (1, block, d), lambda b, i, *_: (b, then(i), 0)),
@@ -1452,10 +1476,8 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
         **{name: ((ring, block, d), dtype) for name in ("keys", "all_values", "q_grads")},
         **{name: ((ring, block, d), jnp.float32) for name in ("k_grads", "v_grads")},
         "turned_keys": ((ring, d, block), dtype),
-        "queries": ((block, d), dtype),
         "turned_q_grad": ((d, block), jnp.float32),
-        "gate_grads": ((ring, log_sums.shape[1], block), jnp.float32),
-        "last": ((8, d), jnp.float32),
+        "gate_grads": ((ring, saved["log_sums"].shape[1], block), jnp.float32),
     }
     scalars = {name: arrays[name] for name in ("earliest", "scale")}
     grid = b, blocks + delay
@@ -1468,21 +1490,21 @@ def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def window_attention(plan: Plan, proj, values, look, others: dict):
     """attend_window on what it has prepared in `others`."""
-    return window_forward(plan, {"proj": proj, "values": values, "look": look, **others})[0]
+    arrays = {"proj": proj, "values": values, "look": look, **others}
+    return window_forward(plan, arrays, save=False)["y"]
 
 
 def window_saves(plan: Plan, proj, values, look, others: dict):
     """window_attention, and what its gradient needs."""
     arrays = {"proj": proj, "values": values, "look": look, **others}
-    y, log_sums = window_forward(plan, arrays)
-    return y, (arrays, y, log_sums)
+    saved = window_forward(plan, arrays, save=True)
+    return saved["y"], (arrays, saved)
 
 
-def window_gradients(plan: Plan, saved, y_grad):
+def window_gradients(plan: Plan, kept, y_grad):
     """Gradients of proj, values and look; `others` get none."""
-    arrays = saved[0]
-    proj, values = window_backward(plan, *saved, y_grad)
-    look = None if arrays["look"] is None else proj[..., -plan.heads.gates :]
+    proj, values = window_backward(plan, *kept, y_grad)
+    look = None if kept[0]["look"] is None else proj[..., -plan.heads.gates :]
     return proj, values, look, None
 
 
