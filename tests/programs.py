@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import numpy as np
 import pytest
 from conftest import small_config
 
@@ -24,7 +25,7 @@ CFG = small_config(
         T.Stage(0.5, 8 * 64, 64, 40, (16, 64), 1.5),
         T.Stage(0.0, 8 * 64, 64, 40, (16, 64)),
     ),
-    checkpoint_every=3,
+    checkpoint_every=2,
 )
 
 # Without the optimizations that cost the most a program of CFG compiles in 1 s instead of 8 (with
@@ -48,6 +49,18 @@ def quick(function, *args):
     """function(*args), jitted and compiled with QUICK."""
     with quick_compilation():
         return jax.jit(function)(*args)
+
+
+def spread(grads, mesh):
+    """Gradients as a `grads` program leaves them: every device has some rows of the sum."""
+
+    def one(x):
+        parts = np.zeros((mesh.size, *x.shape), x.dtype)
+        for i in range(mesh.size):
+            parts[i, i :: mesh.size] = x[i :: mesh.size]
+        return T.put(parts.reshape(-1, *x.shape[1:]), mesh, jax.P(T.AXIS))
+
+    return jax.tree.map(one, grads)
 
 
 BUILT = {}  # what changes a program, number of devices -> the answer of T.compile_all

@@ -51,11 +51,11 @@ def losses(cfg: T.Config, folder: Path) -> list[float]:
         programs = {variant: T.lower_variant(cfg, variant, mesh).compile() for variant in variants}
         state = T.lower_init(cfg, mesh).compile()(T.put(np.uint32(cfg.seed), mesh, jax.P()))
         copies = T.lower_copies(cfg, mesh).compile()(state["params"])
-    stream = T.TokenStream(path.parent, "train", cfg.bos)
+    stream, waiting = T.TokenStream(path.parent, "train", cfg.bos), {}
     for step, batch in enumerate(T.train_batches(cfg, mesh, stream, 0, 0)):
-        grads_of, update = (programs[variant] for variant in T.step_variants(cfg, step))
-        grads, loss = grads_of(copies, batch.tokens, batch.hyper)
-        state, copies = update(state, copies, grads, batch.hyper)
+        state, copies, waiting, loss = T.run_step(
+            cfg, programs, step, state, copies, waiting, batch
+        )
         seen.append(round(float(loss), 7))
     return seen
 

@@ -365,13 +365,17 @@ KINDS = ("params", "first", "second")
 
 
 def walk(cfg: T.Config, devices: int, with_adam: bool):
-    """apply_updates compiled over so many devices: (state, grads, hyper) -> state."""
+    """apply_updates compiled over so many devices: (state, grads, hyper) -> state.
+
+    `grads` has those of Muon's banks, and of all parameters only with Adam.
+    """
     mesh = T.make_mesh(cfg, jax.devices()[:devices])
     specs = T.map_state(cfg, lambda kind, row: T.partition(row))
+    names = T.updated_names(cfg, T.Variant("update", adam=with_adam))
     step = jax.shard_map(
-        lambda state, grads, hyper: T.apply_updates(cfg, state, grads, hyper, with_adam),
+        lambda state, grads, hyper: T.apply_updates(cfg, state, grads, hyper),
         mesh=mesh,
-        in_specs=(specs, specs["params"], P()),
+        in_specs=(specs, {name: specs["params"][name] for name in names}, P()),
         out_specs=specs,
         check_vma=False,
     )
@@ -415,12 +419,20 @@ def gradients(step: int) -> dict[str, np.ndarray]:
 @functools.cache
 def history(devices: int, every: int) -> list:
     """The states before and after each of the ten steps, with Adam at every `every`-th."""
-    cfg, states = small_config(adam_every=every), [start()]
+    cfg, states, sums = small_config(adam_every=every), [start()], dict.fromkeys(TABLE, 0)
     for step in range(10):
-        program = cached_walk(devices, T.is_adam_step(cfg, step))
-        state = program(states[-1], gradients(step), T.hyper_at(cfg, step))
+        with_adam = T.is_adam_step(cfg, step)
+        grads = {name: sums[name] + grad for name, grad in gradients(step).items()}
+        due = grads if with_adam else banks(grads)
+        sums = {name: 0 if name in due else grads[name] for name in grads}
+        state = cached_walk(devices, with_adam)(states[-1], due, T.hyper_at(cfg, step))
         states.append(jax.device_get(state))
     return states
+
+
+def banks(grads):
+    """Of Muon's parameters only."""
+    return {name: grads[name] for name in MUON}
 
 
 LAST_TIED = 5  # round(2/3 of 8 scheduled steps) = 5, which ends a group of 1, of 2 and of 3
@@ -432,6 +444,7 @@ def exact_history(every: int):
     rates = [T.hyper_at(CFG, step).lr.item() for step in range(10)]
     state = jax.tree.map(lambda x: x.astype(np.float64), start())
     states, sure = [state], {name: np.ones(TABLE[name].shape, bool) for name in MUON}
+    sums = dict.fromkeys(ADAM, 0.0)
     for step in range(10):
         old, grads = states[-1], gradients(step)
         new = {kind: dict(entries) for kind, entries in old.items()}
@@ -447,13 +460,11 @@ def exact_history(every: int):
             for kind, x in zip(KINDS, out, strict=True):
                 new[kind][bank][i] = x
             sure[bank][i] &= np.abs(update) > 1e-4  # its sign in float32 decides over decay
-        for name in ADAM:
-            total = old["sums"][name] + grads[name]
-            new["sums"][name] = total if (step + 1) % every else np.zeros_like(total)
-            if (step + 1) % every:
-                continue
+        sums = {name: sums[name] + grads[name] for name in ADAM}
+        for name in ADAM if (step + 1) % every == 0 else ():
+            total = sums[name]
             if name == "head" and step <= LAST_TIED:
-                total = total + old["sums"]["embed"] + grads["embed"]
+                total = total + sums["embed"]
             row, count = TABLE[name], (step + 1) // every
             out = exact_adam(
                 old["params"][name], total, old["first"][name], old["second"][name],
@@ -461,6 +472,8 @@ def exact_history(every: int):
             )  # fmt: skip
             for kind, x in zip(KINDS, out, strict=True):
                 new[kind][name] = x
+        if (step + 1) % every == 0:
+            sums = dict.fromkeys(ADAM, 0.0)
         if (step + 1) % every == 0 and step <= LAST_TIED:
             for kind in KINDS:
                 new[kind]["embed"] = new[kind]["head"]
@@ -481,9 +494,7 @@ def test_ten_steps_of_every_parameter_against_float64(name, every, devices):
     assert name in ADAM or sure[name].mean() > 0.98
     for step, (got, exact) in enumerate(zip(history(devices, every), want, strict=True)):
         for kind in got:
-            assert set(got[kind]) == set(ADAM if kind == "sums" else TABLE)
-            if name not in got[kind]:
-                continue
+            assert set(got[kind]) == set(TABLE)
             x, y = got[kind][name], exact[kind][name]
             assert (x.dtype, x.shape) == (np.float32, y.shape)
             if kind == "params" and name in MUON:
@@ -494,38 +505,14 @@ def test_ten_steps_of_every_parameter_against_float64(name, every, devices):
 
 
 @BOTH
-def test_between_its_steps_adam_only_sums(devices):
-    """Even steps add to the sums and change nothing else of Adam's, bit for bit."""
-    for step in range(0, 10, 2):
+def test_between_its_steps_adam_rests_and_at_them_everything_of_it_moves(devices):
+    """Even steps change nothing of Adam's, bit for bit."""
+    for step in range(10):
         before, after = history(devices, 2)[step : step + 2]
         for name in ADAM:
             for kind in KINDS:
-                np.testing.assert_array_equal(before[kind][name], after[kind][name])
-            assert not before["sums"][name].any()
-            np.testing.assert_array_equal(after["sums"][name], gradients(step)[name])
-
-
-@BOTH
-def test_an_adam_step_clears_the_sums_and_moves_every_adam_parameter(devices):
-    for step in range(1, 10, 2):
-        before, after = history(devices, 2)[step : step + 2]
-        for name in ADAM:
-            assert before["sums"][name].any() and not after["sums"][name].any()
-            assert (before["params"][name] != after["params"][name]).any()
-
-
-@BOTH
-@pytest.mark.parametrize("tied", [0.0, 1.0])
-def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(devices, tied):
-    """One Adam step on the sum of two gradients: no other number, in whatever order they came."""
-    state, hyper = history(1, 2)[4], T.hyper_at(CFG, 5)._replace(tied=np.float32(tied))
-    waiting, now = gradients(4), gradients(5)
-    both = {name: waiting[name] + now[name] if name in ADAM else now[name] for name in now}
-    waiting = {name: waiting[name] for name in ADAM}
-    assert not any(np.any(x) for x in state["sums"].values())
-    program = cached_walk(devices, True)
-    one, two = program({**state, "sums": waiting}, now, hyper), program(state, both, hyper)
-    jax.tree.map(np.testing.assert_array_equal, one, two)
+                same = np.array_equal(before[kind][name], after[kind][name])
+                assert same == (step % 2 == 0), (kind, name, step)
 
 
 @BOTH
@@ -609,7 +596,7 @@ def test_each_matrix_of_a_bank_is_orthogonalized_alone(other):
     factor = np.where(np.arange(16) == other, np.float32(-3), np.float32(1))[:, None, None]
     changed = {**grads, "attn_bank": grads["attn_bank"] * factor}
     program = cached_walk(1, False)
-    one, two = (program(start(), g, hyper)["params"]["attn_bank"] for g in (grads, changed))
+    one, two = (program(start(), banks(g), hyper)["params"]["attn_bank"] for g in (grads, changed))
     np.testing.assert_array_equal(one[4], two[4])
     assert (one[other] != two[other]).any()
 
@@ -619,7 +606,7 @@ def test_a_zero_gradient_at_the_start_moves_nothing_of_adam():
     zeros = jax.tree.map(np.zeros_like, start()["params"])
     state = {**start(), "params": {**start()["params"], "embed": start()["params"]["head"]}}
     new = jax.device_get(cached_walk(1, True)(state, zeros, T.hyper_at(CFG, 1)))
-    for kind in ("params", "first", "second", "sums"):
+    for kind in KINDS:
         for name in ADAM:
             np.testing.assert_array_equal(new[kind][name], state[kind][name], err_msg=name)
 
@@ -631,8 +618,9 @@ def test_another_optimizer_in_the_table_is_another_step(monkeypatch):
     state = T.map_state(CFG, lambda kind, row: matrices(*T.state_shape(kind, row)) ** 2)
     grads, hyper = {"attn_bank": matrices(16, 32, 32, seed=1)}, T.hyper_at(CFG, 3)
     new = walk(CFG, 2, True)(state, grads, hyper)
-    old = [state[kind]["attn_bank"].astype(np.float64) for kind in (*KINDS, "sums")]
-    total = old[3] + grads["attn_bank"]
-    want = exact_adam(old[0], total, *old[1:3], 0.2 * hyper.lr, 1.2, 2, (0.0, 0.0), 1e-10)
+    old = [state[kind]["attn_bank"].astype(np.float64) for kind in KINDS]
+    want = exact_adam(
+        old[0], grads["attn_bank"], *old[1:], 0.2 * hyper.lr, 1.2, 2, (0.0, 0.0), 1e-10
+    )
     for kind, x in zip(KINDS, want, strict=True):
         np.testing.assert_allclose(new[kind]["attn_bank"], x, rtol=1e-5, atol=1e-5)

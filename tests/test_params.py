@@ -192,14 +192,12 @@ WIDE = small_config(width=128, mlp_width=256, vocab=1024, bigram_rows=1024)
 BANKS = {"attn_bank": (16, 128, 128), "mlp_bank": (8, 256, 128)}
 
 
-def test_the_state_is_a_tree_of_four_kinds():
-    """Muon has a mean square per row of a matrix, and sums wait only for Adam."""
+def test_the_state_is_a_tree_of_three_kinds():
+    """Muon has a mean square per row of a matrix."""
     state, table = born(1), T.param_table(WIDE)
-    assert {*state} == {"params", "first", "second", "sums"}
-    for kind in ("params", "first", "second"):
-        assert {*state[kind]} == {*table}
-    assert {*state["sums"]} == {*table} - {*MUON}
+    assert {*state} == {"params", "first", "second"}
     for kind, arrays in state.items():
+        assert {*arrays} == {*table}
         for name, array in arrays.items():
             whole = BANKS.get(name, table[name].shape)
             shape = whole[:2] if kind == "second" and name in MUON else whole
@@ -305,7 +303,7 @@ def test_small_parameters_start_at_their_constants(name, params):
 
 def test_optimizer_state_starts_at_zero():
     state = born(1)
-    assert not any(np.any(x) for kind in ("first", "second", "sums") for x in state[kind].values())
+    assert not any(np.any(x) for kind in ("first", "second") for x in state[kind].values())
 
 
 def test_no_two_matrices_are_equal(params):

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import T
-from programs import QUICK
+from programs import QUICK, spread
 
 GOLDEN = Path(__file__).parent / "golden" / "record77"
 META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
@@ -269,8 +269,7 @@ def test_optimizer_steps_of_every_group(scenario):
     golden, cfg = arrays("optimizer"), config()
     facts = META["optimizer"]["scenarios"][scenario]
     mesh = T.make_mesh(cfg)  # all eight: every device updates its share
-    state, copies = start(cfg, mesh, facts["start_tied"], rotate=False)
-    cut = jax.tree.map(lambda x: x.sharding, state["params"])
+    (state, copies), waiting = start(cfg, mesh, facts["start_tied"], rotate=False), {}
     first = facts["steps"][0]["step"]
     for at, fact in enumerate(facts["steps"]):
         step = first + at
@@ -281,9 +280,10 @@ def test_optimizer_steps_of_every_group(scenario):
         done = sum(T.is_adam_step(cfg, s) for s in range(first, step)) + 1
         hyper = hyper._replace(adam_count=np.float32(done))
         hyper = jax.tree.map(lambda x: T.put(x, mesh, T.P()), hyper)
-        grads = jax.device_put(ours(cfg, gradients(cfg, step), rotate=False), cut)
-        update = program(cfg, mesh, T.Variant("update", adam=fact["adam"]))
-        state, copies = update(state, copies, grads, hyper)
+        grads = spread(ours(cfg, gradients(cfg, step), rotate=False), mesh)
+        update = T.Variant("update", adam=fact["adam"])
+        due, waiting = T.split_due(cfg, update, waiting, grads)
+        state, copies = program(cfg, mesh, update)(state, copies, due, hyper)
         for name in originals():
             muon = f"{scenario}/{name}/momentum.norm" in golden
             kinds = {"params": "w", "first": "momentum" if muon else "m"}
@@ -308,7 +308,7 @@ def test_training_steps(scenario):
     golden, facts = arrays("train"), json.loads((GOLDEN / "train.json").read_text())["scenarios"]
     steps, cfg = facts[scenario]["steps"], config(row=320, rows=2)
     first, mesh = steps[0]["step"], T.make_mesh(replace(cfg, devices=1, val_batch=262_144 * 2))
-    state, copies = start(cfg, mesh, tied=True, rotate=True)
+    (state, copies), waiting = start(cfg, mesh, tied=True, rotate=True), {}
     for at, fact in enumerate(steps):
         step = first + at
         rows = np.zeros((2, 321), np.uint16)
@@ -329,7 +329,8 @@ def test_training_steps(scenario):
             lambda x: T.put(x, mesh, T.P()), hyper._replace(adam_count=np.float32(done))
         )
         grads, _ = program(cfg, mesh, grads_of)(copies, T.put(rows, mesh, T.P("data")), hyper)
-        state, copies = program(cfg, mesh, update)(state, copies, grads, hyper)
+        due, waiting = T.split_due(cfg, update, waiting, grads)
+        state, copies = program(cfg, mesh, update)(state, copies, due, hyper)
         for name, got in back(cfg, state["params"]).items():
             if f"{scenario}/{name}/w.norm" in golden:
                 want = float(golden[f"{scenario}/{name}/w.norm"][at])
