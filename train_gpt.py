@@ -1608,10 +1608,8 @@ def gate(x_btd, weights_ng):
 
 def smear(x_btd, weights_ng, strength):
     """Every token takes a little of the one before it, by a gate (record 34)."""
-    amount = strength * gate(x_btd[:, 1:], weights_ng)
-    return jnp.concatenate(
-        [x_btd[:, :1], mix((1.0, x_btd[:, 1:]), (amount, x_btd[:, :-1]))], axis=1
-    )
+    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
+    return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
 
 
 def segment_ids(tokens_bt, bos: int):
