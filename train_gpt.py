@@ -2431,12 +2431,286 @@ def train(
 
 
 # ------------------------------------------------------------------------------------------------
-# Preflight: will the run compile and fit on hardware that is not here?
+# Preflight: will the run compile, fit and be fast on hardware that is not here?
 # ------------------------------------------------------------------------------------------------
 
 TOPOLOGIES = {"v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4"}
-# What the compiler lets a program use of a device's memory, by device kind.
-DEVICE_BYTES = {"TPU v6 lite": int(31.25 * 2**30)}
+GPU_TARGET = "h100x8"
+# What the GPU compiler must know of an H100 SXM; figures of NVIDIA's data sheets.
+H100 = """
+device_description_str: "NVIDIA H100 80GB HBM3" platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  memory_bandwidth: 3350000000000 device_memory_size: 80000000000 l2_cache_size: 52428800
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_core: 233472 shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}
+"""
+# What a row of preflight.json has if it is known, beside the name, steps and seconds.
+FIELDS = (
+    *("flops", "model_flops", "bytes", "collectives", "estimated_cycles", "kernel_cycles", "error"),
+    *("predicted_ms", "utilization", "link_floor_ms", "moved_floor_ms", "notes", "hlo"),
+)
+KERNEL_FACTOR = (
+    1.77  # estimated cycles per bundle: one MLP has 5.29 M as XLA fusions, 2.99 M bundles
+)
+COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
+CALIBRATION = (
+    "made the same way for an earlier JAX port, the prediction was 0.295 s a step where its log "
+    "has 0.307 s at 1024 tokens a row, 0.502 s for 0.424 s at 2048, 667 s for 612 s in all"
+)
+
+
+class Hardware(NamedTuple):
+    """What preflight knows of a kind of device, beside PEAK_FLOPS; from data sheets."""
+
+    memory: int  # bytes that programs and state can have together
+    hbm: float  # bytes/s to and from memory
+    link: float  # bytes/s that leave through one link
+    clock: float | None = None  # Hz of the compiler's cycles
+
+
+HARDWARE = {
+    "TPU v6 lite": Hardware(int(31.25 * 2**30), 1.64e12, 56e9, 1.75e9),
+    # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+    "NVIDIA H100 80GB HBM3": Hardware(int(0.75 * 80e9), 3.35e12, 450e9),
+}
+
+
+class Instruction(NamedTuple):
+    """One instruction of an optimized program, and how often it runs."""
+
+    name: str
+    shape: str  # of its result, as text
+    op: str
+    rest: str  # operands, then attributes
+    times: int = 1
+    in_loop: bool = False
+
+    def called(self, key: str) -> str:
+        """The name after `key=`, or ""."""
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+
+
+def hlo_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """({computation: {name: Instruction}}, name of the entry) of an HLO module as text."""
+    found, entry = {}, ""
+    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\) -> .* \{\n)", text)[1:]:
+        head = re.match(r"(ENTRY )?%?([\w.\-]+) ", block)
+        lines = re.findall(
+            r"^ +(?:ROOT )?%?([^\s=]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*(?:\n(?!\}$|  ).*)*)",
+            block,
+            re.MULTILINE,
+        )
+        found[head[2]] = {line[0]: Instruction(*line) for line in lines}
+        entry = head[2] if head[1] else entry
+    return found, entry
+
+
+def loop_trips(one: Instruction, computations) -> int | None:
+    """How often a while loop runs: written beside it, or the constant that its counter meets."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest):
+        return int(known[1])
+    condition = computations[one.called("condition")]
+    for test in condition.values():
+        if test.op == "compare" and "direction=LT" in test.rest:
+            bound = condition.get(test.operands()[1])
+            if bound is not None and bound.op == "constant":
+                return int(bound.rest.split(")")[0])
+    return None
+
+
+def estimated_cycles(one: Instruction) -> int | None:
+    """The compiler's estimate for one execution, where it makes one."""
+    found = re.search(r'"estimated_cycles":"(\d+)"', one.rest)
+    return int(found[1]) if found else None
+
+
+def kind_of_collective(one: Instruction) -> str | None:
+    """Which of COLLECTIVES it is, if any. A TPU's reduce-scatter can be a fusion of that name."""
+    if one.op == "fusion" and one.called("calls").startswith("all-reduce-scatter"):
+        return "reduce-scatter"
+    kind = one.op.removesuffix("-start")
+    return kind if kind in COLLECTIVES else None
+
+
+def walk(text: str, notes: set):
+    """Yield (Instruction, its computation) for all that a program executes.
+
+    Loops multiply `times`; of a conditional the dearest branch counts; of fusions only those
+    without an estimate are entered. What makes the sum doubtful goes into `notes`.
+    """
+    computations, entry = hlo_computations(text)
+
+    def visit(name, times, in_loop):
+        for one in computations[name].values():
+            yield one._replace(times=times, in_loop=in_loop), computations[name]
+            if one.op == "while":
+                trips = loop_trips(one, computations)
+                if trips is None:
+                    notes.add(f"loop {one.name}, of unknown length, is counted once")
+                yield from visit(one.called("body"), times * (trips or 1), True)
+            elif one.op == "conditional":
+                names = re.search(r"branch_computations=\{(.*?)\}", one.rest)
+                names = names[1] if names else re.sub(r"(true|false)_computation=", "", one.rest)
+                names = [name for name in re.findall(r"[\w.\-]+", names) if name in computations]
+                branches = [list(visit(name, times, in_loop)) for name in names]
+                yield from max(branches, key=lambda b: sum(estimated_cycles(x) or 0 for x, _ in b))
+            elif one.op in ("call", "fusion", "async-start") and estimated_cycles(one) is None:
+                if kind_of_collective(one) is None:
+                    inner = one.called("to_apply") or one.called("calls")
+                    yield from visit(inner, times, in_loop)
+
+    return visit(entry, 1, False)
+
+
+def array_bytes(shape: str, op: str = "") -> int:
+    """Bytes of all arrays in an HLO type; of a -start's, without its u32[] for bookkeeping."""
+    if op.endswith("-start"):
+        shape = shape.replace("u32[]", "")
+    total = 0
+    for dtype, sides in re.findall(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]", shape):
+        bits = re.search(r"\d+", dtype)  # pred has none
+        total += math.prod(map(int, filter(None, sides.split(",")))) * int(bits[0] if bits else 8)
+    return total // 8
+
+
+def collectives(instructions, devices: int) -> dict[str, dict]:
+    """{kind: {count, bytes, largest_bytes, in_loop, sent_bytes}} of what one device executes.
+
+    Bytes are those of the whole buffer: before a reduce-scatter, after the others. Of these each
+    device must send, or receive, (n-1)/n; for an all-reduce, which is both, twice that.
+    """
+    found = {}
+    for one, _ in instructions:
+        kind = kind_of_collective(one)
+        if kind is None:
+            continue
+        groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", one.rest)
+        n = devices if groups is None else int(groups[2] or len(groups[1].split(",")))
+        size, cut = array_bytes(one.shape, one.op), kind in ("reduce-scatter", "all-gather")
+        if one.op.endswith("-start") and kind != "all-reduce":  # its type has operands and results
+            size = size * n // (n + 1) if cut else size // 2
+        elif kind == "reduce-scatter":
+            size *= n
+        sent = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
+        empty = {"count": 0, "bytes": 0, "largest_bytes": 0, "sent_bytes": 0, "in_loop": False}
+        row = found.setdefault(kind, empty)
+        row["count"] += one.times
+        row["bytes"] += one.times * size
+        row["sent_bytes"] += round(one.times * size * sent)
+        row["largest_bytes"] = max(row["largest_bytes"], size)
+        row["in_loop"] |= one.in_loop
+    return found
+
+
+def moved_bytes(instructions) -> int:
+    """Bytes that gathers, scatters and sorts without an estimate read and write at least.
+
+    A gather reads rows and writes them; a scatter reads updates, and reads and writes their rows.
+    """
+    total = 0
+    for one, scope in instructions:
+        if one.op in ("gather", "sort") and estimated_cycles(one) is None:
+            total += one.times * 2 * array_bytes(one.shape)
+        elif one.op == "scatter" and estimated_cycles(one) is None:
+            names = one.operands()
+            updates = names[-(len(names) // 2) :]  # after the arrays and one array of places
+            total += one.times * 3 * sum(array_bytes(scope[name].shape) for name in updates)
+    return total
+
+
+def kernel_bundles(schedule: str) -> tuple[int, int]:
+    """(instruction bundles that a Pallas kernel issues, loops of unknown length, counted once).
+
+    In the text of its final schedule a bundle has an address, `LB` where a loop's body begins, a
+    `>` for each loop around it (some are missing inside), and the constant in a loop's exit test.
+    Regions that a predicate may skip count as executed: an upper bound.
+    """
+    head = r"^ *(?:0x)?[0-9a-f]+ +([A-Z]{2})? *:([ >]*)\{"
+    _, *parts = re.split(head, schedule, flags=re.MULTILINE)
+    marks, texts = parts[::3], parts[2::3]
+    depths = [marks.count(">") for marks in parts[1::3]]
+    for i in reversed(range(len(depths) - 1)):
+        if marks[i + 1] != "LB":
+            depths[i] = max(depths[i], depths[i + 1])
+    open_loops, unknown = [[0, 1]], 0  # from outside in: bundles, trips
+
+    def close(depth: int):
+        nonlocal unknown
+        while len(open_loops) > depth + 1:
+            bundles, trips = open_loops.pop()
+            unknown += trips is None
+            open_loops[-1][0] += bundles * (trips or 1)
+
+    for mark, depth, bundle in zip(marks, depths, texts, strict=True):
+        close(depth - (mark == "LB"))
+        while len(open_loops) <= depth:
+            open_loops.append([0, None])
+        open_loops[-1][0] += 1
+        test = r"totalorder (?:\(\S+\), )?%\S+, (\d+) /\* loop exit test"
+        for trips in re.findall(test, bundle):  # an outer loop's can stand after the inner one's
+            waiting = [loop for loop in open_loops if loop[1] is None]
+            if waiting:
+                waiting[-1][1] = int(trips)
+    close(0)
+    return open_loops[0][0], unknown
+
+
+@contextlib.contextmanager
+def schedule_dump():
+    """A temporary folder to which libtpu, when it is loaded inside, writes its final schedules.
+
+    All other passes are left out: they would be gigabytes, and twice the time.
+    """
+    before = os.environ.get("LIBTPU_INIT_ARGS")
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        only = "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{before or ''} {flags} {only}".strip()
+        try:
+            yield Path(folder)
+        finally:
+            os.environ.pop("LIBTPU_INIT_ARGS")
+            if before is not None:
+                os.environ["LIBTPU_INIT_ARGS"] = before
+
+
+def kernel_cycles(instructions, folder: Path, notes: set) -> int | None:
+    """Cycles of a program's Pallas kernels, on the scale of the estimates for the rest.
+
+    From the schedules in `folder`, which it empties. Equal kernels are compiled once, under the
+    name of one of them. None if one has no schedule: libtpu was loaded before schedule_dump.
+    """
+    kernels = {one.name: one for one, _ in instructions if '"tpu_custom_call"' in one.rest}
+    code = {name: re.findall(r'"body":"(.*?)"', one.rest) for name, one in kernels.items()}
+    function = {name: re.sub(r"[.\d]+$", "", name) for name in kernels}
+    counts, total = {}, 0
+    for path in folder.glob("*"):
+        name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
+        if name and name[1] in kernels:
+            counts[name[1]], unknown = kernel_bundles(path.read_text(errors="replace"))
+            if unknown:
+                notes.add(f"kernel {name[1]}: {unknown} loops of unknown length counted once")
+        path.unlink()
+    for name, one in kernels.items():
+        twins = [counts[x] for x in counts if code[x] == code[name]]
+        twins = twins or [counts[x] for x in counts if function[x] == function[name]]
+        if not twins:
+            notes.add(f"kernel {name} has no schedule: no prediction")
+            return None
+        total += one.times * max(twins)
+    return round(total * KERNEL_FACTOR)
 
 
 def make_folder(path: Path, option: str):
@@ -2448,94 +2722,264 @@ def make_folder(path: Path, option: str):
 
 
 def absent_devices(target: str) -> list:
-    """Devices for compilation only: `target` is a key of TOPOLOGIES or a TPU topology NAME:AxB."""
+    """Devices for compilation only: a key of TOPOLOGIES, a TPU topology NAME:AxB, or GPU_TARGET."""
     from jax.experimental import topologies
 
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError('--preflight needs the TPU compiler: pip install "jax[tpu]"')
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask for its metadata
+    known = f"use {', '.join((*TOPOLOGIES, GPU_TARGET))} or a TPU topology such as v5e:2x4"
     name = TOPOLOGIES.get(target, target)
-    if not re.fullmatch(r"\w+:\d+(x\d+)+", name):
-        raise UserError(
-            f"--preflight {target}: use {', '.join(TOPOLOGIES)} or NAME:AxB, as v5e:2x4"
-        )
-    try:
+    if target == GPU_TARGET:
+        if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
+            parts = " ".join(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
+            raise UserError(f"--preflight {target} needs the GPU compiler: pip install {parts}")
+        options = {"platform": "cuda", "topology_name": "h100", "topology": "1x1x8"}
+        options["target_config"] = H100
+    elif not re.fullmatch(r"\w+:\d+(x\d+)+", name):
+        raise UserError(f"--preflight {target}: {known}")
+    else:
+        if importlib.util.find_spec("libtpu") is None:
+            raise UserError('--preflight needs the TPU compiler: pip install "jax[tpu]"')
+        # There is no TPU to ask; what libtpu would complain not to find.
+        about = ("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")
+        for key, value in (*about, ("TPU_ACCELERATOR_TYPE", target)):
+            os.environ.setdefault(key, value)
         shape = [int(side) for side in name.split(":")[1].split("x")]
         bounds = (*shape, *[1] * (3 - len(shape)))  # one host, as on a v6e-8 VM
-        return topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=bounds).devices
+        options = {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": bounds}
+    try:
+        return topologies.get_topology_desc(**options).devices
     except Exception as error:  # whatever the compiler library finds wrong with a name
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"--preflight {target}: no such hardware ({reason}): use {', '.join(TOPOLOGIES)} or a "
-            "TPU topology such as v5e:2x4"
-        ) from None
+        raise UserError(f"--preflight {target}: no such hardware ({reason}): {known}") from None
+
+
+def outward_bytes(devices) -> float:
+    """Bytes/s that the slowest device can send: a corner of a TPU mesh has one link an axis."""
+    places = [getattr(device, "coords", (i,)) for i, device in enumerate(devices)]
+    links = sum(len({*axis}) > 1 for axis in zip(*places, strict=True))
+    return links * HARDWARE[devices[0].device_kind].link
+
+
+def analyse(cfg: Config, variant: Variant, mesh: Mesh, compiled, schedules: Path) -> dict:
+    """What a compiled program tells: fields of its row in preflight.json, None if unknown.
+
+    Bytes, cycles and collectives are those of one device and one execution. Model FLOPs are those
+    of all devices, from shapes; "flops" is the compiler's count for one device, which leaves out
+    kernels and takes the body of a loop once.
+    """
+    devices, notes = [*mesh.devices.flat], set()
+    kind, instructions = devices[0].device_kind, [*walk(compiled.as_text(), notes)]
+    hardware, memory = HARDWARE.get(kind), compiled.memory_analysis()
+    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
+    sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
+    live = sum(sizes.values()) - 2 * sizes["aliased"]
+    found = collectives(instructions, mesh.size)
+    kernels = kernel_cycles(instructions, schedules, notes)
+    cycles = sum(one.times * (estimated_cycles(one) or 0) for one, _ in instructions)
+    cycles = cycles + kernels if cycles and kernels is not None else None
+    share = {"grads": 1, "eval": 1 / 3, "update": 0}[variant.kind]
+    row = {
+        "flops": (compiled.cost_analysis() or {}).get("flops"),
+        "model_flops": share * flops_per_token(cfg) * variant.batch_tokens,
+        "bytes": sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live},
+        "collectives": found,
+        "estimated_cycles": cycles,
+        "kernel_cycles": cycles and kernels,
+        "notes": sorted(notes),
+    }
+    if hardware:
+        sent = sum(x["sent_bytes"] for x in found.values())
+        row["link_floor_ms"] = 1e3 * sent / outward_bytes(devices) if sent else 0.0
+        row["moved_floor_ms"] = 1e3 * moved_bytes(instructions) / hardware.hbm
+    if cycles and hardware and hardware.clock:
+        row["predicted_ms"] = 1e3 * cycles / hardware.clock
+        peak = mesh.size * peak_flops(kind) * row["predicted_ms"] / 1e3
+        row["utilization"] = row["model_flops"] / peak
+    return row
+
+
+def refused(error: Exception) -> dict:
+    """The same for a program that the compiler finds too large; raises any other error."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    lines = str(error).splitlines()
+    reason = next((x.strip() for x in lines if "Used" in x or "xceeded" in x), lines[0])
+    used = re.search(r"Used ([\d.]+)([KMG]) of", reason)
+    peak = used and round(float(used[1]) * 2 ** (10 * " KMG".index(used[2])))
+    return {"bytes": {"peak": peak}, "error": reason}
+
+
+def whole_run(rows: list[dict]) -> dict:
+    """Predictions for the run, in seconds of all executions; None where a program has none."""
+
+    def seconds(key, *kinds):
+        each = [(row[key], row["steps"]) for row in rows if row["name"].startswith(kinds)]
+        return None if None in [ms for ms, _ in each] else sum(ms * n for ms, n in each) / 1e3
+
+    training, need = seconds("predicted_ms", "grads", "update"), None
+    grads = [row for row in rows if row["name"].startswith("grads")]
+    if training:
+        update = 1e3 * seconds("predicted_ms", "update") / sum(row["steps"] for row in grads)
+        each = (row["tokens_per_step"] / (row["predicted_ms"] + update) for row in grads)
+        need = round(1e3 * max(each))
+    return {
+        "train_seconds": training,
+        "train_model_flops": sum((row["model_flops"] or 0) * row["steps"] for row in grads),
+        "train_link_floor_seconds": seconds("link_floor_ms", "grads", "update"),
+        "train_moved_floor_seconds": seconds("moved_floor_ms", "grads", "update"),
+        "eval_seconds": seconds("predicted_ms", "eval"),
+        "loader_tokens_per_second": need,
+        "calibration": CALIBRATION,
+    }
+
+
+def table(rows: list[dict], *columns: tuple[str, str, str, float]) -> str:
+    """Aligned text of columns (title, key, format, unit) of rows; "-" for what is not known."""
+
+    def cell(row, key, form, unit):
+        value = row.get(key)
+        return "-" if value is None else format(value / unit if unit else value, form)
+
+    lines = [[title for title, *_ in columns]]
+    lines += [[cell(row, *column) for _, *column in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    first, *rest = widths
+    form = "  ".join([f"{{:{first}}}", *(f"{{:>{width}}}" for width in rest)])
+    return "\n".join(form.format(*line) for line in lines)
+
+
+def describe(report: dict) -> str:
+    """The report of preflight as tables and totals, at most 100 columns wide."""
+    rows, run = [row | row["bytes"] for row in report["variants"]], report["predicted"]
+    sent = [
+        found | {"name": row["name"], "kind": kind, "where": "yes" if found["in_loop"] else "no"}
+        for row in rows
+        for kind, found in (row["collectives"] or {}).items()
+    ]
+    notes = [f"{row['name']}: {note}" for row in rows for note in row["notes"] or ()]
+    memory = (
+        ("times", "steps", "d", 0),
+        ("tokens", "tokens_per_step", ",d", 0),
+        ("seconds", "compile_seconds", ".0f", 1),
+        ("arguments", "arguments", ".2f", 2**30),
+        ("temporary", "temporary", ".2f", 2**30),
+        ("peak GiB", "peak", ".2f", 2**30),
+        ("+ state", "resident_bytes", ".2f", 2**30),
+    )
+    time_ = (
+        ("TFLOP", "model_flops", ".1f", 1e12),
+        ("counted", "flops", ".2f", 1e12),
+        ("Mcycles", "estimated_cycles", ".1f", 1e6),
+        ("kernels", "kernel_cycles", ".1f", 1e6),
+        ("ms", "predicted_ms", ".1f", 1),
+        ("of peak", "utilization", ".1%", 1),
+        ("links", "link_floor_ms", ".1f", 1),
+        ("moves", "moved_floor_ms", ".1f", 1),
+    )
+    traffic = (
+        ("collective", "kind", "", 0),
+        ("count", "count", "d", 0),
+        ("MB", "bytes", ",.1f", 1e6),
+        ("largest MB", "largest_bytes", ",.1f", 1e6),
+        ("in a loop", "where", "", 0),
+    )
+
+    def known(form, *values):
+        return "unknown" if None in values else form.format(*values)
+
+    seconds, flops, need = (
+        run[k] for k in ("train_seconds", "train_model_flops", "loader_tokens_per_second")
+    )
+    peak = report["devices"] * (peak_flops(report["device_kind"]) or math.nan)
+    legend = f"""Predicted by the compiler, not measured; for one device and one execution, except
+that TFLOP are the model's on all devices (6 a matmul weight and token, no attention scores);
+`counted` is the compiler's own count (no kernels, loops once). Mcycles include those of `kernels`,
+an upper bound: blocks that documents let it skip are counted. They do not include, and the run
+needs in addition what is not overlapped of, `links` (bytes over the links of the slowest device)
+and `moves` (gathers, scatters and sorts, bytes over the memory's speed).
+Calibration: {CALIBRATION}."""
+    totals = [
+        f"The whole run: {report['total_steps']:,} steps on {report['total_tokens']:,} tokens, "
+        f"{report['devices']} x {report['device_kind']}",
+        f"  {flops:.3e} model FLOPs, compiled in {sum(r['compile_seconds'] for r in rows):.0f} s",
+        "  training    "
+        + known(
+            "predicted {:.1f} s, {:.1%} of the peak", seconds, seconds and flops / peak / seconds
+        ),
+        "  left out    "
+        + known(
+            "at least {:.1f} s on links, {:.1f} s of moves",
+            run["train_link_floor_seconds"],
+            run["train_moved_floor_seconds"],
+        ),
+        "  validation  "
+        + known("predicted {:.1f} s, while the clock stands still", run["eval_seconds"]),
+        "  loader      "
+        + known("must sustain {:,} tokens/s, {:.1f} MB/s", need, need and need * 2e-6),
+    ]
+    name = ("program", "name", "", 0)
+    tables = table(rows, name, *memory), table(rows, name, *time_), table(sent, name, *traffic)
+    return "\n\n".join(
+        ["", *tables, *(["\n".join(notes)] if notes else []), legend, "\n".join(totals)]
+    )
 
 
 def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print) -> bool:
-    """Compile every variant for absent hardware and report memory; whether all of it fits.
+    """Compile every variant for absent hardware, report what it needs; whether all of it fits.
 
-    The training state stays on the devices while programs run that do not take it:
-    that is a row's resident_bytes.
-    With `dump`: preflight.json and the optimized HLO of each variant go there.
+    The training state stays on the devices while programs run that do not take it: that is a row's
+    resident_bytes. With `dump`: preflight.json and the optimized HLO of each variant go there.
     """
-    devices = absent_devices(target)
-    mesh = make_mesh(cfg, devices)
-    limit = DEVICE_BYTES.get(devices[0].device_kind)
     if dump:
         make_folder(dump, "--dump")
-    rows, fits = [], True
-    state_bytes = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(abstract_state(cfg, mesh))
-    )
-    for variant, steps in executions(cfg).items():
-        start = time.perf_counter()
-        row = {"name": variant.name, "steps": steps, "tokens_per_step": variant.batch_tokens}
-        try:
-            compiled = lower_variant(cfg, variant, mesh).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            used = next((x for x in str(error).splitlines() if "Used" in x or "xceeded" in x), "")
-            say(f"{variant.name} does not fit: {used.strip()}")
-            rows.append({**row, "error": used.strip()})
-            fits = False
-            continue
-        row["compile_seconds"] = round(time.perf_counter() - start, 1)
-        row["flops"] = compiled.cost_analysis().get("flops")
-        memory = compiled.memory_analysis()
-        row["bytes"] = {
-            "arguments": memory.argument_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "aliased": memory.alias_size_in_bytes,
-            "temporary": memory.temp_size_in_bytes,
-            "peak": memory.peak_memory_in_bytes,
-        }
-        row["resident_bytes"] = 0 if variant.kind == "update" else state_bytes
-        needs = row["bytes"]["peak"] + row["resident_bytes"]
-        fits &= limit is None or needs <= limit
-        row["device_bytes_limit"] = limit
-        row["hlo"] = f"{variant.name}.hlo" if dump else None
-        if dump:
-            (dump / row["hlo"]).write_text(compiled.as_text())
-        share = f" of {limit / 2**30:.2f}" if limit else ""
-        say(
-            f"{variant.name}: compiled in {row['compile_seconds']:.0f} s, needs at most "
-            f"{needs / 2**30:.2f}{share} GiB a device, {steps} times in the run"
-        )
-        rows.append(row)
+    rows, misfits = [], []
+    with schedule_dump() as schedules:
+        devices = absent_devices(target)
+        if target == GPU_TARGET:
+            cfg = dataclasses.replace(cfg, attention="xla")
+            say("attention=xla: the run will take cuDNN, which cannot be compiled without a GPU")
+        mesh, kind = make_mesh(cfg, devices), devices[0].device_kind
+        limit = HARDWARE[kind].memory if kind in HARDWARE else None
+        state = jax.tree.leaves(abstract_state(cfg, mesh))
+        shards = ((math.prod(x.sharding.shard_shape(x.shape)), x.dtype.itemsize) for x in state)
+        state_bytes = sum(count * size for count, size in shards)
+        for variant, steps in executions(cfg).items():
+            row, start = dict.fromkeys(FIELDS), time.perf_counter()
+            row |= {"name": variant.name, "steps": steps, "tokens_per_step": variant.batch_tokens}
+            try:
+                compiled = lower_variant(cfg, variant, mesh).compile()
+                row["compile_seconds"] = round(time.perf_counter() - start, 1)
+                row |= analyse(cfg, variant, mesh, compiled, schedules)
+                if dump:
+                    row["hlo"] = f"{variant.name}.hlo"
+                    (dump / row["hlo"]).write_text(compiled.as_text())
+            except jax.errors.JaxRuntimeError as error:
+                row["compile_seconds"] = round(time.perf_counter() - start, 1)
+                row |= refused(error)
+            row["device_bytes_limit"] = limit
+            row["resident_bytes"] = 0 if variant.kind == "update" else state_bytes
+            needs = (row["bytes"]["peak"] or 0) + row["resident_bytes"]
+            if row["error"] or (limit and needs > limit):
+                over = f"{(needs - limit) / 2**30:.2f} GiB over" if limit else ""
+                reason = ", ".join(filter(None, (over, row["error"])))
+                misfits.append(f"{variant.name} does not fit: {reason}")
+            rows.append(row)
+            say(f"{variant.name} compiled in {row['compile_seconds']:.0f} s")
     report = {
         "preset": cfg.preset,
         "target": target,
-        "device_kind": devices[0].device_kind,
+        "device_kind": kind,
         "devices": mesh.size,
         "total_steps": cfg.steps,
         "total_tokens": cfg.total_tokens,
         "variants": rows,
+        "predicted": whole_run(rows),
     }
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
-    return fits
+    say(describe(report))
+    for line in misfits or [f"all programs fit {target}" if limit else "not known whether it fits"]:
+        say(line)
+    return not misfits
 
 
 # ------------------------------------------------------------------------------------------------
