@@ -100,6 +100,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import typing
 from collections import Counter
 from collections.abc import Callable
@@ -112,6 +113,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -119,7 +121,7 @@ HERE = Path(__file__).resolve().parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024  # the llm.c token file format
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
 STATE_CUTS = 8  # the training state can be cut into this many equal parts: 1, 2, 4 or 8 devices
-BACKENDS = ("auto", "xla", "splash", "cudnn")  # of attention
+BACKENDS = ("auto", "xla", "splash", "cudnn", "window")  # of attention
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATE_INPUTS = 12  # features of a token that its gates look at
 
@@ -209,7 +211,7 @@ class Config:
     adam_every: int = 2  # steps whose gradients one Adam step sums
     # memory: a device takes up to this many tokens at a time (at least a row), summing gradients
     micro_tokens: int = 49_152
-    loss_chunk: int = 4096  # tokens whose float32 logits exist at once
+    loss_chunk: int = 4096  # tokens whose logits exist at once, in compute_dtype
     # validation: the first val_tokens of the validation split, each predicted once
     val_tokens: int = 10_485_760
     val_every: int = 250  # steps; 0: only at the end
@@ -894,46 +896,28 @@ def attend_cudnn(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     return out.reshape(q_btnh.shape)
 
 
-ATTENTION = {"xla": attend_xla, "splash": attend_splash, "cudnn": attend_cudnn}
-
-
-def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tuple[str, str]:
-    """(backend, reason) for the devices' platform; UserError if the asked one cannot run there.
-
-    `capability` is that of an NVIDIA GPU: before Hopper (9.0) cuDNN takes heads up to 128 wide.
-    """
-    home = {"splash": "tpu", "cudnn": "gpu"}
-    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
-    platform_ = "gpu" if platform_ == "cuda" else platform_
-    if cfg.attention != "auto":
-        if home.get(cfg.attention, platform_) != platform_:
-            raise UserError(
-                f"attention={cfg.attention} runs on a {home[cfg.attention]}, "
-                f"not on a {platform_}: use attention=auto or xla"
-            )
-        if cfg.attention == "cudnn" and not (narrow and cfg.dtype == jnp.bfloat16):
-            raise UserError(
-                f"attention=cudnn takes no heads of {cfg.head_width} in {cfg.compute_dtype} on "
-                "this GPU: use attention=auto"
-            )
-        return cfg.attention, "asked for"
-    if platform_ == "tpu":
-        return "splash", "the windowed kernel for TPUs"
-    if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
-        return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a mask of the band"
-    what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
-    return "xla", f"the reference, since no kernel here serves {what}"
-
-
-def attention_on(cfg: Config, device) -> tuple[str, str]:
-    """pick_attention for one of the run's devices."""
-    capability = float(getattr(device, "compute_capability", 9.0))
-    return pick_attention(cfg, device.platform, capability)
-
-
 # ------------------------------------------------------------------------------------------------
-# Model: tokens -> features
+# Heads: from the projection of a layer to the gated outputs of its heads
 # ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What is static about the attention of one layer."""
+
+    count: int
+    width: int  # of one head
+    window: int  # in tokens; with `paired` in half tokens
+    paired: bool = False  # see pair_heads
+    offset: bool = False  # see key_offset
+
+    @property
+    def gates(self) -> int:
+        """Columns of the projection after q, k and v: gates of outputs, of values, and unused ones.
+
+        A TPU kernel reads whole tiles of 128 columns.
+        """
+        return -(-2 * self.count // 128) * 128 if self.width % 128 == 0 else 2 * self.count
 
 
 def norm(x):
@@ -950,15 +934,6 @@ def mix(*terms):
     """
     total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
     return total.astype(terms[0][1].dtype)
-
-
-def gate(x_btd, weights_ng):
-    """One number in (0, 1) for each head, from the first features of each token; float32 [b, t, n].
-
-    Twelve of them suffice (record 28).
-    """
-    x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
-    return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
 
 
 def rope_tables(freqs, positions_tn):
@@ -979,14 +954,14 @@ def rope(x_btnh, cos_tnh, sin_tnh):
     return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
 
 
-def positions(cfg: Config, t: int, paired: bool):
-    """Positions for the rotation, int [t, 1]; with `paired` heads [t, n], see pair_heads.
+def positions(t: int, heads: Heads):
+    """Positions for the rotation, int [t, 1]; of paired heads [t, 2], of even and of odd ones.
 
     Even heads turn by 2t and odd ones by 2t + 1, although pair_heads sends the first half of the
     heads to place 2t: the original reshapes differently for the two, and so must we.
     """
-    if paired:
-        return 2 * jnp.arange(t)[:, None] + (jnp.arange(cfg.heads) % 2)[None]
+    if heads.paired:
+        return 2 * jnp.arange(t)[:, None] + jnp.arange(2)[None]
     return jnp.arange(t)[:, None]
 
 
@@ -1010,6 +985,602 @@ def key_offset(k_btnh):
     shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
     still = jnp.arange(h) % (h // 2) >= h // 4
     return jnp.where(still[None, None, None], shifted, k_btnh)
+
+
+def attend_heads(
+    attend: Callable, heads: Heads, proj_btp, values_btd, look_btg, segments_bt, freqs, scale
+):
+    """QK norm, rotation, values, attention and gates of one layer: [b, t, d] of all its heads.
+
+    `proj_btp` holds side by side q, k, v [d] and the logits of the gates [heads.gates]: first one
+    of each head's output, then one of each head's value rows. `values_btd`, the tokens' rows of the
+    layer's value table, are added to v by that second gate; `look_btg` (or None) is added to the
+    logits. This is the plain form, for any of the backends above; attend_window does all of it in
+    one kernel.
+    """
+    b, t, _ = proj_btp.shape
+    n, h = heads.count, heads.width
+    q, k, v = (proj_btp[..., i * n * h : (i + 1) * n * h].reshape(b, t, n, h) for i in range(3))
+    logits_btg = proj_btp[..., 3 * n * h :].astype(jnp.float32)
+    if look_btg is not None:
+        logits_btg += look_btg
+    gates_btg = jax.nn.sigmoid(logits_btg)
+    tables = rope_tables(freqs, positions(t, heads))
+    if heads.paired:
+        tables = [jnp.tile(x, (1, n // 2, 1)) for x in tables]
+    q, k = rope(norm(q), *tables), rope(norm(k), *tables)
+    if heads.offset:
+        k = key_offset(k)
+    if values_btd is not None:
+        amount_btn = 2 * gates_btg[..., n : 2 * n]
+        v = mix((1.0, v), (amount_btn[..., None], values_btd.reshape(v.shape)))
+    if heads.paired:
+        q, k, v = pair_heads(q), pair_heads(k), pair_heads(v)
+        segments_bt = jnp.repeat(segments_bt, 2, axis=1)
+    y = attend(q, k, v, segments_bt, heads.window, scale).reshape(b, t, n, h)
+    return mix((gates_btg[..., :n, None], y)).reshape(b, t, n * h)
+
+
+# ------------------------------------------------------------------------------------------------
+# The attention kernel for TPUs
+# ------------------------------------------------------------------------------------------------
+# One pass over a row, block by block. All heads of a block lie side by side as the projection left
+# them, [t, n h] and never [n, t, h]: what costs most around splash is not attention
+# but turning arrays round, QK norm and rotation as passes of their own. Inside the kernel they are
+# done once for each block, and the turned keys and the values of the blocks that the window can
+# reach wait in a ring in VMEM. Scores are kept as [keys, queries], so that everything that there is
+# one of for each query (sum, gate, start of the document) is a row, which costs nothing to
+# broadcast. QK norm bounds the scores: no running maximum.
+
+LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
+ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
+KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB
+
+
+def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpret: bool):
+    """pl.pallas_call by name: `body` gets one object with a reference for every name.
+
+    Its `row` and `i` are the place in the grid, which runs through all i of a row before the next.
+
+    inputs: name -> (array, block shape, index map); outputs: name -> (shape with dtype, block
+    shape, index map); scratch in VMEM: name -> (shape, dtype). An input or output that is None is
+    left out, and None for the body. `scalars`, name -> array, are there before the first block.
+    Returns {name: output}.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    absent = {key: None for key, x in (inputs | outputs).items() if x[0] is None}
+    given, outputs = (
+        {key: x for key, x in entries.items() if key not in absent} for entries in (inputs, outputs)
+    )
+    names = [*scalars, *given, *outputs, *scratch]
+
+    def kernel(*refs):
+        place = {"row": pl.program_id(0), "i": pl.program_id(1)}
+        body(types.SimpleNamespace(**dict(zip(names, refs, strict=True)), **absent, **place))
+
+    results = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[pl.BlockSpec(*x[1:]) for x in given.values()],
+            out_specs=[pl.BlockSpec(*x[1:]) for x in outputs.values()],
+            scratch_shapes=[pltpu.VMEM(*x) for x in scratch.values()],
+        ),
+        out_shape=[x[0] for x in outputs.values()],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * len(grid), vmem_limit_bytes=KERNEL_VMEM
+        ),
+        interpret=interpret,
+        name=name,
+    )(*scalars.values(), *(x[0] for x in given.values()))
+    return dict(zip(outputs, results, strict=True))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the kernel cuts the work of one layer; distances are in blocks."""
+
+    heads: Heads
+    block: int  # tokens
+    interpret: bool = False
+
+    @property
+    def reach(self) -> int:
+        """Tokens back that any query can see."""
+        return (self.heads.window + 1) // 2 if self.heads.paired else self.heads.window
+
+    @property
+    def slots(self) -> int:
+        """Blocks of keys that a block of queries can see, itself included."""
+        return -(-self.reach // self.block) + 1
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(head of the queries, head of the keys) for all products of scores, by query head."""
+        n, half = self.heads.count, self.heads.count // 2
+        if self.heads.paired:
+            return [(c, o) for c in range(n) for o in (c % half, c % half + half)]
+        return [(c, c) for c in range(n)]
+
+    def side(self, c: int, o: int) -> int:
+        """By how many half tokens queries of head c stand behind keys of head o: -1, 0 or 1."""
+        half = self.heads.count // 2
+        return (c >= half) - (o >= half) if self.heads.paired else 0
+
+    def part(self, j: int) -> tuple[slice, slice]:
+        """(keys, queries) of a block and of the one j before it that can see each other at all.
+
+        All, or the last half of the keys and the first half of the queries: windows are odd
+        multiples of half a block, so that is 1 score in 4 at their edge.
+        """
+        half = self.block // 2
+        if j and j * self.block - self.reach >= half:
+            return slice(half, self.block), slice(0, half)
+        return slice(0, self.block), slice(0, self.block)
+
+    def lanes(self, c: int) -> slice:
+        """Columns of head c."""
+        return slice(c * self.heads.width, (c + 1) * self.heads.width)
+
+
+def times(a, b, transpose: bool = False):
+    """a @ b, or a @ b^T, summed in float32."""
+    sides = (((1,), (1 if transpose else 0,)), ((), ()))
+    return lax.dot_general(a, b, sides, preferred_element_type=jnp.float32)
+
+
+def ahead(count: int, items: list, start: Callable):
+    """Yield (item, start(item)), starting `count` items early.
+
+    The compiler keeps the order of matmuls: started early, their results are there when needed, and
+    the waits are filled. All scores first: 749 bundles a block of the forward pass instead of 1661.
+    """
+    started = []
+    for at, item in enumerate(items):
+        started += [start(x) for x in items[len(started) : at + count + 1]]
+        yield item, started[at]
+
+
+def swap_halves(x):
+    """[t, h] with the halves of every row exchanged."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.roll(x, x.shape[1] // 2, 1)
+
+
+def cos_and_sin(plan: Plan, tables, c: int):
+    """The rotation of head c in float32, [block, h] each, from the block of `tables`."""
+    h, at = plan.heads.width, 2 * plan.heads.width * (c % 2 if plan.heads.paired else 0)
+    return tuple(tables[:, x : x + h].astype(jnp.float32) for x in (at, at + h))
+
+
+def turn(x, cos, sin):
+    """QK norm and rotation of one head, float32 [t, h]: rope(norm(x))."""
+    x = x.astype(jnp.float32)
+    size = lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 2.0**-23)
+    return (x * cos + swap_halves(x) * sin) * size
+
+
+def turn_back(grad, x, cos, sin):
+    """The gradient of `x` from that of turn(x)."""
+    x = x.astype(jnp.float32)
+    size = lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 2.0**-23)
+    grad, x = grad * cos + swap_halves(grad * sin), x * size
+    return (grad - x * jnp.mean(grad * x, axis=1, keepdims=True)) * size
+
+
+def still(plan: Plan):
+    """Which columns of a head do not rotate, bool [1, h]."""
+    h = plan.heads.width
+    return lax.rem(lax.broadcasted_iota(jnp.int32, (1, h), 1), h // 2) >= h // 4
+
+
+def turned_key(plan: Plan, r, i, c: int):
+    """The keys of head c in the current block, with the offset; r.last keeps their last row."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    k = turn(r.k[0, :, plan.lanes(c)], *cos_and_sin(plan, r.tables, c))
+    if not plan.heads.offset:
+        return k
+    before = jnp.where(i == 0, k[:1], r.last[:1, plan.lanes(c)])
+    r.last[:1, plan.lanes(c)] = k[-1:]
+    row = lax.broadcasted_iota(jnp.int32, k.shape, 0)
+    return jnp.where(still(plan), jnp.where(row == 0, before, pltpu.roll(k, 1, 0)), k)
+
+
+def gate_values(logits, look):
+    """All gates of a block, float32 [t, g]."""
+    logits = logits[0].astype(jnp.float32)
+    return jax.nn.sigmoid(logits if look is None else logits + look[0].astype(jnp.float32))
+
+
+def gated_value(plan: Plan, r, gates, c: int):
+    """The values of head c in the current block, with their rows of the value table, float32."""
+    v = r.v[0, :, plan.lanes(c)].astype(jnp.float32)
+    if r.values is None:
+        return v
+    at = plan.heads.count + c
+    return v + 2 * gates[:, at : at + 1] * r.values[0, :, plan.lanes(c)].astype(jnp.float32)
+
+
+def first_keys(plan: Plan, i, starts):
+    """The first key that each query of block i can see, int32 [1, block], by Plan.side."""
+    query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
+    unit, sides = (2, (-1, 0, 1)) if plan.heads.paired else (1, (0,))
+    return {s: jnp.maximum(starts, query - (plan.heads.window - s) // unit) for s in sides}
+
+
+def visible(plan: Plan, first, i, j: int, side: int):
+    """Which keys of block i - j the queries of block i can see, bool [keys, queries] of part(j)."""
+    keys, queries = plan.part(j)
+    shape = keys.stop - keys.start, queries.stop
+    key = lax.broadcasted_iota(jnp.int32, shape, 0)
+    seen = key >= first[side][:, queries] - (i - j) * plan.block - keys.start
+    if j:
+        return seen
+    latest = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) - (side < 0)
+    return seen & (key <= latest)
+
+
+def window_inputs(plan: Plan, arrays: dict, at: Callable) -> dict:
+    """Inputs of run_kernel from the arrays of a layer; grid step i reads their block at(i)."""
+    n, block = plan.heads.count, plan.block
+    d, g = n * plan.heads.width, plan.heads.gates
+    proj = arrays["proj"]
+
+    def tokens(array, width, column=0):
+        return array, (1, block, width), lambda b, i, *_: (b, at(i), column)
+
+    return {
+        "q": tokens(proj, d, 0),
+        "k": tokens(proj, d, 1),
+        "v": tokens(proj, d, 2),
+        "logits": tokens(proj, g, 3 * d // g),
+        "values": tokens(arrays["values"], d),
+        "look": tokens(arrays["look"], g),
+        "tables": (
+            arrays["tables"], (block, arrays["tables"].shape[1]), lambda b, i, *_: (at(i), 0)
+        ),
+    }  # fmt: skip
+
+
+def window_forward(plan: Plan, arrays: dict):
+    """(y [b, t, d], log2 of the softmax sums [b, n rounded up, t]); one grid step a block."""
+    from jax.experimental import pallas as pl
+
+    n, h, block, slots = plan.heads.count, plan.heads.width, plan.block, plan.slots
+    (b, t, _), dtype = arrays["proj"].shape, arrays["proj"].dtype
+
+    def body(r):
+        i = r.i
+        slot = lax.rem(i, slots)
+        gates = gate_values(r.logits, r.look)
+        first = first_keys(plan, i, r.starts[0])
+        for c in range(n):
+            r.keys[slot, :, plan.lanes(c)] = turned_key(plan, r, i, c).astype(dtype)
+            q = turn(r.q[0, :, plan.lanes(c)], *cos_and_sin(plan, r.tables, c))
+            r.queries[:, plan.lanes(c)] = (q * (r.scale[0] * LOG2E)).astype(dtype)
+            r.turned_values[slot, c, :h] = gated_value(plan, r, gates, c).T.astype(dtype)
+            r.turned_values[slot, c, h:] = jnp.ones((ONES, block), dtype)
+
+        def look_back(j: int):
+            (keys, queries), at = plan.part(j), lax.rem(i - j + slots, slots)
+
+            def scores(pair):
+                c, o = pair
+                return times(
+                    r.keys[at, keys, plan.lanes(o)], r.queries[queries, plan.lanes(c)], True
+                )
+
+            if j == 0:
+                r.sums[...] = jnp.zeros_like(r.sums)
+            for (c, o), score in ahead(len(plan.pairs), plan.pairs, scores):
+                seen = visible(plan, first, i, j, plan.side(c, o))
+                weights = jnp.where(seen, jnp.exp2(score), 0.0).astype(dtype)
+                r.sums[c, :, queries] += times(r.turned_values[at, o, :, keys], weights)
+
+        look_back(0)
+        for j in range(1, slots):
+            pl.when(i - j >= r.earliest[r.row, i])(functools.partial(look_back, j))
+        gates = gates.T
+        for c in range(n):
+            total = r.sums[c, h : h + 1]
+            y = r.sums[c, :h] * (gates[c : c + 1] / total)
+            r.y[0, :, plan.lanes(c)] = y.T.astype(dtype)
+            r.log_sums[0, c : c + 1] = jnp.log2(total)
+
+    high = -(-n // 8) * 8
+    inputs = window_inputs(plan, arrays, lambda i: i)
+    inputs["starts"] = (arrays["starts"][:, None], (1, 1, block), lambda b, i, *_: (b, 0, i))
+    outputs = {
+        "y": (
+            jax.ShapeDtypeStruct((b, t, n * h), dtype), (1, block, n * h), lambda b, i, *_: (b, i, 0)
+        ),
+        "log_sums": (
+            jax.ShapeDtypeStruct((b, high, t), jnp.float32), (1, high, block),
+            lambda b, i, *_: (b, 0, i),
+        ),
+    }  # fmt: skip
+    scratch = {
+        "keys": ((slots, block, n * h), dtype),
+        "turned_values": ((slots, n, h + ONES, block), dtype),
+        "queries": ((block, n * h), dtype),
+        "sums": ((n, h + ONES, block), jnp.float32),
+        "last": ((8, n * h), jnp.float32),
+    }
+    scalars = {name: arrays[name] for name in ("earliest", "scale")}
+    grid = b, t // block
+    out = run_kernel(
+        "window_forward", body, grid, scalars, inputs, outputs, scratch, plan.interpret
+    )
+    return out["y"], out["log_sums"]
+
+
+def window_backward(plan: Plan, arrays: dict, y, log_sums, y_grad):
+    """Gradients of proj and of values (None without).
+
+    Grid step i takes block i of the queries through all blocks that they can see, whose gradients
+    collect in rings. What block i - delay was missing has then arrived, and it leaves, all its
+    columns together: concatenated outside, they would be copied once more. With the key offset the
+    first row of the next block is needed too, one step later.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    n, h, block, slots = plan.heads.count, plan.heads.width, plan.block, plan.slots
+    (b, t, width), dtype = arrays["proj"].shape, arrays["proj"].dtype
+    d, g, blocks = n * h, plan.heads.gates, t // block
+    delay = slots - 1 + plan.heads.offset
+    ring = delay + 1
+
+    def queries_of_block(r):
+        """Block i as queries."""
+        i = r.i
+        slot = lax.rem(i, ring)
+        gates = gate_values(r.logits, r.look)
+        columns = gates.T
+        first = first_keys(plan, i, r.starts[0])
+        shift, mean = [], []  # log2 of gate / softmax sum; what every score gradient has too much
+        for c in range(n):
+            lanes = plan.lanes(c)
+            k = turned_key(plan, r, i, c).astype(dtype)
+            r.keys[slot, :, lanes] = k
+            r.turned_keys[slot, lanes] = k.T
+            q = turn(r.q[0, :, lanes], *cos_and_sin(plan, r.tables, c))
+            r.queries[:, lanes] = (q * (r.scale[0] * LOG2E)).astype(dtype)
+            r.all_values[slot, :, lanes] = gated_value(plan, r, gates, c).astype(dtype)
+            product = r.y[0, :, lanes].astype(jnp.float32) * r.y_grad[0, :, lanes].astype(
+                jnp.float32
+            )
+            total, gate = jnp.sum(product.T, axis=0, keepdims=True), columns[c : c + 1]
+            r.gate_grads[slot, c : c + 1] = total * (1 - gate)
+            gate = jnp.maximum(gate, 1e-20)
+            shift.append(jnp.log2(gate) - r.log_sums[0, c : c + 1])
+            mean.append(total / gate)
+        for ref in (r.k_grads, r.v_grads):
+            ref[slot] = jnp.zeros((block, d), jnp.float32)
+        r.turned_q_grad[...] = jnp.zeros((d, block), jnp.float32)
+
+        def look_back(j: int):
+            (keys, queries), at = plan.part(j), lax.rem(i - j + ring, ring)
+
+            def scores(pair):
+                c, o = plan.lanes(pair[0]), plan.lanes(pair[1])
+                return (
+                    times(r.keys[at, keys, o], r.queries[queries, c], True),
+                    times(r.all_values[at, keys, o], r.y_grad[0, queries, c], True),
+                )
+
+            for (c, o), (score, value_grad) in ahead(1, plan.pairs, scores):
+                q_lanes, k_lanes = plan.lanes(c), plan.lanes(o)
+                seen = visible(plan, first, i, j, plan.side(c, o))
+                weights = jnp.where(seen, jnp.exp2(score + shift[c][:, queries]), 0.0)
+                r.v_grads[at, keys, k_lanes] += times(
+                    weights.astype(dtype), r.y_grad[0, queries, q_lanes]
+                )
+                grad = (weights * (value_grad - mean[c][:, queries])).astype(dtype)
+                r.k_grads[at, keys, k_lanes] += times(grad, r.queries[queries, q_lanes])
+                r.turned_q_grad[q_lanes, queries] += times(r.turned_keys[at, k_lanes, keys], grad)
+
+        look_back(0)
+        for j in range(1, slots):
+            pl.when(i - j >= r.earliest[r.row, i])(functools.partial(look_back, j))
+        for c in range(n):
+            lanes = plan.lanes(c)
+            grad = r.turned_q_grad[lanes].T * r.scale[0]
+            grad = turn_back(grad, r.q[0, :, lanes], *cos_and_sin(plan, r.tables, c))
+            r.q_grads[slot, :, lanes] = grad.astype(dtype)
+
+    def block_leaves(r):
+        """Block i - delay, whose gradients are complete."""
+        old = r.i - delay
+        at, following = lax.rem(old + ring, ring), lax.rem(old + 1 + ring, ring)
+        row = lax.broadcasted_iota(jnp.int32, (block, h), 0)
+        column = lax.broadcasted_iota(jnp.int32, (block, g), 1)
+        gate_grads = jnp.concatenate([r.gate_grads[at, :n], jnp.zeros((g - n, block))]).T
+        gates = None if r.values is None else gate_values(r.old_logits, r.old_look)
+        for c in range(n):
+            lanes = plan.lanes(c)
+            grad = r.k_grads[at, :, lanes] * (1 / LOG2E)
+            if plan.heads.offset:
+                after = jnp.where(
+                    old + 1 < blocks, r.k_grads[following, :1, lanes] * (1 / LOG2E), 0
+                )
+                moved = jnp.where(row == block - 1, after, pltpu.roll(grad, block - 1, 0))
+                moved += jnp.where((row == 0) & (old == 0), grad, 0.0)  # the first kept its own
+                grad = jnp.where(still(plan), moved, grad)
+            grad = turn_back(grad, r.old_k[0, :, lanes], *cos_and_sin(plan, r.old_tables, c))
+            r.grads[0, :, plan.lanes(n + c)] = grad.astype(dtype)
+            r.grads[0, :, lanes] = r.q_grads[at, :, lanes]
+            grad = r.v_grads[at, :, lanes]
+            r.grads[0, :, plan.lanes(2 * n + c)] = grad.astype(dtype)
+            if r.values is not None:
+                gate = gates[:, n + c : n + c + 1]
+                r.value_grads[0, :, lanes] = (2 * gate * grad).astype(dtype)
+                product = grad * r.old_values[0, :, lanes].astype(jnp.float32)
+                total = jnp.sum(product, axis=1, keepdims=True)
+                gate_grads = jnp.where(column == n + c, 2 * total * gate * (1 - gate), gate_grads)
+        r.grads[0, :, 3 * d :] = gate_grads.astype(dtype)
+
+    def body(r):
+        pl.when(r.i < blocks)(functools.partial(queries_of_block, r))
+        pl.when(r.i >= delay)(functools.partial(block_leaves, r))
+
+    def now(i):
+        return jnp.minimum(i, blocks - 1)
+
+    def then(i):
+        return jnp.maximum(i - delay, 0)
+
+    def rows(array):
+        return array, (1, array.shape[1], block), lambda b, i, *_: (b, 0, now(i))
+
+    inputs = window_inputs(plan, arrays, now)
+    old = window_inputs(plan, arrays, then)
+    inputs |= {f"old_{name}": old[name] for name in ("k", "logits", "values", "look", "tables")}
+    for name, array in (("y", y), ("y_grad", y_grad)):
+        inputs[name] = array, (1, block, d), lambda b, i, *_: (b, now(i), 0)
+    inputs |= {"log_sums": rows(log_sums), "starts": rows(arrays["starts"][:, None])}
+    values = arrays["values"]
+    outputs = {
+        "grads": (arrays["proj"], (1, block, width), lambda b, i, *_: (b, then(i), 0)),
+        "value_grads": (values, (1, block, d), lambda b, i, *_: (b, then(i), 0)),
+    }
+    scratch = {
+        **{name: ((ring, block, d), dtype) for name in ("keys", "all_values", "q_grads")},
+        **{name: ((ring, block, d), jnp.float32) for name in ("k_grads", "v_grads")},
+        "turned_keys": ((ring, d, block), dtype),
+        "queries": ((block, d), dtype),
+        "turned_q_grad": ((d, block), jnp.float32),
+        "gate_grads": ((ring, log_sums.shape[1], block), jnp.float32),
+        "last": ((8, d), jnp.float32),
+    }
+    scalars = {name: arrays[name] for name in ("earliest", "scale")}
+    grid = b, blocks + delay
+    out = run_kernel(
+        "window_backward", body, grid, scalars, inputs, outputs, scratch, plan.interpret
+    )
+    return out["grads"], out.get("value_grads")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def window_attention(plan: Plan, proj, values, look, others: dict):
+    """attend_window on what it has prepared in `others`."""
+    return window_forward(plan, {"proj": proj, "values": values, "look": look, **others})[0]
+
+
+def window_saves(plan: Plan, proj, values, look, others: dict):
+    """window_attention, and what its gradient needs."""
+    arrays = {"proj": proj, "values": values, "look": look, **others}
+    y, log_sums = window_forward(plan, arrays)
+    return y, (arrays, y, log_sums)
+
+
+def window_gradients(plan: Plan, saved, y_grad):
+    """Gradients of proj, values and look; `others` get none."""
+    arrays = saved[0]
+    proj, values = window_backward(plan, *saved, y_grad)
+    look = None if arrays["look"] is None else proj[..., -plan.heads.gates :]
+    return proj, values, look, None
+
+
+window_attention.defvjp(window_saves, window_gradients)
+
+
+def attend_window(
+    heads: Heads, proj_btp, values_btd, look_btg, segments_bt, freqs, scale, interpret=False
+):
+    """attend_heads in one TPU kernel each way: same arguments, same result up to rounding.
+
+    Needs heads of a multiple of 128 and rows of a multiple of 128 tokens. No gradients of `freqs`
+    and `scale`. `interpret` runs the kernel on a CPU, for tests.
+    """
+    b, t = segments_bt.shape
+    plan = Plan(heads, math.gcd(t, 256), interpret)
+    if heads.width % 128 or plan.block % 128:
+        raise UserError(
+            f"attention=window needs heads and rows of a multiple of 128, not heads of "
+            f"{heads.width} and rows of {t}: use attention=auto"
+        )
+    begins = jnp.pad(segments_bt[:, 1:] != segments_bt[:, :-1], ((0, 0), (1, 0)))
+    here = jnp.arange(t, dtype=jnp.int32)[None]
+    starts = lax.cummax(jnp.where(begins, here, 0), axis=1)
+    cos, sin = (x.swapaxes(0, 1) for x in rope_tables(freqs, positions(t, heads)))
+    tables = [x for c, s in zip(cos, sin, strict=True) for x in (c, c, s, -s)]
+    others = {
+        "starts": starts,
+        "earliest": starts[:, :: plan.block] // plan.block,
+        "tables": jnp.concatenate(tables, axis=1).astype(proj_btp.dtype),
+        "scale": jnp.reshape(scale, 1).astype(jnp.float32),
+    }
+    others = jax.tree.map(lax.stop_gradient, others)
+    return window_attention(plan, proj_btp, values_btd, look_btg, others)
+
+
+# ------------------------------------------------------------------------------------------------
+# The choice of attention
+# ------------------------------------------------------------------------------------------------
+
+ATTENTION = {
+    "xla": functools.partial(attend_heads, attend_xla),
+    "splash": functools.partial(attend_heads, attend_splash),
+    "cudnn": functools.partial(attend_heads, attend_cudnn),
+    "window": attend_window,
+}
+
+
+def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tuple[str, str]:
+    """(backend, reason) for the devices' platform; UserError if the asked one cannot run there.
+
+    `capability` is that of an NVIDIA GPU: before Hopper (9.0) cuDNN takes heads up to 128 wide.
+    """
+    home = {"splash": "tpu", "window": "tpu", "cudnn": "gpu"}
+    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
+    platform_ = "gpu" if platform_ == "cuda" else platform_
+    if cfg.attention != "auto":
+        if home.get(cfg.attention, platform_) != platform_:
+            raise UserError(
+                f"attention={cfg.attention} runs on a {home[cfg.attention]}, "
+                f"not on a {platform_}: use attention=auto or xla"
+            )
+        if cfg.attention == "cudnn" and not (narrow and cfg.dtype == jnp.bfloat16):
+            raise UserError(
+                f"attention=cudnn takes no heads of {cfg.head_width} in {cfg.compute_dtype} on "
+                "this GPU: use attention=auto"
+            )
+        return cfg.attention, "asked for"
+    if platform_ == "tpu":
+        rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
+        if cfg.head_width % 128 == 0 and all(row % 128 == 0 for row in rows):
+            return "window", "the kernel for TPUs in this file"
+        return "splash", "the windowed kernel for TPUs"
+    if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
+        return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a mask of the band"
+    what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
+    return "xla", f"the reference, since no kernel here serves {what}"
+
+
+def attention_on(cfg: Config, device) -> tuple[str, str]:
+    """pick_attention for one of the run's devices."""
+    capability = float(getattr(device, "compute_capability", 9.0))
+    return pick_attention(cfg, device.platform, capability)
+
+
+# ------------------------------------------------------------------------------------------------
+# Model: tokens -> features
+# ------------------------------------------------------------------------------------------------
+
+
+def gate(x_btd, weights_ng):
+    """One number in (0, 1) for each head, from the first features of each token; float32 [b, t, n].
+
+    Twelve of them suffice (record 28).
+    """
+    x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
+    return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
 
 
 def smear(x_btd, weights_ng, strength):
@@ -1058,37 +1629,53 @@ def look_up(cfg: Config, copies, tokens_bt) -> dict[str, jax.Array]:
     return {name: copies[name][ids] for name, ids in table_rows(cfg, tokens_bt).items()}
 
 
-def attention(params, cfg: Config, i: int, x_btd, values_btd, rotate: Callable, attend: Callable):
+def projection(params, cfg: Config, i: int, heads: Heads):
+    """Weights [3 d + gates, d] from the input of layer `i` to q, k, v and the logits of its gates.
+
+    The gates look at GATE_INPUTS features of a token. As rows of the same matrix they cost 1 / 18
+    of a matmul that is there anyway; alone, a pass over all activations.
+    """
+    d, at = cfg.width, cfg.attention_layers.index(i)
+    w_qkv = params["attn_bank"][4 * at : 4 * at + 3].reshape(3 * d, d)
+    gates = [params["attn_gate"][at]]
+    if i in cfg.value_layers:
+        half = GATE_INPUTS if i in cfg.paired_layers else GATE_INPUTS // 2  # see attention
+        gates.append(params["value_gate"][cfg.value_layers.index(i)][:, :half])
+    gates = jnp.concatenate([jnp.pad(w, ((0, 0), (0, d - w.shape[1]))) for w in gates])
+    gates = jnp.pad(gates, ((0, heads.gates - gates.shape[0]), (0, 0)))
+    return jnp.concatenate([mix((params["qkv_lambda"][i], w_qkv)), gates.astype(w_qkv.dtype)])
+
+
+def attention(
+    params, cfg: Config, i: int, x_btd, values_btd, segments_bt, window, hyper, attend: Callable
+):
     """What the attention of layer `i` adds to the stream, from its normed input.
 
-    `values_btd` are the tokens' rows of the layer's value table, or None. rotate(q or k, paired) is
-    the rotation; attend(i, q, k, v) the attention product with the layer's window.
+    `values_btd` are the tokens' rows of the layer's value table, or None; `attend` is one of
+    ATTENTION.
     """
-    b, t, d = x_btd.shape
     at, paired = cfg.attention_layers.index(i), i in cfg.paired_layers
-    w_qkv, w_o = params["attn_bank"][4 * at : 4 * at + 3], params["attn_bank"][4 * at + 3]
-    qkv = x_btd @ mix((params["qkv_lambda"][i], w_qkv.reshape(3 * d, d))).T
-    q, k, v = (y.reshape(b, t, cfg.heads, cfg.head_width) for y in jnp.split(qkv, 3, axis=-1))
-    q, k = rotate(norm(q), paired), rotate(norm(k), paired)
-    if i in cfg.long_layers:
-        k = key_offset(k)
-    if values_btd is not None:
-        # The gate looks at the layer's input, and where heads are not paired at the values too.
+    heads = Heads(cfg.heads, cfg.head_width, window, paired, i in cfg.long_layers)
+    look_btg = None
+    if values_btd is not None and not paired:
+        # The gate of values looks at half as many features of the layer's input, and at the values.
         half = GATE_INPUTS // 2
-        both = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
-        weights_ng = params["value_gate"][cfg.value_layers.index(i)]
-        amount_btn = 2 * gate(x_btd if paired else both, weights_ng)
-        v = mix((1.0, v), (amount_btn[..., None], values_btd.reshape(v.shape)))
-    if paired:
-        q, k, v = pair_heads(q), pair_heads(k), pair_heads(v)
-    y = attend(i, q, k, v).reshape(b, t, cfg.heads, cfg.head_width)
-    y = mix((gate(x_btd, params["attn_gate"][at])[..., None], y))
-    return y.reshape(b, t, d) @ mix((params["o_lambda"][i], w_o)).T
+        weights_ng = params["value_gate"][cfg.value_layers.index(i)][:, half:]
+        look_btn = values_btd[..., :half] @ weights_ng.T.astype(values_btd.dtype)
+        unused = heads.gates - 2 * heads.count
+        look_btg = jnp.pad(look_btn, ((0, 0), (0, 0), (heads.count, unused)))
+    proj_btp = x_btd @ projection(params, cfg, i, heads).T
+    y_btd = attend(
+        heads, proj_btp, values_btd, look_btg, segments_bt, hyper.freqs, hyper.attn_scale
+    )
+    weight = params["post_lambdas"][i, 0] * params["o_lambda"][i]
+    return y_btd @ mix((weight, params["attn_bank"][4 * at + 3])).T
 
 
 def mlp(params, cfg: Config, i: int, x_btd):
     """What the MLP of layer `i` adds to the stream, from its normed input: ReLU squared."""
     up_fd, down_fd = params["mlp_bank"][i], params["mlp_bank"][cfg.layers + i]
+    down_fd = mix((params["post_lambdas"][i, 1], down_fd))
     return jnp.square(jax.nn.relu(x_btd @ up_fd.T)) @ down_fd
 
 
@@ -1102,20 +1689,9 @@ def forward(
     the output of every attention. The output of layer `backout` is the input of all later
     attentions; half of it, at first, is taken out of the stream before the head (records 40, 77).
     """
-    t = tokens_bt.shape[1]
     segments_bt = segment_ids(tokens_bt, cfg.bos)
-    segments = {False: segments_bt, True: jnp.repeat(segments_bt, 2, axis=1)}
-    tables = {p: rope_tables(hyper.freqs, positions(cfg, t, p)) for p in (False, True)}
-
-    def rotate(x_btnh, paired):
-        return rope(x_btnh, *tables[paired])
-
-    def attend_in(i, q_btnh, k_btnh, v_btnh):
-        near = segments[i in cfg.paired_layers], windows[i in cfg.long_layers]
-        return attend(q_btnh, k_btnh, v_btnh, *near, hyper.attn_scale)
-
-    resid, post, x0_lambdas, bigram_lambdas = (
-        params[name] for name in ("resid_lambdas", "post_lambdas", "x0_lambdas", "bigram_lambdas")
+    resid, x0_lambdas, bigram_lambdas = (
+        params[name] for name in ("resid_lambdas", "x0_lambdas", "bigram_lambdas")
     )
     x0 = norm(smear(rows["embed"], params["smear_gate"], params["smear_lambda"][0]))
     bigram = rows["bigram_table"]
@@ -1131,67 +1707,142 @@ def forward(
                 if i in cfg.value_layers:
                     values = rows["value_tables"][cfg.value_layers.index(i)]
                 source = norm(outputs[cfg.backout] if i > cfg.backout else x)
-                y = attention(params, cfg, i, source, values, rotate, attend_in)
+                window = windows[i in cfg.long_layers]
+                y = attention(params, cfg, i, source, values, segments_bt, window, hyper, attend)
                 more = [(bigram_lambdas[i], bigram)] if i else []  # layer 0 has it already
-                x = mix((resid[i, 0], x), (post[i, 0], y), (x0_lambdas[i], x0), *more)
+                x = mix((resid[i, 0], x), (1.0, y), (x0_lambdas[i], x0), *more)
         with jax.named_scope(f"mlp{i}"):
-            x = mix((resid[i, 1], x), (post[i, 1], mlp(params, cfg, i, norm(x))))
+            x = mix((resid[i, 1], x), (1.0, mlp(params, cfg, i, norm(x))))
         outputs.append(x)
     return norm(mix((1.0, x), (-params["backout_lambda"][0], outputs[cfg.backout])))
 
 
 # ------------------------------------------------------------------------------------------------
-# Loss: features -> summed cross-entropy
+# Loss: features -> summed cross-entropy, with its own gradient
 # ------------------------------------------------------------------------------------------------
+
+
+def squash(z, cfg: Config):
+    """tanh((z + b) / 2c), float32: a sigmoid is half of 1 + tanh of half."""
+    _, b, c = cfg.logit_cap
+    return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
 def cap_logits(z, cfg: Config):
     """Logits a * sigmoid((z + b) / c), in (0, a), in float32 (records 9, 18, 54)."""
-    a, b, c = cfg.logit_cap
-    return a * jax.nn.sigmoid((z.astype(jnp.float32) + b) / c)
+    return cfg.logit_cap[0] / 2 * (1 + squash(z, cfg))
 
 
 def token_losses(x_cd, head_vd, targets_ck, cfg: Config):
-    """Cross-entropy in nats, float32 [c, k], of k targets for each token; all its logits at once.
+    """(losses in nats [c, k], squashed logits [c, v], sums of exponentials [c]), all float32.
 
-    The capped logits are below logit_cap[0], so their exponentials cannot overflow and need no row
-    maximum; and a target's logit is picked by comparison, whose gradient is no scatter.
+    Capped logits are below a, so exp cannot overflow and needs no row maximum; a/2 of each cancels.
+    XLA does all of this to a product while it is on the chip: if the caller stores squashed logits
+    as bfloat16, no float32 [c, v] goes to memory. The logits of the targets come once more, from
+    their rows of the head: 12.2 M cycles predicted for v6e (49,152 tokens, one target; 0.2 M more
+    are the bytes of the look-up), 18.7 M when they are picked out of [c, v] by comparison.
     """
+    half = cfg.logit_cap[0] / 2
     w_vd = head_vd.astype(x_cd.dtype)
-    logits_cv = cap_logits(jnp.matmul(x_cd, w_vd.T, preferred_element_type=jnp.float32), cfg)
-    ids_v = jnp.arange(cfg.vocab)[None]
-    picked_ck = [
-        jnp.sum(jnp.where(ids_v == targets_ck[:, k : k + 1], logits_cv, 0.0), axis=1)
+    squashed_cv = squash(jnp.matmul(x_cd, w_vd.T, preferred_element_type=jnp.float32), cfg)
+    sum_c = jnp.sum(jnp.exp(half * squashed_cv), axis=1)
+    z_ck = [
+        jnp.sum(x_cd.astype(jnp.float32) * w_vd[targets_ck[:, k]].astype(jnp.float32), axis=1)
         for k in range(targets_ck.shape[1])
     ]
-    log_sum_c = jnp.log(jnp.sum(jnp.exp(logits_cv), axis=1))
-    return log_sum_c[:, None] - jnp.stack(picked_ck, axis=1)
+    losses_ck = jnp.log(sum_c)[:, None] - half * squash(jnp.stack(z_ck, axis=1), cfg)
+    return losses_ck, squashed_cv, sum_c
 
 
+def loss_gradients(squashed_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Config):
+    """Gradients of the weighted losses: (x's [c, d] in its dtype, the head's [v, d] in float32).
+
+    That of a logit z is (total weight of the token * its probability - weight of z as a target)
+    times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
+    rounded to bfloat16, either gradient is off by 0.3 % (relative norm).
+    """
+    a, _, c = cfg.logit_cap
+    w_vd = head_vd.astype(x_cd.dtype)
+    weights_ck = a / (4 * c) * weights_ck
+    # The barrier makes XLA store what was rounded, not the float32 product that it came from.
+    squashed_cv = lax.optimization_barrier(squashed_cv.astype(x_cd.dtype)).astype(jnp.float32)
+    # Targets of a token that are equal share the sum of their weights: it is written only once.
+    equal_ckk = targets_ck[:, :, None] == targets_ck[:, None, :]
+    merged_ck = jnp.sum(jnp.where(equal_ckk, weights_ck[:, None, :], 0.0), axis=2)
+    ids_v, hit_cv = jnp.arange(head_vd.shape[0])[None], 0.0
+    for k in range(targets_ck.shape[1]):
+        hit_cv = jnp.where(ids_v == targets_ck[:, k : k + 1], merged_ck[:, k : k + 1], hit_cv)
+    factor_c = jnp.sum(weights_ck, axis=1) / sum_c
+    miss_cv = jnp.exp(a / 2 * squashed_cv) * factor_c[:, None] - hit_cv
+    grad_cv = (miss_cv * (1 - jnp.square(squashed_cv))).astype(x_cd.dtype)
+    return grad_cv @ w_vd, jnp.matmul(grad_cv.T, x_cd, preferred_element_type=jnp.float32)
+
+
+def in_chunks(cfg: Config, *arrays):
+    """Arrays [r, ...] as [chunks, c, ...]: the fewest equal chunks of c <= cfg.loss_chunk."""
+    tokens = arrays[0].shape[0]
+    chunks = -(-tokens // cfg.loss_chunk)
+    while tokens % chunks:
+        chunks += 1
+    return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
+
+
+def add_losses(totals, losses_ck, weights_ck):
+    """The two sums of cross_entropy, with those of a chunk."""
+    weighted, plain = totals
+    return weighted + jnp.sum(losses_ck * weights_ck), plain + jnp.sum(losses_ck[:, 0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32.
 
-    Works through cfg.loss_chunk tokens at a time and forms their logits again in the backward pass:
-    at 49,152 tokens and 50,304 entries, float32 logits alone would take 9.9 GB.
+    Only the weighted sum can be differentiated, with respect to x and head. Its gradient is formed
+    together with it: on the way back, the logits (9.9 GB in float32 for 49,152 tokens) would have
+    to be either kept or computed again. Works through cfg.loss_chunk tokens at a time.
+    Predicted for v6e, 49,152 tokens, 50,304 entries, in M cycles with 1, 2, 3 targets: 48.7, 61.7,
+    61.7; by autodiff with recomputed logits 72.6, 84.3, 92.8; three matmuls at peak are 21.7.
     """
-    head_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed in float32 over chunks
 
-    @jax.checkpoint
     def add(totals, chunk):
         x_cd, targets_ck, weights_ck = chunk
-        losses_ck = token_losses(x_cd, head_vd, targets_ck, cfg)
-        sums = jnp.sum(losses_ck * weights_ck), jnp.sum(losses_ck[:, 0])
-        return jax.tree.map(jnp.add, totals, sums), None
+        losses_ck, _, _ = token_losses(x_cd, head_vd, targets_ck, cfg)
+        return add_losses(totals, losses_ck, weights_ck), None
 
-    real = x_rd.shape[0]
-    chunks = -(-real // cfg.loss_chunk)
-    while real % chunks:  # the smallest number of equal chunks
-        chunks += 1
-    xs = [a.reshape(chunks, -1, a.shape[1]) for a in (x_rd, targets_rk, weights_rk)]
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    if chunks == 1:
-        return add(zeros, [a[0] for a in xs])[0]
-    return lax.scan(add, zeros, xs)[0]
+    return lax.scan(add, zeros, in_chunks(cfg, x_rd, targets_rk, weights_rk))[0]
+
+
+def cross_entropy_forward(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
+    """(cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
+    if weights_rk.perturbed:
+        raise NotImplementedError("cross_entropy has no gradient with respect to its weights")
+    x_rd, head_vd, *targets = (x.value for x in (x_rd, head_vd, targets_rk, weights_rk))
+
+    def add(carry, chunk):
+        totals, d_head = carry
+        x_cd, targets_ck, weights_ck = chunk
+        losses_ck, squashed_cv, sum_c = token_losses(x_cd, head_vd, targets_ck, cfg)
+        dx_cd, more = loss_gradients(squashed_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg)
+        return (add_losses(totals, losses_ck, weights_ck), d_head + more), dx_cd
+
+    zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
+    (totals, d_head), dx = lax.scan(add, start, in_chunks(cfg, x_rd, *targets))
+    return totals, (dx.reshape(x_rd.shape), d_head, head_vd)
+
+
+def cross_entropy_backward(cfg: Config, gradients, cotangents):
+    """Gradients for x, head, targets (none) and weights (refused above)."""
+    dx_rd, d_head, head_vd = gradients
+    weighted, plain = cotangents
+    if not isinstance(plain, SymbolicZero):
+        raise NotImplementedError("cross_entropy has no gradient of the plain sum")
+    dx, d_head = weighted * dx_rd.astype(jnp.float32), weighted * d_head
+    return dx.astype(dx_rd.dtype), d_head.astype(head_vd.dtype), None, None
+
+
+cross_entropy.defvjp(cross_entropy_forward, cross_entropy_backward, symbolic_zeros=True)
 
 
 def targets_ahead(tokens, weights_k):

@@ -358,7 +358,7 @@ def test_the_model_never_reads_the_padding():
     @jax.jit
     def run(params):
         rows = T.look_up(cfg, params, tokens)
-        return T.forward(params, rows, tokens, cfg, (8, 32), hyper, T.attend_xla)
+        return T.forward(params, rows, tokens, cfg, (8, 32), hyper, T.ATTENTION["xla"])
 
     clean = run(values)
     for name, live in (("attn_bank", 4), ("mlp_bank", 4)):

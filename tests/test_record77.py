@@ -181,9 +181,9 @@ def test_loss_of_every_token(name):
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(params, tokens, weights):
         rows = T.look_up(cfg, params, tokens[:, :-1])
-        x_btd = T.forward(params, rows, tokens[:, :-1], cfg, windows, hyper, T.attend_xla)
+        x_btd = T.forward(params, rows, tokens[:, :-1], cfg, windows, hyper, T.ATTENTION["xla"])
         targets, weights_rk = T.targets_ahead(tokens, weights)
-        losses = T.token_losses(x_btd[0], params["head"], targets, cfg)
+        losses, _, _ = T.token_losses(x_btd[0], params["head"], targets, cfg)
         return (
             x_btd[0],
             losses,
@@ -210,7 +210,7 @@ def test_gradient_of_every_parameter(name):
 
     def loss(weights, rows, tokens):
         ahead = jnp.asarray(hyper.weights)
-        return T.loss_sums(weights, rows, tokens, cfg, windows, hyper, ahead, T.attend_xla)
+        return T.loss_sums(weights, rows, tokens, cfg, windows, hyper, ahead, T.ATTENTION["xla"])
 
     # Full width is worth the optimizations: it computes for longer than it compiles.
     options = QUICK if case["config"] == "small" else None
@@ -342,7 +342,9 @@ def row_loss(cfg, variant, params, row, hyper):
     """The weighted loss of one row, summed."""
     weights = hyper.weights[: variant.ahead]
     rows = T.look_up(cfg, params, row[:, :-1])
-    return T.loss_sums(params, rows, row, cfg, variant.windows, hyper, weights, T.attend_xla)[0]
+    return T.loss_sums(params, rows, row, cfg, variant.windows, hyper, weights, T.ATTENTION["xla"])[
+        0
+    ]
 
 
 def test_schedule_of_every_step():

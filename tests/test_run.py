@@ -547,7 +547,7 @@ def test_sample_at_temperature_zero_takes_the_likeliest_token(run):
 
     def features(params):
         found, hyper = T.look_up(cfg, params, rows), T.hyper_at(cfg, cfg.steps - 1)
-        return T.forward(params, found, rows, cfg, cfg.val_windows, hyper, T.attend_xla)
+        return T.forward(params, found, rows, cfg, cfg.val_windows, hyper, T.ATTENTION["xla"])
 
     logits = np.asarray(quick(features, params) @ params["head"].T)
     logits = logits[np.arange(len(rows)), [len(row) - 1 for row in seen]]

@@ -233,7 +233,7 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(wide, shar
         tokens = rows.astype(np.int32)
         inputs = tokens[:, :-1]
         found = T.look_up(WIDE, params, inputs)
-        x = T.forward(params, found, inputs, WIDE, (8, 32), hyper, T.attend_xla)
+        x = T.forward(params, found, inputs, WIDE, (8, 32), hyper, T.ATTENTION["xla"])
         log_probs = jax.nn.log_softmax(T.cap_logits(x @ params["head"].T, WIDE))
         ahead = [
             -jnp.take_along_axis(log_probs[:, : 32 - k], tokens[:, 1 + k :, None], 2).sum()
@@ -583,7 +583,7 @@ def direct_loss(val):
 
     def features(params, hyper):
         found = T.look_up(CFG, params, rows)
-        return T.forward(params, found, rows, CFG, CFG.val_windows, hyper, T.attend_xla)
+        return T.forward(params, found, rows, CFG, CFG.val_windows, hyper, T.ATTENTION["xla"])
 
     with quick_compilation():
         program = jax.jit(features).lower(params, T.hyper_at(CFG, 0)).compile()
