@@ -1,10 +1,17 @@
 """Preflight: what is read out of optimized programs, what is printed, and the real TPU compiler."""
 
+import importlib.util
 import json
+import math
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
 import pytest
+from conftest import ROOT
 from programs import CFG, mesh_of, programs_of
 
 import train_gpt as T
@@ -319,3 +326,235 @@ def test_preflight_goes_on_after_a_program_that_does_not_fit(absent):
     absent[name] = "INTERNAL: a bug"
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         T.preflight(CFG, "v6e-8", None, lines.append)
+
+
+def test_the_report_is_whole_labelled_and_fits_a_terminal(absent, monkeypatch):
+    """With the facts of a TPU, and estimates of HLO instead of none."""
+    lines, ms = [], 1.75e6  # cycles
+    instructions, _ = run(HLO.replace("20000", "2000000"))
+    monkeypatch.setitem(T.HARDWARE, jax.devices()[0].device_kind, T.HARDWARE["TPU v6 lite"])
+    monkeypatch.setitem(T.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+    monkeypatch.setattr(T, "walk", lambda text, notes: instructions)
+    monkeypatch.setattr(T, "kernel_cycles", lambda *args: round(2 * ms))
+    assert T.preflight(CFG, "v6e-8", None, lines.append) is True
+    *compiled, report, verdict = lines
+    assert [line.split()[0] for line in compiled] == [v.name for v in T.executions(CFG)]
+    assert verdict == "all fit the 31.25 GiB of a device"
+    assert max(map(len, report.splitlines())) <= 100
+    cycles = 2_000_000 + 300 + 15 * 7 + 2 * ms
+    costs = next(x for x in report.splitlines() if x.startswith("update-muon ") and "%" in x)
+    assert costs.split()[3:6] == [f"{cycles / 1e6:.1f}", "3.5", f"{cycles / ms:.1f}"]
+    train = 2 * 8 * cycles / 1.75e9
+    assert f"predicted {train:.1f} s" in report and "not measured" in report
+    need = 512 / (2 * cycles / 1.75e9)  # the largest batch in the time of two programs
+    assert f"must sustain {need:,.0f} tokens/s" in report
+    assert "0.295 s" in report and "upper bound" in report and "12 reduce" not in report
+
+
+def test_without_estimates_there_is_no_prediction(absent, monkeypatch, tmp_path):
+    lines = []
+    monkeypatch.setitem(T.HARDWARE, jax.devices()[0].device_kind, T.HARDWARE["TPU v6 lite"])
+    assert T.preflight(CFG, "v6e-8", tmp_path, lines.append) is True
+    report = json.loads((tmp_path / "preflight.json").read_text())
+    assert {row["predicted_ms"] for row in report["variants"]} == {None}
+    assert report["predicted"]["train_seconds"] is None and "training    unknown" in lines[-2]
+
+
+@pytest.mark.parametrize(
+    ("message", "over"),
+    [
+        (
+            "Ran out of memory\n  Used 40.25G of 31.25G hbm. Exceeded by 9.00G.",
+            "9.00 GiB over, Used",
+        ),
+        ("\nUsed 512.5M of 1G", "Used 512.5M of 1G"),
+        ("Out of memory", "RESOURCE_EXHAUSTED: Out of memory"),
+    ],
+)
+def test_a_refused_program_says_by_how_much(absent, monkeypatch, tmp_path, message, over):
+    lines, name = [], "update-muon"
+    monkeypatch.setitem(T.HARDWARE, jax.devices()[0].device_kind, T.HARDWARE["TPU v6 lite"])
+    absent[name] = f"RESOURCE_EXHAUSTED: {message}"
+    assert T.preflight(CFG, "v6e-8", tmp_path, lines.append) is False
+    assert lines[-1].startswith(f"{name} does not fit: {over}")
+    row = json.loads((tmp_path / "preflight.json").read_text())["variants"][1]
+    contract = {"name", "steps", "tokens_per_step", "compile_seconds", "flops", "bytes"}
+    assert row.keys() >= contract | {"device_bytes_limit", "hlo"} and row["hlo"] is None
+    assert row["bytes"].keys() == {"arguments", "outputs", "aliased", "temporary", "peak"}
+
+
+def test_the_exit_status_says_whether_it_fits(absent, capsys):
+    arguments = ["tiny", "--preflight", "v6e-8"]
+    for fits in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(T, "preflight", lambda *args, fits=fits: fits)
+            assert T.main(arguments) == (0 if fits else 1)
+
+
+def test_preflight_leaves_no_folder_and_no_flags_behind(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")
+    with pytest.raises(KeyboardInterrupt), T.schedule_dump() as folder:
+        assert os.environ["LIBTPU_INIT_ARGS"].startswith(f"--mine=1 --xla_jf_dump_to={folder}")
+        assert folder.is_dir()
+        raise KeyboardInterrupt
+    assert not folder.exists() and os.environ["LIBTPU_INIT_ARGS"] == "--mine=1"
+
+
+@pytest.mark.parametrize(("target", "package"), [("v6e-8", "jax[tpu]"), ("h100x8", "jax-cuda13")])
+def test_preflight_says_what_to_install(monkeypatch, target, package):
+    monkeypatch.setattr(T.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(T.UserError, match=re.escape(package)):
+        T.absent_devices(target)
+
+
+@pytest.mark.parametrize("target", ["v6e", "v6e-3", "v6e:", "2x4", "gpu"])
+def test_preflight_refuses_unknown_targets(target):
+    with pytest.raises(T.UserError, match="use v6e-1, v6e-4, v6e-8, h100x8 or a TPU topology"):
+        T.absent_devices(target)
+
+
+def test_links_of_the_device_with_the_fewest():
+    mesh = [SimpleNamespace(coords=(x, y, 0)) for y in range(4) for x in range(2)]
+    assert T.link_count(mesh) == 2 and T.link_count(mesh[:2]) == 1 and T.link_count(mesh[:1]) == 0
+    assert T.link_count([SimpleNamespace(id=n) for n in range(8)]) == 1  # a switch
+
+
+# ------------------------------------------------------------------------------------------------
+# The real compiler for TPUs: no TPU is needed, but libtpu
+# ------------------------------------------------------------------------------------------------
+
+libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='needs libtpu: pip install "jax[tpu]"'
+)
+SCRIPT = """
+import sys
+from pathlib import Path
+import train_gpt as T
+preset, names, dump, *items = sys.argv[1:]
+cfg = T.PRESETS[preset]
+for item in items:
+    cfg = T.override(cfg, *item.split("=", 1))
+cfg = T.validate(cfg)
+wanted = {v: n for v, n in T.executions(cfg).items() if v.name in names.split(",")}
+T.executions = lambda cfg: wanted
+sys.exit(not T.preflight(cfg, "v6e-8", Path(dump)))
+"""
+
+
+def start(folder, preset, names, *items):
+    """Preflight of some programs in a process of its own: libtpu is loaded once a process."""
+    arguments = [sys.executable, "-c", SCRIPT, preset, ",".join(names), str(folder), *items]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env |= {"TMPDIR": str(folder)}
+    return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process, folder) -> tuple[dict, str]:
+    """(preflight.json, what was printed) of a process that `start` began; all of it fits."""
+    printed = process.communicate()[0].decode()
+    assert process.returncode == 0, printed
+    assert not list(folder.glob("preflight-*")), "the schedules are deleted"
+    return json.loads((folder / "preflight.json").read_text()), printed
+
+
+def kernels(text: str) -> list[str]:
+    """Names of the Pallas kernels of a program, one for each call."""
+    return re.findall(r"%([\w.\-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"", text)
+
+
+def elements(shape: str, dtype: str) -> int:
+    """Of the largest array of `dtype` in an HLO type."""
+    sides = re.findall(rf"\b{dtype}\[([\d,]*)\]", shape)
+    return max((math.prod(int(n) for n in x.split(",") if n) for x in sides), default=0)
+
+
+def float32_matmuls(text: str, size: int, parameters: set[int]) -> list[str]:
+    """Matmuls with a float32 operand or result of `size` numbers or more, but of no parameter's."""
+    found = []
+    for scope in T.hlo_computations(text)[0].values():
+        for one in scope.values():
+            if one.op in ("dot", "convolution"):
+                shapes = [one.shape, *(scope[x].shape for x in one.operands())]
+                counts = [elements(shape, "f32") for shape in shapes]
+                wide = [n for n in counts if n >= size and n not in parameters]
+                found += [f"{one.name}: {shapes}"] * bool(wide)
+    return found
+
+
+def test_float32_matmuls_are_found():
+    text = HLO.replace("negate(%p)", "convolution(%p, %p), window={}")
+    assert len(float32_matmuls(text, 32, set())) == 1 and not float32_matmuls(text, 33, set())
+    assert not float32_matmuls(text, 32, {32})
+
+
+@libtpu
+def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
+    """End to end, in 20 s: kernels with schedules, estimates, collectives, a prediction."""
+    names = ["grads-b1024-r128-w64-128-k3", "update-muon"]
+    changes = "compute_dtype=bfloat16", "layers=3", "skip=(0,1)", "backout=1"
+    changes += "long_layers=(2,)", "value_layers=(2,)"
+    report, printed = finish(start(tmp_path, "tiny", names, *changes), tmp_path)
+    grads, update = report["variants"]
+    assert (report["device_kind"], report["devices"], report["links"]) == ("TPU v6 lite", 8, 2)
+    assert kernels((tmp_path / grads["hlo"]).read_text())
+    assert 0 < grads["kernel_cycles"] < grads["estimated_cycles"]
+    assert 0 < grads["predicted_ms"] < 10 and grads["notes"] == [] and update["kernel_cycles"] == 0
+    assert {*grads["collectives"]} >= {"reduce-scatter"} and {*update["collectives"]} == {
+        "all-gather"
+    }
+    assert report["predicted"]["train_seconds"] > 0 and "all fit the 31.25 GiB" in printed
+
+
+SMALLEST = ["grads-b131072-r16384-w128-384-k3", "update-muon-adam"]
+LARGEST = ["grads-b393216-r49152-w768-1664-k1"]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """{program of the speedrun: (its row, its optimized HLO)}: two processes beside each other."""
+    folders = {tmp_path_factory.mktemp("preflight"): names for names in (SMALLEST, LARGEST)}
+    begun = {folder: start(folder, "speedrun", names) for folder, names in folders.items()}
+    found = {}
+    for folder, process in begun.items():
+        for row in finish(process, folder)[0]["variants"]:
+            found[row["name"]] = row, (folder / row["hlo"]).read_text()
+    return found
+
+
+@libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST + LARGEST)
+def test_the_record_fits_a_v6e_8(record, name):
+    row, _ = record[name]
+    assert 2**30 < row["bytes"]["peak"] + row["resident_bytes"] < 31.25 * 2**30
+    assert row["predicted_ms"] > 0 and row["notes"] == []
+
+
+@libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [SMALLEST[0], *LARGEST])
+def test_gradients_of_the_record_use_the_kernel_and_bfloat16(record, name):
+    """Forward and backward kernels in each layer that attends; weight gradients may be float32."""
+    cfg = T.PRESETS["speedrun"]
+    row, text = record[name]
+    assert len(kernels(text)) >= 2 * len(cfg.attention_layers)
+    tokens = row["tokens_per_step"] // 8
+    sizes = {math.prod(param.shape) for param in T.param_table(cfg).values()}
+    assert float32_matmuls(text, tokens * cfg.width, sizes) == []
+
+
+@libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST + LARGEST)
+def test_collectives_of_the_record_are_the_expected_ones(record, name):
+    """Gradients are scattered, parameters gathered, outside of loops, and nothing else is large."""
+    row, _ = record[name]
+    found, grads = row["collectives"], name.startswith("grads")
+    cut = {n: p for n, p in T.param_table(T.PRESETS["speedrun"]).items() if p.sharded}
+    numbers = [math.prod(param.shape) for param in cut.values()]
+    kind, width = ("reduce-scatter", 4) if grads else ("all-gather", 2)
+    assert not any(x["in_loop"] for x in found.values())
+    assert sum(numbers) * 2 <= found[kind]["bytes"] <= 1.01 * sum(numbers) * width
+    assert found[kind]["largest_bytes"] <= 1.01 * max(numbers) * width
+    others = sum(x["bytes"] for other, x in found.items() if other != kind)
+    assert others < 0.01 * found[kind]["bytes"]
