@@ -3104,6 +3104,13 @@ gpu_device_info {
 """
 # Estimated cycles per bundle: the same MLP has 5.29 M of them in XLA's fusions and 2.99 M bundles.
 KERNEL_FACTOR = 1.77
+# There is no TPU to ask about itself: what libtpu would complain not to find. And no cuDNN.
+NOBODY_HOME = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+}
 COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
 CALIBRATION = """\
 Made the same way for an earlier JAX port, the prediction was 0.295 s a step where its log has
@@ -3365,6 +3372,8 @@ def absent_devices(target: str) -> list:
     """Devices for compilation only: a key of TOPOLOGIES, a TPU topology NAME:AxB, or GPU_TARGET."""
     from jax.experimental import topologies
 
+    for key, value in NOBODY_HOME.items():
+        os.environ.setdefault(key, value)
     known = f"use {', '.join((*TOPOLOGIES, GPU_TARGET))} or a TPU topology such as v5e:2x4"
     name = TOPOLOGIES.get(target, target)
     if target == GPU_TARGET:
@@ -3378,10 +3387,6 @@ def absent_devices(target: str) -> list:
     else:
         if importlib.util.find_spec("libtpu") is None:
             raise UserError('--preflight needs the TPU compiler: pip install "jax[tpu]"')
-        # There is no TPU to ask; what libtpu would complain not to find.
-        about = ("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")
-        for key, value in (*about, ("TPU_ACCELERATOR_TYPE", target)):
-            os.environ.setdefault(key, value)
         shape = [int(side) for side in name.split(":")[1].split("x")]
         bounds = (*shape, *[1] * (3 - len(shape)))  # one host, as on a v6e-8 VM
         options = {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": bounds}
