@@ -3339,7 +3339,7 @@ def kernel_cycles(instructions, folder: Path, notes: set) -> int | None:
     name of one of them. None if one has no schedule: libtpu was loaded before schedule_dump.
     """
     kernels = {one.name: one for one, _ in instructions if '"tpu_custom_call"' in one.rest}
-    code = {name: re.findall(r'"body":"(.*?)"', one.rest) for name, one in kernels.items()}
+    code = {x: re.findall(r'"body":"(.*?)"', one.rest) or x for x, one in kernels.items()}
     function = {name: re.sub(r"[.\d]+$", "", name) for name in kernels}
     counts, total = {}, 0
     for path in folder.glob("*"):
@@ -3507,9 +3507,9 @@ def describe(report: dict) -> str:
 Predicted by the compiler, not measured; for one execution on one device, but TFLOP are the model's
 on all devices (6 for a matmul weight and token, no attention scores). `counted` is the compiler's
 own count: no kernels, loops once. Mcycles include `kernels`, an upper bound: blocks that documents
-let them skip are counted. Left out, and to be added where nothing hides it: `links`, ms for the
-bytes that the device with the fewest links ({report["links"]}) sends, and `moves`, ms of memory for
-gathers, scatters and sorts.
+let them skip are counted. Left out, and to be added where nothing hides it: `links`, ms for what
+the device with the fewest links ({report["links"]}) sends, and `moves`, ms that gathers, scatters
+and sorts take from memory. MB are whole buffers: before a reduce-scatter, after an all-gather.
 {CALIBRATION}
 """
     seconds, rate, flops = run["train_seconds"], run["loader_tokens_per_second"], run["model_flops"]
@@ -3522,7 +3522,7 @@ gathers, scatters and sorts.
         ("loader", "must sustain {:,} tokens/s, {:.1f} MB/s", rate, rate and 2e-6 * rate),
     ]
     compiling = sum(row["compile_seconds"] for row in rows)
-    whole = [f"The whole run on {count} x {kind}; compiled in {compiling:.0f} s"]
+    whole = [f"The whole run on {count} x {kind}; all compiled in {compiling:.0f} s"]
     whole += [
         f"  {report['total_steps']:,} steps, {report['total_tokens']:,} tokens, {flops:.3e} FLOP"
     ]
