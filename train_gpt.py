@@ -1295,10 +1295,9 @@ def window_forward(plan: Plan, arrays: dict):
     high = -(-n // 8) * 8
     inputs = window_inputs(plan, arrays, lambda i: i)
     inputs["starts"] = (arrays["starts"][:, None], (1, 1, block), lambda b, i, *_: (b, 0, i))
+    y_shape = jax.ShapeDtypeStruct((b, t, n * h), dtype)
     outputs = {
-        "y": (
-            jax.ShapeDtypeStruct((b, t, n * h), dtype), (1, block, n * h), lambda b, i, *_: (b, i, 0)
-        ),
+        "y": (y_shape, (1, block, n * h), lambda b, i, *_: (b, i, 0)),
         "log_sums": (
             jax.ShapeDtypeStruct((b, high, t), jnp.float32), (1, high, block),
             lambda b, i, *_: (b, 0, i),
@@ -1556,7 +1555,7 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
         rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
         if cfg.head_width % 128 == 0 and all(row % 128 == 0 for row in rows):
             return "window", "the kernel for TPUs in this file"
-        return "splash", "the windowed kernel for TPUs"
+        return "splash", f"the kernel that ships with jax, for heads {cfg.head_width} wide"
     if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
         return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a mask of the band"
     what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"

@@ -482,9 +482,10 @@ FREQS = np.float32([1.0, 0.4, 0.05])  # of heads 12 wide: pairs (i, i + 6), of w
 
 
 def test_positions_count_tokens_or_their_halves():
-    np.testing.assert_array_equal(T.positions(SIX, 3, False), [[0], [1], [2]])
-    want = [[0, 1, 0, 1, 0, 1], [2, 3, 2, 3, 2, 3], [4, 5, 4, 5, 4, 5]]  # even heads, odd heads
-    np.testing.assert_array_equal(T.positions(SIX, 3, True), want)
+    heads = T.Heads(6, 8, window=5)
+    np.testing.assert_array_equal(T.positions(3, heads), [[0], [1], [2]])
+    want = [[0, 1], [2, 3], [4, 5]]  # even heads, odd heads
+    np.testing.assert_array_equal(T.positions(3, replace(heads, paired=True)), want)
 
 
 def test_rope_tables_turn_half_of_the_pairs():
