@@ -469,22 +469,31 @@ def elements(shape: str, dtype: str) -> int:
 
 
 def float32_matmuls(text: str, size: int, parameters: set[int]) -> list[str]:
-    """Matmuls with a float32 operand or result of `size` numbers or more, but of no parameter's."""
-    found = []
-    for scope in T.hlo_computations(text)[0].values():
-        for one in scope.values():
-            if one.op in ("dot", "convolution"):
-                shapes = [one.shape, *(scope[x].shape for x in one.operands())]
-                counts = [elements(shape, "f32") for shape in shapes]
-                wide = [n for n in counts if n >= size and n not in parameters]
-                found += [f"{one.name}: {shapes}"] * bool(wide)
+    """Matmuls that read or write float32 arrays of `size` numbers or more, but of no parameter's.
+
+    In a fusion what counts is the fusion's result: within it, sums are float32 in any case.
+    """
+    found, computations = [], T.hlo_computations(text)[0]
+    for one, scope in T.walk(text, set()):
+        inside = computations[one.called("calls")] if one.op == "fusion" else scope
+        matmuls = [x for x in inside.values() if x.op in ("dot", "convolution")]
+        matmuls = matmuls if one.op == "fusion" else [x for x in matmuls if x.name == one.name]
+        shapes = [inside[name].shape for x in matmuls for name in x.operands()]
+        shapes += [one.shape] * bool(matmuls)
+        counts = [elements(shape, "f32") for shape in shapes]
+        if any(n >= size and n not in parameters for n in counts):
+            found.append(f"{one.name}: {one.shape} of {shapes}")
     return found
 
 
 def test_float32_matmuls_are_found():
     text = HLO.replace("negate(%p)", "convolution(%p, %p), window={}")
-    assert len(float32_matmuls(text, 32, set())) == 1 and not float32_matmuls(text, 33, set())
-    assert not float32_matmuls(text, 32, {32})
+    found = [line.split(":")[0] for line in float32_matmuls(text, 32, set())]
+    assert found == ["tiny", "last"]
+    assert not float32_matmuls(text, 33, set()) and not float32_matmuls(text, 32, {32})
+    rounded = text.replace("%tiny = f32", "%tiny = bf16").replace("%p = f32", "%p = bf16")
+    found = [line.split(":")[0] for line in float32_matmuls(rounded, 32, set())]
+    assert found == ["last"]
 
 
 @libtpu
