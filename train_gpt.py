@@ -3480,15 +3480,15 @@ def describe(report: dict) -> str:
         return "-" if value is None else format(value / unit, form)
 
     def line(name, *cells):
-        return f"{name:34}" + "".join(f"{cell:>8}" for cell in cells)
+        return f"{name:34}" + "".join(f"{cell:>7} " for cell in cells).rstrip()
 
-    memory = [line("GiB", "args", "temps", "peak", "+ state", "times", "tokens", "seconds")]
+    memory = [line("GiB", "args", "temps", "peak", "+ state", "times", "   tokens", "seconds")]
     costs = [line("", "TFLOP", "counted", "Mcycles", "kernels", "ms", "of peak", "links", "moves")]
     sent = [line("collectives", "", "", "count", "MB", "largest", "in loop")]
     for row in rows:
         sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
         sizes = [number(size, ".2f", 2**30) for size in (*sizes, row["resident_bytes"])]
-        tokens, seconds = f"{row['tokens_per_step']:,}", f"{row['compile_seconds']:.0f}"
+        tokens, seconds = f"{row['tokens_per_step']:>9,}", f"{row['compile_seconds']:.0f}"
         memory.append(line(row["name"], *sizes, row["steps"], tokens, seconds))
         flops = number(row["model_flops"], ".1f", 1e12), number(row["flops"], ".2f", 1e12)
         cycles = (number(row.get(key), ".1f", 1e6) for key in ("estimated_cycles", "kernel_cycles"))
@@ -3594,15 +3594,16 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
     say("\n" + describe(report))
-    limit, fits = HARDWARE.get(devices[0].device_kind, Hardware()).memory, True
+    limit, fits = HARDWARE.get(devices[0].device_kind, Hardware()).memory or math.inf, True
+    memory = f"the {limit / 2**30:.2f} GiB of a device"
     for row in rows:
         needs = (row["bytes"]["peak"] or 0) + row["resident_bytes"]
-        over = f"{(needs - limit) / 2**30:.2f} GiB over" if limit and needs > limit else ""
+        over = f"{(needs - limit) / 2**30:.2f} GiB over {memory}" if needs > limit else ""
         if reason := ", ".join(filter(None, (over, row.get("error")))):
             say(f"{row['name']} does not fit: {reason}")
             fits = False
     if fits:
-        say(f"all fit the {limit / 2**30:.2f} GiB of a device" if limit else "limit unknown")
+        say(f"all fit {memory}" if limit < math.inf else "how much memory there is, is not known")
     return fits
 
 

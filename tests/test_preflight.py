@@ -365,7 +365,7 @@ def test_without_estimates_there_is_no_prediction(absent, monkeypatch, tmp_path)
     [
         (
             "Ran out of memory\n  Used 40.25G of 31.25G hbm. Exceeded by 9.00G.",
-            "9.00 GiB over, Used",
+            "9.00 GiB over the 31.25 GiB of a device, Used 40.25G",
         ),
         ("\nUsed 512.5M of 1G", "Used 512.5M of 1G"),
         ("Out of memory", "RESOURCE_EXHAUSTED: Out of memory"),
