@@ -24,6 +24,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import train_gpt as T  # noqa: E402
 
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="compile for a TPU too: minutes, libtpu")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: python -m pytest --slow"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; only with --slow")
+
+
 BOS = 96  # of the small vocabulary
 
 

@@ -1,8 +1,6 @@
 """The programs on the devices: the same training on any number of them, and nothing hidden."""
 
 import functools
-import json
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -617,71 +615,6 @@ def test_compile_all_reports_each_program(monkeypatch):
     assert list(seconds) == names and min(seconds.values()) > 0
     assert sorted(line.split()[1] for line in lines) == sorted(names)
     assert all(re.search(r"^compiled .* in \d+\.\d s, \d+ MiB temporary$", line) for line in lines)
-
-
-@pytest.fixture
-def absent(monkeypatch):
-    """preflight for 8 devices, with programs that are there already; name -> error to raise."""
-    programs, errors = programs_of(CFG, 8), {}
-
-    def lower(cfg, variant, mesh):
-        assert (cfg, mesh) == (CFG, mesh_of(8))
-
-        def compile_():
-            if variant.name in errors:
-                raise jax.errors.JaxRuntimeError(errors[variant.name])
-            return programs[variant]
-
-        return SimpleNamespace(compile=compile_)
-
-    monkeypatch.setattr(T, "absent_devices", lambda target: jax.devices())
-    monkeypatch.setattr(T, "lower_variant", lower)
-    return errors
-
-
-def test_preflight_reports_every_program_of_the_run(absent, tmp_path):
-    lines = []
-    assert T.preflight(CFG, "v6e-8", tmp_path / "dump", lines.append) is True
-    report = json.loads((tmp_path / "dump/preflight.json").read_text())
-    counts = T.executions(CFG)
-    assert [row["name"] for row in report["variants"]] == [variant.name for variant in counts]
-    assert [row["steps"] for row in report["variants"]] == list(counts.values())
-    assert [row["tokens_per_step"] for row in report["variants"]] == [256, 0, 0, 512, 512]
-    assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
-    assert (report["devices"], report["target"], len(lines)) == (8, "v6e-8", 5)
-    for row in report["variants"]:
-        assert "HloModule" in (tmp_path / "dump" / row["hlo"]).read_text()
-        assert row["bytes"]["arguments"] > 0
-
-
-def test_preflight_counts_the_state_beside_programs_that_do_not_take_it(
-    absent, monkeypatch, tmp_path
-):
-    T.preflight(CFG, "v6e-8", tmp_path, list().append)
-    rows = json.loads((tmp_path / "preflight.json").read_text())["variants"]
-    state = T.abstract_state(CFG, mesh_of(8))
-    a_device = sum(
-        4 * x.size // (8 if x.sharding.spec == T.P("data") else 1) for x in jax.tree.leaves(state)
-    )
-    a_device += sum(4 * math.prod(row.shape) for name, row in TABLE.items() if name not in BANKS)
-    resident = {row["name"]: row["resident_bytes"] for row in rows}
-    assert {n: r for n, r in resident.items() if r} == {
-        n: a_device for n in resident if "update" not in n
-    }
-    most = max(row["bytes"]["peak"] + row["resident_bytes"] for row in rows)
-    for limit, fits in ((most, True), (most - 1, False)):
-        monkeypatch.setitem(T.DEVICE_BYTES, jax.devices()[0].device_kind, limit)
-        assert T.preflight(CFG, "v6e-8", None, list().append) is fits
-
-
-def test_preflight_goes_on_after_a_program_that_does_not_fit(absent):
-    lines, name = [], T.step_variants(CFG, 3)[0].name
-    absent[name] = "RESOURCE_EXHAUSTED: too large.\n  Used 40.1G of 31.2G hbm.\n  and more"
-    assert T.preflight(CFG, "v6e-8", None, lines.append) is False
-    assert f"{name} does not fit: Used 40.1G of 31.2G hbm." in lines and len(lines) == 5
-    absent[name] = "INTERNAL: a bug"
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        T.preflight(CFG, "v6e-8", None, lines.append)
 
 
 # ------------------------------------------------------------------------------------------------
