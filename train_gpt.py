@@ -1646,8 +1646,13 @@ def table_rows(cfg: Config, tokens_bt) -> dict[str, jax.Array]:
 
 
 def look_up(cfg: Config, copies, tokens_bt) -> dict[str, jax.Array]:
-    """The tokens' rows of TABLES: [b, t, d]; for value_tables [layers, b, t, d]."""
-    return {name: copies[name][ids] for name, ids in table_rows(cfg, tokens_bt).items()}
+    """The tokens' rows of TABLES: [b, t, d]; for value_tables a tuple of these, one for a layer.
+
+    Not one array of all layers, of which each layer would have to copy its part.
+    """
+    ids = table_rows(cfg, tokens_bt)
+    rows = {name: copies[name][ids[name]] for name in ("embed", "bigram_table")}
+    return rows | {"value_tables": tuple(copies["value_tables"][x] for x in ids["value_tables"])}
 
 
 def projection(params, cfg: Config, i: int, heads: Heads):
@@ -1670,7 +1675,7 @@ def projection(params, cfg: Config, i: int, heads: Heads):
 def attention(
     params, cfg: Config, i: int, x_btd, values_btd, segments_bt, window, hyper, attend: Callable
 ):
-    """What the attention of layer `i` adds to the stream, from its normed input.
+    """What the attention of layer `i` adds to the stream, its weight included, from normed input.
 
     `values_btd` are the tokens' rows of the layer's value table, or None; `attend` is one of
     ATTENTION.
@@ -1694,7 +1699,7 @@ def attention(
 
 
 def mlp(params, cfg: Config, i: int, x_btd):
-    """What the MLP of layer `i` adds to the stream, from its normed input: ReLU squared."""
+    """What the MLP of layer `i` adds to the stream, its weight included: ReLU squared."""
     up_fd, down_fd = params["mlp_bank"][i], params["mlp_bank"][cfg.layers + i]
     down_fd = mix((params["post_lambdas"][i, 1], down_fd))
     return jnp.square(jax.nn.relu(x_btd @ up_fd.T)) @ down_fd
@@ -2191,8 +2196,11 @@ def accumulate(cfg: Config, loss: Callable, copies, tokens, micro: int):
         backward = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, plain), (d_weights, d_rows) = backward(weights, rows, tokens)
         summed = {name: grads[name] + x.astype(grads[name].dtype) for name, x in d_weights.items()}
-        for name in TABLES:
+        for name in ("embed", "bigram_table"):
             summed[name] = add_rows(grads[name], ids[name], d_rows[name])
+        summed["value_tables"] = grads["value_tables"]
+        for of_layer in zip(ids["value_tables"], d_rows["value_tables"], strict=True):
+            summed["value_tables"] = add_rows(summed["value_tables"], *of_layer)
         return (total + plain, summed), None
 
     zeros = {n: jnp.zeros(x.shape, x.dtype if one else jnp.float32) for n, x in copies.items()}
