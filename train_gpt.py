@@ -1025,16 +1025,20 @@ def attend_heads(
 # ------------------------------------------------------------------------------------------------
 # The attention kernel for TPUs
 # ------------------------------------------------------------------------------------------------
-# One pass over a row, block by block. All heads of a block lie side by side as the projection left
-# them, [t, n h] and never [n, t, h]: what costs most around splash is not attention
-# but turning arrays round, QK norm and rotation as passes of their own. Inside the kernel they are
-# done once for each block, and the turned keys and the values of the blocks that the window can
-# reach wait in a ring in VMEM. Scores are kept as [keys, queries], so that everything that there is
-# one of for each query (sum, gate, start of the document) is a row, which costs nothing to
-# broadcast. QK norm bounds the scores: no running maximum.
+# One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
+# the projection left them, [t, n h] and never [n, t, h]: what costs most around splash is not
+# attention but turning arrays round, and QK norm and rotation as passes of their own. Here they are
+# done once for each block, and the turned keys and the values of the blocks that the window can reach wait in
+# a ring in VMEM (2 MiB at a window of 640; 12 in the backward pass, with their gradients). Scores
+# are kept as [keys, queries], so that what there is one of for each query (sum, gate, start of the
+# document) is a row, and costs nothing to broadcast. QK norm bounds the scores: no running maximum.
+# Blocks that hold no visible key are skipped: none in the predictions of --preflight.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
+# Bound on scores after QK norm, before YaRN (up to 1.5 times) and the key offset (up to sqrt 2):
+# the sum of 4096 exponentials of them stays within float32.
+MAX_SCORE = 32.0
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB
 
 
@@ -1159,8 +1163,9 @@ def cos_and_sin(plan: Plan, tables, c: int):
 def means(x, dtype):
     """The mean of every row [t, h], float32, in all of its columns: a matmul with ones.
 
-    The MXU has nothing else to do at that point; sums over lanes take a fifth longer. The products
-    that are summed are rounded to `dtype`, which changes a mean of 128 by about 2^-12 of itself.
+    The MXU has nothing else to do then; with sums over lanes the forward pass takes 900 bundles a
+    block more, of 4,700. What is summed is rounded to `dtype` first, which changes a mean of 128
+    by about 2^-12 of itself.
     """
     h = x.shape[1]
     return times(x.astype(dtype), jnp.full((h, h), 1 / h, dtype))
@@ -1261,7 +1266,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
 
     To `save` for the backward pass: log2 of the softmax sums [b, n rounded up, t], and queries,
     keys and (with a value table) values as they met, [b, t, d] each: turning them again would take
-    2,100 bundles a block, a fifth of that pass.
+    2,700 bundles a block, of 11,000.
     """
     from jax.experimental import pallas as pl
 
@@ -1562,6 +1567,7 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
     """
     home = {"splash": "tpu", "window": "tpu", "cudnn": "gpu"}
     narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
+    bounded = cfg.attn_scale * cfg.head_width <= MAX_SCORE
     platform_ = "gpu" if platform_ == "cuda" else platform_
     if cfg.attention != "auto":
         if home.get(cfg.attention, platform_) != platform_:
@@ -1574,10 +1580,16 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
                 f"attention=cudnn takes no heads of {cfg.head_width} in {cfg.compute_dtype} on "
                 "this GPU: use attention=auto"
             )
+        if cfg.attention == "window" and not bounded:
+            raise UserError(
+                f"attention=window needs attn_scale * head width <= {MAX_SCORE:.0f}, not "
+                f"{cfg.attn_scale * cfg.head_width:g}: use attention=auto"
+            )
         return cfg.attention, "asked for"
     if platform_ == "tpu":
         rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
-        if cfg.head_width % 128 == 0 and all(row % 128 == 0 for row in rows):
+        tiles = cfg.head_width % 128 == 0 and all(row % 128 == 0 for row in rows)
+        if tiles and bounded:
             return "window", "the kernel for TPUs in this file"
         return "splash", f"the kernel that ships with jax, for heads {cfg.head_width} wide"
     if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:

@@ -458,11 +458,17 @@ def test_cudnn_asked_for_is_refused_where_it_cannot_work(change):
         T.pick_attention(cfg, "gpu")
 
 
+def test_window_asked_for_is_refused_where_scores_could_overflow():
+    cfg = small_config(attention="window", width=256, heads=2, attn_scale=0.5)
+    with pytest.raises(T.UserError, match=r"attn_scale \* head width <= 32, not 64: use attention"):
+        T.pick_attention(cfg, "tpu")
+
+
 @pytest.mark.parametrize(
     "asked, platform, home",
     [
         ("splash", "cpu", "tpu"),
-        ("splash", "gpu", "tpu"),
+        ("window", "gpu", "tpu"),
         ("cudnn", "cpu", "gpu"),
         ("cudnn", "tpu", "gpu"),
     ],
@@ -480,6 +486,8 @@ def test_what_cannot_run_there_is_refused(asked, platform, home):
         ({"val_row": 64}, "splash"),
         ({"stages": (T.Stage(1.0, 8 * 192, 192, 0, (8, 32)),)}, "splash"),
         ({"heads": 4}, "splash"),
+        ({"attn_scale": 0.25}, "window"),
+        ({"attn_scale": 0.26}, "splash"),
     ],
 )
 def test_a_tpu_gets_our_kernel_where_tiles_of_128_fit(change, backend):
