@@ -10,7 +10,8 @@ out. Read it from top to bottom: nothing below is needed to understand what stan
     config, validation    every number of a run, as data
     schedule              stage, rates, loss weights and rotation of each step
     parameters            one table: shape, init, sharding, optimizer
-    attention             one contract, three backends
+    attention, heads      one contract, three backends; what surrounds them in a layer
+    attention kernel      all of a layer's attention in one pass, for TPUs
     model, loss           tokens -> features -> summed cross-entropy
     optimizers            NorMuon, Adam, and the walk over the table
     steps, compilation    the programs that run on the devices, compiled before the clock starts
@@ -1028,11 +1029,11 @@ def attend_heads(
 # One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
 # the projection left them, [t, n h] and never [n, t, h]: what costs most around splash is not
 # attention but turning arrays round, and QK norm and rotation as passes of their own. Here they are
-# done once for each block, and the turned keys and the values of the blocks that the window can reach wait in
-# a ring in VMEM (2 MiB at a window of 640; 12 in the backward pass, with their gradients). Scores
-# are kept as [keys, queries], so that what there is one of for each query (sum, gate, start of the
-# document) is a row, and costs nothing to broadcast. QK norm bounds the scores: no running maximum.
-# Blocks that hold no visible key are skipped: none in the predictions of --preflight.
+# done once for each block, and the turned keys and the values of the blocks that the window can
+# reach wait in a ring in VMEM (3 MiB at a window of 640; 14 in the backward pass, with their
+# gradients). Scores are kept as [keys, queries], so that what there is one of for each query (sum,
+# gate, start of the document) is a row, and costs nothing to broadcast. QK norm bounds the scores:
+# no running maximum. Blocks that hold no visible key are skipped; --preflight counts them.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
