@@ -2228,7 +2228,7 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
     """The function that `variant` compiles; manual over the mesh, so every collective is ours.
 
     grads:  (copies, tokens uint16 [rows, t+1], Hyper) -> (gradients, mean loss on the next token)
-    update: (state, copies, {name: (gradient, ...)}, Hyper) -> (state, copies)
+    update: (state, {name: (gradient, ...)}, Hyper) -> (state, the copies that changed)
     eval:   (copies, tokens uint16 [rows, t+1], Hyper) -> summed loss
     Copies are whole on every device, the state is cut. Each device keeps the gradients of its own
     rows (in one array, [devices * n, ...] for a parameter [n, ...]); an update reduces them, and
@@ -2251,10 +2251,10 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
         plain, grads = accumulate(cfg, row_loss, copies, tokens.astype(jnp.int32), micro)
         return grads, lax.psum(plain, AXIS) / variant.batch_tokens
 
-    def update_step(state, copies, due, hyper):
+    def update_step(state, due, hyper):
+        # The old copies are not donated: gathered into them, the new ones are copied once more.
         state = apply_updates(cfg, state, reduce_grads(cfg, due), hyper)
-        changed = compute_copies(cfg, state["params"], gather=True, names=due)
-        return state, copies | changed
+        return state, compute_copies(cfg, state["params"], gather=True, names=due)
 
     def eval_step(copies, tokens, hyper):
         def micro_loss(tokens):
@@ -2266,7 +2266,7 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
 
     step, ins, outs = {
         "grads": (grads_step, (P(), P(AXIS), P()), (P(AXIS), P())),
-        "update": (update_step, (state_specs, P(), P(AXIS), P()), (state_specs, P())),
+        "update": (update_step, (state_specs, P(AXIS), P()), (state_specs, P())),
         "eval": (eval_step, (P(), P(AXIS), P()), P()),
     }[variant.kind]
     return jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
@@ -2301,7 +2301,7 @@ def abstract_due(cfg: Config, mesh: Mesh, update: Variant):
 
 
 def lower_variant(cfg: Config, variant: Variant, mesh: Mesh):
-    """`variant` lowered from abstract values; an update consumes (donates) state and copies."""
+    """`variant` lowered from abstract values; an update consumes (donates) the state."""
     state, copies = abstract_state(cfg, mesh), abstract_copies(cfg, mesh)
     whole = NamedSharding(mesh, P())
     hyper = jax.tree.map(
@@ -2309,9 +2309,8 @@ def lower_variant(cfg: Config, variant: Variant, mesh: Mesh):
     )
     step = make_step(cfg, variant, mesh)
     if variant.kind == "update":
-        # Unused, the old copies would be dropped from the program, and kept beside the new ones.
-        jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
-        return jitted.lower(state, copies, abstract_due(cfg, mesh, variant), hyper)
+        due = abstract_due(cfg, mesh, variant)
+        return jax.jit(step, donate_argnums=0).lower(state, due, hyper)
     shape = (variant.rows, variant.row_tokens + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=NamedSharding(mesh, P(AXIS)))
     return jax.jit(step).lower(copies, tokens, hyper)
@@ -2959,7 +2958,8 @@ def warm_up(cfg: Config, mesh: Mesh, programs):
     for variant in executions(cfg):
         if variant.kind == "update":  # there are gradients: the first program is a `grads`
             due = {n: (grads[n],) * len(x) for n, x in abstract_due(cfg, mesh, variant).items()}
-            state, copies = programs[variant](state, copies, due, hyper)
+            state, changed = programs[variant](state, due, hyper)
+            copies |= changed
         else:
             rows = np.full((variant.rows, variant.row_tokens + 1), cfg.bos, np.uint16)
             out = programs[variant](copies, put(rows, mesh, P(AXIS)), hyper)
@@ -3055,7 +3055,8 @@ def run_step(cfg: Config, programs, step: int, state, copies, waiting, batch: Ba
     grads_of, update = step_variants(cfg, step)
     grads, loss = programs[grads_of](copies, batch.tokens, batch.hyper)
     due, waiting = split_due(cfg, update, waiting, grads)
-    return *programs[update](state, copies, due, batch.hyper), waiting, loss
+    state, changed = programs[update](state, due, batch.hyper)
+    return state, copies | changed, waiting, loss
 
 
 PROFILE_STEPS = (20, 24)  # of this process: what --profile traces, well after the start
@@ -3644,20 +3645,25 @@ and sorts take from memory. MB are whole buffers: before a reduce-scatter, after
 def preflight_row(cfg: Config, variant: Variant, mesh: Mesh, schedules: Path, dump: Path | None):
     """Compile a variant: its row of preflight.json, but for `steps`.
 
-    The training state stays on the devices while programs run that do not take it, and so do the
-    gradients that wait for the next Adam step: resident_bytes. Model FLOPs are those of all
-    devices, from shapes.
+    What stays on the devices while a program runs that does not take it are its resident_bytes:
+    training state and gradients that wait for the next Adam step, or, beside an update, the copies.
+    Model FLOPs are those of all devices, from shapes.
     """
     kind, start = mesh.devices.flat[0].device_kind, time.perf_counter()
     due = abstract_due(cfg, mesh, Variant("update", adam=True)).values()
-    resident = jax.tree.leaves((abstract_state(cfg, mesh), [x[1:] for x in due]))
-    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in resident)
+    resident = abstract_state(cfg, mesh), [x[1:] for x in due]
+    if variant.kind == "update":
+        resident = abstract_copies(cfg, mesh)
+    shards = (
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(resident)
+    )
     share = {"grads": 1, "eval": 1 / 3, "update": 0}[variant.kind]
     row = {
         "name": variant.name,
         "tokens_per_step": variant.batch_tokens,
         "model_flops": share * flops_per_token(cfg) * variant.batch_tokens,
-        "resident_bytes": 0 if variant.kind == "update" else sum(shards),
+        "resident_bytes": sum(shards),
         "device_bytes_limit": HARDWARE.get(kind, Hardware()).memory,
         "hlo": None,
     }
