@@ -1131,6 +1131,13 @@ class Plan:
             return slice(half, self.block), slice(0, half)
         return slice(0, self.block), slice(0, self.block)
 
+    def name(self, direction: str, values) -> str:
+        """A name that tells kernels of different work apart, in profiles and in dumps."""
+        kinds = {"paired": self.heads.paired, "offset": self.heads.offset}
+        kinds["values"] = values is not None
+        parts = [kind for kind, there in kinds.items() if there]
+        return "_".join(["window", direction, str(self.heads.window), *parts])
+
     def lanes(self, c: int) -> slice:
         """Columns of head c."""
         return slice(c * self.heads.width, (c + 1) * self.heads.width)
@@ -1343,9 +1350,8 @@ def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
     }
     scalars = {name: arrays[name] for name in ("earliest", "scale")}
     grid = b, t // block
-    return run_kernel(
-        "window_forward", body, grid, scalars, inputs, outputs, scratch, plan.interpret
-    )
+    name = plan.name("forward", arrays["values"])
+    return run_kernel(name, body, grid, scalars, inputs, outputs, scratch, plan.interpret)
 
 
 def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
@@ -1489,9 +1495,8 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
     }
     scalars = {name: arrays[name] for name in ("earliest", "scale")}
     grid = b, blocks + delay
-    out = run_kernel(
-        "window_backward", body, grid, scalars, inputs, outputs, scratch, plan.interpret
-    )
+    name = plan.name("backward", values)
+    out = run_kernel(name, body, grid, scalars, inputs, outputs, scratch, plan.interpret)
     return out["grads"], out.get("value_grads")
 
 
