@@ -2173,28 +2173,43 @@ def reduce_grads(cfg: Config, due):
 ROW_BLOCK = 256  # tokens whose rows add_rows sums by one matmul
 
 
-def add_rows(table_vd, ids, rows):
-    """`table_vd` with rows [..., d] added to those of its rows that ids [...] name.
+class Grouped(NamedTuple):
+    """Tokens sorted by id and cut into blocks of up to ROW_BLOCK; p counts places in a block."""
 
-    Tokens are sorted by id and taken ROW_BLOCK at a time. A product with a one-hot matrix sums, in
-    float32, the rows of each id in the block; only these sums are scattered. So even a frequent id
-    is added to its row a few times only, and the table may be bfloat16; row by row, it would have
-    to be float32, and be filled and converted: for 49,152 rows of the bigram table 2.6 GB through
-    memory instead of 0.9, from shapes. (In no fixed order on a GPU: last bits may differ.)
-    """
-    v, d = table_vd.shape
+    order: jax.Array  # which token is where, int32 [r]
+    hot_npt: jax.Array  # bool: the place of each token's id among the different ids of its block
+    ids_np: jax.Array  # the id of every place, int32, rising; places left over repeat the last one
+
+
+def group_ids(ids) -> Grouped:
+    """The order in which add_rows takes the tokens whose ids [...] are given."""
     block = math.gcd(ids.size, ROW_BLOCK)
     order = jnp.argsort(ids.reshape(-1))
     ids = ids.reshape(-1)[order].reshape(-1, block)
-    rows = rows.reshape(-1, d)[order].reshape(-1, block, d)
     starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    place = jnp.cumsum(starts, axis=1) - 1  # of a token's id among the different ids of its block
-    hot = place[:, None, :] == jnp.arange(block)[None, :, None]  # [blocks, places, tokens]
-    sums = jnp.einsum(
-        "bpt,btd->bpd", hot.astype(rows.dtype), rows, preferred_element_type=jnp.float32
+    place = jnp.cumsum(starts, axis=1) - 1
+    hot = place[:, None, :] == jnp.arange(block)[None, :, None]
+    return Grouped(order, hot, jnp.min(jnp.where(hot, ids[:, None, :], ids[:, None, -1:]), axis=2))
+
+
+def add_rows(table_vd, grouped: Grouped, rows, first: int = 0):
+    """`table_vd` with rows [..., d] added to those of its rows that first + id name.
+
+    A product with a one-hot matrix sums, in float32, the rows of each id in a block; only these
+    sums are scattered. So even a frequent id is added to its row a few times only, and the table
+    may be bfloat16; row by row, it would have to be float32, and be filled and converted: for
+    49,152 rows of the bigram table 2.6 GB through memory instead of 0.9, from shapes. One sort
+    serves all tables that are looked up with the same ids, and the scatter needs none. (In no fixed
+    order on a GPU: last bits may differ.)
+    """
+    rows = rows.reshape(-1, table_vd.shape[1])[grouped.order]
+    rows = rows.reshape(grouped.ids_np.shape[0], -1, table_vd.shape[1])
+    hot = grouped.hot_npt.astype(rows.dtype)
+    sums = jnp.einsum("npt,ntd->npd", hot, rows, preferred_element_type=jnp.float32)
+    at, sums = first + grouped.ids_np.reshape(-1), sums.reshape(-1, table_vd.shape[1])
+    return table_vd.at[at].add(
+        sums.astype(table_vd.dtype), indices_are_sorted=True, mode="promise_in_bounds"
     )
-    ids = jnp.min(jnp.where(hot, ids[:, None, :], v), axis=2)  # v: a place that is not used
-    return table_vd.at[ids].add(sums.astype(table_vd.dtype), mode="drop")
 
 
 def accumulate(cfg: Config, loss: Callable, copies, tokens, micro: int):
@@ -2214,11 +2229,16 @@ def accumulate(cfg: Config, loss: Callable, copies, tokens, micro: int):
         backward = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, plain), (d_weights, d_rows) = backward(weights, rows, tokens)
         summed = {name: grads[name] + x.astype(grads[name].dtype) for name, x in d_weights.items()}
-        for name in ("embed", "bigram_table"):
-            summed[name] = add_rows(grads[name], ids[name], d_rows[name])
+        tokens_grouped, bigrams_grouped = group_ids(ids["embed"]), group_ids(ids["bigram_table"])
+        summed["embed"] = add_rows(grads["embed"], tokens_grouped, d_rows["embed"])
+        summed["bigram_table"] = add_rows(
+            grads["bigram_table"], bigrams_grouped, d_rows["bigram_table"]
+        )
         summed["value_tables"] = grads["value_tables"]
-        for of_layer in zip(ids["value_tables"], d_rows["value_tables"], strict=True):
-            summed["value_tables"] = add_rows(summed["value_tables"], *of_layer)
+        for layer, rows in enumerate(d_rows["value_tables"]):
+            summed["value_tables"] = add_rows(
+                summed["value_tables"], tokens_grouped, rows, layer * cfg.vocab
+            )
         return (total + plain, summed), None
 
     zeros = {n: jnp.zeros(x.shape, x.dtype if one else jnp.float32) for n, x in copies.items()}
