@@ -43,7 +43,7 @@ record that brought an idea needed less than the one before it (often with other
     rotation of half of the dimensions         rope_tables                       17
     long and short windows                     Config.long_layers                20
     rows that start at a document              plan_packed                       26      8
-    attention gates from 12 features           gate                              28     22
+    attention gates from 12 features           projection, attend_heads          28     22
     documents cut at a length                  plan_packed                       29     10
     YaRN when windows grow                     yarn                              31
     smear: a little of the token before        smear                             34
@@ -55,20 +55,20 @@ record that brought an idea needed less than the one before it (often with other
     cautious decay; on tables too              muon, adam                    43, 50     16
     one gated skip instead of many             forward                           45      5
     batches that grow                          Stage.batch_tokens                46     12
-    weights on q, k, v and on o                attention                     47, 48
+    weights on q, k, v and on o                projection, attention         47, 48
     key offset                                 key_offset                        49     13
     one matrix as embedding and head           apply_updates                     51     14
     slower betas for lone scalars              param_table                       52      9
     multi-token prediction; the embedding      targets_ahead, is_tied            53     21
         and the head part late
     logits 23 sigmoid((z + 5) / 7.5)           cap_logits                        54     10
-    gates on values and on the skip            attention, forward                55      9
+    gates on values and on the skip            attend_heads, forward             55      9
     paired heads                               pair_heads                        58     17
     table of hashed bigrams                    bigram_ids                        62     43
     five tables of values                      param_table                       63      7
     v and o start like q and k                 bank_rows                         64      5
     documents cut earlier at first; floor .15  Stage.doc_cap, lr_scale           72
-    a weight for each branch of a layer        forward                           73     12
+    a weight for each branch of a layer        attention, mlp                    73     12
     late attention reads one earlier output    forward                           77      5
 
 Sources beyond it: RoPE (Su et al. 2021), YaRN (Peng et al. 2023), QK norm (Henry et al. 2020),
@@ -185,7 +185,7 @@ class Config:
     attn_scale: float = 0.1  # of q k^T, in the first stage
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
     compute_dtype: str = "bfloat16"  # of activations and matmuls; masters and loss are float32
-    attention: str = "auto"  # auto, xla, splash, cudnn
+    attention: str = "auto"  # auto, xla, splash, cudnn, window
     # schedule: batch, windows and document length grow; the row is an eighth of the batch
     steps: int = 1490
     extension: int = 40  # of these, after the schedule: at the lowest rate, with wider windows
@@ -1034,12 +1034,15 @@ def attend_heads(
 # gradients). Scores are kept as [keys, queries], so that what there is one of for each query (sum,
 # gate, start of the document) is a row, and costs nothing to broadcast. QK norm bounds the scores:
 # no running maximum. Blocks that hold no visible key are skipped; --preflight counts them.
+# Predicted for 49,152 tokens, six heads of 128, forward and backward, kernels x 1.77: a layer of
+# window 640 takes SHORT M cycles, a paired one PAIRED, one of window 1408 LONG; with splash the
+# kernels alone took 21, and what stood around them 27.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
-# Bound on scores after QK norm, before YaRN (up to 1.5 times) and the key offset (up to sqrt 2):
+# Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more):
 # the sum of 4096 exponentials of them stays within float32.
-MAX_SCORE = 32.0
+MAX_SCORE = 48.0
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB
 
 
@@ -1111,6 +1114,16 @@ class Plan:
             return [(c, o) for c in range(n) for o in (c % half, c % half + half)]
         return [(c, c) for c in range(n)]
 
+    @property
+    def delay(self) -> int:
+        """After how many steps of the backward pass a block is complete."""
+        return self.slots - 1 + self.heads.offset
+
+    def ring_bytes(self, dtype) -> int:
+        """VMEM of the rings of window_backward: three of `dtype` and three of float32."""
+        numbers = (self.delay + 1) * self.block * self.heads.count * self.heads.width
+        return numbers * 3 * (jnp.dtype(dtype).itemsize + 4)
+
     def first_partner(self, c: int) -> int:
         """The first head whose keys meet the queries of head c, and the other way round."""
         return c % (self.heads.count // 2) if self.heads.paired else c
@@ -1123,8 +1136,8 @@ class Plan:
     def part(self, j: int) -> tuple[slice, slice]:
         """(keys, queries) of a block and of the one j before it that can see each other at all.
 
-        All, or the last half of the keys and the first half of the queries: windows are odd
-        multiples of half a block, so that is 1 score in 4 at their edge.
+        All, or the last half of the keys and the first half of the queries, 1 score in 4: most
+        windows of the record end in the middle of a block.
         """
         half = self.block // 2
         if j and j * self.block - self.reach >= half:
@@ -1176,7 +1189,9 @@ def means(x, dtype):
     by about 2^-12 of itself.
     """
     h = x.shape[1]
-    return times(x.astype(dtype), jnp.full((h, h), 1 / h, dtype))
+    power = 2 ** int(math.log2(h))  # its inverse is exact in bfloat16
+    mean = times(x.astype(dtype), jnp.full((h, h), 1 / power, dtype))
+    return mean if power == h else mean * (power / h)
 
 
 def turn(x, cos, sin):
@@ -1368,8 +1383,7 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
     n, h, block, slots = plan.heads.count, plan.heads.width, plan.block, plan.slots
     (b, t, width), dtype = arrays["proj"].shape, arrays["proj"].dtype
     d, g, blocks = n * h, plan.heads.gates, t // block
-    delay = slots - 1 + plan.heads.offset
-    ring = delay + 1
+    delay, ring = plan.delay, plan.delay + 1
 
     def look_back(r, j: int, first, shift, mean):
         """Block i as queries of block i - j."""
@@ -1533,7 +1547,8 @@ def attend_window(
     and `scale`. `interpret` runs the kernel on a CPU, for tests.
     """
     b, t = segments_bt.shape
-    plan = Plan(heads, math.gcd(t, 256), interpret)
+    reachable = min(heads.window, 2 * t if heads.paired else t)
+    plan = Plan(dataclasses.replace(heads, window=reachable), math.gcd(t, 256), interpret)
     if heads.width % 128 or plan.block % 128:
         raise UserError(
             f"attention=window needs heads and rows of a multiple of 128, not heads of "
@@ -1566,14 +1581,32 @@ ATTENTION = {
 }
 
 
-def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tuple[str, str]:
+def no_window(cfg: Config, kind: str) -> str | None:
+    """Why attend_window cannot serve this run on TPUs of this kind, or None."""
+    stages = range(len(cfg.stages))
+    rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
+    if cfg.head_width % 128 or any(row % 128 for row in rows):
+        return f"tiles of 128 do not fill heads {cfg.head_width} wide, rows of {min(rows)}"
+    score = max(yarn(cfg, stage)[1] for stage in stages) * cfg.head_width
+    if score > MAX_SCORE:
+        return f"scores up to {score:.0f} could overflow without a running maximum"
+    window = max(max(stage.windows) for stage in cfg.stages)
+    plan = Plan(Heads(cfg.heads, cfg.head_width, min(window, max(rows)), offset=True), 256)
+    if plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7 or kind in ("TPU v2", "TPU v3", "TPU v4"):
+        return f"a window of {window} of width {cfg.width} does not fit the VMEM of a {kind}"
+    return None
+
+
+def pick_attention(
+    cfg: Config, platform_: str, capability: float = 9.0, kind: str = "TPU v6 lite"
+) -> tuple[str, str]:
     """(backend, reason) for the devices' platform; UserError if the asked one cannot run there.
 
     `capability` is that of an NVIDIA GPU: before Hopper (9.0) cuDNN takes heads up to 128 wide.
+    `kind` is that of a TPU: those before v5 have too little VMEM for our kernel.
     """
     home = {"splash": "tpu", "window": "tpu", "cudnn": "gpu"}
     narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
-    bounded = cfg.attn_scale * cfg.head_width <= MAX_SCORE
     platform_ = "gpu" if platform_ == "cuda" else platform_
     if cfg.attention != "auto":
         if home.get(cfg.attention, platform_) != platform_:
@@ -1586,18 +1619,14 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
                 f"attention=cudnn takes no heads of {cfg.head_width} in {cfg.compute_dtype} on "
                 "this GPU: use attention=auto"
             )
-        if cfg.attention == "window" and not bounded:
-            raise UserError(
-                f"attention=window needs attn_scale * head width <= {MAX_SCORE:.0f}, not "
-                f"{cfg.attn_scale * cfg.head_width:g}: use attention=auto"
-            )
+        if cfg.attention == "window" and (reason := no_window(cfg, kind)):
+            raise UserError(f"attention=window cannot run: {reason}: use attention=auto")
         return cfg.attention, "asked for"
     if platform_ == "tpu":
-        rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
-        tiles = cfg.head_width % 128 == 0 and all(row % 128 == 0 for row in rows)
-        if tiles and bounded:
+        reason = no_window(cfg, kind)
+        if reason is None:
             return "window", "the kernel for TPUs in this file"
-        return "splash", f"the kernel that ships with jax, for heads {cfg.head_width} wide"
+        return "splash", f"the kernel that ships with jax: {reason}"
     if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
         return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a mask of the band"
     what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
@@ -1607,7 +1636,7 @@ def pick_attention(cfg: Config, platform_: str, capability: float = 9.0) -> tupl
 def attention_on(cfg: Config, device) -> tuple[str, str]:
     """pick_attention for one of the run's devices."""
     capability = float(getattr(device, "compute_capability", 9.0))
-    return pick_attention(cfg, device.platform, capability)
+    return pick_attention(cfg, device.platform, capability, device.device_kind)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1616,9 +1645,9 @@ def attention_on(cfg: Config, device) -> tuple[str, str]:
 
 
 def gate(x_btd, weights_ng):
-    """One number in (0, 1) for each head, from the first features of each token; float32 [b, t, n].
+    """A number in (0, 1) for each row of weights, from a token's first features; float32 [b, t, n].
 
-    Twelve of them suffice (record 28).
+    Twelve features suffice (record 28).
     """
     x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
     return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
@@ -2235,9 +2264,9 @@ def accumulate(cfg: Config, loss: Callable, copies, tokens, micro: int):
             grads["bigram_table"], bigrams_grouped, d_rows["bigram_table"]
         )
         summed["value_tables"] = grads["value_tables"]
-        for layer, rows in enumerate(d_rows["value_tables"]):
+        for layer, d_values in enumerate(d_rows["value_tables"]):
             summed["value_tables"] = add_rows(
-                summed["value_tables"], tokens_grouped, rows, layer * cfg.vocab
+                summed["value_tables"], tokens_grouped, d_values, layer * cfg.vocab
             )
         return (total + plain, summed), None
 
@@ -2985,6 +3014,7 @@ def warm_up(cfg: Config, mesh: Mesh, programs):
             due = {n: (grads[n],) * len(x) for n, x in abstract_due(cfg, mesh, variant).items()}
             state, changed = programs[variant](state, due, hyper)
             copies |= changed
+            del due  # not more gradients beside the next program than beside a step
         else:
             rows = np.full((variant.rows, variant.row_tokens + 1), cfg.bos, np.uint16)
             out = programs[variant](copies, put(rows, mesh, P(AXIS)), hyper)

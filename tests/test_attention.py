@@ -310,7 +310,8 @@ LAYERS = [  # rows of 384 are three blocks of 128, of 512 two of 256
     (384, T.Heads(2, 128, window=150), False, False),  # half a block at the edge
     (384, T.Heads(2, 128, window=256, offset=True), True, True),  # exactly two blocks back
     (512, T.Heads(2, 128, window=301, paired=True), False, True),
-    (384, T.Heads(2, 128, window=1000, paired=True, offset=True), True, True),  # beyond the row
+    # beyond the row; four heads, or even heads and the first half would be the same
+    (384, T.Heads(4, 128, window=1000, paired=True, offset=True), True, True),
     (128, T.Heads(2, 128, window=3), False, False),  # a row of one block
 ]
 
@@ -416,8 +417,8 @@ def test_cudnn_refuses_float32():
 @pytest.mark.parametrize(
     "platform, dtype, backend, reason",
     [
-        ("tpu", "bfloat16", "splash", "ships with jax, .*8 wide"),
-        ("tpu", "float32", "splash", "ships with jax, .*8 wide"),
+        ("tpu", "bfloat16", "splash", "ships with jax: .*heads 8 wide, rows of 32"),
+        ("tpu", "float32", "splash", "ships with jax: .*heads 8 wide, rows of 32"),
         ("gpu", "bfloat16", "cudnn", "fused kernel for NVIDIA GPUs.*mask"),
         ("cuda", "bfloat16", "cudnn", "fused kernel for NVIDIA GPUs.*mask"),
         ("gpu", "float32", "xla", "reference, .*float32 on gpu"),
@@ -458,12 +459,6 @@ def test_cudnn_asked_for_is_refused_where_it_cannot_work(change):
         T.pick_attention(cfg, "gpu")
 
 
-def test_window_asked_for_is_refused_where_scores_could_overflow():
-    cfg = small_config(attention="window", width=256, heads=2, attn_scale=0.5)
-    with pytest.raises(T.UserError, match=r"attn_scale \* head width <= 32, not 64: use attention"):
-        T.pick_attention(cfg, "tpu")
-
-
 @pytest.mark.parametrize(
     "asked, platform, home",
     [
@@ -486,16 +481,54 @@ def test_what_cannot_run_there_is_refused(asked, platform, home):
         ({"val_row": 64}, "splash"),
         ({"stages": (T.Stage(1.0, 8 * 192, 192, 0, (8, 32)),)}, "splash"),
         ({"heads": 4}, "splash"),
-        ({"attn_scale": 0.25}, "window"),
-        ({"attn_scale": 0.26}, "splash"),
+        ({"attn_scale": 0.37}, "window"),
+        ({"attn_scale": 0.38}, "splash"),
     ],
 )
 def test_a_tpu_gets_our_kernel_where_tiles_of_128_fit(change, backend):
-    fits = {
-        **{"width": 256, "heads": 2, "val_row": 128, "val_batch": 1024},
-        "stages": (T.Stage(1.0, 8 * 128, 128, 0, (8, 32)),),
-    }
-    assert T.pick_attention(replace(small_config(), **(fits | change)), "tpu")[0] == backend
+    cfg = replace(small_config(), **(FITS | change))
+    assert T.pick_attention(cfg, "tpu")[0] == backend
+
+
+FITS = {
+    **{"width": 256, "heads": 2, "val_row": 128, "val_batch": 1024},
+    "stages": (T.Stage(1.0, 8 * 128, 128, 0, (8, 32)),),
+}
+
+
+def long_run(window: int) -> T.Config:
+    """The record's widths with one stage of a long window."""
+    stage = T.Stage(1.0, 8 * 16_384, 16_384, 0, (128, window))
+    return replace(T.PRESETS["speedrun"], stages=(stage,), extension=0)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kind", "reason"),
+    [
+        (replace(small_config(), **FITS, attn_scale=0.4), "TPU v6 lite", "scores up to 51 could"),
+        (small_config(), "TPU v6 lite", "heads 8 wide, rows of 32"),
+        (long_run(8192), "TPU v6 lite", "window of 8192 of width 768 does not fit"),
+        (long_run(640), "TPU v4", "does not fit the VMEM of a TPU v4"),
+    ],
+)
+def test_our_kernel_is_refused_where_it_cannot_run(cfg, kind, reason):
+    backend, why = T.pick_attention(cfg, "tpu", kind=kind)
+    assert backend == "splash" and reason in why
+    with pytest.raises(T.UserError, match=f"attention=window cannot run: .*{reason}"):
+        T.pick_attention(replace(cfg, attention="window"), "tpu", kind=kind)
+
+
+def test_scores_grow_with_the_windows_of_the_stages():
+    """YaRN sharpens attention by 1 + 0.2 ln 32 = 1.7: 0.25 * 128 is 32 at first, 54 at last."""
+    stages = tuple(T.Stage(0.5, 8 * 4096, 4096, 0, (8, window)) for window in (128, 4096))
+    cfg = replace(small_config(), **FITS | {"stages": stages}, extension=0, attn_scale=0.25)
+    assert "scores up to 54" in T.pick_attention(cfg, "tpu")[1]
+
+
+@pytest.mark.parametrize("width", [128, 256, 384])
+def test_means_are_those_of_the_row_also_in_bfloat16(width):
+    got = jit(lambda: T.means(jnp.ones((16, width)), jnp.bfloat16))()
+    np.testing.assert_allclose(got, 1.0, rtol=1e-6)
 
 
 def test_every_backend_can_be_asked_for_by_name():
