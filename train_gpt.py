@@ -2306,7 +2306,7 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
         return grads, lax.psum(plain, AXIS) / variant.batch_tokens
 
     def update_step(state, due, hyper):
-        # The old copies are not donated: gathered into them, the new ones are copied once more.
+        # Copies that it does not change are not its business: the caller keeps them.
         state = apply_updates(cfg, state, reduce_grads(cfg, due), hyper)
         return state, compute_copies(cfg, state["params"], gather=True, names=due)
 
