@@ -516,9 +516,9 @@ def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
     assert report["predicted"]["train_seconds"] > 0 and "all fit the 31.25 GiB" in printed
 
 
-# The record with three layers, which have all that its eleven have (paired heads; none; long window,
-# key offset and values): eleven take 14 minutes a program, and --preflight itself shows that they
-# fit. Widths, tokens, rows, windows, tables and loss are the record's.
+# The record with three layers, which have all that its eleven have (paired heads; no attention;
+# long window, key offset and values): eleven take 14 minutes a program, and --preflight shows that
+# they fit. Widths, tokens, rows, windows, tables and loss are the record's.
 THREE = {
     "layers": 3,
     "paired_layers": (0,),
