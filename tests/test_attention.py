@@ -306,13 +306,11 @@ def layer(attend, heads, proj, values, look, out_grad, segments, freqs):
     return out, *(grads[0][..., i * d : (i + 1) * d] for i in range(4)), *grads[1:]
 
 
-LAYERS = [  # rows of 384 are three blocks of 128, of 512 two of 256
+LAYERS = [  # rows of 384 are three blocks of 128
     (384, T.Heads(2, 128, window=150), False, False),  # half a block at the edge
     (384, T.Heads(2, 128, window=256, offset=True), True, True),  # exactly two blocks back
-    (512, T.Heads(2, 128, window=301, paired=True), False, True),
-    # beyond the row; four heads, or even heads and the first half would be the same
-    (384, T.Heads(4, 128, window=1000, paired=True, offset=True), True, True),
-    (128, T.Heads(2, 128, window=3), False, False),  # a row of one block
+    # four heads, or even heads and the first half would be the same
+    (384, T.Heads(4, 128, window=301, paired=True, offset=True), True, True),
 ]
 
 
