@@ -1215,14 +1215,14 @@ def still(plan: Plan):
     return lax.rem(lax.broadcasted_iota(jnp.int32, (1, h), 1), h // 2) >= h // 4
 
 
-def turned_key(plan: Plan, r, i, c: int):
+def turned_key(plan: Plan, r, c: int):
     """The keys of head c in the current block, with the offset; r.last keeps their last row."""
     from jax.experimental.pallas import tpu as pltpu
 
     k = turn(r.k[0, :, plan.lanes(c)], *cos_and_sin(plan, r.tables, c))
     if not plan.heads.offset:
         return k
-    before = jnp.where(i == 0, k[:1], r.last[:1, plan.lanes(c)])
+    before = jnp.where(r.i == 0, k[:1], r.last[:1, plan.lanes(c)])
     r.last[:1, plan.lanes(c)] = k[-1:]
     row = lax.broadcasted_iota(jnp.int32, k.shape, 0)
     return jnp.where(still(plan), jnp.where(row == 0, before, pltpu.roll(k, 1, 0)), k)
@@ -1303,7 +1303,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
         first = first_keys(plan, i, r.starts[0])
         for c in range(n):
             lanes = plan.lanes(c)
-            k = turned_key(plan, r, i, c).astype(dtype)
+            k = turned_key(plan, r, c).astype(dtype)
             q = turn(r.q[0, :, lanes], *cos_and_sin(plan, r.tables, c))
             v = gated_value(plan, r, gates, c)
             r.keys[slot, :, lanes] = k
@@ -1482,11 +1482,9 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
     def rows(array):
         return array, (1, array.shape[1], block), lambda b, i, *_: (b, 0, now(i))
 
-    inputs = window_inputs(plan, arrays, now)
-    old = window_inputs(plan, arrays, then)
-    inputs |= {
-        f"old_{name}": old[name] for name in ("q", "k", "logits", "values", "look", "tables")
-    }
+    current, old = (window_inputs(plan, arrays, at) for at in (now, then))
+    inputs = {name: current[name] for name in ("logits", "look")}
+    inputs |= {f"old_{name}": old[name] for name in old if name != "v"}
     values, v_column = arrays["values"], 0
     if values is None:
         saved, v_column = saved | {"saved_v": arrays["proj"]}, 2
@@ -1494,8 +1492,6 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
         column = v_column if name == "saved_v" else 0
         inputs[name] = array, (1, block, d), lambda b, i, *_, column=column: (b, now(i), column)
     inputs |= {"log_sums": rows(saved["log_sums"]), "starts": rows(arrays["starts"][:, None])}
-    for name in ("q", "k", "v", "values", "tables"):
-        del inputs[name]
     outputs = {
         "grads": (arrays["proj"], (1, block, width), lambda b, i, *_: (b, then(i), 0)),
         "value_grads": (values, (1, block, d), lambda b, i, *_: (b, then(i), 0)),
@@ -1712,8 +1708,8 @@ def projection(params, cfg: Config, i: int, heads: Heads):
     w_qkv = params["attn_bank"][4 * at : 4 * at + 3].reshape(3 * d, d)
     gates = [params["attn_gate"][at]]
     if i in cfg.value_layers:
-        half = GATE_INPUTS if i in cfg.paired_layers else GATE_INPUTS // 2  # see attention
-        gates.append(params["value_gate"][cfg.value_layers.index(i)][:, :half])
+        seen = GATE_INPUTS if i in cfg.paired_layers else GATE_INPUTS // 2  # see attention
+        gates.append(params["value_gate"][cfg.value_layers.index(i)][:, :seen])
     gates = jnp.concatenate([jnp.pad(w, ((0, 0), (0, d - w.shape[1]))) for w in gates])
     gates = jnp.pad(gates, ((0, heads.gates - gates.shape[0]), (0, 0)))
     return jnp.concatenate([mix((params["qkv_lambda"][i], w_qkv)), gates.astype(w_qkv.dtype)])
