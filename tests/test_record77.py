@@ -214,7 +214,9 @@ def test_gradient_of_every_parameter(name):
 
     # Full width is worth the optimizations: it computes for longer than it compiles.
     options = QUICK if case["config"] == "small" else None
-    step = jax.jit(lambda p: T.accumulate(cfg, loss, p, tokens, 1), compiler_options=options)
+    step = jax.jit(
+        lambda p: T.accumulate(cfg, loss, T.scatter_rows, p, tokens, 1), compiler_options=options
+    )
     grads = back(cfg, step(params)[1])
     if case["tied"]:
         grads["head_plus_embed"] = grads["head"] + grads["embed"].T

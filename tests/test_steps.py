@@ -183,7 +183,7 @@ def toy_autodiff(dtype):
 @pytest.mark.parametrize("micro", [1, 2, 3, 6, 12])
 def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(micro, dtype):
     """That of tables, added row by row, equals autodiff's through the lookup."""
-    step = partial(T.accumulate, CFG, toy_loss, micro=micro)
+    step = partial(T.accumulate, CFG, toy_loss, T.scatter_rows, micro=micro)
     copies = toy_copies(dtype)
     (plain, grads), ((_, want), wanted) = quick(step, copies, TOY_TOKENS), toy_autodiff(dtype)
     assert plain == want == TOY_TOKENS[:, 1:].sum() and plain.dtype == jnp.float32
@@ -200,32 +200,6 @@ def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(micro, dtype):
         )
     used = np.unique(TOY_TOKENS[:, :-1])
     assert np.flatnonzero(np.abs(grads["embed"]).sum(1)).tolist() == used.tolist()
-
-
-def add_rows(table, ids, rows):
-    return T.add_rows(table, T.group_ids(ids), rows)
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 3, 100), (512,), (1, 1)])
-def test_add_rows_adds_every_row_to_that_of_its_id(shape):
-    """First and last rows of the table, ids that repeat, sizes that no block divides."""
-    rng = np.random.default_rng(0)
-    table, rows = rng.standard_normal((40, 3)), rng.standard_normal((*shape, 3))
-    ids = np.minimum(rng.pareto(0.5, shape), 39).astype(np.int32)
-    got = quick(add_rows, table.astype(np.float32), ids, rows.astype(np.float32))
-    assert got.dtype == jnp.float32
-    np.add.at(table, ids, rows)
-    np.testing.assert_allclose(got, table, atol=1e-4)  # up to 512 float32 additions
-    untouched = np.setdiff1d(np.arange(40), ids)
-    np.testing.assert_array_equal(got[untouched], table[untouched].astype(np.float32))
-
-
-def test_add_rows_keeps_many_small_rows_of_one_id_in_bfloat16():
-    """One by one, a sum of ones would stop at 256, where bfloat16 has steps of 2."""
-    table, ids = jnp.zeros((8, 4), jnp.bfloat16), np.full(1000, 5, np.int32)
-    got = quick(add_rows, table, ids, jnp.ones((1000, 4), jnp.bfloat16))
-    assert got.dtype == jnp.bfloat16 and got[5].tolist() == [1000] * 4
-    assert not np.any(np.delete(np.asarray(got), 5, axis=0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -371,7 +345,7 @@ def test_gradients_communicate_their_loss_and_never_while_they_accumulate(wide):
 def test_a_collective_inside_the_loop_would_be_found(monkeypatch):
     """The same search over gradients that reduce the loss of every micro-batch."""
 
-    def reduce_each(cfg, loss, copies, tokens, micro):
+    def reduce_each(cfg, loss, add_rows, copies, tokens, micro):
         def add(total, tokens):
             rows = T.look_up(cfg, copies, tokens[:, :-1])
             plain = loss(copies, rows, tokens)[1]
