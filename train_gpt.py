@@ -98,12 +98,15 @@ import runpy
 import secrets
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 import types
 import typing
+import urllib.request
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -228,7 +231,8 @@ class Config:
     data: str = "data/fineweb10B"
     devices: int = 0  # 0: all that there are
     prefetch: int = 4  # batches that wait on the devices
-    checkpoint_every: int = 0  # steps, a multiple of adam_every; 0: only at the end
+    checkpoint_every: int = 0  # steps; 0: only at the end
+    checkpoint_seconds: float = 0.0  # also when this time has passed since the last one; 0: never
     log_every: int = 10  # steps between lines on the terminal; the log has them all
     sample_tokens: int = 0  # at the end of the run, continue the validation text by this many
 
@@ -341,8 +345,6 @@ def validate(cfg: Config) -> Config:
     ):
         need(getattr(cfg, name) >= 0, name, "it must not be negative")
     # Gradients that wait for the next Adam step are not in a checkpoint.
-    whole = cfg.checkpoint_every % cfg.adam_every == 0
-    need(whole, "checkpoint_every", f"a multiple of adam_every={cfg.adam_every}")
     need(re.fullmatch(r"[\w.-]+", cfg.preset), "preset", "letters, digits, '_', '-' and '.'")
     need(cfg.seed < 2**32, "seed", "it must be below 2**32")
     need(cfg.steps < 2**31, "steps", "it must be below 2**31")
@@ -2235,9 +2237,12 @@ def all_devices() -> list:
 
 
 def make_mesh(cfg: Config, devices=None) -> Mesh:
-    """The one-axis mesh over `devices` (default: the first cfg.devices of this machine)."""
-    devices = all_devices() if devices is None else devices
+    """The one-axis mesh over `devices` (default: the first cfg.devices, process by process)."""
+    if devices is None:
+        devices = sorted(all_devices(), key=lambda device: device.process_index)
     count = cfg.devices or len(devices)
+    if jax.process_count() > 1 and count != len(devices):
+        raise UserError(f"devices={count} is for a process alone: several use all {len(devices)}")
     if count > len(devices):
         raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
     if STATE_CUTS % count:
@@ -2342,14 +2347,15 @@ def accumulate(cfg: Config, loss: Callable, add_rows: Callable, copies, tokens, 
 def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
     """The function that `variant` compiles; manual over the mesh, so every collective is ours.
 
-    grads:  (copies, tokens uint16 [rows, t+1], Hyper) -> (gradients, mean loss on the next token)
+    grads:  (copies, tokens uint16 [rows, t+1], Hyper, wishes [devices, 2]) -> (gradients, report)
     update: (state, {name: (gradient, ...)}, Hyper) -> (state, the copies that changed)
     eval:   (copies, tokens uint16 [rows, t+1], Hyper) -> summed loss
-    Copies are whole on every device, the state is cut. Each device keeps the gradients of its own
-    rows (in one array, [devices * n, ...] for a parameter [n, ...]); an update reduces them, and
-    gathers what it changed. The gradient is that of the summed loss of a row, averaged over rows,
-    as in the original: it grows with the length of a row from stage to stage, while the moments
-    remember the old size.
+    A report is float32 [3]: the mean loss on the next token, and the sum over the devices of what
+    their processes wish (see Wishes). Copies are whole on every device, the state is cut. Each
+    device keeps the gradients of its own rows (in one array, [devices * n, ...] for a parameter
+    [n, ...]); an update reduces them, and gathers what it changed. The gradient is that of the
+    summed loss of a row, averaged over rows, as in the original: it grows with the length of a row
+    from stage to stage, while the moments remember the old size.
     """
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
     add_rows = ADD_ROWS[adder_on(cfg, mesh.devices.flat[0])]
@@ -2362,10 +2368,11 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
         )
         return weighted / variant.rows, plain
 
-    def grads_step(copies, tokens, hyper):
+    def grads_step(copies, tokens, hyper, wishes):
         row_loss = functools.partial(loss, hyper, hyper.weights[: variant.ahead])
         plain, grads = accumulate(cfg, row_loss, add_rows, copies, tokens.astype(jnp.int32), micro)
-        return grads, lax.psum(plain, AXIS) / variant.batch_tokens
+        report = jnp.concatenate([plain[None] / variant.batch_tokens, wishes[0]])
+        return grads, lax.psum(report, AXIS)
 
     def update_step(state, due, hyper):
         # Copies that it does not change are not its business: the caller keeps them.
@@ -2381,11 +2388,124 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
         return lax.psum(jnp.sum(lax.map(micro_loss, tokens)), AXIS)
 
     step, ins, outs = {
-        "grads": (grads_step, (P(), P(AXIS), P()), (P(AXIS), P())),
+        "grads": (grads_step, (P(), P(AXIS), P(), P(AXIS)), (P(AXIS), P())),
         "update": (update_step, (state_specs, P(AXIS), P()), (state_specs, P())),
         "eval": (eval_step, (P(), P(AXIS), P()), P()),
     }[variant.kind]
     return jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+# ------------------------------------------------------------------------------------------------
+# Hosts: several processes, each with its own devices, that run the same program in step
+# ------------------------------------------------------------------------------------------------
+
+
+PEER_SECONDS = 30  # without a sign of life, after which another process counts as dead
+
+
+def tpu_hosts() -> int:
+    """How many hosts the TPU slice of this machine has; 1 where there is no TPU or no answer."""
+    names = os.environ.get("TPU_WORKER_HOSTNAMES")
+    if names is None and (Path("/dev/vfio").exists() or Path("/dev/accel0").exists()):
+        if importlib.util.find_spec("libtpu") is not None:
+            where = "metadata.google.internal/computeMetadata/v1/instance/attributes"
+            ask = urllib.request.Request(f"http://{where}/worker-network-endpoints")
+            ask.add_header("Metadata-Flavor", "Google")
+            with contextlib.suppress(OSError), urllib.request.urlopen(ask, timeout=3) as answer:
+                names = answer.read().decode()
+    return len((names or "one").split(","))
+
+
+def join_hosts(coordinator: str | None, processes: int | None, process_id: int | None):
+    """Join the other processes of the run, if there are any; before jax touches a device.
+
+    With nothing given: on a TPU slice of several hosts and in a Slurm step of several tasks, where
+    jax finds out by itself. (Alone, a process has no need of jax.distributed and of its ports.)
+    """
+    if coordinator is None and tpu_hosts() == 1 and int(os.environ.get("SLURM_NTASKS", 1)) == 1:
+        return
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours, see Wishes
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process_id, heartbeat_timeout_seconds=PEER_SECONDS
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
+
+
+def agree(what: dict[str, str]):
+    """UserError, on every process, unless all of them have the same texts in `what`."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    own = [platform.node().encode()[:32].ljust(32)]
+    own += [hashlib.sha256(text.encode()).digest() for text in what.values()]
+    everyone = multihost_utils.process_allgather(np.frombuffer(b"".join(own), np.uint8))
+    everyone = everyone.reshape(jax.process_count(), len(own), 32)
+    for i, name in enumerate(what, 1):
+        groups = {}
+        for process, theirs in enumerate(everyone):
+            host = theirs[0].tobytes().decode(errors="replace").strip()
+            groups.setdefault(theirs[i].tobytes(), []).append(f"{host} (process {process})")
+        if len(groups) > 1:
+            hosts = " | ".join(", ".join(names) for names in groups.values())
+            raise UserError(f"these hosts disagree about their {name}: {hosts}: make them equal")
+
+
+def from_first(text: str) -> str:
+    """The text that process 0 has, on every process; at most 256 bytes."""
+    if jax.process_count() == 1:
+        return text
+    from jax.experimental import multihost_utils
+
+    own = np.frombuffer(text.encode().ljust(256), np.uint8)
+    return multihost_utils.broadcast_one_to_all(own).tobytes().decode().strip()
+
+
+class PeerWatch:
+    """Ends this process when the others have been silent for too long: a collective would hang.
+
+    Use it around the loop, and call alive() whenever something came back from the devices.
+    """
+
+    def __init__(self):
+        self.last, self.longest = time.monotonic(), 0.0
+        self._done = threading.Event()
+
+    def alive(self):
+        """The devices have answered: all processes lived until now."""
+        now = time.monotonic()
+        self.longest, self.last = max(self.longest, now - self.last), now
+
+    def __enter__(self):
+        if jax.process_count() > 1:
+            self.last = time.monotonic()
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        self._done.set()
+
+    def _watch(self):
+        while not self._done.wait(1.0):
+            silent = time.monotonic() - self.last
+            if silent > max(PEER_SECONDS, 5 * self.longest):
+                print(
+                    f"error: no answer from the other processes for {silent:.0f} s: start all of "
+                    "them again with --resume",
+                    file=sys.stderr,
+                )
+                alone(2)
+
+
+def alone(status: int) -> int:
+    """`status`; one of several processes ends with it at once: a farewell waits for the others."""
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2429,7 +2549,9 @@ def lower_variant(cfg: Config, variant: Variant, mesh: Mesh):
         return jax.jit(step, donate_argnums=0).lower(state, due, hyper)
     shape = (variant.rows, variant.row_tokens + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=NamedSharding(mesh, P(AXIS)))
-    return jax.jit(step).lower(copies, tokens, hyper)
+    wishes = jax.ShapeDtypeStruct((mesh.size, 2), jnp.float32, sharding=tokens.sharding)
+    wishes = [wishes] if variant.kind == "grads" else []
+    return jax.jit(step).lower(copies, tokens, hyper, *wishes)
 
 
 def lower_init(cfg: Config, mesh: Mesh):
@@ -2448,27 +2570,58 @@ def lower_copies(cfg: Config, mesh: Mesh):
     return jax.jit(copy).lower(params)
 
 
+HEARTBEAT_SECONDS = 30  # between lines that say what is still compiling
+
+
+@contextlib.contextmanager
+def heartbeat(say: Callable, under_way: dict[str, float]):
+    """Inside, name what is in `under_way` (name -> when it began) now and then."""
+    done = threading.Event()
+
+    def beat():
+        while not done.wait(HEARTBEAT_SECONDS):
+            now = time.perf_counter()
+            names = [f"{name} ({now - since:.0f} s)" for name, since in under_way.copy().items()]
+            say(f"still compiling {', '.join(names)}")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def compile_all(cfg: Config, mesh: Mesh, say: Callable = print):
     """Compile every program of the run in parallel threads, reporting the seconds of each.
 
     Returns ({"init", "copies" or Variant: executable}, {name: seconds}). A variant that is not in
     the dict is a KeyError at the step that needs it, never a silent compilation inside the clock.
+    Several processes compile only after they agree on what.
     """
+    special, under_way = {"init": lower_init, "copies": lower_copies}, {}
 
-    def build(key):
-        start = time.perf_counter()
-        special = {"init": lower_init, "copies": lower_copies}
-        lowered = special[key](cfg, mesh) if key in special else lower_variant(cfg, key, mesh)
+    def lower(key):
+        return special[key](cfg, mesh) if key in special else lower_variant(cfg, key, mesh)
+
+    def build(key, lowered):
+        name, start = key if key in special else key.name, time.perf_counter()
+        under_way[name] = start
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
-        name = key if key in special else key.name
+        del under_way[name]
         stats = compiled.memory_analysis()
         temp = f", {stats.temp_size_in_bytes / 2**20:.0f} MiB temporary" if stats else ""
         say(f"compiled {name} in {seconds:.1f} s{temp}")
         return key, compiled, name, seconds
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        built = list(pool.map(build, ["init", "copies", *executions(cfg)]))
+    keys = ["init", "copies", *executions(cfg)]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, heartbeat(say, under_way):
+        lowered = list(pool.map(lower, keys))
+        if jax.process_count() > 1:
+            agree({"programs": "".join(one.as_text() for one in lowered)})
+        built = list(pool.map(build, keys, lowered))
     programs = {key: compiled for key, compiled, _, _ in built}
     return programs, {name: round(seconds, 3) for *_, name, seconds in built}
 
@@ -2587,25 +2740,33 @@ def plan_packed(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: in
         cursor = int(stream.ends[number])
 
 
-def packed_rows(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: int):
-    """(uint16 [rows, t+1], next cursor) as planned by plan_packed."""
+def packed_rows(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: int, part=None):
+    """(uint16 [rows, t+1], next cursor) as planned by plan_packed; of `part` see next_rows."""
     pieces, cursor = plan_packed(stream, cursor, rows, t, doc_cap)
-    tokens = np.concatenate([stream.read(start, stop - start) for _, start, stop in pieces])
-    return tokens.reshape(rows, t + 1), cursor
+    first, count = part or (0, rows)
+    pieces = [(start, stop) for row, start, stop in pieces if first <= row < first + count]
+    tokens = np.concatenate([stream.read(start, stop - start) for start, stop in pieces])
+    return tokens.reshape(count, t + 1), cursor
 
 
-def next_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """(uint16 [rows, t+1], next cursor) of a global batch of `stage`, from the cursor alone."""
+def next_rows(stream: TokenStream, cursor: int, stage: Stage, part=None):
+    """(uint16 [rows, t+1], next cursor) of a global batch of `stage`, from the cursor alone.
+
+    With `part` = (first, count) only these rows of it are read and returned.
+    """
+    rows, t = stage.rows, stage.row_tokens
     if stage.doc_cap:
-        return packed_rows(stream, cursor, stage.rows, stage.row_tokens, stage.doc_cap)
-    return plain_rows(stream, cursor, stage.rows, stage.row_tokens)
+        return packed_rows(stream, cursor, rows, t, stage.doc_cap, part)
+    first, count = part or (0, rows)
+    return plain_rows(stream, cursor + first * t, count, t)[0], cursor + rows * t
 
 
-def check_tokens(cfg: Config, train: TokenStream, val: TokenStream):
-    """UserError unless every token that the run will read is there and is a known id.
+def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
+    """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
 
-    Reads what the run will read, before the clock. What it finds is not kept: the loader finds the
-    documents again inside the clock (the system's file cache is warm then, as after any download).
+    UserError unless every token is there and is a known id. Reads the shards, before the clock, but
+    keeps nothing of them: the loader finds the documents again inside the clock (the system's file
+    cache is warm then, as after any download).
     """
     cursor = 0
     for step in range(cfg.steps):
@@ -2629,14 +2790,19 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream):
             f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
             "are needed: get the full validation shard, or lower --set val_tokens="
         )
+    found = {}
     for stream, last in ((train, cursor), (val, cfg.val_tokens)):
         for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
-            largest = int(stream.shards[number].max())
-            if largest >= cfg.real_tokens:
+            path, shard = stream.paths[number], stream.shards[number]
+            if (largest := int(shard.max())) >= cfg.real_tokens:
                 raise UserError(
-                    f"{stream.paths[number]}: token id {largest} is not below {cfg.real_tokens}: "
+                    f"{path}: token id {largest} is not below {cfg.real_tokens}: "
                     f"not made with the {cfg.encoding} encoding, tokenize it again"
                 )
+            with open(path, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    return found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2661,32 +2827,51 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 
 def put_hyper(cfg: Config, step: int, mesh: Mesh) -> Hyper:
     """The Hyper of `step`, whole on every device."""
-    return jax.device_put(hyper_at(cfg, step), NamedSharding(mesh, P()))
+    return jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+
+
+def own_part(mesh: Mesh, rows: int) -> tuple[int, int]:
+    """(first, count): which rows of a batch this process reads, those of its own devices."""
+    own = [i for i, x in enumerate(mesh.devices.flat) if x.process_index == jax.process_index()]
+    return own[0] * rows // mesh.size, len(own) * rows // mesh.size
+
+
+def put_rows(own: np.ndarray, mesh: Mesh, rows: int) -> jax.Array:
+    """A batch [rows, t+1] over all devices, of which each process has its own_part in `own`."""
+    sharding = NamedSharding(mesh, P(AXIS))
+    return jax.make_array_from_process_local_data(sharding, own, (rows, own.shape[1]))
 
 
 def train_batches(cfg: Config, mesh: Mesh, stream: TokenStream, step: int, cursor: int):
     """Yield the Batch of every step from `step` to the end of the run."""
     for now in range(step, cfg.steps):
-        rows, cursor = next_rows(stream, cursor, stage_at(cfg, now))
-        yield Batch(put(rows, mesh, P(AXIS)), put_hyper(cfg, now, mesh), cursor)
+        stage = stage_at(cfg, now)
+        own, cursor = next_rows(stream, cursor, stage, own_part(mesh, stage.rows))
+        yield Batch(put_rows(own, mesh, stage.rows), put_hyper(cfg, now, mesh), cursor)
 
 
 def val_batches(cfg: Config, mesh: Mesh, stream: TokenStream):
     """Yield the validation rows on the devices, uint16 [rows, t+1]: val_tokens targets in all."""
+    rows, t = cfg.val_batch // cfg.val_row, cfg.val_row
+    first, count = own_part(mesh, rows)
     for start in range(0, cfg.val_tokens, cfg.val_batch):
-        rows, _ = plain_rows(stream, start, cfg.val_batch // cfg.val_row, cfg.val_row)
-        yield put(rows, mesh, P(AXIS))
+        yield put_rows(plain_rows(stream, start + first * t, count, t)[0], mesh, rows)
+
+
+STALL_SECONDS = 10  # a batch that takes longer is reported
 
 
 class Prefetch:
     """Draws from an iterator in a thread, at most `depth` items ahead and only while `gate` is set.
 
     Iterate over it inside `with`: leaving the block ends the thread. An exception in the thread is
-    raised at the item that it prevented.
+    raised at the item that it prevented; `late` is told when an item takes long.
     """
 
-    def __init__(self, items, depth: int, gate: threading.Event | None = None):
-        self._queue, self._gate = queue.Queue(maxsize=depth), gate
+    def __init__(
+        self, items, depth: int, gate: threading.Event | None = None, late: Callable = print
+    ):
+        self._queue, self._gate, self._late = queue.Queue(maxsize=depth), gate, late
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
 
@@ -2696,11 +2881,20 @@ class Prefetch:
 
     def __exit__(self, *exc):
         self._stop.set()
-        self._thread.join()
+        self._thread.join(timeout=STALL_SECONDS)  # no longer: a dead disk must not hold the run
+
+    def _take(self):
+        waited = 0
+        while True:
+            try:
+                return self._queue.get(timeout=STALL_SECONDS)
+            except queue.Empty:
+                waited += STALL_SECONDS
+                self._late(f"waiting for the loader for {waited} s: is the disk of the data slow?")
 
     def __iter__(self):
         while True:
-            item, error = self._queue.get()
+            item, error = self._take()
             if isinstance(error, StopIteration):
                 return
             if error is not None:
@@ -2753,82 +2947,243 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------
-# Checkpoint: RUN_DIR/checkpoints/<step>/ with one .npy file for each array, and meta.json
+# Checkpoint: RUN_DIR/checkpoints/<step>/ with .npy files of the arrays' rows, and meta.json
 # ------------------------------------------------------------------------------------------------
 
+NOT_JSON = (ValueError, TypeError, AttributeError, RecursionError)  # what odd texts lead to
+KEPT = 2  # the newest checkpoints of a run; older ones are deleted
+PART_SECONDS = 120  # that process 0 waits for the parts of the others
 
-def save_checkpoint(
-    run_dir: Path, cfg: Config, state, step: int, cursor: int, train_time_ms: float
-):
-    """Write the training state atomically: a folder under its final name is complete."""
+
+class Saved(NamedTuple):
+    """A checkpoint whose files are whole."""
+
+    folder: Path
+    cfg: Config
+    step: int  # steps done
+    cursor: int
+    train_time_ms: float
+    validated: bool  # a validation due after `step` steps has been done
+    devices: int  # of the run that wrote it
+    logs: dict  # file name -> bytes that it had; what came later is of steps that are lost
+    data: dict  # the answer of check_tokens
+    source_sha256: str
+    files: dict  # file name -> {first: its first row, bytes, crc32}
+
+    def parts(self, stem: str) -> list[tuple[int, Path]]:
+        """(first row, file) of the parts of one array, in order."""
+        names = [name for name in self.files if name.rsplit(".", 2)[0] == stem]
+        return sorted((self.files[name]["first"], self.folder / name) for name in names)
+
+
+def own_arrays(tree) -> dict[str, tuple[int, np.ndarray]]:
+    """Copies on the host of what this process writes: {"kind.name": (first row, rows)}.
+
+    Of what is cut, each process writes its devices' rows, which lie together; of what every device
+    has, the one with the first replica. All transfers begin before the first one is waited for.
+    """
+    pieces = {}
+    for path, array in jax.tree.leaves_with_path(tree):
+        own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+        for shard in own:
+            shard.data.copy_to_host_async()
+        if own:
+            own.sort(key=lambda shard: shard.index[0].start or 0)
+            pieces[".".join(part.key for part in path)] = own
+    return {
+        stem: (own[0].index[0].start or 0, np.concatenate([np.asarray(x.data) for x in own]))
+        for stem, own in pieces.items()
+    }
+
+
+def write_durably(path: Path, content) -> dict:
+    """Write an array as .npy, or a text, to the disk itself; returns {bytes, crc32}."""
+    crc, size = 0, 0
+
+    class Counting:
+        def write(self, data):
+            nonlocal crc, size
+            crc, size = zlib.crc32(data, crc), size + len(data)
+            file.write(data)
+
+    with open(path, "wb") as file:
+        if isinstance(content, str):
+            Counting().write(content.encode())
+        else:
+            np.save(Counting(), content, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "crc32": crc}
+
+
+def sync_folder(path: Path):
+    """Bring the names in a folder to the disk, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_checkpoint(folder: Path, arrays: dict, meta: dict):
+    """Write what this process has of a checkpoint; process 0 makes it visible when it is whole.
+
+    Everything goes into a folder that begins with a dot, to which process 0 gives its name, the
+    step, last of all: a checkpoint that can be seen is complete. The folder must be one that all
+    processes share. Raises OSError, and leaves the older checkpoints as they are.
+    """
+    step, rank = str(meta["step"]), jax.process_index()
+    temporary = folder / f".{step}"
+    temporary.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for stem, (first, array) in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array.sum(dtype=np.float64)):
+            raise OSError(f"{stem} is not finite")
+        if array.dtype == jnp.bfloat16:
+            array = array.view(np.uint16)  # .npy has no bfloat16
+        name = f"{stem}.{rank}.npy"
+        files[name] = {"first": first, **write_durably(temporary / name, array)}
+    write_durably(temporary / f"{rank}.new", json.dumps(files))
+    os.replace(temporary / f"{rank}.new", temporary / f"{rank}.json")
+    if rank:
+        return
+    deadline = time.monotonic() + PART_SECONDS
+    manifests = [temporary / f"{k}.json" for k in range(jax.process_count())]
+    for k, manifest in enumerate(manifests):
+        while not manifest.exists():
+            if time.monotonic() > deadline:
+                raise OSError(f"process {k} wrote no part of it: is {folder} shared by all hosts?")
+            time.sleep(0.05)
+        files |= json.loads(manifest.read_text())
+        manifest.unlink()
+    body = json.dumps({**meta, "files": files}, sort_keys=True)
+    check = {"crc32": zlib.crc32(body.encode()), "checkpoint": json.loads(body)}
+    write_durably(temporary / "meta.json", json.dumps(check, sort_keys=True, indent=1))
+    sync_folder(temporary)
+    shutil.rmtree(folder / step, ignore_errors=True)  # of a run that went another way from here
+    os.rename(temporary, folder / step)
+    sync_folder(folder)
+    for old in sorted(checkpoint_steps(folder))[:-KEPT]:
+        shutil.rmtree(folder / str(old), ignore_errors=True)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of what looks like a checkpoint in RUN_DIR/checkpoints."""
+    return [int(path.name) for path in folder.glob("*") if re.fullmatch(r"\d{1,12}", path.name)]
+
+
+def read_checkpoint(folder: Path) -> Saved:
+    """The checkpoint in `folder`, every byte of it checked; ValueError, OSError... if damaged."""
+    found = json.loads((folder / "meta.json").read_text())
+    meta = found["checkpoint"]
+    if zlib.crc32(json.dumps(meta, sort_keys=True).encode()) != found["crc32"]:
+        raise ValueError("meta.json has been changed")
+    if meta["step"] != int(folder.name):
+        raise ValueError(f"it is of step {meta['step']}")
+    for name, file in meta["files"].items():
+        crc, left = 0, int(file["bytes"])
+        with open(folder / Path(name).name, "rb") as data:
+            while piece := data.read(2**24):
+                crc, left = zlib.crc32(piece, crc), left - len(piece)
+        if left or crc != file["crc32"] or Path(name).name != name:
+            raise ValueError(f"{name} is not as it was written")
+    saved = Saved(folder=folder, cfg=config_from_json(meta.pop("config")), **meta)
+    whole = saved.step, saved.cursor, saved.devices
+    numbers = all(type(x) is int for x in whole) and type(saved.train_time_ms) is float
+    if not (numbers and min(*whole, saved.train_time_ms) >= 0 and saved.step <= saved.cfg.steps):
+        raise ValueError(f"step, cursor, devices {whole}, {saved.train_time_ms} ms")
+    return saved
+
+
+def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
+    """The newest whole checkpoint of a run; damaged ones are passed over with a warning."""
     folder = run_dir / "checkpoints"
-    folder.mkdir(exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{step}-", dir=folder))
-    try:
-        for kind, arrays in state.items():
-            for name, array in arrays.items():
-                with open(temporary / f"{kind}.{name}.npy", "wb") as file:
-                    np.save(file, np.asarray(array), allow_pickle=False)
-                    os.fsync(file.fileno())
-        meta = {
-            "step": step,
-            "cursor": cursor,
-            "train_time_ms": train_time_ms,
-            "config": dataclasses.asdict(cfg),
-        }
-        with open(temporary / "meta.json", "w") as file:
-            json.dump(meta, file, indent=1)
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o755)  # mkdtemp makes folders that only their owner can read
-        os.rename(temporary, folder / str(step))
-    except OSError as error:
-        raise UserError(f"cannot write a checkpoint to {folder} ({error}): make room") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    for step in sorted(checkpoint_steps(folder), reverse=True):
+        try:
+            return read_checkpoint(folder / str(step))
+        except (OSError, UserError, LookupError, *NOT_JSON) as error:
+            say(f"warning: {folder / str(step)} cannot be used ({error}): skipped")
+    raise UserError(f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>")
 
 
-def find_checkpoint(run_dir: Path) -> tuple[Path, dict, Config]:
-    """(folder, {step, cursor, train_time_ms}, config) of the newest complete checkpoint."""
-    found = [p for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
-    if not found:
-        raise UserError(
-            f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>"
-        )
-    newest = max(found, key=lambda p: int(p.name))
-    try:
-        meta = json.loads((newest / "meta.json").read_text())
-        cfg = config_from_json(meta["config"])
-        step, cursor, spent = (meta[key] for key in ("step", "cursor", "train_time_ms"))
-        if not (0 <= int(step) <= cfg.steps and int(cursor) >= 0 and float(spent) >= 0):
-            raise ValueError(f"step {step}, cursor {cursor}, train_time_ms {spent}")
-        meta = {"step": int(step), "cursor": int(cursor), "train_time_ms": float(spent)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{newest}/meta.json cannot be used ({error}): delete {newest}") from None
-    return newest, meta, cfg
+def read_rows(saved: Saved, stem: str, dtype, shape) -> Callable:
+    """A function (start, stop) -> these rows of an array [shape] of a checkpoint, memory-mapped."""
+    stored, parts, rows = np.dtype(np.uint16 if dtype == jnp.bfloat16 else dtype), [], 0
+    for first, path in saved.parts(stem):
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be loaded ({error}): use another checkpoint") from None
+        if array.dtype != stored or array.shape[1:] != shape[1:] or first != rows:
+            raise UserError(
+                f"{path} holds {array.dtype}{list(array.shape)} from row {first} on, this "
+                f"train_gpt.py expects {stored}{list(shape)}, from row {rows} on"
+            )
+        parts.append((first, array))
+        rows += len(array)
+    if rows != shape[0]:
+        raise UserError(f"{saved.folder} holds {rows} of {shape[0]} rows of {stem}")
+
+    def read(start: int, stop: int):
+        pieces = [x[max(start - at, 0) : stop - at] for at, x in parts if at < stop]
+        pieces = [x for x in pieces if len(x)] or [parts[0][1][:0]]
+        whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return whole.view(dtype) if stored != dtype else whole
+
+    return read
 
 
-def load_arrays(folder: Path, wanted):
+def load_arrays(saved: Saved, wanted):
     """The arrays of a checkpoint, straight onto their devices.
 
-    `wanted` is the tree of ShapeDtypeStructs {kind: {name: ...}} to load; names, shapes and dtypes
-    must be the parameter table's. Files are memory-mapped: each device reads only its own part.
+    `wanted` is the tree of ShapeDtypeStructs {kind: {name: ...}} to load; shapes and dtypes must be
+    the parameter table's. Each device reads only its own rows, on however many devices the run was.
     """
 
     def load(path, leaf):
-        kind, name = (part.key for part in path)
-        file = folder / f"{kind}.{name}.npy"
-        try:
-            array = np.lib.format.open_memmap(file, mode="r")  # refuses pickles and archives
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be loaded ({error}): use another checkpoint") from None
-        if array.shape != leaf.shape or array.dtype != leaf.dtype:
-            raise UserError(
-                f"{file} holds {array.dtype}{list(array.shape)}, this train_gpt.py expects "
-                f"{leaf.dtype}{list(leaf.shape)}"
-            )
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
+        read = read_rows(saved, ".".join(part.key for part in path), leaf.dtype, leaf.shape)
+        return jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda index: read(*index[0].indices(leaf.shape[0])[:2])
+        )
 
     return jax.tree.map_with_path(load, wanted)
+
+
+def load_waiting(saved: Saved, mesh: Mesh) -> dict[str, tuple]:
+    """The gradients that wait for Adam's next step, as split_due takes them.
+
+    Each device has those of its own rows of tokens. On fewer devices than before, each takes the
+    sum of several; on more, the first of each group has them and the others zeros.
+    """
+    cfg, waiting = saved.cfg, {}
+    old, new = saved.devices, mesh.size
+    for name, leaves in abstract_due(cfg, mesh, Variant("update", adam=True)).items():
+        leaf, each = leaves[0], leaves[0].shape[0] // new
+        if param_table(cfg)[name].optimizer != "adam":
+            continue
+
+        def load(i, name=name, leaf=leaf, each=each):
+            shape = (old * each, *leaf.shape[1:])
+            read = read_rows(saved, f"waiting{i}.{name}", leaf.dtype, shape)
+
+            def rows(index):
+                device = index[0].indices(leaf.shape[0])[0] // each
+                if old < new:
+                    first, empty = divmod(device, new // old)
+                    one = read(first * each, (first + 1) * each)
+                    return np.zeros_like(one) if empty else one
+                group = range(device * (old // new), (device + 1) * (old // new))
+                parts = [read(k * each, (k + 1) * each) for k in group]
+                if len(parts) == 1:
+                    return parts[0]
+                return sum(part.astype(np.float32) for part in parts).astype(leaf.dtype)
+
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, rows)
+
+        if saved.step % cfg.adam_every:
+            waiting[name] = tuple(load(i) for i in range(saved.step % cfg.adam_every))
+    return waiting
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2866,50 +3221,106 @@ def versions() -> dict[str, str]:
     return found
 
 
-class RunLog:
-    """The files of one run. Opening it fails early, before anything is compiled, if OUT is bad."""
+class LogFile:
+    """A file at whose end text is written at once, so that a crash loses nothing.
 
-    def __init__(self, run_dir: Path, facts: dict, resumed: bool):
-        self.run_dir, self.facts = run_dir, facts
+    What a full disk refuses is kept, and written with the next text. `size` cuts the file first.
+    """
+
+    def __init__(self, path: Path, size: int | None):
+        self.file, self.kept = open(path, "ab", buffering=0), b""
+        if size is not None and size < self.file.tell():
+            self.file.truncate(size)
+            self.file.seek(0, os.SEEK_END)
+
+    def write(self, text: str):
+        """Append `text`; OSError if not all of it could be written."""
+        self.kept += text.encode("utf-8", "backslashreplace")
+        while self.kept:
+            self.kept = self.kept[self.file.write(self.kept) :]
+
+    def size(self) -> int:
+        """Bytes of the file, with those that are still to be written."""
+        return self.file.tell() + len(self.kept)
+
+
+class RunLog:
+    """The files of one run. Opening it fails early, before anything is compiled, if OUT is bad.
+
+    Later on no failure to write ends the run: it is reported once, and tried again. Only process 0
+    has files; for the others, and for `sizes` without names, all methods do nothing. Of a resumed
+    run `sizes` says how much of each file is of the steps before its checkpoint.
+    """
+
+    NAMES = ("log.txt", "metrics.jsonl")
+
+    def __init__(self, run_dir: Path, facts: dict, sizes: dict | None, say: Callable = print):
+        self.run_dir, self.facts, self.say, self.files = run_dir, facts, say, {}
+        self.resumed, self.warned = sizes is not None, False
+        if jax.process_index():
+            return
         try:
-            run_dir.mkdir(parents=True, exist_ok=resumed)
-            # Line by line: a crash loses nothing, and a line costs microseconds.
-            self.text = open(run_dir / "log.txt", "a", 1, "utf-8", "backslashreplace")
-            self.metrics = open(run_dir / "metrics.jsonl", "a", buffering=1)
-            self.write_facts()
+            run_dir.mkdir(parents=True, exist_ok=self.resumed)
+            for name in self.NAMES:
+                self.files[name] = LogFile(run_dir / name, (sizes or {}).get(name))
+            for partial in (run_dir / "checkpoints").glob(".*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            self._write_facts()
         except OSError as error:
             raise UserError(
                 f"cannot write {run_dir} ({error.strerror}): name another --out"
             ) from None
-        if not resumed:
-            source = Path(__file__).read_text()
-            rule = "=" * 100
-            about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
-            devices = facts["devices"]
-            about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
-            about += f"\n{platform.platform()}\ncommand: {facts['command']}"
-            about += f"\nconfig: {json.dumps(facts['config'])}"
-            self.text.write(f"{source}\n{rule}\n{about}\n{rule}\n")
+        devices, rule = facts["devices"], "=" * 100
+        about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
+        about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
+        about += f"\n{platform.platform()}\ncommand: {facts['command']}"
+        if self.resumed:
+            self.line(f"{rule}\nresumed\n{about}\n{rule}")
+        else:
+            source, config = Path(__file__).read_text(), json.dumps(facts["config"])
+            self.line(f"{source}\n{rule}\n{about}\nconfig: {config}\n{rule}")
 
-    def write_facts(self, **changes):
-        """Put `changes` into run.json, atomically."""
-        self.facts.update(changes)
+    def _write_facts(self):
         temporary = self.run_dir / "run.json.tmp"
         temporary.write_text(json.dumps(self.facts, indent=1) + "\n")
         os.replace(temporary, self.run_dir / "run.json")
 
+    def _try(self, write: Callable, *args):
+        if self.files:
+            try:
+                write(*args)
+            except OSError as error:
+                if not self.warned:
+                    self.say(f"warning: cannot write {self.run_dir} ({error}); the run goes on")
+                self.warned = True
+
+    def write_facts(self, **changes):
+        """Put `changes` into run.json, atomically."""
+        self.facts.update(changes)
+        self._try(self._write_facts)
+
     def line(self, text: str):
         """One line into log.txt."""
-        self.text.write(text + "\n")
+        self._try(lambda: self.files["log.txt"].write(text + "\n"))
 
     def metric(self, **fields):
         """One object into metrics.jsonl."""
-        self.metrics.write(json.dumps(fields) + "\n")
+        self._try(lambda: self.files["metrics.jsonl"].write(json.dumps(fields) + "\n"))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file so far."""
+        return {name: file.size() for name, file in self.files.items()}
+
+    def sync(self):
+        """Bring the files to the disk itself."""
+        for file in self.files.values():
+            self._try(os.fsync, file.file.fileno())
 
     def close(self):
-        """Close the files."""
-        self.text.close()
-        self.metrics.close()
+        """Try once more to write what is kept; close the files."""
+        for file in self.files.values():
+            self._try(file.write, "")
+            file.file.close()
 
 
 def memory_peak_mib() -> float:
@@ -2986,16 +3397,16 @@ def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=
     The whole row is computed again for each token: a few seconds at the size of a demonstration,
     and no second implementation of the model that could disagree with the first.
     """
-    folder, at, _ = find_checkpoint(run_dir)
+    saved = find_checkpoint(run_dir)
     mesh = make_mesh(dataclasses.replace(cfg, devices=1))
-    params = load_arrays(folder, {"params": abstract_state(cfg, mesh)["params"]})["params"]
+    params = load_arrays(saved, {"params": abstract_state(cfg, mesh)["params"]})["params"]
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
     copies = jax.jit(functools.partial(compute_copies, cfg))(params)
 
     @jax.jit
     def next_token(copies, tokens_t, last, key):
         rows = look_up(cfg, copies, tokens_t[None])
-        hyper = hyper_at(cfg, max(at["step"] - 1, 0))
+        hyper = hyper_at(cfg, max(saved.step - 1, 0))
         x_btd = forward(copies, rows, tokens_t[None], cfg, cfg.val_windows, hyper, attend)
         z_v = jnp.matmul(copies["head"], x_btd[0, last], preferred_element_type=jnp.float32)
         logits_v = cap_logits(z_v, cfg)
@@ -3079,8 +3490,10 @@ def warm_up(cfg: Config, mesh: Mesh, programs):
             del due  # not more gradients beside the next program than beside a step
         else:
             rows = np.full((variant.rows, variant.row_tokens + 1), cfg.bos, np.uint16)
-            out = programs[variant](copies, put(rows, mesh, P(AXIS)), hyper)
-            grads = out[0] if variant.kind == "grads" else grads
+            tokens, trains = put(rows, mesh, P(AXIS)), variant.kind == "grads"
+            wishes = [put(np.zeros((mesh.size, 2), np.float32), mesh, P(AXIS))] * trains
+            out = programs[variant](copies, tokens, hyper, *wishes)
+            grads = out[0] if trains else grads
     jax.block_until_ready((state, copies, out))
 
 
@@ -3103,6 +3516,7 @@ class Progress:
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * mesh.size
         self.mark = (clock.ms(), self.flops, self.tokens)  # at the last line on the terminal
+        self.checkpoint, self.unsaved = None, ""  # folder of the newest; why there is no later one
 
     def line(self, step: int, extra: str = "") -> str:
         """The original speedrun's line for `step` steps done; `extra` is the validation loss."""
@@ -3110,10 +3524,14 @@ class Progress:
         average = ms / max(step, 1)
         return f"step:{step}/{self.cfg.steps} {extra}train_time:{ms:.0f}ms step_avg:{average:.2f}ms"
 
-    def trained(self, step: int, loss):
-        """Wait for the loss of the step that makes `step` steps (the next one is under way)."""
-        loss, stage = float(loss), stage_at(self.cfg, step - 1)
-        self.must_be_finite(step, loss)
+    def trained(self, step: int, report) -> np.ndarray:
+        """Wait for the report of the step that makes `step` steps (the next one is under way).
+
+        Returns the wishes in it.
+        """
+        report, stage = np.asarray(report), stage_at(self.cfg, step - 1)
+        loss = float(report[0])
+        self.must_be_sane(step, loss)
         self.tokens += stage.batch_tokens
         self.flops += stage.batch_tokens * flops_per_token(self.cfg)
         ms, line = self.clock.ms(), self.line(step)
@@ -3133,18 +3551,24 @@ class Progress:
             eta = (self.cfg.steps - step) * ms / step / 1000
             self.say(f"{line} train_loss:{loss:.4f} {speed} eta:{eta:.0f}s")
             self.mark = (ms, self.flops, self.tokens)
+        return report[1:]
 
-    def must_be_finite(self, step: int, loss: float):
-        """UserError if the run has diverged."""
-        if not math.isfinite(loss):
+    def must_be_sane(self, step: int, loss: float):
+        """UserError if the run has diverged: no finite loss, or twice that of a uniform guess."""
+        if not loss < 2 * math.log(self.cfg.vocab):
+            kept = (
+                f"the last good checkpoint is {self.checkpoint}"
+                if self.checkpoint
+                else (f"the steps before are in {self.log.run_dir}/metrics.jsonl")
+            )
             raise UserError(
-                f"the loss of step {step} is {loss}: lower the learning rates (--set lr_muon=...); "
-                f"the steps before are in {self.log.run_dir}/metrics.jsonl"
+                f"the loss of step {step} is {loss:.4g}: lower the learning rates "
+                f"(--set lr_muon=...); {kept}"
             )
 
     def validated(self, step: int, loss: float):
         """Write down the validation loss after `step` steps; the clock stands still."""
-        self.must_be_finite(step, loss)
+        self.must_be_sane(step, loss)
         line = self.line(step, f"val_loss:{loss:.4f} ")
         self.log.line(line)
         self.log.metric(
@@ -3167,64 +3591,192 @@ class Progress:
 # ------------------------------------------------------------------------------------------------
 
 
-def run_step(cfg: Config, programs, step: int, state, copies, waiting, batch: Batch):
-    """Run the two programs of `step`: (state, copies, gradients that wait on, loss)."""
-    grads_of, update = step_variants(cfg, step)
-    grads, loss = programs[grads_of](copies, batch.tokens, batch.hyper)
-    due, waiting = split_due(cfg, update, waiting, grads)
-    state, changed = programs[update](state, due, batch.hyper)
-    return state, copies | changed, waiting, loss
+class Keeper:
+    """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk."""
+
+    def __init__(self, progress: "Progress", devices: int):
+        self.progress, self.log = progress, progress.log
+        self.fixed = {"config": dataclasses.asdict(progress.cfg), "devices": devices}
+        self.fixed |= {key: self.log.facts[key] for key in ("data", "source_sha256")}
+        self.thread = threading.Thread()
+
+    def save(self, step: int, cursor: int, validated: bool, state, waiting):
+        """Copy what a resume needs to the host, and leave the rest to the thread.
+
+        Waits for the state, and for the checkpoint before if that is not written yet.
+        """
+        began, ms = time.perf_counter(), self.progress.clock.ms()
+        self.close()
+        queued = {f"waiting{i}": {} for i in range(max(map(len, waiting.values()), default=0))}
+        for name, grads in waiting.items():
+            for i, grad in enumerate(grads):
+                queued[f"waiting{i}"][name] = grad
+        arrays = own_arrays({**state, **queued})
+        meta = {"step": step, "cursor": cursor, "train_time_ms": ms, "validated": validated}
+        meta |= {"logs": self.log.sizes(), **self.fixed}
+        held = 1000 * (time.perf_counter() - began)
+        self.thread = threading.Thread(target=self._write, args=(arrays, meta, held))
+        self.thread.start()
+
+    def _write(self, arrays, meta, held: float):
+        began, step = time.perf_counter(), meta["step"]
+        folder = self.log.run_dir / "checkpoints"
+        try:
+            self.log.sync()
+            write_checkpoint(folder, arrays, meta)
+        except OSError as error:
+            self.progress.unsaved = f"there is no checkpoint of step {step}: {error}"
+            self.progress.say(f"warning: {self.progress.unsaved}; the run goes on, older ones stay")
+            if jax.process_index() == 0:
+                shutil.rmtree(folder / f".{step}", ignore_errors=True)
+            return
+        self.progress.unsaved, self.progress.checkpoint = "", folder / str(step)
+        size, seconds = sum(x.nbytes for _, x in arrays.values()), time.perf_counter() - began
+        self.log.line(
+            f"checkpoint:{step} held the loop for {held:.1f}ms, "
+            f"{size / 1e6:.1f} MB written in {seconds:.2f}s"
+        )
+
+    def close(self):
+        """Wait until the last one is written."""
+        if self.thread.ident is not None:
+            self.thread.join()
+
+
+class Stopped(Exception):
+    """The run was asked to end early, and has saved where it is; `number` is that of the signal."""
+
+    def __init__(self, text: str, number: int):
+        super().__init__(text)
+        self.number = number
+
+
+class Wishes:
+    """What this process wishes all to do: save now (checkpoint_seconds are over), or end.
+
+    One process must not act alone, so the wishes travel with every step and come back summed, at
+    the same step for all: two numbers more in the collective that is there for the loss. Inside
+    `with`, SIGTERM and Ctrl-C are wishes to end; a second one ends the process as ever.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh):
+        self.seconds, self.signal, self.saved = cfg.checkpoint_seconds, 0, time.monotonic()
+        choices = [(save, end) for save in (False, True) for end in (False, True)]
+        self.arrays = {  # on the devices already: choosing one costs a step nothing
+            both: put(np.tile(np.float32(both), (mesh.size, 1)), mesh, P(AXIS)) for both in choices
+        }
+        self.before = {}
+
+    def now(self) -> jax.Array:
+        """The wishes of this moment, [devices, 2]."""
+        late = self.seconds > 0 and time.monotonic() - self.saved > self.seconds
+        return self.arrays[late, self.signal > 0]
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, *exc):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number, frame):
+        self.signal = number
+        self.__exit__()
 
 
 PROFILE_STEPS = (20, 24)  # of this process: what --profile traces, well after the start
 
 
-def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, start: dict, progress, profile):
-    """The loop: from `start` (step and cursor) to the end of the run; returns the last val_loss.
+def run_step(cfg: Config, programs, step: int, state, copies, waiting, batch, wishes, between=None):
+    """Run the two programs of `step`: (state, copies, gradients that wait on, report).
+
+    between(state, waiting) is called after the first: the devices compute gradients, and do not
+    need the state, which the second consumes.
+    """
+    grads_of, update = step_variants(cfg, step)
+    grads, report = programs[grads_of](copies, batch.tokens, batch.hyper, wishes)
+    if between is not None:
+        between(state, waiting)
+    due, waiting = split_due(cfg, update, waiting, grads)
+    state, changed = programs[update](state, due, batch.hyper)
+    return state, copies | changed, waiting, report
+
+
+def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start, progress, profile):
+    """The loop: from `start` (step, cursor, validated) to the end of the run; returns val_loss.
 
     `streams` are the training and the validation TokenStream. The clock runs but for the pauses in
-    which the run validates and saves; the devices are idle when it stops and when it starts again.
+    which the run validates, and after its end; the devices are idle when it stops and when it
+    starts again. A checkpoint on the way is taken with the clock running. Raises Stopped.
     """
     clock, first, cursor = progress.clock, start["step"], start["cursor"]
-    copies, waiting = programs["copies"](state["params"]), {}
-    pending = None  # the loss of the step before, read while this one runs: no step waits for it
+    copies, wishes = programs["copies"](state["params"]), Wishes(cfg, mesh)
+    pending, asked, saved = None, np.zeros(2), first  # the last report; its wishes; the last save
+
+    def finish():
+        nonlocal pending, asked
+        if pending is not None:  # a wish to save that was sent before the last save is fulfilled
+            made, report = pending
+            asked, pending = progress.trained(made, report) * [made > saved + 1, 1], None
+            watch.alive()
+
     batches = train_batches(cfg, mesh, streams[0], first, cursor)
-    with Prefetch(batches, cfg.prefetch, clock.running) as loader:
+    loader = Prefetch(batches, cfg.prefetch, clock.running, progress.say)
+    keeper = contextlib.closing(Keeper(progress, mesh.size))
+    with loader, wishes, keeper as keeper, PeerWatch() as watch:
         supply = iter(loader)
         for step in range(first, cfg.steps + 1):
-            ends, begins = step == cfg.steps, step == first > 0
-            validates = ends or (every(cfg.val_every, step) and not begins)
-            saves = ends or (every(cfg.checkpoint_every, step) and step > first)
-            if validates or saves:
-                if pending is not None:
-                    progress.trained(step, pending)
-                    pending = None
+            ends, stops, begins = step == cfg.steps, asked[1] > 0, step == first
+            saves = asked[0] > 0 or (every(cfg.checkpoint_every, step) and not begins)
+            validates = ends or (every(cfg.val_every, step) and not stops)
+            validates = validates and not (begins and start["validated"])
+            save = functools.partial(keeper.save, step, cursor, not stops)
+            if validates or ends or stops:
+                finish()
                 jax.block_until_ready(state)
                 clock.stop()
                 if validates:
                     val_loss = evaluate(cfg, mesh, programs, copies, step, streams[1])
                     progress.validated(step, val_loss)
-                if saves:
-                    save_checkpoint(progress.log.run_dir, cfg, state, step, cursor, clock.ms())
+                    watch.alive()
+                if ends or stops:
+                    save(state, waiting)
+                    keeper.close()
                 if ends:
                     return val_loss
+                if stops:
+                    raise Stopped(
+                        f"stopped after {step} of {cfg.steps} steps; to continue: "
+                        f"python train_gpt.py --resume {progress.log.run_dir}",
+                        wishes.signal or signal.SIGTERM,
+                    )
             clock.start()
             if profile and step - first == PROFILE_STEPS[0]:
                 jax.profiler.start_trace(str(progress.log.run_dir / "profile"))
             batch = next(supply)
-            cursor = batch.cursor
-            state, copies, waiting, loss = run_step(
-                cfg, programs, step, state, copies, waiting, batch
+
+            def between(state, waiting, save=save):
+                finish()
+                save(state, waiting)
+
+            state, copies, waiting, report = run_step(
+                *(cfg, programs, step, state, copies, waiting, batch, wishes.now()),
+                between if saves else None,
             )
-            if pending is not None:
-                progress.trained(step, pending)
-            pending = loss
+            cursor = batch.cursor
+            if saves:
+                saved, wishes.saved = step, time.monotonic()
+            finish()  # of the step before, while this one runs: no step waits for its loss
+            pending = step + 1, report
             if profile and step - first == PROFILE_STEPS[1]:
-                jax.block_until_ready(loss)
+                jax.block_until_ready(report)
                 jax.profiler.stop_trace()
 
 
-def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, start: dict) -> dict:
+def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, data: dict) -> dict:
     """The fields of run.json as they stand before training."""
     device = mesh.devices.flat[0]
     return {
@@ -3239,62 +3791,76 @@ def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, start: dict)
             "kind": device.device_kind,
             "count": mesh.size,
             "platform": device.platform,
+            "processes": jax.process_count(),
         },
+        "data": data,
         "compile_seconds": {},
-        "steps": start["step"],
+        "steps": 0,
         "tokens": 0,
-        "train_time_ms": start["train_time_ms"],
+        "train_time_ms": 0.0,
         "val_loss": None,
         "target": cfg.target,
-        "resumed": start["resumed"],
+        "resumed": False,
         "finished": False,
     }
 
 
 def train(
-    cfg: Config, out: Path, command: str, resume: Path | None = None, profile=False, say=print
+    cfg: Config, out: Path, command: str, resume: Saved | None = None, profile=False, say=print
 ):
     """Run the whole thing; returns the run's folder.
 
     Outside the clock: checks, compilation, warm-up (after which the state is made anew from the
-    seed), validation, checkpoints. Inside: every training step and all loading of its data.
+    seed), validation, the last checkpoint. Inside: every training step, all loading of its data,
+    and checkpoints on the way. Raises Stopped where a signal ended the run early.
     """
-    start = {"step": 0, "cursor": 0, "train_time_ms": 0.0}
-    if resume:
-        checkpoint, start, _ = find_checkpoint(resume)
-        if start["step"] == cfg.steps:
-            raise UserError(f"{resume} is finished: there is nothing to resume")
-    start = {**start, "resumed": resume is not None}
+    fields = "step", "cursor", "train_time_ms", "validated"
+    start = dict(zip(fields, resume[2:6] if resume else (0, 0, 0.0, False), strict=True))
+    if start["step"] == cfg.steps:
+        raise UserError(f"{resume.folder.parents[1]} is finished: there is nothing to resume")
     if profile and cfg.steps - start["step"] <= PROFILE_STEPS[1]:
         raise UserError(f"--profile needs more than {PROFILE_STEPS[1]} steps: raise --set steps=")
     mesh = make_mesh(cfg)
     backend, reason = attention_on(cfg, mesh.devices.flat[0])
     source = data_folder(cfg, say)
     streams = TokenStream(source, "train", cfg.bos), TokenStream(source, "val", cfg.bos)
-    check_tokens(cfg, *streams)
+    data = check_tokens(cfg, *streams)
     if cfg.encoding == "bpe":
         text_encoding(cfg.encoding, source)
 
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
-    run_dir = resume or out / stamp
-    facts = first_facts(cfg, mesh, run_dir.resolve().name, command, start)
-    with contextlib.closing(RunLog(run_dir, facts, start["resumed"])) as log:
+    run_dir = resume.folder.parents[1] if resume else out / from_first(stamp)
+    facts = first_facts(cfg, mesh, run_dir.resolve().name, command, data)
+    facts |= {"resumed": bool(resume), "steps": start["step"]}
+    facts |= {"train_time_ms": start["train_time_ms"]}
+    agree({key: json.dumps(facts[key]) for key in ("source_sha256", "versions", "config", "data")})
+    agree({"checkpoint": json.dumps(start)})
+    if resume and resume.data != data:
+        raise UserError(
+            f"{source} does not hold the shards that {run_dir} was trained on: name their --data"
+        )
+    if resume and resume.source_sha256 != facts["source_sha256"]:
+        say("warning: train_gpt.py has changed since; what follows may differ from what was")
+    with contextlib.closing(RunLog(run_dir, facts, resume and resume.logs, say)) as log:
         say(f"run {run_dir} on {mesh.size} x {mesh.devices.flat[0].device_kind}")
         say(f"attention: {backend} ({reason})")
-        if cfg.encoding == "bpe":  # so that --sample needs the run's folder only
-            shutil.copy(source / MERGES, run_dir)
+        if cfg.encoding == "bpe" and jax.process_index() == 0:
+            shutil.copy(source / MERGES, run_dir)  # so that --sample needs the run's folder only
         programs, seconds = compile_all(cfg, mesh, say)
         log.write_facts(compile_seconds=seconds)
         warm_up(cfg, mesh, programs)
         if resume:
-            state = load_arrays(checkpoint, abstract_state(cfg, mesh))
+            state = load_arrays(resume, abstract_state(cfg, mesh))
+            waiting = load_waiting(resume, mesh)
+            say(f"resumed after {resume.step} of {cfg.steps} steps from {resume.folder}")
         else:
-            state = programs["init"](put(np.uint32(cfg.seed), mesh, P()))
-        jax.block_until_ready(state)
+            state, waiting = programs["init"](put(np.uint32(cfg.seed), mesh, P())), {}
+        jax.block_until_ready((state, waiting))
 
         clock = Clock(start["train_time_ms"])
         progress = Progress(cfg, mesh, log, clock, start["step"], say)
-        val_loss = run_steps(cfg, mesh, programs, streams, state, start, progress, profile)
+        progress.checkpoint = resume and resume.folder
+        val_loss = run_steps(cfg, mesh, programs, streams, state, waiting, start, progress, profile)
         peak = memory_peak_mib()
         log.line(f"peak memory allocated: {peak:.0f} MiB")
         log.write_facts(finished=True)
@@ -3303,7 +3869,9 @@ def train(
             f"target {cfg.target} {met}: val_loss {val_loss:.4f} after {clock.ms() / 1000:.1f} s "
             f"of training on {progress.tokens:,} tokens; peak memory {peak:.0f} MiB"
         )
-    if cfg.sample_tokens:
+    if progress.unsaved:
+        raise UserError(f"the run has ended well, but {progress.unsaved}")
+    if cfg.sample_tokens and jax.process_count() == 1:
         say(demonstrate(cfg, run_dir, streams[1], val_loss))
     return run_dir
 
@@ -3912,6 +4480,11 @@ def parse_args(argv):
     parser.add_argument("--prompt", metavar="TEXT", help="with --sample: the text to continue")
     parser.add_argument("--profile", action="store_true", help="trace a few steps")
     parser.add_argument("--cache", metavar="DIR", help="persistent compilation cache")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of several processes, the first"
+    )
+    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     return parser.parse_args(argv)
 
 
@@ -3931,6 +4504,14 @@ def check_args(args):
         raise UserError("--dump goes with --preflight TARGET")
     if args.prompt is not None and args.sample is None:
         raise UserError("--prompt goes with --sample RUN_DIR")
+    group = args.coordinator, args.processes, args.process_id
+    if any(x is not None for x in group):
+        if None in group or not 0 <= args.process_id < args.processes:
+            raise UserError("--coordinator HOST:PORT, --processes N, --process-id 0..N-1: give all")
+        if not re.fullmatch(r"[^:/\s]+:\d{1,5}", args.coordinator):
+            raise UserError(f"--coordinator {args.coordinator}: write HOST:PORT")
+        if modes and modes != ["resume"]:
+            raise UserError(f"--{modes[0]} is for one process: drop --coordinator")
 
 
 def resolve(args) -> Config:
@@ -3965,26 +4546,35 @@ def main(argv=None) -> int:
         say = functools.partial(print, flush=True)
         command = shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv)
         if args.sample is not None:
-            *_, cfg = find_checkpoint(Path(args.sample))
+            cfg = find_checkpoint(Path(args.sample), say).cfg
             prompt = args.prompt or ""
             say(prompt + sample(cfg, Path(args.sample), prompt))
-        elif args.resume is not None:
-            *_, cfg = find_checkpoint(Path(args.resume))
-            cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
-            train(cfg, Path(args.out), command, Path(args.resume), args.profile, say)
         elif args.preflight is not None:
             dump = Path(args.dump) if args.dump else None
             return 0 if preflight(resolve(args), args.preflight, dump, say) else 1
         elif args.show:
             say(show(resolve(args)))
         else:
-            train(resolve(args), Path(args.out), command, None, args.profile, say)
+            join_hosts(args.coordinator, args.processes, args.process_id)
+            say = say if jax.process_index() == 0 else lambda line: None
+            saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
+            cfg = resolve(args) if saved is None else saved.cfg
+            cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
+            train(cfg, Path(args.out), command, saved, args.profile, say)
+    except Stopped as stop:
+        print(stop)
+        return 128 + stop.number
     except (UserError, OSError) as error:
-        print("error:", *str(error).split(), file=sys.stderr)
-        return 2
+        print("error:", *str(error).split(), file=sys.stderr, flush=True)
+        return alone(2)
+    except jax.errors.JaxRuntimeError as error:
+        if not jax.distributed.is_initialized():
+            raise
+        print("error: another process has ended:", *str(error).split()[:20], file=sys.stderr)
+        return alone(2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print("interrupted", file=sys.stderr, flush=True)
+        return alone(130)
     return 0
 
 
