@@ -3229,19 +3229,22 @@ class LogFile:
 
     def __init__(self, path: Path, size: int | None):
         self.file, self.kept = open(path, "ab", buffering=0), b""
+        self.lock = threading.Lock()  # the loop and the Keeper's thread write
         if size is not None and size < self.file.tell():
             self.file.truncate(size)
             self.file.seek(0, os.SEEK_END)
 
     def write(self, text: str):
         """Append `text`; OSError if not all of it could be written."""
-        self.kept += text.encode("utf-8", "backslashreplace")
-        while self.kept:
-            self.kept = self.kept[self.file.write(self.kept) :]
+        with self.lock:
+            self.kept += text.encode("utf-8", "backslashreplace")
+            while self.kept:
+                self.kept = self.kept[self.file.write(self.kept) :]
 
     def size(self) -> int:
         """Bytes of the file, with those that are still to be written."""
-        return self.file.tell() + len(self.kept)
+        with self.lock:
+            return self.file.tell() + len(self.kept)
 
 
 class RunLog:
@@ -3504,19 +3507,71 @@ def evaluate(cfg: Config, mesh: Mesh, programs, copies, step: int, stream: Token
     return float(np.sum([np.asarray(x, np.float64) for x in sums])) / cfg.val_tokens
 
 
+class Keeper:
+    """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk."""
+
+    def __init__(self, log: RunLog, cfg: Config, devices: int, newest: Path | None, say: Callable):
+        self.log, self.say = log, say
+        self.newest, self.missing = newest, ""  # a folder; why there is no later one
+        self.fixed = {"config": dataclasses.asdict(cfg), "devices": devices}
+        self.fixed |= {key: log.facts[key] for key in ("data", "source_sha256")}
+        self.thread = threading.Thread()
+
+    def save(self, step: int, cursor: int, ms: float, validated: bool, state, waiting):
+        """Copy what a resume needs to the host, and leave the rest to the thread.
+
+        Waits for the state, and for the checkpoint before if that is not written yet.
+        """
+        began = time.perf_counter()
+        self.close()
+        queued = {f"waiting{i}": {} for i in range(max(map(len, waiting.values()), default=0))}
+        for name, grads in waiting.items():
+            for i, grad in enumerate(grads):
+                queued[f"waiting{i}"][name] = grad
+        arrays = own_arrays({**state, **queued})
+        meta = {"step": step, "cursor": cursor, "train_time_ms": ms, "validated": validated}
+        meta |= {"logs": self.log.sizes(), **self.fixed}
+        held = 1000 * (time.perf_counter() - began)
+        self.thread = threading.Thread(target=self._write, args=(arrays, meta, held))
+        self.thread.start()
+
+    def _write(self, arrays, meta, held: float):
+        began, step = time.perf_counter(), meta["step"]
+        folder = self.log.run_dir / "checkpoints"
+        try:
+            self.log.sync()
+            write_checkpoint(folder, arrays, meta)
+        except OSError as error:
+            self.missing = f"there is no checkpoint of step {step}: {error}"
+            self.say(f"warning: {self.missing}; the run goes on, older ones stay")
+            if jax.process_index() == 0:
+                shutil.rmtree(folder / f".{step}", ignore_errors=True)
+            return
+        self.missing, self.newest = "", folder / str(step)
+        size, seconds = sum(x.nbytes for _, x in arrays.values()), time.perf_counter() - began
+        self.log.line(
+            f"checkpoint:{step} held the loop for {held:.1f}ms, "
+            f"{size / 1e6:.1f} MB written in {seconds:.2f}s"
+        )
+
+    def close(self):
+        """Wait until the last one is written."""
+        if self.thread.ident is not None:
+            self.thread.join()
+
+
 class Progress:
     """Turns finished steps into log lines, metrics and, now and then, a line on the terminal."""
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, log: RunLog, clock: Clock, step: int, say: Callable
+        self, cfg: Config, mesh: Mesh, log: RunLog, clock: Clock, keeper: Keeper, step: int, say
     ):
-        self.cfg, self.log, self.clock, self.say = cfg, log, clock, say
+        self.cfg, self.log, self.clock, self.keeper, self.say = cfg, log, clock, keeper, say
         self.tokens = sum(stage_at(cfg, now).batch_tokens for now in range(step))
         self.flops, self.resumed_at = 0.0, step
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * mesh.size
         self.mark = (clock.ms(), self.flops, self.tokens)  # at the last line on the terminal
-        self.checkpoint, self.unsaved = None, ""  # folder of the newest; why there is no later one
 
     def line(self, step: int, extra: str = "") -> str:
         """The original speedrun's line for `step` steps done; `extra` is the validation loss."""
@@ -3556,11 +3611,10 @@ class Progress:
     def must_be_sane(self, step: int, loss: float):
         """UserError if the run has diverged: no finite loss, or twice that of a uniform guess."""
         if not loss < 2 * math.log(self.cfg.vocab):
-            kept = (
-                f"the last good checkpoint is {self.checkpoint}"
-                if self.checkpoint
-                else (f"the steps before are in {self.log.run_dir}/metrics.jsonl")
-            )
+            self.keeper.close()
+            kept = f"the steps before are in {self.log.run_dir}/metrics.jsonl"
+            if self.keeper.newest:
+                kept = f"the last good checkpoint is {self.keeper.newest}"
             raise UserError(
                 f"the loss of step {step} is {loss:.4g}: lower the learning rates "
                 f"(--set lr_muon=...); {kept}"
@@ -3589,58 +3643,6 @@ class Progress:
 # ------------------------------------------------------------------------------------------------
 # Training: the loop, and what stands around it
 # ------------------------------------------------------------------------------------------------
-
-
-class Keeper:
-    """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk."""
-
-    def __init__(self, progress: "Progress", devices: int):
-        self.progress, self.log = progress, progress.log
-        self.fixed = {"config": dataclasses.asdict(progress.cfg), "devices": devices}
-        self.fixed |= {key: self.log.facts[key] for key in ("data", "source_sha256")}
-        self.thread = threading.Thread()
-
-    def save(self, step: int, cursor: int, validated: bool, state, waiting):
-        """Copy what a resume needs to the host, and leave the rest to the thread.
-
-        Waits for the state, and for the checkpoint before if that is not written yet.
-        """
-        began, ms = time.perf_counter(), self.progress.clock.ms()
-        self.close()
-        queued = {f"waiting{i}": {} for i in range(max(map(len, waiting.values()), default=0))}
-        for name, grads in waiting.items():
-            for i, grad in enumerate(grads):
-                queued[f"waiting{i}"][name] = grad
-        arrays = own_arrays({**state, **queued})
-        meta = {"step": step, "cursor": cursor, "train_time_ms": ms, "validated": validated}
-        meta |= {"logs": self.log.sizes(), **self.fixed}
-        held = 1000 * (time.perf_counter() - began)
-        self.thread = threading.Thread(target=self._write, args=(arrays, meta, held))
-        self.thread.start()
-
-    def _write(self, arrays, meta, held: float):
-        began, step = time.perf_counter(), meta["step"]
-        folder = self.log.run_dir / "checkpoints"
-        try:
-            self.log.sync()
-            write_checkpoint(folder, arrays, meta)
-        except OSError as error:
-            self.progress.unsaved = f"there is no checkpoint of step {step}: {error}"
-            self.progress.say(f"warning: {self.progress.unsaved}; the run goes on, older ones stay")
-            if jax.process_index() == 0:
-                shutil.rmtree(folder / f".{step}", ignore_errors=True)
-            return
-        self.progress.unsaved, self.progress.checkpoint = "", folder / str(step)
-        size, seconds = sum(x.nbytes for _, x in arrays.values()), time.perf_counter() - began
-        self.log.line(
-            f"checkpoint:{step} held the loop for {held:.1f}ms, "
-            f"{size / 1e6:.1f} MB written in {seconds:.2f}s"
-        )
-
-    def close(self):
-        """Wait until the last one is written."""
-        if self.thread.ident is not None:
-            self.thread.join()
 
 
 class Stopped(Exception):
@@ -3725,15 +3727,15 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
 
     batches = train_batches(cfg, mesh, streams[0], first, cursor)
     loader = Prefetch(batches, cfg.prefetch, clock.running, progress.say)
-    keeper = contextlib.closing(Keeper(progress, mesh.size))
-    with loader, wishes, keeper as keeper, PeerWatch() as watch:
+    keeper = progress.keeper
+    with loader, wishes, contextlib.closing(keeper), PeerWatch() as watch:
         supply = iter(loader)
         for step in range(first, cfg.steps + 1):
             ends, stops, begins = step == cfg.steps, asked[1] > 0, step == first
             saves = asked[0] > 0 or (every(cfg.checkpoint_every, step) and not begins)
             validates = ends or (every(cfg.val_every, step) and not stops)
             validates = validates and not (begins and start["validated"])
-            save = functools.partial(keeper.save, step, cursor, not stops)
+            save = functools.partial(keeper.save, step, cursor)
             if validates or ends or stops:
                 finish()
                 jax.block_until_ready(state)
@@ -3743,7 +3745,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
                     progress.validated(step, val_loss)
                     watch.alive()
                 if ends or stops:
-                    save(state, waiting)
+                    save(clock.ms(), not stops, state, waiting)
                     keeper.close()
                 if ends:
                     return val_loss
@@ -3760,7 +3762,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
 
             def between(state, waiting, save=save):
                 finish()
-                save(state, waiting)
+                save(clock.ms(), True, state, waiting)
 
             state, copies, waiting, report = run_step(
                 *(cfg, programs, step, state, copies, waiting, batch, wishes.now()),
@@ -3858,8 +3860,8 @@ def train(
         jax.block_until_ready((state, waiting))
 
         clock = Clock(start["train_time_ms"])
-        progress = Progress(cfg, mesh, log, clock, start["step"], say)
-        progress.checkpoint = resume and resume.folder
+        keeper = Keeper(log, cfg, mesh.size, resume and resume.folder, say)
+        progress = Progress(cfg, mesh, log, clock, keeper, start["step"], say)
         val_loss = run_steps(cfg, mesh, programs, streams, state, waiting, start, progress, profile)
         peak = memory_peak_mib()
         log.line(f"peak memory allocated: {peak:.0f} MiB")
@@ -3869,8 +3871,8 @@ def train(
             f"target {cfg.target} {met}: val_loss {val_loss:.4f} after {clock.ms() / 1000:.1f} s "
             f"of training on {progress.tokens:,} tokens; peak memory {peak:.0f} MiB"
         )
-    if progress.unsaved:
-        raise UserError(f"the run has ended well, but {progress.unsaved}")
+    if keeper.missing:
+        raise UserError(f"the run has ended well, but {keeper.missing}")
     if cfg.sample_tokens and jax.process_count() == 1:
         say(demonstrate(cfg, run_dir, streams[1], val_loss))
     return run_dir

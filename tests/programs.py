@@ -25,7 +25,7 @@ CFG = small_config(
         T.Stage(0.5, 8 * 64, 64, 40, (16, 64), 1.5),
         T.Stage(0.0, 8 * 64, 64, 40, (16, 64)),
     ),
-    checkpoint_every=2,
+    checkpoint_every=1,
 )
 
 # Without the optimizations that cost the most a program of CFG compiles in 1 s instead of 8 (with
