@@ -51,6 +51,11 @@ def quick(function, *args):
         return jax.jit(function)(*args)
 
 
+def no_wishes(mesh):
+    """The last input of a `grads` program, when no process wishes anything."""
+    return T.put(np.zeros((mesh.size, 2), np.float32), mesh, jax.P(T.AXIS))
+
+
 def spread(grads, mesh):
     """Gradients as a `grads` program leaves them: every device has some rows of the sum."""
 

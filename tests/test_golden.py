@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from conftest import write_shard
-from programs import quick_compilation
+from programs import no_wishes, quick_compilation
 
 import train_gpt as T
 
@@ -53,10 +53,10 @@ def losses(cfg: T.Config, folder: Path) -> list[float]:
         copies = T.lower_copies(cfg, mesh).compile()(state["params"])
     stream, waiting = T.TokenStream(path.parent, "train", cfg.bos), {}
     for step, batch in enumerate(T.train_batches(cfg, mesh, stream, 0, 0)):
-        state, copies, waiting, loss = T.run_step(
-            cfg, programs, step, state, copies, waiting, batch
+        state, copies, waiting, report = T.run_step(
+            cfg, programs, step, state, copies, waiting, batch, no_wishes(mesh)
         )
-        seen.append(round(float(loss), 7))
+        seen.append(round(float(report[0]), 7))
     return seen
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import T
-from programs import QUICK, spread
+from programs import QUICK, no_wishes, spread
 
 GOLDEN = Path(__file__).parent / "golden" / "record77"
 META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
@@ -331,7 +331,8 @@ def test_training_steps(scenario):
         hyper = jax.tree.map(
             lambda x: T.put(x, mesh, T.P()), hyper._replace(adam_count=np.float32(done))
         )
-        grads, _ = program(cfg, mesh, grads_of)(copies, T.put(rows, mesh, T.P("data")), hyper)
+        tokens = T.put(rows, mesh, T.P("data"))
+        grads, _ = program(cfg, mesh, grads_of)(copies, tokens, hyper, no_wishes(mesh))
         due, waiting = T.split_due(cfg, update, waiting, grads)
         state, changed = program(cfg, mesh, update)(state, due, hyper)
         copies |= changed

@@ -15,7 +15,7 @@ from conftest import BOS, small_config
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import CFG, mesh_of, programs_of, quick, quick_compilation, spread
+from programs import CFG, mesh_of, no_wishes, programs_of, quick, quick_compilation, spread
 
 import train_gpt as T
 
@@ -87,10 +87,10 @@ def train(cfg, devices, programs, folder):
     copies, waiting = programs["copies"](state["params"]), {}
     stream = T.TokenStream(folder, "train", BOS)
     for step, batch in enumerate(T.train_batches(cfg, mesh, stream, 0, 0)):
-        state, copies, waiting, loss = T.run_step(
-            cfg, programs, step, state, copies, waiting, batch
+        state, copies, waiting, report = T.run_step(
+            cfg, programs, step, state, copies, waiting, batch, no_wishes(mesh)
         )
-        losses.append(float(loss))
+        losses.append(float(report[0]))
     return losses, jax.device_get(state)
 
 
@@ -272,7 +272,8 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(wide, shar
     hyper = T.hyper_at(WIDE, 0)._replace(weights=weights)
     copies = jax.tree.map(lambda x: T.put(x, mesh, P()), params)
     tokens = T.put(rows, mesh, P(T.AXIS))
-    got, loss = wide.compiled(copies, tokens, jax.tree.map(lambda x: T.put(x, mesh, P()), hyper))
+    hyper = jax.tree.map(lambda x: T.put(x, mesh, P()), hyper)
+    got, (loss, *_) = wide.compiled(copies, tokens, hyper, no_wishes(mesh))
 
     def losses(params):
         tokens = rows.astype(np.int32)
@@ -501,11 +502,11 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(variant):
     state, copies = about(T.abstract_state(cfg, mesh)), about(T.abstract_copies(cfg, mesh))
     assert {dtype for x in state.values() for _, dtype in x.values()} == {np.dtype("float32")}
     assert copies["head"][1] == "bfloat16" and copies["attn_gate"][1] == "float32"
-    loss = ((), np.dtype("float32"))
+    loss, report = (((), np.dtype("float32")), ((3,), np.dtype("float32")))
     # Each device's gradients, one above the other.
     grads = {name: ((2 * x[0], *x[1:]), dtype) for name, (x, dtype) in copies.items()}
     changed = {name: copies[name] for name in T.updated_names(cfg, variant)}
-    want = {"update": (state, changed), "grads": (grads, loss), "eval": loss}
+    want = {"update": (state, changed), "grads": (grads, report), "eval": loss}
     assert about(out) == want[variant.kind]
 
 
