@@ -16,6 +16,7 @@ out. Read it from top to bottom: nothing below is needed to understand what stan
     gradients of tables   what a lookup is, backwards
     optimizers            NorMuon, Adam, and the walk over the table
     steps, compilation    the programs that run on the devices, compiled before the clock starts
+    hosts                 several processes as one run
     data, loader          shards -> rows of tokens -> batches on the devices ahead of use
     checkpoint, run log   what a run leaves behind
     sampling, training    text from a checkpoint; the clock and the loop
@@ -3064,7 +3065,8 @@ def write_checkpoint(folder: Path, arrays: dict, meta: dict):
     shutil.rmtree(folder / step, ignore_errors=True)  # of a run that went another way from here
     os.rename(temporary, folder / step)
     sync_folder(folder)
-    for old in sorted(checkpoint_steps(folder))[:-KEPT]:
+    past = sorted(old for old in checkpoint_steps(folder) if old <= meta["step"])
+    for old in past[:-KEPT]:
         shutil.rmtree(folder / str(old), ignore_errors=True)
 
 
@@ -3510,14 +3512,16 @@ def evaluate(cfg: Config, mesh: Mesh, programs, copies, step: int, stream: Token
 class Keeper:
     """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk."""
 
-    def __init__(self, log: RunLog, cfg: Config, devices: int, newest: Path | None, say: Callable):
-        self.log, self.say = log, say
+    def __init__(
+        self, log: RunLog, clock: Clock, cfg: Config, devices: int, newest: Path | None, say
+    ):
+        self.log, self.clock, self.say = log, clock, say
         self.newest, self.missing = newest, ""  # a folder; why there is no later one
         self.fixed = {"config": dataclasses.asdict(cfg), "devices": devices}
         self.fixed |= {key: log.facts[key] for key in ("data", "source_sha256")}
         self.thread = threading.Thread()
 
-    def save(self, step: int, cursor: int, ms: float, validated: bool, state, waiting):
+    def save(self, step: int, cursor: int, validated: bool, state, waiting):
         """Copy what a resume needs to the host, and leave the rest to the thread.
 
         Waits for the state, and for the checkpoint before if that is not written yet.
@@ -3529,8 +3533,8 @@ class Keeper:
             for i, grad in enumerate(grads):
                 queued[f"waiting{i}"][name] = grad
         arrays = own_arrays({**state, **queued})
-        meta = {"step": step, "cursor": cursor, "train_time_ms": ms, "validated": validated}
-        meta |= {"logs": self.log.sizes(), **self.fixed}
+        meta = {"step": step, "cursor": cursor, "validated": validated, **self.fixed}
+        meta |= {"train_time_ms": self.clock.ms(), "logs": self.log.sizes()}
         held = 1000 * (time.perf_counter() - began)
         self.thread = threading.Thread(target=self._write, args=(arrays, meta, held))
         self.thread.start()
@@ -3745,7 +3749,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
                     progress.validated(step, val_loss)
                     watch.alive()
                 if ends or stops:
-                    save(clock.ms(), not stops, state, waiting)
+                    save(not stops, state, waiting)
                     keeper.close()
                 if ends:
                     return val_loss
@@ -3762,7 +3766,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
 
             def between(state, waiting, save=save):
                 finish()
-                save(clock.ms(), True, state, waiting)
+                save(True, state, waiting)
 
             state, copies, waiting, report = run_step(
                 *(cfg, programs, step, state, copies, waiting, batch, wishes.now()),
@@ -3835,8 +3839,8 @@ def train(
     facts = first_facts(cfg, mesh, run_dir.resolve().name, command, data)
     facts |= {"resumed": bool(resume), "steps": start["step"]}
     facts |= {"train_time_ms": start["train_time_ms"]}
-    agree({key: json.dumps(facts[key]) for key in ("source_sha256", "versions", "config", "data")})
-    agree({"checkpoint": json.dumps(start)})
+    same = {key: facts[key] for key in ("source_sha256", "versions", "config", "data")}
+    agree({key: json.dumps(value) for key, value in {**same, "checkpoint": start}.items()})
     if resume and resume.data != data:
         raise UserError(
             f"{source} does not hold the shards that {run_dir} was trained on: name their --data"
@@ -3860,7 +3864,7 @@ def train(
         jax.block_until_ready((state, waiting))
 
         clock = Clock(start["train_time_ms"])
-        keeper = Keeper(log, cfg, mesh.size, resume and resume.folder, say)
+        keeper = Keeper(log, clock, cfg, mesh.size, resume and resume.folder, say)
         progress = Progress(cfg, mesh, log, clock, keeper, start["step"], say)
         val_loss = run_steps(cfg, mesh, programs, streams, state, waiting, start, progress, profile)
         peak = memory_peak_mib()

@@ -412,6 +412,61 @@ def test_leaving_prefetch_early_ends_its_thread(count):
     assert not loader._thread.is_alive()
 
 
+def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
+    monkeypatch.setattr(T, "STALL_SECONDS", 0.05)
+    go, said = threading.Event(), []
+
+    def late(line):
+        said.append(line)
+        if len(said) == 3:
+            go.set()
+
+    source = (go.wait(5) and i for i in range(2))
+    with T.Prefetch(source, 2, late=late) as items:
+        assert list(items) == [0, 1]
+    assert len(said) >= 3 and all(line.startswith("waiting for the loader for 0.") for line in said)
+
+
+def test_a_loader_that_hangs_does_not_hold_the_end_of_a_run(monkeypatch):
+    monkeypatch.setattr(T, "STALL_SECONDS", 0.05)
+    go = threading.Event()
+    began = time.monotonic()
+    with T.Prefetch((go.wait(30) for _ in range(1)), 2) as loader:
+        pass
+    assert time.monotonic() - began < 5
+    go.set()
+    loader._thread.join()
+
+
+@pytest.mark.parametrize("stage", [0, 1], ids=["plain", "packed"])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_parts_of_a_batch_are_its_rows(tmp_path, stage, parts):
+    """Each process reads its own rows only, and all have the same cursor afterwards."""
+    stage, stream = CFG.stages[stage], stream_of(tmp_path, documents(0, 5000))
+    whole, after = T.next_rows(stream, 7, stage)
+    read, count = [], stage.rows // parts
+    for part in range(parts):
+        rows, cursor = T.next_rows(stream, 7, stage, (part * count, count))
+        assert cursor == after
+        read.append(rows)
+    np.testing.assert_array_equal(np.concatenate(read), whole)
+
+
+def test_a_process_reads_no_more_than_its_part(tmp_path, monkeypatch):
+    """The pieces of the other rows are planned, from where documents begin, but not read."""
+    stage, stream = CFG.stages[1], stream_of(tmp_path, documents(0, 5000))
+    stream.documents(0)
+    taken, read = [], T.TokenStream.read
+
+    def spy(self, cursor, count):
+        taken.append(count)
+        return read(self, cursor, count)
+
+    monkeypatch.setattr(T.TokenStream, "read", spy)
+    T.next_rows(stream, 7, stage, (2, 2))
+    assert sum(taken) == 2 * (stage.row_tokens + 1)
+
+
 def test_loader_rests_while_its_gate_is_closed():
     gate, drawn = threading.Event(), []
     source = (drawn.append(i) or i for i in range(100))

@@ -604,6 +604,18 @@ def test_stages_share_a_program_if_they_differ_only_in_what_is_data(change, coun
     assert len({variant.name for variant in T.executions(cfg)}) == len(T.executions(cfg))
 
 
+def test_long_compilations_give_signs_of_life(monkeypatch):
+    monkeypatch.setattr(T, "HEARTBEAT_SECONDS", 0.02)
+    said, begun = [], {"first": T.time.perf_counter() - 100, "second": T.time.perf_counter()}
+    with T.heartbeat(said.append, begun):
+        while len(said) < 2:
+            T.time.sleep(0.01)
+    count = len(said)
+    T.time.sleep(0.1)
+    assert len(said) == count
+    assert re.fullmatch(r"still compiling first \(100 s\), second \(0 s\)", said[0])
+
+
 def test_compile_all_reports_each_program(monkeypatch):
     """With few programs, and those in float32 that say most: the others take seconds."""
     lines, some = [], {MUON: 4, T.eval_variant(CFG): 6}
