@@ -179,6 +179,7 @@ def test_a_run_survives_30_kills(launch, alone, tmp_path):
     assert tries == 30 and inside >= 3
 
 
+@pytest.mark.slow
 def test_a_run_survives_being_killed_and_asked_to_stop(launch, alone, tmp_path):
     """The short form of the test above, with both kinds of end."""
     for stop in (signal.SIGKILL, signal.SIGTERM):
