@@ -81,8 +81,10 @@ al. 2024), ZeRO (Rajbhandari et al. 2020).
 
 import argparse
 import ast
+import bisect
 import contextlib
 import dataclasses
+import errno
 import functools
 import gzip
 import hashlib
@@ -100,10 +102,12 @@ import secrets
 import shlex
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
 import time
+import tokenize
 import types
 import typing
 import urllib.request
@@ -132,6 +136,10 @@ ADDERS = ("auto", "scatter", "kernel")  # of the gradients of tables
 SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours fits
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATE_INPUTS = 12  # features of a token that its gates look at
+
+
+# What odd text leads to, in a parser or where its values are used.
+ODD = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 
 
 class UserError(Exception):
@@ -257,7 +265,7 @@ class Config:
         """Steps before the extension."""
         return self.steps - self.extension
 
-    @property
+    @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
         """First step of each stage, then the number of steps."""
         ends = np.cumsum([stage.share for stage in self.stages])
@@ -331,9 +339,11 @@ def validate(cfg: Config) -> Config:
     for obj, prefix in ((cfg, ""), *((s, f"stages.{i}.") for i, s in enumerate(cfg.stages))):
         for name, kind in typing.get_type_hints(type(obj)).items():
             shown = kind.__name__ if type(kind) is type else kind
-            need(is_a(getattr(obj, name), kind), prefix + name, f"it must be {shown}")
-    for name, value in dataclasses.asdict(cfg).items():
-        need(not isinstance(value, float) or math.isfinite(value), name, "it must be finite")
+            value = getattr(obj, name)
+            need(is_a(value, kind), prefix + name, f"it must be {shown}")
+            numbers = value if isinstance(value, tuple) else (value,)
+            numbers = [x for x in numbers if isinstance(x, int | float)]
+            need(all(abs(x) < 2**63 for x in numbers), prefix + name, "it must be finite, not huge")
     for name in (
         *("layers", "width", "heads", "mlp_width", "bigram_rows", "steps", "adam_every"),
         *("micro_tokens", "loss_chunk", "val_tokens", "val_row", "prefetch", "log_every"),
@@ -349,6 +359,11 @@ def validate(cfg: Config) -> Config:
     need(re.fullmatch(r"[\w.-]+", cfg.preset), "preset", "letters, digits, '_', '-' and '.'")
     need(cfg.seed < 2**32, "seed", "it must be below 2**32")
     need(cfg.steps < 2**31, "steps", "it must be below 2**31")
+    # What is listed at the start, each step and layer, must come to an end.
+    need(cfg.steps <= 10**6, "steps", "at most a million")
+    need(cfg.layers <= 1000, "layers", "at most 1000")
+    need(cfg.width <= 2**16, "width", "at most 65536")
+    need(is_name(cfg.data), "data", "no file can have this name")
     need(np.float32(cfg.adam_eps) > 0, "adam_eps", "it must not be 0 in float32")
     need(cfg.rope_base >= 1, "rope_base", "it must be 1 or more")
     cap = "a (0 to 64: its exponentials are summed in float32), b, and c above 0"
@@ -459,10 +474,18 @@ def override(cfg, key: str, text: str, prefix: str = ""):
     try:
         kind = typing.get_type_hints(type(cfg))[name]
         return dataclasses.replace(cfg, **{name: parse_value(kind, text)})
-    except (ValueError, SyntaxError, TypeError):
+    except (*ODD, SyntaxError):
         raise UserError(
             f"--set {prefix}{key}={text}: {name} takes a value like {old!r} ({type(old).__name__})"
         ) from None
+
+
+def is_name(text: str) -> bool:
+    """Whether the system can be asked for a file of this name; a config from JSON may say more."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def is_a(value, kind) -> bool:
@@ -486,7 +509,7 @@ def config_from_json(fields: dict) -> Config:
             raise KeyError(", ".join(sorted(missing)))
         stages = [Stage(**with_tuples(stage)) for stage in fields["stages"]]
         return validate(Config(**with_tuples({**fields, "stages": stages})))
-    except (KeyError, TypeError, AttributeError, UserError) as error:
+    except (KeyError, UserError, *ODD) as error:
         raise UserError(f"the stored config does not fit this train_gpt.py: {error}") from None
 
 
@@ -497,7 +520,7 @@ def config_from_json(fields: dict) -> Config:
 
 def stage_index(cfg: Config, step: int) -> int:
     """The number of the stage that `step` (from 0) belongs to."""
-    return int(np.searchsorted(cfg.boundaries[1:-1], step, side="right"))
+    return bisect.bisect_right(cfg.boundaries[1:-1], step)
 
 
 def stage_at(cfg: Config, step: int) -> Stage:
@@ -2632,17 +2655,25 @@ def compile_all(cfg: Config, mesh: Mesh, say: Callable = print):
 # ------------------------------------------------------------------------------------------------
 
 
+def file_size(path: Path) -> int:
+    """Bytes of a plain file; OSError for all else: reading a pipe or a device may never end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return found.st_size
+
+
 def open_shard(path) -> np.memmap:
     """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
     path = Path(path)
     fix = "delete it and download or tokenize it again"
     try:
-        size = path.stat().st_size
+        size = file_size(path)
+        if size < HEADER_BYTES:
+            raise UserError(f"{path}: {size} bytes is too short for a header: {fix}")
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): {fix}") from None
-    if size < HEADER_BYTES:
-        raise UserError(f"{path}: {size} bytes is too short for a header: {fix}")
     magic, version, count = header[:3].tolist()
     if magic != SHARD_MAGIC:
         raise UserError(
@@ -2762,15 +2793,10 @@ def next_rows(stream: TokenStream, cursor: int, stage: Stage, part=None):
     return plain_rows(stream, cursor + first * t, count, t)[0], cursor + rows * t
 
 
-def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
-    """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
-
-    UserError unless every token is there and is a known id. Reads the shards, before the clock, but
-    keeps nothing of them: the loader finds the documents again inside the clock (the system's file
-    cache is warm then, as after any download).
-    """
+def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
+    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
     cursor = 0
-    for step in range(cfg.steps):
+    for step in range(steps):
         stage = stage_at(cfg, step)
         try:
             if stage.doc_cap:
@@ -2785,6 +2811,17 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
                 f"{len(train.paths)} shards, which last for {step} of {cfg.steps} steps: "
                 "get more shards, or lower --set steps="
             ) from None
+    return cursor
+
+
+def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
+    """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
+
+    UserError unless every token is there and is a known id. Reads the shards, before the clock, but
+    keeps nothing of them: the loader finds the documents again inside the clock (the system's file
+    cache is warm then, as after any download).
+    """
+    cursor = cursor_after(cfg, train, cfg.steps)
     train.documents.cache_clear()
     if len(val) <= cfg.val_tokens:
         raise UserError(
@@ -2951,7 +2988,6 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 # Checkpoint: RUN_DIR/checkpoints/<step>/ with .npy files of the arrays' rows, and meta.json
 # ------------------------------------------------------------------------------------------------
 
-NOT_JSON = (ValueError, TypeError, AttributeError, RecursionError)  # what odd texts lead to
 KEPT = 2  # the newest checkpoints of a run; older ones are deleted
 PART_SECONDS = 120  # that process 0 waits for the parts of the others
 
@@ -3027,6 +3063,15 @@ def sync_folder(path: Path):
             os.close(handle)
 
 
+def remove(path: Path):
+    """Remove a folder, or what else has its name (rmtree would wait for a pipe), if possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def write_checkpoint(folder: Path, arrays: dict, meta: dict):
     """Write what this process has of a checkpoint; process 0 makes it visible when it is whole.
 
@@ -3062,12 +3107,12 @@ def write_checkpoint(folder: Path, arrays: dict, meta: dict):
     check = {"crc32": zlib.crc32(body.encode()), "checkpoint": json.loads(body)}
     write_durably(temporary / "meta.json", json.dumps(check, sort_keys=True, indent=1))
     sync_folder(temporary)
-    shutil.rmtree(folder / step, ignore_errors=True)  # of a run that went another way from here
+    remove(folder / step)  # of a run that went another way from here
     os.rename(temporary, folder / step)
     sync_folder(folder)
-    past = sorted(old for old in checkpoint_steps(folder) if old <= meta["step"])
-    for old in past[:-KEPT]:
-        shutil.rmtree(folder / str(old), ignore_errors=True)
+    # Later ones are no checkpoints: the run would have been resumed from them.
+    for old in sorted(x for x in checkpoint_steps(folder) if x <= meta["step"])[:-KEPT]:
+        remove(folder / str(old))
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -3075,8 +3120,14 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.glob("*") if re.fullmatch(r"\d{1,12}", path.name)]
 
 
+def is_count(value) -> bool:
+    """Whether a value from JSON can be a number of rows, bytes or tokens."""
+    return type(value) is int and 0 <= value < 2**63
+
+
 def read_checkpoint(folder: Path) -> Saved:
     """The checkpoint in `folder`, every byte of it checked; ValueError, OSError... if damaged."""
+    file_size(folder / "meta.json")
     found = json.loads((folder / "meta.json").read_text())
     meta = found["checkpoint"]
     if zlib.crc32(json.dumps(meta, sort_keys=True).encode()) != found["crc32"]:
@@ -3084,17 +3135,25 @@ def read_checkpoint(folder: Path) -> Saved:
     if meta["step"] != int(folder.name):
         raise ValueError(f"it is of step {meta['step']}")
     for name, file in meta["files"].items():
-        crc, left = 0, int(file["bytes"])
-        with open(folder / Path(name).name, "rb") as data:
+        crc, path = 0, folder / Path(name).name
+        if Path(name).name != name or file_size(path) != file["bytes"]:
+            raise ValueError(f"{name} is not as it was written")
+        with open(path, "rb") as data:
             while piece := data.read(2**24):
-                crc, left = zlib.crc32(piece, crc), left - len(piece)
-        if left or crc != file["crc32"] or Path(name).name != name:
+                crc = zlib.crc32(piece, crc)
+        if crc != file["crc32"] or not is_count(file["first"]):
             raise ValueError(f"{name} is not as it was written")
     saved = Saved(folder=folder, cfg=config_from_json(meta.pop("config")), **meta)
-    whole = saved.step, saved.cursor, saved.devices
-    numbers = all(type(x) is int for x in whole) and type(saved.train_time_ms) is float
-    if not (numbers and min(*whole, saved.train_time_ms) >= 0 and saved.step <= saved.cfg.steps):
-        raise ValueError(f"step, cursor, devices {whole}, {saved.train_time_ms} ms")
+    place = saved.step, saved.cursor, saved.devices, saved.train_time_ms, saved.validated
+    if not (
+        all(map(is_count, (*place[:3], *saved.logs.values())))
+        and type(saved.train_time_ms) is float
+        and 0 <= saved.train_time_ms < math.inf
+        and type(saved.validated) is bool
+        and saved.step <= saved.cfg.steps
+        and saved.devices in (1, 2, 4, 8)
+    ):
+        raise ValueError(f"step, cursor, devices, time, validated: {place}, logs: {saved.logs}")
     return saved
 
 
@@ -3104,7 +3163,7 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     for step in sorted(checkpoint_steps(folder), reverse=True):
         try:
             return read_checkpoint(folder / str(step))
-        except (OSError, UserError, LookupError, *NOT_JSON) as error:
+        except (OSError, UserError, LookupError, *ODD) as error:
             say(f"warning: {folder / str(step)} cannot be used ({error}): skipped")
     raise UserError(f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>")
 
@@ -3114,10 +3173,12 @@ def read_rows(saved: Saved, stem: str, dtype, shape) -> Callable:
     stored, parts, rows = np.dtype(np.uint16 if dtype == jnp.bfloat16 else dtype), [], 0
     for first, path in saved.parts(stem):
         try:
-            array = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
-        except (OSError, ValueError) as error:
+            with np.errstate(over="ignore"):  # of a shape beyond all numbers, which is refused
+                array = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
+        except (OSError, *ODD, tokenize.TokenError) as error:
             raise UserError(f"{path} cannot be loaded ({error}): use another checkpoint") from None
-        if array.dtype != stored or array.shape[1:] != shape[1:] or first != rows:
+        same = array.dtype == stored and array.shape[1:] == shape[1:] and array.ndim == len(shape)
+        if not same or first != rows:
             raise UserError(
                 f"{path} holds {array.dtype}{list(array.shape)} from row {first} on, this "
                 f"train_gpt.py expects {stored}{list(shape)}, from row {rows} on"
@@ -3230,6 +3291,8 @@ class LogFile:
     """
 
     def __init__(self, path: Path, size: int | None):
+        if path.exists():
+            file_size(path)
         self.file, self.kept = open(path, "ab", buffering=0), b""
         self.lock = threading.Lock()  # the loop and the Keeper's thread write
         if size is not None and size < self.file.tell():
@@ -3269,7 +3332,7 @@ class RunLog:
             for name in self.NAMES:
                 self.files[name] = LogFile(run_dir / name, (sizes or {}).get(name))
             for partial in (run_dir / "checkpoints").glob(".*"):
-                shutil.rmtree(partial, ignore_errors=True)
+                remove(partial)
             self._write_facts()
         except OSError as error:
             raise UserError(
@@ -3287,6 +3350,7 @@ class RunLog:
 
     def _write_facts(self):
         temporary = self.run_dir / "run.json.tmp"
+        remove(temporary)
         temporary.write_text(json.dumps(self.facts, indent=1) + "\n")
         os.replace(temporary, self.run_dir / "run.json")
 
@@ -3373,8 +3437,14 @@ def text_encoding(name: str, folder: Path | None = None):
         return byte_bpe()
     if name == "bpe":
         try:
-            merges = [bytes.fromhex(text) for text in json.loads((folder / MERGES).read_text())]
-        except (OSError, ValueError, TypeError) as error:
+            file_size(folder / MERGES)
+            merges = json.loads((folder / MERGES).read_text())
+            if not isinstance(merges, list):
+                raise ValueError("no list of merges")
+            merges = [bytes.fromhex(text) for text in merges]
+            if len({*merges}) < len(merges) or min(map(len, merges), default=2) < 2:
+                raise ValueError("a merge twice, or of less than two bytes")
+        except (OSError, *ODD) as error:
             raise UserError(
                 f"{folder / MERGES} cannot be used ({error}): make the data again"
             ) from None
@@ -3549,7 +3619,7 @@ class Keeper:
             self.missing = f"there is no checkpoint of step {step}: {error}"
             self.say(f"warning: {self.missing}; the run goes on, older ones stay")
             if jax.process_index() == 0:
-                shutil.rmtree(folder / f".{step}", ignore_errors=True)
+                remove(folder / f".{step}")
             return
         self.missing, self.newest = "", folder / str(step)
         size, seconds = sum(x.nbytes for _, x in arrays.values()), time.perf_counter() - began
@@ -3844,6 +3914,11 @@ def train(
     if resume and resume.data != data:
         raise UserError(
             f"{source} does not hold the shards that {run_dir} was trained on: name their --data"
+        )
+    if resume and resume.cursor != (cursor := cursor_after(cfg, streams[0], resume.step)):
+        raise UserError(
+            f"{resume.folder} says that its {resume.step} steps read {resume.cursor} tokens, but "
+            f"they read {cursor}: use another checkpoint"
         )
     if resume and resume.source_sha256 != facts["source_sha256"]:
         say("warning: train_gpt.py has changed since; what follows may differ from what was")
@@ -4499,6 +4574,8 @@ def check_args(args):
     for name in ("data", "out", "dump", "cache", "resume", "sample", "preflight"):
         if getattr(args, name) == "":
             raise UserError(f"--{name} is empty: name something, or drop it")
+        if not is_name(getattr(args, name) or ""):
+            raise UserError(f"--{name} {getattr(args, name)!r}: no file can have this name")
     for name in ("resume", "sample"):
         if getattr(args, name) is not None and (args.preset or args.set or args.seed is not None):
             raise UserError(f"--{name} takes the config of the run: drop PRESET, --set, --seed")
