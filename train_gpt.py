@@ -341,9 +341,10 @@ def validate(cfg: Config) -> Config:
             shown = kind.__name__ if type(kind) is type else kind
             value = getattr(obj, name)
             need(is_a(value, kind), prefix + name, f"it must be {shown}")
-            numbers = value if isinstance(value, tuple) else (value,)
-            numbers = [x for x in numbers if isinstance(x, int | float)]
-            need(all(abs(x) < 2**63 for x in numbers), prefix + name, "it must be finite, not huge")
+            numbers = [x for x in (value if type(value) is tuple else [value]) if type(x) is int]
+            need(all(abs(x) < 2**63 for x in numbers), prefix + name, "it must be below 2**63")
+    for name, value in dataclasses.asdict(cfg).items():
+        need(not isinstance(value, float) or math.isfinite(value), name, "it must be finite")
     for name in (
         *("layers", "width", "heads", "mlp_width", "bigram_rows", "steps", "adam_every"),
         *("micro_tokens", "loss_chunk", "val_tokens", "val_row", "prefetch", "log_every"),

@@ -733,7 +733,7 @@ def test_command_lines(base, main, tmp_path, case, show):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-@pytest.mark.parametrize("key", ["steps", "width", "momentum"])
+@pytest.mark.parametrize("key", ["steps", "momentum"])
 def test_settings(main, key, text):
     status, out, _ = main("fuzz", f"--set={key}={text}", "--show")
     assert status == 2 or any(line.startswith(f"{key} = ") for line in out.splitlines())
