@@ -356,10 +356,8 @@ def validate(cfg: Config) -> Config:
         *("momentum_cooldown", "lr_muon", "lr_adam", "decay_muon", "decay_adam"),
     ):
         need(getattr(cfg, name) >= 0, name, "it must not be negative")
-    # Gradients that wait for the next Adam step are not in a checkpoint.
     need(re.fullmatch(r"[\w.-]+", cfg.preset), "preset", "letters, digits, '_', '-' and '.'")
     need(cfg.seed < 2**32, "seed", "it must be below 2**32")
-    need(cfg.steps < 2**31, "steps", "it must be below 2**31")
     # What is listed at the start, each step and layer, must come to an end.
     need(cfg.steps <= 10**6, "steps", "at most a million")
     need(cfg.layers <= 1000, "layers", "at most 1000")

@@ -215,7 +215,7 @@ BAD_SETTINGS = [
     *((f"{name}=1.01", [f"{name}=1.01", "a share, 0 to 1"]) for name in SHARES),
     *((f"{name}=-0.01", [f"{name}=-0.01", "a share, 0 to 1"]) for name in SHARES),
     ("seed=4294967296", ["seed=4294967296", "below 2**32"]),  # travels as uint32
-    ("steps=3000000000", ["steps=3000000000", "below 2**31"]),
+    ("steps=3000000000", ["steps=3000000000", "at most a million"]),
     ("preset=a/b", ["preset='a/b'", "letters"]),
     ("adam_eps=1e-60", ["adam_eps=1e-60", "float32"]),
     ("adam_eps=0", ["adam_eps=0.0", "float32"]),  # 0/0 for tokens that were never seen
