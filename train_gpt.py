@@ -136,8 +136,6 @@ ADDERS = ("auto", "scatter", "kernel")  # of the gradients of tables
 SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours fits
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATE_INPUTS = 12  # features of a token that its gates look at
-
-
 # What odd text leads to, in a parser or where its values are used.
 ODD = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 
@@ -354,6 +352,7 @@ def validate(cfg: Config) -> Config:
     for name in (
         *("val_every", "checkpoint_every", "devices", "sample_tokens", "seed", "extension"),
         *("momentum_cooldown", "lr_muon", "lr_adam", "decay_muon", "decay_adam"),
+        "checkpoint_seconds",
     ):
         need(getattr(cfg, name) >= 0, name, "it must not be negative")
     need(re.fullmatch(r"[\w.-]+", cfg.preset), "preset", "letters, digits, '_', '-' and '.'")

@@ -167,6 +167,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     *("val_every", "checkpoint_every", "devices", "sample_tokens", "seed", "extension"),
+    "checkpoint_seconds",
     *("momentum_cooldown", "lr_muon", "lr_adam", "decay_muon", "decay_adam"),
 )
 SHARES = ("cooldown", "lr_floor", "tied", "variance_beta")
