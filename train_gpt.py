@@ -108,6 +108,7 @@ import tempfile
 import threading
 import time
 import tokenize
+import traceback
 import types
 import typing
 import urllib.request
@@ -2023,7 +2024,7 @@ def sum_rows(table_vd, ids, rows, interpret=False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`.
 
     A step builds the one-hot matrix [tile, block] of a meeting, multiplies each table's rows of
-    the block by it, and adds up in VMEM; there are also the block and the tile, twice each: 4 MiB
+    the block by it, and adds up in VMEM; there are also the block and the tile, twice each: 11 MiB
     for five tables 768 wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table
     [50304, 768]: 0.18 M instead of 1.72 M, the permutation of the rows (0.28 M) in neither.
     """
@@ -2032,6 +2033,11 @@ def sum_rows(table_vd, ids, rows, interpret=False):
     if not rows:  # value_tables of a model in which no layer has any
         return table_vd
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, ROW_BLOCK)
+    if 2 * (v // n // ROW_TILE + 2) * ids.size >= 2**32:
+        raise UserError(
+            f"{ids.size} tokens and {v // n} rows do not fit 32 bits: use a smaller micro_tokens "
+            "or table_gradients=scatter"
+        )
     order, tile, at = meetings(ids.reshape(-1), v // n, block)
     steps, blocks = tile.size, ids.size // block
 
@@ -2422,7 +2428,7 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
 # ------------------------------------------------------------------------------------------------
 
 
-PEER_SECONDS = 30  # without a sign of life, after which another process counts as dead
+HEARTBEAT_SECONDS = 30  # between signs of life; jax ends all processes when one gives none
 
 
 def tpu_hosts() -> int:
@@ -2444,12 +2450,16 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     With nothing given: on a TPU slice of several hosts and in a Slurm step of several tasks, where
     jax finds out by itself. (Alone, a process has no need of jax.distributed and of its ports.)
     """
-    if coordinator is None and tpu_hosts() == 1 and int(os.environ.get("SLURM_NTASKS", 1)) == 1:
+    if (
+        coordinator is None
+        and tpu_hosts() == 1
+        and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
+    ):
         return
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours, see Wishes
     try:
         jax.distributed.initialize(
-            coordinator, processes, process_id, heartbeat_timeout_seconds=PEER_SECONDS
+            coordinator, processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
@@ -2483,42 +2493,6 @@ def from_first(text: str) -> str:
 
     own = np.frombuffer(text.encode().ljust(256), np.uint8)
     return multihost_utils.broadcast_one_to_all(own).tobytes().decode().strip()
-
-
-class PeerWatch:
-    """Ends this process when the others have been silent for too long: a collective would hang.
-
-    Use it around the loop, and call alive() whenever something came back from the devices.
-    """
-
-    def __init__(self):
-        self.last, self.longest = time.monotonic(), 0.0
-        self._done = threading.Event()
-
-    def alive(self):
-        """The devices have answered: all processes lived until now."""
-        now = time.monotonic()
-        self.longest, self.last = max(self.longest, now - self.last), now
-
-    def __enter__(self):
-        if jax.process_count() > 1:
-            self.last = time.monotonic()
-            threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *exc):
-        self._done.set()
-
-    def _watch(self):
-        while not self._done.wait(1.0):
-            silent = time.monotonic() - self.last
-            if silent > max(PEER_SECONDS, 5 * self.longest):
-                print(
-                    f"error: no answer from the other processes for {silent:.0f} s: start all of "
-                    "them again with --resume",
-                    file=sys.stderr,
-                )
-                alone(2)
 
 
 def alone(status: int) -> int:
@@ -2592,9 +2566,6 @@ def lower_copies(cfg: Config, mesh: Mesh):
     return jax.jit(copy).lower(params)
 
 
-HEARTBEAT_SECONDS = 30  # between lines that say what is still compiling
-
-
 @contextlib.contextmanager
 def heartbeat(say: Callable, under_way: dict[str, float]):
     """Inside, name what is in `under_way` (name -> when it began) now and then."""
@@ -2625,11 +2596,11 @@ def compile_all(cfg: Config, mesh: Mesh, say: Callable = print):
     special, under_way = {"init": lower_init, "copies": lower_copies}, {}
 
     def lower(key):
+        under_way[key if key in special else key.name] = time.perf_counter()
         return special[key](cfg, mesh) if key in special else lower_variant(cfg, key, mesh)
 
     def build(key, lowered):
         name, start = key if key in special else key.name, time.perf_counter()
-        under_way[name] = start
         compiled = lowered.compile()
         seconds = time.perf_counter() - start
         del under_way[name]
@@ -2971,10 +2942,11 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         folder = HERE / folder
     demo = HERE / PRESETS["tiny"].data
     made = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    if folder.resolve() == demo.resolve() and not made:
+    if folder.resolve() == demo.resolve() and not made and jax.process_index() == 0:
         say(f"making the demo corpus in {folder}")
         sys.modules.setdefault("train_gpt", sys.modules[__name__])  # the tool imports this module
         runpy.run_path(str(HERE / "data" / "builtin_corpus.py"))["build"](folder)
+    from_first("")  # the others wait until it is there
     if not folder.is_dir():
         raise UserError(
             f"no folder {folder}: get the tokens with data/cached_fineweb10B.py, or name a --data"
@@ -3011,8 +2983,8 @@ class Saved(NamedTuple):
         return sorted((self.files[name]["first"], self.folder / name) for name in names)
 
 
-def own_arrays(tree) -> dict[str, tuple[int, np.ndarray]]:
-    """Copies on the host of what this process writes: {"kind.name": (first row, rows)}.
+def own_arrays(tree) -> dict[str, tuple[int, list[np.ndarray]]]:
+    """Copies on the host of what this process writes: {"kind.name": (first row, pieces in order)}.
 
     Of what is cut, each process writes its devices' rows, which lie together; of what every device
     has, the one with the first replica. All transfers begin before the first one is waited for.
@@ -3026,9 +2998,14 @@ def own_arrays(tree) -> dict[str, tuple[int, np.ndarray]]:
             own.sort(key=lambda shard: shard.index[0].start or 0)
             pieces[".".join(part.key for part in path)] = own
     return {
-        stem: (own[0].index[0].start or 0, np.concatenate([np.asarray(x.data) for x in own]))
+        stem: (own[0].index[0].start or 0, [on_host(shard.data) for shard in own])
         for stem, own in pieces.items()
     }
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """A copy that stays when the array is donated; of a CPU's arrays numpy would give a view."""
+    return np.array(array) if array.device.platform == "cpu" else np.asarray(array)
 
 
 def write_durably(path: Path, content) -> dict:
@@ -3070,45 +3047,64 @@ def remove(path: Path):
             path.unlink()
 
 
-def write_checkpoint(folder: Path, arrays: dict, meta: dict):
-    """Write what this process has of a checkpoint; process 0 makes it visible when it is whole.
-
-    Everything goes into a folder that begins with a dot, to which process 0 gives its name, the
-    step, last of all: a checkpoint that can be seen is complete. The folder must be one that all
-    processes share. Raises OSError, and leaves the older checkpoints as they are.
-    """
-    step, rank = str(meta["step"]), jax.process_index()
-    temporary = folder / f".{step}"
-    temporary.mkdir(parents=True, exist_ok=True)
+def write_part(temporary: Path, arrays: dict) -> dict:
+    """Write the arrays of this process; returns {file name: {first, bytes, crc32}}."""
     files = {}
-    for stem, (first, array) in arrays.items():
+    for stem, (first, pieces) in arrays.items():
+        array = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if array.dtype.kind == "f" and not np.isfinite(array.sum(dtype=np.float64)):
             raise OSError(f"{stem} is not finite")
         if array.dtype == jnp.bfloat16:
             array = array.view(np.uint16)  # .npy has no bfloat16
-        name = f"{stem}.{rank}.npy"
+        name = f"{stem}.{jax.process_index()}.npy"
         files[name] = {"first": first, **write_durably(temporary / name, array)}
-    write_durably(temporary / f"{rank}.new", json.dumps(files))
-    os.replace(temporary / f"{rank}.new", temporary / f"{rank}.json")
-    if rank:
-        return
-    deadline = time.monotonic() + PART_SECONDS
-    manifests = [temporary / f"{k}.json" for k in range(jax.process_count())]
-    for k, manifest in enumerate(manifests):
+    return files
+
+
+def parts_of_others(temporary: Path, given_up: threading.Event | None) -> dict:
+    """What the other processes have written into the folder that all share, once they have."""
+    files, deadline = {}, time.monotonic() + PART_SECONDS
+    for rank in range(1, jax.process_count()):
+        manifest = temporary / f"{rank}.json"
         while not manifest.exists():
-            if time.monotonic() > deadline:
-                raise OSError(f"process {k} wrote no part of it: is {folder} shared by all hosts?")
+            if (given_up and given_up.is_set()) or time.monotonic() > deadline:
+                raise OSError(f"no part of process {rank}: does it see {temporary.parent}?")
             time.sleep(0.05)
-        files |= json.loads(manifest.read_text())
+        found = json.loads(manifest.read_text())
+        if "error" in found:
+            raise OSError(f"process {rank}: {found['error']}")
         manifest.unlink()
+        files |= found
+    return files
+
+
+def write_checkpoint(
+    folder: Path, arrays: dict, meta: dict, given_up: threading.Event | None = None
+):
+    """Write what this process has of a checkpoint; process 0 makes it visible when it is whole.
+
+    Everything goes into a folder that begins with a dot, to which process 0 gives its name, the
+    step, last of all: a checkpoint that can be seen is complete. Raises OSError, and leaves the
+    older checkpoints as they are. `given_up` ends the wait for other processes.
+    """
+    step, rank = str(meta["step"]), jax.process_index()
+    temporary = folder / f".{step}"
+    temporary.mkdir(parents=True, exist_ok=True)
+    if rank:
+        try:
+            files = write_part(temporary, arrays)
+        except Exception as error:
+            files = {"error": str(error)}
+        write_durably(temporary / f"{rank}.new", json.dumps(files))
+        os.replace(temporary / f"{rank}.new", temporary / f"{rank}.json")
+        return
+    files = write_part(temporary, arrays) | parts_of_others(temporary, given_up)
     body = json.dumps({**meta, "files": files}, sort_keys=True)
     check = {"crc32": zlib.crc32(body.encode()), "checkpoint": json.loads(body)}
     write_durably(temporary / "meta.json", json.dumps(check, sort_keys=True, indent=1))
     sync_folder(temporary)
-    remove(folder / step)  # of a run that went another way from here
     os.rename(temporary, folder / step)
     sync_folder(folder)
-    # Later ones are no checkpoints: the run would have been resumed from them.
     for old in sorted(x for x in checkpoint_steps(folder) if x <= meta["step"])[:-KEPT]:
         remove(folder / str(old))
 
@@ -3164,6 +3160,14 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
         except (OSError, UserError, LookupError, *ODD) as error:
             say(f"warning: {folder / str(step)} cannot be used ({error}): skipped")
     raise UserError(f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>")
+
+
+def set_aside(saved: Saved):
+    """Rename the later checkpoints, which were passed over: no resume must go on from them."""
+    folder = saved.folder.parent
+    for later in (step for step in checkpoint_steps(folder) if step > saved.step):
+        remove(folder / f"damaged-{later}")
+        os.rename(folder / str(later), folder / f"damaged-{later}")
 
 
 def read_rows(saved: Saved, stem: str, dtype, shape) -> Callable:
@@ -3587,7 +3591,15 @@ class Keeper:
         self.newest, self.missing = newest, ""  # a folder; why there is no later one
         self.fixed = {"config": dataclasses.asdict(cfg), "devices": devices}
         self.fixed |= {key: log.facts[key] for key in ("data", "source_sha256")}
-        self.thread = threading.Thread()
+        self.thread, self.given_up = threading.Thread(), threading.Event()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *exc):
+        if kind is not None:  # another process may have died: its part will never come
+            self.given_up.set()
+        self.close()
 
     def save(self, step: int, cursor: int, validated: bool, state, waiting):
         """Copy what a resume needs to the host, and leave the rest to the thread.
@@ -3612,15 +3624,16 @@ class Keeper:
         folder = self.log.run_dir / "checkpoints"
         try:
             self.log.sync()
-            write_checkpoint(folder, arrays, meta)
-        except OSError as error:
+            write_checkpoint(folder, arrays, meta, self.given_up)
+        except Exception as error:  # whatever it is, the run must hear of it, and goes on
             self.missing = f"there is no checkpoint of step {step}: {error}"
-            self.say(f"warning: {self.missing}; the run goes on, older ones stay")
+            self.say(f"warning: {self.missing}; older ones stay")
             if jax.process_index() == 0:
                 remove(folder / f".{step}")
             return
         self.missing, self.newest = "", folder / str(step)
-        size, seconds = sum(x.nbytes for _, x in arrays.values()), time.perf_counter() - began
+        size = sum(piece.nbytes for _, pieces in arrays.values() for piece in pieces)
+        seconds = time.perf_counter() - began
         self.log.line(
             f"checkpoint:{step} held the loop for {held:.1f}ms, "
             f"{size / 1e6:.1f} MB written in {seconds:.2f}s"
@@ -3703,13 +3716,13 @@ class Progress:
             train_time_ms=round(self.clock.ms(), 3),
             tokens=self.tokens,
         )
-        self.log.write_facts(
-            steps=step,
-            tokens=self.tokens,
-            train_time_ms=round(self.clock.ms(), 3),
-            val_loss=round(loss, 6),
-        )
+        self.count(step, val_loss=round(loss, 6))
         self.say(line)
+
+    def count(self, step: int, **facts):
+        """Put into run.json how far the run is."""
+        ms = round(self.clock.ms(), 3)
+        self.log.write_facts(steps=step, tokens=self.tokens, train_time_ms=ms, **facts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3730,7 +3743,8 @@ class Wishes:
 
     One process must not act alone, so the wishes travel with every step and come back summed, at
     the same step for all: two numbers more in the collective that is there for the loss. Inside
-    `with`, SIGTERM and Ctrl-C are wishes to end; a second one ends the process as ever.
+    `with`, SIGTERM and Ctrl-C are wishes to end; another one, a second or more later (some send
+    the same one twice), ends the process as ever.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh):
@@ -3757,8 +3771,11 @@ class Wishes:
             signal.signal(number, handler)
 
     def _caught(self, number, frame):
-        self.signal = number
-        self.__exit__()
+        if self.signal and time.monotonic() > self.caught + 1:
+            self.__exit__()
+            signal.raise_signal(number)
+        elif not self.signal:
+            self.signal, self.caught = number, time.monotonic()
 
 
 PROFILE_STEPS = (20, 24)  # of this process: what --profile traces, well after the start
@@ -3779,14 +3796,17 @@ def run_step(cfg: Config, programs, step: int, state, copies, waiting, batch, wi
     return state, copies | changed, waiting, report
 
 
-def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start, progress, profile):
+def run_steps(cfg: Config, mesh: Mesh, programs, streams, begin, start, progress, profile):
     """The loop: from `start` (step, cursor, validated) to the end of the run; returns val_loss.
 
-    `streams` are the training and the validation TokenStream. The clock runs but for the pauses in
-    which the run validates, and after its end; the devices are idle when it stops and when it
-    starts again. A checkpoint on the way is taken with the clock running. Raises Stopped.
+    `streams` are the training and the validation TokenStream; begin() makes the state and the
+    gradients that wait, which nobody else may hold, or their memory would not come free. The clock
+    runs but for the pauses in which the run validates, and after its end; the devices are idle when
+    it stops and when it starts again. A checkpoint on the way is taken with the clock running.
+    Raises Stopped.
     """
     clock, first, cursor = progress.clock, start["step"], start["cursor"]
+    state, waiting = begin()
     copies, wishes = programs["copies"](state["params"]), Wishes(cfg, mesh)
     pending, asked, saved = None, np.zeros(2), first  # the last report; its wishes; the last save
 
@@ -3795,12 +3815,11 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
         if pending is not None:  # a wish to save that was sent before the last save is fulfilled
             made, report = pending
             asked, pending = progress.trained(made, report) * [made > saved + 1, 1], None
-            watch.alive()
 
     batches = train_batches(cfg, mesh, streams[0], first, cursor)
     loader = Prefetch(batches, cfg.prefetch, clock.running, progress.say)
     keeper = progress.keeper
-    with loader, wishes, contextlib.closing(keeper), PeerWatch() as watch:
+    with loader, wishes, keeper:
         supply = iter(loader)
         for step in range(first, cfg.steps + 1):
             ends, stops, begins = step == cfg.steps, asked[1] > 0, step == first
@@ -3815,13 +3834,15 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
                 if validates:
                     val_loss = evaluate(cfg, mesh, programs, copies, step, streams[1])
                     progress.validated(step, val_loss)
-                    watch.alive()
                 if ends or stops:
                     save(not stops, state, waiting)
                     keeper.close()
                 if ends:
                     return val_loss
                 if stops:
+                    progress.count(step)
+                    if keeper.missing:
+                        raise UserError(f"stopped after {step} steps, but {keeper.missing}")
                     raise Stopped(
                         f"stopped after {step} of {cfg.steps} steps; to continue: "
                         f"python train_gpt.py --resume {progress.log.run_dir}",
@@ -3832,17 +3853,17 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, state, waiting, start,
                 jax.profiler.start_trace(str(progress.log.run_dir / "profile"))
             batch = next(supply)
 
-            def between(state, waiting, save=save):
+            def between(state, waiting, step=step, save=save):
+                nonlocal asked, saved
                 finish()
                 save(True, state, waiting)
+                asked, saved, wishes.saved = asked * [0, 1], step, time.monotonic()
 
             state, copies, waiting, report = run_step(
                 *(cfg, programs, step, state, copies, waiting, batch, wishes.now()),
                 between if saves else None,
             )
             cursor = batch.cursor
-            if saves:
-                saved, wishes.saved = step, time.monotonic()
             finish()  # of the step before, while this one runs: no step waits for its loss
             pending = step + 1, report
             if profile and step - first == PROFILE_STEPS[1]:
@@ -3905,8 +3926,7 @@ def train(
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     run_dir = resume.folder.parents[1] if resume else out / from_first(stamp)
     facts = first_facts(cfg, mesh, run_dir.resolve().name, command, data)
-    facts |= {"resumed": bool(resume), "steps": start["step"]}
-    facts |= {"train_time_ms": start["train_time_ms"]}
+    facts["resumed"] = bool(resume)
     same = {key: facts[key] for key in ("source_sha256", "versions", "config", "data")}
     agree({key: json.dumps(value) for key, value in {**same, "checkpoint": start}.items()})
     if resume and resume.data != data:
@@ -3920,6 +3940,8 @@ def train(
         )
     if resume and resume.source_sha256 != facts["source_sha256"]:
         say("warning: train_gpt.py has changed since; what follows may differ from what was")
+    if resume and jax.process_index() == 0:
+        set_aside(resume)
     with contextlib.closing(RunLog(run_dir, facts, resume and resume.logs, say)) as log:
         say(f"run {run_dir} on {mesh.size} x {mesh.devices.flat[0].device_kind}")
         say(f"attention: {backend} ({reason})")
@@ -3928,18 +3950,18 @@ def train(
         programs, seconds = compile_all(cfg, mesh, say)
         log.write_facts(compile_seconds=seconds)
         warm_up(cfg, mesh, programs)
-        if resume:
-            state = load_arrays(resume, abstract_state(cfg, mesh))
-            waiting = load_waiting(resume, mesh)
+
+        def begin():
+            if not resume:
+                return programs["init"](put(np.uint32(cfg.seed), mesh, P())), {}
             say(f"resumed after {resume.step} of {cfg.steps} steps from {resume.folder}")
-        else:
-            state, waiting = programs["init"](put(np.uint32(cfg.seed), mesh, P())), {}
-        jax.block_until_ready((state, waiting))
+            return load_arrays(resume, abstract_state(cfg, mesh)), load_waiting(resume, mesh)
 
         clock = Clock(start["train_time_ms"])
         keeper = Keeper(log, clock, cfg, mesh.size, resume and resume.folder, say)
         progress = Progress(cfg, mesh, log, clock, keeper, start["step"], say)
-        val_loss = run_steps(cfg, mesh, programs, streams, state, waiting, start, progress, profile)
+        progress.count(start["step"])
+        val_loss = run_steps(cfg, mesh, programs, streams, begin, start, progress, profile)
         peak = memory_peak_mib()
         log.line(f"peak memory allocated: {peak:.0f} MiB")
         log.write_facts(finished=True)
@@ -4640,6 +4662,8 @@ def main(argv=None) -> int:
             say = say if jax.process_index() == 0 else lambda line: None
             saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
             cfg = resolve(args) if saved is None else saved.cfg
+            if saved and (cfg.devices > len(all_devices()) or jax.process_count() > 1):
+                cfg = dataclasses.replace(cfg, devices=0)  # on what there is
             cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
             train(cfg, Path(args.out), command, saved, args.profile, say)
     except Stopped as stop:
@@ -4648,10 +4672,16 @@ def main(argv=None) -> int:
     except (UserError, OSError) as error:
         print("error:", *str(error).split(), file=sys.stderr, flush=True)
         return alone(2)
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
         if not jax.distributed.is_initialized():
             raise
-        print("error: another process has ended:", *str(error).split()[:20], file=sys.stderr)
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            traceback.print_exc()
+        print(
+            *("error: the devices failed:", *str(error).split()[:60]),
+            "(if another process has ended, start all of them again with --resume)",
+            file=sys.stderr,
+        )
         return alone(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
