@@ -3111,7 +3111,8 @@ def write_checkpoint(
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """The steps of what looks like a checkpoint in RUN_DIR/checkpoints."""
-    return [int(path.name) for path in folder.glob("*") if re.fullmatch(r"\d{1,12}", path.name)]
+    names = re.compile(r"0|[1-9]\d{0,11}")
+    return [int(path.name) for path in folder.glob("*") if names.fullmatch(path.name)]
 
 
 def is_count(value) -> bool:

@@ -74,6 +74,7 @@ BUILT = {}  # what changes a program, number of devices -> the answer of T.compi
 def key(cfg: T.Config, devices: int):
     """Configs that differ in these fields only have the same programs."""
     smooth = {"seed": 0, "target": 0.0, "checkpoint_every": 0, "val_every": 0, "data": ""}
+    smooth |= {"checkpoint_seconds": 0.0, "devices": 0}
     return replace(cfg, **smooth), devices
 
 
