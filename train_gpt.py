@@ -3287,6 +3287,27 @@ def versions() -> dict[str, str]:
     return found
 
 
+def host() -> dict:
+    """The machine around the devices: its CPU, the cores this process may use, its system."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        model = found[1].strip() if found else model
+    may = getattr(os, "sched_getaffinity", None)  # not on every system
+    cores = len(may(0)) if may else os.cpu_count()
+    return {"cpu": model, "cores": cores, "platform": platform.platform()}
+
+
+MATTERS = re.compile(r"(XLA|JAX|LIBTPU|TPU|CUDA|NVIDIA|CUDNN|CUBLAS|NCCL|OMP)_\w+|TF_XLA_FLAGS")
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.I)
+
+
+def environment() -> dict[str, str]:
+    """The variables that jax and what is below it listen to; none whose name sounds secret."""
+    names = (name for name in sorted(os.environ) if MATTERS.fullmatch(name))
+    return {name: os.environ[name] for name in names if not SECRET.search(name)}
+
+
 class LogFile:
     """A file at whose end text is written at once, so that a crash loses nothing.
 
@@ -3344,7 +3365,9 @@ class RunLog:
         devices, rule = facts["devices"], "=" * 100
         about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
         about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
-        about += f"\n{platform.platform()}\ncommand: {facts['command']}"
+        about += f"\n{facts['host']['platform']}\ncommand: {facts['command']}"
+        for name in ("host", "environment", "data"):
+            about += f"\n{name}: {json.dumps(facts[name])}"
         if self.resumed:
             self.line(f"{rule}\nresumed\n{about}\n{rule}")
         else:
@@ -3889,6 +3912,8 @@ def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, data: dict) 
             "platform": device.platform,
             "processes": jax.process_count(),
         },
+        "host": host(),
+        "environment": environment(),
         "data": data,
         "compile_seconds": {},
         "steps": 0,

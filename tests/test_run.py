@@ -136,6 +136,18 @@ def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
     for package in ("jax", "jaxlib", "numpy"):
         assert f"{package} {importlib.metadata.version(package)}" in lines
     assert "8 x cpu (cpu)" in lines and "command: train 'this'" in lines
+    for name in ("config", "host", "environment", "data"):
+        assert f"{name}: {json.dumps(facts(run.dir)[name])}" in lines
+
+
+def test_environment_is_what_matters_and_nothing_secret(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--flag")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    for name in ("JAX_API_KEY", "TPU_AUTH", "CUDA_SECRET_PATH", "HF_TOKEN", "HOME"):
+        monkeypatch.setenv(name, "mine")
+    got = T.environment()
+    assert got["XLA_FLAGS"] == "--flag" and got["NCCL_ALGO"] == "Ring"
+    assert got["JAX_PLATFORMS"] == "cpu" and "mine" not in got.values()
 
 
 def test_log_has_every_step_once_in_the_original_speedruns_format(run):
@@ -192,6 +204,8 @@ def test_run_json_has_exactly_these_facts(run):
         "source_sha256": hashlib.sha256(source).hexdigest(),
         "versions": T.versions(),
         "devices": device,
+        "host": T.host(),
+        "environment": T.environment(),
         "data": {
             path.name: {
                 "bytes": path.stat().st_size,

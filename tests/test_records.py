@@ -1,0 +1,719 @@
+"""records/leaderboard.py: what it refuses and why, what it derives, a stranger's whole path.
+
+Most runs here are written by runs.py, in the trainer's format; the last test trains.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from programs import QUICK
+from runs import (
+    BUILTIN,
+    BUILTIN_NAME,
+    FINEWEB,
+    HOST,
+    RULE,
+    SOURCE,
+    head,
+    read_metrics,
+    shard,
+    write_metrics,
+    write_run,
+)
+
+import train_gpt as T
+
+TOOL = ROOT / "records" / "leaderboard.py"
+spec = importlib.util.spec_from_file_location("leaderboard", TOOL)
+L = sys.modules["leaderboard"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(L)
+
+
+def as_json(cfg: T.Config) -> dict:
+    """As run.json has it."""
+    return json.loads(json.dumps(asdict(cfg)))
+
+
+TINY = replace(T.PRESETS["tiny"], steps=12, val_every=5)
+V6E = {"kind": "TPU v6 lite", "count": 8, "platform": "tpu", "processes": 1}
+COUNTING = replace(
+    T.PRESETS["speedrun"],
+    steps=20,
+    extension=2,
+    stages=tuple(replace(s, batch_tokens=524_288) for s in T.PRESETS["speedrun"].stages),
+)
+
+
+def runs_of(
+    folder: Path, losses=(3.900, 3.905, 3.910), seconds=10.0, spread=0.01, cfg=TINY, **changes
+):
+    """Runs with seeds 0, 1, ...; the times differ by `spread`."""
+    return [
+        write_run(folder, seed, as_json(cfg), loss, seconds + spread * seed, **changes)
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def tool(root: Path, *words) -> int:
+    return L.main(["--records", str(root), *map(str, words)])
+
+
+def add(root: Path, runs, name: str, track="cpu", *words) -> int:
+    about = ["--track", track, "--name", name, "--by", "A. Stranger", "--what", f"is {name}"]
+    return tool(root, "add", *runs, *about, *words)
+
+
+def empty(root: Path) -> Path:
+    """A records folder without records, with the pages of the real one."""
+    root.mkdir(exist_ok=True)
+    for name in ("README.md", "references.json"):
+        shutil.copy(ROOT / "records" / name, root)
+    shutil.copytree(ROOT / "records" / "predicted", root / "predicted")
+    (root / "tokens.json").write_text(json.dumps({BUILTIN_NAME: BUILTIN, "fineweb": FINEWEB}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """Records with a first record on `cpu` and a faster one."""
+    base = tmp_path_factory.mktemp("original")
+    root = empty(base / "records")
+    assert add(root, runs_of(base / "a"), "First") == 0
+    assert add(root, runs_of(base / "b", seconds=8.0, source="better\n", day=2), "Second") == 0
+    assert tool(root, "check") == 0
+    return root
+
+
+@pytest.fixture
+def records(original, tmp_path) -> Path:
+    """A copy of them to tamper with."""
+    return Path(shutil.copytree(original, tmp_path / "records"))
+
+
+def forge(root: Path, runs, name: str, track="cpu", beats=None):
+    """A record folder with all that `add` writes, and no check of the rules."""
+    read = [L.read_run(run) for run in runs]
+    fields = {"track": track, "name": name, "by": "me", "what": "this", "beats": beats}
+    fields["result"] = L.derive(L.TRACKS[track], read)
+    folder = root / track / f"{fields['result']['date']}_{name}"
+    folder.mkdir(parents=True)
+    for run in runs:
+        shutil.copytree(run, folder / run.name)
+    (folder / "record.json").write_text(json.dumps(fields))
+    (folder / "README.md").write_text(L.describe(fields))
+    return folder
+
+
+def refusal(root: Path, capsys, *words) -> str:
+    """The one line with which the tool refuses."""
+    capsys.readouterr()
+    assert tool(root, *(words or ["check"])) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("refused: "), said
+    return said[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Tampering with a record: every way is refused, with the right reason
+# ------------------------------------------------------------------------------------------------
+
+
+def edit(path: Path, old: str, new: str, count=1):
+    text = path.read_text()
+    assert re.search(old, text), (path, old)
+    path.write_text(re.sub(old, new, text, count=count))
+
+
+def edit_json(path: Path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_result(record: Path, **changes):
+    fields = json.loads((record / "record.json").read_text())
+    fields["result"] |= changes
+    (record / "record.json").write_text(json.dumps(fields))
+
+
+def edit_config(record: Path, run: Path, **changes):
+    """In the log and in run.json of all runs, as if they had been made with it."""
+    for folder in run.parent.iterdir():
+        if folder.is_dir():
+            facts = json.loads((folder / "run.json").read_text())
+            facts["config"] |= changes
+            edit_json(folder / "run.json", config=facts["config"])
+            line = f"config: {json.dumps(facts['config'])}"
+            edit(folder / "log.txt", r"config: .*", line.replace("\\", r"\\"))
+
+
+def edit_metrics(run: Path, at: int, **changes):
+    rows = read_metrics(run)
+    rows[at] |= changes
+    write_metrics(run, rows)
+
+
+def resume_silently(record: Path, run: Path):
+    log = (run / "log.txt").read_text()
+    about = head(json.loads((run / "run.json").read_text()))
+    at = log.index("step:6/")
+    log = log[:at] + f"{RULE}\nresumed\n{about}\n{RULE}\n" + log[at:]
+    (run / "log.txt").write_text(log)
+
+
+def cut_log(record: Path, run: Path):
+    log = (run / "log.txt").read_text()
+    (run / "log.txt").write_text(log[: log.index("step:11/")])
+
+
+def other_shard(record: Path, run: Path, rename=False):
+    for folder in record.iterdir():
+        if folder.is_dir():
+            old = json.loads((folder / "run.json").read_text())["data"]
+            data = old | {"builtin_train_000001.bin": shard("easier", 4_000_000)}
+            if rename:
+                data = old | {"mine_train_000001.bin": shard("easier", 4_000_000)}
+            edit_json(folder / "run.json", data=data)
+            edit(folder / "log.txt", r"\ndata: .*", f"\ndata: {json.dumps(data)}")
+
+
+def without_step(record: Path, run: Path):
+    edit(run / "log.txt", r"step:7/12 .*\n", "")
+    write_metrics(run, [row for row in read_metrics(run) if row["step"] != 7])
+
+
+def repeated_seed(record: Path, run: Path):
+    (other,) = (p for p in record.iterdir() if "-s1-" in p.name)
+    shutil.rmtree(other)
+    write_run(record, 0, as_json(TINY), 3.91, 10.01, curve_seed=9)
+
+
+def renamed_seed(record: Path, run: Path):
+    (other,) = (p for p in record.iterdir() if "-s1-" in p.name)
+    shutil.rmtree(other)
+    made = write_run(record, 1, as_json(TINY), 3.90, 10.0, curve_seed=0)
+    rows = read_metrics(run)
+    assert [r.get("train_loss") for r in read_metrics(made)] == [r.get("train_loss") for r in rows]
+
+
+def other_source(record: Path, run: Path):
+    (other,) = (p for p in record.iterdir() if "-s1-" in p.name)
+    shutil.rmtree(other)
+    write_run(record, 1, as_json(TINY), 3.91, 10.01, source="# faster\n" + SOURCE)
+
+
+def slower_clock(record: Path, run: Path):
+    edit(run / "log.txt", r"step:7/12 train_time:5833ms step_avg:833.33ms",
+         "step:7/12 train_time:4900ms step_avg:700.00ms")  # fmt: skip
+    at = next(i for i, row in enumerate(read_metrics(run)) if row["step"] == 7)
+    edit_metrics(run, at, train_time_ms=4900.0)
+
+
+def other_cores(record: Path, run: Path):
+    host = HOST | {"cores": 64}
+    edit_json(run / "run.json", host=host)
+    edit(run / "log.txt", r"\nhost: .*", f"\nhost: {json.dumps(host)}")
+
+
+def flags_in_one(record: Path, run: Path):
+    environment = {"XLA_FLAGS": "--xla_fast"}
+    edit_json(run / "run.json", environment=environment)
+    edit(run / "log.txt", r"\nenvironment: .*", f"\nenvironment: {json.dumps(environment)}")
+
+
+TAMPERED = {
+    # the source
+    "source in the log": (
+        lambda record, run: edit(run / "log.txt", "a trainer", "a cheater"),
+        r"the source in log\.txt has sha256 \w{12}, run\.json says \w{12}",
+    ),
+    "source hash in run.json": (
+        lambda record, run: edit_json(run / "run.json", source_sha256="0" * 64),
+        r"the source in log\.txt has sha256 \w{12}, run\.json says 000000000000",
+    ),
+    "source hash in record.json": (
+        lambda record, run: edit_result(record, source_sha256="0" * 64),
+        r"record\.json says source_sha256 0+, from the logs it is \w{64}",
+    ),
+    "source of one run": (other_source, "the source differs between .* and "),
+    # seeds
+    "seed twice": (repeated_seed, r"seeds repeat: \[0, 0, 2\]"),
+    "one run as two seeds": (renamed_seed, "seeds repeat: two runs have the same training losses"),
+    "a seed left out": (
+        lambda record, run: shutil.rmtree(run),
+        r"seeds \[1, 2\] are not 0 to 1: to choose seeds is to choose losses",
+    ),
+    "one seed in the config": (
+        lambda record, run: edit_json(run / "run.json", seed=7),
+        "run.json has two seeds",
+    ),
+    # whole runs
+    "not finished": (
+        lambda record, run: edit_json(run / "run.json", finished=False),
+        "not finished",
+    ),
+    "log cut off": (cut_log, "not finished: log.txt ends at step 10 of 12"),
+    "resumed in silence": (resume_silently, "was resumed 1 times, run.json says resumed: False"),
+    "resumed only by word": (
+        lambda record, run: edit_json(run / "run.json", resumed=True),
+        "was resumed 0 times, run.json says resumed: True",
+    ),
+    # what is fixed
+    "fewer validation tokens": (
+        lambda record, run: edit_config(record, run, val_tokens=4096),
+        "wrong number of validation tokens: 4096, not 98304",
+    ),
+    "an easier target": (
+        lambda record, run: edit_config(record, run, target=4.5),
+        r"the run's target is",
+    ),
+    "other training tokens": (other_shard, r"token stream other than the rules': builtin_train_"),
+    "other shards": (
+        lambda record, run: other_shard(record, run, rename=True),
+        r"token stream other than the rules': builtin_.*, mine_train_000001\.bin",
+    ),
+    # steps and tokens
+    "a step left out": (without_step, r"log\.txt does not have the steps of the config \(12\)"),
+    "config of fewer steps": (
+        lambda record, run: edit_config(record, run, steps=11),
+        r"log\.txt does not have the steps of the config \(11\)",
+    ),
+    "config of smaller batches": (
+        lambda record, run: edit_config(
+            record, run, stages=[s | {"batch_tokens": 512} for s in asdict(TINY)["stages"]]
+        ),
+        r"metrics\.jsonl: 1024 tokens after step 1, by the config it is 512",
+    ),
+    "tokens in the metrics": (
+        lambda record, run: edit_metrics(run, 3, tokens=7),
+        r"metrics\.jsonl: 7 tokens after step",
+    ),
+    "tokens in run.json": (
+        lambda record, run: edit_json(run / "run.json", tokens=7),
+        r"run\.json and metrics\.jsonl disagree: tokens 7 and",
+    ),
+    # log and JSON
+    "final loss in the log": (
+        lambda record, run: edit(run / "log.txt", r"(step:12/12 val_loss):\d\.", r"\1:2."),
+        r"log\.txt and metrics\.jsonl disagree on the loss of step 12: 2\.9000 and 3\.9",
+    ),
+    "final loss in the metrics": (
+        lambda record, run: edit_metrics(run, -1, val_loss=2.9),
+        r"log\.txt and metrics\.jsonl disagree on the loss of step 12: 3\.9000 and 2\.9",
+    ),
+    "final loss in run.json": (
+        lambda record, run: edit_json(run / "run.json", val_loss=2.9),
+        r"run\.json and metrics\.jsonl disagree: val_loss 2\.9 and 3\.9",
+    ),
+    "final time in the metrics": (
+        lambda record, run: edit_metrics(run, -1, train_time_ms=9990.0),
+        r"log\.txt and metrics\.jsonl disagree on the time of step 12: 10000 and 9990\.0 ms",
+    ),
+    "final time in run.json": (
+        lambda record, run: edit_json(run / "run.json", train_time_ms=9.0),
+        r"run\.json and metrics\.jsonl disagree: train_time_ms 9\.0 and 10000\.0",
+    ),
+    "step average in the log": (
+        lambda record, run: edit(run / "log.txt", r"step_avg:833\.33ms", "step_avg:733.33ms"),
+        "step_avg times .* steps is not train_time",
+    ),
+    "config in run.json": (
+        lambda record, run: edit_json(
+            run / "run.json",
+            config=json.loads((run / "run.json").read_text())["config"] | {"lr_muon": 9},
+        ),
+        r"log\.txt and run\.json disagree on config",
+    ),
+    "command in run.json": (
+        lambda record, run: edit_json(run / "run.json", command="python train_gpt.py speedrun"),
+        r"log\.txt and run\.json disagree on the command",
+    ),
+    "versions in run.json": (
+        lambda record, run: edit_json(run / "run.json", versions={"jax": "0.11.0"}),
+        r"log\.txt and run\.json disagree on versions or devices: \['jax 0\.11\.0'\]",
+    ),
+    "environment in run.json": (
+        lambda record, run: edit_json(run / "run.json", environment={}),
+        r"log\.txt and run\.json disagree on environment",
+    ),
+    "run.json of another run": (
+        lambda record, run: edit_json(run / "run.json", run_id="another"),
+        r"run\.json is of another run, another",
+    ),
+    "two runs in one log": (
+        lambda record, run: (run / "log.txt").write_text((run / "log.txt").read_text() * 2),
+        r"log\.txt holds more than one run",
+    ),
+    # times
+    "a clock that goes backwards": (slower_clock, "times are not monotonic"),
+    # machines
+    "one run on another machine": (other_cores, "the hardware differs between"),
+    "flags in one run": (flags_in_one, "XLA_FLAGS differs between"),
+    "profiled": (
+        lambda record, run: [
+            edit(run / name, r"--out /mine", "--out /mine --profile")
+            for name in ("log.txt", "run.json")
+        ],
+        "a run with --profile is no record",
+    ),
+    # what people typed
+    "p-value in record.json": (
+        lambda record, run: edit_result(record, p_value=1e-9),
+        r"record\.json says p_value 1e-09, from the logs it is 0\.00\d+",
+    ),
+    "times in record.json": (
+        lambda record, run: edit_result(record, mean_seconds=1.0),
+        r"record\.json says mean_seconds 1\.0, from the logs it is 10\.01",
+    ),
+    "its page": (
+        lambda record, run: edit(record / "README.md", "10.01 s", "9.01 s"),
+        r"its README\.md above the notes is not as generated",
+    ),
+    "its folder's name": (
+        lambda record, run: record.rename(record.with_name("2025-01-01_First")),
+        "folder, name and date differ",
+    ),
+    # files
+    "a file missing": (lambda record, run: (run / "metrics.jsonl").unlink(), "not as train_gpt.py"),
+    "a file more": (lambda record, run: (run / "x.py").write_text(""), "has other files than"),
+    "no number": (
+        lambda record, run: edit_metrics(run, -1, val_loss=float("nan")),
+        r"not as train_gpt\.py writes it \(a number is NaN\)",
+    ),
+    "a field missing": (lambda record, run: (run / "run.json").write_text("{}"), "is missing"),
+}
+
+
+@pytest.mark.parametrize("way", TAMPERED)
+def test_a_record_that_was_tampered_with_is_refused(records, capsys, way):
+    tamper, reason = TAMPERED[way]
+    record = next((records / "cpu").glob("*_First"))
+    run = next(record.glob("*-s0-*"))
+    tamper(record, run)
+    said = refusal(records, capsys)
+    assert re.search(reason, said), said
+    assert re.match(r"refused: cpu/\S+_First: ", said)
+
+
+def test_losses_that_are_not_good_enough(records, tmp_path, capsys):
+    for losses, reason in (
+        ((3.96, 3.95, 3.97), r"the mean loss 3\.9600 is above the target 3\.95$"),
+        ((3.94, 3.85, 3.95), r"p = 0\.\d+ that the mean loss is not below 3\.95, not < 0\.01"),
+    ):
+        runs = runs_of(tmp_path / reason[:8], losses, seconds=5.0, day=3)
+        about = ["--track", "cpu", "--name", "X", "--by", "me", "--what", "it"]
+        assert re.search(reason, refusal(records, capsys, "add", *runs, *about))
+        forged = forge(records, runs, "X", beats="2026-01-02_Second")
+        assert re.search(reason, refusal(records, capsys))
+        shutil.rmtree(forged)
+
+
+def test_times_that_are_not_good_enough(records, tmp_path, capsys):
+    for seconds, spread, reason in (
+        (8.5, 0.01, r"not faster than the standing record: 8\.51 s, that one takes 8\.01 s"),
+        (7.0, 0.9, r"not faster than the standing record beyond chance: 7\.9 s against 8\.01 s"),
+    ):
+        runs = runs_of(tmp_path / reason[-4:], seconds=seconds, spread=spread, day=3)
+        about = ["--track", "cpu", "--name", "X", "--by", "me", "--what", "it"]
+        assert re.search(reason, refusal(records, capsys, "add", *runs, *about))
+        forged = forge(records, runs, "X", beats="2026-01-02_Second")
+        assert re.search(reason, refusal(records, capsys))
+        shutil.rmtree(forged)
+
+
+def test_records_of_a_class_are_one_chain(records, tmp_path, capsys):
+    runs = runs_of(tmp_path, seconds=5.0, day=3)
+    for beats, reason in (
+        ("2026-01-01_First", "another record beats 2026-01-01_First too: add anew"),
+        (None, "another record beats nothing too: add anew"),
+        ("2026-01-09_None", "it beats 2026-01-09_None, which is no record of its class"),
+    ):
+        forged = forge(records, runs, "X", beats=beats)
+        assert reason in refusal(records, capsys)
+        shutil.rmtree(forged)
+
+
+def test_classes_of_hardware_do_not_compete(records, tmp_path):
+    """A slower machine has its own first record."""
+    host = HOST | {"cpu": "A slow CPU"}
+    assert add(records, runs_of(tmp_path, seconds=99.0, host=host), "Slow") == 0
+    assert tool(records, "check") == 0
+    record = json.loads(next((records / "cpu").glob("*_Slow/record.json")).read_text())
+    assert record["beats"] is None and record["result"]["hardware"] == "A slow CPU, 2 cores"
+
+
+def test_a_corpus_that_is_not_known_needs_to_be_pinned(records, tmp_path, capsys):
+    data = BUILTIN | {"builtin_val_000000.bin": shard("of another Python", 300_000)}
+    runs = runs_of(tmp_path, data=data)
+    about = ["--track", "cpu", "--name", "New", "--by", "me", "--what", "it"]
+    assert "is not in tokens.json" in refusal(records, capsys, "add", *runs, *about)
+    assert add(records, runs, "New", "cpu", "--pin") == 0 and tool(records, "check") == 0
+    changed = data | {"builtin_train_000001.bin": shard("easier", 4_000_000)}
+    runs = runs_of(tmp_path / "again", seconds=5.0, data=changed, day=2)
+    said = refusal(records, capsys, "add", *runs, *about, "--pin")  # what is pinned stays
+    assert "token stream other than the rules'" in said
+
+
+def test_the_track_of_a_tpu(records, tmp_path, capsys):
+    cfg = replace(T.PRESETS["speedrun"], steps=20, extension=2)
+    same = {"cfg": cfg, "data": FINEWEB, "devices": V6E, "losses": (3.270, 3.271, 3.272)}
+    about = ["--track", "v6e-8", "--name", "X", "--by", "me", "--what", "it"]
+    for i, (changes, reason) in enumerate(
+        (
+            ({"devices": V6E | {"count": 4}}, "4 x TPU v6 lite is not the hardware of this track"),
+            ({"devices": None}, "1 x cpu is not the hardware of this track"),
+            ({"cfg": TINY}, "wrong number of validation tokens: 98304, not 10485760"),
+            ({"data": BUILTIN}, "there is no fineweb_val_000000.bin"),
+            ({"cfg": replace(cfg, steps=900)}, "trained on .* tokens, its shards hold 100000000"),
+        )
+    ):
+        runs = runs_of(tmp_path / str(i), **(same | changes))
+        assert re.search(reason, refusal(records, capsys, "add", *runs, *about))
+    assert add(records, runs_of(tmp_path / "good", **same), "Good", "v6e-8") == 0
+    assert tool(records, "check") == 0
+
+
+def test_the_track_that_counts_steps(records, tmp_path, capsys):
+    """No hardware, no seconds: fewer steps, and (target - mean) * sqrt(n) >= 0.004."""
+    same = {"cfg": COUNTING, "data": FINEWEB, "losses": (3.2770, 3.2775, 3.2776)}
+    about = ["--track", "steps", "--name", "X", "--by", "me", "--what", "it"]
+    ramp = replace(COUNTING, stages=T.PRESETS["speedrun"].stages)
+    for i, (changes, reason) in enumerate(
+        (
+            ({"losses": (3.278, 3.279, 3.278)}, r"\* sqrt\(n\) is 0\.0029, less than 0\.004"),
+            ({"cfg": ramp}, "every step of this track takes 524288 tokens, not "),
+            ({"cfg": replace(COUNTING, layers=12)}, "layers is 11 on this track, not 12"),
+        )
+    ):
+        runs = runs_of(tmp_path / str(i), **(same | changes))
+        assert re.search(reason, refusal(records, capsys, "add", *runs, *about))
+    assert add(records, runs_of(tmp_path / "a", **same), "A", "steps") == 0
+    again = runs_of(tmp_path / "b", seconds=1.0, devices=V6E, **same)
+    assert "20 steps, that one has 20" in refusal(records, capsys, "add", *again, *about)
+    fewer = same | {"cfg": replace(COUNTING, steps=19)}
+    assert add(records, runs_of(tmp_path / "c", seconds=99.0, **fewer), "C", "steps") == 0
+    assert tool(records, "check") == 0
+
+
+def test_rules_that_the_tool_repeats_are_those_of_the_presets():
+    """It does not import the trainer, so that old records outlive its changes; nothing drifts."""
+    for name, preset in (("cpu", "tiny"), ("v6e-8", "speedrun"), ("steps", "speedrun")):
+        track, cfg = L.TRACKS[name], T.PRESETS[preset]
+        assert (track.target, track.val_tokens) == (cfg.target, cfg.val_tokens)
+    config = json.loads(json.dumps(asdict(T.PRESETS["speedrun"])))
+    assert {name: config[name] for name in L.ARCHITECTURE} == L.ARCHITECTURE
+    for cfg in (*T.PRESETS.values(), COUNTING, TINY):
+        plan = L.planned(json.loads(json.dumps(asdict(cfg))))
+        assert plan[-1] == (cfg.steps, True, cfg.total_tokens)
+        want = np.cumsum([0] + [T.stage_at(cfg, step).batch_tokens for step in range(cfg.steps)])
+        assert all(tokens == want[step] for step, _, tokens in plan)
+        validations = 1 + sum(T.every(cfg.val_every, step) for step in range(cfg.steps))
+        assert sum(validates for _, validates, _ in plan) == validations
+
+
+def test_a_run_that_was_resumed_and_says_so_is_marked(original, tmp_path, capsys):
+    root = empty(tmp_path / "records")
+    runs = runs_of(tmp_path / "runs")
+    resume_silently(None, runs[1])
+    edit_json(runs[1] / "run.json", resumed=True)
+    assert add(root, runs, "Resumed") == 0 and tool(root, "check") == 0
+    page = next((root / "cpu").glob("*/README.md")).read_text()
+    assert f"**Resumed** after an interruption: {runs[1].name}" in page
+    (record,) = L.all_valid(root)
+    assert "3 (1 resumed)" in L.record_tables(root, [record])
+
+
+def test_numbers_are_those_of_scipy(original):
+    first = next(r for r in L.all_valid(original) if r.fields["name"] == "First").result
+    losses = [3.900, 3.905, 3.910]
+    assert first["losses"] == losses and first["seeds"] == [0, 1, 2]
+    t = (3.905 - 3.95) / (
+        0.005 / np.sqrt(3)
+    )  # its p-value with two degrees of freedom, closed form
+    assert first["p_value"] == pytest.approx(0.5 + t / (2 * np.sqrt(2 + t * t)), rel=1e-2)
+    assert first["mean_seconds"] == 10.01 and first["sd_seconds"] == 0.01
+    assert first["command"] == "python train_gpt.py tiny" and first["date"] == "2026-01-01"
+
+
+def test_add_writes_nothing_when_it_refuses(records, tmp_path, capsys):
+    before = sorted(records.rglob("*"))
+    runs = runs_of(tmp_path, seconds=9.0)
+    for name, reason in (
+        ("Slow", "not faster"),
+        ("a/b", "letters, digits and hyphens"),
+        ("First", "is there already"),
+    ):
+        about = ["--track", "cpu", "--name", name, "--by", "me", "--what", "it"]
+        assert reason in refusal(records, capsys, "add", *runs, *about)
+    said = refusal(records, capsys, "add", *runs[:1], *about)
+    assert "one run has no p-value" in said
+    assert sorted(records.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["add"], ["add", "x", "--track", "moon"], ["compare", "a.py"], ["frobnicate"]]
+)
+def test_a_wrong_command_line_is_status_2(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        L.main(words)
+    assert end.value.code == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# The page and the plots
+# ------------------------------------------------------------------------------------------------
+
+
+def test_table_has_the_standing_record_first_and_nothing_of_a_person_breaks_it(original):
+    records = L.all_valid(original)
+    text = L.record_tables(original, records)
+    assert "No record yet: be the first." in text
+    rows = [line for line in text.splitlines() if "A. Stranger" in line]
+    assert [row.split(" | ")[0] for row in rows] == ["| 2", "| 1"]
+    assert "8.01 s ± 0.01" in rows[0] and "[Second](cpu/2026-01-02_Second/README.md)" in rows[0]
+    assert "**A CPU, 2 cores**" in text
+    assert L.cell("a|b") == "a\\|b"
+
+
+def test_render_is_deterministic_and_knows_when_it_is_stale(records, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert "README.md is stale" in refusal(records, capsys, "render", "--check")
+    assert tool(records, "render") == 0
+    (plot,) = records.rglob("*.png")
+    first = plot.read_bytes(), (records / "README.md").read_bytes()
+    assert first[0].startswith(b"\x89PNG") and len(first[0]) > 10_000
+    assert tool(records, "render", "--check") == 0
+    plot.unlink()
+    assert f"the plot {plot.name} is stale" in refusal(records, capsys, "render", "--check")
+    assert tool(records, "render") == 0
+    assert (plot.read_bytes(), (records / "README.md").read_bytes()) == first
+    assert add(records, runs_of(tmp_path, seconds=5.0, day=3), "Third") == 0
+    assert "is stale" in refusal(records, capsys, "render", "--check")
+    assert tool(records, "render") == 0 and plot.read_bytes() != first[0]
+
+
+def test_page_of_this_repository_is_not_stale():
+    assert L.main(["check"]) == 0 and L.main(["render", "--check"]) == 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Running sources
+# ------------------------------------------------------------------------------------------------
+
+STUB = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from runs import write_run
+args = sys.argv[1:]
+assert Path("data/builtin_corpus.py").exists()
+seed, out = (args[args.index(name) + 1] for name in ("--seed", "--out"))
+loss = {loss} + int(seed) / 1000
+config, source = json.loads({config!r}), Path(__file__).read_text()
+command = f"python train_gpt.py tiny --seed {{seed}}"
+write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=command)
+"""
+
+
+def stub(path: Path, loss: float, seconds: float) -> Path:
+    """A source that trains nothing, and writes a run in no time."""
+    config = json.dumps(as_json(TINY))
+    path.write_text(STUB.format(tests=str(ROOT / "tests"), **locals()))
+    return path
+
+
+def test_compare_alternates_and_says_ratio_and_difference(tmp_path, capsys):
+    base = stub(tmp_path / "base.py", 3.90, "10 + 0.01 * int(seed)")
+    cand = stub(tmp_path / "cand.py", 3.88, "8 + 0.02 * int(seed)")
+    out = tmp_path / "kept"
+    assert L.main(["compare", str(base), str(cand), "--runs", "3", "--out", str(out)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    ratios = np.log([8 / 10, 8.02 / 10.01, 8.04 / 10.02])
+    reach = 4.302653 * np.std(ratios, ddof=1) / np.sqrt(3)  # t of 2 degrees of freedom, 97.5%
+    mean, low, high = np.exp(np.mean(ratios) + np.array([0, -reach, reach]))
+    want = f"time ratio cand/base {mean:.4f}, 95% confidence {low:.4f} to {high:.4f}"
+    assert said[-3] == want
+    assert said[-2] == "loss difference cand - base -0.0200, 95% confidence -0.0200 to -0.0200"
+    assert said[1].split() == ["0", "10.00", "8.00", "0.8000", "3.9000", "3.8800", "-0.0200"]
+    runs = sorted(out.rglob("run.json"), key=lambda path: path.stat().st_mtime_ns)
+    order = [(path.parts[-3], json.loads(path.read_text())["seed"]) for path in runs]
+    names = "base", "cand", "cand", "base", "base", "cand"
+    assert order == list(zip(names, (0, 0, 1, 1, 2, 2), strict=True))
+
+
+def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('error: no memory')")
+    said = refusal(tmp_path, capsys, "compare", broken, broken, "--runs", "2")
+    assert said == "refused: base, seed 0: exit status 1, it said: error: no memory"
+    assert "--runs: two pairs" in refusal(
+        tmp_path, capsys, "compare", broken, broken, "--runs", "1"
+    )
+    missing = tmp_path / "missing.py"
+    assert "No such file" in refusal(tmp_path, capsys, "compare", missing, broken)
+
+
+def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
+    root, source = empty(tmp_path / "records"), stub(tmp_path / "a.py", 3.90, 10)
+    assert L.main(["compare", str(source), str(source), "--out", str(tmp_path / "a")]) == 0
+    assert add(root, sorted((tmp_path / "a/base").iterdir()), "Stub") == 0
+    (record,) = (root / "cpu").iterdir()
+    capsys.readouterr()
+    assert tool(root, "reproduce", record, "--runs", "2") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("seed 0: loss 3.9000, recorded 3.9000; 10.00 s on A CPU, 2 cores,")
+    assert said[0].endswith("equal to the last digit") and said[-1] == "reproduced"
+
+
+def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
+    root = empty(tmp_path / "records")
+    source = stub(tmp_path / "a.py", 3.94, 10).read_text()
+    runs = runs_of(tmp_path / "runs", (3.80, 3.81, 3.82), source=source)
+    assert add(root, runs, "Lucky") == 0
+    (record,) = (root / "cpu").iterdir()
+    said = refusal(root, capsys, "reproduce", record)
+    assert re.search(r"not reproduced: loss 3\.9400 is not within .* recorded mean 3\.8100", said)
+
+
+def test_a_strangers_path_from_training_to_the_table(tmp_path):
+    """In an empty clone: three seeds of `tiny` of a few steps, add, check, render, reproduce."""
+    pytest.importorskip("matplotlib")
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "data", clone / "data", ignore=shutil.ignore_patterns("builtin*[!y]"))
+    shutil.copytree(ROOT / "records", clone / "records", ignore=shutil.ignore_patterns(*L.TRACKS))
+    # The preset's target is out of reach of so few steps: a track and a preset with a higher one.
+    for name in ("train_gpt.py", "records/leaderboard.py"):
+        text = (ROOT / name).read_text().replace("target=3.95", "target=7.6")
+        (clone / name).write_text(text)
+    env = {**os.environ, "XLA_FLAGS": " ".join(f"--{k}={v}" for k, v in QUICK.items()).lower()}
+
+    def run(*words):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=clone, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (words, done.stderr)
+        return done.stdout
+
+    short = ["--set", "steps=6", "momentum_warmup=3", "sample_tokens=0", "--cache", "cache"]
+    for seed in "012":
+        run("train_gpt.py", *short, "--seed", seed)
+    runs = sorted((clone / "logs").iterdir())
+    board = "records/leaderboard.py"
+    about = ["--track", "cpu", "--name", "Mine", "--by", "me", "--what", "my first"]
+    run(board, "add", *runs, *about, "--pin")
+    assert "1 record is valid" in run(board, "check")
+    run(board, "render")
+    run(board, "render", "--check")
+    page = (clone / "records/README.md").read_text()
+    assert re.search(r"\| 1 \| \d+\.\d\d s ± \d.* \| 6 \| .*\[Mine\]", page)
+    (record,) = (path for path in (clone / "records/cpu").iterdir() if path.is_dir())
+    said = run(board, "reproduce", record)
+    assert "training losses equal to the last digit" in said and "reproduced" in said
