@@ -108,8 +108,3 @@ def write_metrics(run_dir: Path, rows: list[dict]):
 
 def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_metrics(run_dir: Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
