@@ -6,27 +6,12 @@
     python records/leaderboard.py reproduce records/T/DATE_NAME
     python records/leaderboard.py compare BASE.py CAND.py --runs N -- ARGS
 
-A record is a folder records/TRACK/DATE_NAME/ with
-
-    record.json           what its author says, and what the tool derived from the logs
-    README.md             the same for people; below the line NOTES there is room for prose
-    RUN_ID/               one folder for each run, as train_gpt.py wrote it:
-        log.txt           the source, what the run stood on, a line for every step
-        metrics.jsonl     the same steps for machines, with more digits
-        run.json          config, seed, hashes, versions, hardware, totals
-
-Nothing that a person typed counts as evidence: `check` derives every number from the logs and
-compares. It neither imports nor executes a train_gpt.py, neither the record's nor today's. What it
-must know of a run (how many steps, their tokens, when it validates) follows from a few fields of
-the config that the run itself wrote down, so that a record stays checkable after the trainer has
-moved on, and checking a stranger's record is safe. `reproduce` and `compare` do execute sources.
-
-The rules are in records/README.md. A refusal is one line with its reason and exit status 1; a wrong
-command line is exit status 2.
+The rules are in records/README.md, what is checked in checks.py. Only `reproduce` and `compare`
+execute sources. A refusal is one line with its reason and exit status 1; a wrong command line is
+exit status 2.
 """
 
 import argparse
-import contextlib
 import hashlib
 import inspect
 import json
@@ -38,607 +23,41 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
+from checks import (
+    COMPILER,
+    FILES,
+    TRACKS,
+    Record,
+    Refused,
+    Run,
+    about,
+    all_valid,
+    chain,
+    check_all,
+    check_faster,
+    check_record,
+    check_run,
+    check_runs,
+    check_statistics,
+    derive,
+    describe,
+    hardware,
+    launch_arguments,
+    need,
+    read_run,
+    read_tokens,
+    run_id,
+    stream_name,
+)
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
-FILES = ("log.txt", "metrics.jsonl", "run.json")
-NOTES = "<!-- Notes of the author from here on; what stands above is generated. -->\n"
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
-P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record
-STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
-COMPILER = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # the same in all runs of a record
 REPEATED = (*COMPILER, "JAX_PLATFORMS")  # `reproduce` sets them as they were
-LATE_MS = 500.0  # between the time in metrics.jsonl and the one in the line of log.txt after it
-
-
-class Refused(Exception):
-    """Why something is no record: one line."""
-
-
-def need(holds: bool, reason: str):
-    """Refuse for `reason` unless it holds."""
-    if not holds:
-        raise Refused(reason)
-
-
-@contextlib.contextmanager
-def about(what):
-    """Begin the reasons of refusals inside with `what`, unreadable files among them."""
-    try:
-        yield
-    except Refused as error:
-        raise Refused(f"{what}: {error}") from None
-    except KeyError as error:
-        raise Refused(f"{what}: {error} is missing") from None
-    except (OSError, ValueError, TypeError, AttributeError, IndexError) as error:
-        reason = " ".join(str(error).split())
-        raise Refused(f"{what}: not as train_gpt.py writes it ({reason})") from None
-
-
-# ------------------------------------------------------------------------------------------------
-# Tracks: what each one fixes. What is not named here is free.
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Track:
-    """The rules of a track, as far as a log can be held against them."""
-
-    title: str
-    target: float = 3.28
-    val_tokens: int = 10_485_760
-    corpus: str = "fineweb"  # what the names of its shards begin with
-    shard_bytes: int = 1024 + 2 * 100_000_000  # of every shard; 0: any
-    corpora: bool = False  # many, each a competition of its own, named by its validation shard
-    platform: str = ""  # of jax; "": any
-    kind: str = ""  # part of the name of the devices
-    devices: int = 0  # how many; 0: any number
-    batch_tokens: int = 0  # of every step. If not 0, steps are counted and not seconds
-
-
-TRACKS = {
-    "v6e-8": Track("FineWeb to 3.28 on a TPU v6e-8", platform="tpu", kind="TPU v6 lite", devices=8),
-    "8xh100": Track("FineWeb to 3.28 on eight H100s", platform="gpu", kind="H100", devices=8),
-    "1xgpu": Track("FineWeb to 3.28 on one GPU", platform="gpu", devices=1),
-    "cpu": Track(
-        "the demo corpus to 3.95 on a CPU",
-        target=3.95,
-        val_tokens=98_304,
-        corpus="builtin",
-        shard_bytes=0,
-        corpora=True,
-        platform="cpu",
-    ),
-    "steps": Track("FineWeb to 3.28 in the fewest steps", batch_tokens=524_288),
-}
-# What the track `steps` fixes beside the batch: the architecture of the preset `speedrun`.
-ARCHITECTURE = {
-    "layers": 11,
-    "width": 768,
-    "heads": 6,
-    "mlp_width": 3072,
-    "vocab": 50304,
-    "bigram_rows": 251_520,
-    "long_layers": [3, 10],
-    "paired_layers": [0, 2, 5, 9],
-    "value_layers": [1, 2, 8, 9, 10],
-    "skip": [3, 6],
-    "backout": 7,
-}
-
-
-# ------------------------------------------------------------------------------------------------
-# One run: its three files, and whether they agree
-# ------------------------------------------------------------------------------------------------
-
-RULE = re.compile(rb"^={100}\n", re.M)
-STEP = re.compile(
-    r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one run left behind."""
-
-    folder: Path
-    source: bytes  # as its log has it
-    command: str  # that began it; a resumed run's run.json has the last one
-    facts: dict  # run.json
-    metrics: list[dict]  # metrics.jsonl
-
-    @property
-    def loss(self) -> float:
-        """The final validation loss."""
-        return self.metrics[-1]["val_loss"]
-
-    @property
-    def seconds(self) -> float:
-        """The training time."""
-        return self.metrics[-1]["train_time_ms"] / 1000
-
-    def losses(self, kind: str) -> list[tuple[float, float, float]]:
-        """(seconds, tokens, loss) at every step with a loss of this kind."""
-        rows = [row for row in self.metrics if kind in row]
-        return [(row["train_time_ms"] / 1000, row["tokens"], row[kind]) for row in rows]
-
-
-def planned(config: dict) -> list[tuple[int, bool, int]]:
-    """(steps done, whether it is a validation, tokens so far) of every line of a whole run.
-
-    These fields of the config are part of the format of logs: steps, extension, val_every, and of
-    the stages share and batch_tokens.
-    """
-    steps, stages, period = config["steps"], config["stages"], config["val_every"]
-    ends = accumulate(stage["share"] for stage in stages)
-    ends = [round(end * (steps - config["extension"])) for end in ends][:-1] + [steps]
-    spans = [end - start for start, end in pairwise([0, *ends])]
-    sizes = [stage["batch_tokens"] for stage in stages]
-    tokens = [0, *accumulate(n for n, span in zip(sizes, spans, strict=True) for _ in range(span))]
-    plan = []
-    for step in range(steps + 1):
-        if step > 0:
-            plan.append((step, False, tokens[step]))
-        if step == steps or (period and step % period == 0):
-            plan.append((step, True, tokens[step]))
-    return plan
-
-
-def parse_json(text: str):
-    """JSON without NaN and infinities, which Python would let through."""
-
-    def refuse(name):
-        raise ValueError(f"a number is {name}")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def read_run(folder: Path) -> Run:
-    """The run in `folder`; Refused if it is not whole, or if its files contradict each other."""
-    with about(folder.name):
-        log = (folder / "log.txt").read_bytes()
-        source, *sections = RULE.split(log)
-        source = source.removesuffix(b"\n")  # the log puts one behind it
-        heads = [part.decode().splitlines() for part in sections[::2]]
-        lines = [line for part in sections[1::2] for line in part.decode().splitlines()]
-        facts = parse_json((folder / "run.json").read_text())
-        metrics = (folder / "metrics.jsonl").read_text().splitlines()
-        named = [dict(line.split(": ", 1) for line in head if ": " in line) for head in heads]
-        run = Run(folder, source, named[0]["command"], facts, [*map(parse_json, metrics)])
-        need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
-        check_heads(run, heads, named)
-        check_steps(run, lines)
-        return run
-
-
-def check_heads(run: Run, heads: list[list[str]], named: list[dict]):
-    """What log.txt says before its steps, and again after each resume, is what run.json says."""
-    facts, devices = run.facts, run.facts["devices"]
-    digest = hashlib.sha256(run.source).hexdigest()
-    need(
-        digest == facts["source_sha256"],
-        f"the source in log.txt has sha256 {digest[:12]}, run.json says "
-        f"{facts['source_sha256'][:12]}",
-    )
-    resumes = sum(head[0] == "resumed" for head in heads)
-    need(len(heads) == 1 + resumes, "log.txt holds more than one run")
-    need(
-        facts["resumed"] is (resumes > 0),
-        f"log.txt was resumed {resumes} times, run.json says resumed: {facts['resumed']}",
-    )
-    said = [f"{package} {version}" for package, version in facts["versions"].items()]
-    said.append(f"{devices['count']} x {devices['kind']} ({devices['platform']})")
-    for head, values in zip(heads, named, strict=True):
-        missing = [line for line in said if line not in head]
-        need(not missing, f"log.txt and run.json disagree on versions or devices: {missing}")
-        for name in ("host", "environment", "data"):
-            same = parse_json(values[name]) == facts[name]
-            need(same, f"log.txt and run.json disagree on {name}")
-    config = parse_json(named[0]["config"])
-    elsewhere = {"data": facts["config"]["data"]} if resumes else {}  # a resume may move the tokens
-    need(config | elsewhere == facts["config"], "log.txt and run.json disagree on config")
-    need(named[-1]["command"] == facts["command"], "log.txt and run.json disagree on the command")
-    need(facts["seed"] == facts["config"]["seed"], "run.json has two seeds, one in its config")
-
-
-def check_steps(run: Run, lines: list[str]):
-    """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
-    facts, metrics, plan = run.facts, run.metrics, planned(run.facts["config"])
-    total = facts["config"]["steps"]
-    rows = []
-    for line in lines:
-        if line.startswith("step:"):
-            need(bool(row := STEP.fullmatch(line)), f"log.txt: no line of the trainer: {line}")
-            rows.append(row)
-    last = int(rows[-1][1]) if rows else 0
-    ended = facts["finished"] is True and any(line.startswith("peak memory") for line in lines)
-    need(ended and last >= total, f"not finished: log.txt ends at step {last} of {total}")
-
-    in_log = [(int(row[1]), row[3] is not None) for row in rows]
-    need(
-        in_log == [row[:2] for row in plan] and {int(row[2]) for row in rows} == {total},
-        f"log.txt does not have the steps of the config ({total}), each once and in order",
-    )
-    in_metrics = [(row["step"], "val_loss" in row, row["tokens"]) for row in metrics]
-    need(
-        [row[:2] for row in in_metrics] == in_log,
-        "log.txt and metrics.jsonl disagree: they do not have the same steps",
-    )
-    for got, want in zip(in_metrics, plan, strict=True):
-        need(
-            got == want,
-            f"metrics.jsonl: {got[2]} tokens after step {got[0]}, by the config it is {want[2]}",
-        )
-
-    for row, fields in zip(rows, metrics, strict=True):
-        step, validates = int(row[1]), row[3] is not None
-        ms, loss = fields["train_time_ms"], fields["val_loss" if validates else "train_loss"]
-        need(loss > 0, f"metrics.jsonl: the loss of step {step} is {loss}")
-        late = int(row[4]) - ms  # the clock goes on between the two, but not while it validates
-        need(
-            -0.51 <= late <= (0.51 if validates else LATE_MS),
-            f"log.txt and metrics.jsonl disagree on the time of step {step}: {row[4]} and {ms} ms",
-        )
-        need(
-            not validates or abs(float(row[3]) - loss) < 0.51e-4,
-            f"log.txt and metrics.jsonl disagree on the loss of step {step}: {row[3]} and {loss}",
-        )
-        need(
-            abs(float(row[5]) * max(step, 1) - int(row[4])) <= 0.51 + 0.0051 * step,
-            f"log.txt: step_avg times {step} steps is not train_time",
-        )
-    for times in ([int(row[4]) for row in rows], [row["train_time_ms"] for row in metrics]):
-        need(
-            times[0] >= 0 and all(a <= b for a, b in pairwise(times)) and times[-1] > times[0],
-            "times are not monotonic: the clock went backwards",
-        )
-    for name, value in [("steps", total), *metrics[-1].items()]:
-        if name in facts:
-            need(
-                facts[name] == value,
-                f"run.json and metrics.jsonl disagree: {name} {facts[name]} and {value}",
-            )
-
-
-# ------------------------------------------------------------------------------------------------
-# The rules: of a run, and of the runs of a record together
-# ------------------------------------------------------------------------------------------------
-
-
-def hardware(run: Run) -> str:
-    """The class in which a run competes; times of different classes are not compared."""
-    devices, host = run.facts["devices"], run.facts["host"]
-    if devices["platform"] == "cpu":
-        return f"{host['cpu']}, {host['cores']} cores"
-    return f"{devices['count']} x {devices['kind']}"
-
-
-def stream_name(track: Track, data: dict) -> str:
-    """The token stream that these shards are said to be."""
-    val = f"{track.corpus}_val_000000.bin"
-    need(val in data, f"token stream other than the rules': there is no {val}")
-    return f"{track.corpus}-{data[val]['sha256'][:8]}" if track.corpora else track.corpus
-
-
-def check_stream(track: Track, run: Run, pinned: dict):
-    """The run read the track's token stream: `pinned` has size and hash of each of its shards."""
-    data, corpus = run.facts["data"], track.corpus
-    known = pinned.get(stream_name(track, data), {})
-    names = [f"{corpus}_train_{i:06}.bin" for i in range(1, len(data))]
-    need(
-        set(data) == {f"{corpus}_val_000000.bin", *names},
-        f"token stream other than the rules': {', '.join(sorted(data))}",
-    )
-    for name, shard in sorted(data.items()):
-        need(
-            track.shard_bytes in (0, shard["bytes"]) and known.get(name) == shard,
-            f"token stream other than the rules': {name} with {shard['bytes']} bytes and sha256 "
-            f"{shard['sha256'][:12]} is not in tokens.json",
-        )
-    there = sum((data[name]["bytes"] - 1024) // 2 for name in names)
-    need(
-        run.metrics[-1]["tokens"] < there,
-        f"trained on {run.metrics[-1]['tokens']} tokens, its shards hold {there}: read twice?",
-    )
-
-
-def check_run(track: Track, run: Run, pinned: dict):
-    """The run keeps the rules of the track."""
-    config, devices = run.facts["config"], run.facts["devices"]
-    need(
-        config["val_tokens"] == track.val_tokens,
-        f"wrong number of validation tokens: {config['val_tokens']}, not {track.val_tokens}",
-    )
-    need(
-        config["target"] == track.target == run.facts["target"],
-        f"the run's target is {run.facts['target']}, the track's {track.target}",
-    )
-    need(
-        track.platform in ("", devices["platform"])
-        and track.kind in devices["kind"]
-        and track.devices in (0, devices["count"]),
-        f"{devices['count']} x {devices['kind']} is not the hardware of this track",
-    )
-    check_stream(track, run, pinned)
-    need("--profile" not in run.command, "a run with --profile is no record")
-    if track.batch_tokens:
-        sizes = {stage["batch_tokens"] for stage in config["stages"]}
-        need(
-            sizes == {track.batch_tokens},
-            f"every step of this track takes {track.batch_tokens} tokens, not {sorted(sizes)}",
-        )
-        for name, value in ARCHITECTURE.items():
-            need(config[name] == value, f"{name} is {value} on this track, not {config[name]}")
-
-
-def check_runs(runs: list[Run]):
-    """The runs are samples of one thing: same source, config and machine, other seeds."""
-    need(len(runs) >= 2, "one run has no p-value: at least two seeds are needed")
-    first = runs[0]
-
-    def same(what, value):
-        for run in runs[1:]:
-            need(
-                value(run) == value(first),
-                f"{what} differs between {first.folder.name} and {run.folder.name}",
-            )
-
-    fixed = {"seed": 0, "data": ""}
-    same("the source", lambda run: run.facts["source_sha256"])
-    same("the config", lambda run: run.facts["config"] | fixed)
-    for name in ("versions", "devices", "data"):
-        same(f"{name} in run.json", lambda run, name=name: run.facts[name])
-    same("the hardware", hardware)
-    for name in COMPILER:
-        same(name, lambda run, name=name: run.facts["environment"].get(name))
-    seeds = [run.facts["seed"] for run in runs]
-    need(len(set(seeds)) == len(seeds), f"seeds repeat: {seeds} are not independent samples")
-    need(
-        sorted(seeds) == list(range(len(seeds))),
-        f"seeds {seeds} are not 0 to {len(seeds) - 1}: to choose seeds is to choose losses",
-    )
-    losses = {str([loss for *_, loss in run.losses("train_loss")]) for run in runs}
-    need(
-        len(losses) == len(runs),
-        "seeds repeat: two runs have the same training losses under different seeds",
-    )
-
-
-def derive(track: Track, runs: list[Run]) -> dict:
-    """All that record.json says of the runs; a function of their logs."""
-    runs = sorted(runs, key=lambda run: run.facts["seed"])
-    losses, seconds = [run.loss for run in runs], [run.seconds for run in runs]
-    facts, mean = runs[0].facts, float(np.mean(losses))
-    p_value = stats.ttest_1samp(losses, track.target, alternative="less").pvalue
-    return {
-        "date": "-".join(re.match(r"(\d{4})(\d\d)(\d\d)-", max(map(run_id, runs))).groups()),
-        "runs": [run_id(run) for run in runs],
-        "source_sha256": facts["source_sha256"],
-        "hardware": hardware(runs[0]),
-        "versions": facts["versions"],
-        "stream": stream_name(track, facts["data"]),
-        "command": shlex.join(["python", "train_gpt.py", *launch_arguments(runs[0].command)]),
-        "steps": facts["steps"],
-        "tokens": facts["tokens"],
-        "seeds": [run.facts["seed"] for run in runs],
-        "losses": losses,
-        "seconds": [round(x, 3) for x in seconds],
-        "mean_loss": round(mean, 6),
-        "sd_loss": round(float(np.std(losses, ddof=1)), 6),
-        "mean_seconds": round(float(np.mean(seconds)), 3),
-        "sd_seconds": round(float(np.std(seconds, ddof=1)), 3),
-        "p_value": float(f"{p_value:.3g}"),
-        "margin": round((track.target - mean) * math.sqrt(len(runs)), 6),
-        "resumed": [run_id(run) for run in runs if run.facts["resumed"]],
-    }
-
-
-def run_id(run: Run) -> str:
-    """Its name, which begins with the time at which it started."""
-    return run.folder.name
-
-
-def launch_arguments(command: str) -> list[str]:
-    """The arguments of a run's command, without seed and places."""
-    parser = argparse.ArgumentParser(add_help=False)
-    for option in ("seed", "out", "data", "cache", "coordinator", "processes", "process-id"):
-        parser.add_argument(f"--{option}")
-    words = shlex.split(command)
-    return parser.parse_known_args(words[2:] if words[:1] == ["python"] else words)[1]
-
-
-def check_statistics(track: Track, result: dict):
-    """The mean loss is below the target, and not by chance."""
-    mean, target = result["mean_loss"], track.target
-    need(mean <= target, f"the mean loss {mean:.4f} is above the target {target}")
-    if track.batch_tokens:
-        need(
-            result["margin"] >= STEP_MARGIN,
-            f"(target - mean) * sqrt(n) is {result['margin']:.4f}, less than {STEP_MARGIN}",
-        )
-    else:
-        need(
-            result["p_value"] < P_VALUE,
-            f"p = {result['p_value']} that the mean loss is not below {target}, not < {P_VALUE}: "
-            "more seeds, or a lower loss",
-        )
-
-
-def check_faster(track: Track, result: dict, standing: dict):
-    """The record beats the one that stood: fewer steps, or less time than can be chance."""
-    if track.batch_tokens:
-        need(
-            result["steps"] < standing["steps"],
-            f"not faster than the standing record: {result['steps']} steps, "
-            f"that one has {standing['steps']}",
-        )
-        return
-    new, old = result["mean_seconds"], standing["mean_seconds"]
-    need(new < old, f"not faster than the standing record: {new} s, that one takes {old} s")
-    times = result["seconds"], standing["seconds"]
-    p_value = stats.ttest_ind(*times, equal_var=False, alternative="less").pvalue
-    need(
-        p_value < P_VALUE,
-        f"not faster than the standing record beyond chance: {new} s against {old} s, "
-        f"p = {p_value:.2g} (Welch), not < {P_VALUE}",
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# Records: folders of runs
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Record:
-    """A folder of runs that keeps the rules."""
-
-    folder: Path
-    fields: dict  # record.json; its "result" is what derive() gives
-    runs: list[Run]
-
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-        return self.folder.name
-
-    @property
-    def result(self) -> dict:
-        """What was derived from its runs."""
-        return self.fields["result"]
-
-    @property
-    def track(self) -> Track:
-        """The track that it is on."""
-        return TRACKS[self.fields["track"]]
-
-    @property
-    def competition(self) -> tuple[str, str, str]:
-        """(track, hardware, token stream): the records that it is compared with."""
-        machine = "any hardware" if self.track.batch_tokens else self.result["hardware"]
-        return self.fields["track"], machine, self.result["stream"]
-
-
-def read_tokens(root: Path) -> dict:
-    """{token stream: {shard: {bytes, sha256}}}."""
-    return json.loads((root / "tokens.json").read_text())
-
-
-def check_record(folder: Path, pinned: dict) -> Record:
-    """The record in `folder`, derived anew and held against all rules but those of rank."""
-    with about(f"{folder.parent.name}/{folder.name}"):
-        fields = parse_json((folder / "record.json").read_text())
-        track = TRACKS[folder.parent.name]
-        need(fields["track"] == folder.parent.name, "record.json names another track")
-        runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        for run in runs:
-            need({path.name for path in run.folder.iterdir()} == set(FILES), f"{run_id(run)} has "
-                 "other files than " + ", ".join(FILES))  # fmt: skip
-            with about(run_id(run)):
-                check_run(track, run, pinned)
-        check_runs(runs)
-        result, claimed = derive(track, runs), fields["result"]
-        for key in result.keys() | claimed.keys():
-            got, want = claimed.get(key), result.get(key)
-            need(got == want, f"record.json says {key} {got}, from the logs it is {want}")
-        need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")
-        page = (folder / "README.md").read_text()
-        need(page.startswith(describe(fields)), "its README.md above the notes is not as generated")
-        check_statistics(track, result)
-        return Record(folder, fields, runs)
-
-
-def check_ranks(records: list[Record]):
-    """Each competition is one chain, in which every record beats exactly the one before it."""
-    places = {(record.competition, record.name): record for record in records}
-    beaten = set()
-    for record in records:
-        with about(f"{record.fields['track']}/{record.name}"):
-            place = record.competition, record.fields["beats"]
-            need(place not in beaten, f"another record beats {place[1] or 'nothing'} too: add anew")
-            beaten.add(place)
-            if place[1] is not None:
-                need(place in places, f"it beats {place[1]}, which is no record of its class")
-                check_faster(record.track, record.result, places[place].result)
-
-
-def chain(records: list[Record], competition) -> list[Record]:
-    """The records of a competition, from the first to the standing one."""
-    after = {r.fields["beats"]: r for r in records if r.competition == competition}
-    found = []
-    while (found[-1].name if found else None) in after:
-        found.append(after[found[-1].name if found else None])
-    return found
-
-
-def record_folders(root: Path) -> list[Path]:
-    """All that claim to be records."""
-    tracks = [root / name for name in TRACKS if (root / name).is_dir()]
-    return sorted(path for track in tracks for path in track.iterdir() if path.is_dir())
-
-
-def check_all(root: Path) -> tuple[list[Record], list[str]]:
-    """(the records, why what is not among them was refused)."""
-    records, refusals, pinned = [], [], read_tokens(root)
-    for folder in record_folders(root):
-        try:
-            records.append(check_record(folder, pinned))
-        except Refused as error:
-            refusals.append(str(error))
-    if not refusals:  # who beats whom makes sense among valid records only
-        try:
-            check_ranks(records)
-        except Refused as error:
-            refusals.append(str(error))
-    return records, refusals
-
-
-def all_valid(root: Path) -> list[Record]:
-    """The records; Refused if one of them is not."""
-    records, refusals = check_all(root)
-    need(not refusals, "; ".join(refusals))
-    return records
-
-
-def describe(fields: dict) -> str:
-    """README.md of a record, up to the notes."""
-    result, track = fields["result"], TRACKS[fields["track"]]
-    steps_count = track.batch_tokens > 0
-    rows = zip(*(result[key] for key in ("seeds", "losses", "seconds", "runs")), strict=True)
-    runs = "".join(f"| {s} | {x:.4f} | {t:.3f} | [{r}]({r}/log.txt) |\n" for s, x, t, r in rows)
-    claim = f"{result['mean_seconds']:.2f} s" if not steps_count else f"{result['steps']:,} steps"
-    proof = f"p = {result['p_value']} (one-sided t-test)"
-    if steps_count:
-        proof = f"(target - mean) * sqrt(n) = {result['margin']:.4f}"
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    resumed = f"\n**Resumed** after an interruption: {', '.join(result['resumed'])}.\n"
-    return f"""# {fields["name"]}: {claim}
-
-Track `{fields["track"]}` ({track.title}), {result["date"]}, by {fields["by"]}.
-It beats: {fields["beats"] or "nothing, it is the first of its class"}.
-
-**What changed.** {fields["what"]}
-
-{len(result["losses"])} runs, mean loss **{result["mean_loss"]:.4f}** (standard deviation \
-{result["sd_loss"]:.4f}; target {track.target}), {proof}.
-Mean training time **{result["mean_seconds"]:.3f} s** (standard deviation \
-{result["sd_seconds"]:.3f}) for {result["steps"]:,} steps on {result["tokens"]:,} tokens.
-
-| seed | loss | seconds | log |
-|---|---|---|---|
-{runs}{resumed if result["resumed"] else ""}
-- Launch: `{result["command"]}`, with `--seed` {result["seeds"][0]} to {result["seeds"][-1]}
-- Hardware: {result["hardware"]}
-- Versions: {versions}
-- Tokens: `{result["stream"]}` of [tokens.json](../../tokens.json); source: sha256 \
-`{result["source_sha256"]}`, at the head of every log
-
-{NOTES}"""
 
 
 def add(root: Path, args) -> str:
@@ -789,8 +208,10 @@ def draw(path: Path, records: list[Record], digest: str):
     except ImportError:
         raise Refused("render draws with matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
+    from matplotlib import dates, ticker
     from matplotlib import pyplot as plt
 
+    small = {"textcoords": "offset points", "fontsize": 8}
     target, by_steps = records[-1].track.target, records[-1].track.batch_tokens > 0
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for i, record in enumerate(records):
@@ -804,27 +225,28 @@ def draw(path: Path, records: list[Record], digest: str):
             label = f"{record.fields['name']}: {record.result['mean_loss']:.4f}"
             marks = {"color": color, "marker": "o", "ms": 5, "ls": "", "zorder": i}
             axis.plot(validated[:, x], validated[:, 2], label=label, **marks)
-    top = curve(records[-1].runs, "val_loss")[0, 2]
+    top = curve(records[-1].runs, "train_loss")[0, 2]
     lowest = min(record.result["mean_loss"] for record in records)
     for axis, name in ((axes[0], "seconds of training"), (axes[1], "training tokens")):
         axis.axhline(target, color="C3", lw=0.8, ls="--", label=f"target {target}")
         axis.set(xlabel=name, ylabel="loss, nats a token", xlim=(0, None))
         axis.set_ylim(lowest - 0.06 * (top - target), target + 0.55 * (top - target))
         axis.legend(title="line: training, dots: validation", fontsize=8, title_fontsize=8)
+    axes[1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     values = [r.result["steps" if by_steps else "mean_seconds"] for r in records]
     spread = [0.0 if by_steps else r.result["sd_seconds"] for r in records]
-    dates = np.array([r.result["date"] for r in records], "datetime64[D]").astype(object)
-    axes[2].step(dates, values, where="post", color="0.7")
-    axes[2].errorbar(dates, values, spread, color="C0", marker="o", ls="", capsize=3)
-    for date, value, record in zip(dates, values, records, strict=True):
-        place = {"xytext": (6, 4), "textcoords": "offset points", "fontsize": 8}
-        axes[2].annotate(record.fields["name"], (date, value), **place)
-    axes[2].set(ylabel="steps" if by_steps else "seconds", ylim=(0, 1.15 * max(values)))
-    locator = matplotlib.dates.AutoDateLocator(minticks=1, maxticks=6)
+    times = [datetime.strptime(max(r.result["runs"])[:15], "%Y%m%d-%H%M%S") for r in records]
+    axes[2].step(times, values, where="post", color="0.7")
+    axes[2].errorbar(times, values, spread, color="C0", marker="o", ls="", capsize=3)
+    for time, value, record in zip(times, values, records, strict=True):
+        axes[2].annotate(f"{record.fields['name']}: {value:,.1f}", (time, value), (7, 3), **small)
+    axes[2].set(ylabel="steps" if by_steps else "seconds", ylim=(0, 1.25 * max(values)))
+    margin = max(0.2 * (times[-1] - times[0]), timedelta(hours=12))
+    axes[2].set_xlim(times[0] - margin, times[-1] + 2 * margin)
+    locator = dates.AutoDateLocator(minticks=2, maxticks=5)
     axes[2].xaxis.set_major_locator(locator)
-    axes[2].xaxis.set_major_formatter(matplotlib.dates.DateFormatter("%Y-%m-%d"))
-    axes[2].margins(x=0.2)
-    axes[2].set_title("the record over time", fontsize=10)
+    axes[2].xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
+    axes[2].set_title("the record, by the day on which it was run", fontsize=10)
     track, machine, stream = records[-1].competition
     figure.suptitle(f"{track}: {machine}, {stream}", fontsize=10)
     figure.savefig(path, dpi=90, metadata={"Software": None, "Description": digest})
@@ -927,11 +349,13 @@ def interval(values) -> tuple[float, float, float]:
     return float(mean), float(mean - reach), float(mean + reach)
 
 
-def source_of(path: Path) -> bytes:
-    """A source file, or the source that a record holds."""
-    if path.is_dir():
-        return read_run(next(p for p in sorted(path.iterdir()) if p.is_dir())).source
-    return path.read_bytes()
+def side_of(words: str, arguments: list[str]) -> tuple[bytes, list[str]]:
+    """(source, arguments) of one side: "FILE" or "FILE ARG ...", or a record, with its own."""
+    file, *own = shlex.split(words)
+    if Path(file).is_dir():
+        run = read_run(next(path for path in sorted(Path(file).iterdir()) if path.is_dir()))
+        return run.source, launch_arguments(run.command)
+    return Path(file).read_bytes(), [*arguments, *own]
 
 
 def compare(root: Path, args) -> str:
@@ -942,19 +366,21 @@ def compare(root: Path, args) -> str:
     """
     need(args.runs >= 2, "--runs: two pairs at least, one has no confidence interval")
     with about("compare"):
-        sources = {"base": source_of(Path(args.base)), "cand": source_of(Path(args.cand))}
+        sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
     ratios, differences = [], []
     print("seed   base s   cand s   ratio   base loss   cand loss   difference", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         for seed in range(args.runs):
             pair = {}
             for name in ("base", "cand") if seed % 2 == 0 else ("cand", "base"):
-                out = Path(args.out or temporary) / name
-                words = [*args.arguments, "--seed", str(seed)]
+                source, words = sides[name]
+                home, out = Path(temporary) / f"source-{name}", Path(args.out or temporary) / name
                 with about(f"{name}, seed {seed}"):
-                    home = Path(temporary) / f"source-{name}"
-                    pair[name] = train_with(sources[name], home, words, out)
+                    pair[name] = train_with(source, home, [*words, "--seed", str(seed)], out)
             base, cand = pair["base"], pair["cand"]
+            for name in base.facts["data"].keys() & cand.facts["data"].keys():
+                same = base.facts["data"][name] == cand.facts["data"][name]
+                need(same, f"base and cand have different tokens in {name}")
             ratios.append(math.log(cand.seconds / base.seconds))
             differences.append(cand.loss - base.loss)
             print(
@@ -997,8 +423,8 @@ def parse_args(argv):
     one.add_argument("--data", metavar="DIR", help="folder with the token shards")
     one.add_argument("--out", metavar="DIR", help="keep the runs there")
     one = commands.add_parser("compare", help="alternate two sources on this machine")
-    one.add_argument("base", metavar="BASE.py", help="or a record")
-    one.add_argument("cand", metavar="CAND.py", help="or a record")
+    one.add_argument("base", metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
+    one.add_argument("cand", metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
     one.add_argument("--runs", type=int, default=5, metavar="N", help="pairs")
     one.add_argument("--out", metavar="DIR", help="keep the runs in DIR/base and DIR/cand")
     one.add_argument("arguments", nargs="*", metavar="ARGS", help="of both, after --; full paths")

@@ -1,0 +1,576 @@
+"""What a run and a record must be. It reads logs; it executes nothing, and asks nobody.
+
+A record is a folder records/TRACK/DATE_NAME/ with
+
+    record.json           what its author says, and what was derived from the logs
+    README.md             the same for people; below the line NOTES there is room for prose
+    RUN_ID/               one folder for each run, as train_gpt.py wrote it:
+        log.txt           the source, what the run stood on, a line for every step
+        metrics.jsonl     the same steps for machines, with more digits
+        run.json          config, seed, hashes, versions, hardware, totals
+
+Nothing that a person typed counts as evidence: every number is derived from the logs and compared.
+No train_gpt.py is imported, neither the record's nor today's. What must be known of a run (how many
+steps, their tokens, when it validates) follows from a few fields of the config that the run itself
+wrote down: see `planned`. So a record stays checkable after the trainer has moved on, and to check
+a stranger's record is safe.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+FILES = ("log.txt", "metrics.jsonl", "run.json")
+NOTES = "<!-- Notes of the author from here on; what stands above is generated. -->\n"
+P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record
+STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
+COMPILER = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # the same in all runs of a record
+LATE_MS = 500.0  # between the time in metrics.jsonl and the one in the line of log.txt after it
+
+
+class Refused(Exception):
+    """Why something is no record: one line."""
+
+
+def need(holds: bool, reason: str):
+    """Refuse for `reason` unless it holds."""
+    if not holds:
+        raise Refused(reason)
+
+
+@contextlib.contextmanager
+def about(what):
+    """Begin the reasons of refusals inside with `what`, unreadable files among them."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f"{what}: {error}") from None
+    except KeyError as error:
+        raise Refused(f"{what}: {error} is missing") from None
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise Refused(f"{what}: not as train_gpt.py writes it ({reason})") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# Tracks: what each one fixes. What is not named here is free.
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Track:
+    """The rules of a track, as far as a log can be held against them."""
+
+    title: str
+    target: float = 3.28
+    val_tokens: int = 10_485_760
+    corpus: str = "fineweb"  # what the names of its shards begin with
+    shard_bytes: int = 1024 + 2 * 100_000_000  # of every shard; 0: any
+    corpora: bool = False  # many, each a competition of its own, named by its validation shard
+    platform: str = ""  # of jax; "": any
+    kind: str = ""  # part of the name of the devices
+    devices: int = 0  # how many; 0: any number
+    batch_tokens: int = 0  # of every step. If not 0, steps are counted and not seconds
+
+
+TRACKS = {
+    "v6e-8": Track("FineWeb to 3.28 on a TPU v6e-8", platform="tpu", kind="TPU v6 lite", devices=8),
+    "8xh100": Track("FineWeb to 3.28 on eight H100s", platform="gpu", kind="H100", devices=8),
+    "1xgpu": Track("FineWeb to 3.28 on one GPU", platform="gpu", devices=1),
+    "cpu": Track(
+        "the demo corpus to 3.95 on a CPU",
+        target=3.95,
+        val_tokens=98_304,
+        corpus="builtin",
+        shard_bytes=0,
+        corpora=True,
+        platform="cpu",
+    ),
+    "steps": Track("FineWeb to 3.28 in the fewest steps", batch_tokens=524_288),
+}
+# What the track `steps` fixes beside the batch: the architecture of the preset `speedrun`.
+ARCHITECTURE = {
+    "layers": 11,
+    "width": 768,
+    "heads": 6,
+    "mlp_width": 3072,
+    "vocab": 50304,
+    "bigram_rows": 251_520,
+    "long_layers": [3, 10],
+    "paired_layers": [0, 2, 5, 9],
+    "value_layers": [1, 2, 8, 9, 10],
+    "skip": [3, 6],
+    "backout": 7,
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# One run: its three files, and whether they agree
+# ------------------------------------------------------------------------------------------------
+
+RULE = re.compile(rb"^={100}\n", re.M)
+STEP = re.compile(
+    r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind."""
+
+    folder: Path
+    source: bytes  # as its log has it
+    command: str  # that began it; a resumed run's run.json has the last one
+    facts: dict  # run.json
+    metrics: list[dict]  # metrics.jsonl
+
+    @property
+    def loss(self) -> float:
+        """The final validation loss."""
+        return self.metrics[-1]["val_loss"]
+
+    @property
+    def seconds(self) -> float:
+        """The training time."""
+        return self.metrics[-1]["train_time_ms"] / 1000
+
+    def losses(self, kind: str) -> list[tuple[float, float, float]]:
+        """(seconds, tokens, loss) at every step with a loss of this kind."""
+        rows = [row for row in self.metrics if kind in row]
+        return [(row["train_time_ms"] / 1000, row["tokens"], row[kind]) for row in rows]
+
+
+def planned(config: dict) -> list[tuple[int, bool, int]]:
+    """(steps done, whether it is a validation, tokens so far) of every line of a whole run.
+
+    These fields of the config are part of the format of logs: steps, extension, val_every, and of
+    the stages share and batch_tokens.
+    """
+    steps, stages, period = config["steps"], config["stages"], config["val_every"]
+    ends = accumulate(stage["share"] for stage in stages)
+    ends = [round(end * (steps - config["extension"])) for end in ends][:-1] + [steps]
+    spans = [end - start for start, end in pairwise([0, *ends])]
+    sizes = [stage["batch_tokens"] for stage in stages]
+    tokens = [0, *accumulate(n for n, span in zip(sizes, spans, strict=True) for _ in range(span))]
+    plan = []
+    for step in range(steps + 1):
+        if step > 0:
+            plan.append((step, False, tokens[step]))
+        if step == steps or (period and step % period == 0):
+            plan.append((step, True, tokens[step]))
+    return plan
+
+
+def parse_json(text: str):
+    """JSON without NaN and infinities, which Python would let through."""
+
+    def refuse(name):
+        raise ValueError(f"a number is {name}")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def read_run(folder: Path) -> Run:
+    """The run in `folder`; Refused if it is not whole, or if its files contradict each other."""
+    with about(folder.name):
+        log = (folder / "log.txt").read_bytes()
+        source, *sections = RULE.split(log)
+        source = source.removesuffix(b"\n")  # the log puts one behind it
+        heads = [part.decode().splitlines() for part in sections[::2]]
+        lines = [line for part in sections[1::2] for line in part.decode().splitlines()]
+        facts = parse_json((folder / "run.json").read_text())
+        metrics = (folder / "metrics.jsonl").read_text().splitlines()
+        named = [dict(line.split(": ", 1) for line in head if ": " in line) for head in heads]
+        run = Run(folder, source, named[0]["command"], facts, [*map(parse_json, metrics)])
+        need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
+        check_heads(run, heads, named)
+        check_steps(run, lines)
+        return run
+
+
+def check_heads(run: Run, heads: list[list[str]], named: list[dict]):
+    """What log.txt says before its steps, and again after each resume, is what run.json says."""
+    facts, devices = run.facts, run.facts["devices"]
+    digest = hashlib.sha256(run.source).hexdigest()
+    said = facts["source_sha256"]
+    both = f"the source in log.txt has sha256 {digest[:12]}, run.json says {said[:12]}"
+    need(digest == said, both)
+    resumes = sum(head[0] == "resumed" for head in heads)
+    need(len(heads) == 1 + resumes, "log.txt holds more than one run")
+    said = facts["resumed"]
+    need(said is (resumes > 0), f"log.txt was resumed {resumes} times, run.json says {said}")
+    said = [f"{package} {version}" for package, version in facts["versions"].items()]
+    said.append(f"{devices['count']} x {devices['kind']} ({devices['platform']})")
+    for head, values in zip(heads, named, strict=True):
+        missing = [line for line in said if line not in head]
+        need(not missing, f"log.txt and run.json disagree on versions or devices: {missing}")
+        for name in ("host", "environment", "data"):
+            same = parse_json(values[name]) == facts[name]
+            need(same, f"log.txt and run.json disagree on {name}")
+    config = parse_json(named[0]["config"])
+    elsewhere = {"data": facts["config"]["data"]} if resumes else {}  # a resume may move the tokens
+    need(config | elsewhere == facts["config"], "log.txt and run.json disagree on config")
+    need(named[-1]["command"] == facts["command"], "log.txt and run.json disagree on the command")
+    need(facts["seed"] == facts["config"]["seed"], "run.json has two seeds, one in its config")
+
+
+def check_steps(run: Run, lines: list[str]):
+    """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
+    facts, metrics, plan = run.facts, run.metrics, planned(run.facts["config"])
+    total = facts["config"]["steps"]
+    rows = []
+    for line in lines:
+        if line.startswith("step:"):
+            need(bool(row := STEP.fullmatch(line)), f"log.txt: no line of the trainer: {line}")
+            rows.append(row)
+    last = int(rows[-1][1]) if rows else 0
+    ended = facts["finished"] is True and any(line.startswith("peak memory") for line in lines)
+    need(ended and last >= total, f"not finished: log.txt ends at step {last} of {total}")
+
+    in_log = [(int(row[1]), row[3] is not None) for row in rows]
+    need(
+        in_log == [row[:2] for row in plan] and {int(row[2]) for row in rows} == {total},
+        f"log.txt does not have the steps of the config ({total}), each once and in order",
+    )
+    in_metrics = [(row["step"], "val_loss" in row, row["tokens"]) for row in metrics]
+    same = [row[:2] for row in in_metrics] == in_log
+    need(same, "log.txt and metrics.jsonl disagree: they do not have the same steps")
+    for got, want in zip(in_metrics, plan, strict=True):
+        reason = f"{got[2]} tokens after step {got[0]}, by the config it is {want[2]}"
+        need(got == want, f"metrics.jsonl: {reason}")
+
+    for row, fields in zip(rows, metrics, strict=True):
+        step, validates = int(row[1]), row[3] is not None
+        ms, loss = fields["train_time_ms"], fields["val_loss" if validates else "train_loss"]
+        need(loss > 0, f"metrics.jsonl: the loss of step {step} is {loss}")
+        late = int(row[4]) - ms  # the clock goes on between the two, but not while it validates
+        same = -0.51 <= late <= (0.51 if validates else LATE_MS)
+        differ = f"log.txt and metrics.jsonl disagree on the {{}} of step {step}: {{}} and {{}}"
+        need(same, differ.format("time", row[4], f"{ms} ms"))
+        same = not validates or abs(float(row[3]) - loss) < 0.51e-4
+        need(same, differ.format("loss", row[3], loss))
+        same = abs(float(row[5]) * max(step, 1) - int(row[4])) <= 0.51 + 0.0051 * step
+        need(same, f"log.txt: step_avg times {step} steps is not train_time")
+    for times in ([int(row[4]) for row in rows], [row["train_time_ms"] for row in metrics]):
+        forward = all(a <= b for a, b in pairwise(times)) and 0 <= times[0] < times[-1]
+        need(forward, "times are not monotonic: the clock went backwards")
+    for name, value in [("steps", total), *metrics[-1].items()]:
+        same = facts.get(name, value) == value
+        need(same, f"run.json and metrics.jsonl disagree: {name} {facts.get(name)} and {value}")
+
+
+# ------------------------------------------------------------------------------------------------
+# The rules: of a run, and of the runs of a record together
+# ------------------------------------------------------------------------------------------------
+
+
+def hardware(run: Run) -> str:
+    """The class in which a run competes; times of different classes are not compared."""
+    devices, host = run.facts["devices"], run.facts["host"]
+    if devices["platform"] == "cpu":
+        return f"{host['cpu']}, {host['cores']} cores"
+    return f"{devices['count']} x {devices['kind']}"
+
+
+def stream_name(track: Track, data: dict) -> str:
+    """The token stream that these shards are said to be."""
+    val = f"{track.corpus}_val_000000.bin"
+    need(val in data, f"token stream other than the rules': there is no {val}")
+    return f"{track.corpus}-{data[val]['sha256'][:8]}" if track.corpora else track.corpus
+
+
+def check_stream(track: Track, run: Run, pinned: dict):
+    """The run read the track's token stream: `pinned` has size and hash of each of its shards."""
+    data, corpus = run.facts["data"], track.corpus
+    known = pinned.get(stream_name(track, data), {})
+    names = [f"{corpus}_train_{i:06}.bin" for i in range(1, len(data))]
+    other = "token stream other than the rules'"
+    whole = set(data) == {f"{corpus}_val_000000.bin", *names}
+    need(whole, f"{other}: {', '.join(sorted(data))}")
+    for name, shard in sorted(data.items()):
+        right = track.shard_bytes in (0, shard["bytes"]) and known.get(name) == shard
+        what = f"{name} with {shard['bytes']} bytes and sha256 {shard['sha256'][:12]}"
+        need(right, f"{other}: {what} is not in tokens.json")
+    there = sum((data[name]["bytes"] - 1024) // 2 for name in names)
+    taken = run.metrics[-1]["tokens"]
+    need(taken < there, f"trained on {taken} tokens, its shards hold {there}: read twice?")
+
+
+def check_run(track: Track, run: Run, pinned: dict):
+    """The run keeps the rules of the track."""
+    config, devices = run.facts["config"], run.facts["devices"]
+    val_tokens, targets = config["val_tokens"], {config["target"], run.facts["target"]}
+    same = val_tokens == track.val_tokens
+    need(same, f"wrong number of validation tokens: {val_tokens}, not {track.val_tokens}")
+    need(targets == {track.target}, f"the run's target is {targets}, the track's {track.target}")
+    count, kind = devices["count"], devices["kind"]
+    right = track.platform in ("", devices["platform"]) and track.devices in (0, count)
+    right = right and track.kind in kind
+    need(right, f"{count} x {kind} is not the hardware of this track")
+    check_stream(track, run, pinned)
+    need("--profile" not in run.command, "a run with --profile is no record")
+    if track.batch_tokens:
+        sizes, fixed = {stage["batch_tokens"] for stage in config["stages"]}, track.batch_tokens
+        need(sizes == {fixed}, f"every step of this track takes {fixed} tokens, not {sizes}")
+        for name, value in ARCHITECTURE.items():
+            need(config[name] == value, f"{name} is {value} on this track, not {config[name]}")
+
+
+def check_runs(runs: list[Run]):
+    """The runs are samples of one thing: same source, config and machine, other seeds."""
+    need(len(runs) >= 2, "one run has no p-value: at least two seeds are needed")
+    first = runs[0]
+
+    def same(what, value):
+        for run in runs[1:]:
+            both = f"{run_id(first)} and {run_id(run)}"
+            need(value(run) == value(first), f"{what} differs between {both}")
+
+    fixed = {"seed": 0, "data": ""}
+    same("the source", lambda run: run.facts["source_sha256"])
+    same("the config", lambda run: run.facts["config"] | fixed)
+    for name in ("versions", "devices", "data"):
+        same(f"{name} in run.json", lambda run, name=name: run.facts[name])
+    same("the hardware", hardware)
+    for name in COMPILER:
+        same(name, lambda run, name=name: run.facts["environment"].get(name))
+    seeds = [run.facts["seed"] for run in runs]
+    need(len(set(seeds)) == len(seeds), f"seeds repeat: {seeds} are not independent samples")
+    gaps = f"seeds {seeds} are not 0 to {len(seeds) - 1}: to choose seeds is to choose losses"
+    need(sorted(seeds) == list(range(len(seeds))), gaps)
+    losses = {str([loss for *_, loss in run.losses("train_loss")]) for run in runs}
+    need(len(losses) == len(runs), "seeds repeat: two of them have the same training losses")
+
+
+def derive(track: Track, runs: list[Run]) -> dict:
+    """All that record.json says of the runs; a function of their logs."""
+    runs = sorted(runs, key=lambda run: run.facts["seed"])
+    losses, seconds = [run.loss for run in runs], [run.seconds for run in runs]
+    facts, mean = runs[0].facts, float(np.mean(losses))
+    p_value = stats.ttest_1samp(losses, track.target, alternative="less").pvalue
+    return {
+        "date": "-".join(re.match(r"(\d{4})(\d\d)(\d\d)-", max(map(run_id, runs))).groups()),
+        "runs": [run_id(run) for run in runs],
+        "source_sha256": facts["source_sha256"],
+        "hardware": hardware(runs[0]),
+        "versions": facts["versions"],
+        "stream": stream_name(track, facts["data"]),
+        "command": shlex.join(["python", "train_gpt.py", *launch_arguments(runs[0].command)]),
+        "steps": facts["steps"],
+        "tokens": facts["tokens"],
+        "seeds": [run.facts["seed"] for run in runs],
+        "losses": losses,
+        "seconds": [round(x, 3) for x in seconds],
+        "mean_loss": round(mean, 6),
+        "sd_loss": round(float(np.std(losses, ddof=1)), 6),
+        "mean_seconds": round(float(np.mean(seconds)), 3),
+        "sd_seconds": round(float(np.std(seconds, ddof=1)), 3),
+        "p_value": float(f"{p_value:.3g}"),
+        "margin": round((track.target - mean) * math.sqrt(len(runs)), 6),
+        "resumed": [run_id(run) for run in runs if run.facts["resumed"]],
+    }
+
+
+def run_id(run: Run) -> str:
+    """Its name, which begins with the time at which it started."""
+    return run.folder.name
+
+
+def launch_arguments(command: str) -> list[str]:
+    """The arguments of a run's command, without seed and places."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for option in ("seed", "out", "data", "cache", "coordinator", "processes", "process-id"):
+        parser.add_argument(f"--{option}")
+    words = shlex.split(command)
+    return parser.parse_known_args(words[2:] if words[:1] == ["python"] else words)[1]
+
+
+def check_statistics(track: Track, result: dict):
+    """The mean loss is below the target, and not by chance."""
+    mean, target = result["mean_loss"], track.target
+    need(mean <= target, f"the mean loss {mean:.4f} is above the target {target}")
+    if track.batch_tokens:
+        margin = result["margin"]
+        reason = f"(target - mean) * sqrt(n) is {margin:.4f}, less than {STEP_MARGIN}"
+        need(margin >= STEP_MARGIN, reason)
+    else:
+        p_value = result["p_value"]
+        reason = f"p = {p_value} that the mean loss is not below {target}, not < {P_VALUE}"
+        need(p_value < P_VALUE, f"{reason}: more seeds, or a lower loss")
+
+
+def check_faster(track: Track, result: dict, standing: dict):
+    """The record beats the one that stood: fewer steps, or less time than can be chance."""
+    slow, unit = "not faster than the standing record", "steps" if track.batch_tokens else "s"
+    key = "steps" if track.batch_tokens else "mean_seconds"
+    new, old = result[key], standing[key]
+    need(new < old, f"{slow}: {new} {unit}, that one takes {old} {unit}")
+    if not track.batch_tokens:
+        times = result["seconds"], standing["seconds"]
+        p_value = stats.ttest_ind(*times, equal_var=False, alternative="less").pvalue
+        reason = f"{slow} beyond chance: {new} s against {old} s, p = {p_value:.2g} (Welch)"
+        need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Records: folders of runs
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """A folder of runs that keeps the rules."""
+
+    folder: Path
+    fields: dict  # record.json; its "result" is what derive() gives
+    runs: list[Run]
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.name
+
+    @property
+    def result(self) -> dict:
+        """What was derived from its runs."""
+        return self.fields["result"]
+
+    @property
+    def track(self) -> Track:
+        """The track that it is on."""
+        return TRACKS[self.fields["track"]]
+
+    @property
+    def competition(self) -> tuple[str, str, str]:
+        """(track, hardware, token stream): the records that it is compared with."""
+        machine = "any hardware" if self.track.batch_tokens else self.result["hardware"]
+        return self.fields["track"], machine, self.result["stream"]
+
+
+def read_tokens(root: Path) -> dict:
+    """{token stream: {shard: {bytes, sha256}}}."""
+    return json.loads((root / "tokens.json").read_text())
+
+
+def check_record(folder: Path, pinned: dict) -> Record:
+    """The record in `folder`, derived anew and held against all rules but those of rank."""
+    with about(f"{folder.parent.name}/{folder.name}"):
+        fields = parse_json((folder / "record.json").read_text())
+        track = TRACKS[folder.parent.name]
+        need(fields["track"] == folder.parent.name, "record.json names another track")
+        runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+        for run in runs:
+            need({path.name for path in run.folder.iterdir()} == set(FILES), f"{run_id(run)} has "
+                 "other files than " + ", ".join(FILES))  # fmt: skip
+            with about(run_id(run)):
+                check_run(track, run, pinned)
+        check_runs(runs)
+        result, claimed = derive(track, runs), fields["result"]
+        for key in result.keys() | claimed.keys():
+            got, want = claimed.get(key), result.get(key)
+            need(got == want, f"record.json says {key} {got}, from the logs it is {want}")
+        need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")
+        words = [fields[key] for key in ("name", "by", "what")]
+        need(all(x == " ".join(x.split()) != "" for x in words), "by or what is not one line")
+        page = (folder / "README.md").read_text()
+        need(page.startswith(describe(fields)), "its README.md above the notes is not as generated")
+        check_statistics(track, result)
+        return Record(folder, fields, runs)
+
+
+def check_ranks(records: list[Record]):
+    """Each competition is one chain, in which every record beats exactly the one before it."""
+    places = {(record.competition, record.name): record for record in records}
+    beaten = set()
+    for record in records:
+        with about(f"{record.fields['track']}/{record.name}"):
+            place = record.competition, record.fields["beats"]
+            need(place not in beaten, f"another record beats {place[1] or 'nothing'} too: add anew")
+            beaten.add(place)
+            if place[1] is not None:
+                need(place in places, f"it beats {place[1]}, which is no record of its class")
+                check_faster(record.track, record.result, places[place].result)
+
+
+def chain(records: list[Record], competition) -> list[Record]:
+    """The records of a competition, from the first to the standing one."""
+    after = {r.fields["beats"]: r for r in records if r.competition == competition}
+    found = []
+    while (found[-1].name if found else None) in after:
+        found.append(after[found[-1].name if found else None])
+    return found
+
+
+def record_folders(root: Path) -> list[Path]:
+    """All that claim to be records."""
+    tracks = [root / name for name in TRACKS if (root / name).is_dir()]
+    return sorted(path for track in tracks for path in track.iterdir() if path.is_dir())
+
+
+def check_all(root: Path) -> tuple[list[Record], list[str]]:
+    """(the records, why what is not among them was refused)."""
+    records, refusals, pinned = [], [], read_tokens(root)
+    for folder in record_folders(root):
+        try:
+            records.append(check_record(folder, pinned))
+        except Refused as error:
+            refusals.append(str(error))
+    if not refusals:  # who beats whom makes sense among valid records only
+        try:
+            check_ranks(records)
+        except Refused as error:
+            refusals.append(str(error))
+    return records, refusals
+
+
+def all_valid(root: Path) -> list[Record]:
+    """The records; Refused if one of them is not."""
+    records, refusals = check_all(root)
+    need(not refusals, "; ".join(refusals))
+    return records
+
+
+def describe(fields: dict) -> str:
+    """README.md of a record, up to the notes."""
+    result, track = fields["result"], TRACKS[fields["track"]]
+    steps_count = track.batch_tokens > 0
+    rows = zip(*(result[key] for key in ("seeds", "losses", "seconds", "runs")), strict=True)
+    runs = "".join(f"| {s} | {x:.4f} | {t:.3f} | [{r}]({r}/log.txt) |\n" for s, x, t, r in rows)
+    claim = f"{result['mean_seconds']:.2f} s" if not steps_count else f"{result['steps']:,} steps"
+    proof = f"p = {result['p_value']} (one-sided t-test)"
+    if steps_count:
+        proof = f"(target - mean) * sqrt(n) = {result['margin']:.4f}"
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    resumed = f"\n**Resumed** after an interruption: {', '.join(result['resumed'])}.\n"
+    return f"""# {fields["name"]}: {claim}
+
+Track `{fields["track"]}` ({track.title}), {result["date"]}, by {fields["by"]}.
+It beats: {fields["beats"] or "nothing, it is the first of its class"}.
+
+**What changed.** {fields["what"]}
+
+{len(result["losses"])} runs, mean loss **{result["mean_loss"]:.4f}** (standard deviation \
+{result["sd_loss"]:.4f}; target {track.target}), {proof}.
+Mean training time **{result["mean_seconds"]:.3f} s** (standard deviation \
+{result["sd_seconds"]:.3f}) for {result["steps"]:,} steps on {result["tokens"]:,} tokens.
+
+| seed | loss | seconds | log |
+|---|---|---|---|
+{runs}{resumed if result["resumed"] else ""}
+- Launch: `{result["command"]}`, with `--seed` {result["seeds"][0]} to {result["seeds"][-1]}
+- Hardware: {result["hardware"]}
+- Versions: {versions}
+- Tokens: `{result["stream"]}` of [tokens.json](../../tokens.json); source: sha256 \
+`{result["source_sha256"]}`, at the head of every log
+
+{NOTES}"""
