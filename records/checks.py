@@ -468,6 +468,8 @@ def check_record(folder: Path, pinned: dict) -> Record:
         fields = parse_json((folder / "record.json").read_text())
         track = TRACKS[folder.parent.name]
         need(fields["track"] == folder.parent.name, "record.json names another track")
+        words = [fields[key] for key in ("name", "by", "what")]
+        need(all(x == " ".join(x.split()) != "" for x in words), "name, by or what is not one line")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
         for run in runs:
             need({path.name for path in run.folder.iterdir()} == set(FILES), f"{run_id(run)} has "
@@ -480,8 +482,6 @@ def check_record(folder: Path, pinned: dict) -> Record:
             got, want = claimed.get(key), result.get(key)
             need(got == want, f"record.json says {key} {got}, from the logs it is {want}")
         need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")
-        words = [fields[key] for key in ("name", "by", "what")]
-        need(all(x == " ".join(x.split()) != "" for x in words), "by or what is not one line")
         page = (folder / "README.md").read_text()
         need(page.startswith(describe(fields)), "its README.md above the notes is not as generated")
         check_statistics(track, result)

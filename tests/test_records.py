@@ -378,6 +378,10 @@ TAMPERED = {
         lambda record, run: edit(record / "README.md", "10.01 s", "9.01 s"),
         r"its README\.md above the notes is not as generated",
     ),
+    "an author of two lines": (
+        lambda record, run: edit_json(record / "record.json", by="me\n| 1 s |"),
+        "name, by or what is not one line",
+    ),
     "its folder's name": (
         lambda record, run: record.rename(record.with_name("2025-01-01_First")),
         "folder, name and date differ",
@@ -649,6 +653,16 @@ def test_compare_alternates_and_says_ratio_and_difference(tmp_path, capsys):
     assert order == list(zip(names, (0, 0, 1, 1, 2, 2), strict=True))
 
 
+def test_compare_of_settings_and_of_records(original, tmp_path, capsys):
+    """A side is a file, a file with arguments of its own, or a record with its own arguments."""
+    source = stub(tmp_path / "base.py", 3.90, 10)
+    assert L.side_of(str(source), ["tiny"]) == (source.read_bytes(), ["tiny"])
+    words = f"{source} --set steps=9"
+    assert L.side_of(words, ["tiny"])[1] == ["tiny", "--set", "steps=9"]
+    record = next((original / "cpu").glob("*_Second"))
+    assert L.side_of(str(record), ["speedrun"]) == (b"better\n", ["tiny"])
+
+
 def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
     broken = tmp_path / "broken.py"
     broken.write_text("raise SystemExit('error: no memory')")
@@ -700,8 +714,9 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
         write_shard(clone / f"data/builtin/builtin_{name}.bin", rng.integers(0, 200, count))
     pairs = [bytes([a, b]).hex() for a in range(7) for b in range(256)]
     (clone / "data/builtin/merges.json").write_text(json.dumps(pairs[: 2048 - 257]))
+    flags = os.environ.get("XLA_FLAGS", ""), *(f"--{k}={v}".lower() for k, v in QUICK.items())
     env = os.environ | {
-        "XLA_FLAGS": " ".join(f"--{k}={v}" for k, v in QUICK.items()).lower(),
+        "XLA_FLAGS": " ".join(flags).strip(),
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     }
