@@ -278,7 +278,7 @@ def hardware(run: Run) -> str:
     """The class in which a run competes; times of different classes are not compared."""
     devices, host = run.facts["devices"], run.facts["host"]
     if devices["platform"] == "cpu":
-        return f"{host['cpu']}, {host['cores']} cores"
+        return f"{host['cpu']}, {host['cores']} core{'s' * (host['cores'] != 1)}"
     return f"{devices['count']} x {devices['kind']}"
 
 
@@ -459,7 +459,8 @@ class Record:
 
 def read_tokens(root: Path) -> dict:
     """{token stream: {shard: {bytes, sha256}}}."""
-    return json.loads((root / "tokens.json").read_text())
+    with about("tokens.json"):
+        return parse_json((root / "tokens.json").read_text())
 
 
 def check_record(folder: Path, pinned: dict) -> Record:

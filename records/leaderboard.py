@@ -253,8 +253,8 @@ def draw(path: Path, records: list[Record], digest: str):
     plt.close(figure)
 
 
-def render(root: Path, check: bool) -> str:
-    """Bring tables and plots up to date; with `check` refuse if they are not.
+def render(root: Path, args) -> str:
+    """Bring tables and plots up to date; with --check refuse if they are not.
 
     A plot carries a hash of what it was drawn from and of how, and is drawn again when that has
     changed: another matplotlib alone makes no plot stale.
@@ -265,13 +265,13 @@ def render(root: Path, check: bool) -> str:
     need(bool(parts), "README.md has lost the two markers of the leaderboard")
     fresh = parts[1] + leaderboard(root, records) + parts[2]
     again = "run python records/leaderboard.py render"
-    need(not check or fresh == text, f"the leaderboard in README.md is stale: {again}")
+    need(not args.check or fresh == text, f"the leaderboard in README.md is stale: {again}")
     for competition in sorted({record.competition for record in records}):
         drawn, path = chain(records, competition), plot_path(root, competition)
         content = [[r.fields["name"], r.result, r.track.target] for r in drawn]
         digest = hashlib.sha256((repr(content) + inspect.getsource(draw)).encode()).hexdigest()
         if not path.exists() or digest.encode() not in path.read_bytes():
-            need(not check, f"the plot {path.name} is stale: {again}")
+            need(not args.check, f"the plot {path.name} is stale: {again}")
             draw(path, drawn, digest)
     page.write_text(fresh)
     return f"{page} is up to date, {len(records)} records"
@@ -439,21 +439,15 @@ def main(argv=None) -> int:
         if args.what_to_do == "check":
             records, refusals = check_all(root)
             for reason in refusals:
-                print(f"refused: {reason}", file=sys.stderr)
+                print("refused:", *reason.split(), file=sys.stderr)
             if not refusals:
                 count = len(records)
                 print(f"{count} {'record is' if count == 1 else 'records are'} valid")
             return 1 if refusals else 0
-        if args.what_to_do == "render":
-            print(render(root, args.check))
-        else:
-            print(
-                {"add": add, "reproduce": reproduce, "compare": compare}[args.what_to_do](
-                    root, args
-                )
-            )
+        do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
+        print(do[args.what_to_do](root, args))
     except Refused as error:
-        print(f"refused: {error}", file=sys.stderr)
+        print("refused:", *str(error).split(), file=sys.stderr)
         return 1
     return 0
 
