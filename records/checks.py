@@ -473,8 +473,8 @@ def check_record(folder: Path, pinned: dict) -> Record:
         need(all(x == " ".join(x.split()) != "" for x in words), "name, by or what is not one line")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
         for run in runs:
-            need({path.name for path in run.folder.iterdir()} == set(FILES), f"{run_id(run)} has "
-                 "other files than " + ", ".join(FILES))  # fmt: skip
+            whole = {path.name for path in run.folder.iterdir()} == set(FILES)
+            need(whole, f"{run_id(run)} has other files than {', '.join(FILES)}")
             with about(run_id(run)):
                 check_run(track, run, pinned)
         check_runs(runs)
