@@ -403,7 +403,9 @@ def compare(root: Path, args) -> str:
 
 
 def parse_args(argv):
-    """The command line as a namespace."""
+    """The command line as a namespace; `arguments` is what stands after the first --."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(prog="leaderboard.py", description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=HERE, help="this folder, if another")
     commands = parser.add_subparsers(dest="what_to_do", required=True)
@@ -422,13 +424,20 @@ def parse_args(argv):
     one.add_argument("--runs", type=int, default=1, metavar="N", help="its first N seeds")
     one.add_argument("--data", metavar="DIR", help="folder with the token shards")
     one.add_argument("--out", metavar="DIR", help="keep the runs there")
-    one = commands.add_parser("compare", help="alternate two sources on this machine")
+    one = commands.add_parser(
+        "compare",
+        help="alternate two sources on this machine",
+        epilog="What stands after -- is given to both; paths in it must be absolute.",
+    )
     one.add_argument("base", metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
     one.add_argument("cand", metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
     one.add_argument("--runs", type=int, default=5, metavar="N", help="pairs")
     one.add_argument("--out", metavar="DIR", help="keep the runs in DIR/base and DIR/cand")
-    one.add_argument("arguments", nargs="*", metavar="ARGS", help="of both, after --; full paths")
-    return parser.parse_args(argv)
+    args = parser.parse_args(words[:cut])
+    args.arguments = words[cut + 1 :]
+    if args.arguments and args.what_to_do != "compare":
+        parser.error("only compare takes arguments after --")
+    return args
 
 
 def main(argv=None) -> int:

@@ -563,7 +563,15 @@ def test_add_writes_nothing_when_it_refuses(records, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["add"], ["add", "x", "--track", "moon"], ["compare", "a.py"], ["frobnicate"]]
+    "words",
+    [
+        [],
+        ["add"],
+        ["add", "x", "--track", "moon"],
+        ["compare", "a.py"],
+        ["check", "--", "x"],
+        ["frobnicate"],
+    ],
 )
 def test_a_wrong_command_line_is_status_2(words, capsys):
     with pytest.raises(SystemExit) as end:
@@ -622,7 +630,7 @@ assert Path("data/builtin_corpus.py").exists()
 seed, out = (args[args.index(name) + 1] for name in ("--seed", "--out"))
 loss = {loss} + int(seed) / 1000
 config, source = json.loads({config!r}), Path(__file__).read_text()
-command = f"python train_gpt.py tiny --seed {{seed}}"
+command = " ".join(["python", *sys.argv])
 write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=command)
 """
 
@@ -638,7 +646,8 @@ def test_compare_alternates_and_says_ratio_and_difference(tmp_path, capsys):
     base = stub(tmp_path / "base.py", 3.90, "10 + 0.01 * int(seed)")
     cand = stub(tmp_path / "cand.py", 3.88, "8 + 0.02 * int(seed)")
     out = tmp_path / "kept"
-    assert L.main(["compare", str(base), str(cand), "--runs", "3", "--out", str(out)]) == 0
+    words = "--runs", "3", "--out", str(out), "--", "tiny", "--set", "steps=9"
+    assert L.main(["compare", str(base), str(cand), *words]) == 0
     said = capsys.readouterr().out.splitlines()
     ratios = np.log([8 / 10, 8.02 / 10.01, 8.04 / 10.02])
     reach = 4.302653 * np.std(ratios, ddof=1) / np.sqrt(3)  # t of 2 degrees of freedom, 97.5%
@@ -649,6 +658,8 @@ def test_compare_alternates_and_says_ratio_and_difference(tmp_path, capsys):
     assert said[1].split() == ["0", "10.00", "8.00", "0.8000", "3.9000", "3.8800", "-0.0200"]
     runs = sorted(out.rglob("run.json"), key=lambda path: path.stat().st_mtime_ns)
     order = [(path.parts[-3], json.loads(path.read_text())["seed"]) for path in runs]
+    command = json.loads(runs[0].read_text())["command"].split()
+    assert command[:5] == ["python", "train_gpt.py", "tiny", "--set", "steps=9"]
     names = "base", "cand", "cand", "base", "base", "cand"
     assert order == list(zip(names, (0, 0, 1, 1, 2, 2), strict=True))
 
