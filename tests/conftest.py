@@ -26,7 +26,9 @@ import train_gpt as T  # noqa: E402
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="compile for a TPU too: minutes, libtpu")
+    parser.addoption(
+        "--slow", action="store_true", help="also what takes minutes, some with libtpu"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

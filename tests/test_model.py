@@ -854,6 +854,7 @@ def test_only_the_weighted_sum_has_a_gradient_and_only_for_x_and_head():
         shape_of_gradient(lambda *args: loss(*args)[0], 1)
 
 
+@pytest.mark.slow
 def test_no_float32_logits_in_the_memory_of_a_tpu(monkeypatch):
     """Of the program that the TPU compiler makes: between its fusions, only bfloat16 ones."""
     pytest.importorskip("libtpu")

@@ -500,6 +500,7 @@ def test_float32_matmuls_are_found():
 
 
 @libtpu
+@pytest.mark.slow
 def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
     """End to end, in 20 s: kernels with schedules, estimates, collectives, a prediction."""
     names = ["grads-b1024-r128-w64-128-k3", "update-muon"]

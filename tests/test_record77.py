@@ -29,6 +29,10 @@ GOLDEN = Path(__file__).parent / "golden" / "record77"
 META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
 SHAPES = META["model"]["parameters"]
 CASES = META["model"]["cases"]
+NAMES = [  # full width takes half a minute
+    pytest.param(name, marks=[pytest.mark.slow] * (case["config"] != "small"))
+    for name, case in CASES.items()
+]
 
 
 @functools.cache
@@ -167,7 +171,7 @@ def case_parts(name: str):
     return case, cfg, params, jnp.asarray(tokens[None], jnp.int32), hyper, tuple(case["windows"])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_loss_of_every_token(name):
     golden = arrays("model")
     case, cfg, params, tokens, hyper, windows = case_parts(name)
@@ -200,7 +204,7 @@ def test_loss_of_every_token(name):
     assert float(plain) == pytest.approx(float(np.sum(losses[:, 0])), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradient_of_every_parameter(name):
     golden = arrays("model")
     case, cfg, params, tokens, hyper, windows = case_parts(name)

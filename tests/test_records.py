@@ -708,6 +708,7 @@ def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsy
     assert re.search(r"not reproduced: loss 3\.9400 is not within .* recorded mean 3\.8100", said)
 
 
+@pytest.mark.slow
 def test_a_strangers_path_from_training_to_the_table(tmp_path):
     """In a clone without records: two seeds of a small `tiny`, add, check, render, reproduce."""
     pytest.importorskip("matplotlib")
