@@ -3832,6 +3832,7 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, begin, start, progress
     clock, first, cursor = progress.clock, start["step"], start["cursor"]
     state, waiting = begin()
     copies, wishes = programs["copies"](state["params"]), Wishes(cfg, mesh)
+    jax.block_until_ready((state, copies, waiting))
     pending, asked, saved = None, np.zeros(2), first  # the last report; its wishes; the last save
 
     def finish():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from conftest import ROOT
 from programs import QUICK
 
@@ -49,6 +50,7 @@ def test_options_that_it_names_are_the_command_lines():
     assert known - {"--help"} <= named <= known
 
 
+@pytest.mark.slow
 def test_first_command(tmp_path):
     """As a new user in an empty clone, but for the number of steps: corpus, training, sample."""
     clone = tmp_path / "clone"

@@ -309,7 +309,7 @@ def test_optimizer_steps_of_every_group(scenario):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", ["start", "untie"])
+@pytest.mark.parametrize("scenario", ["start", pytest.param("untie", marks=pytest.mark.slow)])
 def test_training_steps(scenario):
     """Two rows a step through our own programs, over a stage, a YaRN change and the untying."""
     golden, facts = arrays("train"), json.loads((GOLDEN / "train.json").read_text())["scenarios"]

@@ -32,6 +32,7 @@ jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 real = jax.jit
 jax.jit = lambda *args, **options: real(*args, **{{"compiler_options": QUICK, **options}})
 T.PRESETS["small"] = CFG
+T.HEARTBEAT_SECONDS = 10
 sys.exit(T.main(sys.argv[2:]))
 """
 STEPS = 40
