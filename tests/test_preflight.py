@@ -431,9 +431,12 @@ libtpu = pytest.mark.skipif(
 )
 SCRIPT = """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 import train_gpt as T
-preset, names, dump, *items = sys.argv[1:]
+preset, names, dump, schedules, *items = sys.argv[1:]
+if not schedules:
+    T.schedule_dump = lambda: nullcontext(Path(dump, "none"))
 cfg = T.PRESETS[preset]
 for item in items:
     cfg = T.override(cfg, *item.split("=", 1))
@@ -444,9 +447,13 @@ sys.exit(not T.preflight(cfg, "v6e-8", Path(dump)))
 """
 
 
-def start(folder, preset, names, *items):
-    """Preflight of some programs in a process of its own: libtpu is loaded once a process."""
-    arguments = [sys.executable, "-c", SCRIPT, preset, ",".join(names), str(folder), *items]
+def start(folder, preset, names, *items, schedules=True):
+    """Preflight of some programs in a process of its own: libtpu is loaded once a process.
+
+    Without schedules of kernels there are no costs, but it takes a quarter less time.
+    """
+    arguments = [sys.executable, "-c", SCRIPT, preset, ",".join(names), str(folder)]
+    arguments += ["yes" * schedules, *items]
     env = os.environ | {"PYTHONPATH": str(ROOT), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env |= {"TMPDIR": str(folder)}
     return subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -538,7 +545,10 @@ def record(tmp_path_factory):
     """{program of the speedrun: (its row, its optimized HLO)}: two processes beside each other."""
     folders = {tmp_path_factory.mktemp("preflight"): names for names in (SMALLEST, LARGEST)}
     items = [f"{key}={value}" for key, value in THREE.items()]
-    begun = {folder: start(folder, "speedrun", names, *items) for folder, names in folders.items()}
+    begun = {
+        folder: start(folder, "speedrun", names, *items, schedules=False)
+        for folder, names in folders.items()
+    }
     found = {}
     for folder, process in begun.items():
         for row in finish(process, folder)[0]["variants"]:
@@ -552,7 +562,6 @@ def record(tmp_path_factory):
 def test_three_layers_of_the_record_fit_a_v6e_8(record, name):
     row, _ = record[name]
     assert 2**30 < row["bytes"]["peak"] + row["resident_bytes"] < 31.25 * 2**30
-    assert row["predicted_ms"] > 0 and row["notes"] == []
 
 
 @libtpu

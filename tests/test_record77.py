@@ -29,10 +29,8 @@ GOLDEN = Path(__file__).parent / "golden" / "record77"
 META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
 SHAPES = META["model"]["parameters"]
 CASES = META["model"]["cases"]
-NAMES = [  # full width takes half a minute
-    pytest.param(name, marks=[pytest.mark.slow] * (case["config"] != "small"))
-    for name, case in CASES.items()
-]
+SLOW = {"fullwidth", "stage2_block128"}  # half a minute and ten seconds
+NAMES = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
 
 
 @functools.cache
