@@ -3146,7 +3146,8 @@ def read_checkpoint(folder: Path) -> Saved:
         and 0 <= saved.train_time_ms < math.inf
         and type(saved.validated) is bool
         and saved.step <= saved.cfg.steps
-        and saved.devices in (1, 2, 4, 8)
+        and saved.devices > 0
+        and STATE_CUTS % saved.devices == 0
     ):
         raise ValueError(f"step, cursor, devices, time, validated: {place}, logs: {saved.logs}")
     return saved
@@ -3222,8 +3223,9 @@ def load_waiting(saved: Saved, mesh: Mesh) -> dict[str, tuple]:
     Each device has those of its own rows of tokens. On fewer devices than before, each takes the
     sum of several; on more, the first of each group has them and the others zeros.
     """
-    cfg, waiting = saved.cfg, {}
-    old, new = saved.devices, mesh.size
+    cfg, waiting, old, new = saved.cfg, {}, saved.devices, mesh.size
+    if (count := saved.step % cfg.adam_every) == 0:
+        return waiting
     for name, leaves in abstract_due(cfg, mesh, Variant("update", adam=True)).items():
         leaf, each = leaves[0], leaves[0].shape[0] // new
         if param_table(cfg)[name].optimizer != "adam":
@@ -3247,8 +3249,7 @@ def load_waiting(saved: Saved, mesh: Mesh) -> dict[str, tuple]:
 
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, rows)
 
-        if saved.step % cfg.adam_every:
-            waiting[name] = tuple(load(i) for i in range(saved.step % cfg.adam_every))
+        waiting[name] = tuple(load(i) for i in range(count))
     return waiting
 
 
