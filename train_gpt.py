@@ -10,8 +10,9 @@ out. Read it from top to bottom: nothing below is needed to understand what stan
     config, validation    every number of a run, as data
     schedule              stage, rates, loss weights and rotation of each step
     parameters            one table: shape, init, sharding, optimizer
-    attention, heads      one contract, three backends; what surrounds them in a layer
-    attention kernel      all of a layer's attention in one pass, for TPUs
+    attention, heads      one contract, four backends; what surrounds them in a layer
+    attention kernels     all of a layer's attention in one pass, for TPUs; tiles, for NVIDIA GPUs
+    FP8                   matmuls of 8-bit numbers, for NVIDIA GPUs
     model, loss           tokens -> features -> summed cross-entropy
     gradients of tables   what a lookup is, backwards
     optimizers            NorMuon, Adam, and the walk over the table
@@ -20,6 +21,7 @@ out. Read it from top to bottom: nothing below is needed to understand what stan
     data, loader          shards -> rows of tokens -> batches on the devices ahead of use
     checkpoint, run log   what a run leaves behind
     sampling, training    text from a checkpoint; the clock and the loop
+    benchmark             the steps of each stage, timed without a run
     preflight, command line
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
@@ -90,6 +92,7 @@ import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import lzma
 import math
@@ -132,8 +135,10 @@ HERE = Path(__file__).resolve().parent
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024  # the llm.c token file format
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
 STATE_CUTS = 8  # the training state can be cut into this many equal parts: 1, 2, 4 or 8 devices
-BACKENDS = ("auto", "xla", "splash", "cudnn", "window")  # of attention
+BACKENDS = ("auto", "xla", "splash", "cudnn", "triton", "window")  # of attention
 ADDERS = ("auto", "scatter", "kernel")  # of the gradients of tables
+RECOMPUTE = ("auto", "never", "layers")  # activations on the way back
+FP8 = ("none", "head", "mlp", "both")  # which matmuls of training take 8-bit numbers
 SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours fits
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATE_INPUTS = 12  # features of a token that its gates look at
@@ -199,8 +204,9 @@ class Config:
     attn_scale: float = 0.1  # of q k^T, in the first stage
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
     compute_dtype: str = "bfloat16"  # of activations and matmuls; masters and loss are float32
-    attention: str = "auto"  # auto, xla, splash, cudnn, window
+    attention: str = "auto"  # auto, xla, splash, cudnn, triton, window
     table_gradients: str = "auto"  # auto, scatter, kernel
+    fp8: str = "none"  # none, head, mlp, both: matmuls of training in 8 bits, on H100s
     # schedule: batch, windows and document length grow; the row is an eighth of the batch
     steps: int = 1490
     extension: int = 40  # of these, after the schedule: at the lowest rate, with wider windows
@@ -226,7 +232,8 @@ class Config:
     adam_eps: float = 1e-10
     adam_every: int = 2  # steps whose gradients one Adam step sums; a device keeps all of them
     # memory: a device takes up to this many tokens at a time (at least a row), summing gradients
-    micro_tokens: int = 49_152
+    micro_tokens: int = 0  # 0: as many as fit (see fitted)
+    recompute: str = "auto"  # auto, never, layers: on the way back, instead of keeping activations
     loss_chunk: int = 4096  # tokens whose logits exist at once, in compute_dtype
     # validation: the first val_tokens of the validation split, each predicted once
     val_tokens: int = 10_485_760
@@ -348,14 +355,14 @@ def validate(cfg: Config) -> Config:
         need(not isinstance(value, float) or math.isfinite(value), name, "it must be finite")
     for name in (
         *("layers", "width", "heads", "mlp_width", "bigram_rows", "steps", "adam_every"),
-        *("micro_tokens", "loss_chunk", "val_tokens", "val_row", "prefetch", "log_every"),
+        *("loss_chunk", "val_tokens", "val_row", "prefetch", "log_every"),
         *("momentum_warmup", "attn_scale"),
     ):
         need(getattr(cfg, name) > 0, name, "it must be positive")
     for name in (
         *("val_every", "checkpoint_every", "devices", "sample_tokens", "seed", "extension"),
         *("momentum_cooldown", "lr_muon", "lr_adam", "decay_muon", "decay_adam"),
-        "checkpoint_seconds",
+        *("checkpoint_seconds", "micro_tokens"),
     ):
         need(getattr(cfg, name) >= 0, name, "it must not be negative")
     need(re.fullmatch(r"[\w.-]+", cfg.preset), "preset", "letters, digits, '_', '-' and '.'")
@@ -382,6 +389,8 @@ def validate(cfg: Config) -> Config:
     need(cfg.compute_dtype in ("bfloat16", "float32"), "compute_dtype", "bfloat16 or float32")
     need(cfg.attention in BACKENDS, "attention", ", ".join(BACKENDS))
     need(cfg.table_gradients in ADDERS, "table_gradients", ", ".join(ADDERS))
+    need(cfg.recompute in RECOMPUTE, "recompute", ", ".join(RECOMPUTE))
+    need(cfg.fp8 in FP8, "fp8", ", ".join(FP8))
     need(0 <= cfg.skip[0] < cfg.skip[1] < cfg.layers, "skip", "an earlier and a later layer")
     need(0 <= cfg.backout < cfg.layers, "backout", "layers are 0..layers-1")
     for name in ("long_layers", "paired_layers", "value_layers"):
@@ -507,7 +516,8 @@ def config_from_json(fields: dict) -> Config:
     """The Config written into run.json and checkpoints by dataclasses.asdict."""
     try:
         if missing := {f.name for f in dataclasses.fields(Config)} - set(fields):
-            raise KeyError(", ".join(sorted(missing)))
+            names = ", ".join(sorted(missing))
+            raise UserError(f"it lacks {names}: use the one at the head of the run's log.txt")
         stages = [Stage(**with_tuples(stage)) for stage in fields["stages"]]
         return validate(Config(**with_tuples({**fields, "stages": stages})))
     except (KeyError, UserError, *ODD) as error:
@@ -809,7 +819,7 @@ def init_state(cfg: Config, seed):
 
 
 # ------------------------------------------------------------------------------------------------
-# Attention: one contract, three backends
+# Attention: one contract, four backends
 # ------------------------------------------------------------------------------------------------
 # (q_btnh, k_btnh, v_btnh, segments_bt, window, scale) -> o_btnh. Token t attends to itself and to
 # the `window` tokens before it that have its segment id. `window` is static, `scale` may be traced.
@@ -863,6 +873,13 @@ def attend_xla(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     if count <= together:
         return jax.vmap(attend)(blocks).reshape(q_btnh.shape)
     return lax.map(jax.checkpoint(attend), blocks, batch_size=together).reshape(q_btnh.shape)
+
+
+def document_starts(segments_bt):
+    """The place in its row where the document of each token begins, int32 [b, t]."""
+    begins = jnp.pad(segments_bt[:, 1:] != segments_bt[:, :-1], ((0, 0), (1, 0)))
+    here = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
+    return lax.cummax(jnp.where(begins, here, 0), axis=1)
 
 
 @functools.cache
@@ -1582,9 +1599,7 @@ def attend_window(
             f"attention=window needs heads and rows of a multiple of 128, not heads of "
             f"{heads.width} and rows of {t}: use attention=auto"
         )
-    begins = jnp.pad(segments_bt[:, 1:] != segments_bt[:, :-1], ((0, 0), (1, 0)))
-    here = jnp.arange(t, dtype=jnp.int32)[None]
-    starts = lax.cummax(jnp.where(begins, here, 0), axis=1)
+    starts = document_starts(segments_bt)
     cos, sin = (x.swapaxes(0, 1) for x in rope_tables(freqs, positions(t, heads)))
     tables = [x for c, s in zip(cos, sin, strict=True) for x in (c, c, s, -s)]
     others = {
@@ -1598,6 +1613,216 @@ def attend_window(
 
 
 # ------------------------------------------------------------------------------------------------
+# Attention kernels for NVIDIA GPUs
+# ------------------------------------------------------------------------------------------------
+# One kernel takes a block of queries of one head through the keys that any of them can see, tile by
+# tile (FlashAttention, Dao et al. 2022); two more go back, one with a block of queries through its
+# keys, and one with a block of keys through its queries. Windows and documents only move on along
+# a row, so what a block can see is one stretch of the row: tiles outside cost nothing, and no list
+# of documents is needed. QK norm bounds the scores: no running maximum. Written with Pallas for
+# Triton, which finds the tensor core instructions and loads tiles ahead of their use. (jax 0.11
+# calls this way into Triton deprecated, for Mosaic GPU, which cannot be interpreted on a CPU. cuDNN
+# knows documents only as a batch of a fixed number of sequences, through a private function of jax;
+# attend_cudnn, for where this cannot run, gives it a mask.)
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work; tokens are powers of two that divide LARGEST_TILE."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int  # tiles that are on their way at once
+
+
+LARGEST_TILE = 128
+# Heads of 128 on an H100: 150, 160 and 234 registers a thread, none spilled; 128 KiB of shared
+# memory. Not yet timed: tests/tile_times.py has others.
+FORWARD_TILES = Tiles(128, 64, 8, 3)
+QUERY_TILES = Tiles(128, 64, 8, 2)
+KEY_TILES = Tiles(64, 128, 8, 2)
+
+
+def run_tiles(name, body, tiles: Tiles, block: int, arrays, cut, whole, outputs, interpret: bool):
+    """pl.pallas_call for each block of `block` tokens of each head and row: {output name: array}.
+
+    `body` gets one object with a reference for every name, and `i`, the number of its block. Of the
+    `arrays` named in `cut`, and of `outputs` (name -> shape with dtype), it has the block, of those
+    in `whole` the row, always of its head alone. Arrays are [b, t, n, h], [b, n, t] or [b, t].
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    b, t, n, _ = arrays["q"].shape
+
+    def spec(x, is_cut: bool):
+        tokens, at = (block, lambda i: i) if is_cut else (t, lambda i: 0)
+        if x.ndim == 4:
+            return pl.BlockSpec((None, tokens, None, x.shape[3]), lambda i, n, b: (b, at(i), n, 0))
+        if x.ndim == 3:
+            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, at(i)))
+        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, at(i)))
+
+    def kernel(*refs):
+        given = dict(zip((*cut, *whole, *outputs), refs, strict=True))
+        body(types.SimpleNamespace(i=pl.program_id(0), **given))
+
+    results = pl.pallas_call(
+        kernel,
+        grid=(t // block, n, b),
+        in_specs=[spec(arrays[name], name in cut) for name in (*cut, *whole)],
+        out_specs=[spec(x, True) for x in outputs.values()],
+        out_shape=[*outputs.values()],
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name=name,
+    )(*(arrays[name] for name in (*cut, *whole)))
+    return dict(zip(outputs, results, strict=True))
+
+
+def tiles_forward(arrays: dict, interpret: bool) -> dict:
+    """y [b, t, n, h] and log_sums, log2 of the softmax sums [b, n, t]."""
+    from jax.experimental import pallas as pl
+
+    (b, t, n, h), dtype = arrays["q"].shape, arrays["q"].dtype
+    queries, keys, *_ = FORWARD_TILES
+
+    def body(r):
+        q, first = r.q[...], r.first[...][:, None]
+        query = (r.i * queries + jnp.arange(queries))[:, None]
+
+        def meet(j, carry):
+            y, total = carry
+            at, key = pl.ds(j * keys, keys), (j * keys + jnp.arange(keys))[None]
+            score = times(q, r.k[at, :], transpose=True)
+            weights = jnp.where((key >= first) & (key <= query), jnp.exp2(score), 0.0)
+            return y + times(weights.astype(dtype), r.v[at, :]), total + jnp.sum(weights, axis=1)
+
+        start = jnp.zeros((queries, h), jnp.float32), jnp.zeros(queries, jnp.float32)
+        y, total = lax.fori_loop(r.first[0] // keys, (r.i + 1) * queries // keys, meet, start)
+        r.y[...] = (y / total[:, None]).astype(dtype)
+        r.log_sums[...] = jnp.log2(total)
+
+    cut, whole = ("q", "first"), ("k", "v")
+    outputs = {"y": arrays["q"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
+    args = body, FORWARD_TILES, queries, arrays, cut, whole, outputs, interpret
+    return run_tiles("attend", *args)
+
+
+def tiles_backward_queries(arrays: dict, interpret: bool):
+    """The gradient of q."""
+    from jax.experimental import pallas as pl
+
+    (_, _, _, h), dtype = arrays["q"].shape, arrays["q"].dtype
+    queries, keys, *_ = QUERY_TILES
+
+    def body(r):
+        q, y_grad, first = r.q[...], r.y_grad[...], r.first[...][:, None]
+        log_sums, mean = r.log_sums[...][:, None], r.mean[...][:, None]
+        query = (r.i * queries + jnp.arange(queries))[:, None]
+
+        def meet(j, q_grad):
+            at, key = pl.ds(j * keys, keys), (j * keys + jnp.arange(keys))[None]
+            k = r.k[at, :]
+            score = times(q, k, transpose=True) - log_sums
+            weights = jnp.where((key >= first) & (key <= query), jnp.exp2(score), 0.0)
+            grad = weights * (times(y_grad, r.v[at, :], transpose=True) - mean)
+            return q_grad + times(grad.astype(dtype), k)
+
+        start = jnp.zeros((queries, h), jnp.float32)
+        end = (r.i + 1) * queries // keys
+        q_grad = lax.fori_loop(r.first[0] // keys, end, meet, start)
+        r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
+
+    cut, whole = ("q", "first", "log_sums", "mean", "y_grad"), ("k", "v")
+    outputs = {"q_grad": arrays["q"]}
+    args = body, QUERY_TILES, queries, arrays, cut, whole, outputs, interpret
+    return run_tiles("attend_backward_queries", *args)["q_grad"]
+
+
+def tiles_backward_keys(arrays: dict, interpret: bool):
+    """The gradients of k and of v; scores stand as [keys, queries]."""
+    from jax.experimental import pallas as pl
+
+    (_, _, _, h), dtype = arrays["k"].shape, arrays["k"].dtype
+    queries, keys, *_ = KEY_TILES
+
+    def body(r):
+        k, v, last = r.k[...], r.v[...], r.last[...][:, None]
+        key = (r.i * keys + jnp.arange(keys))[:, None]
+
+        def meet(j, grads):
+            k_grad, v_grad = grads
+            at, query = pl.ds(j * queries, queries), (j * queries + jnp.arange(queries))[None]
+            q, y_grad = r.q[at, :], r.y_grad[at, :]
+            score = times(k, q, transpose=True) - r.log_sums[at][None]
+            weights = jnp.where((query >= key) & (query <= last), jnp.exp2(score), 0.0)
+            v_grad += times(weights.astype(dtype), y_grad)
+            grad = weights * (times(v, y_grad, transpose=True) - r.mean[at][None])
+            return k_grad + times(grad.astype(dtype), q), v_grad
+
+        zeros = jnp.zeros((keys, h), jnp.float32)
+        end = r.last[keys - 1] // queries + 1
+        k_grad, v_grad = lax.fori_loop(r.i * keys // queries, end, meet, (zeros, zeros))
+        r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
+
+    cut, whole = ("k", "v", "last"), ("q", "log_sums", "mean", "y_grad")
+    outputs = {"k_grad": arrays["k"], "v_grad": arrays["v"]}
+    args = body, KEY_TILES, keys, arrays, cut, whole, outputs, interpret
+    return tuple(run_tiles("attend_backward_keys", *args).values())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def tiles_attention(q_btnh, k_btnh, v_btnh, reach: dict, interpret: bool):
+    """attend_triton of queries that are scaled already."""
+    arrays = {"q": q_btnh, "k": k_btnh, "v": v_btnh, **reach}
+    return tiles_forward(arrays, interpret)["y"]
+
+
+def tiles_saves(q_btnh, k_btnh, v_btnh, reach: dict, interpret: bool):
+    """tiles_attention, and what its gradient needs."""
+    arrays = {"q": q_btnh, "k": k_btnh, "v": v_btnh, **reach}
+    arrays |= tiles_forward(arrays, interpret)
+    return arrays["y"], arrays
+
+
+def tiles_gradients(interpret: bool, arrays: dict, y_grad):
+    """Gradients of q, k and v; `reach` gets none."""
+    # What the gradients of all scores of a query have too much: their weighted mean.
+    mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
+    arrays = arrays | {"mean": mean, "y_grad": y_grad}
+    q_grad = tiles_backward_queries(arrays, interpret)
+    k_grad, v_grad = tiles_backward_keys(arrays, interpret)
+    return q_grad, k_grad, v_grad, None
+
+
+tiles_attention.defvjp(tiles_saves, tiles_gradients)
+
+
+def attend_triton(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale, interpret=False):
+    """One kernel forward and two back. `interpret` runs them on a CPU, for tests.
+
+    Needs rows of a multiple of LARGEST_TILE tokens, heads whose width is a power of two, and scores
+    up to MAX_SCORE.
+    """
+    t = segments_bt.shape[1]
+    if t % LARGEST_TILE:
+        raise UserError(
+            f"attention=triton needs rows of a multiple of {LARGEST_TILE} tokens, not {t}: "
+            "use attention=auto"
+        )
+    here = jnp.arange(t, dtype=jnp.int32)[None]
+    starts = document_starts(segments_bt)
+    stops = t - 1 - document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end
+    reach = {
+        "first": jnp.maximum(starts, here - window),  # key that a query can see
+        "last": jnp.minimum(stops, here + window),  # query that can see a key
+    }
+    q_btnh = (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype)  # the exponential is 2^x
+    return tiles_attention(q_btnh, k_btnh, v_btnh, reach, interpret)
+
+
+# ------------------------------------------------------------------------------------------------
 # The choice of attention
 # ------------------------------------------------------------------------------------------------
 
@@ -1605,23 +1830,55 @@ ATTENTION = {
     "xla": functools.partial(attend_heads, attend_xla),
     "splash": functools.partial(attend_heads, attend_splash),
     "cudnn": functools.partial(attend_heads, attend_cudnn),
+    "triton": functools.partial(attend_heads, attend_triton),
     "window": attend_window,
 }
 
 
-def no_window(cfg: Config, kind: str) -> str | None:
-    """Why attend_window cannot serve this run on TPUs of this kind, or None."""
-    stages = range(len(cfg.stages))
-    rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
-    if cfg.head_width % 128 or any(row % 128 for row in rows):
-        return f"tiles of 128 do not fill heads {cfg.head_width} wide, rows of {min(rows)}"
-    score = max(yarn(cfg, stage)[1] for stage in stages) * cfg.head_width
+HOMES = {"splash": "tpu", "window": "tpu", "cudnn": "gpu", "triton": "gpu"}  # of xla, everywhere
+ORDER = {"tpu": ("window", "splash"), "gpu": ("triton", "cudnn", "xla")}  # in which auto tries them
+ABOUT = {
+    "window": "the kernel for TPUs in this file",
+    "splash": "the kernel that ships with jax",
+    "triton": "the kernels for NVIDIA GPUs in this file",
+    "cudnn": "the fused kernel for NVIDIA GPUs; documents as a mask of the band",
+    "xla": "the reference",
+}
+
+
+def too_sharp(cfg: Config) -> str | None:
+    """Why kernels without a running maximum cannot serve this run, or None."""
+    score = max(yarn(cfg, stage)[1] for stage in range(len(cfg.stages))) * cfg.head_width
     if score > MAX_SCORE:
         return f"scores up to {score:.0f} could overflow without a running maximum"
-    window = max(max(stage.windows) for stage in cfg.stages)
-    plan = Plan(Heads(cfg.heads, cfg.head_width, min(window, max(rows)), offset=True), 256)
-    if plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7 or kind in SMALL_VMEM:
-        return f"a window of {window} of width {cfg.width} does not fit the VMEM of a {kind}"
+    return None
+
+
+def unfit(cfg: Config, backend: str, capability: float, kind: str) -> str | None:
+    """Why a backend cannot serve this run on devices of its home, or None; see pick_attention."""
+    rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
+    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
+    if backend == "window":
+        if cfg.head_width % 128 or any(row % 128 for row in rows):
+            return f"tiles of 128 do not fill heads {cfg.head_width} wide, rows of {min(rows)}"
+        window = max(max(stage.windows) for stage in cfg.stages)
+        plan = Plan(Heads(cfg.heads, cfg.head_width, min(window, max(rows)), offset=True), 256)
+        if plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7 or kind in SMALL_VMEM:
+            return f"a window of {window} of width {cfg.width} does not fit the VMEM of a {kind}"
+        return too_sharp(cfg)
+    if backend == "triton":
+        if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+            return f"jax {jax.__version__} has no Triton any more"
+        if cfg.dtype != jnp.bfloat16:
+            return f"it computes in bfloat16, not in {cfg.compute_dtype}"
+        if capability < 8.0:
+            return f"compute capability {capability} is below 8.0"
+        if cfg.head_width not in (16, 32, 64, 128) or any(row % LARGEST_TILE for row in rows):
+            return f"tiles do not fit heads {cfg.head_width} wide, rows of {min(rows)}"
+        return too_sharp(cfg)
+    if backend == "cudnn" and not (narrow and cfg.dtype == jnp.bfloat16 and capability >= 8.0):
+        heads = f"heads of {cfg.head_width} in {cfg.compute_dtype}"
+        return f"it takes no {heads} on a GPU of compute capability {capability}"
     return None
 
 
@@ -1630,41 +1887,119 @@ def pick_attention(
 ) -> tuple[str, str]:
     """(backend, reason) for the devices' platform; UserError if the asked one cannot run there.
 
-    `capability` is that of an NVIDIA GPU: before Hopper (9.0) cuDNN takes heads up to 128 wide.
-    `kind` is that of a TPU: those before v5 have too little VMEM for our kernel.
+    `capability` is that of an NVIDIA GPU: before Ampere (8.0) there is no fused attention, and
+    before Hopper (9.0) cuDNN takes heads up to 128 wide. `kind` is that of a TPU: those before v5
+    have too little VMEM for our kernel.
     """
-    home = {"splash": "tpu", "window": "tpu", "cudnn": "gpu"}
-    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
-    platform_ = "gpu" if platform_ == "cuda" else platform_
-    if cfg.attention != "auto":
-        if home.get(cfg.attention, platform_) != platform_:
-            raise UserError(
-                f"attention={cfg.attention} runs on a {home[cfg.attention]}, "
-                f"not on a {platform_}: use attention=auto or xla"
-            )
-        if cfg.attention == "cudnn" and not (narrow and cfg.dtype == jnp.bfloat16):
-            raise UserError(
-                f"attention=cudnn takes no heads of {cfg.head_width} in {cfg.compute_dtype} on "
-                "this GPU: use attention=auto"
-            )
-        if cfg.attention == "window" and (reason := no_window(cfg, kind)):
-            raise UserError(f"attention=window cannot run: {reason}: use attention=auto")
-        return cfg.attention, "asked for"
-    if platform_ == "tpu":
-        reason = no_window(cfg, kind)
-        if reason is None:
-            return "window", "the kernel for TPUs in this file"
-        return "splash", f"the kernel that ships with jax: {reason}"
-    if platform_ == "gpu" and cfg.dtype == jnp.bfloat16 and narrow:
-        return "cudnn", "the fused kernel for NVIDIA GPUs; documents as a mask of the band"
-    what = f"heads of {cfg.head_width} in {cfg.compute_dtype} on {platform_}"
-    return "xla", f"the reference, since no kernel here serves {what}"
+    platform_, asked, passed = "gpu" if platform_ == "cuda" else platform_, cfg.attention, []
+    if asked != "auto":
+        if (home := HOMES.get(asked, platform_)) != platform_:
+            where = f"on a {home}, not on a {platform_}"
+            raise UserError(f"attention={asked} runs {where}: use attention=auto or xla")
+        if reason := unfit(cfg, asked, capability, kind):
+            raise UserError(f"attention={asked} cannot run: {reason}: use attention=auto")
+        return asked, "asked for"
+    for backend in ORDER.get(platform_, ("xla",)):
+        if (reason := unfit(cfg, backend, capability, kind)) is None:
+            break
+        passed.append(f"; not {backend}: {reason}")
+    return backend, ABOUT[backend] + "".join(passed)
 
 
 def attention_on(cfg: Config, device) -> tuple[str, str]:
     """pick_attention for one of the run's devices."""
     capability = float(getattr(device, "compute_capability", 9.0))
     return pick_attention(cfg, device.platform, capability, device.device_kind)
+
+
+# ------------------------------------------------------------------------------------------------
+# FP8: matmuls of 8-bit numbers, for NVIDIA GPUs since Ada and Hopper
+# ------------------------------------------------------------------------------------------------
+# There they have twice the peak of bfloat16. The formats are the usual ones (Micikevicius et al.
+# 2022): E4M3 for activations and weights, E5M2, with more range, for gradients. An array has one
+# scale, a power of two, for which its largest number just fits. No history of scales: where no
+# bound is known beforehand, the largest number of the array itself is looked up.
+#
+# A product with a power of two is exact, so the scales can stand behind the matmul. There they do
+# not hide the 8-bit operands from XLA. In front of it (convert, scale, dot: what XLA turns into
+# cuBLASLt's FP8 if xla_gpu_enable_triton_gemm is off) the compiler of jax 0.10.2 makes a bfloat16
+# matmul in Triton of it, with operands that are never rounded to 8 bits where a scale is computed.
+#
+# What is not differentiated (validation, samples) is computed in the compute dtype: custom_vjp
+# takes FP8 only where there is a gradient, as the head of the original does. So the losses of
+# validation do not have the rounding in them: for equal parameters they are those of fp8=none.
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2  # up to 448 and 57,344; 2^-4 and 2^-3 off
+
+
+class Scaled(NamedTuple):
+    """An array rounded to 8 bits: values * scale."""
+
+    values: jax.Array
+    scale: jax.Array  # float32, a power of two; NaN if the array was not finite
+
+
+def round_fp8(x, kind, bound=None) -> Scaled:
+    """`x` in the 8-bit format `kind`; no number may be above `bound` (default: the largest of x).
+
+    What is not finite in x must stay so in the products, but hardware may convert infinity to
+    the largest number of the format. So then the scale is NaN. All zeros have a scale too.
+    """
+    bound = jnp.max(jnp.abs(x)) if bound is None else bound
+    bound = jnp.maximum(jnp.asarray(bound, jnp.float32), 2.0**-100)
+    # The next power of two, from the bits: exp2(ceil(log2)) is not exact on every device.
+    bits = lax.bitcast_convert_type(bound / float(jnp.finfo(kind).max), jnp.int32)
+    scale = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    scale = jnp.where(jnp.isfinite(bound), scale, jnp.nan)
+    return Scaled((x * (1 / scale).astype(x.dtype)).astype(kind), scale)
+
+
+def multiply_fp8(a: Scaled, b: Scaled, axes: tuple[int, int], dtype):
+    """Matrices `a` and `b` multiplied over these axes of theirs, in `dtype`."""
+    over = (axes[:1], axes[1:]), ((), ())
+    product = lax.dot_general(a.values, b.values, over, preferred_element_type=dtype)
+    return product * (a.scale * b.scale).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear_fp8(x_ri, w_oi, bound: float | None):
+    """x w^T [r, o] with FP8 matmuls where it is differentiated; i inputs, o outputs.
+
+    `bound` is that of x, or None: see round_fp8.
+    """
+    return x_ri @ w_oi.T
+
+
+def linear_fp8_forward(x_ri, w_oi, bound: float | None):
+    """(x w^T, what its gradient needs: both in 8 bits)."""
+    x, w = round_fp8(x_ri, E4M3, bound), round_fp8(w_oi, E4M3)
+    return multiply_fp8(x, w, (1, 1), x_ri.dtype), (x, w)
+
+
+def linear_fp8_backward(bound: float | None, saved: tuple[Scaled, Scaled], grad_ro):
+    """Gradients for x and w: both matmuls take the same rounded gradient."""
+    (x, w), grad = saved, round_fp8(grad_ro, E5M2)
+    dtype = grad_ro.dtype
+    return multiply_fp8(grad, w, (1, 0), dtype), multiply_fp8(grad, x, (0, 0), dtype)
+
+
+linear_fp8.defvjp(linear_fp8_forward, linear_fp8_backward)
+
+
+def norm_bound(cfg: Config) -> float:
+    """No number that comes out of norm is larger: they are width many, with a mean square of 1."""
+    return math.sqrt(cfg.width)
+
+
+def check_fp8(cfg: Config, device):
+    """UserError if the run asks for FP8 and one of its devices has none. A CPU emulates it."""
+    if cfg.fp8 == "none" or device.platform == "cpu":
+        return
+    if device.platform not in ("gpu", "cuda") or float(device.compute_capability) < 8.9:
+        raise UserError(
+            f"fp8={cfg.fp8} needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper "
+            f"or later), not a {device.device_kind}: use fp8=none"
+        )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1771,11 +2106,30 @@ def attention(
     return y_btd @ mix((weight, params["attn_bank"][4 * at + 3])).T
 
 
+@jax.custom_vjp
+def squared_relu(z):
+    """h = relu(z)^2 (So et al. 2021). Its slope is 2 sqrt(h), so that z need not be kept.
+
+    On an absent H100 that saves 2.6 of 15.6 GiB for 49,152 tokens; on a TPU XLA finds it by itself.
+    """
+    return jnp.square(jax.nn.relu(z))
+
+
+squared_relu.defvjp(
+    lambda z: (squared_relu(z),) * 2,
+    lambda h, grad: ((2 * jnp.sqrt(h.astype(jnp.float32)) * grad).astype(grad.dtype),),
+)
+
+
 def mlp(params, cfg: Config, i: int, x_btd):
     """What the MLP of layer `i` adds to the stream, its weight included: ReLU squared."""
     up_fd, down_fd = params["mlp_bank"][i], params["mlp_bank"][cfg.layers + i]
     down_fd = mix((params["post_lambdas"][i, 1], down_fd))
-    return jnp.square(jax.nn.relu(x_btd @ up_fd.T)) @ down_fd
+    if cfg.fp8 in ("mlp", "both"):
+        up_rf = linear_fp8(x_btd.reshape(-1, cfg.width), up_fd, norm_bound(cfg))
+        y_rd = linear_fp8(squared_relu(up_rf), down_fd.T, None)
+        return y_rd.reshape(x_btd.shape)
+    return squared_relu(x_btd @ up_fd.T) @ down_fd
 
 
 def forward(
@@ -1797,7 +2151,8 @@ def forward(
     skip = 2 * jax.nn.sigmoid(params["skip_lambda"][0]) * gate(x0, params["skip_gate"])
     x = mix((1.0, x0), (bigram_lambdas[0], bigram))
     outputs = []
-    for i in range(cfg.layers):
+
+    def layer(i: int, x):
         if i == cfg.skip[1]:
             x = mix((1.0, x), (skip, outputs[cfg.skip[0]]))
         else:
@@ -1811,7 +2166,12 @@ def forward(
                 more = [(bigram_lambdas[i], bigram)] if i else []  # layer 0 has it already
                 x = mix((resid[i, 0], x), (1.0, y), (x0_lambdas[i], x0), *more)
         with jax.named_scope(f"mlp{i}"):
-            x = mix((resid[i, 1], x), (1.0, mlp(params, cfg, i, norm(x))))
+            return mix((resid[i, 1], x), (1.0, mlp(params, cfg, i, norm(x))))
+
+    if cfg.recompute == "layers":  # keep only what goes from layer to layer
+        layer = jax.checkpoint(layer, static_argnums=0)
+    for i in range(cfg.layers):
+        x = layer(i, x)
         outputs.append(x)
     return norm(mix((1.0, x), (-params["backout_lambda"][0], outputs[cfg.backout])))
 
@@ -1832,48 +2192,85 @@ def cap_logits(z, cfg: Config):
     return cfg.logit_cap[0] / 2 * (1 + squash(z, cfg))
 
 
-def token_losses(x_cd, head_vd, targets_ck, cfg: Config):
-    """(losses in nats [c, k], squashed logits [c, v], sums of exponentials [c]), all float32.
+def logits(x_cd, head_vd, cfg: Config, dtype):
+    """Features times head, [c, v] in `dtype`; with a head in 8 bits (Scaled) x is rounded too."""
+    if isinstance(head_vd, Scaled):
+        return multiply_fp8(round_fp8(x_cd, E4M3, norm_bound(cfg)), head_vd, (1, 1), dtype)
+    return jnp.matmul(x_cd, head_vd.astype(x_cd.dtype).T, preferred_element_type=dtype)
+
+
+def token_losses(x_cd, head_vd, targets_ck, cfg: Config, trains: bool = False):
+    """(losses in nats [c, k], logits [c, v] before the cap, sums of exponentials [c]) as float32.
 
     Capped logits are below a, so exp cannot overflow and needs no row maximum; a/2 of each cancels.
     XLA does all of this to a product while it is on the chip: if the caller stores squashed logits
     as bfloat16, no float32 [c, v] goes to memory. The logits of the targets come once more, from
     their rows of the head: 12.2 M cycles predicted for v6e (49,152 tokens, one target; 0.2 M more
     are the bytes of the look-up), 18.7 M when they are picked out of [c, v] by comparison.
+
+    On an NVIDIA GPU matmuls are a library's, and the product does go to memory. Where the program
+    `trains` it goes there in the dtype of x, as in the original: 0.4 GB a chunk instead of 0.8. The
+    sums are then those of rounded logits, the logits of the targets are not rounded.
     """
     half = cfg.logit_cap[0] / 2
-    w_vd = head_vd.astype(x_cd.dtype)
-    squashed_cv = squash(jnp.matmul(x_cd, w_vd.T, preferred_element_type=jnp.float32), cfg)
-    sum_c = jnp.sum(jnp.exp(half * squashed_cv), axis=1)
+    wide = functools.partial(logits, cfg=cfg, dtype=jnp.float32)
+    if trains:
+        narrow = functools.partial(logits, cfg=cfg, dtype=x_cd.dtype)
+        z_cv = lax.platform_dependent(
+            x_cd, head_vd, cuda=lambda *args: narrow(*args).astype(jnp.float32), default=wide
+        )
+    else:
+        z_cv = wide(x_cd, head_vd)
+    sum_c = jnp.sum(jnp.exp(half * squash(z_cv, cfg)), axis=1)
+    scale, w_vd = 1.0, head_vd
+    if isinstance(head_vd, Scaled):
+        x, w = round_fp8(x_cd, E4M3, norm_bound(cfg)), head_vd
+        x_cd, w_vd, scale = x.values, w.values, x.scale * w.scale
     z_ck = [
         jnp.sum(x_cd.astype(jnp.float32) * w_vd[targets_ck[:, k]].astype(jnp.float32), axis=1)
         for k in range(targets_ck.shape[1])
     ]
-    losses_ck = jnp.log(sum_c)[:, None] - half * squash(jnp.stack(z_ck, axis=1), cfg)
-    return losses_ck, squashed_cv, sum_c
+    losses_ck = jnp.log(sum_c)[:, None] - half * squash(scale * jnp.stack(z_ck, axis=1), cfg)
+    return losses_ck, z_cv, sum_c
 
 
-def loss_gradients(squashed_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Config):
+def loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Config):
     """Gradients of the weighted losses: (x's [c, d] in its dtype, the head's [v, d] in float32).
 
     That of a logit z is (total weight of the token * its probability - weight of z as a target)
     times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
     rounded to bfloat16, either gradient is off by 0.3 % (relative norm).
+
+    With a head in 8 bits, that of a logit is rounded to E5M2. It is not above the total weight of
+    the token: there is no need to look for the largest one in [c, v].
     """
     a, _, c = cfg.logit_cap
-    w_vd = head_vd.astype(x_cd.dtype)
     weights_ck = a / (4 * c) * weights_ck
-    # The barrier makes XLA store what was rounded, not the float32 product that it came from.
-    squashed_cv = lax.optimization_barrier(squashed_cv.astype(x_cd.dtype)).astype(jnp.float32)
+
+    # Barriers make XLA store what was rounded, and no float32 [c, v]: here the squashed logits...
+    def store(z_cv):
+        return lax.optimization_barrier(squash(z_cv, cfg).astype(x_cd.dtype)).astype(jnp.float32)
+
+    # ... and on a GPU none: the product is in memory already (see token_losses).
+    def again(z_cv):
+        return squash(lax.optimization_barrier(z_cv.astype(x_cd.dtype)), cfg)
+
+    squashed_cv = lax.platform_dependent(z_cv, cuda=again, default=store)
     # Targets of a token that are equal share the sum of their weights: it is written only once.
     equal_ckk = targets_ck[:, :, None] == targets_ck[:, None, :]
     merged_ck = jnp.sum(jnp.where(equal_ckk, weights_ck[:, None, :], 0.0), axis=2)
-    ids_v, hit_cv = jnp.arange(head_vd.shape[0])[None], 0.0
+    ids_v, hit_cv = jnp.arange(squashed_cv.shape[1])[None], 0.0
     for k in range(targets_ck.shape[1]):
         hit_cv = jnp.where(ids_v == targets_ck[:, k : k + 1], merged_ck[:, k : k + 1], hit_cv)
     factor_c = jnp.sum(weights_ck, axis=1) / sum_c
     miss_cv = jnp.exp(a / 2 * squashed_cv) * factor_c[:, None] - hit_cv
-    grad_cv = (miss_cv * (1 - jnp.square(squashed_cv))).astype(x_cd.dtype)
+    grad_cv = miss_cv * (1 - jnp.square(squashed_cv))
+    if isinstance(head_vd, Scaled):
+        x = round_fp8(x_cd, E4M3, norm_bound(cfg))
+        grad = round_fp8(grad_cv, E5M2, jnp.max(jnp.sum(weights_ck, axis=1)))
+        dx_cd = multiply_fp8(grad, head_vd, (1, 0), x_cd.dtype)
+        return dx_cd, multiply_fp8(grad, x, (0, 0), jnp.float32)
+    w_vd, grad_cv = head_vd.astype(x_cd.dtype), grad_cv.astype(x_cd.dtype)
     return grad_cv @ w_vd, jnp.matmul(grad_cv.T, x_cd, preferred_element_type=jnp.float32)
 
 
@@ -1917,12 +2314,13 @@ def cross_entropy_forward(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     if weights_rk.perturbed:
         raise NotImplementedError("cross_entropy has no gradient with respect to its weights")
     x_rd, head_vd, *targets = (x.value for x in (x_rd, head_vd, targets_rk, weights_rk))
+    w_vd = round_fp8(head_vd, E4M3) if cfg.fp8 in ("head", "both") else head_vd
 
     def add(carry, chunk):
         totals, d_head = carry
         x_cd, targets_ck, weights_ck = chunk
-        losses_ck, squashed_cv, sum_c = token_losses(x_cd, head_vd, targets_ck, cfg)
-        dx_cd, more = loss_gradients(squashed_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg)
+        losses_ck, z_cv, sum_c = token_losses(x_cd, w_vd, targets_ck, cfg, trains=True)
+        dx_cd, more = loss_gradients(z_cv, sum_c, x_cd, w_vd, targets_ck, weights_ck, cfg)
         return (add_losses(totals, losses_ck, weights_ck), d_head + more), dx_cd
 
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
@@ -2294,6 +2692,58 @@ def micro_rows(cfg: Config, rows: int, row_tokens: int) -> int:
     return max(fits, default=1)
 
 
+def memory_limit(mesh: Mesh) -> int | None:
+    """Bytes that programs and state of a run can have on a device; None if that is not known."""
+    device = (mesh.local_devices or [*mesh.devices.flat])[0]
+    known = HARDWARE.get(device.device_kind, Hardware()).memory
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit", known)
+    except jax.errors.JaxRuntimeError:  # of a device that is not here
+        return known
+
+
+def memory_needed(cfg: Config, variant: Variant, mesh: Mesh) -> float:
+    """Bytes on a device while a `grads` program runs: an estimate, mostly 5 to 25 % too high.
+
+    The model keeps 17 activations of its width for each token and layer (a fourth more with
+    attention by XLA or cuDNN); with recompute=layers one, and all of one layer. (From programs for
+    an absent H100, as in --preflight h100x8.)
+    """
+    size, table = cfg.dtype.itemsize, param_table(cfg)
+    numbers = sum(row.count for row in table.values())
+    adam = sum(row.count for row in table.values() if row.optimizer == "adam")
+    tokens = micro_rows(cfg, variant.rows // mesh.size, variant.row_tokens) * variant.row_tokens
+    stays = 12 * numbers / mesh.size + size * (numbers + (cfg.adam_every - 1) * adam)
+    sums = (4 + size) * numbers
+    loss = cfg.vocab * (min(cfg.loss_chunk, tokens) * (4 + 2 * size) + 4 * cfg.width)
+    kept = cfg.layers + 24 if cfg.recompute == "layers" else 17 * cfg.layers
+    if attention_on(cfg, mesh.devices.flat[0])[0] in ("xla", "cudnn"):
+        kept *= 1.25
+    return stays + sums + loss + tokens * cfg.width * size * kept
+
+
+def fitted(cfg: Config, variant: Variant, mesh: Mesh) -> Config:
+    """`cfg` with micro_tokens and recompute settled for a program, by the memory of its devices.
+
+    The most rows at a time whose activations fit, with 5 % to spare; where not even one row's do,
+    the most with recompute=layers, which has a third more to compute. Results are the same but for
+    the order of sums. Where the memory is not known (a CPU): 49,152 tokens.
+    """
+    limit = memory_limit(mesh)
+    ways = ("never", "layers") if cfg.recompute == "auto" else (cfg.recompute,)
+    rows = max(variant.rows // mesh.size, 1)
+    sizes = [n * variant.row_tokens for n in range(rows, 0, -1) if rows % n == 0]
+    if cfg.micro_tokens or limit is None or variant.kind != "grads":
+        sizes = [cfg.micro_tokens or 49_152]
+    found = [
+        dataclasses.replace(cfg, recompute=way, micro_tokens=size) for way in ways for size in sizes
+    ]
+    if limit is None or variant.kind != "grads":
+        return found[0]
+    fits = (c for c in found if memory_needed(c, variant, mesh) <= 0.95 * limit)
+    return next(fits, found[-1])
+
+
 def compute_copies(cfg: Config, params, gather: bool = False, names=None):
     """What the model computes with: large parameters in cfg.dtype, small ones as they are.
 
@@ -2389,6 +2839,8 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
     """
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
     add_rows = ADD_ROWS[adder_on(cfg, mesh.devices.flat[0])]
+    check_fp8(cfg, mesh.devices.flat[0])
+    cfg = fitted(cfg, variant, mesh)
     micro = micro_rows(cfg, variant.rows // mesh.size, variant.row_tokens)
     state_specs = map_state(cfg, lambda kind, row: partition(row))
 
@@ -2511,6 +2963,22 @@ def alone(status: int) -> int:
 # ------------------------------------------------------------------------------------------------
 
 
+# All that is asked of a compiler beyond its defaults, by platform; in every run's log. On GPUs XLA
+# leaves out the rounding to bfloat16 between operations that it can fuse, and so keeps and reads
+# activations as float32: for the record's largest stage 17.65 GiB of temporaries instead of 16.31,
+# and 5 % more bytes (counted in its program for an absent H100).
+# With 8-bit matmuls they are left to cuBLASLt: XLA's own, by Triton, widen products of the two
+# formats to 16 bits. (That collectives run beside computation is XLA's default.)
+COMPILER_OPTIONS = {"gpu": {"xla_allow_excess_precision": False}}
+FP8_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+
+
+def compiler_options(cfg: Config, device) -> dict:
+    """What COMPILER_OPTIONS and FP8_OPTIONS say for this run and one of its devices."""
+    more = {} if cfg.fp8 == "none" else FP8_OPTIONS.get(device.platform, {})
+    return COMPILER_OPTIONS.get(device.platform, {}) | more
+
+
 def abstract_copies(cfg: Config, mesh: Mesh):
     """Shapes, dtypes and shardings of the compute copies."""
     copy = functools.partial(compute_copies, cfg)
@@ -2541,15 +3009,16 @@ def lower_variant(cfg: Config, variant: Variant, mesh: Mesh):
     hyper = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), hyper_at(cfg, 0)
     )
-    step = make_step(cfg, variant, mesh)
+    step, options = make_step(cfg, variant, mesh), compiler_options(cfg, mesh.devices.flat[0])
     if variant.kind == "update":
         due = abstract_due(cfg, mesh, variant)
-        return jax.jit(step, donate_argnums=0).lower(state, due, hyper)
+        program = jax.jit(step, donate_argnums=0, compiler_options=options)
+        return program.lower(state, due, hyper)
     shape = (variant.rows, variant.row_tokens + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=NamedSharding(mesh, P(AXIS)))
     wishes = jax.ShapeDtypeStruct((mesh.size, 2), jnp.float32, sharding=tokens.sharding)
     wishes = [wishes] if variant.kind == "grads" else []
-    return jax.jit(step).lower(copies, tokens, hyper, *wishes)
+    return jax.jit(step, compiler_options=options).lower(copies, tokens, hyper, *wishes)
 
 
 def lower_init(cfg: Config, mesh: Mesh):
@@ -2566,6 +3035,30 @@ def lower_copies(cfg: Config, mesh: Mesh):
     copy = functools.partial(compute_copies, cfg, gather=True)
     copy = jax.shard_map(copy, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
     return jax.jit(copy).lower(params)
+
+
+def program_bytes(compiled) -> dict[str, int]:
+    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
+    memory = compiled.memory_analysis()
+    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
+    sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
+    live = sum(sizes.values()) - 2 * sizes["aliased"]
+    return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
+
+
+def resident_bytes(cfg: Config, variant: Variant, mesh: Mesh) -> int:
+    """Bytes on a device of what stays there while a program runs that does not take it.
+
+    Training state and gradients that wait for the next Adam step, or, beside an update, the copies.
+    """
+    due = abstract_due(cfg, mesh, Variant("update", adam=True)).values()
+    resident = abstract_state(cfg, mesh), [x[1:] for x in due]
+    if variant.kind == "update":
+        resident = abstract_copies(cfg, mesh)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(resident)
+    )
 
 
 @contextlib.contextmanager
@@ -2588,12 +3081,13 @@ def heartbeat(say: Callable, under_way: dict[str, float]):
         thread.join()
 
 
-def compile_all(cfg: Config, mesh: Mesh, say: Callable = print):
+def compile_all(cfg: Config, mesh: Mesh, say: Callable = print, variants=None):
     """Compile every program of the run in parallel threads, reporting the seconds of each.
 
-    Returns ({"init", "copies" or Variant: executable}, {name: seconds}). A variant that is not in
-    the dict is a KeyError at the step that needs it, never a silent compilation inside the clock.
-    Several processes compile only after they agree on what.
+    With `variants` only these, beside init and copies. Returns ({"init", "copies" or Variant:
+    executable}, {name: seconds}). A variant that is not in the dict is a KeyError at the step that
+    needs it, never a silent compilation inside the clock. Several processes compile only after they
+    agree on what.
     """
     special, under_way = {"init": lower_init, "copies": lower_copies}, {}
 
@@ -2611,7 +3105,7 @@ def compile_all(cfg: Config, mesh: Mesh, say: Callable = print):
         say(f"compiled {name} in {seconds:.1f} s{temp}")
         return key, compiled, name, seconds
 
-    keys = ["init", "copies", *executions(cfg)]
+    keys = ["init", "copies", *(variants or executions(cfg))]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool, heartbeat(say, under_way):
         lowered = list(pool.map(lower, keys))
         if jax.process_count() > 1:
@@ -2785,6 +3279,15 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
     return cursor
 
 
+def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
+    """UserError unless every one of `tokens`, which come from `path`, is a known id."""
+    if (largest := int(tokens.max())) >= cfg.real_tokens:
+        raise UserError(
+            f"{path}: token id {largest} is not below {cfg.real_tokens}: "
+            f"not made with the {cfg.encoding} encoding, tokenize it again"
+        )
+
+
 def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
     """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
 
@@ -2803,11 +3306,7 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
     for stream, last in ((train, cursor), (val, cfg.val_tokens)):
         for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
             path, shard = stream.paths[number], stream.shards[number]
-            if (largest := int(shard.max())) >= cfg.real_tokens:
-                raise UserError(
-                    f"{path}: token id {largest} is not below {cfg.real_tokens}: "
-                    f"not made with the {cfg.encoding} encoding, tokenize it again"
-                )
+            check_ids(cfg, path, shard)
             with open(path, "rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             found[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
@@ -3311,6 +3810,14 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names if not SECRET.search(name)}
 
 
+def make_folder(path: Path, option: str):
+    """Make a folder that the user named; UserError if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}: name another folder") from None
+
+
 class LogFile:
     """A file at whose end text is written at once, so that a crash loses nothing.
 
@@ -3369,7 +3876,7 @@ class RunLog:
         about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
         about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
         about += f"\n{facts['host']['platform']}\ncommand: {facts['command']}"
-        for name in ("host", "environment", "data"):
+        for name in ("host", "environment", "choices", "data"):
             about += f"\n{name}: {json.dumps(facts[name])}"
         if self.resumed:
             self.line(f"{rule}\nresumed\n{about}\n{rule}")
@@ -3808,13 +4315,15 @@ class Wishes:
 PROFILE_STEPS = (20, 24)  # of this process: what --profile traces, well after the start
 
 
-def run_step(cfg: Config, programs, step: int, state, copies, waiting, batch, wishes, between=None):
-    """Run the two programs of `step`: (state, copies, gradients that wait on, report).
+def run_step(cfg: Config, programs, variants, state, copies, waiting, batch, wishes, between=None):
+    """Run the two programs of a step: (state, copies, gradients that wait on, report).
+
+    `variants` are its step_variants.
 
     between(state, waiting) is called after the first: the devices compute gradients, and do not
     need the state, which the second consumes.
     """
-    grads_of, update = step_variants(cfg, step)
+    grads_of, update = variants
     grads, report = programs[grads_of](copies, batch.tokens, batch.hyper, wishes)
     if between is not None:
         between(state, waiting)
@@ -3888,7 +4397,8 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, begin, start, progress
                 asked, saved, wishes.saved = asked * [0, 1], step, time.monotonic()
 
             state, copies, waiting, report = run_step(
-                *(cfg, programs, step, state, copies, waiting, batch, wishes.now()),
+                *(cfg, programs, step_variants(cfg, step)),
+                *(state, copies, waiting, batch, wishes.now()),
                 between if saves else None,
             )
             cursor = batch.cursor
@@ -3899,11 +4409,10 @@ def run_steps(cfg: Config, mesh: Mesh, programs, streams, begin, start, progress
                 jax.profiler.stop_trace()
 
 
-def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, data: dict) -> dict:
-    """The fields of run.json as they stand before training."""
+def what_runs(cfg: Config, mesh: Mesh, command: str) -> dict:
+    """What the figures of a run or a benchmark stand on: source, versions, machine, config."""
     device = mesh.devices.flat[0]
     return {
-        "run_id": run_id,
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
         "seed": cfg.seed,
@@ -3918,6 +4427,52 @@ def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, data: dict) 
         },
         "host": host(),
         "environment": environment(),
+        "choices": choices(cfg, mesh),
+    }
+
+
+def choices(cfg: Config, mesh: Mesh) -> dict:
+    """What this file has decided for these devices; UserError where they cannot do what is asked.
+
+    `at_a_time` has for each program how many rows it takes at once, whether layers are computed
+    again on the way back, and the gigabytes that this is estimated to need.
+    """
+    device, at_a_time = mesh.devices.flat[0], {}
+    check_fp8(cfg, device)
+    backend, reason = attention_on(cfg, device)
+    for variant in executions(cfg):
+        if variant.kind == "grads":
+            settled = fitted(cfg, variant, mesh)
+            at_a_time[variant.name] = {
+                "rows": micro_rows(settled, variant.rows // mesh.size, variant.row_tokens),
+                "recompute": settled.recompute,
+                "gigabytes": round(memory_needed(settled, variant, mesh) / 1e9, 1),
+            }
+    return {
+        "attention": f"{backend} ({reason})",
+        "compiler_options": compiler_options(cfg, device),
+        "at_a_time": at_a_time,
+    }
+
+
+def say_choices(chosen: dict, mesh: Mesh, say: Callable):
+    """Lines on the terminal about `choices`; of memory only where it is known how much there is."""
+    say(f"attention: {chosen['attention']}")
+    if (limit := memory_limit(mesh)) is None:
+        return
+    for name, how in chosen["at_a_time"].items():
+        again = ", layers computed again on the way back" * (how["recompute"] == "layers")
+        of = f"about {how['gigabytes']} of {limit / 1e9:.1f} GB"
+        warning = "warning: " * (1e9 * how["gigabytes"] > limit)
+        rows = f"{how['rows']} row{'s' * (how['rows'] > 1)} at a time"
+        say(f"{warning}{name}: {rows}{again}, {of}")
+
+
+def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, data: dict) -> dict:
+    """The fields of run.json as they stand before training."""
+    return {
+        "run_id": run_id,
+        **what_runs(cfg, mesh, command),
         "data": data,
         "compile_seconds": {},
         "steps": 0,
@@ -3946,7 +4501,7 @@ def train(
     if profile and cfg.steps - start["step"] <= PROFILE_STEPS[1]:
         raise UserError(f"--profile needs more than {PROFILE_STEPS[1]} steps: raise --set steps=")
     mesh = make_mesh(cfg)
-    backend, reason = attention_on(cfg, mesh.devices.flat[0])
+    choices(cfg, mesh)  # what cannot be is said before anything is read
     source = data_folder(cfg, say)
     streams = TokenStream(source, "train", cfg.bos), TokenStream(source, "val", cfg.bos)
     data = check_tokens(cfg, *streams)
@@ -3974,7 +4529,7 @@ def train(
         set_aside(resume)
     with contextlib.closing(RunLog(run_dir, facts, resume and resume.logs, say)) as log:
         say(f"run {run_dir} on {mesh.size} x {mesh.devices.flat[0].device_kind}")
-        say(f"attention: {backend} ({reason})")
+        say_choices(facts["choices"], mesh, say)
         if cfg.encoding == "bpe" and jax.process_index() == 0:
             shutil.copy(source / MERGES, run_dir)  # so that --sample needs the run's folder only
         programs, seconds = compile_all(cfg, mesh, say)
@@ -4008,6 +4563,154 @@ def train(
 
 
 # ------------------------------------------------------------------------------------------------
+# Benchmark: how long the steps of each stage take, without a run around them
+# ------------------------------------------------------------------------------------------------
+
+BENCH_BATCHES = 4  # lie on the devices and are taken in turn
+BENCH_CHUNKS = 5  # stretches of steps that are timed; their median counts
+BENCH_SECONDS = 0.5  # a chunk takes at least this: to wait for its end costs well under 1 % of it
+BENCH_DOCUMENT = 700  # mean length of random documents; FineWeb's: 100 M tokens / 150,000 a shard
+BENCH_LINE = "{:35}{:>8}{:>9}{:>9}{:>9}{:>12}{:>9}{:>9}"  # 100 columns
+
+
+def part_of(cfg: Config, devices: int, parts: int) -> Config:
+    """`cfg` with the batches that are left for `devices` where `parts` devices share the whole.
+
+    With it one GPU does what each of eight has to do for its rows. Of the update it does more: all
+    of it, where each of eight updates an eighth. And its collectives cross no network.
+    """
+    stages = []
+    for i, stage in enumerate(cfg.stages):
+        if stage.rows % parts:
+            raise UserError(
+                f"--bench {parts}: stages.{i} has {stage.rows} rows, which {parts} devices cannot "
+                "share equally: use a number that divides them"
+            )
+        tokens = stage.batch_tokens * devices // parts
+        stages.append(dataclasses.replace(stage, batch_tokens=tokens))
+    return dataclasses.replace(cfg, stages=tuple(stages))
+
+
+def bench_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream | None) -> list[Batch]:
+    """Batches of the stage that `step` belongs to: the first of `stream`, or random ones.
+
+    All have the Hyper of `step`. Random tokens are uniform over the real ids, with documents, since
+    attention may pass over what is in another one; but they are cut nowhere.
+    """
+    stage, hyper, cursor, batches = stage_at(cfg, step), put_hyper(cfg, step, mesh), 0, []
+    rng, shape = np.random.default_rng(cfg.seed), (stage.rows, stage.row_tokens + 1)
+    for _ in range(BENCH_BATCHES):
+        if stream:
+            rows, cursor = next_rows(stream, cursor, stage)
+            check_ids(cfg, stream.paths[0].parent, rows)
+        else:
+            ids = rng.integers(cfg.real_tokens, size=shape, dtype=np.uint16)
+            rows = np.where(rng.random(shape) < 1 / BENCH_DOCUMENT, np.uint16(cfg.bos), ids)
+        batches.append(Batch(put_rows(rows, mesh, stage.rows), hyper, cursor))
+    return batches
+
+
+def time_chunks(cfg: Config, run: Callable) -> dict:
+    """Times of run(steps) -> (seconds, loss), warm; the fields of its row in bench.json.
+
+    Chunks are made of whole Adam periods, so that each kind of update has its share of them.
+    """
+    run(2 * cfg.adam_every)
+    steps = cfg.adam_every
+    while run(steps)[0] < BENCH_SECONDS:
+        steps *= 2
+    seconds, losses = zip(*(run(steps) for _ in range(BENCH_CHUNKS)), strict=True)
+    each = [1e3 * x / steps for x in seconds]
+    return {
+        "ms": float(np.median(each)),
+        "ms_min": min(each),
+        "ms_max": max(each),
+        "chunk_steps": steps,
+        "chunk_ms": [1e3 * x for x in seconds],
+        "loss": losses[-1],
+    }
+
+
+def bench(cfg: Config, parts: int, named: bool, dump: Path | None, command: str, say=print):
+    """Time the steps of each stage, on random and on real tokens; the content of bench.json.
+
+    The devices share the batches of each stage, or take their share of them among `parts` devices
+    (0: as many as there are). Real tokens are the first of the data folder; where there are none,
+    random ones have to do, unless the user has `named` the folder. The state goes from stage to
+    stage, as in training. Utilization is of the peak in bfloat16, also with fp8. MiB are those of
+    the stage's programs and of what stays beside them; what the devices tell of their peak holds
+    for all stages so far (bench.json has both). Nothing is written but to `dump`.
+    """
+    mesh = make_mesh(cfg)
+    device, facts, parts = mesh.devices.flat[0], what_runs(cfg, mesh, command), parts or mesh.size
+    cfg, peak = part_of(cfg, mesh.size, parts), peak_flops(device.device_kind)
+    facts |= {"parts": parts, "choices": choices(cfg, mesh)}
+    if dump:
+        make_folder(dump, "--dump")
+    streams = {"random": None}
+    try:
+        streams["real"] = TokenStream(data_folder(cfg, say), "train", cfg.bos)
+    except UserError as error:
+        if named:
+            raise
+        say(f"random tokens only: {error}")
+    say(f"{cfg.preset} on {mesh.size} x {device.device_kind}, each with 1/{parts} of every batch")
+    say(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    say_choices(facts["choices"], mesh, say)
+
+    updates = [Variant("update", adam=is_adam_step(cfg, i)) for i in range(cfg.adam_every)]
+    stages = [(step, step_variants(cfg, step)[0]) for step in cfg.boundaries[:-1]]
+    work = [  # before anything is compiled: the data may be too short
+        (i, grads, kind, bench_batches(cfg, mesh, step, stream))
+        for i, (step, grads) in enumerate(stages)
+        for kind, stream in streams.items()
+    ]
+    wanted = dict.fromkeys([*(grads for _, grads in stages), *updates])  # each of them once
+    programs, seconds = compile_all(cfg, mesh, say, wanted)
+    state = programs["init"](put(np.uint32(cfg.seed), mesh, P()))
+    copies, wishes = programs["copies"](state["params"]), Wishes(cfg, mesh).now()
+
+    def run(grads, supply, steps):
+        nonlocal state, copies
+        waiting, report, start = {}, None, time.perf_counter()
+        for i in range(steps):
+            variants, before = (grads, updates[i % cfg.adam_every]), report
+            state, copies, waiting, report = run_step(
+                cfg, programs, variants, state, copies, waiting, next(supply), wishes
+            )
+            jax.block_until_ready(before)  # as in training, while this step runs
+        jax.block_until_ready((state, copies))
+        return time.perf_counter() - start, float(report[0])
+
+    rows, head = [], ("stage", "tokens", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB")
+    say(BENCH_LINE.format(*head))
+    for i, grads, kind, batches in work:
+        times = time_chunks(cfg, functools.partial(run, grads, itertools.cycle(batches)))
+        if not math.isfinite(times["loss"]):
+            raise UserError(
+                f"{grads.name}: the loss on {kind} tokens is {times['loss']}, and the time of such "
+                "steps tells nothing: lower the learning rates (--set lr_muon=...)"
+            )
+        rate = 1e3 * grads.batch_tokens / times["ms"]
+        needs = [
+            resident_bytes(cfg, one, mesh) + program_bytes(programs[one])["peak"]
+            for one in (grads, *updates)
+        ]
+        used = peak and rate * flops_per_token(cfg) / (mesh.size * peak)
+        row = {"stage": i, "name": grads.name, "batch_tokens": grads.batch_tokens, "tokens": kind}
+        row |= {**times, "tokens_per_second": rate, "utilization": used}
+        row |= {"memory_mib": max(needs) / 2**20, "peak_so_far_mib": memory_peak_mib()}
+        rows.append(row)
+        cells = [f"{row[key]:.2f}" for key in ("ms", "ms_min", "ms_max")]
+        cells += f"{rate:,.0f}", f"{used:.1%}" if used else "-", f"{row['memory_mib']:,.0f}"
+        say(BENCH_LINE.format(f"{i} {grads.name}", kind, *cells))
+    facts |= {"compile_seconds": seconds, "rows": rows}
+    if dump:
+        (dump / "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return facts
+
+
+# ------------------------------------------------------------------------------------------------
 # Preflight: will the run compile, fit and be fast on hardware that is not here?
 # ------------------------------------------------------------------------------------------------
 
@@ -4017,6 +4720,7 @@ GPU_TARGET = "h100x8"
 H100 = """
 device_description_str: "NVIDIA H100 80GB HBM3" platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 }
 gpu_device_info {
   cuda_compute_capability { major: 9 }
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
@@ -4055,7 +4759,7 @@ class Hardware(NamedTuple):
 HARDWARE = {
     "TPU v6 lite": Hardware(int(31.25 * 2**30), 1.64e12, 56e9, 1.75e9),
     # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-    "NVIDIA H100 80GB HBM3": Hardware(int(0.75 * 80e9), 3.35e12, 450e9),
+    "NVIDIA H100 80GB HBM3": Hardware(int(0.75 * 81_559 * 2**20), 3.35e12, 450e9),
 }
 
 
@@ -4286,14 +4990,6 @@ def kernel_cycles(instructions, folder: Path, notes: set) -> int | None:
     return round(total * KERNEL_FACTOR)
 
 
-def make_folder(path: Path, option: str):
-    """Make a folder that the user named; UserError if that cannot be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror}: name another folder") from None
-
-
 def absent_devices(target: str) -> list:
     """Devices for compilation only: a key of TOPOLOGIES, a TPU topology NAME:AxB, or GPU_TARGET."""
     from jax.experimental import topologies
@@ -4335,11 +5031,8 @@ def analyse(compiled, mesh: Mesh, schedules: Path) -> dict:
     None stands for what is not known. "flops" is the compiler's own count, which leaves out kernels
     and takes the body of a loop once.
     """
-    devices, notes, memory = [*mesh.devices.flat], set(), compiled.memory_analysis()
+    devices, notes = [*mesh.devices.flat], set()
     hardware = HARDWARE.get(devices[0].device_kind, Hardware())
-    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
-    sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
-    live = sum(sizes.values()) - 2 * sizes["aliased"]
     instructions = [*walk(compiled.as_text(), notes)]
     found = collectives(instructions, mesh.size)
     sent = sum(row["sent_bytes"] for row in found.values())
@@ -4349,7 +5042,7 @@ def analyse(compiled, mesh: Mesh, schedules: Path) -> dict:
     links = link_count(devices) or 1
     return {
         "flops": (compiled.cost_analysis() or {}).get("flops"),
-        "bytes": sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live},
+        "bytes": program_bytes(compiled),
         "collectives": found,
         "estimated_cycles": cycles,
         "kernel_cycles": cycles and kernels,
@@ -4461,25 +5154,15 @@ and sorts take from memory. MB are whole buffers: before a reduce-scatter, after
 def preflight_row(cfg: Config, variant: Variant, mesh: Mesh, schedules: Path, dump: Path | None):
     """Compile a variant: its row of preflight.json, but for `steps`.
 
-    What stays on the devices while a program runs that does not take it are its resident_bytes:
-    training state and gradients that wait for the next Adam step, or, beside an update, the copies.
     Model FLOPs are those of all devices, from shapes.
     """
     kind, start = mesh.devices.flat[0].device_kind, time.perf_counter()
-    due = abstract_due(cfg, mesh, Variant("update", adam=True)).values()
-    resident = abstract_state(cfg, mesh), [x[1:] for x in due]
-    if variant.kind == "update":
-        resident = abstract_copies(cfg, mesh)
-    shards = (
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(resident)
-    )
     share = {"grads": 1, "eval": 1 / 3, "update": 0}[variant.kind]
     row = {
         "name": variant.name,
         "tokens_per_step": variant.batch_tokens,
         "model_flops": share * flops_per_token(cfg) * variant.batch_tokens,
-        "resident_bytes": sum(shards),
+        "resident_bytes": resident_bytes(cfg, variant, mesh),
         "device_bytes_limit": HARDWARE.get(kind, Hardware()).memory,
         "hlo": None,
     }
@@ -4507,10 +5190,11 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
     rows = []
     with schedule_dump() as schedules:
         devices = absent_devices(target)
-        if target == GPU_TARGET:
+        if attention_on(cfg, devices[0])[0] == "cudnn":
             cfg = dataclasses.replace(cfg, attention="xla")
-            say("attention=xla: the run will take cuDNN, which cannot be compiled without a GPU")
+            say("cuDNN, which the run will take, cannot be compiled without a GPU")
         mesh = make_mesh(cfg, devices)
+        say_choices(choices(cfg, mesh), mesh, say)
         for variant, steps in executions(cfg).items():
             rows.append(preflight_row(cfg, variant, mesh, schedules, dump) | {"steps": steps})
             say(f"{variant.name} compiled in {rows[-1]['compile_seconds']:.0f} s")
@@ -4605,7 +5289,10 @@ def parse_args(argv):
     parser.add_argument("--seed", type=int, metavar="N")
     parser.add_argument("--show", action="store_true", help="config, parameters, stages; then exit")
     parser.add_argument("--preflight", metavar="TARGET", help="compile for absent hardware: v6e-8")
-    parser.add_argument("--dump", metavar="DIR", help="with --preflight: preflight.json and HLO")
+    parser.add_argument(
+        "--bench", nargs="?", const=0, type=int, metavar="PARTS", help="time each stage's steps"
+    )
+    parser.add_argument("--dump", metavar="DIR", help="where --preflight and --bench leave files")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue an interrupted run")
     parser.add_argument("--sample", metavar="RUN_DIR", help="continue --prompt from a checkpoint")
     parser.add_argument("--prompt", metavar="TEXT", help="with --sample: the text to continue")
@@ -4629,12 +5316,17 @@ def check_args(args):
     for name in ("resume", "sample"):
         if getattr(args, name) is not None and (args.preset or args.set or args.seed is not None):
             raise UserError(f"--{name} takes the config of the run: drop PRESET, --set, --seed")
-    modes = ("show", "preflight", "resume", "sample")
-    modes = [mode for mode in modes if getattr(args, mode) not in (None, False)]
+    modes = ("show", "preflight", "bench", "resume", "sample")
+    # --bench alone is 0, which equals False but is not it.
+    modes = [mode for mode in modes if not any(getattr(args, mode) is x for x in (None, False))]
+    if args.profile and "bench" in modes:
+        modes.append("profile")
     if len(modes) > 1:
         raise UserError(f"--{modes[0]} and --{modes[1]} are two different things to do: drop one")
-    if args.dump is not None and args.preflight is None:
-        raise UserError("--dump goes with --preflight TARGET")
+    if args.bench is not None and args.bench < 0:
+        raise UserError(f"--bench {args.bench}: a positive number of devices, or none")
+    if args.dump is not None and args.preflight is None and args.bench is None:
+        raise UserError("--dump goes with --preflight TARGET or --bench")
     if args.prompt is not None and args.sample is None:
         raise UserError("--prompt goes with --sample RUN_DIR")
     group = args.coordinator, args.processes, args.process_id
@@ -4678,13 +5370,17 @@ def main(argv=None) -> int:
             sys.stdout.reconfigure(errors="replace")
         say = functools.partial(print, flush=True)
         command = shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv)
+        dump = Path(args.dump) if args.dump else None
         if args.sample is not None:
             cfg = find_checkpoint(Path(args.sample), say).cfg
             prompt = args.prompt or ""
             say(prompt + sample(cfg, Path(args.sample), prompt))
         elif args.preflight is not None:
-            dump = Path(args.dump) if args.dump else None
             return 0 if preflight(resolve(args), args.preflight, dump, say) else 1
+        elif args.bench is not None:
+            cfg = resolve(args)
+            named = args.data is not None or cfg.data not in {x.data for x in PRESETS.values()}
+            bench(cfg, args.bench, named, dump, command, say)
         elif args.show:
             say(show(resolve(args)))
         else:

@@ -1,4 +1,7 @@
-"""Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards."""
+"""Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards.
+
+With --gpu the tests of test_gpu.py have the GPU beside the CPU; without, they are skipped.
+"""
 
 import os
 import sys
@@ -8,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-os.environ["JAX_PLATFORMS"] = "cpu"
+GPU = "--gpu" in sys.argv
+os.environ["JAX_PLATFORMS"] = "cuda,cpu" if GPU else "cpu"
 if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop there
     # Halves the time that XLA takes to compile for a CPU (test_model: 17 s instead of 38).
     os.environ["XLA_FLAGS"] = (
@@ -26,6 +30,7 @@ import train_gpt as T  # noqa: E402
 
 
 def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="what an NVIDIA GPU is needed for")
     parser.addoption(
         "--slow", action="store_true", help="also what takes minutes, some with libtpu"
     )
@@ -35,10 +40,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: python -m pytest --slow"))
+        if "gpu" in item.keywords and not GPU:
+            how = "needs an NVIDIA GPU: python -m pytest --gpu tests/test_gpu.py"
+            item.add_marker(pytest.mark.skip(reason=how))
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes minutes; only with --slow")
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; only with --gpu")
 
 
 BOS = 96  # of the small vocabulary

@@ -1,6 +1,7 @@
 """A run that compiles quickly, and its programs, each compiled once for all tests that use them."""
 
 import contextlib
+import importlib.util
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +27,11 @@ CFG = small_config(
         T.Stage(0.0, 8 * 64, 64, 40, (16, 64)),
     ),
     checkpoint_every=1,
+)
+
+cuda_compiler = pytest.mark.skipif(
+    not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
+    reason="needs the GPU compiler: pip install jax-cuda13-plugin jax-cuda13-pjrt",
 )
 
 # Without the optimizations that cost the most a program of CFG compiles in 1 s instead of 8 (with

@@ -162,12 +162,12 @@ def test_later_settings_win_and_flags_count():
 
 POSITIVE = (
     *("layers", "width", "heads", "mlp_width", "bigram_rows", "steps", "adam_every"),
-    *("micro_tokens", "loss_chunk", "val_tokens", "val_row", "prefetch", "log_every"),
+    *("loss_chunk", "val_tokens", "val_row", "prefetch", "log_every"),
     *("momentum_warmup", "attn_scale"),
 )
 NOT_NEGATIVE = (
     *("val_every", "checkpoint_every", "devices", "sample_tokens", "seed", "extension"),
-    "checkpoint_seconds",
+    *("checkpoint_seconds", "micro_tokens"),
     *("momentum_cooldown", "lr_muon", "lr_adam", "decay_muon", "decay_adam"),
 )
 SHARES = ("cooldown", "lr_floor", "tied", "variance_beta")

@@ -53,8 +53,9 @@ def losses(cfg: T.Config, folder: Path) -> list[float]:
         copies = T.lower_copies(cfg, mesh).compile()(state["params"])
     stream, waiting = T.TokenStream(path.parent, "train", cfg.bos), {}
     for step, batch in enumerate(T.train_batches(cfg, mesh, stream, 0, 0)):
+        variants = T.step_variants(cfg, step)
         state, copies, waiting, report = T.run_step(
-            cfg, programs, step, state, copies, waiting, batch, no_wishes(mesh)
+            cfg, programs, variants, state, copies, waiting, batch, no_wishes(mesh)
         )
         seen.append(round(float(report[0]), 7))
     return seen

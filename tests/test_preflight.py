@@ -293,7 +293,7 @@ def test_preflight_reports_every_program_of_the_run(absent, tmp_path):
     assert [row["steps"] for row in report["variants"]] == list(counts.values())
     assert [row["tokens_per_step"] for row in report["variants"]] == [256, 0, 0, 512, 512]
     assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
-    assert (report["devices"], report["target"], len(lines)) == (8, "v6e-8", 5 + 2)
+    assert (report["devices"], report["target"], len(lines)) == (8, "v6e-8", 1 + 5 + 2)
     for row in report["variants"]:
         assert "HloModule" in (tmp_path / "dump" / row["hlo"]).read_text()
         assert row["bytes"]["arguments"] > 0
@@ -325,7 +325,7 @@ def test_preflight_goes_on_after_a_program_that_does_not_fit(absent):
     lines, name = [], T.step_variants(CFG, 3)[0].name
     absent[name] = "RESOURCE_EXHAUSTED: too large.\n  Used 40.1G of 31.2G hbm.\n  and more"
     assert T.preflight(CFG, "v6e-8", None, lines.append) is False
-    assert lines[-1] == f"{name} does not fit: Used 40.1G of 31.2G hbm." and len(lines) == 5 + 2
+    assert lines[-1] == f"{name} does not fit: Used 40.1G of 31.2G hbm." and len(lines) == 8
     absent[name] = "INTERNAL: a bug"
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         T.preflight(CFG, "v6e-8", None, lines.append)
@@ -340,7 +340,10 @@ def test_the_report_is_whole_labelled_and_fits_a_terminal(absent, monkeypatch):
     monkeypatch.setattr(T, "walk", lambda text, notes: instructions)
     monkeypatch.setattr(T, "kernel_cycles", lambda *args: round(2 * ms))
     assert T.preflight(CFG, "v6e-8", None, lines.append) is True
-    *compiled, report, verdict = lines
+    attention, first, second, *compiled, report, verdict = lines
+    assert attention == "attention: xla (the reference)"
+    assert re.fullmatch(r"grads-b256-\S+: 1 row at a time, about 0.0 of 33.6 GB", first)
+    assert second.startswith("grads-b512-")
     assert [line.split()[0] for line in compiled] == [v.name for v in T.executions(CFG)]
     assert verdict == "all fit the 31.25 GiB of a device"
     assert max(map(len, report.splitlines())) <= 100

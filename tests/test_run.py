@@ -136,7 +136,7 @@ def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
     for package in ("jax", "jaxlib", "numpy"):
         assert f"{package} {importlib.metadata.version(package)}" in lines
     assert "8 x cpu (cpu)" in lines and "command: train 'this'" in lines
-    for name in ("config", "host", "environment", "data"):
+    for name in ("config", "host", "environment", "choices", "data"):
         assert f"{name}: {json.dumps(facts(run.dir)[name])}" in lines
 
 
@@ -222,6 +222,11 @@ def test_run_json_has_exactly_these_facts(run):
         "finished": True,
     }
     seconds = got.pop("compile_seconds")
+    chosen = got.pop("choices")
+    assert (chosen["attention"], chosen["compiler_options"]) == ("xla (the reference)", {})
+    grads = [variant.name for variant in T.executions(CFG) if variant.kind == "grads"]
+    assert [*chosen["at_a_time"]] == grads
+    assert all((x["rows"], x["recompute"]) == (1, "never") for x in chosen["at_a_time"].values())
     assert got == want
     assert list(seconds) == ["init", "copies", *(variant.name for variant in T.executions(CFG))]
     assert min(seconds.values()) > 0
@@ -706,8 +711,13 @@ def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, run, copy, ste
     ]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("step", [5, 6])
+OTHERS = [(5, 1), (6, 4)]
+
+
+@pytest.mark.parametrize(
+    ("step", "devices"),
+    [(5, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS)],
+)
 def test_run_of_8_devices_resumes_on_fewer(train, run, copy, devices, step):
     saved = back_to(copy, step)
     cfg = replace(saved.cfg, devices=devices)
@@ -804,9 +814,10 @@ def test_a_stop_that_could_not_be_saved_is_an_error(train, tmp_path, monkeypatch
         train(replace(CFG, checkpoint_every=0), tmp_path)
 
 
-def test_the_same_signal_twice_is_one_wish(monkeypatch):
+def test_the_same_signal_twice_is_one_wish(monkeypatch, request):
     """As from `timeout`, which tells the process and its group; later it ends the process."""
-    now = [0.0]
+    now, before = [0.0], signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))  # a script's `&` ignores it
     monkeypatch.setattr(T, "time", SimpleNamespace(**{**vars(T.time), "monotonic": lambda: now[0]}))
     with T.Wishes(CFG, mesh_of(2)) as wishes:
         for _ in range(2):

@@ -87,8 +87,9 @@ def train(cfg, devices, programs, folder):
     copies, waiting = programs["copies"](state["params"]), {}
     stream = T.TokenStream(folder, "train", BOS)
     for step, batch in enumerate(T.train_batches(cfg, mesh, stream, 0, 0)):
+        variants = T.step_variants(cfg, step)
         state, copies, waiting, report = T.run_step(
-            cfg, programs, step, state, copies, waiting, batch, no_wishes(mesh)
+            cfg, programs, variants, state, copies, waiting, batch, no_wishes(mesh)
         )
         losses.append(float(report[0]))
     return losses, jax.device_get(state)
@@ -706,6 +707,69 @@ def test_evaluate_does_not_depend_on_val_batch(val, direct_loss):
 )
 def test_micro_rows_are_the_most_that_divide_and_fit(micro_tokens, rows, row_tokens, want):
     assert T.micro_rows(small_config(micro_tokens=micro_tokens), rows, row_tokens) == want
+
+
+# MiB that cards tell: RTX 4090, L40S, H100, H200. jax takes three quarters of it.
+CARDS = {24: 24_564, 48: 46_068, 80: 81_559, 141: 143_771, 8: 8192}
+
+
+def on_one(monkeypatch, gigabytes: float | None, stage: int, **changes):
+    """How one GPU of this memory takes the rows of a stage of the record: (rows, recompute)."""
+    limit = gigabytes and 0.75 * CARDS[gigabytes] * 2**20
+    monkeypatch.setattr(T, "memory_limit", lambda mesh: limit)
+    monkeypatch.setattr(T, "attention_on", lambda cfg, device: ("triton", ""))
+    cfg, mesh = replace(T.PRESETS["speedrun"], **changes), mesh_of(1)
+    grads = [variant for variant in T.executions(cfg) if variant.kind == "grads"][stage]
+    cfg = T.fitted(cfg, grads, mesh)
+    return T.micro_rows(cfg, grads.rows, grads.row_tokens), cfg.recompute
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "first", "last"),
+    [
+        (24, (1, "never"), (1, "layers")),
+        (48, (4, "never"), (1, "never")),
+        (80, (8, "never"), (2, "never")),
+        (141, (8, "never"), (4, "never")),
+        (None, (2, "never"), (1, "never")),
+    ],
+)
+def test_a_device_takes_what_its_memory_holds(monkeypatch, gigabytes, first, last):
+    """First: 8 rows of 16,384 tokens, the last: of 49,152."""
+    assert on_one(monkeypatch, gigabytes, 0) == first
+    assert on_one(monkeypatch, gigabytes, 3) == last
+
+
+def test_what_is_asked_for_is_not_fitted(monkeypatch):
+    assert on_one(monkeypatch, 24, 3, micro_tokens=98_304, recompute="never") == (2, "never")
+    assert on_one(monkeypatch, 141, 3, recompute="layers") == (8, "layers")
+    assert on_one(monkeypatch, 24, 3, micro_tokens=49_152) == (1, "layers")
+
+
+def test_validation_takes_one_row_at_a_time(monkeypatch):
+    """262,144 tokens: there is nothing to gain from more."""
+    monkeypatch.setattr(T, "memory_limit", lambda mesh: 1e12)
+    cfg = T.PRESETS["speedrun"]
+    variant = T.eval_variant(cfg)
+    fitted = T.fitted(cfg, variant, mesh_of(1))
+    assert T.micro_rows(fitted, variant.rows, variant.row_tokens) == 1
+
+
+def test_where_nothing_fits_the_least_is_tried(monkeypatch):
+    assert on_one(monkeypatch, 8, 3) == (1, "layers")
+
+
+def test_training_does_not_depend_on_recompute(shards, on_eight):
+    """Gradients through layers that are computed again are the same up to rounding."""
+    cfg, mesh = replace(CFG, recompute="layers"), mesh_of(1)
+    programs = dict(programs_of(CFG, 1))
+    with quick_compilation():
+        for variant in programs:
+            if isinstance(variant, T.Variant) and variant.kind == "grads":
+                lowered = T.lower_variant(cfg, variant, mesh)
+                assert "optimization_barrier" in lowered.as_text()
+                programs[variant] = lowered.compile()
+    assert_same_training(train(cfg, 1, programs, shards), on_eight)
 
 
 @pytest.mark.parametrize(
