@@ -29,7 +29,7 @@ GOLDEN = Path(__file__).parent / "golden" / "record77"
 META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
 SHAPES = META["model"]["parameters"]
 CASES = META["model"]["cases"]
-SLOW = {"fullwidth", "stage2_block128"}  # half a minute and ten seconds
+SLOW = {"fullwidth", "stage2_block128", "stage2"}  # half a minute and ten seconds each
 NAMES = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
 
 
@@ -307,7 +307,8 @@ def test_optimizer_steps_of_every_group(scenario):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", ["start", pytest.param("untie", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["start", "untie"])
 def test_training_steps(scenario):
     """Two rows a step through our own programs, over a stage, a YaRN change and the untying."""
     golden, facts = arrays("train"), json.loads((GOLDEN / "train.json").read_text())["scenarios"]

@@ -120,7 +120,7 @@ def test_the_run_has_a_stage_change_an_untying_and_adam_steps_between_others():
     assert [T.micro_rows(CFG, 8 // n, 32) for n in DEVICES] == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_does_not_depend_on_the_number_of_devices(shards, on_eight, devices):
     assert_same_training(train(CFG, devices, programs_of(CFG, devices), shards), on_eight)
 

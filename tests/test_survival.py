@@ -25,15 +25,14 @@ import train_gpt as T
 SCRIPT = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from programs import CFG, QUICK
+from programs import CFG, quick_compilation
 import jax
 import train_gpt as T
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-real = jax.jit
-jax.jit = lambda *args, **options: real(*args, **{{"compiler_options": QUICK, **options}})
 T.PRESETS["small"] = CFG
 T.HEARTBEAT_SECONDS = 10
-sys.exit(T.main(sys.argv[2:]))
+with quick_compilation():
+    sys.exit(T.main(sys.argv[2:]))
 """
 STEPS = 40
 
@@ -166,25 +165,27 @@ def survive(launch, out, kills: int, stop=signal.SIGKILL, seed=0):
 
 
 @pytest.mark.slow
-def test_runs_survive_30_kills_and_6_signals(launch, alone, tmp_path):
+@pytest.mark.parametrize(("kills", "signals"), [(6, 2), (30, 6)])
+def test_runs_survive_kills_and_signals(launch, alone, tmp_path, kills, signals):
     """At random moments; with a checkpoint at every step many kills are inside a write."""
 
-    def chain(number, stop, kills):
+    def chain(number, stop, times):
         tries = inside = 0
-        for turn in range(kills):  # a run can end before its last interruption
+        for turn in range(times):  # a run can end before its last interruption
             out = tmp_path / f"{number}-{turn}"
             out.mkdir()
-            run, done, hits = survive(launch, out, kills - tries, stop, seed=10 * number + turn)
+            run, done, hits = survive(launch, out, times - tries, stop, seed=10 * number + turn)
             assert_same(result(run), alone)
             tries, inside = tries + done, inside + hits
-            if tries == kills:
+            if tries == times:
                 return inside
 
-    chains = [(0, signal.SIGKILL, 15), (1, signal.SIGKILL, 15), (2, signal.SIGTERM, 6)]
+    chains = [(0, signal.SIGKILL, kills // 2), (1, signal.SIGKILL, kills // 2)]
+    chains += [(2, signal.SIGTERM, signals)]
     with ThreadPoolExecutor(2) as pool:
         inside = list(pool.map(lambda chain_: chain(*chain_), chains))
-    print(f"30 kills survived, {inside[0] + inside[1]} of them inside the write of a checkpoint")
-    assert inside[0] + inside[1] >= 3
+    print(f"{kills} kills survived, {inside[0] + inside[1]} inside the write of a checkpoint")
+    assert inside[0] + inside[1] >= kills // 10
 
 
 def free_port() -> int:
@@ -215,7 +216,9 @@ def test_two_processes_train_as_one_does(of_two, on_eight):
     run, (first, second) = of_two
     assert_close(result(run), on_eight)
     assert json.loads((run / "run.json").read_text())["devices"]["processes"] == 2
-    assert not [line for line in second.said if not line.startswith("[Gloo]")]
+    # Gloo's threads write in pieces, sometimes into one another's lines; nothing else may be said.
+    gloo = r"\[Gloo\] Rank | is connected to | peer ranks\. Expected.*?peer ranks is : |\d|\s"
+    assert re.sub(gloo, "", "".join(second.said)) == ""
     saved = T.find_checkpoint(run)
     parts = {stem: len(saved.parts(stem)) for stem in ("params.embed", "params.smear_gate")}
     assert parts == {"params.embed": 2, "params.smear_gate": 1}
