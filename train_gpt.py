@@ -30,7 +30,8 @@ a gate, k targets of a token, r tokens of a batch in one line, c tokens of a chu
 Batches, rows, windows and document lengths are all counted in tokens.
 
 Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
-param_table and its use in forward; a new kernel is a function in ATTENTION.
+param_table and its use in forward; a new attention kernel is a function of the contract under
+"Attention", named in ATTENTION and HOMES, with its conditions in unfit.
 
 The ideas, most of them from the records of the modded-nanogpt speedrun (Jordan et al. 2024), whose
 record 77 the preset `speedrun` is. The last column is by how many million training tokens the
@@ -206,7 +207,9 @@ class Config:
     compute_dtype: str = "bfloat16"  # of activations and matmuls; masters and loss are float32
     attention: str = "auto"  # auto, xla, splash, cudnn, triton, window
     table_gradients: str = "auto"  # auto, scatter, kernel
-    fp8: str = "none"  # none, head, mlp, both: matmuls of training in 8 bits, on H100s
+    fp8: str = (
+        "none"  # none, head, mlp, both: matmuls of training in 8 bits, on Ada, Hopper and later
+    )
     # schedule: batch, windows and document length grow; the row is an eighth of the batch
     steps: int = 1490
     extension: int = 40  # of these, after the schedule: at the lowest rate, with wider windows
@@ -286,7 +289,7 @@ class Config:
 
 PRESETS = {
     "speedrun": Config(),
-    # the same ideas at toy size, for two minutes on two cores; sizes and rates by trial
+    # the same ideas at toy size, for under three minutes on two cores; sizes and rates by trial
     "tiny": Config(
         preset="tiny",
         layers=5,
@@ -915,7 +918,8 @@ def attend_splash(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale, inter
 
     t, n = q_btnh.shape[1:3]
     if t % 128:
-        raise UserError(f"attention=splash needs rows of a multiple of 128 tokens, not {t}")
+        words = f"rows of a multiple of 128 tokens, not {t}: use attention=auto"
+        raise UserError(f"attention=splash needs {words}")
     tile = math.gcd(t, 512)
     sizes = kernel.BlockSizes(
         block_q=tile, block_kv=tile, block_kv_compute=tile,
@@ -1699,7 +1703,8 @@ def tiles_forward(arrays: dict, interpret: bool) -> dict:
             return y + times(weights.astype(dtype), r.v[at, :]), total + jnp.sum(weights, axis=1)
 
         start = jnp.zeros((queries, h), jnp.float32), jnp.zeros(queries, jnp.float32)
-        y, total = lax.fori_loop(r.first[0] // keys, (r.i + 1) * queries // keys, meet, start)
+        end = pl.cdiv((r.i + 1) * queries, keys)
+        y, total = lax.fori_loop(r.first[0] // keys, end, meet, start)
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
@@ -1730,7 +1735,7 @@ def tiles_backward_queries(arrays: dict, interpret: bool):
             return q_grad + times(grad.astype(dtype), k)
 
         start = jnp.zeros((queries, h), jnp.float32)
-        end = (r.i + 1) * queries // keys
+        end = pl.cdiv((r.i + 1) * queries, keys)
         q_grad = lax.fori_loop(r.first[0] // keys, end, meet, start)
         r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
 
@@ -1835,14 +1840,19 @@ ATTENTION = {
 }
 
 
-HOMES = {"splash": "tpu", "window": "tpu", "cudnn": "gpu", "triton": "gpu"}  # of xla, everywhere
-ORDER = {"tpu": ("window", "splash"), "gpu": ("triton", "cudnn", "xla")}  # in which auto tries them
-ABOUT = {
-    "window": "the kernel for TPUs in this file",
-    "splash": "the kernel that ships with jax",
-    "triton": "the kernels for NVIDIA GPUs in this file",
-    "cudnn": "the fused kernel for NVIDIA GPUs; documents as a mask of the band",
-    "xla": "the reference",
+class Home(NamedTuple):
+    """Where a backend runs (None: everywhere), and what a log says of it."""
+
+    platform: str | None
+    about: str
+
+
+HOMES = {  # in the order in which `auto` tries them
+    "window": Home("tpu", "the kernel for TPUs in this file"),
+    "splash": Home("tpu", "the kernel that ships with jax"),
+    "triton": Home("gpu", "the kernels for NVIDIA GPUs in this file"),
+    "cudnn": Home("gpu", "the fused kernel for NVIDIA GPUs; documents as a mask of the band"),
+    "xla": Home(None, "the reference"),
 }
 
 
@@ -1856,11 +1866,17 @@ def too_sharp(cfg: Config) -> str | None:
 
 def unfit(cfg: Config, backend: str, capability: float, kind: str) -> str | None:
     """Why a backend cannot serve this run on devices of its home, or None; see pick_attention."""
-    rows = {cfg.val_row, *(stage.row_tokens for stage in cfg.stages)}
-    narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
+    rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
+    odd = next(
+        (f"tiles of 128 tokens do not fill rows of {row}" for row in rows if row % 128), None
+    )
+    if backend == "splash":
+        return odd
     if backend == "window":
-        if cfg.head_width % 128 or any(row % 128 for row in rows):
-            return f"tiles of 128 do not fill heads {cfg.head_width} wide, rows of {min(rows)}"
+        if cfg.head_width % 128:
+            return f"tiles of 128 do not fill heads {cfg.head_width} wide"
+        if odd:
+            return odd
         window = max(max(stage.windows) for stage in cfg.stages)
         plan = Plan(Heads(cfg.heads, cfg.head_width, min(window, max(rows)), offset=True), 256)
         if plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7 or kind in SMALL_VMEM:
@@ -1873,12 +1889,14 @@ def unfit(cfg: Config, backend: str, capability: float, kind: str) -> str | None
             return f"it computes in bfloat16, not in {cfg.compute_dtype}"
         if capability < 8.0:
             return f"compute capability {capability} is below 8.0"
-        if cfg.head_width not in (16, 32, 64, 128) or any(row % LARGEST_TILE for row in rows):
-            return f"tiles do not fit heads {cfg.head_width} wide, rows of {min(rows)}"
-        return too_sharp(cfg)
-    if backend == "cudnn" and not (narrow and cfg.dtype == jnp.bfloat16 and capability >= 8.0):
-        heads = f"heads of {cfg.head_width} in {cfg.compute_dtype}"
-        return f"it takes no {heads} on a GPU of compute capability {capability}"
+        if cfg.head_width not in (16, 32, 64, 128):
+            return f"tiles do not fit heads {cfg.head_width} wide"
+        return odd or too_sharp(cfg)
+    if backend == "cudnn":
+        narrow = cfg.head_width <= (256 if capability >= 9.0 else 128)
+        if not (narrow and cfg.dtype == jnp.bfloat16 and capability >= 8.0):
+            heads = f"heads of {cfg.head_width} in {cfg.compute_dtype}"
+            return f"it takes no {heads} on a GPU of compute capability {capability}"
     return None
 
 
@@ -1891,25 +1909,31 @@ def pick_attention(
     before Hopper (9.0) cuDNN takes heads up to 128 wide. `kind` is that of a TPU: those before v5
     have too little VMEM for our kernel.
     """
-    platform_, asked, passed = "gpu" if platform_ == "cuda" else platform_, cfg.attention, []
+    asked, passed = cfg.attention, []
     if asked != "auto":
-        if (home := HOMES.get(asked, platform_)) != platform_:
+        if (home := HOMES[asked].platform) not in (None, platform_):
             where = f"on a {home}, not on a {platform_}"
             raise UserError(f"attention={asked} runs {where}: use attention=auto or xla")
         if reason := unfit(cfg, asked, capability, kind):
             raise UserError(f"attention={asked} cannot run: {reason}: use attention=auto")
         return asked, "asked for"
-    for backend in ORDER.get(platform_, ("xla",)):
+    for backend in (name for name, home in HOMES.items() if home.platform in (None, platform_)):
         if (reason := unfit(cfg, backend, capability, kind)) is None:
             break
         passed.append(f"; not {backend}: {reason}")
-    return backend, ABOUT[backend] + "".join(passed)
+    return backend, HOMES[backend].about + "".join(passed)
+
+
+def capability_of(device) -> float:
+    """The CUDA compute capability of a GPU; 0 of others (an AMD GPU has a name there)."""
+    with contextlib.suppress(ValueError):
+        return float(getattr(device, "compute_capability", 0))
+    return 0.0
 
 
 def attention_on(cfg: Config, device) -> tuple[str, str]:
     """pick_attention for one of the run's devices."""
-    capability = float(getattr(device, "compute_capability", 9.0))
-    return pick_attention(cfg, device.platform, capability, device.device_kind)
+    return pick_attention(cfg, device.platform, capability_of(device), device.device_kind)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1995,7 +2019,7 @@ def check_fp8(cfg: Config, device):
     """UserError if the run asks for FP8 and one of its devices has none. A CPU emulates it."""
     if cfg.fp8 == "none" or device.platform == "cpu":
         return
-    if device.platform not in ("gpu", "cuda") or float(device.compute_capability) < 8.9:
+    if device.platform != "gpu" or capability_of(device) < 8.9:
         raise UserError(
             f"fp8={cfg.fp8} needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper "
             f"or later), not a {device.device_kind}: use fp8=none"
@@ -2251,7 +2275,8 @@ def loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Conf
     def store(z_cv):
         return lax.optimization_barrier(squash(z_cv, cfg).astype(x_cd.dtype)).astype(jnp.float32)
 
-    # ... and on a GPU none: the product is in memory already (see token_losses).
+    # ... and on a GPU nothing more: the rounded product is in memory already (see token_losses);
+    # the barrier keeps XLA from widening it.
     def again(z_cv):
         return squash(lax.optimization_barrier(z_cv.astype(x_cd.dtype)), cfg)
 
@@ -2430,8 +2455,6 @@ def sum_rows(table_vd, ids, rows, interpret=False):
     """
     from jax.experimental import pallas as pl
 
-    if not rows:  # value_tables of a model in which no layer has any
-        return table_vd
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, ROW_BLOCK)
     if 2 * (v // n // ROW_TILE + 2) * ids.size >= 2**32:
         raise UserError(
@@ -2656,7 +2679,7 @@ def executions(cfg: Config) -> dict[Variant, int]:
 
 
 def all_devices() -> list:
-    """This machine's devices; UserError if jax cannot start its backend."""
+    """The devices of all processes; UserError if jax cannot start its backend."""
     try:
         return jax.devices()
     except RuntimeError as error:
@@ -2681,7 +2704,7 @@ def make_mesh(cfg: Config, devices=None) -> Mesh:
         if variant.rows % count:
             raise UserError(
                 f"{variant.name} has {variant.rows} rows, which {count} devices cannot share "
-                "equally: use fewer devices or a larger batch"
+                "equally: use fewer devices or a larger stages.N.batch_tokens (val_batch)"
             )
     return Mesh(np.array(devices[:count]), (AXIS,))
 
@@ -2692,10 +2715,42 @@ def micro_rows(cfg: Config, rows: int, row_tokens: int) -> int:
     return max(fits, default=1)
 
 
+class Hardware(NamedTuple):
+    """One device of a kind, by its maker's data sheet; None for what has not been looked up."""
+
+    peak: float | None = None  # dense bfloat16, FLOP/s
+    memory: int | None = None  # bytes that programs and state can have together
+    hbm: float | None = None  # bytes/s to and from memory
+    link: float | None = None  # bytes/s that leave through one link
+    clock: float | None = None  # Hz of the compiler's cycles
+
+
+HARDWARE = {  # by a part of the device kind; the longest that is in it counts
+    "TPU v4": Hardware(275e12),
+    "TPU v5 lite": Hardware(197e12),
+    "TPU v5": Hardware(459e12),
+    "TPU v6 lite": Hardware(918e12, int(31.25 * 2**30), 1.64e12, 56e9, 1.75e9),
+    "H100": Hardware(989e12),
+    # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+    "H100 80GB HBM3": Hardware(989e12, int(0.75 * 81_559 * 2**20), 3.35e12, 450e9),
+    "H100 PCIe": Hardware(756e12),
+    "H200": Hardware(989e12),
+    "A100": Hardware(312e12),
+    "L40S": Hardware(362e12),
+    "RTX 4090": Hardware(165e12),
+}
+
+
+def hardware(kind: str) -> Hardware:
+    """What is known of a device kind."""
+    names = [name for name in HARDWARE if name in kind]
+    return HARDWARE[max(names, key=len)] if names else Hardware()
+
+
 def memory_limit(mesh: Mesh) -> int | None:
     """Bytes that programs and state of a run can have on a device; None if that is not known."""
     device = (mesh.local_devices or [*mesh.devices.flat])[0]
-    known = HARDWARE.get(device.device_kind, Hardware()).memory
+    known = hardware(device.device_kind).memory
     try:
         return (device.memory_stats() or {}).get("bytes_limit", known)
     except jax.errors.JaxRuntimeError:  # of a device that is not here
@@ -2706,8 +2761,8 @@ def memory_needed(cfg: Config, variant: Variant, mesh: Mesh) -> float:
     """Bytes on a device while a `grads` program runs: an estimate, mostly 5 to 25 % too high.
 
     The model keeps 17 activations of its width for each token and layer (a fourth more with
-    attention by XLA or cuDNN); with recompute=layers one, and all of one layer. (From programs for
-    an absent H100, as in --preflight h100x8.)
+    attention by XLA or cuDNN); with recompute=layers one, and 24 of the layer that is computed
+    again. (From programs for an absent H100, as in --preflight h100x8.)
     """
     size, table = cfg.dtype.itemsize, param_table(cfg)
     numbers = sum(row.count for row in table.values())
@@ -2727,7 +2782,7 @@ def fitted(cfg: Config, variant: Variant, mesh: Mesh) -> Config:
 
     The most rows at a time whose activations fit, with 5 % to spare; where not even one row's do,
     the most with recompute=layers, which has a third more to compute. Results are the same but for
-    the order of sums. Where the memory is not known (a CPU): 49,152 tokens.
+    the order of sums. Where the memory is not known (a CPU), and for validation: 49,152 tokens.
     """
     limit = memory_limit(mesh)
     ways = ("never", "layers") if cfg.recompute == "auto" else (cfg.recompute,)
@@ -2839,7 +2894,6 @@ def make_step(cfg: Config, variant: Variant, mesh: Mesh) -> Callable:
     """
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
     add_rows = ADD_ROWS[adder_on(cfg, mesh.devices.flat[0])]
-    check_fp8(cfg, mesh.devices.flat[0])
     cfg = fitted(cfg, variant, mesh)
     micro = micro_rows(cfg, variant.rows // mesh.size, variant.row_tokens)
     state_specs = map_state(cfg, lambda kind, row: partition(row))
@@ -3758,34 +3812,18 @@ def load_waiting(saved: Saved, mesh: Mesh) -> dict[str, tuple]:
 # Run log: RUN_DIR/log.txt, metrics.jsonl, run.json
 # ------------------------------------------------------------------------------------------------
 
-# Dense bfloat16 peak of one device in FLOP/s, from the makers' data sheets, by device kind.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
-
-
-def peak_flops(kind: str) -> float | None:
-    """Peak of a device kind, longest matching name first; None where it is not known (CPUs)."""
-    names = [name for name in PEAK_FLOPS if name in kind]
-    return PEAK_FLOPS[max(names, key=len)] if names else None
-
 
 def versions() -> dict[str, str]:
     """What the numbers of a run may depend on."""
     found = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "numpy", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+    cuda = "jax-cuda{0}-plugin", "nvidia-cudnn-cu{0}", "nvidia-cublas-cu{0}"
+    cuda = *(name.format(number) for number in (12, 13) for name in cuda), "nvidia-cublas"
+    for package in ("jax", "jaxlib", "numpy", "libtpu", *cuda):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
+    with contextlib.suppress(OSError, IndexError):
+        driver = Path("/proc/driver/nvidia/version").read_text()
+        found["NVIDIA driver"] = re.findall(r"\b\d+(?:\.\d+)+\b", driver)[0]
     return found
 
 
@@ -3850,7 +3888,7 @@ class RunLog:
     """The files of one run. Opening it fails early, before anything is compiled, if OUT is bad.
 
     Later on no failure to write ends the run: it is reported once, and tried again. Only process 0
-    has files; for the others, and for `sizes` without names, all methods do nothing. Of a resumed
+    has files; on the others all methods do nothing. Of a resumed
     run `sizes` says how much of each file is of the steps before its checkpoint.
     """
 
@@ -4002,14 +4040,14 @@ def decode(cfg: Config, folder: Path, tokens) -> str:
     return encoding.decode([int(x) for x in tokens if x < encoding.n_vocab])
 
 
-def sample(cfg: Config, run_dir: Path, prompt: str, count: int = 0, temperature=0.7) -> str:
+def sample(cfg: Config, saved: Saved, prompt: str, count: int = 0, temperature=0.7) -> str:
     """Continue `prompt` by `count` (default cfg.sample_tokens or 64) tokens from a checkpoint.
 
     The whole row is computed again for each token: a few seconds at the size of a demonstration,
     and no second implementation of the model that could disagree with the first.
     """
-    saved = find_checkpoint(run_dir)
-    mesh = make_mesh(dataclasses.replace(cfg, devices=1))
+    cfg, run_dir = dataclasses.replace(cfg, devices=1, attention="auto"), saved.folder.parents[1]
+    mesh = make_mesh(cfg)
     params = load_arrays(saved, {"params": abstract_state(cfg, mesh)["params"]})["params"]
     attend = ATTENTION[attention_on(cfg, mesh.devices.flat[0])[0]]
     copies = jax.jit(functools.partial(compute_copies, cfg))(params)
@@ -4052,7 +4090,7 @@ def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float) -
     prompt = decode(cfg, run_dir, tokens[:48])
     return (
         f"bits per byte of the validation text: {ours:.3f}; gzip -9: {gz:.3f}; xz -9: {xz:.3f}\n"
-        f"a sample, from the bar on:\n{prompt}|{sample(cfg, run_dir, prompt)}"
+        f"a sample, from the bar on:\n{prompt}|" + sample(cfg, find_checkpoint(run_dir), prompt)
     )
 
 
@@ -4188,7 +4226,7 @@ class Progress:
         self.cfg, self.log, self.clock, self.keeper, self.say = cfg, log, clock, keeper, say
         self.tokens = sum(stage_at(cfg, now).batch_tokens for now in range(step))
         self.flops, self.resumed_at = 0.0, step
-        peak = peak_flops(mesh.devices.flat[0].device_kind)
+        peak = hardware(mesh.devices.flat[0].device_kind).peak
         self.peak = peak and peak * mesh.size
         self.mark = (clock.ms(), self.flops, self.tokens)  # at the last line on the terminal
 
@@ -4450,6 +4488,7 @@ def choices(cfg: Config, mesh: Mesh) -> dict:
             }
     return {
         "attention": f"{backend} ({reason})",
+        "table_gradients": adder_on(cfg, device),
         "compiler_options": compiler_options(cfg, device),
         "at_a_time": at_a_time,
     }
@@ -4463,26 +4502,11 @@ def say_choices(chosen: dict, mesh: Mesh, say: Callable):
     for name, how in chosen["at_a_time"].items():
         again = ", layers computed again on the way back" * (how["recompute"] == "layers")
         of = f"about {how['gigabytes']} of {limit / 1e9:.1f} GB"
-        warning = "warning: " * (1e9 * how["gigabytes"] > limit)
         rows = f"{how['rows']} row{'s' * (how['rows'] > 1)} at a time"
-        say(f"{warning}{name}: {rows}{again}, {of}")
-
-
-def first_facts(cfg: Config, mesh: Mesh, run_id: str, command: str, data: dict) -> dict:
-    """The fields of run.json as they stand before training."""
-    return {
-        "run_id": run_id,
-        **what_runs(cfg, mesh, command),
-        "data": data,
-        "compile_seconds": {},
-        "steps": 0,
-        "tokens": 0,
-        "train_time_ms": 0.0,
-        "val_loss": None,
-        "target": cfg.target,
-        "resumed": False,
-        "finished": False,
-    }
+        line = f"{name}: {rows}{again}, {of}"
+        if 1e9 * how["gigabytes"] > limit:
+            line = f"warning: {line}: use more devices, or recompute=auto and micro_tokens=0"
+        say(line)
 
 
 def train(
@@ -4510,8 +4534,9 @@ def train(
 
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     run_dir = resume.folder.parents[1] if resume else out / from_first(stamp)
-    facts = first_facts(cfg, mesh, run_dir.resolve().name, command, data)
-    facts["resumed"] = bool(resume)
+    facts = {"run_id": run_dir.resolve().name, **what_runs(cfg, mesh, command), "data": data}
+    facts |= {"compile_seconds": {}, "steps": 0, "tokens": 0, "train_time_ms": 0.0}
+    facts |= {"val_loss": None, "target": cfg.target, "resumed": bool(resume), "finished": False}
     same = {key: facts[key] for key in ("source_sha256", "versions", "config", "data")}
     agree({key: json.dumps(value) for key, value in {**same, "checkpoint": start}.items()})
     if resume and resume.data != data:
@@ -4594,8 +4619,9 @@ def part_of(cfg: Config, devices: int, parts: int) -> Config:
 def bench_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream | None) -> list[Batch]:
     """Batches of the stage that `step` belongs to: the first of `stream`, or random ones.
 
-    All have the Hyper of `step`. Random tokens are uniform over the real ids, with documents, since
-    attention may pass over what is in another one; but they are cut nowhere.
+    All have the Hyper of `step`. Random tokens are uniform over the real ids, with one document in
+    BENCH_DOCUMENT tokens, since attention may pass over what is in another one; rows are not packed
+    and documents not cut.
     """
     stage, hyper, cursor, batches = stage_at(cfg, step), put_hyper(cfg, step, mesh), 0, []
     rng, shape = np.random.default_rng(cfg.seed), (stage.rows, stage.row_tokens + 1)
@@ -4642,9 +4668,9 @@ def bench(cfg: Config, parts: int, named: bool, dump: Path | None, command: str,
     for all stages so far (bench.json has both). Nothing is written but to `dump`.
     """
     mesh = make_mesh(cfg)
-    device, facts, parts = mesh.devices.flat[0], what_runs(cfg, mesh, command), parts or mesh.size
-    cfg, peak = part_of(cfg, mesh.size, parts), peak_flops(device.device_kind)
-    facts |= {"parts": parts, "choices": choices(cfg, mesh)}
+    device, parts, whole = mesh.devices.flat[0], parts or mesh.size, cfg
+    cfg, peak = part_of(cfg, mesh.size, parts), hardware(device.device_kind).peak
+    facts = what_runs(cfg, mesh, command) | {"config": dataclasses.asdict(whole), "parts": parts}
     if dump:
         make_folder(dump, "--dump")
     streams = {"random": None}
@@ -4734,7 +4760,8 @@ gpu_device_info {
 """
 # Estimated cycles per bundle: the same MLP has 5.29 M of them in XLA's fusions and 2.99 M bundles.
 KERNEL_FACTOR = 1.77
-# There is no TPU to ask about itself: what libtpu would complain not to find. And no cuDNN.
+# What libtpu would otherwise look for on a TPU's host; the last one keeps jax from asking for CUDA
+# libraries that a machine without a GPU does not have.
 NOBODY_HOME = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -4745,22 +4772,6 @@ COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "colle
 CALIBRATION = """\
 Made the same way for an earlier JAX port, the prediction was 0.295 s a step where its log has
 0.307 s at 1024 tokens a row, 0.502 s for 0.424 s at 2048, and 667 s for 612 s of its whole run."""
-
-
-class Hardware(NamedTuple):
-    """What preflight knows of a kind of device, beside PEAK_FLOPS; from data sheets."""
-
-    memory: int | None = None  # bytes that programs and state can have together
-    hbm: float | None = None  # bytes/s to and from memory
-    link: float | None = None  # bytes/s that leave through one link
-    clock: float | None = None  # Hz of the compiler's cycles
-
-
-HARDWARE = {
-    "TPU v6 lite": Hardware(int(31.25 * 2**30), 1.64e12, 56e9, 1.75e9),
-    # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-    "NVIDIA H100 80GB HBM3": Hardware(int(0.75 * 81_559 * 2**20), 3.35e12, 450e9),
-}
 
 
 class Instruction(NamedTuple):
@@ -5032,7 +5043,7 @@ def analyse(compiled, mesh: Mesh, schedules: Path) -> dict:
     and takes the body of a loop once.
     """
     devices, notes = [*mesh.devices.flat], set()
-    hardware = HARDWARE.get(devices[0].device_kind, Hardware())
+    known = hardware(devices[0].device_kind)
     instructions = [*walk(compiled.as_text(), notes)]
     found = collectives(instructions, mesh.size)
     sent = sum(row["sent_bytes"] for row in found.values())
@@ -5046,9 +5057,9 @@ def analyse(compiled, mesh: Mesh, schedules: Path) -> dict:
         "collectives": found,
         "estimated_cycles": cycles,
         "kernel_cycles": cycles and kernels,
-        "predicted_ms": cycles and hardware.clock and 1e3 * cycles / hardware.clock,
-        "link_floor_ms": hardware.link and 1e3 * sent / (links * hardware.link),
-        "moved_floor_ms": hardware.hbm and 1e3 * moved_bytes(instructions) / hardware.hbm,
+        "predicted_ms": cycles and known.clock and 1e3 * cycles / known.clock,
+        "link_floor_ms": known.link and 1e3 * sent / (links * known.link),
+        "moved_floor_ms": known.hbm and 1e3 * moved_bytes(instructions) / known.hbm,
         "notes": sorted(notes),
     }
 
@@ -5132,7 +5143,7 @@ and sorts take from memory. MB are whole buffers: before a reduce-scatter, after
 {CALIBRATION}
 """
     seconds, rate, flops = run["train_seconds"], run["loader_tokens_per_second"], run["model_flops"]
-    share = seconds and flops / (count * (peak_flops(kind) or math.nan) * seconds)
+    share = seconds and flops / (count * (hardware(kind).peak or math.nan) * seconds)
     floors = run["train_link_floor_seconds"], run["train_moved_floor_seconds"]
     totals = [
         ("training", "predicted {:.1f} s, {:.1%} of the peak", seconds, share),
@@ -5163,7 +5174,7 @@ def preflight_row(cfg: Config, variant: Variant, mesh: Mesh, schedules: Path, du
         "tokens_per_step": variant.batch_tokens,
         "model_flops": share * flops_per_token(cfg) * variant.batch_tokens,
         "resident_bytes": resident_bytes(cfg, variant, mesh),
-        "device_bytes_limit": HARDWARE.get(kind, Hardware()).memory,
+        "device_bytes_limit": hardware(kind).memory,
         "hlo": None,
     }
     try:
@@ -5172,7 +5183,7 @@ def preflight_row(cfg: Config, variant: Variant, mesh: Mesh, schedules: Path, du
         return row | refused(error) | {"compile_seconds": round(time.perf_counter() - start, 1)}
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row |= analyse(compiled, mesh, schedules)
-    seconds, peak = (row["predicted_ms"] or 0) / 1e3, peak_flops(kind)
+    seconds, peak = (row["predicted_ms"] or 0) / 1e3, hardware(kind).peak
     row["utilization"] = row["model_flops"] / (mesh.size * peak * seconds) if seconds else None
     if dump:
         row["hlo"] = f"{variant.name}.hlo"
@@ -5192,7 +5203,7 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
         devices = absent_devices(target)
         if attention_on(cfg, devices[0])[0] == "cudnn":
             cfg = dataclasses.replace(cfg, attention="xla")
-            say("cuDNN, which the run will take, cannot be compiled without a GPU")
+            say("cuDNN, which the run will take, cannot be compiled without a GPU: XLA's instead")
         mesh = make_mesh(cfg, devices)
         say_choices(choices(cfg, mesh), mesh, say)
         for variant, steps in executions(cfg).items():
@@ -5212,7 +5223,7 @@ def preflight(cfg: Config, target: str, dump: Path | None, say: Callable = print
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
     say("\n" + describe(report))
-    limit, fits = HARDWARE.get(devices[0].device_kind, Hardware()).memory or math.inf, True
+    limit, fits = hardware(devices[0].device_kind).memory or math.inf, True
     memory = f"the {limit / 2**30:.2f} GiB of a device"
     for row in rows:
         needs = (row["bytes"]["peak"] or 0) + row["resident_bytes"]
@@ -5281,7 +5292,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse_args(argv):
     """The command line as a namespace."""
-    parser = Parser(prog="train_gpt.py", description=__doc__.split("\n")[0])
+    parser = Parser(prog="train_gpt.py", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("preset", nargs="?", help=f"{' or '.join(PRESETS)}; default: by hardware")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     parser.add_argument("--data", metavar="DIR", help="folder with the token shards")
@@ -5290,7 +5301,12 @@ def parse_args(argv):
     parser.add_argument("--show", action="store_true", help="config, parameters, stages; then exit")
     parser.add_argument("--preflight", metavar="TARGET", help="compile for absent hardware: v6e-8")
     parser.add_argument(
-        "--bench", nargs="?", const=0, type=int, metavar="PARTS", help="time each stage's steps"
+        "--bench",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="PARTS",
+        help="time each stage's steps; PRESET stands before it",
     )
     parser.add_argument("--dump", metavar="DIR", help="where --preflight and --bench leave files")
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue an interrupted run")
@@ -5348,7 +5364,7 @@ def resolve(args) -> Config:
     for item in args.set:
         key, equals, text = item.partition("=")
         if not equals:
-            raise UserError(f"--set {item}: write KEY=VALUE")
+            raise UserError(f"--set {item}: write KEY=VALUE (and PRESET before all options)")
         cfg = override(cfg, key, text)
     if args.data is not None:
         cfg = dataclasses.replace(cfg, data=args.data)
@@ -5372,9 +5388,8 @@ def main(argv=None) -> int:
         command = shlex.join(["python", *sys.argv]) if argv is None else shlex.join(argv)
         dump = Path(args.dump) if args.dump else None
         if args.sample is not None:
-            cfg = find_checkpoint(Path(args.sample), say).cfg
-            prompt = args.prompt or ""
-            say(prompt + sample(cfg, Path(args.sample), prompt))
+            saved, prompt = find_checkpoint(Path(args.sample), say), args.prompt or ""
+            say(prompt + sample(saved.cfg, saved, prompt))
         elif args.preflight is not None:
             return 0 if preflight(resolve(args), args.preflight, dump, say) else 1
         elif args.bench is not None:
@@ -5399,6 +5414,13 @@ def main(argv=None) -> int:
         print("error:", *str(error).split(), file=sys.stderr, flush=True)
         return alone(2)
     except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            print(
+                *("error: out of memory:", *str(error).split()[:40]),
+                "(take less at a time: --set recompute=layers micro_tokens=N; or use more devices)",
+                file=sys.stderr,
+            )
+            return alone(2)
         if not jax.distributed.is_initialized():
             raise
         if not isinstance(error, jax.errors.JaxRuntimeError):

@@ -7,6 +7,7 @@ id. A case is one program, and its batch has one row for each way in which docum
 import functools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -292,6 +293,14 @@ def test_triton_follows_the_contract_forward_and_backward(t, h, window, row):
     check(triton, q, k, v, out_grad, segments, window, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["FORWARD_TILES", "QUERY_TILES", "KEY_TILES"])
+@pytest.mark.parametrize("queries, keys", [(64, 128), (32, 32), (128, 32)])
+def test_triton_takes_tiles_of_any_shape(monkeypatch, name, queries, keys):
+    monkeypatch.setattr(T, name, T.Tiles(queries, keys, 4, 2))
+    q, k, v, out_grad, segments = (x[:1] for x in inputs(256, 16))
+    check(triton, q, k, v, out_grad, segments, 150, atol=1e-5)
+
+
 def test_triton_takes_every_row_and_head_for_itself():
     q, k, v, out_grad, segments = inputs(256, 16, n=3)
     check(triton, q, k, v, out_grad, segments, 150, atol=1e-5)
@@ -471,20 +480,9 @@ def test_cudnn_refuses_float32():
 @pytest.mark.parametrize(
     "platform, dtype, backend, reason",
     [
-        ("tpu", "bfloat16", "splash", "ships with jax; not window: .*heads 8 wide, rows of 32"),
-        ("tpu", "float32", "splash", "ships with jax; not window: .*heads 8 wide, rows of 32"),
-        (
-            "gpu",
-            "bfloat16",
-            "cudnn",
-            "mask of the band; not triton: .*heads 8 wide",
-        ),
-        (
-            "cuda",
-            "bfloat16",
-            "cudnn",
-            "mask of the band; not triton: .*heads 8 wide",
-        ),
+        ("tpu", "bfloat16", "xla", "not window: .*heads 8 wide; not splash: .*rows of 32"),
+        ("tpu", "float32", "xla", "not window: .*heads 8 wide; not splash: .*rows of 32"),
+        ("gpu", "bfloat16", "cudnn", "mask of the band; not triton: .*heads 8 wide"),
         ("gpu", "float32", "xla", "^the reference; not triton: .*float32; not cudnn: .*float32"),
         ("cpu", "bfloat16", "xla", "^the reference$"),
         ("cpu", "float32", "xla", "^the reference$"),
@@ -513,7 +511,7 @@ def test_wide_heads_need_a_hopper_for_cudnn(width, capability, backend):
         ({}, 9.0, "triton", "the kernels for NVIDIA GPUs in this file"),
         ({}, 8.0, "triton", "in this file"),
         ({}, 7.5, "xla", "not triton: compute capability 7.5 is below 8.0; not cudnn: "),
-        ({"val_row": 64}, 9.0, "cudnn", "not triton: tiles do not fit heads 128 wide, rows of 64"),
+        ({"val_row": 64}, 9.0, "cudnn", "tiles of 128 tokens do not fill rows of 64"),
         ({"width": 96, "heads": 2}, 9.0, "cudnn", "heads 48 wide"),
         ({"attn_scale": 0.38}, 9.0, "cudnn", "scores up to 49 could overflow"),
         ({"compute_dtype": "float32"}, 9.0, "xla", "in bfloat16, not in float32"),
@@ -521,20 +519,27 @@ def test_wide_heads_need_a_hopper_for_cudnn(width, capability, backend):
 )
 def test_an_nvidia_gpu_gets_our_kernels_where_tiles_fit(change, capability, backend, reason):
     cfg = replace(small_config(), **(FITS | {"compute_dtype": "bfloat16"} | change))
-    picked, why = T.pick_attention(cfg, "cuda", capability)
+    picked, why = T.pick_attention(cfg, "gpu", capability)
     assert picked == backend and reason in why
     if backend != "triton":
         with pytest.raises(T.UserError, match="attention=triton cannot run: .*attention=auto"):
-            T.pick_attention(replace(cfg, attention="triton"), "cuda", capability)
+            T.pick_attention(replace(cfg, attention="triton"), "gpu", capability)
 
 
 @pytest.mark.parametrize(
     "asked, platform",
-    [("xla", "tpu"), ("xla", "gpu"), ("xla", "cpu"), ("splash", "tpu"), ("cudnn", "cuda")],
+    [("xla", "tpu"), ("xla", "gpu"), ("xla", "cpu"), ("splash", "tpu"), ("cudnn", "gpu")],
 )
 def test_what_is_asked_for_is_taken_where_it_runs(asked, platform):
-    cfg = small_config(attention=asked, compute_dtype="bfloat16")
+    cfg = replace(small_config(), **FITS, attention=asked, compute_dtype="bfloat16")
     assert T.pick_attention(cfg, platform) == (asked, "asked for")
+
+
+def test_an_amd_gpu_gets_the_reference():
+    """Its compute capability is a name."""
+    device = SimpleNamespace(platform="gpu", device_kind="MI300X", compute_capability="gfx942")
+    cfg = replace(small_config(), **FITS, compute_dtype="bfloat16")
+    assert T.attention_on(cfg, device)[0] == "xla"
 
 
 @pytest.mark.parametrize("change", [{"compute_dtype": "float32"}, {"width": 528, "heads": 2}])
@@ -564,8 +569,8 @@ def test_what_cannot_run_there_is_refused(asked, platform, home):
     ("change", "backend"),
     [
         ({}, "window"),
-        ({"val_row": 64}, "splash"),
-        ({"stages": (T.Stage(1.0, 8 * 192, 192, 0, (8, 32)),)}, "splash"),
+        ({"val_row": 64}, "xla"),
+        ({"stages": (T.Stage(1.0, 8 * 192, 192, 0, (8, 32)),)}, "xla"),
         ({"heads": 4}, "splash"),
         ({"attn_scale": 0.37}, "window"),
         ({"attn_scale": 0.38}, "splash"),
@@ -592,7 +597,7 @@ def long_run(window: int) -> T.Config:
     ("cfg", "kind", "reason"),
     [
         (replace(small_config(), **FITS, attn_scale=0.4), "TPU v6 lite", "scores up to 51 could"),
-        (small_config(), "TPU v6 lite", "heads 8 wide, rows of 32"),
+        (replace(small_config(), **FITS | {"heads": 4}), "TPU v6 lite", "heads 64 wide"),
         (long_run(8192), "TPU v6 lite", "window of 8192 of width 768 does not fit"),
         (long_run(640), "TPU v4", "does not fit the VMEM of a TPU v4"),
     ],

@@ -125,7 +125,7 @@ def test_bench_times_every_stage_on_both_kinds_of_tokens(main, built, steps, sha
 
 
 def test_utilization_is_of_the_peak_of_all_devices(main, built, tmp_path, monkeypatch):
-    monkeypatch.setitem(T.PEAK_FLOPS, "cpu", 1e9)
+    monkeypatch.setitem(T.HARDWARE, "cpu", T.Hardware(1e9))
     _, out, _ = main("--bench", "--dump", tmp_path / "dump")
     for row in json.loads((tmp_path / "dump/bench.json").read_text())["rows"]:
         want = row["tokens_per_second"] * T.flops_per_token(CFG) / 8e9

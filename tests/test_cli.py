@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from conftest import ROOT, write_shard
@@ -67,6 +68,11 @@ def refused(result) -> str:
         (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
         (["tiny", "more"], "unrecognized arguments: more (see --help)"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["tiny", "--prof"], "unrecognized arguments: --prof"),  # records look for --profile
+        (
+            ["--set", "steps=5", "tiny"],
+            "--set tiny: write KEY=VALUE (and PRESET before all options)",
+        ),
         (["--set"], "argument --set: expected at least one argument"),
         (["--set", "steps"], "--set steps: write KEY=VALUE"),
         (["--set", "stepps=3"], "unknown key 'stepps' in --set; valid keys: preset, seed, layers"),
@@ -213,6 +219,7 @@ def test_data_without_its_merges_is_refused(main, data, tmp_path):
         ("stages.0.batch_tokens={}", "has 4 rows, which 8 devices cannot share equally"),
         ("attention=splash", "attention=splash runs on a tpu, not on a cpu"),
         ("attention=cudnn", "attention=cudnn runs on a gpu, not on a cpu"),
+        ("table_gradients=kernel", "table_gradients=kernel needs a TPU v5 or later"),
     ],
 )
 def test_what_the_devices_cannot_do_is_refused(main, data, tmp_path, setting, words):
@@ -233,6 +240,16 @@ def test_good_arguments_go_on_to_compile(main, data):
     """So that the refusals above are not for another reason."""
     with pytest.raises(pytest.fail.Exception, match="went on to compile"):
         main(*SMALL, "--data", data)
+
+
+def test_too_little_memory_ends_in_one_line_that_says_what_to_set(main, monkeypatch):
+    def train(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes.")
+
+    monkeypatch.setattr(T, "train", train)
+    line = refused(main("tiny"))
+    assert "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes." in line
+    assert "--set recompute=layers micro_tokens=N" in line
 
 
 def test_interrupt_ends_in_one_line(main, monkeypatch):

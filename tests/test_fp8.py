@@ -363,16 +363,16 @@ def test_other_names_are_refused():
         small_config(fp8="yes")
 
 
-def gpu(capability, platform="gpu"):
-    kind = f"NVIDIA sm_{capability}"
-    return SimpleNamespace(platform=platform, device_kind=kind, compute_capability=capability)
+def gpu(capability):
+    kind = f"GPU {capability}"
+    return SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
 
 
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
-@pytest.mark.parametrize("device", [TPU, gpu("8.0"), gpu("8.6", "cuda")])
+@pytest.mark.parametrize("device", [TPU, gpu("8.0"), gpu("8.6"), gpu("gfx942")])
 @pytest.mark.parametrize("fp8", ["head", "mlp", "both"])
 def test_fp8_says_what_it_needs(device, fp8):
     with pytest.raises(T.UserError, match=f"fp8={fp8} needs an NVIDIA GPU .*: use fp8=none"):
@@ -380,17 +380,14 @@ def test_fp8_says_what_it_needs(device, fp8):
     T.check_fp8(small_config(), device)
 
 
-@pytest.mark.parametrize("device", [CPU, gpu("8.9"), gpu("9.0", "cuda"), gpu("10.0")])
+@pytest.mark.parametrize("device", [CPU, gpu("8.9"), gpu("9.0"), gpu("10.0")])
 def test_fp8_runs_where_there_is_some_or_it_is_emulated(device):
     T.check_fp8(small_config(fp8="both"), device)
 
 
-def test_programs_for_a_device_without_fp8_are_refused(monkeypatch):
-    monkeypatch.setattr(T, "attention_on", lambda cfg, device: ("xla", ""))
-    monkeypatch.setattr(T, "adder_on", lambda cfg, device: "scatter")
-    mesh = SimpleNamespace(devices=np.array([TPU]), size=1, local_devices=[])
+def test_choices_of_a_device_without_fp8_are_refused():
     with pytest.raises(T.UserError, match="fp8=both needs an NVIDIA GPU"):
-        T.make_step(BOTH, T.step_variants(CFG, 0)[0], mesh)
+        T.choices(BOTH, SimpleNamespace(devices=np.array([TPU])))
 
 
 # ------------------------------------------------------------------------------------------------

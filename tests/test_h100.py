@@ -49,7 +49,7 @@ def compiled(variant: T.Variant):
 @pytest.mark.parametrize("variant", [LARGEST, ADAM], ids=lambda variant: variant.name)
 def test_the_record_fits_an_h100(variant):
     needs, *_ = compiled(variant)
-    assert 2**30 < needs < T.HARDWARE["NVIDIA H100 80GB HBM3"].memory
+    assert 2**30 < needs < T.hardware("NVIDIA H100 80GB HBM3").memory
 
 
 def test_every_layer_that_attends_has_our_three_kernels():

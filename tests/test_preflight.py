@@ -316,7 +316,7 @@ def test_preflight_counts_the_state_beside_programs_that_do_not_take_it(
     }
     most = max(row["bytes"]["peak"] + row["resident_bytes"] for row in rows)
     for limit, fits in ((most, True), (most - 1, False)):
-        hardware = T.Hardware(limit, 1e12, 1e11)
+        hardware = T.Hardware(None, limit, 1e12, 1e11)
         monkeypatch.setitem(T.HARDWARE, jax.devices()[0].device_kind, hardware)
         assert T.preflight(CFG, "v6e-8", None, list().append) is fits
 
@@ -335,8 +335,8 @@ def test_the_report_is_whole_labelled_and_fits_a_terminal(absent, monkeypatch):
     """With the facts of a TPU, and estimates of HLO instead of none."""
     lines, ms = [], 1.75e6  # cycles
     instructions, _ = run(HLO.replace("20000", "2000000"))
-    monkeypatch.setitem(T.HARDWARE, jax.devices()[0].device_kind, T.HARDWARE["TPU v6 lite"])
-    monkeypatch.setitem(T.PEAK_FLOPS, jax.devices()[0].device_kind, 1e12)
+    v6e = T.HARDWARE["TPU v6 lite"]._replace(peak=1e12)
+    monkeypatch.setitem(T.HARDWARE, jax.devices()[0].device_kind, v6e)
     monkeypatch.setattr(T, "walk", lambda text, notes: instructions)
     monkeypatch.setattr(T, "kernel_cycles", lambda *args: round(2 * ms))
     assert T.preflight(CFG, "v6e-8", None, lines.append) is True

@@ -884,16 +884,15 @@ def test_changed_source_is_named(train, run, copy):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_sample_is_deterministic_text_of_real_tokens(copy, monkeypatch):
-    saved = T.find_checkpoint(copy)
-    monkeypatch.setattr(T, "find_checkpoint", lambda folder: saved)  # whose head we replace
+def test_sample_is_deterministic_text_of_real_tokens(copy):
+    saved = T.find_checkpoint(copy)  # whose head we replace
     file = saved.folder / "params.head.0.npy"
     head = np.load(file)
     head[CFG.real_tokens :] = 9  # padding ids, some of which are now far likelier than any
     head[-1] = -9  # real token, whatever sign the sum of the features has
     np.save(file, head)
     with quick_compilation():
-        first, again = (T.sample(CFG, copy, "ABC 12", count=12) for _ in range(2))
+        first, again = (T.sample(CFG, saved, "ABC 12", count=12) for _ in range(2))
     assert first == again and 0 < len(first) <= 12
     assert all(ord(char) < BOS for char in first)
 
@@ -902,7 +901,7 @@ def test_sample_at_temperature_zero_takes_the_likeliest_token(run):
     """Beyond the longest row too, where only its length of the newest tokens is seen."""
     cfg, prompt, count = replace(CFG, val_row=16), "ABCDEFGHIJKL", 8
     with quick_compilation():
-        text = T.sample(cfg, run.dir, prompt, count=count, temperature=1e-6)
+        text = T.sample(cfg, T.find_checkpoint(run.dir), prompt, count=count, temperature=1e-6)
     tokens = [BOS, *map(ord, prompt + text)] + [BOS] * (len(text) < count)  # BOS ended it early
     seen = [tokens[:end][-16:] for end in range(1 + len(prompt), len(tokens))]
     rows = np.array([row + [0] * (16 - len(row)) for row in seen], np.int32)
@@ -937,7 +936,7 @@ def test_sample_computes_rows_that_hold_prompt_and_answer(
         return rows["embed"]
 
     monkeypatch.setattr(T, "forward", forward)
-    T.sample(replace(CFG, val_row=val_row), run.dir, "A" * prompt, count=count)
+    T.sample(replace(CFG, val_row=val_row), T.find_checkpoint(run.dir), "A" * prompt, count=count)
     assert shapes == [(1, length)]
 
 
@@ -951,7 +950,7 @@ def test_sample_of_an_unfinished_run_rotates_as_that_run_did(copy, monkeypatch):
         return rows["embed"]
 
     monkeypatch.setattr(T, "forward", forward)
-    T.sample(CFG, copy, "A", count=1)
+    T.sample(CFG, T.find_checkpoint(copy), "A", count=1)
     assert seen == [pytest.approx(T.yarn(CFG, 0)[1])]
     assert T.yarn(CFG, 0)[1] != T.yarn(CFG, 1)[1]
 
@@ -959,14 +958,19 @@ def test_sample_of_an_unfinished_run_rotates_as_that_run_did(copy, monkeypatch):
 def test_sample_from_the_command_line(run, capsys):
     with quick_compilation():
         assert T.main(["--sample", str(run.dir), "--prompt", "ABC"]) == 0
-        text = T.sample(CFG, run.dir, "ABC")  # 64 tokens, or fewer if the document ends
+        text = T.sample(
+            CFG, T.find_checkpoint(run.dir), "ABC"
+        )  # 64 tokens, or fewer if the document ends
     assert capsys.readouterr() == (f"ABC{text}\n", "") and 0 < len(text) <= 64
 
 
 def test_sample_does_not_depend_on_the_length_of_its_rows(run):
     with quick_compilation():
-        short, long = (T.sample(replace(CFG, val_row=n), run.dir, "ABC", 8) for n in (16, 4096))
-    assert short == long
+        texts = [
+            T.sample(replace(CFG, val_row=n), T.find_checkpoint(run.dir), "ABC", 8)
+            for n in (16, 4096)
+        ]
+    assert texts[0] == texts[1]
 
 
 def test_profile_writes_a_trace(train, tmp_path, monkeypatch):

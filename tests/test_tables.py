@@ -78,12 +78,6 @@ def test_meetings_cover_every_token_and_every_tile_in_rising_order(kind, rows):
     assert len(set(pairs)) == len(pairs) and needed <= set(pairs)
 
 
-def test_a_model_without_values_has_no_rows_to_add():
-    empty = jnp.zeros((0, 128))
-    for add_rows in T.ADD_ROWS.values():
-        assert add_rows(empty, np.zeros((1, 128), np.int32), []).shape == (0, 128)
-
-
 def device(platform="tpu", kind="TPU v6 lite"):
     return SimpleNamespace(platform=platform, device_kind=kind)
 
@@ -94,7 +88,7 @@ RECORD = T.PRESETS["speedrun"]
 def test_the_kernel_serves_the_record_on_tpus_with_vmem_for_it():
     assert T.adder_on(RECORD, device()) == "kernel"
     assert T.adder_on(RECORD, device(kind="TPU v4")) == "scatter"
-    assert {T.adder_on(RECORD, device(x)) for x in ("cpu", "gpu", "cuda")} == {"scatter"}
+    assert {T.adder_on(RECORD, device(x)) for x in ("cpu", "gpu")} == {"scatter"}
     assert T.adder_on(replace(RECORD, table_gradients="scatter"), device()) == "scatter"
     assert T.adder_on(replace(RECORD, table_gradients="kernel"), device()) == "kernel"
 
