@@ -23,12 +23,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 from checks import (
-    COMPILER,
     FILES,
     TRACKS,
     Record,
@@ -38,7 +36,7 @@ from checks import (
     all_valid,
     chain,
     check_all,
-    check_faster,
+    check_beats,
     check_record,
     check_run,
     check_runs,
@@ -46,7 +44,7 @@ from checks import (
     derive,
     describe,
     hardware,
-    launch_arguments,
+    launch,
     need,
     read_run,
     read_tokens,
@@ -57,7 +55,8 @@ from scipy import stats
 
 HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
-REPEATED = (*COMPILER, "JAX_PLATFORMS")  # `reproduce` sets them as they were
+PNG = b"\x89PNG\r\n\x1a\n"  # how every file of the kind begins
+REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
 
 
 def add(root: Path, args) -> str:
@@ -67,12 +66,10 @@ def add(root: Path, args) -> str:
     texts = {key: " ".join(getattr(args, key).split()) for key in ("by", "what")}
     need(all(texts.values()), "--by and --what must say something")
     runs = [read_run(Path(os.path.abspath(path))) for path in args.runs]
-    if args.pin:
-        for run in runs:
-            known = pinned.setdefault(stream_name(track, run.facts["data"]), {})
-            known.update(run.facts["data"] | known)
     for run in runs:
         with about(run_id(run)):
+            if args.pin:  # a stream that is known is neither changed nor extended
+                pinned.setdefault(stream_name(track, run.facts["data"]), run.facts["data"])
             check_run(track, run, pinned)
     check_runs(runs)
     result = derive(track, runs)
@@ -80,9 +77,9 @@ def add(root: Path, args) -> str:
     fields = {"track": args.track, "name": args.name, **texts, "beats": None, "result": result}
     folder = root / args.track / f"{result['date']}_{args.name}"
     need(not folder.exists(), f"{folder} is there already: choose another --name")
-    before = chain(all_valid(root), Record(folder, fields, runs).competition)
-    if before:
-        check_faster(track, result, before[-1].result)
+    record = Record(folder, fields, runs)
+    if before := chain(all_valid(root), record.competition):
+        check_beats(record, before[-1])
         fields["beats"] = before[-1].name
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as temporary:
@@ -208,8 +205,8 @@ def draw(path: Path, records: list[Record], digest: str):
     except ImportError:
         raise Refused("render draws with matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
-    from matplotlib import dates, ticker
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     small = {"textcoords": "offset points", "fontsize": 8}
     target, by_steps = records[-1].track.target, records[-1].track.batch_tokens > 0
@@ -235,18 +232,16 @@ def draw(path: Path, records: list[Record], digest: str):
     axes[1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     values = [r.result["steps" if by_steps else "mean_seconds"] for r in records]
     spread = [0.0 if by_steps else r.result["sd_seconds"] for r in records]
-    times = [datetime.strptime(max(r.result["runs"])[:15], "%Y%m%d-%H%M%S") for r in records]
-    axes[2].step(times, values, where="post", color="0.7")
-    axes[2].errorbar(times, values, spread, color="C0", marker="o", ls="", capsize=3)
-    for time, value, record in zip(times, values, records, strict=True):
-        axes[2].annotate(f"{record.fields['name']}: {value:,.1f}", (time, value), (7, 3), **small)
+    numbers = range(1, len(records) + 1)
+    axes[2].step(numbers, values, where="post", color="0.7")
+    axes[2].errorbar(numbers, values, spread, color="C0", marker="o", ls="", capsize=3)
+    for number, value, record in zip(numbers, values, records, strict=True):
+        axes[2].annotate(f"{record.fields['name']}: {value:,.1f}", (number, value), (7, 3), **small)
     axes[2].set(ylabel="steps" if by_steps else "seconds", ylim=(0, 1.25 * max(values)))
-    margin = max(0.2 * (times[-1] - times[0]), timedelta(hours=12))
-    axes[2].set_xlim(times[0] - margin, times[-1] + 2 * margin)
-    locator = dates.AutoDateLocator(minticks=2, maxticks=5)
-    axes[2].xaxis.set_major_locator(locator)
-    axes[2].xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
-    axes[2].set_title("the record, by the day on which it was run", fontsize=10)
+    shown = numbers[:: -(-len(records) // 6)]  # so that their dates do not overlap
+    axes[2].set_xticks(shown, [f"{i}\n{records[i - 1].result['date']}" for i in shown])
+    axes[2].set_xlim(0.7, len(records) + 0.7)
+    axes[2].set_title("the records, one after the other", fontsize=10)
     track, machine, stream = records[-1].competition
     figure.suptitle(f"{track}: {machine}, {stream}", fontsize=10)
     figure.savefig(path, dpi=90, metadata={"Software": None, "Description": digest})
@@ -268,9 +263,11 @@ def render(root: Path, args) -> str:
     need(not args.check or fresh == text, f"the leaderboard in README.md is stale: {again}")
     for competition in sorted({record.competition for record in records}):
         drawn, path = chain(records, competition), plot_path(root, competition)
-        content = [[r.fields["name"], r.result, r.track.target] for r in drawn]
+        content = [(r.fields["name"], r.result, r.track.target) for r in drawn]
+        content += [run.metrics for record in drawn for run in record.runs]
         digest = hashlib.sha256((repr(content) + inspect.getsource(draw)).encode()).hexdigest()
-        if not path.exists() or digest.encode() not in path.read_bytes():
+        there = path.read_bytes() if path.is_file() else b""
+        if not there.startswith(PNG) or digest.encode() not in there:
             need(not args.check, f"the plot {path.name} is stale: {again}")
             draw(path, drawn, digest)
     page.write_text(fresh)
@@ -308,7 +305,7 @@ def reproduce(root: Path, args) -> str:
     record = check_record(Path(os.path.abspath(args.record)), read_tokens(root))
     result, n = record.result, len(record.runs)
     reach = stats.t.ppf(0.995, n - 1) * result["sd_loss"] * math.sqrt(1 + 1 / n)
-    words = launch_arguments(record.runs[0].command)
+    words = launch(record.runs[0].commands[0]).words
     words += ["--data", str(Path(args.data).resolve())] if args.data else []
     then = record.runs[0].facts["environment"]
     environment = {name: then[name] for name in then if name in REPEATED}
@@ -354,7 +351,7 @@ def side_of(words: str, arguments: list[str]) -> tuple[bytes, list[str]]:
     file, *own = shlex.split(words)
     if Path(file).is_dir():
         run = read_run(next(path for path in sorted(Path(file).iterdir()) if path.is_dir()))
-        return run.source, launch_arguments(run.command)
+        return run.source, launch(run.commands[0]).words
     return Path(file).read_bytes(), [*arguments, *own]
 
 

@@ -70,7 +70,7 @@ def write_run(
         "seed": seed,
         "command": f"python train_gpt.py {config['preset']} --seed {seed} --out /mine",
         "source_sha256": sha256(source.encode()).hexdigest(),
-        "versions": {"python": "3.11.9", "jax": "0.10.2"},
+        "versions": {"python": "3.11.9", "jax": "0.10.2", "jaxlib": "0.10.2"},
         "devices": devices or {"kind": "cpu", "count": 1, "platform": "cpu", "processes": 1},
         "host": HOST,
         "environment": {"JAX_PLATFORMS": "cpu"},
