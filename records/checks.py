@@ -37,6 +37,7 @@ P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing re
 STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
 ALIKE = 1e-4  # so near are the training losses of two seeds by chance at one step in a hundred
+PLAIN = re.compile(r"[A-Za-z0-9 .,@()/+_-]+")  # what hardware may be called: it stands in pages
 RUN_ID = re.compile(r"([0-9]{8}-[0-9]{6})-(.+)-s([0-9]+)-[0-9a-f]{6}")
 LATE_MS = 500.0  # between the time in metrics.jsonl and the one in the line of log.txt after it
 
@@ -81,8 +82,9 @@ class Track:
     target: float = 3.28
     val_tokens: int = 10_485_760
     corpus: str = "fineweb"  # what the names of its shards begin with
-    shard_bytes: int = 1024 + 2 * 100_000_000  # of every shard; 0: any
-    corpora: bool = False  # many, each a competition of its own, named by its validation shard
+    shard_bytes: int = (
+        1024 + 2 * 100_000_000
+    )  # of every shard; 0: any, and each corpus competes alone
     platform: str = ""  # of jax; "": any
     kind: str = ""  # part of the name of the devices
     devices: int = 0  # how many; 0: any number
@@ -102,7 +104,6 @@ TRACKS = {
         val_tokens=98_304,
         corpus="builtin",
         shard_bytes=0,
-        corpora=True,
         platform="cpu",
         processes=1,
     ),
@@ -182,13 +183,32 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     return plan
 
 
+def finite(text: str) -> float:
+    """A number; Python would let NaN, infinities and what is too large through."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"a number is {text}")
+    return number
+
+
+def unique(pairs: list[tuple]) -> dict:
+    """The pairs as a dict, if none hides another one of its name."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} stands there twice")
+    return dict(pairs)
+
+
 def parse_json(text: str):
-    """JSON without NaN and infinities, which Python would let through."""
+    """JSON with finite numbers, and without names that come twice."""
+    strict = {"parse_constant": finite, "parse_float": finite, "object_pairs_hook": unique}
+    return json.loads(text, **strict)
 
-    def refuse(name):
-        raise ValueError(f"a number is {name}")
 
-    return json.loads(text, parse_constant=refuse)
+def check_numbers(where: str, fields: dict, names):
+    """These fields are numbers; to Python, true is one, too."""
+    for name in names:
+        right = type(fields[name]) in (int, float)
+        need(right, f"{where}: {name} is {fields[name]!r}, no number")
 
 
 def read_run(folder: Path) -> Run:
@@ -201,10 +221,17 @@ def read_run(folder: Path) -> Run:
         lines = [line for part in sections[1::2] for line in part.decode().splitlines()]
         facts = parse_json((folder / "run.json").read_text())
         metrics = (folder / "metrics.jsonl").read_text().splitlines()
-        named = [dict(line.split(": ", 1) for line in head if ": " in line) for head in heads]
+        named = [unique([x.split(": ", 1) for x in head if ": " in x]) for head in heads]
         commands = [values["command"] for values in named]
         run = Run(folder, source, commands, facts, [*map(parse_json, metrics)])
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
+        totals = "seed", "steps", "tokens", "train_time_ms", "val_loss", "target"
+        check_numbers("run.json", facts, totals)
+        check_numbers("run.json", facts["config"], ("seed", "steps", "val_tokens", "target"))
+        check_numbers("run.json", facts["devices"], ("count", "processes"))
+        check_numbers("run.json", facts["host"], ("cores",))
+        for row in run.metrics:
+            check_numbers("metrics.jsonl", row, row)
         check_heads(run, heads, named)
         check_steps(run, lines)
         return run
@@ -271,7 +298,7 @@ def check_steps(run: Run, lines: list[str]):
     for row, fields in zip(rows, metrics, strict=True):
         step, validates = int(row[1]), row[3] is not None
         ms, loss = fields["train_time_ms"], fields["val_loss" if validates else "train_loss"]
-        need(loss > 0, f"metrics.jsonl: the loss of step {step} is {loss}")
+        need(0 < loss < 1e9, f"metrics.jsonl: the loss of step {step} is {loss}")
         late = int(row[4]) - ms  # the clock goes on between the two, but not while it validates
         same = -0.51 <= late <= (0.51 if validates else LATE_MS)
         differ = f"log.txt and metrics.jsonl disagree on the {{}} of step {step}: {{}} and {{}}"
@@ -299,15 +326,16 @@ def hardware(run: Run) -> str:
     """The class in which a run competes; times of different classes are not compared."""
     devices, host = run.facts["devices"], run.facts["host"]
     if devices["platform"] == "cpu":
-        return f"{host['cpu']}, {host['cores']} core{'s' * (host['cores'] != 1)}"
-    return f"{devices['count']} x {devices['kind']}"
+        model, cores = " ".join(host["cpu"].split()), host["cores"]
+        return f"{model}, {cores} core{'s' * (cores != 1)}"
+    return f"{devices['count']} x {' '.join(devices['kind'].split())}"
 
 
 def stream_name(track: Track, data: dict) -> str:
     """The token stream that these shards are said to be."""
     val = f"{track.corpus}_val_000000.bin"
     need(val in data, f"token stream other than the rules': there is no {val}")
-    return f"{track.corpus}-{data[val]['sha256'][:8]}" if track.corpora else track.corpus
+    return track.corpus if track.shard_bytes else f"{track.corpus}-{data[val]['sha256'][:8]}"
 
 
 def check_stream(track: Track, run: Run, pinned: dict):
@@ -341,6 +369,8 @@ def check_run(track: Track, run: Run, pinned: dict):
     right = track.platform in ("", devices["platform"]) and track.devices in (0, count)
     right = right and track.kind in kind and "MIG" not in kind  # a part of a GPU is no GPU
     need(right, f"{count} x {kind} is not the hardware of this track")
+    name = hardware(run)
+    need(bool(PLAIN.fullmatch(name)), f"hardware {name!r} is not of {PLAIN.pattern}")
     one = track.processes in (0, devices["processes"])
     need(one, f"{devices['processes']} processes: one drives all devices on this track")
     missing = {"python", "jax", "jaxlib"} - run.facts["versions"].keys()
@@ -430,6 +460,17 @@ def derive(track: Track, runs: list[Run]) -> dict:
 def run_id(run: Run) -> str:
     """Its name, which begins with the time at which it started."""
     return run.folder.name
+
+
+def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
+    """What record.json says of runs that keep all rules but those of rank."""
+    for run in runs:
+        with about(run_id(run)):
+            check_run(track, run, pinned)
+    check_runs(runs)
+    result = derive(track, runs)
+    check_statistics(track, result)
+    return result
 
 
 def began(run: Run) -> datetime:
@@ -536,29 +577,35 @@ def read_tokens(root: Path) -> dict:
         return parse_json((root / "tokens.json").read_text())
 
 
+def check_name(name: str):
+    """A record's name can stand in a path and in a link."""
+    need(bool(re.fullmatch(r"[A-Za-z0-9-]+", name)), "--name: letters, digits and hyphens")
+
+
 def check_record(folder: Path, pinned: dict) -> Record:
     """The record in `folder`, derived anew and held against all rules but those of rank."""
     with about(f"{folder.parent.name}/{folder.name}"):
         fields = parse_json((folder / "record.json").read_text())
-        track = TRACKS[folder.parent.name]
-        need(fields["track"] == folder.parent.name, "record.json names another track")
+        known = fields["track"] == folder.parent.name in TRACKS
+        need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
         words = [fields[key] for key in ("name", "by", "what")]
         need(all(x == " ".join(x.split()) != "" for x in words), "name, by or what is not one line")
+        check_name(fields["name"])
+        links = [path.name for path in (folder, *folder.rglob("*")) if path.is_symlink()]
+        need(not links, f"links are no evidence, the files are needed: {links}")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        for run in runs:
-            whole = {path.name for path in run.folder.iterdir()} == set(FILES)
-            need(whole, f"{run_id(run)} has other files than {', '.join(FILES)}")
-            with about(run_id(run)):
-                check_run(track, run, pinned)
-        check_runs(runs)
-        result, claimed = derive(track, runs), fields["result"]
+        whole = {f"{run_id(run)}/{name}" for run in runs for name in FILES}
+        whole |= {"record.json", "README.md", *map(run_id, runs)}
+        stray = {path.relative_to(folder).as_posix() for path in folder.rglob("*")} ^ whole
+        need(not stray, f"too many or missing: {', '.join(sorted(stray))}")
+        result, claimed = judge(TRACKS[fields["track"]], runs, pinned), fields["result"]
         for key in result.keys() | claimed.keys():
             got, want = claimed.get(key), result.get(key)
-            need(got == want, f"record.json says {key} {got}, from the logs it is {want}")
+            same = json.dumps(got, sort_keys=True) == json.dumps(want, sort_keys=True)
+            need(same, f"record.json says {key} {got}, from the logs it is {want}")
         need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")
         page = (folder / "README.md").read_text()
         need(page.startswith(describe(fields)), "its README.md above the notes is not as generated")
-        check_statistics(track, result)
         return Record(folder, fields, runs)
 
 
@@ -586,9 +633,9 @@ def chain(records: list[Record], competition) -> list[Record]:
 
 
 def record_folders(root: Path) -> list[Path]:
-    """All that claim to be records."""
-    tracks = [root / name for name in TRACKS if (root / name).is_dir()]
-    return sorted(path for track in tracks for path in track.iterdir() if path.is_dir())
+    """All that claim to be records, those outside the tracks' folders too."""
+    claims = {path.parent for path in root.glob("*/*/record.json")}
+    return sorted(claims | {x for name in TRACKS for x in root.glob(f"{name}/*") if x.is_dir()})
 
 
 def check_all(root: Path) -> tuple[list[Record], list[str]]:

@@ -75,8 +75,7 @@ def add(root: Path, runs, name: str, track="cpu", *words) -> int:
 def empty(root: Path) -> Path:
     """A records folder without records, with the pages of the real one."""
     root.mkdir(exist_ok=True)
-    for name in ("README.md", "references.json"):
-        shutil.copy(ROOT / "records" / name, root)
+    shutil.copy(ROOT / "records/README.md", root)
     shutil.copytree(ROOT / "records" / "predicted", root / "predicted")
     (root / "tokens.json").write_text(json.dumps({BUILTIN_NAME: BUILTIN, "fineweb": FINEWEB}))
     return root
@@ -283,6 +282,17 @@ def without_versions(record: Path, run: Path):
         edit_json(folder / "run.json", versions={"python": "3.11.9"})
 
     in_all(record, change)
+
+
+def linked(record: Path, run: Path):
+    (run / "log.txt").rename(record.parents[1] / "log.txt")
+    (run / "log.txt").symlink_to(record.parents[1] / "log.txt")
+
+
+def without_loss(record: Path, run: Path):
+    facts = json.loads((run / "run.json").read_text())
+    del facts["val_loss"]
+    (run / "run.json").write_text(json.dumps(facts))
 
 
 def renamed(run: Path, old: str, new: str):
@@ -538,7 +548,72 @@ TAMPERED = {
     ),
     # files
     "a file missing": (lambda record, run: (run / "metrics.jsonl").unlink(), "not as train_gpt.py"),
-    "a file more": (lambda record, run: (run / "x.py").write_text(""), "has other files than"),
+    "a file more": (
+        lambda record, run: (run / "x.py").write_text(""),
+        r"too many or missing: .*/x\.py$",
+    ),
+    "a file more beside the runs": (
+        lambda record, run: (record / "x.py").write_text(""),
+        r"too many or missing: x\.py$",
+    ),
+    "a link to a log": (linked, r"links are no evidence, the files are needed: \['log\.txt'\]"),
+    "a link to a run": (
+        lambda record, run: [
+            run.rename(record.parents[1] / run.name),
+            run.symlink_to(record.parents[1] / run.name, target_is_directory=True),
+        ],
+        "links are no evidence, the files are needed",
+    ),
+    "a name of Markdown": (
+        lambda record, run: edit_json(record / "record.json", name="a](b)"),
+        "letters, digits and hyphens",
+    ),
+    "another track in record.json": (
+        lambda record, run: edit_json(record / "record.json", track="moon"),
+        "it is in the folder of no track, or of another than its moon",
+    ),
+    # JSON that says two things, or none
+    "a field twice in run.json": (
+        lambda record, run: edit(run / "run.json", "{", '{"val_loss": 1.0, '),
+        r"'val_loss' stands there twice",
+    ),
+    "a field twice in record.json": (
+        lambda record, run: edit(record / "record.json", "{", '{"by": "me", '),
+        r"'by' stands there twice",
+    ),
+    "a field twice in the metrics": (
+        lambda record, run: edit(run / "metrics.jsonl", "{", '{"tokens": 0, '),
+        r"'tokens' stands there twice",
+    ),
+    "a line twice in the log's head": (
+        lambda record, run: edit(run / "log.txt", "command: ", "command: x\ncommand: "),
+        r"'command' stands there twice",
+    ),
+    "too large a number": (
+        lambda record, run: edit(
+            run / "metrics.jsonl", r'"train_loss": [\d.]+', '"train_loss": 1e999'
+        ),
+        r"a number is 1e999",
+    ),
+    "true for a number in run.json": (
+        lambda record, run: edit_json(run / "run.json", seed=False),
+        "run.json: seed is False, no number",
+    ),
+    "true for a number in the metrics": (
+        lambda record, run: edit_metrics(run, 1, step=True),
+        "metrics.jsonl: step is True, no number",
+    ),
+    "true for a number in record.json": (
+        lambda record, run: edit_result(record, seeds=[False, True, 2]),
+        r"record\.json says seeds \[False, True, 2\]",
+    ),
+    "no final loss": (without_loss, "'val_loss' is missing"),
+    "hardware of Markdown": (
+        lambda record, run: in_all(
+            record, lambda folder: edit_facts(folder, host=HOST | {"cpu": "![x](y)"})
+        ),
+        r"hardware '!\[x\]\(y\), 2 cores' is not of",
+    ),
     "no number": (
         lambda record, run: edit_metrics(run, -1, val_loss=float("nan")),
         r"not as train_gpt\.py writes it \(a number is NaN\)",
@@ -615,9 +690,14 @@ def test_a_rerun_is_no_record_and_none_is_older_than_what_it_beats(records, tmp_
     assert add(records, faster, "Flags") == 0 and tool(records, "check") == 0
 
 
+def test_a_record_outside_the_tracks_is_refused(records, capsys):
+    shutil.copytree(next((records / "cpu").glob("*_First")), records / "moon/2026-01-01_First")
+    assert "moon/2026-01-01_First: it is in the folder of no track" in refusal(records, capsys)
+
+
 def test_classes_of_hardware_do_not_compete(records, tmp_path):
-    """A slower machine has its own first record."""
-    host = HOST | {"cpu": "A slow CPU"}
+    """A slower machine has its own first record; blanks make no other machine."""
+    host = HOST | {"cpu": " A  slow\nCPU "}
     assert add(records, runs_of(tmp_path, seconds=99.0, host=host), "Slow") == 0
     assert tool(records, "check") == 0
     record = json.loads(next((records / "cpu").glob("*_Slow/record.json")).read_text())
@@ -797,6 +877,8 @@ def test_render_is_deterministic_and_knows_when_it_is_stale(records, tmp_path, c
     first = plot.read_bytes(), (records / "README.md").read_bytes()
     assert first[0].startswith(b"\x89PNG") and len(first[0]) > 10_000
     assert tool(records, "render", "--check") == 0
+    plot.write_bytes(first[0][8:])  # has the digest, is no picture
+    assert f"the plot {plot.name} is stale" in refusal(records, capsys, "render", "--check")
     plot.unlink()
     assert f"the plot {plot.name} is stale" in refusal(records, capsys, "render", "--check")
     assert tool(records, "render") == 0
