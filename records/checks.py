@@ -38,7 +38,18 @@ STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counte
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
 ALIKE = 1e-4  # so near are the training losses of two seeds by chance at one step in a hundred
 PLAIN = re.compile(r"[A-Za-z0-9 .,@()/+_-]+")  # what hardware may be called: it stands in pages
-RUN_ID = re.compile(r"([0-9]{8}-[0-9]{6})-(.+)-s([0-9]+)-[0-9a-f]{6}")
+RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-(.+)-s([0-9]+)-[0-9a-f]{6}")
+BROKEN = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+NUMBERS = {"seed", "steps", "step", "tokens", "train_time_ms", "train_loss", "val_loss", "target"}
+NUMBERS |= {"val_tokens", "count", "processes", "cores", "bytes"}  # where Python takes true for 1
 LATE_MS = 500.0  # between the time in metrics.jsonl and the one in the line of log.txt after it
 
 
@@ -52,9 +63,6 @@ def need(holds: bool, reason: str):
         raise Refused(reason)
 
 
-DEEP = ArithmeticError, RecursionError  # numbers and nesting beyond what Python holds
-
-
 @contextlib.contextmanager
 def about(what):
     """Begin the reasons of refusals inside with `what`, unreadable files among them."""
@@ -64,7 +72,7 @@ def about(what):
         raise Refused(f"{what}: {error}") from None
     except KeyError as error:
         raise Refused(f"{what}: {error} is missing") from None
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, *DEEP) as error:
+    except BROKEN as error:
         reason = " ".join(str(error).split())
         raise Refused(f"{what}: not as train_gpt.py writes it ({reason})") from None
 
@@ -190,25 +198,20 @@ def finite(text: str) -> float:
     return number
 
 
-def unique(pairs: list[tuple]) -> dict:
-    """The pairs as a dict, if none hides another one of its name."""
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r} stands there twice")
-    return dict(pairs)
+def unique(pairs: list) -> dict:
+    """A dict in which no name hides another one, and no true is a number."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name stands there twice")
+    if wrong := [name for name in NUMBERS & fields.keys() if isinstance(fields[name], bool)]:
+        raise ValueError(f"{wrong[0]} is no number")
+    return fields
 
 
 def parse_json(text: str):
     """JSON with finite numbers, and without names that come twice."""
     strict = {"parse_constant": finite, "parse_float": finite, "object_pairs_hook": unique}
     return json.loads(text, **strict)
-
-
-def check_numbers(where: str, fields: dict, names):
-    """These fields are numbers; to Python, true is one, too."""
-    for name in names:
-        right = type(fields[name]) in (int, float)
-        need(right, f"{where}: {name} is {fields[name]!r}, no number")
 
 
 def read_run(folder: Path) -> Run:
@@ -225,13 +228,6 @@ def read_run(folder: Path) -> Run:
         commands = [values["command"] for values in named]
         run = Run(folder, source, commands, facts, [*map(parse_json, metrics)])
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
-        totals = "seed", "steps", "tokens", "train_time_ms", "val_loss", "target"
-        check_numbers("run.json", facts, totals)
-        check_numbers("run.json", facts["config"], ("seed", "steps", "val_tokens", "target"))
-        check_numbers("run.json", facts["devices"], ("count", "processes"))
-        check_numbers("run.json", facts["host"], ("cores",))
-        for row in run.metrics:
-            check_numbers("metrics.jsonl", row, row)
         check_heads(run, heads, named)
         check_steps(run, lines)
         return run
@@ -262,10 +258,10 @@ def check_heads(run: Run, heads: list[list[str]], named: list[dict]):
     need(config | elsewhere == facts["config"], "log.txt and run.json disagree on config")
     need(run.commands[-1] == facts["command"], "log.txt and run.json disagree on the command")
     need(facts["seed"] == facts["config"]["seed"], "run.json has two seeds, one in its config")
-    named_after = RUN_ID.fullmatch(run_id(run))
-    said = named_after and named_after.groups()[1:]
-    right = said == (facts["config"]["preset"], str(facts["seed"]))
-    need(right and facts["preset"] == said[0], "the run's name has another preset or seed, or none")
+    parts, preset = RUN_ID.fullmatch(run_id(run)), facts["preset"]
+    right = parts and parts[1] == preset == facts["config"]["preset"]
+    right = right and parts[2] == str(facts["seed"])
+    need(right, "the run's name has another preset or seed, or none")
     need(began(run) < datetime.now() + timedelta(days=1), "its date is in the future")
 
 
@@ -280,8 +276,8 @@ def check_steps(run: Run, lines: list[str]):
     ended = facts["finished"] is True and any(line.startswith("peak memory") for line in lines)
     need(ended and last >= total, f"not finished: log.txt ends at step {last} of {total}")
 
-    rows_needed = f"metrics.jsonl has {len(metrics)} lines, too few for {total} steps"
-    need(total < len(metrics), rows_needed)  # before `planned` makes a list of that length
+    few = f"metrics.jsonl has {len(metrics)} lines, too few for {total} steps"
+    need(total < len(metrics), few)  # before `planned` makes a list of that length
     plan = planned(facts["config"])
     in_log = [(int(row[1]), row[3] is not None) for row in rows]
     need(
@@ -310,11 +306,11 @@ def check_steps(run: Run, lines: list[str]):
     for times in ([int(row[4]) for row in rows], [row["train_time_ms"] for row in metrics]):
         forward = all(a <= b for a, b in pairwise(times)) and 0 <= times[0] < times[-1]
         need(forward, "times are not monotonic: the clock went backwards")
-    ends = [0.0, *(seconds for seconds, *_ in run.losses("train_loss"))]
-    need(all(a < b for a, b in pairwise(ends)), "the clock stood still: a step took no time")
-    for name, value in [("steps", total), *metrics[-1].items()]:
-        same = facts.get(name, value) == value
-        need(same, f"run.json and metrics.jsonl disagree: {name} {facts.get(name)} and {value}")
+    ends = [(0.0,), *run.losses("train_loss")]
+    need(all(a[0] < b[0] for a, b in pairwise(ends)), "the clock stood still in a step")
+    for name in ("tokens", "train_time_ms", "val_loss", "steps"):
+        said, value = facts[name], (metrics[-1] | {"steps": total})[name]
+        need(said == value, f"run.json and metrics.jsonl disagree: {name} {said} and {value}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -362,17 +358,17 @@ def check_run(track: Track, run: Run, pinned: dict):
     """The run keeps the rules of the track."""
     config, devices = run.facts["config"], run.facts["devices"]
     val_tokens, targets = config["val_tokens"], {config["target"], run.facts["target"]}
-    same = val_tokens == track.val_tokens
-    need(same, f"wrong number of validation tokens: {val_tokens}, not {track.val_tokens}")
+    right = val_tokens == track.val_tokens
+    need(right, f"wrong number of validation tokens: {val_tokens}, not {track.val_tokens}")
     need(targets == {track.target}, f"the run's target is {targets}, the track's {track.target}")
     count, kind = devices["count"], devices["kind"]
     right = track.platform in ("", devices["platform"]) and track.devices in (0, count)
     right = right and track.kind in kind and "MIG" not in kind  # a part of a GPU is no GPU
     need(right, f"{count} x {kind} is not the hardware of this track")
-    name = hardware(run)
-    need(bool(PLAIN.fullmatch(name)), f"hardware {name!r} is not of {PLAIN.pattern}")
-    one = track.processes in (0, devices["processes"])
-    need(one, f"{devices['processes']} processes: one drives all devices on this track")
+    need(bool(PLAIN.fullmatch(hardware(run))), f"no name of hardware: {hardware(run)!r}")
+    processes = devices["processes"]
+    one = track.processes in (0, processes)
+    need(one, f"{processes} processes: one drives all devices on this track")
     missing = {"python", "jax", "jaxlib"} - run.facts["versions"].keys()
     need(not missing, f"run.json does not say the versions of {', '.join(sorted(missing))}")
     check_command(run)
@@ -386,8 +382,8 @@ def check_run(track: Track, run: Run, pinned: dict):
 
 def check_command(run: Run):
     """The run's config is what its command asked for, and no command asked for a profile."""
-    profiled = any(launch(command).profile for command in run.commands)
-    need(not profiled, "a run with --profile is no record")
+    for command in run.commands:
+        need(not launch(command).profile, "a run with --profile is no record")
     for key, text in launch(run.commands[0]).asked.items():
         value = run.facts["config"]
         for part in key.split("."):
