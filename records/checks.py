@@ -246,9 +246,11 @@ def check_heads(run: Run, heads: list[list[str]], named: list[dict]):
     need(said is (resumes > 0), f"log.txt was resumed {resumes} times, run.json says {said}")
     said = [f"{package} {version}" for package, version in facts["versions"].items()]
     said.append(f"{devices['count']} x {devices['kind']} ({devices['platform']})")
+    said.append(facts["host"]["platform"])
     for head, values in zip(heads, named, strict=True):
-        missing = [line for line in said if line not in head]
-        need(not missing, f"log.txt and run.json disagree on versions or devices: {missing}")
+        there = head[head[0] == "resumed" :][: len(said)]
+        differ = f"versions, devices or system: {', '.join(there)}; {', '.join(said)}"
+        need(there == said, f"log.txt and run.json disagree on {differ}")
         for name in ("host", "environment", "choices", "data"):
             if name != "choices" or name in values or name in facts:  # older runs lack them
                 same = parse_json(values[name]) == facts[name]
@@ -346,6 +348,8 @@ def check_stream(track: Track, run: Run, pinned: dict):
         right = track.shard_bytes in (0, shard["bytes"]) and known.get(name) == shard
         what = f"{name} with {shard['bytes']} bytes and sha256 {shard['sha256'][:12]}"
         need(right, f"{other}: {what} is not in tokens.json")
+    same = len({shard["sha256"] for shard in data.values()}) < len(data)
+    need(not same, f"{other}: two of its shards are the same, or it trains on the validation's")
     there = (data[f"{corpus}_val_000000.bin"]["bytes"] - 1024) // 2
     few = f"the validation shard holds {there} tokens, too few for {track.val_tokens}"
     need(there > track.val_tokens, few)
@@ -575,7 +579,7 @@ def read_tokens(root: Path) -> dict:
 
 def check_name(name: str):
     """A record's name can stand in a path and in a link."""
-    need(bool(re.fullmatch(r"[A-Za-z0-9-]+", name)), "--name: letters, digits and hyphens")
+    need(bool(re.fullmatch(r"[A-Za-z0-9-]+", name)), f"name {name!r}: letters, digits and hyphens")
 
 
 def check_record(folder: Path, pinned: dict) -> Record:
@@ -587,6 +591,8 @@ def check_record(folder: Path, pinned: dict) -> Record:
         words = [fields[key] for key in ("name", "by", "what")]
         need(all(x == " ".join(x.split()) != "" for x in words), "name, by or what is not one line")
         check_name(fields["name"])
+        more = fields.keys() - {"track", "name", "by", "what", "beats", "result"}
+        need(not more, f"record.json says more than it should: {sorted(more)}")
         links = [path.name for path in (folder, *folder.rglob("*")) if path.is_symlink()]
         need(not links, f"links are no evidence, the files are needed: {links}")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
@@ -596,7 +602,7 @@ def check_record(folder: Path, pinned: dict) -> Record:
         need(not stray, f"too many or missing: {', '.join(sorted(stray))}")
         result, claimed = judge(TRACKS[fields["track"]], runs, pinned), fields["result"]
         for key in result.keys() | claimed.keys():
-            got, want = claimed.get(key), result.get(key)
+            got, want = claimed.get(key, "nothing"), result.get(key, "nothing")
             same = json.dumps(got, sort_keys=True) == json.dumps(want, sort_keys=True)
             need(same, f"record.json says {key} {got}, from the logs it is {want}")
         need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")

@@ -95,7 +95,8 @@ def write_run(
 def head(facts: dict) -> str:
     devices = facts["devices"]
     about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
-    about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})\nLinux"
+    about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
+    about += f"\n{facts['host']['platform']}"
     about += f"\ncommand: {facts['command']}"
     for name in ("host", "environment", "data"):
         about += f"\n{name}: {json.dumps(facts[name])}"

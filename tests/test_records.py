@@ -280,6 +280,7 @@ def other_choices(record: Path, run: Path):
 def without_versions(record: Path, run: Path):
     def change(folder):
         edit_json(folder / "run.json", versions={"python": "3.11.9"})
+        edit(folder / "log.txt", r"jax.*\n", "", count=2)
 
     in_all(record, change)
 
@@ -413,7 +414,11 @@ TAMPERED = {
     ),
     "versions in run.json": (
         lambda record, run: edit_json(run / "run.json", versions={"jax": "0.11.0"}),
-        r"log\.txt and run\.json disagree on versions or devices: \['jax 0\.11\.0'\]",
+        r"log\.txt and run\.json disagree on versions, .*; jax 0\.11\.0, 1 x",
+    ),
+    "another version beside the first": (
+        lambda record, run: edit(run / "log.txt", "\njax 0", "\njax 0.9.9\njax 0"),
+        r"log\.txt and run\.json disagree on versions, .*, jax 0\.9\.9, .*;",
     ),
     "environment in run.json": (
         lambda record, run: edit_json(run / "run.json", environment={}),
@@ -439,7 +444,10 @@ TAMPERED = {
         "host differs between",
     ),
     "one run on another system": (
-        lambda record, run: edit_facts(run, host=HOST | {"platform": "Linux-7"}),
+        lambda record, run: [
+            edit_facts(run, host=HOST | {"platform": "Linux-7"}),
+            edit(run / "log.txt", r"\nLinux\n", "\nLinux-7\n"),
+        ],
         "host differs between",
     ),
     "flags in one run": (
@@ -533,6 +541,14 @@ TAMPERED = {
     "times in record.json": (
         lambda record, run: edit_result(record, mean_seconds=1.0),
         r"record\.json says mean_seconds 1\.0, from the logs it is 10\.01",
+    ),
+    "more in record.json": (
+        lambda record, run: edit_json(record / "record.json", rank=1),
+        r"record\.json says more than it should: \['rank'\]",
+    ),
+    "more in its result": (
+        lambda record, run: edit_result(record, rank=None),
+        r"record\.json says rank None, from the logs it is nothing",
     ),
     "its page": (
         lambda record, run: edit(record / "README.md", "10.01 s", "9.01 s"),
@@ -717,6 +733,10 @@ def test_a_corpus_that_is_not_known_needs_to_be_pinned(records, tmp_path, capsys
         assert "token stream other than the rules'" in said
     runs = runs_of(tmp_path / "bad", data={name: {"bytes": 400_000} for name in BUILTIN})
     assert "'sha256' is missing" in refusal(records, capsys, "add", *runs, *about, "--pin")
+    twice = {name: BUILTIN["builtin_train_000001.bin"] for name in BUILTIN}
+    runs = runs_of(tmp_path / "twice", data=twice)
+    said = refusal(records, capsys, "add", *runs, *about, "--pin")
+    assert "or it trains on the validation's" in said
     small = BUILTIN | {"builtin_val_000000.bin": shard("little", 2048)}
     runs = runs_of(tmp_path / "small", data=small)
     assert "shard holds 512 tokens, too few for 98304" in refusal(
