@@ -24,7 +24,8 @@ import math
 import re
 import shlex
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from datetime import datetime, timedelta
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,21 @@ FILES = ("log.txt", "metrics.jsonl", "run.json")
 NOTES = "<!-- Notes of the author from here on; what stands above is generated. -->\n"
 P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record
 STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
-COMPILER = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # the same in all runs of a record
+FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
+ALIKE = 1e-4  # so near are the training losses of two seeds by chance at one step in a hundred
+PLAIN = re.compile(r"[A-Za-z0-9 .,@()/+_-]+")  # what hardware may be called: it stands in pages
+RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-(.+)-s([0-9]+)-[0-9a-f]{6}")
+BROKEN = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+NUMBERS = {"seed", "steps", "step", "tokens", "train_time_ms", "train_loss", "val_loss", "target"}
+NUMBERS |= {"val_tokens", "count", "processes", "cores", "bytes"}  # where Python takes true for 1
 LATE_MS = 500.0  # between the time in metrics.jsonl and the one in the line of log.txt after it
 
 
@@ -57,7 +72,7 @@ def about(what):
         raise Refused(f"{what}: {error}") from None
     except KeyError as error:
         raise Refused(f"{what}: {error} is missing") from None
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+    except BROKEN as error:
         reason = " ".join(str(error).split())
         raise Refused(f"{what}: not as train_gpt.py writes it ({reason})") from None
 
@@ -75,26 +90,30 @@ class Track:
     target: float = 3.28
     val_tokens: int = 10_485_760
     corpus: str = "fineweb"  # what the names of its shards begin with
-    shard_bytes: int = 1024 + 2 * 100_000_000  # of every shard; 0: any
-    corpora: bool = False  # many, each a competition of its own, named by its validation shard
+    shard_bytes: int = (
+        1024 + 2 * 100_000_000
+    )  # of every shard; 0: any, and each corpus competes alone
     platform: str = ""  # of jax; "": any
     kind: str = ""  # part of the name of the devices
     devices: int = 0  # how many; 0: any number
+    processes: int = 0  # that drive them: one sees one machine; 0: any number
     batch_tokens: int = 0  # of every step. If not 0, steps are counted and not seconds
 
 
 TRACKS = {
     "v6e-8": Track("FineWeb to 3.28 on a TPU v6e-8", platform="tpu", kind="TPU v6 lite", devices=8),
-    "8xh100": Track("FineWeb to 3.28 on eight H100s", platform="gpu", kind="H100", devices=8),
-    "1xgpu": Track("FineWeb to 3.28 on one GPU", platform="gpu", devices=1),
+    "8xh100": Track(
+        "FineWeb to 3.28 on eight H100s", platform="gpu", kind="H100", devices=8, processes=1
+    ),
+    "1xgpu": Track("FineWeb to 3.28 on one GPU", platform="gpu", devices=1, processes=1),
     "cpu": Track(
         "the demo corpus to 3.95 on a CPU",
         target=3.95,
         val_tokens=98_304,
         corpus="builtin",
         shard_bytes=0,
-        corpora=True,
         platform="cpu",
+        processes=1,
     ),
     "steps": Track("FineWeb to 3.28 in the fewest steps", batch_tokens=524_288),
 }
@@ -130,7 +149,7 @@ class Run:
 
     folder: Path
     source: bytes  # as its log has it
-    command: str  # that began it; a resumed run's run.json has the last one
+    commands: list[str]  # that began it and, if it was resumed, those that continued it
     facts: dict  # run.json
     metrics: list[dict]  # metrics.jsonl
 
@@ -159,6 +178,7 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     steps, stages, period = config["steps"], config["stages"], config["val_every"]
     ends = accumulate(stage["share"] for stage in stages)
     ends = [round(end * (steps - config["extension"])) for end in ends][:-1] + [steps]
+    need([0, *ends] == sorted([0, *ends]), "the stages of the config do not follow each other")
     spans = [end - start for start, end in pairwise([0, *ends])]
     sizes = [stage["batch_tokens"] for stage in stages]
     tokens = [0, *accumulate(n for n, span in zip(sizes, spans, strict=True) for _ in range(span))]
@@ -171,13 +191,27 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     return plan
 
 
+def finite(text: str) -> float:
+    """A number; Python would let NaN, infinities and what is too large through."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"a number is {text}")
+    return number
+
+
+def unique(pairs: list) -> dict:
+    """A dict in which no name hides another one, and no true is a number."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name stands there twice")
+    if wrong := [name for name in NUMBERS & fields.keys() if isinstance(fields[name], bool)]:
+        raise ValueError(f"{wrong[0]} is no number")
+    return fields
+
+
 def parse_json(text: str):
-    """JSON without NaN and infinities, which Python would let through."""
-
-    def refuse(name):
-        raise ValueError(f"a number is {name}")
-
-    return json.loads(text, parse_constant=refuse)
+    """JSON with finite numbers, and without names that come twice."""
+    strict = {"parse_constant": finite, "parse_float": finite, "object_pairs_hook": unique}
+    return json.loads(text, **strict)
 
 
 def read_run(folder: Path) -> Run:
@@ -190,8 +224,9 @@ def read_run(folder: Path) -> Run:
         lines = [line for part in sections[1::2] for line in part.decode().splitlines()]
         facts = parse_json((folder / "run.json").read_text())
         metrics = (folder / "metrics.jsonl").read_text().splitlines()
-        named = [dict(line.split(": ", 1) for line in head if ": " in line) for head in heads]
-        run = Run(folder, source, named[0]["command"], facts, [*map(parse_json, metrics)])
+        named = [unique([x.split(": ", 1) for x in head if ": " in x]) for head in heads]
+        commands = [values["command"] for values in named]
+        run = Run(folder, source, commands, facts, [*map(parse_json, metrics)])
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
         check_heads(run, heads, named)
         check_steps(run, lines)
@@ -211,24 +246,30 @@ def check_heads(run: Run, heads: list[list[str]], named: list[dict]):
     need(said is (resumes > 0), f"log.txt was resumed {resumes} times, run.json says {said}")
     said = [f"{package} {version}" for package, version in facts["versions"].items()]
     said.append(f"{devices['count']} x {devices['kind']} ({devices['platform']})")
+    said.append(facts["host"]["platform"])
     for head, values in zip(heads, named, strict=True):
-        missing = [line for line in said if line not in head]
-        need(not missing, f"log.txt and run.json disagree on versions or devices: {missing}")
-        for name in ("host", "environment", "data"):
-            same = parse_json(values[name]) == facts[name]
-            need(same, f"log.txt and run.json disagree on {name}")
+        there = head[head[0] == "resumed" :][: len(said)]
+        differ = f"versions, devices or system: {', '.join(there)}; {', '.join(said)}"
+        need(there == said, f"log.txt and run.json disagree on {differ}")
+        for name in ("host", "environment", "choices", "data"):
+            if name != "choices" or name in values or name in facts:  # older runs lack them
+                same = parse_json(values[name]) == facts[name]
+                need(same, f"log.txt and run.json disagree on {name}")
     config = parse_json(named[0]["config"])
     elsewhere = {"data": facts["config"]["data"]} if resumes else {}  # a resume may move the tokens
     need(config | elsewhere == facts["config"], "log.txt and run.json disagree on config")
-    need(named[-1]["command"] == facts["command"], "log.txt and run.json disagree on the command")
+    need(run.commands[-1] == facts["command"], "log.txt and run.json disagree on the command")
     need(facts["seed"] == facts["config"]["seed"], "run.json has two seeds, one in its config")
+    parts, preset = RUN_ID.fullmatch(run_id(run)), facts["preset"]
+    right = parts and parts[1] == preset == facts["config"]["preset"]
+    right = right and parts[2] == str(facts["seed"])
+    need(right, "the run's name has another preset or seed, or none")
+    need(began(run) < datetime.now() + timedelta(days=1), "its date is in the future")
 
 
 def check_steps(run: Run, lines: list[str]):
     """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
-    facts, metrics, plan = run.facts, run.metrics, planned(run.facts["config"])
-    total = facts["config"]["steps"]
-    rows = []
+    facts, metrics, total, rows = run.facts, run.metrics, run.facts["config"]["steps"], []
     for line in lines:
         if line.startswith("step:"):
             need(bool(row := STEP.fullmatch(line)), f"log.txt: no line of the trainer: {line}")
@@ -237,6 +278,9 @@ def check_steps(run: Run, lines: list[str]):
     ended = facts["finished"] is True and any(line.startswith("peak memory") for line in lines)
     need(ended and last >= total, f"not finished: log.txt ends at step {last} of {total}")
 
+    few = f"metrics.jsonl has {len(metrics)} lines, too few for {total} steps"
+    need(total < len(metrics), few)  # before `planned` makes a list of that length
+    plan = planned(facts["config"])
     in_log = [(int(row[1]), row[3] is not None) for row in rows]
     need(
         in_log == [row[:2] for row in plan] and {int(row[2]) for row in rows} == {total},
@@ -252,7 +296,7 @@ def check_steps(run: Run, lines: list[str]):
     for row, fields in zip(rows, metrics, strict=True):
         step, validates = int(row[1]), row[3] is not None
         ms, loss = fields["train_time_ms"], fields["val_loss" if validates else "train_loss"]
-        need(loss > 0, f"metrics.jsonl: the loss of step {step} is {loss}")
+        need(0 < loss < 1e9, f"metrics.jsonl: the loss of step {step} is {loss}")
         late = int(row[4]) - ms  # the clock goes on between the two, but not while it validates
         same = -0.51 <= late <= (0.51 if validates else LATE_MS)
         differ = f"log.txt and metrics.jsonl disagree on the {{}} of step {step}: {{}} and {{}}"
@@ -264,9 +308,11 @@ def check_steps(run: Run, lines: list[str]):
     for times in ([int(row[4]) for row in rows], [row["train_time_ms"] for row in metrics]):
         forward = all(a <= b for a, b in pairwise(times)) and 0 <= times[0] < times[-1]
         need(forward, "times are not monotonic: the clock went backwards")
-    for name, value in [("steps", total), *metrics[-1].items()]:
-        same = facts.get(name, value) == value
-        need(same, f"run.json and metrics.jsonl disagree: {name} {facts.get(name)} and {value}")
+    ends = [(0.0,), *run.losses("train_loss")]
+    need(all(a[0] < b[0] for a, b in pairwise(ends)), "the clock stood still in a step")
+    for name in ("tokens", "train_time_ms", "val_loss", "steps"):
+        said, value = facts[name], (metrics[-1] | {"steps": total})[name]
+        need(said == value, f"run.json and metrics.jsonl disagree: {name} {said} and {value}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -278,15 +324,16 @@ def hardware(run: Run) -> str:
     """The class in which a run competes; times of different classes are not compared."""
     devices, host = run.facts["devices"], run.facts["host"]
     if devices["platform"] == "cpu":
-        return f"{host['cpu']}, {host['cores']} core{'s' * (host['cores'] != 1)}"
-    return f"{devices['count']} x {devices['kind']}"
+        model, cores = " ".join(host["cpu"].split()), host["cores"]
+        return f"{model}, {cores} core{'s' * (cores != 1)}"
+    return f"{devices['count']} x {' '.join(devices['kind'].split())}"
 
 
 def stream_name(track: Track, data: dict) -> str:
     """The token stream that these shards are said to be."""
     val = f"{track.corpus}_val_000000.bin"
     need(val in data, f"token stream other than the rules': there is no {val}")
-    return f"{track.corpus}-{data[val]['sha256'][:8]}" if track.corpora else track.corpus
+    return track.corpus if track.shard_bytes else f"{track.corpus}-{data[val]['sha256'][:8]}"
 
 
 def check_stream(track: Track, run: Run, pinned: dict):
@@ -301,6 +348,11 @@ def check_stream(track: Track, run: Run, pinned: dict):
         right = track.shard_bytes in (0, shard["bytes"]) and known.get(name) == shard
         what = f"{name} with {shard['bytes']} bytes and sha256 {shard['sha256'][:12]}"
         need(right, f"{other}: {what} is not in tokens.json")
+    same = len({shard["sha256"] for shard in data.values()}) < len(data)
+    need(not same, f"{other}: two of its shards are the same, or it trains on the validation's")
+    there = (data[f"{corpus}_val_000000.bin"]["bytes"] - 1024) // 2
+    few = f"the validation shard holds {there} tokens, too few for {track.val_tokens}"
+    need(there > track.val_tokens, few)
     there = sum((data[name]["bytes"] - 1024) // 2 for name in names)
     taken = run.metrics[-1]["tokens"]
     need(taken < there, f"trained on {taken} tokens, its shards hold {there}: read twice?")
@@ -310,20 +362,45 @@ def check_run(track: Track, run: Run, pinned: dict):
     """The run keeps the rules of the track."""
     config, devices = run.facts["config"], run.facts["devices"]
     val_tokens, targets = config["val_tokens"], {config["target"], run.facts["target"]}
-    same = val_tokens == track.val_tokens
-    need(same, f"wrong number of validation tokens: {val_tokens}, not {track.val_tokens}")
+    right = val_tokens == track.val_tokens
+    need(right, f"wrong number of validation tokens: {val_tokens}, not {track.val_tokens}")
     need(targets == {track.target}, f"the run's target is {targets}, the track's {track.target}")
     count, kind = devices["count"], devices["kind"]
     right = track.platform in ("", devices["platform"]) and track.devices in (0, count)
-    right = right and track.kind in kind
+    right = right and track.kind in kind and "MIG" not in kind  # a part of a GPU is no GPU
     need(right, f"{count} x {kind} is not the hardware of this track")
+    need(bool(PLAIN.fullmatch(hardware(run))), f"no name of hardware: {hardware(run)!r}")
+    processes = devices["processes"]
+    one = track.processes in (0, processes)
+    need(one, f"{processes} processes: one drives all devices on this track")
+    missing = {"python", "jax", "jaxlib"} - run.facts["versions"].keys()
+    need(not missing, f"run.json does not say the versions of {', '.join(sorted(missing))}")
+    check_command(run)
     check_stream(track, run, pinned)
-    need("--profile" not in run.command, "a run with --profile is no record")
     if track.batch_tokens:
         sizes, fixed = {stage["batch_tokens"] for stage in config["stages"]}, track.batch_tokens
         need(sizes == {fixed}, f"every step of this track takes {fixed} tokens, not {sizes}")
         for name, value in ARCHITECTURE.items():
             need(config[name] == value, f"{name} is {value} on this track, not {config[name]}")
+
+
+def check_command(run: Run):
+    """The run's config is what its command asked for, and no command asked for a profile."""
+    for command in run.commands:
+        need(not launch(command).profile, "a run with --profile is no record")
+    for key, text in launch(run.commands[0]).asked.items():
+        value = run.facts["config"]
+        for part in key.split("."):
+            value = value[int(part) if isinstance(value, list) else part]
+        numbers = text.strip("()[], ").split(",") if not isinstance(value, str) else []
+        same = text == value or [float(x) for x in numbers if x] in (value, [value])
+        need(same, f"the command asks for {key}={text}, the config has {value}")
+
+
+def essence(run: Run) -> dict:
+    """What makes the run what it is, but for its seed and its machine."""
+    facts = {name: run.facts[name] for name in ("source_sha256", "versions", "environment")}
+    return facts | {"config": run.facts["config"] | FREE}
 
 
 def check_runs(runs: list[Run]):
@@ -336,20 +413,19 @@ def check_runs(runs: list[Run]):
             both = f"{run_id(first)} and {run_id(run)}"
             need(value(run) == value(first), f"{what} differs between {both}")
 
-    fixed = {"seed": 0, "data": ""}
-    same("the source", lambda run: run.facts["source_sha256"])
-    same("the config", lambda run: run.facts["config"] | fixed)
-    for name in ("versions", "devices", "data"):
-        same(f"{name} in run.json", lambda run, name=name: run.facts[name])
-    same("the hardware", hardware)
-    for name in COMPILER:
-        same(name, lambda run, name=name: run.facts["environment"].get(name))
+    for name in essence(first):
+        same(name, lambda run, name=name: essence(run)[name])
+    for name in ("devices", "host", "choices", "data"):
+        same(name, lambda run, name=name: run.facts.get(name))
+    same("the command", lambda run: launch(run.commands[0]).words)
     seeds = [run.facts["seed"] for run in runs]
     need(len(set(seeds)) == len(seeds), f"seeds repeat: {seeds} are not independent samples")
     gaps = f"seeds {seeds} are not 0 to {len(seeds) - 1}: to choose seeds is to choose losses"
     need(sorted(seeds) == list(range(len(seeds))), gaps)
-    losses = {str([loss for *_, loss in run.losses("train_loss")]) for run in runs}
-    need(len(losses) == len(runs), "seeds repeat: two of them have the same training losses")
+    for one, other in combinations(runs, 2):
+        apart = np.subtract(one.losses("train_loss"), other.losses("train_loss"))[:, 2]
+        copied = f"{run_id(one)} and {run_id(other)} have the same training losses"
+        need(np.mean(np.abs(apart) < ALIKE) <= 0.5, f"seeds repeat: {copied}")
 
 
 def derive(track: Track, runs: list[Run]) -> dict:
@@ -359,13 +435,13 @@ def derive(track: Track, runs: list[Run]) -> dict:
     facts, mean = runs[0].facts, float(np.mean(losses))
     p_value = stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     return {
-        "date": "-".join(re.match(r"(\d{4})(\d\d)(\d\d)-", max(map(run_id, runs))).groups()),
+        "date": f"{max(map(began, runs)):%Y-%m-%d}",
         "runs": [run_id(run) for run in runs],
         "source_sha256": facts["source_sha256"],
         "hardware": hardware(runs[0]),
         "versions": facts["versions"],
         "stream": stream_name(track, facts["data"]),
-        "command": shlex.join(["python", "train_gpt.py", *launch_arguments(runs[0].command)]),
+        "command": shlex.join(["python", "train_gpt.py", *launch(runs[0].commands[0]).words]),
         "steps": facts["steps"],
         "tokens": facts["tokens"],
         "seeds": [run.facts["seed"] for run in runs],
@@ -386,13 +462,46 @@ def run_id(run: Run) -> str:
     return run.folder.name
 
 
-def launch_arguments(command: str) -> list[str]:
-    """The arguments of a run's command, without seed and places."""
-    parser = argparse.ArgumentParser(add_help=False)
+def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
+    """What record.json says of runs that keep all rules but those of rank."""
+    for run in runs:
+        with about(run_id(run)):
+            check_run(track, run, pinned)
+    check_runs(runs)
+    result = derive(track, runs)
+    check_statistics(track, result)
+    return result
+
+
+def began(run: Run) -> datetime:
+    """When it started."""
+    return datetime.strptime(run_id(run)[:15], "%Y%m%d-%H%M%S")
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser that refuses where others end the program."""
+
+    def error(self, message):
+        raise Refused(f"no command of train_gpt.py: {message}")
+
+
+def launch(command: str) -> argparse.Namespace:
+    """What a command says: `asked` of which field of the config, and its `words` but seed, places.
+
+    It takes abbreviations as the trainer of older records did.
+    """
+    parser = CommandLine(add_help=False)
+    parser.add_argument("--set", nargs="+", action="extend", default=[])
+    parser.add_argument("--profile", action="store_true")
     for option in ("seed", "out", "data", "cache", "coordinator", "processes", "process-id"):
         parser.add_argument(f"--{option}")
     words = shlex.split(command)
-    return parser.parse_known_args(words[2:] if words[:1] == ["python"] else words)[1]
+    args, rest = parser.parse_known_args(words[2:] if words[:1] == ["python"] else words)
+    args.words = rest + ["--set"] * bool(args.set) + args.set
+    items = ["seed=0", *(f"preset={word}" for word in rest if not word.startswith("-")), *args.set]
+    items += [f"seed={args.seed}"] if args.seed else []
+    args.asked = dict(item.split("=", 1) for item in items if not item.startswith("data="))
+    return args
 
 
 def check_statistics(track: Track, result: dict):
@@ -409,8 +518,9 @@ def check_statistics(track: Track, result: dict):
         need(p_value < P_VALUE, f"{reason}: more seeds, or a lower loss")
 
 
-def check_faster(track: Track, result: dict, standing: dict):
-    """The record beats the one that stood: fewer steps, or less time than can be chance."""
+def check_beats(record: "Record", other: "Record"):
+    """The record changes something, and takes fewer steps, or less time than can be chance."""
+    track, result, standing = record.track, record.result, other.result
     slow, unit = "not faster than the standing record", "steps" if track.batch_tokens else "s"
     key = "steps" if track.batch_tokens else "mean_seconds"
     new, old = result[key], standing[key]
@@ -420,6 +530,10 @@ def check_faster(track: Track, result: dict, standing: dict):
         p_value = stats.ttest_ind(*times, equal_var=False, alternative="less").pvalue
         reason = f"{slow} beyond chance: {new} s against {old} s, p = {p_value:.2g} (Welch)"
         need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}")
+    older = f"of {result['date']}, older than {other.name}, which it beats"
+    need(result["date"] >= standing["date"], older)
+    changed = essence(record.runs[0]) != essence(other.runs[0])
+    need(changed, f"nothing was changed since {other.name}: same source, config and environment")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -463,29 +577,37 @@ def read_tokens(root: Path) -> dict:
         return parse_json((root / "tokens.json").read_text())
 
 
+def check_name(name: str):
+    """A record's name can stand in a path and in a link."""
+    need(bool(re.fullmatch(r"[A-Za-z0-9-]+", name)), f"name {name!r}: letters, digits and hyphens")
+
+
 def check_record(folder: Path, pinned: dict) -> Record:
     """The record in `folder`, derived anew and held against all rules but those of rank."""
     with about(f"{folder.parent.name}/{folder.name}"):
         fields = parse_json((folder / "record.json").read_text())
-        track = TRACKS[folder.parent.name]
-        need(fields["track"] == folder.parent.name, "record.json names another track")
+        known = fields["track"] == folder.parent.name in TRACKS
+        need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
         words = [fields[key] for key in ("name", "by", "what")]
         need(all(x == " ".join(x.split()) != "" for x in words), "name, by or what is not one line")
+        check_name(fields["name"])
+        more = fields.keys() - {"track", "name", "by", "what", "beats", "result"}
+        need(not more, f"record.json says more than it should: {sorted(more)}")
+        links = [path.name for path in (folder, *folder.rglob("*")) if path.is_symlink()]
+        need(not links, f"links are no evidence, the files are needed: {links}")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        for run in runs:
-            whole = {path.name for path in run.folder.iterdir()} == set(FILES)
-            need(whole, f"{run_id(run)} has other files than {', '.join(FILES)}")
-            with about(run_id(run)):
-                check_run(track, run, pinned)
-        check_runs(runs)
-        result, claimed = derive(track, runs), fields["result"]
+        whole = {f"{run_id(run)}/{name}" for run in runs for name in FILES}
+        whole |= {"record.json", "README.md", *map(run_id, runs)}
+        stray = {path.relative_to(folder).as_posix() for path in folder.rglob("*")} ^ whole
+        need(not stray, f"too many or missing: {', '.join(sorted(stray))}")
+        result, claimed = judge(TRACKS[fields["track"]], runs, pinned), fields["result"]
         for key in result.keys() | claimed.keys():
-            got, want = claimed.get(key), result.get(key)
-            need(got == want, f"record.json says {key} {got}, from the logs it is {want}")
+            got, want = claimed.get(key, "nothing"), result.get(key, "nothing")
+            same = json.dumps(got, sort_keys=True) == json.dumps(want, sort_keys=True)
+            need(same, f"record.json says {key} {got}, from the logs it is {want}")
         need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")
         page = (folder / "README.md").read_text()
         need(page.startswith(describe(fields)), "its README.md above the notes is not as generated")
-        check_statistics(track, result)
         return Record(folder, fields, runs)
 
 
@@ -500,7 +622,7 @@ def check_ranks(records: list[Record]):
             beaten.add(place)
             if place[1] is not None:
                 need(place in places, f"it beats {place[1]}, which is no record of its class")
-                check_faster(record.track, record.result, places[place].result)
+                check_beats(record, places[place])
 
 
 def chain(records: list[Record], competition) -> list[Record]:
@@ -513,9 +635,9 @@ def chain(records: list[Record], competition) -> list[Record]:
 
 
 def record_folders(root: Path) -> list[Path]:
-    """All that claim to be records."""
-    tracks = [root / name for name in TRACKS if (root / name).is_dir()]
-    return sorted(path for track in tracks for path in track.iterdir() if path.is_dir())
+    """All that claim to be records, those outside the tracks' folders too."""
+    claims = {path.parent for path in root.glob("*/*/record.json")}
+    return sorted(claims | {x for name in TRACKS for x in root.glob(f"{name}/*") if x.is_dir()})
 
 
 def check_all(root: Path) -> tuple[list[Record], list[str]]:

@@ -23,76 +23,47 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timedelta
 from pathlib import Path
 
+import checks as C
 import numpy as np
-from checks import (
-    COMPILER,
-    FILES,
-    TRACKS,
-    Record,
-    Refused,
-    Run,
-    about,
-    all_valid,
-    chain,
-    check_all,
-    check_faster,
-    check_record,
-    check_run,
-    check_runs,
-    check_statistics,
-    derive,
-    describe,
-    hardware,
-    launch_arguments,
-    need,
-    read_run,
-    read_tokens,
-    run_id,
-    stream_name,
-)
+from checks import Refused, Run, about, need
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
-REPEATED = (*COMPILER, "JAX_PLATFORMS")  # `reproduce` sets them as they were
+PNG = b"\x89PNG\r\n\x1a\n"  # how every file of the kind begins
+REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
 
 
 def add(root: Path, args) -> str:
     """Collect runs into a new record; nothing is written unless all of it is valid."""
-    need(bool(re.fullmatch(r"[A-Za-z0-9-]+", args.name)), "--name: letters, digits and hyphens")
-    track, pinned = TRACKS[args.track], read_tokens(root)
+    C.check_name(args.name)
+    track, pinned = C.TRACKS[args.track], C.read_tokens(root)
     texts = {key: " ".join(getattr(args, key).split()) for key in ("by", "what")}
     need(all(texts.values()), "--by and --what must say something")
-    runs = [read_run(Path(os.path.abspath(path))) for path in args.runs]
-    if args.pin:
-        for run in runs:
-            known = pinned.setdefault(stream_name(track, run.facts["data"]), {})
-            known.update(run.facts["data"] | known)
-    for run in runs:
-        with about(run_id(run)):
-            check_run(track, run, pinned)
-    check_runs(runs)
-    result = derive(track, runs)
-    check_statistics(track, result)
+    runs = [C.read_run(Path(os.path.abspath(path))) for path in args.runs]
+    if args.pin:  # what is known is neither changed nor extended
+        with about("--pin"):
+            data = runs[0].facts["data"]
+            pinned.setdefault(C.stream_name(track, data), data)
+    result = C.judge(track, runs, pinned)
     fields = {"track": args.track, "name": args.name, **texts, "beats": None, "result": result}
     folder = root / args.track / f"{result['date']}_{args.name}"
     need(not folder.exists(), f"{folder} is there already: choose another --name")
-    before = chain(all_valid(root), Record(folder, fields, runs).competition)
-    if before:
-        check_faster(track, result, before[-1].result)
+    record = C.Record(folder, fields, runs)
+    if before := C.chain(C.all_valid(root), record.competition):
+        C.check_beats(record, before[-1])
         fields["beats"] = before[-1].name
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as temporary:
         made = Path(temporary) / "record"
         for run in runs:
-            (made / run_id(run)).mkdir(parents=True)
-            for name in FILES:
-                shutil.copy(run.folder / name, made / run_id(run))
+            (made / C.run_id(run)).mkdir(parents=True)
+            for name in C.FILES:
+                shutil.copy(run.folder / name, made / C.run_id(run))
         (made / "record.json").write_text(json.dumps(fields, indent=1) + "\n")
-        (made / "README.md").write_text(describe(fields))
+        (made / "README.md").write_text(C.describe(fields))
         os.replace(made, folder)
     if args.pin:
         (root / "tokens.json").write_text(json.dumps(pinned, indent=1, sort_keys=True) + "\n")
@@ -121,16 +92,16 @@ def plot_path(root: Path, competition) -> Path:
     return root / track / (re.sub(r"[^a-z0-9]+", "-", f"{machine} {stream}".lower()) + ".png")
 
 
-def record_tables(root: Path, records: list[Record]) -> str:
+def record_tables(root: Path, records: list[C.Record]) -> str:
     """Every track with its competitions; the standing record is the first row."""
     text = ""
-    for name, track in TRACKS.items():
+    for name, track in C.TRACKS.items():
         text += f"\n### `{name}`: {track.title}\n"
         found = sorted({r.competition for r in records if r.competition[0] == name})
         if not found:
             text += "\nNo record yet: be the first.\n"
         for competition in found:
-            standing = chain(records, competition)
+            standing = C.chain(records, competition)
             rows = []
             for number, record in reversed(list(enumerate(standing, 1))):
                 got = record.result
@@ -169,14 +140,7 @@ def predicted_table(root: Path) -> str:
     return table(columns, rows)
 
 
-def reference_table(root: Path) -> str:
-    """What others reached, with their sources."""
-    rows = json.loads((root / "references.json").read_text())
-    columns = ("what", "hardware", "time", "loss", "steps", "tokens", "source")
-    return table(" | ".join(columns), [[row[name] for name in columns] for row in rows])
-
-
-def leaderboard(root: Path, records: list[Record]) -> str:
+def leaderboard(root: Path, records: list[C.Record]) -> str:
     """The generated part of records/README.md."""
     return f"""{MARKERS[0]}
 ## Records
@@ -187,12 +151,6 @@ No measurements and no records: what `--preflight` says of hardware on which nob
 file yet. The second time is a floor of what the prediction leaves out.
 
 {predicted_table(root)}
-## Elsewhere
-
-Not records of this repository, and not checked by its tool: other programs, as their authors
-published them.
-
-{reference_table(root)}
 {MARKERS[1]}"""
 
 
@@ -201,15 +159,15 @@ def curve(runs: list[Run], kind: str) -> np.ndarray:
     return np.mean([run.losses(kind) for run in runs], axis=0)
 
 
-def draw(path: Path, records: list[Record], digest: str):
+def draw(path: Path, records: list[C.Record], digest: str):
     """The plot of a competition: its records from the first to the standing one."""
     try:
         import matplotlib
     except ImportError:
         raise Refused("render draws with matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
-    from matplotlib import dates, ticker
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     small = {"textcoords": "offset points", "fontsize": 8}
     target, by_steps = records[-1].track.target, records[-1].track.batch_tokens > 0
@@ -235,18 +193,16 @@ def draw(path: Path, records: list[Record], digest: str):
     axes[1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     values = [r.result["steps" if by_steps else "mean_seconds"] for r in records]
     spread = [0.0 if by_steps else r.result["sd_seconds"] for r in records]
-    times = [datetime.strptime(max(r.result["runs"])[:15], "%Y%m%d-%H%M%S") for r in records]
-    axes[2].step(times, values, where="post", color="0.7")
-    axes[2].errorbar(times, values, spread, color="C0", marker="o", ls="", capsize=3)
-    for time, value, record in zip(times, values, records, strict=True):
-        axes[2].annotate(f"{record.fields['name']}: {value:,.1f}", (time, value), (7, 3), **small)
+    numbers = range(1, len(records) + 1)
+    axes[2].step(numbers, values, where="post", color="0.7")
+    axes[2].errorbar(numbers, values, spread, color="C0", marker="o", ls="", capsize=3)
+    for number, value, record in zip(numbers, values, records, strict=True):
+        axes[2].annotate(f"{record.fields['name']}: {value:,.1f}", (number, value), (7, 3), **small)
     axes[2].set(ylabel="steps" if by_steps else "seconds", ylim=(0, 1.25 * max(values)))
-    margin = max(0.2 * (times[-1] - times[0]), timedelta(hours=12))
-    axes[2].set_xlim(times[0] - margin, times[-1] + 2 * margin)
-    locator = dates.AutoDateLocator(minticks=2, maxticks=5)
-    axes[2].xaxis.set_major_locator(locator)
-    axes[2].xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
-    axes[2].set_title("the record, by the day on which it was run", fontsize=10)
+    shown = numbers[:: -(-len(records) // 6)]  # so that their dates do not overlap
+    axes[2].set_xticks(shown, [f"{i}\n{records[i - 1].result['date']}" for i in shown])
+    axes[2].set_xlim(0.7, len(records) + 0.7)
+    axes[2].set_title("the records, one after the other", fontsize=10)
     track, machine, stream = records[-1].competition
     figure.suptitle(f"{track}: {machine}, {stream}", fontsize=10)
     figure.savefig(path, dpi=90, metadata={"Software": None, "Description": digest})
@@ -259,7 +215,7 @@ def render(root: Path, args) -> str:
     A plot carries a hash of what it was drawn from and of how, and is drawn again when that has
     changed: another matplotlib alone makes no plot stale.
     """
-    records, page = all_valid(root), root / "README.md"
+    records, page = C.all_valid(root), root / "README.md"
     text = page.read_text()
     parts = re.fullmatch(f"(.*?){MARKERS[0]}.*{MARKERS[1]}(.*)", text, re.S)
     need(bool(parts), "README.md has lost the two markers of the leaderboard")
@@ -267,10 +223,12 @@ def render(root: Path, args) -> str:
     again = "run python records/leaderboard.py render"
     need(not args.check or fresh == text, f"the leaderboard in README.md is stale: {again}")
     for competition in sorted({record.competition for record in records}):
-        drawn, path = chain(records, competition), plot_path(root, competition)
-        content = [[r.fields["name"], r.result, r.track.target] for r in drawn]
+        drawn, path = C.chain(records, competition), plot_path(root, competition)
+        content = [(r.fields["name"], r.result, r.track.target) for r in drawn]
+        content += [run.metrics for record in drawn for run in record.runs]
         digest = hashlib.sha256((repr(content) + inspect.getsource(draw)).encode()).hexdigest()
-        if not path.exists() or digest.encode() not in path.read_bytes():
+        there = path.read_bytes() if path.is_file() else b""
+        if not there.startswith(PNG) or digest.encode() not in there:
             need(not args.check, f"the plot {path.name} is stale: {again}")
             draw(path, drawn, digest)
     page.write_text(fresh)
@@ -297,18 +255,18 @@ def train_with(source: bytes, home: Path, args: list[str], out: Path, environmen
     said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
     need(done.returncode == 0, f"exit status {done.returncode}, it said: {said[-1]}")
     (folder,) = set(out.iterdir()) - before
-    return read_run(folder)
+    return C.read_run(folder)
 
 
 def reproduce(root: Path, args) -> str:
-    """Run a record's own source again, and hold loss and time against what it claims.
+    """Run a record's own source again, and hold its loss against what it claims; print its time.
 
     The loss must be in the interval in which 99% of further runs of such a mean and deviation are.
     """
-    record = check_record(Path(os.path.abspath(args.record)), read_tokens(root))
+    record = C.check_record(Path(os.path.abspath(args.record)), C.read_tokens(root))
     result, n = record.result, len(record.runs)
     reach = stats.t.ppf(0.995, n - 1) * result["sd_loss"] * math.sqrt(1 + 1 / n)
-    words = launch_arguments(record.runs[0].command)
+    words = C.launch(record.runs[0].commands[0]).words
     words += ["--data", str(Path(args.data).resolve())] if args.data else []
     then = record.runs[0].facts["environment"]
     environment = {name: then[name] for name in then if name in REPEATED}
@@ -319,18 +277,17 @@ def reproduce(root: Path, args) -> str:
             with about(f"seed {seed}"):
                 out = Path(args.out or Path(temporary) / "runs")
                 new = train_with(old.source, home, [*words, "--seed", seed], out, environment)
-                fixed = {"data": ""}
                 need(new.facts["data"] == old.facts["data"], "other tokens than the record's")
                 need(
-                    new.facts["config"] | fixed == old.facts["config"] | fixed,
+                    new.facts["config"] | C.FREE == old.facts["config"] | C.FREE,
                     "the command does not give the config of the record",
                 )
                 pairs = zip(new.losses("train_loss"), old.losses("train_loss"), strict=True)
                 same = next((i for i, (a, b) in enumerate(pairs) if a[2] != b[2]), None)
                 print(
                     f"seed {seed}: loss {new.loss:.4f}, recorded {old.loss:.4f}; "
-                    f"{new.seconds:.2f} s on {hardware(new)}, recorded {old.seconds:.2f} s on "
-                    f"{hardware(old)}; training losses "
+                    f"{new.seconds:.2f} s on {C.hardware(new)}, recorded {old.seconds:.2f} s on "
+                    f"{C.hardware(old)}; training losses "
                     + ("equal to the last digit" if same is None else f"equal for {same} steps"),
                     flush=True,
                 )
@@ -353,8 +310,8 @@ def side_of(words: str, arguments: list[str]) -> tuple[bytes, list[str]]:
     """(source, arguments) of one side: "FILE" or "FILE ARG ...", or a record, with its own."""
     file, *own = shlex.split(words)
     if Path(file).is_dir():
-        run = read_run(next(path for path in sorted(Path(file).iterdir()) if path.is_dir()))
-        return run.source, launch_arguments(run.command)
+        run = C.read_run(next(path for path in sorted(Path(file).iterdir()) if path.is_dir()))
+        return run.source, C.launch(run.commands[0]).words
     return Path(file).read_bytes(), [*arguments, *own]
 
 
@@ -393,7 +350,7 @@ def compare(root: Path, args) -> str:
     return (
         f"time ratio cand/base {ratio:.4f}, 95% confidence {low:.4f} to {high:.4f}\n"
         f"loss difference cand - base {loss:+.4f}, 95% confidence {least:+.4f} to {most:+.4f}\n"
-        f"{args.runs} pairs on {hardware(cand)}"
+        f"{args.runs} pairs on {C.hardware(cand)}"
     )
 
 
@@ -411,7 +368,7 @@ def parse_args(argv):
     commands = parser.add_subparsers(dest="what_to_do", required=True)
     one = commands.add_parser("add", help="collect runs into a record")
     one.add_argument("runs", nargs="+", metavar="RUN_DIR")
-    one.add_argument("--track", required=True, choices=TRACKS)
+    one.add_argument("--track", required=True, choices=C.TRACKS)
     one.add_argument("--name", required=True, help="of the folder: letters, digits, hyphens")
     one.add_argument("--by", required=True, help="who")
     one.add_argument("--what", required=True, help="what changed, in a sentence")
@@ -446,7 +403,7 @@ def main(argv=None) -> int:
     root = args.records.resolve()
     try:
         if args.what_to_do == "check":
-            records, refusals = check_all(root)
+            records, refusals = C.check_all(root)
             for reason in refusals:
                 print("refused:", *reason.split(), file=sys.stderr)
             if not refusals:

@@ -70,7 +70,7 @@ def write_run(
         "seed": seed,
         "command": f"python train_gpt.py {config['preset']} --seed {seed} --out /mine",
         "source_sha256": sha256(source.encode()).hexdigest(),
-        "versions": {"python": "3.11.9", "jax": "0.10.2"},
+        "versions": {"python": "3.11.9", "jax": "0.10.2", "jaxlib": "0.10.2"},
         "devices": devices or {"kind": "cpu", "count": 1, "platform": "cpu", "processes": 1},
         "host": HOST,
         "environment": {"JAX_PLATFORMS": "cpu"},
@@ -95,7 +95,8 @@ def write_run(
 def head(facts: dict) -> str:
     devices = facts["devices"]
     about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
-    about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})\nLinux"
+    about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
+    about += f"\n{facts['host']['platform']}"
     about += f"\ncommand: {facts['command']}"
     for name in ("host", "environment", "data"):
         about += f"\n{name}: {json.dumps(facts[name])}"

@@ -43,6 +43,7 @@ def as_json(cfg: T.Config) -> dict:
 
 
 TINY = replace(T.PRESETS["tiny"], steps=12, val_every=5)
+CPUS = {"kind": "cpu", "count": 1, "platform": "cpu", "processes": 8}
 V6E = {"kind": "TPU v6 lite", "count": 8, "platform": "tpu", "processes": 1}
 COUNTING = replace(
     T.PRESETS["speedrun"],
@@ -74,8 +75,7 @@ def add(root: Path, runs, name: str, track="cpu", *words) -> int:
 def empty(root: Path) -> Path:
     """A records folder without records, with the pages of the real one."""
     root.mkdir(exist_ok=True)
-    for name in ("README.md", "references.json"):
-        shutil.copy(ROOT / "records" / name, root)
+    shutil.copy(ROOT / "records/README.md", root)
     shutil.copytree(ROOT / "records" / "predicted", root / "predicted")
     (root / "tokens.json").write_text(json.dumps({BUILTIN_NAME: BUILTIN, "fineweb": FINEWEB}))
     return root
@@ -215,16 +215,90 @@ def slower_clock(record: Path, run: Path):
     edit_metrics(run, at, train_time_ms=4900.0)
 
 
-def other_cores(record: Path, run: Path):
-    host = HOST | {"cores": 64}
-    edit_json(run / "run.json", host=host)
-    edit(run / "log.txt", r"\nhost: .*", f"\nhost: {json.dumps(host)}")
+def edit_facts(folder: Path, **changes):
+    """In run.json, and where the log's heads say the same."""
+    edit_json(folder / "run.json", **changes)
+    for name, value in changes.items():
+        value = value if name == "command" else json.dumps(value)
+        edit(folder / "log.txt", rf"\n{name}: .*", f"\n{name}: {value}", count=0)
 
 
-def flags_in_one(record: Path, run: Path):
-    environment = {"XLA_FLAGS": "--xla_fast"}
-    edit_json(run / "run.json", environment=environment)
-    edit(run / "log.txt", r"\nenvironment: .*", f"\nenvironment: {json.dumps(environment)}")
+def in_all(record: Path, change):
+    for folder in sorted(path for path in record.iterdir() if path.is_dir()):
+        change(folder)
+
+
+def edit_command(folder: Path, old: str, new: str):
+    command = json.loads((folder / "run.json").read_text())["command"]
+    edit_facts(folder, command=re.sub(old, new, command))
+
+
+def edit_times(run: Path, times):
+    """`times(ms)` in place of all times of the run."""
+    rows = [row | {"train_time_ms": times(row["train_time_ms"])} for row in read_metrics(run)]
+    write_metrics(run, rows)
+    edit_json(run / "run.json", train_time_ms=rows[-1]["train_time_ms"])
+    lines, rest = [], iter(rows)
+    for line in (run / "log.txt").read_text().splitlines():
+        if line.startswith("step:"):
+            row = next(rest)
+            ms, step = row["train_time_ms"], row["step"]
+            line = line[: line.index("train_time")]
+            line += f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        lines.append(line)
+    (run / "log.txt").write_text("\n".join(lines) + "\n")
+
+
+def copied_seed(record: Path, run: Path):
+    """The curve of seed 0 as seed 1's, but for its digits that nobody sees."""
+    (other,) = record.glob("*-s1-*")
+    mine = iter([row["train_loss"] for row in read_metrics(run) if "train_loss" in row])
+    rows = read_metrics(other)
+    for row in rows:
+        if "train_loss" in row:
+            row["train_loss"] = next(mine) + 1e-6
+    write_metrics(other, rows)
+
+
+def profiled_resume(record: Path, run: Path):
+    resume_silently(record, run)
+    edit_json(run / "run.json", resumed=True, command="python train_gpt.py --resume x --profile")
+    edit(run / "log.txt", r"(resumed\n(?:.*\n)*?)command: .*", r"\1command: python train_gpt.py "
+         "--resume x --profile")  # fmt: skip
+
+
+def other_choices(record: Path, run: Path):
+    """Choices in all logs, other ones in one run.json."""
+
+    def change(folder):
+        edit(folder / "log.txt", r"\ndata: ", '\nchoices: {"attention": "x"}\ndata: ')
+        edit_json(folder / "run.json", choices={"attention": "y" if folder == run else "x"})
+
+    in_all(record, change)
+
+
+def without_versions(record: Path, run: Path):
+    def change(folder):
+        edit_json(folder / "run.json", versions={"python": "3.11.9"})
+        edit(folder / "log.txt", r"jax.*\n", "", count=2)
+
+    in_all(record, change)
+
+
+def linked(record: Path, run: Path):
+    (run / "log.txt").rename(record.parents[1] / "log.txt")
+    (run / "log.txt").symlink_to(record.parents[1] / "log.txt")
+
+
+def without_loss(record: Path, run: Path):
+    facts = json.loads((run / "run.json").read_text())
+    del facts["val_loss"]
+    (run / "run.json").write_text(json.dumps(facts))
+
+
+def renamed(run: Path, old: str, new: str):
+    edit_json(run / "run.json", run_id=run.name.replace(old, new))
+    run.rename(run.with_name(run.name.replace(old, new)))
 
 
 TAMPERED = {
@@ -241,13 +315,14 @@ TAMPERED = {
         lambda record, run: edit_result(record, source_sha256="0" * 64),
         r"record\.json says source_sha256 0+, from the logs it is \w{64}",
     ),
-    "source of one run": (other_source, "the source differs between .* and "),
+    "source of one run": (other_source, "source_sha256 differs between .* and "),
     # seeds
     "seed twice": (repeated_seed, r"seeds repeat: \[0, 0, 2\]"),
     "one run as two seeds": (
         renamed_seed,
-        "seeds repeat: two of them have the same training losses",
+        "seeds repeat: .* have the same training losses",
     ),
+    "a seed made from another": (copied_seed, "seeds repeat: .* have the same training losses"),
     "a seed left out": (
         lambda record, run: shutil.rmtree(run),
         r"seeds \[1, 2\] are not 0 to 1: to choose seeds is to choose losses",
@@ -339,7 +414,11 @@ TAMPERED = {
     ),
     "versions in run.json": (
         lambda record, run: edit_json(run / "run.json", versions={"jax": "0.11.0"}),
-        r"log\.txt and run\.json disagree on versions or devices: \['jax 0\.11\.0'\]",
+        r"log\.txt and run\.json disagree on versions, .*; jax 0\.11\.0, 1 x",
+    ),
+    "another version beside the first": (
+        lambda record, run: edit(run / "log.txt", "\njax 0", "\njax 0.9.9\njax 0"),
+        r"log\.txt and run\.json disagree on versions, .*, jax 0\.9\.9, .*;",
     ),
     "environment in run.json": (
         lambda record, run: edit_json(run / "run.json", environment={}),
@@ -355,14 +434,103 @@ TAMPERED = {
     ),
     # times
     "a clock that goes backwards": (slower_clock, "times are not monotonic"),
+    "a clock that stands still": (
+        lambda record, run: edit_times(run, lambda ms: float(ms > 9999)),
+        "the clock stood still in a step",
+    ),
     # machines
-    "one run on another machine": (other_cores, "the hardware differs between"),
-    "flags in one run": (flags_in_one, "XLA_FLAGS differs between"),
-    "profiled": (
+    "one run on another machine": (
+        lambda record, run: edit_facts(run, host=HOST | {"cores": 64}),
+        "host differs between",
+    ),
+    "one run on another system": (
         lambda record, run: [
-            edit(run / name, r"--out /mine", "--out /mine --profile")
-            for name in ("log.txt", "run.json")
+            edit_facts(run, host=HOST | {"platform": "Linux-7"}),
+            edit(run / "log.txt", r"\nLinux\n", "\nLinux-7\n"),
         ],
+        "host differs between",
+    ),
+    "flags in one run": (
+        lambda record, run: edit_facts(run, environment={"OMP_NUM_THREADS": "9"}),
+        "environment differs between",
+    ),
+    "choices in run.json": (other_choices, r"log\.txt and run\.json disagree on choices"),
+    "versions left out": (without_versions, "does not say the versions of jax, jaxlib"),
+    "many processes": (
+        lambda record, run: in_all(
+            record, lambda folder: edit_json(folder / "run.json", devices=CPUS)
+        ),
+        "8 processes: one drives all devices on this track",
+    ),
+    # commands
+    "the same seed in all commands": (
+        lambda record, run: in_all(
+            record, lambda folder: edit_command(folder, r"--seed \d", "--seed 0")
+        ),
+        r"the command asks for seed=0, the config has 1",
+    ),
+    "no seed in all commands": (
+        lambda record, run: in_all(record, lambda folder: edit_command(folder, r"--seed \d ", "")),
+        r"the command asks for seed=0, the config has 1",
+    ),
+    "a setting in one command": (
+        lambda record, run: edit_command(run, "tiny", "tiny --set lr_muon=0.5 val_tokens=4096"),
+        r"the command asks for lr_muon=0\.5, the config has 0\.05",
+    ),
+    "true settings in one command": (
+        lambda record, run: edit_command(run, "tiny", "tiny --set lr_muon=.05 skip=(0,2)"),
+        "the command differs between",
+    ),
+    "another preset in all commands": (
+        lambda record, run: in_all(
+            record, lambda folder: edit_command(folder, "tiny", "speedrun --set steps=12")
+        ),
+        "the command asks for preset=speedrun, the config has tiny",
+    ),
+    "another preset in the config": (
+        lambda record, run: edit_config(record, run, preset="speedrun"),
+        "the run's name has another preset or seed, or none",
+    ),
+    "no command": (
+        lambda record, run: edit_command(run, "--out /mine", "--out"),
+        r"no command of train_gpt\.py: argument --out: expected one argument",
+    ),
+    "profiled when resumed": (profiled_resume, "a run with --profile is no record"),
+    # dates
+    "no day of the calendar": (
+        lambda record, run: renamed(run, "20260101", "20999999"),
+        r"not as train_gpt\.py writes it \(time data",
+    ),
+    "a day to come": (
+        lambda record, run: renamed(run, "20260101", "29990101"),
+        "its date is in the future",
+    ),
+    "no date": (
+        lambda record, run: renamed(run, "20260101-120000-", ""),
+        "the run's name has another preset or seed, or none",
+    ),
+    "another seed in the name": (
+        lambda record, run: renamed(run, "-s0-", "-s5-"),
+        "the run's name has another preset or seed, or none",
+    ),
+    # what ends a tool that does not look
+    "nesting": (
+        lambda record, run: (run / "run.json").write_text("[" * 100_000),
+        r"not as train_gpt\.py writes it \(maximum recursion",
+    ),
+    "a billion steps": (
+        lambda record, run: [
+            edit_config(record, run, steps=10**9),
+            edit(run / "log.txt", r"step:12/12", f"step:{10**9}/{10**9}", count=0),
+        ],
+        r"metrics\.jsonl has 16 lines, too few for 1000000000 steps",
+    ),
+    "an endless stage": (
+        lambda record, run: edit_config(record, run, extension=-(10**12)),
+        "the stages of the config do not follow each other",
+    ),
+    "profiled": (
+        lambda record, run: edit_command(run, "--out", "--profile --out"),
         "a run with --profile is no record",
     ),
     # what people typed
@@ -373,6 +541,14 @@ TAMPERED = {
     "times in record.json": (
         lambda record, run: edit_result(record, mean_seconds=1.0),
         r"record\.json says mean_seconds 1\.0, from the logs it is 10\.01",
+    ),
+    "more in record.json": (
+        lambda record, run: edit_json(record / "record.json", rank=1),
+        r"record\.json says more than it should: \['rank'\]",
+    ),
+    "more in its result": (
+        lambda record, run: edit_result(record, rank=None),
+        r"record\.json says rank None, from the logs it is nothing",
     ),
     "its page": (
         lambda record, run: edit(record / "README.md", "10.01 s", "9.01 s"),
@@ -388,7 +564,72 @@ TAMPERED = {
     ),
     # files
     "a file missing": (lambda record, run: (run / "metrics.jsonl").unlink(), "not as train_gpt.py"),
-    "a file more": (lambda record, run: (run / "x.py").write_text(""), "has other files than"),
+    "a file more": (
+        lambda record, run: (run / "x.py").write_text(""),
+        r"too many or missing: .*/x\.py$",
+    ),
+    "a file more beside the runs": (
+        lambda record, run: (record / "x.py").write_text(""),
+        r"too many or missing: x\.py$",
+    ),
+    "a link to a log": (linked, r"links are no evidence, the files are needed: \['log\.txt'\]"),
+    "a link to a run": (
+        lambda record, run: [
+            run.rename(record.parents[1] / run.name),
+            run.symlink_to(record.parents[1] / run.name, target_is_directory=True),
+        ],
+        "links are no evidence, the files are needed",
+    ),
+    "a name of Markdown": (
+        lambda record, run: edit_json(record / "record.json", name="a](b)"),
+        "letters, digits and hyphens",
+    ),
+    "another track in record.json": (
+        lambda record, run: edit_json(record / "record.json", track="moon"),
+        "it is in the folder of no track, or of another than its moon",
+    ),
+    # JSON that says two things, or none
+    "a field twice in run.json": (
+        lambda record, run: edit(run / "run.json", "{", '{"val_loss": 1.0, '),
+        "a name stands there twice",
+    ),
+    "a field twice in record.json": (
+        lambda record, run: edit(record / "record.json", "{", '{"by": "me", '),
+        "a name stands there twice",
+    ),
+    "a field twice in the metrics": (
+        lambda record, run: edit(run / "metrics.jsonl", "{", '{"tokens": 0, '),
+        "a name stands there twice",
+    ),
+    "a line twice in the log's head": (
+        lambda record, run: edit(run / "log.txt", "command: ", "command: x\ncommand: "),
+        "a name stands there twice",
+    ),
+    "too large a number": (
+        lambda record, run: edit(
+            run / "metrics.jsonl", r'"train_loss": [\d.]+', '"train_loss": 1e999'
+        ),
+        r"a number is 1e999",
+    ),
+    "true for a number in run.json": (
+        lambda record, run: edit_json(run / "run.json", seed=False),
+        "seed is no number",
+    ),
+    "true for a number in the metrics": (
+        lambda record, run: edit_metrics(run, 1, step=True),
+        "step is no number",
+    ),
+    "true for a number in record.json": (
+        lambda record, run: edit_result(record, seeds=[False, True, 2]),
+        r"record\.json says seeds \[False, True, 2\]",
+    ),
+    "no final loss": (without_loss, "'val_loss' is missing"),
+    "hardware of Markdown": (
+        lambda record, run: in_all(
+            record, lambda folder: edit_facts(folder, host=HOST | {"cpu": "![x](y)"})
+        ),
+        r"no name of hardware: '!\[x\]\(y\), 2 cores'",
+    ),
     "no number": (
         lambda record, run: edit_metrics(run, -1, val_loss=float("nan")),
         r"not as train_gpt\.py writes it \(a number is NaN\)",
@@ -446,9 +687,33 @@ def test_records_of_a_class_are_one_chain(records, tmp_path, capsys):
         shutil.rmtree(forged)
 
 
+def test_a_rerun_is_no_record_and_none_is_older_than_what_it_beats(records, tmp_path, capsys):
+    """However fast the machine was that day."""
+    about = ["--track", "cpu", "--name", "X", "--by", "me", "--what", "it"]
+    better = {"seconds": 5.0, "source": "better\n"}
+    for i, (changes, reason) in enumerate(
+        (
+            ({"day": 3, **better}, "nothing was changed since 2026-01-02_Second"),
+            ({"day": 1, "seconds": 5.0}, "of 2026-01-01, older than 2026-01-02_Second"),
+        )
+    ):
+        runs = runs_of(tmp_path / str(i), **changes)
+        assert reason in refusal(records, capsys, "add", *runs, *about)
+        forged = forge(records, runs, "X", beats="2026-01-02_Second")
+        assert reason in refusal(records, capsys)
+        shutil.rmtree(forged)
+    faster = runs_of(tmp_path / "flags", day=3, environment={"XLA_FLAGS": "--fast"}, **better)
+    assert add(records, faster, "Flags") == 0 and tool(records, "check") == 0
+
+
+def test_a_record_outside_the_tracks_is_refused(records, capsys):
+    shutil.copytree(next((records / "cpu").glob("*_First")), records / "moon/2026-01-01_First")
+    assert "moon/2026-01-01_First: it is in the folder of no track" in refusal(records, capsys)
+
+
 def test_classes_of_hardware_do_not_compete(records, tmp_path):
-    """A slower machine has its own first record."""
-    host = HOST | {"cpu": "A slow CPU"}
+    """A slower machine has its own first record; blanks make no other machine."""
+    host = HOST | {"cpu": " A  slow\nCPU "}
     assert add(records, runs_of(tmp_path, seconds=99.0, host=host), "Slow") == 0
     assert tool(records, "check") == 0
     record = json.loads(next((records / "cpu").glob("*_Slow/record.json")).read_text())
@@ -461,10 +726,22 @@ def test_a_corpus_that_is_not_known_needs_to_be_pinned(records, tmp_path, capsys
     about = ["--track", "cpu", "--name", "New", "--by", "me", "--what", "it"]
     assert "is not in tokens.json" in refusal(records, capsys, "add", *runs, *about)
     assert add(records, runs, "New", "cpu", "--pin") == 0 and tool(records, "check") == 0
-    changed = data | {"builtin_train_000001.bin": shard("easier", 4_000_000)}
-    runs = runs_of(tmp_path / "again", seconds=5.0, data=changed, day=2)
-    said = refusal(records, capsys, "add", *runs, *about, "--pin")  # what is pinned stays
-    assert "token stream other than the rules'" in said
+    for name in ("builtin_train_000001.bin", "builtin_train_000002.bin"):  # what is pinned stays
+        changed = data | {name: shard("easier", 4_000_000)}
+        runs = runs_of(tmp_path / name, seconds=5.0, data=changed, day=2)
+        said = refusal(records, capsys, "add", *runs, *about, "--pin")
+        assert "token stream other than the rules'" in said
+    runs = runs_of(tmp_path / "bad", data={name: {"bytes": 400_000} for name in BUILTIN})
+    assert "'sha256' is missing" in refusal(records, capsys, "add", *runs, *about, "--pin")
+    twice = {name: BUILTIN["builtin_train_000001.bin"] for name in BUILTIN}
+    runs = runs_of(tmp_path / "twice", data=twice)
+    said = refusal(records, capsys, "add", *runs, *about, "--pin")
+    assert "or it trains on the validation's" in said
+    small = BUILTIN | {"builtin_val_000000.bin": shard("little", 2048)}
+    runs = runs_of(tmp_path / "small", data=small)
+    assert "shard holds 512 tokens, too few for 98304" in refusal(
+        records, capsys, "add", *runs, *about, "--pin"
+    )
 
 
 def test_the_track_of_a_tpu(records, tmp_path, capsys):
@@ -484,6 +761,23 @@ def test_the_track_of_a_tpu(records, tmp_path, capsys):
         assert re.search(reason, refusal(records, capsys, "add", *runs, *about))
     assert add(records, runs_of(tmp_path / "good", **same), "Good", "v6e-8") == 0
     assert tool(records, "check") == 0
+
+
+def test_the_track_of_eight_gpus_is_one_process_on_whole_gpus(records, tmp_path, capsys):
+    cfg = replace(T.PRESETS["speedrun"], steps=20, extension=2)
+    same = {"cfg": cfg, "data": FINEWEB, "losses": (3.270, 3.271, 3.272)}
+    h100 = {"kind": "NVIDIA H100 80GB HBM3", "count": 8, "platform": "gpu", "processes": 1}
+    about = ["--track", "8xh100", "--name", "X", "--by", "me", "--what", "it"]
+    for i, (changes, reason) in enumerate(
+        (
+            ({"processes": 8}, "8 processes: one drives all devices on this track"),
+            ({"kind": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"}, "is not the hardware of this track"),
+        )
+    ):
+        runs = runs_of(tmp_path / str(i), devices=h100 | changes, **same)
+        assert reason in refusal(records, capsys, "add", *runs, *about)
+    runs = runs_of(tmp_path / "good", devices=h100, **same)
+    assert add(records, runs, "Good", "8xh100") == 0 and tool(records, "check") == 0
 
 
 def test_the_track_that_counts_steps(records, tmp_path, capsys):
@@ -603,6 +897,8 @@ def test_render_is_deterministic_and_knows_when_it_is_stale(records, tmp_path, c
     first = plot.read_bytes(), (records / "README.md").read_bytes()
     assert first[0].startswith(b"\x89PNG") and len(first[0]) > 10_000
     assert tool(records, "render", "--check") == 0
+    plot.write_bytes(first[0][8:])  # has the digest, is no picture
+    assert f"the plot {plot.name} is stale" in refusal(records, capsys, "render", "--check")
     plot.unlink()
     assert f"the plot {plot.name} is stale" in refusal(records, capsys, "render", "--check")
     assert tool(records, "render") == 0
