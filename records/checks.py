@@ -39,15 +39,8 @@ FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the 
 ALIKE = 1e-4  # so near are the training losses of two seeds by chance at one step in a hundred
 PLAIN = re.compile(r"[A-Za-z0-9 .,@()/+_-]+")  # what hardware may be called: it stands in pages
 RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-(.+)-s([0-9]+)-[0-9a-f]{6}")
-BROKEN = (
-    OSError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-    RecursionError,
-)
+BROKEN = (OSError, ValueError, TypeError, AttributeError)
+BROKEN += (LookupError, ArithmeticError, RecursionError)
 NUMBERS = {"seed", "steps", "step", "tokens", "train_time_ms", "train_loss", "val_loss", "target"}
 NUMBERS |= {"val_tokens", "count", "processes", "cores", "bytes"}  # where Python takes true for 1
 LATE_MS = 500.0  # between the time in metrics.jsonl and the one in the line of log.txt after it
@@ -90,9 +83,7 @@ class Track:
     target: float = 3.28
     val_tokens: int = 10_485_760
     corpus: str = "fineweb"  # what the names of its shards begin with
-    shard_bytes: int = (
-        1024 + 2 * 100_000_000
-    )  # of every shard; 0: any, and each corpus competes alone
+    shard_bytes: int = 1024 + 2 * 100_000_000  # each; 0: any, and every corpus competes alone
     platform: str = ""  # of jax; "": any
     kind: str = ""  # part of the name of the devices
     devices: int = 0  # how many; 0: any number
