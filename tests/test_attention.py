@@ -373,7 +373,9 @@ def layer(attend, heads, proj, values, look, out_grad, segments, freqs):
 
 LAYERS = [  # rows of 384 are three blocks of 128
     (384, T.Heads(2, 128, window=150), False, False),  # half a block at the edge
-    (384, T.Heads(2, 128, window=256, offset=True), True, True),  # exactly two blocks back
+    pytest.param(  # exactly two blocks back
+        *(384, T.Heads(2, 128, window=256, offset=True), True, True), marks=pytest.mark.slow
+    ),
     # four heads, or even heads and the first half would be the same
     (384, T.Heads(4, 128, window=301, paired=True, offset=True), True, True),
 ]

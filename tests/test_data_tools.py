@@ -283,14 +283,9 @@ def test_as_a_command(tmp_path, many):
 
 @pytest.fixture(scope="module")
 def builtin(tmp_path_factory):
-    """(folder, counts) of the corpus, and the folder of one made meanwhile in another process."""
-    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
-    argv = [sys.executable, builtin_corpus.__file__, "--out", there]
-    other = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-    counts = builtin_corpus.build(here)
-    printed = other.communicate()[0]
-    assert other.returncode == 0 and f"{counts['documents']} documents" in printed
-    return here, counts, there
+    """(folder, counts) of the corpus."""
+    folder = tmp_path_factory.mktemp("corpus")
+    return folder, builtin_corpus.build(folder)
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +303,7 @@ def texts(builtin):
 
 
 def test_builtin_files(builtin, texts):
-    folder, counts, _ = builtin
+    folder, counts = builtin
     names = ["builtin_train_000001.bin", "builtin_val_000000.bin", "merges.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
     train, val = texts["train"], texts["val"]
@@ -355,10 +350,14 @@ def test_merges_are_those_of_plain_counting():
     assert builtin_corpus.learn_merges(texts, 25) == slow_merges(texts, 25)
 
 
-def test_builtin_is_the_same_in_another_process(builtin):
-    here, _, there = builtin
-    for path in here.iterdir():
-        assert path.read_bytes() == (there / path.name).read_bytes()
+@pytest.mark.slow
+def test_builtin_is_the_same_in_another_process(builtin, tmp_path):
+    folder, counts = builtin
+    argv = [sys.executable, builtin_corpus.__file__, "--out", tmp_path]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{counts['documents']} documents" in done.stdout
+    for path in folder.iterdir():
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
 
 
 def test_builtin_validation_paragraphs_are_not_in_training(texts):

@@ -268,7 +268,9 @@ def start(cfg: T.Config, mesh, tied: bool, rotate: bool):
     return state, T.lower_copies(cfg, mesh).compile()(state["params"])
 
 
-@pytest.mark.parametrize("scenario", META["optimizer"]["scenarios"])
+@pytest.mark.parametrize(
+    "scenario", ["start", "untie", pytest.param("end", marks=pytest.mark.slow)]
+)
 def test_optimizer_steps_of_every_group(scenario):
     golden, cfg = arrays("optimizer"), config()
     facts = META["optimizer"]["scenarios"][scenario]
