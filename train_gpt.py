@@ -207,9 +207,7 @@ class Config:
     compute_dtype: str = "bfloat16"  # of activations and matmuls; masters and loss are float32
     attention: str = "auto"  # auto, xla, splash, cudnn, triton, window
     table_gradients: str = "auto"  # auto, scatter, kernel
-    fp8: str = (
-        "none"  # none, head, mlp, both: matmuls of training in 8 bits, on Ada, Hopper and later
-    )
+    fp8: str = "none"  # none, head, mlp, both: 8-bit matmuls in training, on Ada, Hopper and later
     # schedule: batch, windows and document length grow; the row is an eighth of the batch
     steps: int = 1490
     extension: int = 40  # of these, after the schedule: at the lowest rate, with wider windows
@@ -3888,8 +3886,8 @@ class RunLog:
     """The files of one run. Opening it fails early, before anything is compiled, if OUT is bad.
 
     Later on no failure to write ends the run: it is reported once, and tried again. Only process 0
-    has files; on the others all methods do nothing. Of a resumed
-    run `sizes` says how much of each file is of the steps before its checkpoint.
+    has files; on the others all methods do nothing. Of a resumed run `sizes` says how much of each
+    file is of the steps before its checkpoint.
     """
 
     NAMES = ("log.txt", "metrics.jsonl")
@@ -4525,7 +4523,7 @@ def train(
     if profile and cfg.steps - start["step"] <= PROFILE_STEPS[1]:
         raise UserError(f"--profile needs more than {PROFILE_STEPS[1]} steps: raise --set steps=")
     mesh = make_mesh(cfg)
-    choices(cfg, mesh)  # what cannot be is said before anything is read
+    facts = what_runs(cfg, mesh, command)  # what cannot be is said before anything is read
     source = data_folder(cfg, say)
     streams = TokenStream(source, "train", cfg.bos), TokenStream(source, "val", cfg.bos)
     data = check_tokens(cfg, *streams)
@@ -4534,7 +4532,7 @@ def train(
 
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     run_dir = resume.folder.parents[1] if resume else out / from_first(stamp)
-    facts = {"run_id": run_dir.resolve().name, **what_runs(cfg, mesh, command), "data": data}
+    facts = {"run_id": run_dir.resolve().name, **facts, "data": data}
     facts |= {"compile_seconds": {}, "steps": 0, "tokens": 0, "train_time_ms": 0.0}
     facts |= {"val_loss": None, "target": cfg.target, "resumed": bool(resume), "finished": False}
     same = {key: facts[key] for key in ("source_sha256", "versions", "config", "data")}
