@@ -18,19 +18,17 @@ The whole run in ten lines; the real ones stand at the end of Part I:
         copies = all_gather(bfloat16(state.params))
         log(loss of the step before)                           # nothing waits for a loss
 
-    PART I, the speedrun          all that decides the loss, in plain JAX; complete by itself.
-                                  Read it from top to bottom.
+    PART I, the speedrun          all that decides the loss, in plain JAX: read it from the top;
+                                  `train` alone uses what stands later, and lists it
     PART II, around a run         refusals, data checks, compilation, checkpoints, log, signals,
-                                  several hosts, command line. Look it up.
-    PART III, fast on hardware    kernels that equal what Part I does without them, for TPUs and
-                                  NVIDIA GPUs; `--set kernels=plain` trains without.
-
-A part names nothing of a later one, except in `train`, whose docstring lists what.
+                                  several hosts, command line: look it up
+    PART III, fast on hardware    kernels that equal Part I's functions, for TPUs and NVIDIA GPUs;
+                                  `--set kernels=plain` trains without
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
-d model width, n heads, h head width, f MLP width, v vocabulary, l matrices of a bank, g inputs of
-a gate (or all gates of a token), k targets of a token, r tokens of a batch in one line, c tokens
-of a chunk of them. Batches, rows, windows and document lengths are all counted in tokens.
+d model width, n heads, h head width, f MLP width, v vocabulary, l matrices of a bank, g gates of a
+token or their inputs, k targets of a token, r tokens of a batch in one line, c tokens of a chunk.
+Batches, rows, windows and document lengths are all counted in tokens.
 
 Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
 param_table and its use in forward; a new kernel is a function in Part III that equals one of
@@ -595,23 +593,15 @@ def key_offset(k_btnh):
 
 
 def attend_heads(
-    attend: Callable,
-    heads: Heads,
-    proj_btp,
-    *,
-    values_btd,
-    value_logits_btg,
-    segments_bt,
-    freqs,
-    scale,
+    attend: Callable, heads, proj_btp, *, values_btd, value_logits_btg, segments_bt, freqs, scale
 ):
     """QK norm, rotation, values, attention and gates of one layer: [b, t, d] of all its heads.
 
     `proj_btp` holds side by side q, k, v [d] and the logits of the gates [heads.gates]: first one
-    of each head's output, then one of each head's value rows. `values_btd`, the tokens' rows of the
-    layer's value table, are added to v by that second gate; `value_logits_btg` (or None) are added
-    to the logits. `attend` has the contract of attend_plain. This is the plain form of Kernels.attend;
-    a kernel may do all of it at once.
+    of each head's output, then one of each head's values. `values_btd`, the tokens' rows of the
+    layer's value table, are added to v by that second gate; `value_logits_btg` (or None) is what
+    they add to the logits. `attend` has the contract of attend_plain. This is the plain form of
+    Kernels.attend; a kernel may do all of it at once.
     """
     b, t, _ = proj_btp.shape
     n, h = heads.count, heads.width
@@ -651,7 +641,7 @@ class Kernels(NamedTuple):
 
 
 def gate(x_btd, weights_ng):
-    """A number in (0, 1) for each row of weights, from a token's first features; float32 [b, t, n]."""
+    """A number in (0, 1) for each row of weights, from a token's first features: [b, t, n]."""
     x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
     return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
 
@@ -704,10 +694,10 @@ def look_up(cfg: Config, copies, tokens_bt) -> dict[str, jax.Array]:
 
 
 def value_gate_weights(params, cfg: Config, i: int):
-    """The gate of the values of layer `i`: (weights [n, g] on its input, on its value rows or None).
+    """The gate of the values of layer `i`: weights (on its input [n, g], on its values or None).
 
-    It looks at GATE_INPUTS features: half of them the first of the layer's input, the other half the
-    first of the token's value row; in paired layers all of them of the input (record 55).
+    It looks at GATE_INPUTS features: half of them are the first of the layer's input, half the
+    first of the token's row of values; in paired layers all are of the input (record 55).
     """
     weights_ng = params["value_gate"][cfg.value_layers.index(i)]
     if i in cfg.paired_layers:
@@ -744,9 +734,8 @@ def attention(
     if values_btd is not None:
         _, weights_ng = value_gate_weights(params, cfg, i)
         if weights_ng is not None:
-            logits_btn = values_btd[..., : weights_ng.shape[1]] @ weights_ng.T.astype(
-                values_btd.dtype
-            )
+            seen_btg = values_btd[..., : weights_ng.shape[1]]
+            logits_btn = seen_btg @ weights_ng.T.astype(seen_btg.dtype)
             unused = heads.gates - 2 * heads.count
             value_logits_btg = jnp.pad(logits_btn, ((0, 0), (0, 0), (heads.count, unused)))
     y_btd = kernels.attend(
@@ -889,16 +878,6 @@ def loss_sums(params, rows, tokens, cfg: Config, kernels: Kernels, windows, hype
     return kernels.cross_entropy(x_rd, params["head"], targets_rk, weights_rk, cfg)
 
 
-def flops_per_token(cfg: Config) -> float:
-    """Model FLOPs of forward and backward per token: 6 per matmul weight.
-
-    Attention scores are left out, as in the original's figures: with full windows, regardless of
-    documents, they would add 13 % in the last stage.
-    """
-    table = param_table(cfg)
-    return 6.0 * sum(table[name].count for name in ("attn_bank", "mlp_bank", "head"))
-
-
 def scatter_rows(table_vd, ids, rows):
     """The gradient of a lookup: `table_vd` + for every token its row in `rows`, added to row `ids`.
 
@@ -975,6 +954,16 @@ def is_adam_step(cfg: Config, step: int) -> bool:
     return (step + 1) % cfg.adam_every == 0
 
 
+def every(period: int, step: int) -> bool:
+    """Whether something with this period (0: never) is due after `step` steps."""
+    return period > 0 and step % period == 0
+
+
+def is_due(period: int, last: int, step: int) -> bool:
+    """Whether a multiple of `period` (0: never) lies after `last` and not after `step`."""
+    return period > 0 and step // period > last // period
+
+
 @functools.cache
 def yarn(cfg: Config, stage: int) -> tuple[np.ndarray, float]:
     """(rotary frequencies float32 [h/4], attention scale) of a stage: YaRN (Peng et al. 2023).
@@ -995,11 +984,6 @@ def yarn(cfg: Config, stage: int) -> tuple[np.ndarray, float]:
         freqs = (freqs * (old / new + keep * (1 - old / new))).astype(np.float32)
         scale *= 1 + 0.2 * math.log(new / old)
     return freqs, scale
-
-
-def every(period: int, step: int) -> bool:
-    """Whether something with this period (0: never) is due after `step` steps."""
-    return period > 0 and step % period == 0
 
 
 class Hyper(NamedTuple):
@@ -1311,14 +1295,14 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     own rows (in one array, [devices * n, ...] for a parameter [n, ...]) until an update takes them.
     """
 
-    def leaf(shape, dtype, spec=P()):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    def leaf(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
     def rows(count, t):
-        return leaf((count, t + 1), jnp.uint16, P(AXIS))
+        return leaf((count, t + 1), jnp.uint16, AXIS)
 
     def grads(x, steps):
-        return (leaf((mesh.size * x.shape[0], *x.shape[1:]), x.dtype, P(AXIS)),) * steps
+        return (leaf((mesh.size * x.shape[0], *x.shape[1:]), x.dtype, AXIS),) * steps
 
     state = abstract_state(cfg, mesh)
     copies = jax.eval_shape(functools.partial(compute_copies, cfg), state["params"])
@@ -1368,27 +1352,24 @@ SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024  # the llm.c token 
 
 def open_shard(path) -> np.memmap:
     """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
-    path, fix = Path(path), "delete it and download or tokenize it again"
     try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
+        size = Path(path).stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=3).tolist()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): {fix}") from None
-    if len(header) < HEADER_BYTES // 4:
-        raise UserError(f"{path}: {size} bytes is too short for a header: {fix}")
-    magic, version, count = header[:3].tolist()
-    if magic != SHARD_MAGIC:
-        raise UserError(
-            f"{path}: magic number {magic}, not {SHARD_MAGIC}: not a token shard, {fix}"
-        )
-    if version != SHARD_VERSION:
-        known = f"only version {SHARD_VERSION} is known"
-        raise UserError(f"{path}: version {version} of the format, {known}: {fix}")
-    if count <= 0 or size != HEADER_BYTES + 2 * count:
-        raise UserError(
-            f"{path}: {size} bytes, but its header promises {count} tokens "
-            f"({HEADER_BYTES + 2 * count} bytes): {fix}"
-        )
+        size, header, problem = 0, [], f"cannot be read ({error.strerror})"
+    else:
+        problem = f"{size} bytes is too short for a header"
+    if size >= HEADER_BYTES:
+        magic, version, count = header
+        promised, problem = HEADER_BYTES + 2 * count, ""
+        if magic != SHARD_MAGIC:
+            problem = f"magic number {magic}, not {SHARD_MAGIC}: not a token shard"
+        elif version != SHARD_VERSION:
+            problem = f"version {version} of the format, only version {SHARD_VERSION} is known"
+        elif count <= 0 or size != promised:
+            problem = f"{size} bytes, but its header promises {count} tokens ({promised} bytes)"
+    if problem:
+        raise UserError(f"{path}: {problem}: delete it and download or tokenize it again")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 
@@ -1523,10 +1504,10 @@ STALL_SECONDS = 10  # a batch that takes longer is reported
 
 @contextlib.contextmanager
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print):
-    """An iterator over `items`, which a thread draws `depth` ahead, only while the clock is `running`.
+    """An iterator over `items`, which a thread draws `depth` ahead while the clock is `running`.
 
-    So the loader gets no work done for free. An exception in the thread is raised at the item that
-    it prevented; `late` is told when an item takes long; leaving the block ends the thread.
+    Only then: the loader gets no work done for free. An exception in the thread is raised at the
+    item that it prevented; `late` is told when one takes long; leaving the block ends the thread.
     """
     ready, left = queue.Queue(depth), threading.Event()
 
@@ -1641,19 +1622,19 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 
     Outside the clock: checks, compilation, warm-up (after which the state is made anew from the
     seed), validation, the last checkpoint. Inside: every training step, all loading of its data,
-    and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and so is the
-    end that a signal asks for, which raises Stopped.
+    and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and the end
+    that a signal asks for comes there too.
 
-    From Parts II and III: data_folder, check_tokens, cursor_after (before anything starts),
-    pick_kernels, compile_all, open_log (also what is written at each step), load_state, Saver,
-    ask_to_stop, demonstrate.
+    From Parts II and III: data_folder, check_tokens, cursor_after, run_facts and open_log (what
+    goes to the disk and the terminal), pick_kernels, compile_all, load_state, Saver (checkpoints),
+    keeps_end, ask_to_stop (signals), demonstrate (the end of `tiny`).
     """
     mesh, first = make_mesh(cfg), saved.step if saved else 0
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
     folder = data_folder(cfg, say)
     stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
-    data = check_tokens(cfg, stream, val_stream)
-    log = open_log(cfg, mesh, out, command, reason, data, saved, profile, say)
+    facts = run_facts(cfg, mesh, command, reason) | {"data": check_tokens(cfg, stream, val_stream)}
+    log = open_log(cfg, facts, folder, out, saved, profile, say)
     compiled, facts = compile_all(cfg, mesh, kernels, say)
     log.write_facts(**facts)
     init, copy = start_state(cfg, mesh), start_copies(cfg, mesh)
@@ -1677,8 +1658,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         Saver(cfg, log) as saver,
     ):
         for step in range(first, cfg.steps + 1):
-            ends, stops = step == cfg.steps, asked(step) and not waiting
-            validates = ends or (every(cfg.val_every, step) and not (saved and step == first))
+            ends, signalled, anew = step == cfg.steps, asked(step), not saved or step > first
+            stops = ends or (signalled and not waiting)
+            validates = ends or (every(cfg.val_every, step) and anew)
             if validates or stops:
                 report()
                 jax.block_until_ready(state)
@@ -1686,8 +1668,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 if validates:
                     val_loss = evaluate(cfg, mesh, compiled["eval"], copies, step, val_stream)
                     log.validated(step, val_loss)
-                if ends or stops:
-                    if not ends or keeps_end(cfg):
+                if stops:
+                    if keeps_end(cfg) if ends else anew:
                         saver.save(step, state)
                     break
 
@@ -1712,21 +1694,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             if profile and step - first == PROFILED.stop:
                 jax.block_until_ready(loss)
                 jax.profiler.stop_trace()
-    log.end(step, stops, saver.missing)
+    log.end(step, signalled, saver.missing)
     if cfg.sample_tokens:
         demonstrate(cfg, log.folder, val_stream, val_loss, say)
     return log.folder
-
-
-def is_due(period: int, last: int, step: int) -> bool:
-    """Whether a multiple of `period` (0: never) lies after `last` and not after `step`."""
-    return period > 0 and step // period > last // period
-
-
-def keeps_end(cfg: Config) -> bool:
-    """Whether a checkpoint is written when the run has ended; see Config.checkpoint_end."""
-    size = 12 * sum(row.count for row in param_table(cfg).values())  # three float32 for a parameter
-    return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
 # ================================================================================================
@@ -1880,7 +1851,7 @@ def override(cfg, key: str, text: str, prefix: str = ""):
     name, _, rest = key.partition(".")
     kinds = typing.get_type_hints(type(cfg))
     if name not in kinds:
-        raise UserError(f"unknown key {prefix}{name!r} in --set; valid keys: {', '.join(kinds)}")
+        raise UserError(f"unknown key {prefix + name!r} in --set; valid keys: {', '.join(kinds)}")
     old = getattr(cfg, name)
     if name == "stages":
         index, _, field = rest.partition(".")
@@ -1941,6 +1912,7 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
                 f"{len(train.paths)} shards, which last for {step} of {cfg.steps} steps: "
                 "get more shards, or lower --set steps="
             ) from None
+    train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
 
 
@@ -1957,11 +1929,9 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
     """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
 
     UserError unless every token is there and is a known id. Reads the shards, before the clock, but
-    keeps nothing of them: the loader finds the documents again inside the clock (the system's file
-    cache is warm then, as after any download).
+    keeps nothing of them (the system's file cache is warm then, as after any download).
     """
     cursor = cursor_after(cfg, train, cfg.steps)
-    train.documents.cache_clear()
     if len(val) <= cfg.val_tokens:
         raise UserError(
             f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
@@ -2078,8 +2048,8 @@ def compile_fitting(
                 raise
             needs = "more than the compiler allows"
         else:
-            size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name) if limit else 0
-            if last or size <= (limit or 0):
+            size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
+            if last or limit is None or size <= limit:
                 return compiled, setting, time.perf_counter() - began
             needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
         way = f"recompute={setting.recompute} micro_tokens={setting.micro_tokens}"
@@ -2099,20 +2069,17 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         memory = compiled.memory_analysis()
         temporary = f", {memory.temp_size_in_bytes / 2**20:.0f} MiB temporary" if memory else ""
         say(f"compiled {name} in {seconds:.1f} s{temporary}")
-        return compiled, setting, round(seconds, 3)
+        changed = {key: getattr(setting, key) for key in ("micro_tokens", "recompute")}
+        asked = setting == settings(cfg, mesh, name)[0]
+        return compiled, round(seconds, 3), {} if asked else changed
 
     names = [*programs(cfg, mesh, kernels)]
     say(f"compiling {', '.join(names)}; for accelerators it takes minutes")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = dict(zip(names, pool.map(build, names), strict=True))
-    changed = {
-        name: {"micro_tokens": setting.micro_tokens, "recompute": setting.recompute}
-        for name, (_, setting, _) in built.items()
-        if setting is not settings(cfg, mesh, name)[0]
-    }
-    seconds = {name: seconds for name, (_, _, seconds) in built.items()}
-    facts = {"compile_seconds": seconds, "settings": changed}
-    return {name: compiled for name, (compiled, _, _) in built.items()}, facts
+        built = zip(*pool.map(build, names), strict=True)
+    compiled, seconds, changed = (dict(zip(names, x, strict=True)) for x in built)
+    changed = {name: way for name, way in changed.items() if way}
+    return compiled, {"compile_seconds": seconds, "settings": changed}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2134,6 +2101,12 @@ class Saved(NamedTuple):
     data: dict  # the answer of check_tokens
     source_sha256: str
     processes: int  # each of which has written a file
+
+
+def keeps_end(cfg: Config) -> bool:
+    """Whether a checkpoint is written when the run has ended; see Config.checkpoint_end."""
+    size = 12 * sum(row.count for row in param_table(cfg).values())  # three float32 for a parameter
+    return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
 def own_rows(cfg: Config, state) -> dict[str, tuple[int, list[np.ndarray]]]:
@@ -2213,7 +2186,10 @@ def write_checkpoint(folder: Path, rows: dict, meta: dict, leaving: threading.Ev
     os.rename(temporary, final)
     sync_folder(folder)
     for old in sorted(step for step in checkpoint_steps(folder) if step <= meta["step"])[:-KEPT]:
-        shutil.rmtree(folder / str(old), ignore_errors=True)
+        os.rename(
+            folder / str(old), folder / f".{old}"
+        )  # or a kill would leave half of it in sight
+        shutil.rmtree(folder / f".{old}", ignore_errors=True)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -2314,6 +2290,7 @@ class Saver:
     def __init__(self, cfg: Config, log: "RunLog"):
         self.cfg, self.log, self.missing = cfg, log, ""
         self.thread, self.leaving = threading.Thread(), threading.Event()
+        log.wait_for_checkpoint = self.wait
 
     def __enter__(self):
         return self
@@ -2432,6 +2409,16 @@ def peak_flops(kind: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
+def flops_per_token(cfg: Config) -> float:
+    """Model FLOPs of forward and backward per token: 6 per matmul weight.
+
+    Attention scores are left out, as in the original's figures: with full windows, regardless of
+    documents, they would add 13 % in the last stage.
+    """
+    table = param_table(cfg)
+    return 6.0 * sum(table[name].count for name in ("attn_bank", "mlp_bank", "head"))
+
+
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run or a benchmark stand on: source, versions, machine, config.
 
@@ -2483,6 +2470,7 @@ class RunLog:
         self.first, self.mark = (saved.step if saved else 0), None  # (ms, tokens) last shown
         self.files, self.kept, self.warned = {}, {}, False
         self.lock = threading.Lock()  # the loop and the thread of the Saver write
+        self.wait_for_checkpoint = lambda: None  # a Saver knows how
         if jax.process_index():
             return
         try:
@@ -2548,6 +2536,7 @@ class RunLog:
         UserError if the run has diverged: no finite loss, or twice that of a uniform guess.
         """
         if not loss < 2 * math.log(self.cfg.vocab):
+            self.wait_for_checkpoint()
             kept = f"the steps before are in {self.folder}/metrics.jsonl"
             if saved := checkpoint_steps(self.folder / "checkpoints"):
                 kept = f"the last good checkpoint is {self.folder}/checkpoints/{max(saved)}"
@@ -2596,7 +2585,7 @@ class RunLog:
             if not missing:
                 raise Stopped(
                     f"stopped after {step} of {self.cfg.steps} steps; to continue: "
-                    f"python train_gpt.py --resume {self.folder}",
+                    f"python train_gpt.py --resume {shlex.quote(str(self.folder))}",
                     asked,
                 )
             raise UserError(f"stopped after {step} steps, but {missing}")
@@ -2614,32 +2603,34 @@ class RunLog:
 
 def open_log(
     cfg: Config,
-    mesh: Mesh,
+    facts: dict,
+    data: Path,
     out: Path,
-    command: str,
-    reason: str,
-    data: dict,
     saved: Saved | None,
     profile: bool,
     say: Callable,
 ) -> RunLog:
     """The log of a new run, or of one that goes on, with its head; UserError if it cannot be.
 
-    `reason` is that of pick_kernels, `data` the answer of check_tokens. All processes must agree.
+    `facts` are run_facts and the answer of check_tokens, on which all processes must agree; `data`
+    is the folder of the shards, `out` where new runs go.
     """
     left = cfg.steps - (saved.step if saved else 0)
     if not left:
         raise UserError(f"{saved.folder.parents[1]} is finished: there is nothing to resume")
     if profile and left <= PROFILED.stop:
         raise UserError(f"--profile needs more than {PROFILED.stop} steps: raise --set steps=")
-    facts = run_facts(cfg, mesh, command, reason) | {"data": data}
-    agree({key: facts[key] for key in ("source_sha256", "versions", "config", "data")})
+    same = {key: facts[key] for key in ("source_sha256", "versions", "config", "data")}
+    agree({**same, "step to resume from": saved and saved.step})
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     folder = saved.folder.parents[1] if saved else out / from_first(stamp)
-    if saved and saved.data != data:
+    if saved and saved.data != facts["data"]:
         raise UserError(
-            f"{cfg.data} does not hold the shards that {folder} was trained on: name their --data"
+            f"{data} does not hold the shards that {folder} was trained on: name their --data"
         )
+    merges = data / MERGES
+    if cfg.encoding == "bpe" and not merges.exists():
+        raise UserError(f"{merges} is missing, which says what the tokens are: make the data again")
     if saved and saved.source_sha256 != facts["source_sha256"]:
         say("warning: train_gpt.py has changed since; what follows may differ from what was")
     if saved and jax.process_index() == 0:
@@ -2648,22 +2639,21 @@ def open_log(
     facts |= {"steps": 0, "tokens": 0, "train_time_ms": 0.0, "val_loss": None}
     facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
     log, rule, devices = RunLog(cfg, folder, facts, saved, say), "=" * 100, facts["devices"]
-    about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
-    about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
-    about += f"\n{facts['host']['platform']}\ncommand: {command}"
-    for name in ("host", "environment", "choices", "data"):
-        about += f"\n{name}: {json.dumps(facts[name])}"
+    about = [f"{k} {v}" for k, v in facts["versions"].items()]
+    about += [f"{devices['count']} x {devices['kind']} ({devices['platform']})"]
+    about += [facts["host"]["platform"], f"command: {facts['command']}"]
+    about += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
     if saved:
-        log.write("log.txt", f"{rule}\nresumed\n{about}\n{rule}")
         log.progress(saved.step)
+        log.write("log.txt", "\n".join([rule, "resumed", *about, rule]))
     else:
-        source, config = Path(__file__).read_text(), json.dumps(facts["config"])
-        log.write("log.txt", f"{source}\n{rule}\n{about}\nconfig: {config}\n{rule}")
-    say(f"run {folder} on {devices['count']} x {devices['kind']}; kernels: {reason}")
+        about += [f"config: {json.dumps(facts['config'])}"]
+        log.write("log.txt", "\n".join([Path(__file__).read_text(), rule, *about, rule]))
+    kernels = facts["choices"]["kernels"]
+    say(f"run {folder} on {devices['count']} x {devices['kind']}; kernels: {kernels}")
     if saved:
-        say(f"resumes after {saved.step} of {cfg.steps} steps from {saved.folder}")
-    merges = Path(data_folder(cfg, say)) / MERGES
-    if cfg.encoding == "bpe" and log.files and merges.exists():
+        say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
+    if cfg.encoding == "bpe" and log.files:
         shutil.copy(merges, folder)  # so that a sample needs the run's folder only
     return log
 
@@ -3040,10 +3030,10 @@ def token_losses(x_cd, head_vd, targets_ck, cfg: Config, trains: bool = False):
     """(losses in nats [c, k], logits [c, v] before the cap, sums of exponentials [c]) as float32.
 
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
-    while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [c, v] goes
-    to memory. The logits of the targets come once more, from their rows of the head: 12.2 M cycles
-    predicted for v6e (49,152 tokens, one target; 0.2 M more are the bytes of the look-up), 18.7 M
-    when they are picked out of [c, v] by comparison.
+    while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [c, v]
+    goes to memory. The logits of the targets come once more, from their rows of the head: 12.2 M
+    cycles predicted for v6e (49,152 tokens, one target; 0.2 M more are the bytes of the look-up),
+    18.7 M when they are picked out of [c, v] by comparison.
 
     On an NVIDIA GPU matmuls are a library's, and the product does go to memory. Where the program
     `trains` it goes there in the dtype of x, as in the original: 0.4 GB a chunk instead of 0.8. The
