@@ -1614,9 +1614,6 @@ def evaluate(cfg: Config, mesh: Mesh, program, copies, step: int, stream: TokenS
     return float(np.sum([np.asarray(x, np.float64) for x in sums])) / cfg.val_tokens
 
 
-PROFILED = range(20, 24)  # the steps of this process that --profile traces, well after the start
-
-
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
 
@@ -1627,7 +1624,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 
     From Parts II and III: data_folder, check_tokens, cursor_after, run_facts and open_log (what
     goes to the disk and the terminal), pick_kernels, compile_all, load_state, Saver (checkpoints),
-    keeps_end, ask_to_stop (signals), demonstrate (the end of `tiny`).
+    keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (the end of `tiny`).
     """
     mesh, first = make_mesh(cfg), saved.step if saved else 0
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
@@ -1636,7 +1633,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     facts = run_facts(cfg, mesh, command, reason) | {"data": check_tokens(cfg, stream, val_stream)}
     log = open_log(cfg, facts, folder, out, saved, profile, say)
     compiled, facts = compile_all(cfg, mesh, kernels, say)
-    log.write_facts(**facts)
+    log.compiled(facts)
     init, copy = start_state(cfg, mesh), start_copies(cfg, mesh)
     state = init(np.uint32(cfg.seed))
     warm_up(cfg, mesh, compiled, state, copy(state["params"]))
@@ -1674,8 +1671,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                     break
 
             clock.start()
-            if profile and step - first == PROFILED.start:
-                jax.profiler.start_trace(str(log.folder / "profile"))
+            if profile:
+                trace(step - first, log.folder, pending)
             batch = next(supply)
             grads_of, *updates = programs_of(cfg, step)
             grads, loss = compiled[grads_of](copies, batch.tokens, batch.hyper)
@@ -1691,9 +1688,6 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             del grads, due  # or they would lie beside those of the next step
             report()  # of the step before, while this one runs: no step waits for its loss
             pending = step + 1, loss
-            if profile and step - first == PROFILED.stop:
-                jax.block_until_ready(loss)
-                jax.profiler.stop_trace()
     log.end(step, signalled, saver.missing)
     if cfg.sample_tokens:
         demonstrate(cfg, log.folder, val_stream, val_loss, say)
@@ -2519,6 +2513,12 @@ class RunLog:
         self.facts.update(changes)
         self._try(self._write_facts)
 
+    def compiled(self, facts: dict):
+        """Write down what compile_all says; of settings only those that memory has changed."""
+        self.write_facts(**facts)
+        if facts["settings"]:
+            self.write("log.txt", f"settings: {json.dumps(facts['settings'])}")
+
     def sync(self):
         """Bring the files to the disk itself."""
         for file in self.files.values():
@@ -2656,6 +2656,18 @@ def open_log(
     if cfg.encoding == "bpe" and log.files:
         shutil.copy(merges, folder)  # so that a sample needs the run's folder only
     return log
+
+
+PROFILED = range(20, 24)  # the steps of this process that --profile traces, well after the start
+
+
+def trace(at: int, folder: Path, last):
+    """Trace the steps PROFILED into folder/profile; called before each, with the `last` loss."""
+    if at == PROFILED.start:
+        jax.profiler.start_trace(str(folder / "profile"))
+    if at == PROFILED.stop:
+        jax.block_until_ready(last)
+        jax.profiler.stop_trace()
 
 
 def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float, say: Callable):
@@ -2958,54 +2970,50 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     chosen = PLAIN._replace(squared_relu=lean_squared_relu, cross_entropy=fused_cross_entropy)
     kind, h, rows = device.device_kind, cfg.head_width, [stage.row_tokens for stage in cfg.stages]
     rows.append(cfg.val_row)
-    uneven = next((row for row in rows if row % 128), None)
     window = min(max(max(stage.windows) for stage in cfg.stages), max(rows))
+    uneven = next((row for row in rows if row % 128), None)
+    tiled = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     # Without a running maximum the largest score must be known to be small: that of normed q and k.
     score = max(yarn(cfg, stage)[1] for stage in range(len(cfg.stages))) * h
-    refusals = {f"tiles of 128 tokens do not fill rows of {uneven}": uneven}
-    sharp = {
-        f"scores up to {score:.0f} could overflow without a running maximum": score > MAX_SCORE
-    }
-
+    sharp = f"scores up to {score:.0f} could overflow without a running maximum"
+    bounded = score > MAX_SCORE, sharp
     if device.platform == "tpu":
-        plan = Plan(Heads(cfg.heads, h, window, offset=True), 256)
-        refusals = {
-            f"a {kind} has too little VMEM": kind.startswith(SMALL_VMEM),
-            f"tiles of 128 columns do not fill a width of {cfg.width}": cfg.width % 128,
-            **refusals,
-        }
-        more = {
-            f"tiles of 128 columns do not fill heads {h} wide": h % 128,
-            f"a window of {window} of width {cfg.width} does not fit the VMEM": (
-                plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7
-            ),
-            **sharp,
-        }
-        if not any(refusals.values()):
+        ring = Plan(Heads(cfg.heads, h, window, offset=True), 256).ring_bytes(cfg.dtype)
+        for_tables = [  # (whether it fails, what then is wrong)
+            (kind.startswith(SMALL_VMEM), f"a {kind} has too little VMEM"),
+            (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
+            tiled,
+        ]
+        if not any(fails for fails, _ in for_tables):
             chosen = chosen._replace(add_rows=sum_rows)
-            if not any(more.values()):
-                chosen = chosen._replace(attend=attend_window)
-                return chosen, "attention and gradients of tables for TPUs"
-        refusals |= more
-    elif device.platform == "gpu":
-        refusals = {
-            f"jax {jax.__version__} has no Triton any more": (
-                importlib.util.find_spec("jax.experimental.pallas.triton") is None
+        conditions = [
+            *for_tables,
+            (h % 128, f"tiles of 128 columns do not fill heads {h} wide"),
+            (
+                ring > KERNEL_VMEM * 0.7,
+                f"a window of {window} of width {cfg.width} does not fit the VMEM",
             ),
-            f"they compute in bfloat16, not in {cfg.compute_dtype}": cfg.dtype != jnp.bfloat16,
-            "the compute capability is below 8.0": capability_of(device) < 8.0,
-            f"tiles do not fit heads {h} wide": h not in (16, 32, 64, 128),
-            **refusals,
-            **sharp,
-        }
-        if not any(refusals.values()):
-            chosen = chosen._replace(attend=functools.partial(attend_heads, attend_triton))
-            return chosen, "attention for NVIDIA GPUs"
+            bounded,
+        ]
+        attend, served = attend_window, "attention and gradients of tables for TPUs"
+    elif device.platform == "gpu":
+        triton = importlib.util.find_spec("jax.experimental.pallas.triton")
+        conditions = [
+            (triton is None, f"jax {jax.__version__} has no Triton any more"),
+            (cfg.dtype != jnp.bfloat16, f"they compute in bfloat16, not in {cfg.compute_dtype}"),
+            (capability_of(device) < 8.0, "the compute capability is below 8.0"),
+            (h not in (16, 32, 64, 128), f"tiles do not fit heads {h} wide"),
+            tiled,
+            bounded,
+        ]
+        attend, served = functools.partial(attend_heads, attend_triton), "attention for NVIDIA GPUs"
     else:
         return chosen, f"plain attention: there are no kernels for a {device.platform}"
-    why = next(reason for reason, refuses in refusals.items() if refuses)
-    tables = ", table gradients for TPUs" * (chosen.add_rows is sum_rows)
-    return chosen, f"plain attention{tables}: {why}"
+    for fails, why in conditions:
+        if fails:
+            tables = ", table gradients for TPUs" * (chosen.add_rows is sum_rows)
+            return chosen, f"plain attention{tables}: {why}"
+    return chosen._replace(attend=attend), served
 
 
 def capability_of(device) -> float:

@@ -9,11 +9,26 @@ A record is a folder records/TRACK/DATE_NAME/ with
         metrics.jsonl     the same steps for machines, with more digits
         run.json          config, seed, hashes, versions, hardware, totals
 
+A log has, between rules of 100 `=`: the source; a head (versions, devices, then `command`, `host`,
+`environment`, `choices`, `data`, `config`, each with what run.json says); the steps, among them
+`settings: {...}` if memory forced others than those asked for, and lines about checkpoints. A run
+that was resumed has another head, which begins with `resumed`, and its steps, once more or oftener.
+
 Nothing that a person typed counts as evidence: every number is derived from the logs and compared.
 No train_gpt.py is imported, neither the record's nor today's. What must be known of a run (how many
 steps, their tokens, when it validates) follows from a few fields of the config that the run itself
-wrote down: see `planned`. So a record stays checkable after the trainer has moved on, and to check
-a stranger's record is safe.
+wrote down: see `planned`. So a record stays checkable after the trainer has moved on (fields of a
+config that are gone by now, heads without `choices`), and to check a stranger's record is safe.
+
+Which tokens a run read is known by the hashes of its shards. tokens.json has those that a record
+may use, by stream. A stream is `fineweb`, or the demo corpus of one Python: that corpus comes from
+the documentation in the Python installation, so every version has its own, and the stream is named
+by the hash of its validation shard. The first record on a new corpus enters it (`add --pin`), where
+a reviewer with the same Python makes it again and compares; Python's version is in the log. A
+stream that is pinned never changes, and `--pin` adds nothing to it. FineWeb's shards must have 100
+million tokens each; their hashes are not pinned yet, for nobody here has had the files: the first
+record pins those that it read, and its reviewer downloads them and compares. Further shards are
+entered in a change of tokens.json alone.
 """
 
 import argparse
@@ -212,7 +227,7 @@ def read_run(folder: Path) -> Run:
         source, *sections = RULE.split(log)
         source = source.removesuffix(b"\n")  # the log puts one behind it
         heads = [part.decode().splitlines() for part in sections[::2]]
-        lines = [line for part in sections[1::2] for line in part.decode().splitlines()]
+        bodies = [part.decode().splitlines() for part in sections[1::2]]
         facts = parse_json((folder / "run.json").read_text())
         metrics = (folder / "metrics.jsonl").read_text().splitlines()
         named = [unique([x.split(": ", 1) for x in head if ": " in x]) for head in heads]
@@ -220,7 +235,8 @@ def read_run(folder: Path) -> Run:
         run = Run(folder, source, commands, facts, [*map(parse_json, metrics)])
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
         check_heads(run, heads, named)
-        check_steps(run, lines)
+        check_settings(run, bodies[-1])
+        check_steps(run, [line for lines in bodies for line in lines])
         return run
 
 
@@ -256,6 +272,14 @@ def check_heads(run: Run, heads: list[list[str]], named: list[dict]):
     right = right and parts[2] == str(facts["seed"])
     need(right, "the run's name has another preset or seed, or none")
     need(began(run) < datetime.now() + timedelta(days=1), "its date is in the future")
+
+
+def check_settings(run: Run, lines: list[str]):
+    """What memory forced, by `lines` of log.txt since its last head, is what run.json says."""
+    for line in lines:
+        if line.startswith("settings: "):
+            same = parse_json(line.removeprefix("settings: ")) == run.facts["settings"]
+            need(same, "log.txt and run.json disagree on settings")
 
 
 def check_steps(run: Run, lines: list[str]):
@@ -406,7 +430,7 @@ def check_runs(runs: list[Run]):
 
     for name in essence(first):
         same(name, lambda run, name=name: essence(run)[name])
-    for name in ("devices", "host", "choices", "data"):
+    for name in ("devices", "host", "choices", "settings", "data"):
         same(name, lambda run, name=name: run.facts.get(name))
     same("the command", lambda run: launch(run.commands[0]).words)
     seeds = [run.facts["seed"] for run in runs]

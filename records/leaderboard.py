@@ -1,5 +1,6 @@
 """Records: collect timed runs, check them, rank them, plot them, run them again.
 
+    python records/leaderboard.py                # the standings, on the terminal
     python records/leaderboard.py add RUN_DIR... --track T --name NAME --by WHO --what TEXT
     python records/leaderboard.py check          # everything is derived anew from the logs
     python records/leaderboard.py render         # the tables in records/README.md, and the plots
@@ -71,7 +72,7 @@ def add(root: Path, args) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# The leaderboard: tables in README.md, one plot for each competition
+# The standings: tables in README.md, text on the terminal, one plot for each competition
 # ------------------------------------------------------------------------------------------------
 
 
@@ -92,66 +93,137 @@ def plot_path(root: Path, competition) -> Path:
     return root / track / (re.sub(r"[^a-z0-9]+", "-", f"{machine} {stream}".lower()) + ".png")
 
 
-def record_tables(root: Path, records: list[C.Record]) -> str:
-    """Every track with its competitions; the standing record is the first row."""
-    text = ""
+def chains(records: list[C.Record], track: str) -> dict[tuple, list[C.Record]]:
+    """{competition: its records from the first to the standing one} of a track."""
+    found = sorted({r.competition for r in records if r.competition[0] == track})
+    return {competition: C.chain(records, competition) for competition in found}
+
+
+def figures(record: C.Record) -> dict[str, str]:
+    """What a record is compared by, as the page and the terminal show it."""
+    got = record.result
+    resumed = f" ({len(got['resumed'])} resumed)" if got["resumed"] else ""
+    by_steps = record.track.batch_tokens > 0
+    return {
+        "time": f"{got['mean_seconds']:.2f} s ± {got['sd_seconds']:.2f}",
+        "steps": f"{got['steps']:,}",
+        "tokens": f"{got['tokens']:,}",
+        "loss": f"{got['mean_loss']:.4f} ± {got['sd_loss']:.4f}",
+        "runs": f"{len(got['runs'])}{resumed}",
+        "proof": f"margin {got['margin']:.4f}" if by_steps else f"p = {got['p_value']:.1e}",
+    }
+
+
+def track_table(records: list[C.Record]) -> str:
+    """One row for each track, with the standing record of each of its classes."""
+    rows = []
     for name, track in C.TRACKS.items():
-        text += f"\n### `{name}`: {track.title}\n"
-        found = sorted({r.competition for r in records if r.competition[0] == name})
-        if not found:
-            text += "\nNo record yet: be the first.\n"
-        for competition in found:
-            standing = C.chain(records, competition)
+        by = "steps" if track.batch_tokens else "time"
+        best = [
+            f"**{figures(chain[-1])[by]}** on {competition[1]}"
+            for competition, chain in chains(records, name).items()
+        ]
+        unit = "seconds of training" if by == "time" else by
+        standing = "; ".join(best) or "No record yet: be the first."
+        rows.append([f"`{name}`", track.title, unit, standing])
+    return table("track | task | ranked by | standing record", rows)
+
+
+def record_tables(root: Path, records: list[C.Record]) -> str:
+    """Every competition that has records; the standing one is the first row."""
+    text = ""
+    for name in C.TRACKS:
+        for competition, chain in chains(records, name).items():
             rows = []
-            for number, record in reversed(list(enumerate(standing, 1))):
-                got = record.result
-                time = f"{got['mean_seconds']:.2f} s ± {got['sd_seconds']:.2f}"
-                proof = f"margin {got['margin']:.4f}" if track.batch_tokens else ""
-                proof = proof or f"p = {got['p_value']:.1e}"
-                loss = f"{got['mean_loss']:.4f} ± {got['sd_loss']:.4f}"
-                link = f"[{record.fields['name']}]({name}/{record.name}/README.md)"
-                resumed = f" ({len(got['resumed'])} resumed)" if got["resumed"] else ""
-                what = link + ": " + record.fields["what"]
-                values = time, f"{got['steps']:,}", f"{got['tokens']:,}", loss
-                rows.append([number, *values, f"{len(got['runs'])}{resumed}", proof, what])
-                rows[-1] += [record.fields["by"], got["date"]]
-            columns = "# | time | steps | tokens | loss | runs | proof | what | by | date"
+            for number, record in reversed(list(enumerate(chain, 1))):
+                shown, fields = figures(record), record.fields
+                link = f"[{fields['name']}]({name}/{record.name}/README.md)"
+                rows.append([number, *shown.values(), f"{link}: {fields['what']}"])
+                rows[-1] += [fields["by"], record.result["date"]]
+            columns = " | ".join(["#", *shown, "what", "by", "date"])
             path = plot_path(root, competition).relative_to(root)
-            text += f"\n**{competition[1]}**, tokens `{competition[2]}`\n\n{table(columns, rows)}"
-            text += f"\n![loss and record time]({path.as_posix()})\n"
+            text += f"\n### `{name}`: {competition[1]}, tokens `{competition[2]}`\n\n"
+            text += f"{table(columns, rows)}\n![loss and record time]({path.as_posix()})\n"
     return text
 
 
-def predicted_table(root: Path) -> str:
-    """What the compiler said to `--preflight` of hardware that nobody has timed yet."""
+def predictions(root: Path) -> list[tuple[Path, dict[str, str]]]:
+    """What records/preflight.py said of hardware that nobody has timed yet: (its file, as shown).
+
+    `in all` is what counts: the compiler's time and the floors of what that leaves out.
+    """
     rows = []
     for path in sorted(root.glob("predicted/*/preflight.json")):
         report = json.loads(path.read_text())
-        whole, versions = report["predicted"], report["versions"]
-        floors = whole["train_link_floor_seconds"] + whole["train_moved_floor_seconds"]
+        whole = report["predicted"]
+        need(bool(whole), f"{path} has no totals of a run: preflight.py without --program")
+        names = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
+        parts = [whole[name] for name in names]
         peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])
-        hardware = f"{report['devices']} x {report['device_kind']}"
-        link = f"[{report['preset']}]({path.relative_to(root).as_posix()})"
-        seconds = f"{whole['train_seconds']:.1f} s", f"{floors:.1f} s"
-        sizes = f"{report['total_steps']:,}", f"{report['total_tokens']:,}", f"{peak / 2**30:.1f}"
-        said = ", ".join(f"{name} {version}" for name, version in versions.items())
-        rows.append([hardware, link, *seconds, *sizes, said])
-    columns = "hardware | preset | predicted | left out, at least | steps | tokens | GiB | by"
-    return table(columns, rows)
+        said = (f"{name} {version}" for name, version in report.get("versions", {}).items())
+        shown = {
+            "hardware": f"{report['devices']} x {report['device_kind']}",
+            "preset": report["preset"],
+            **dict.fromkeys(("in all", "predicted", "links", "moves"), "unknown"),
+            "steps": f"{report['total_steps']:,}",
+            "tokens": f"{report['total_tokens']:,}",
+            "GiB": f"{peak / 2**30:.1f}",
+            "by": ", ".join(said),
+        }
+        if None not in parts:  # it is where a compiler estimates no times, as those of GPUs
+            shown |= {"in all": f"{sum(parts):.1f} s", "predicted": f"{parts[0]:.1f} s"}
+            shown |= {"links": f"{parts[1]:.1f} s", "moves": f"{parts[2]:.1f} s"}
+        rows.append((path, shown))
+    return rows
+
+
+def predicted_table(root: Path) -> str:
+    """The predictions as a Markdown table."""
+    rows = []
+    for path, shown in predictions(root):
+        link = f"[{shown['preset']}]({path.relative_to(root).as_posix()})"
+        rows.append(shown | {"preset": link, "in all": f"**{shown['in all']}**"})
+    return table(" | ".join(rows[0]), [[*row.values()] for row in rows]) if rows else "None yet.\n"
 
 
 def leaderboard(root: Path, records: list[C.Record]) -> str:
     """The generated part of records/README.md."""
     return f"""{MARKERS[0]}
-## Records
-{record_tables(root, records)}
+## Standings
+
+{track_table(records)}{record_tables(root, records)}
 ## Predicted by the compiler
 
-No measurements and no records: what `--preflight` says of hardware on which nobody has timed this
-file yet. The second time is a floor of what the prediction leaves out.
+No measurements and no records: what `preflight.py` says of hardware on which nobody has timed this
+trainer yet. `predicted` is the compiler's estimate of the computation; `links` and `moves` are the
+least that what it leaves out takes. The figure that counts is their sum, `in all`.
 
 {predicted_table(root)}
 {MARKERS[1]}"""
+
+
+def standings(root: Path) -> str:
+    """What the page shows, as text: every track with its records, then the predictions."""
+    records, lines = C.all_valid(root), []
+    for name, track in C.TRACKS.items():
+        lines.append(f"{name}: {track.title}")
+        found = chains(records, name)
+        lines += ["  no record yet: be the first"] * (not found)
+        for (_, machine, stream), chain in found.items():
+            lines.append(f"  {machine}, tokens {stream}")
+            for number, record in reversed(list(enumerate(chain, 1))):
+                shown, who = figures(record), f"{record.fields['name']}, by {record.fields['by']}"
+                lines.append(
+                    f"  {number:2}  {shown['time']}  {shown['steps']} steps  loss {shown['loss']}  "
+                    f"{shown['runs']} runs  {shown['proof']}  {who}, {record.result['date']}"
+                )
+    lines.append("predicted by the compiler, timed by nobody:")
+    for _, shown in predictions(root):
+        lines.append(
+            f"  {shown['hardware']}, {shown['preset']}: {shown['in all']} ({shown['predicted']}, "
+            f"at least {shown['links']} of links and {shown['moves']} of moves)"
+        )
+    return "\n".join(lines)
 
 
 def curve(runs: list[Run], kind: str) -> np.ndarray:
@@ -365,7 +437,7 @@ def parse_args(argv):
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(prog="leaderboard.py", description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=HERE, help="this folder, if another")
-    commands = parser.add_subparsers(dest="what_to_do", required=True)
+    commands = parser.add_subparsers(dest="what_to_do", help="none: print the standings")
     one = commands.add_parser("add", help="collect runs into a record")
     one.add_argument("runs", nargs="+", metavar="RUN_DIR")
     one.add_argument("--track", required=True, choices=C.TRACKS)
@@ -411,7 +483,7 @@ def main(argv=None) -> int:
                 print(f"{count} {'record is' if count == 1 else 'records are'} valid")
             return 1 if refusals else 0
         do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
-        print(do[args.what_to_do](root, args))
+        print(do[args.what_to_do](root, args) if args.what_to_do else standings(root))
     except Refused as error:
         print("refused:", *str(error).split(), file=sys.stderr)
         return 1

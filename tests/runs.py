@@ -10,6 +10,8 @@ import numpy as np
 RULE = "=" * 100
 SOURCE = "print('a trainer')\n"
 HOST = {"cpu": "A CPU", "cores": 2, "platform": "Linux"}
+CHOICES = {"kernels": "plain: this is a CPU", "compiler_options": {}}
+SETTINGS = {"grads0": {"micro_tokens": 512, "recompute": False}}
 
 
 def shard(content: str, size: int) -> dict:
@@ -74,8 +76,10 @@ def write_run(
         "devices": devices or {"kind": "cpu", "count": 1, "platform": "cpu", "processes": 1},
         "host": HOST,
         "environment": {"JAX_PLATFORMS": "cpu"},
+        "choices": CHOICES,
         "data": data,
-        "compile_seconds": {},
+        "compile_seconds": {"grads0": 1.2},
+        "settings": SETTINGS,
         "steps": steps,
         "tokens": tokens,
         "train_time_ms": metrics[-1]["train_time_ms"],
@@ -84,6 +88,7 @@ def write_run(
         "resumed": False,
         "finished": True,
     } | changes
+    lines.insert(1, f"checkpoint:{steps} held the loop for 5.1ms, 38.8 MB written in 0.17s")
     lines.append("peak memory allocated: 1 MiB")
     log = f"{source}\n{RULE}\n{head(facts)}\nconfig: {json.dumps(facts['config'])}\n{RULE}\n"
     (run_dir / "log.txt").write_text(log + "\n".join(lines) + "\n")
@@ -98,7 +103,7 @@ def head(facts: dict) -> str:
     about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
     about += f"\n{facts['host']['platform']}"
     about += f"\ncommand: {facts['command']}"
-    for name in ("host", "environment", "data"):
+    for name in ("host", "environment", "choices", "data"):
         about += f"\n{name}: {json.dumps(facts[name])}"
     return about
 
