@@ -1168,17 +1168,18 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, tokens, hype
     of the summed loss of a row, averaged over the rows of the batch, as in the original: it grows
     with the length of a row from stage to stage, while the moments remember the old size.
     """
-    params = unpadded(cfg, copies)
-    weights = {name: x for name, x in params.items() if name not in TABLES}
+    weights = {name: x for name, x in copies.items() if name not in TABLES}
+    tables = unpadded(cfg, {name: copies[name] for name in TABLES})
     weights_k = hyper.weights[: len(stage.weights)]
 
     def loss(weights, rows, tokens):
-        sums = loss_sums(weights, rows, tokens, cfg, kernels, stage.windows, hyper, weights_k)
+        params = unpadded(cfg, weights)  # in here, so that padding of gradients costs no pass
+        sums = loss_sums(params, rows, tokens, cfg, kernels, stage.windows, hyper, weights_k)
         return sums[0] / stage.rows, sums[1]
 
     def add(carry, tokens):
         total, grads = carry
-        ids, rows = table_ids(cfg, tokens[:, :-1]), look_up(cfg, params, tokens[:, :-1])
+        ids, rows = table_ids(cfg, tokens[:, :-1]), look_up(cfg, tables, tokens[:, :-1])
         backward = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, plain), (d_weights, d_rows) = backward(weights, rows, tokens)
         summed = {name: grads[name] + x.astype(jnp.float32) for name, x in d_weights.items()}
@@ -1186,7 +1187,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, tokens, hype
             summed[name] = kernels.add_rows(grads[name], ids[name], jax.tree.leaves(d_rows[name]))
         return (total + plain, summed), None
 
-    zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in params.items()}
+    zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in (weights | tables).items()}
     start, batches = (jnp.zeros((), jnp.float32), zeros), micro_batches(cfg, tokens)
     alone = len(batches) == 1  # a loop of one would keep XLA from leaving out the zeros
     total, grads = (add(start, batches[0]) if alone else lax.scan(add, start, batches))[0]
@@ -2970,7 +2971,8 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     chosen = PLAIN._replace(squared_relu=lean_squared_relu, cross_entropy=fused_cross_entropy)
     kind, h, rows = device.device_kind, cfg.head_width, [stage.row_tokens for stage in cfg.stages]
     rows.append(cfg.val_row)
-    window = min(max(max(stage.windows) for stage in cfg.stages), max(rows))
+    windows = [*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages)]
+    window = min(max(windows), max(rows))
     uneven = next((row for row in rows if row % 128), None)
     tiled = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     # Without a running maximum the largest score must be known to be small: that of normed q and k.
