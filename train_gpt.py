@@ -1861,7 +1861,7 @@ def override(cfg, key: str, text: str, prefix: str = ""):
         raise UserError(f"--set {prefix}{key}={text}: {name} has no parts")
     try:
         return dataclasses.replace(cfg, **{name: parse_value(kinds[name], text)})
-    except (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError, RecursionError):
         like = f"a value like {old!r} ({type(old).__name__})"
         raise UserError(f"--set {prefix}{key}={text}: {name} takes {like}") from None
 
@@ -3175,10 +3175,10 @@ def document_starts(segments_bt):
 # ------------------------------------------------------------------------------------------------
 # One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
 # the projection left them, [t, n h] and never [n, t, h]: what costs most around other kernels is
-# not attention but turning arrays round, and QK norm and rotation as passes of their own. Here they
-# are done once for each block, and the turned keys and the values of the blocks that the window can
-# reach wait in a ring in VMEM (3 MiB at a window of 640; 14 in the backward pass, with their
-# gradients). Scores are kept as [keys, queries], so that what there is one of for each query (sum,
+# not attention but transposing arrays, and QK norm and rotation as passes of their own. Here they
+# are done once for each block, and rotated keys and values of the blocks that the window can reach
+# wait in a ring in VMEM (3 MiB at a window of 640; 14 in the backward pass, with their gradients).
+# Scores are kept as [keys, queries], so that what there is one of for each query (sum,
 # gate, start of the document) is a row, and costs nothing to broadcast. QK norm bounds the scores:
 # no running maximum. Blocks that hold no visible key are skipped.
 # Predicted for 49,152 tokens and six heads of 128, both ways, in million cycles (of 571 us): 4.8 at
@@ -3197,7 +3197,7 @@ KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB
 def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpret: bool):
     """pl.pallas_call by name: `body` gets one object with a reference for every name.
 
-    Its `row` and `i` are the place in the grid, which runs through all i of a row before the next.
+    Its `row` (of the batch) and `i` (block of it) are the place in the grid, all i of a row first.
 
     inputs: name -> (array, block shape, index map); outputs: name -> (shape with dtype, block
     shape, index map); scratch in VMEM: name -> (shape, dtype). An input or output that is None is
@@ -3342,15 +3342,15 @@ def means(x, dtype):
     return mean if power == h else mean * (power / h)
 
 
-def turn(x, cos, sin):
+def rotate(x, cos, sin):
     """QK norm and rotation of one head [t, h]: rope(norm(x)), float32."""
     wide = x.astype(jnp.float32)
     size = lax.rsqrt(means(wide * wide, x.dtype) + 2.0**-23)
     return (wide * cos + swap_halves(wide) * sin) * size
 
 
-def turn_back(grad, x, cos, sin):
-    """The gradient of `x` from that of turn(x)."""
+def rotate_grad(grad, x, cos, sin):
+    """The gradient of `x` from that of rotate(x)."""
     wide = x.astype(jnp.float32)
     size = lax.rsqrt(means(wide * wide, x.dtype) + 2.0**-23)
     grad, wide = grad * cos + swap_halves(grad * sin), wide * size
@@ -3363,11 +3363,11 @@ def still(plan: Plan):
     return lax.rem(lax.broadcasted_iota(jnp.int32, (1, h), 1), h // 2) >= h // 4
 
 
-def turned_key(plan: Plan, r, c: int):
+def rotated_key(plan: Plan, r, c: int):
     """The keys of head c in the current block, with the offset; r.last keeps their last row."""
     from jax.experimental.pallas import tpu as pltpu
 
-    k = turn(r.k[0, :, plan.lanes(c)], *cos_and_sin(plan, r.tables, c))
+    k = rotate(r.k[0, :, plan.lanes(c)], *cos_and_sin(plan, r.tables, c))
     if not plan.heads.offset:
         return k
     before = jnp.where(r.i == 0, k[:1], r.last[:1, plan.lanes(c)])
@@ -3413,7 +3413,12 @@ def visible(plan: Plan, first, i, j: int, side: int):
 
 
 def window_inputs(plan: Plan, arrays: dict, at: Callable) -> dict:
-    """Inputs of run_kernel from the arrays of a layer; grid step i reads their block at(i)."""
+    """Inputs of run_kernel from the arrays of a layer; grid step i reads their block at(i).
+
+    q, k, v [1, block, d], logits [1, block, g]: columns of proj
+    values [1, block, d], value_logits [1, block, g]: either may be None
+    tables [block, 2 h], with paired heads 4 h: cos, cos, sin, -sin of even, then of odd heads
+    """
     n, block = plan.heads.count, plan.block
     d, g = n * plan.heads.width, plan.heads.gates
     proj = arrays["proj"]
@@ -3435,11 +3440,20 @@ def window_inputs(plan: Plan, arrays: dict, at: Callable) -> dict:
 
 
 def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
-    """y [b, t, d]; one grid step a block.
+    """{"y" [b, t, d], and what to `save` for the backward pass}; one grid step a block.
 
-    To `save` for the backward pass: log2 of the softmax sums [b, n rounded up, t], and queries,
-    keys and (with a value table) values as they met, [b, t, d] each: turning them again would take
-    2,700 bundles a block, of 11,000.
+    Saved are log_sums, log2 of the softmax sums [b, padded_n, t] (n rounded up to 8), and saved_q,
+    saved_k and (with a value table) saved_v as they met, [b, t, d] each: rotating them again would
+    take 2,700 bundles a block, of 11,000. `body` has the references of window_inputs, scale [1] and
+
+    earliest [b, blocks]: the block in which the document of each block's first token begins
+    starts [1, 1, block]: the place in its row where the document of each token begins
+    y, saved_q, saved_k, saved_v [1, block, d], log_sums [1, padded_n, block]: outputs
+    keys [slots, block, d]: ring of rotated keys
+    transposed_values [slots, n, h + ONES, block]: ring, with rows of ones below the values
+    queries [block, d]: rotated and scaled
+    sums [n, h + ONES, block]: float32, of weighted values; row h: of weights
+    last [8, d]: float32, row 0: the last rotated keys of the block before
     """
     from jax.experimental import pallas as pl
 
@@ -3453,13 +3467,13 @@ def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
         first = first_keys(plan, i, r.starts[0])
         for c in range(n):
             lanes = plan.lanes(c)
-            k = turned_key(plan, r, c).astype(dtype)
-            q = turn(r.q[0, :, lanes], *cos_and_sin(plan, r.tables, c))
+            k = rotated_key(plan, r, c).astype(dtype)
+            q = rotate(r.q[0, :, lanes], *cos_and_sin(plan, r.tables, c))
             v = gated_value(plan, r, gates, c)
             r.keys[slot, :, lanes] = k
             r.queries[:, lanes] = (q * (r.scale[0] * LOG2E)).astype(dtype)
-            r.turned_values[slot, c, :h] = v.T.astype(dtype)
-            r.turned_values[slot, c, h:] = jnp.ones((ONES, block), dtype)
+            r.transposed_values[slot, c, :h] = v.T.astype(dtype)
+            r.transposed_values[slot, c, h:] = jnp.ones((ONES, block), dtype)
             for ref, x in ((r.saved_k, k), (r.saved_v, v)):
                 if ref is not None:
                     ref[0, :, lanes] = x.astype(dtype)
@@ -3478,7 +3492,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
             for (c, o), score in zip(plan.pairs, scores, strict=True):
                 seen = visible(plan, first, i, j, plan.side(c, o))
                 weights = jnp.where(seen, jnp.exp2(score), 0.0).astype(dtype)
-                weighted = times(r.turned_values[at, o, :, keys], weights)
+                weighted = times(r.transposed_values[at, o, :, keys], weights)
                 anew = j == 0 and o == plan.first_partner(c)
                 collect(r.sums, (c, slice(None), queries), weighted, anew)
 
@@ -3493,22 +3507,22 @@ def window_forward(plan: Plan, arrays: dict, save: bool) -> dict:
             if save:
                 r.log_sums[0, c : c + 1] = jnp.log2(total)
 
-    high = -(-n // 8) * 8
+    padded_n = -(-n // 8) * 8
     inputs = window_inputs(plan, arrays, lambda i: i)
     inputs["starts"] = (arrays["starts"][:, None], (1, 1, block), lambda b, i, *_: (b, 0, i))
     rows = jax.ShapeDtypeStruct((b, t, n * h), dtype)
-    sums = jax.ShapeDtypeStruct((b, high, t), jnp.float32)
+    sums = jax.ShapeDtypeStruct((b, padded_n, t), jnp.float32)
     whole, across = (1, block, n * h), lambda b, i, *_: (b, i, 0)
     outputs = {
         "y": (rows, whole, across),
         "saved_q": (rows if save else None, whole, across),
         "saved_k": (rows if save else None, whole, across),
         "saved_v": (rows if save and arrays["values"] is not None else None, whole, across),
-        "log_sums": (sums if save else None, (1, high, block), lambda b, i, *_: (b, 0, i)),
+        "log_sums": (sums if save else None, (1, padded_n, block), lambda b, i, *_: (b, 0, i)),
     }
     scratch = {
         "keys": ((slots, block, n * h), dtype),
-        "turned_values": ((slots, n, h + ONES, block), dtype),
+        "transposed_values": ((slots, n, h + ONES, block), dtype),
         "queries": ((block, n * h), dtype),
         "sums": ((n, h + ONES, block), jnp.float32),
         "last": ((8, n * h), jnp.float32),
@@ -3525,7 +3539,15 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
     Grid step i takes block i of the queries through all blocks that they can see, whose gradients
     collect in rings. What block i - delay was missing has then arrived, and it leaves, all its
     columns together: concatenated outside, they would be copied once more. With the key offset the
-    first row of the next block is needed too, one step later.
+    first row of the next block is needed too, one step later. The references of `body`:
+
+    logits, value_logits, starts, scale, earliest, log_sums: of block i, as in window_forward
+    y_grad, y, saved_q, saved_k, saved_v [1, block, d]: of block i; saved_v is v without values
+    old_q, old_k, old_logits, old_values, ...: of block i - delay, as in window_inputs
+    grads [1, block, columns of proj], value_grads [1, block, d]: outputs, of block i - delay
+    keys, all_values [ring, block, d], transposed_keys [ring, d, block]: saved_k, saved_v
+    k_grads, v_grads [ring, block, d], q_grads [ring, d, block]: float32
+    gate_grads [ring, padded_n, block]: float32, of the logits of the output gates
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -3546,7 +3568,7 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
             collect(r.v_grads, (at, keys, k_lanes), v_grad, j == 0 and c == plan.first_partner(o))
             k_grad = times(grad, r.saved_q[0, queries, q_lanes])
             collect(r.k_grads, (at, keys, k_lanes), k_grad, j == 0 and c == plan.first_partner(o))
-            q_grad = times(r.turned_keys[at, k_lanes, keys], grad)
+            q_grad = times(r.transposed_keys[at, k_lanes, keys], grad)
             anew = j == 0 and o == plan.first_partner(c)
             collect(r.q_grads, (slot, q_lanes, queries), q_grad, anew)
 
@@ -3573,7 +3595,7 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
         shift, mean = [], []  # log2 of gate / softmax sum; what every score gradient has too much
         for c in range(n):
             lanes = plan.lanes(c)
-            r.turned_keys[slot, lanes] = r.saved_k[0, :, lanes].T
+            r.transposed_keys[slot, lanes] = r.saved_k[0, :, lanes].T
             product = r.y[0, :, lanes].astype(jnp.float32) * r.y_grad[0, :, lanes].astype(
                 jnp.float32
             )
@@ -3585,34 +3607,34 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
 
         look_back(r, 0, first, shift, mean)
         for j in range(1, slots):
-            meet = functools.partial(look_back, r, j, first, shift, mean)
-            pl.when((r.i - j >= r.earliest[r.row, now(r.i)]) & (r.i < blocks))(meet)
+            visit = functools.partial(look_back, r, j, first, shift, mean)
+            pl.when((r.i - j >= r.earliest[r.row, newest(r.i)]) & (r.i < blocks))(visit)
 
         # What the first blocks that leave write is overwritten by block 0, which comes after them.
         # The last steps have no block i: they repeat the last one, into a slot that nothing reads.
-        past = lax.rem(r.i + 1, ring)  # the slot of block i - delay
+        old_slot = lax.rem(r.i + 1, ring)  # the slot of block i - delay
         gates = None if r.old_values is None else gate_values(r.old_logits, r.old_value_logits)
-        gate_grads = jnp.concatenate([r.gate_grads[past, :n], jnp.zeros((g - n, block))]).T
+        gate_grads = jnp.concatenate([r.gate_grads[old_slot, :n], jnp.zeros((g - n, block))]).T
         for c in range(n):
-            gate_grads = head_leaves(r, c, r.i - delay, past, gates, gate_grads)
+            gate_grads = write_head(r, c, r.i - delay, old_slot, gates, gate_grads)
         r.grads[0, :, 3 * d :] = gate_grads.astype(dtype)
 
-    def head_leaves(r, c: int, old, past, gates, gate_grads):
+    def write_head(r, c: int, old, slot, gates, gate_grads):
         """Columns of head c in the gradients of block `old`; returns gate_grads with its column."""
         lanes, rotation = plan.lanes(c), cos_and_sin(plan, r.old_tables, c)
-        grad = turn_back(r.q_grads[past, lanes].T * r.scale[0], r.old_q[0, :, lanes], *rotation)
+        grad = rotate_grad(r.q_grads[slot, lanes].T * r.scale[0], r.old_q[0, :, lanes], *rotation)
         r.grads[0, :, lanes] = grad.astype(dtype)
-        grad = r.k_grads[past, :, lanes] * (1 / LOG2E)
+        grad = r.k_grads[slot, :, lanes] * (1 / LOG2E)
         if plan.heads.offset:
             row = lax.broadcasted_iota(jnp.int32, (block, h), 0)
-            after = r.k_grads[lax.rem(past + 1, ring), :1, lanes] * (1 / LOG2E)
+            after = r.k_grads[lax.rem(slot + 1, ring), :1, lanes] * (1 / LOG2E)
             after = jnp.where(old + 1 < blocks, after, 0.0)
             moved = jnp.where(row == block - 1, after, pltpu.roll(grad, block - 1, 0))
             moved += jnp.where((row == 0) & (old == 0), grad, 0.0)  # the first kept its own
             grad = jnp.where(still(plan), moved, grad)
-        grad = turn_back(grad, r.old_k[0, :, lanes], *rotation)
+        grad = rotate_grad(grad, r.old_k[0, :, lanes], *rotation)
         r.grads[0, :, plan.lanes(n + c)] = grad.astype(dtype)
-        grad = r.v_grads[past, :, lanes]
+        grad = r.v_grads[slot, :, lanes]
         r.grads[0, :, plan.lanes(2 * n + c)] = grad.astype(dtype)
         if r.old_values is None:
             return gate_grads
@@ -3623,16 +3645,16 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
         column = lax.broadcasted_iota(jnp.int32, (block, g), 1)
         return jnp.where(column == n + c, 2 * total * gate * (1 - gate), gate_grads)
 
-    def now(i):
+    def newest(i):
         return jnp.minimum(i, blocks - 1)
 
-    def then(i):
+    def oldest(i):
         return jnp.maximum(i - delay, 0)
 
     def rows(array):
-        return array, (1, array.shape[1], block), lambda b, i, *_: (b, 0, now(i))
+        return array, (1, array.shape[1], block), lambda b, i, *_: (b, 0, newest(i))
 
-    current, old = (window_inputs(plan, arrays, at) for at in (now, then))
+    current, old = (window_inputs(plan, arrays, at) for at in (newest, oldest))
     inputs = {name: current[name] for name in ("logits", "value_logits")}
     inputs |= {f"old_{name}": old[name] for name in old if name != "v"}
     values, v_column = arrays["values"], 0
@@ -3640,16 +3662,16 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
         saved, v_column = saved | {"saved_v": arrays["proj"]}, 2
     for name, array in (saved | {"y_grad": y_grad}).items():
         column = v_column if name == "saved_v" else 0
-        inputs[name] = array, (1, block, d), lambda b, i, *_, column=column: (b, now(i), column)
+        inputs[name] = array, (1, block, d), lambda b, i, *_, column=column: (b, newest(i), column)
     inputs |= {"log_sums": rows(saved["log_sums"]), "starts": rows(arrays["starts"][:, None])}
     outputs = {
-        "grads": (arrays["proj"], (1, block, width), lambda b, i, *_: (b, then(i), 0)),
-        "value_grads": (values, (1, block, d), lambda b, i, *_: (b, then(i), 0)),
+        "grads": (arrays["proj"], (1, block, width), lambda b, i, *_: (b, oldest(i), 0)),
+        "value_grads": (values, (1, block, d), lambda b, i, *_: (b, oldest(i), 0)),
     }
     scratch = {
         **{name: ((ring, block, d), dtype) for name in ("keys", "all_values")},
         **{name: ((ring, block, d), jnp.float32) for name in ("k_grads", "v_grads")},
-        "turned_keys": ((ring, d, block), dtype),
+        "transposed_keys": ((ring, d, block), dtype),
         "q_grads": ((ring, d, block), jnp.float32),
         "gate_grads": ((ring, saved["log_sums"].shape[1], block), jnp.float32),
     }
@@ -3677,8 +3699,8 @@ def window_saves(plan: Plan, proj, values, value_logits, others: dict):
 def window_gradients(plan: Plan, kept, y_grad):
     """Gradients of proj, values and value_logits; `others` get none."""
     proj, values = window_backward(plan, *kept, y_grad)
-    alike = None if kept[0]["value_logits"] is None else proj[..., -plan.heads.gates :]
-    return proj, values, alike, None
+    value_logits_grad = None if kept[0]["value_logits"] is None else proj[..., -plan.heads.gates :]
+    return proj, values, value_logits_grad, None
 
 
 window_attention.defvjp(window_saves, window_gradients)
@@ -3758,6 +3780,10 @@ def sum_rows(table_vd, ids, rows, interpret=False):
     the block by it, and adds up in VMEM; there are also the block and the tile, twice each: 11 MiB
     for five tables 768 wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table
     [50304, 768]: 0.18 M instead of 1.72 M, the permutation of the rows (0.28 M) in neither.
+
+    `body` reads tile and at [steps], the tile and the block of every meeting, and of that block ids
+    [1, 1, block] and for each table rows0, rows1, ... [block, d]. It adds up in total (float32) and
+    writes sums, of one tile [n, ROW_TILE, d] both.
     """
     from jax.experimental import pallas as pl
 
@@ -3871,7 +3897,11 @@ def run_tiles(name, body, tiles: Tiles, block: int, arrays, cut, whole, outputs,
 
 
 def tiles_forward(arrays: dict, interpret: bool) -> dict:
-    """y [b, t, n, h] and log_sums, log2 of the softmax sums [b, n, t]."""
+    """y [b, t, n, h] and log_sums, log2 of the softmax sums [b, n, t].
+
+    `body` reads q [queries, h] and first [queries], the first key that each query can see, of its
+    block, and k and v [t, h] of the row; it writes y [queries, h] and log_sums [queries].
+    """
     from jax.experimental import pallas as pl
 
     (b, t, n, h), dtype = arrays["q"].shape, arrays["q"].dtype
@@ -3881,7 +3911,7 @@ def tiles_forward(arrays: dict, interpret: bool) -> dict:
         q, first = r.q[...], r.first[...][:, None]
         query = (r.i * queries + jnp.arange(queries))[:, None]
 
-        def meet(j, carry):
+        def add_tile(j, carry):
             y, total = carry
             at, key = pl.ds(j * keys, keys), (j * keys + jnp.arange(keys))[None]
             score = times(q, r.k[at, :], transpose=True)
@@ -3890,7 +3920,7 @@ def tiles_forward(arrays: dict, interpret: bool) -> dict:
 
         start = jnp.zeros((queries, h), jnp.float32), jnp.zeros(queries, jnp.float32)
         end = pl.cdiv((r.i + 1) * queries, keys)
-        y, total = lax.fori_loop(r.first[0] // keys, end, meet, start)
+        y, total = lax.fori_loop(r.first[0] // keys, end, add_tile, start)
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
@@ -3901,7 +3931,11 @@ def tiles_forward(arrays: dict, interpret: bool) -> dict:
 
 
 def tiles_backward_queries(arrays: dict, interpret: bool):
-    """The gradient of q."""
+    """The gradient of q.
+
+    `body` reads q, y_grad [queries, h], first, log_sums and mean [queries] (see tiles_gradients) of
+    its block, and k and v [t, h] of the row; it writes q_grad [queries, h].
+    """
     from jax.experimental import pallas as pl
 
     (_, _, _, h), dtype = arrays["q"].shape, arrays["q"].dtype
@@ -3912,7 +3946,7 @@ def tiles_backward_queries(arrays: dict, interpret: bool):
         log_sums, mean = r.log_sums[...][:, None], r.mean[...][:, None]
         query = (r.i * queries + jnp.arange(queries))[:, None]
 
-        def meet(j, q_grad):
+        def add_tile(j, q_grad):
             at, key = pl.ds(j * keys, keys), (j * keys + jnp.arange(keys))[None]
             k = r.k[at, :]
             score = times(q, k, transpose=True) - log_sums
@@ -3922,7 +3956,7 @@ def tiles_backward_queries(arrays: dict, interpret: bool):
 
         start = jnp.zeros((queries, h), jnp.float32)
         end = pl.cdiv((r.i + 1) * queries, keys)
-        q_grad = lax.fori_loop(r.first[0] // keys, end, meet, start)
+        q_grad = lax.fori_loop(r.first[0] // keys, end, add_tile, start)
         r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
 
     cut, whole = ("q", "first", "log_sums", "mean", "y_grad"), ("k", "v")
@@ -3932,7 +3966,11 @@ def tiles_backward_queries(arrays: dict, interpret: bool):
 
 
 def tiles_backward_keys(arrays: dict, interpret: bool):
-    """The gradients of k and of v; scores stand as [keys, queries]."""
+    """The gradients of k and of v; scores stand as [keys, queries].
+
+    `body` reads k, v [keys, h] and last [keys], the last query that can see each key, of its block,
+    and q, y_grad [t, h], log_sums and mean [t] of the row; it writes k_grad and v_grad [keys, h].
+    """
     from jax.experimental import pallas as pl
 
     (_, _, _, h), dtype = arrays["k"].shape, arrays["k"].dtype
@@ -3942,7 +3980,7 @@ def tiles_backward_keys(arrays: dict, interpret: bool):
         k, v, last = r.k[...], r.v[...], r.last[...][:, None]
         key = (r.i * keys + jnp.arange(keys))[:, None]
 
-        def meet(j, grads):
+        def add_tile(j, grads):
             k_grad, v_grad = grads
             at, query = pl.ds(j * queries, queries), (j * queries + jnp.arange(queries))[None]
             q, y_grad = r.q[at, :], r.y_grad[at, :]
@@ -3954,7 +3992,7 @@ def tiles_backward_keys(arrays: dict, interpret: bool):
 
         zeros = jnp.zeros((keys, h), jnp.float32)
         end = r.last[keys - 1] // queries + 1
-        k_grad, v_grad = lax.fori_loop(r.i * keys // queries, end, meet, (zeros, zeros))
+        k_grad, v_grad = lax.fori_loop(r.i * keys // queries, end, add_tile, (zeros, zeros))
         r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
 
     cut, whole = ("k", "v", "last"), ("q", "log_sums", "mean", "y_grad")
@@ -3999,8 +4037,8 @@ def attend_triton(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale, inter
     t = segments_bt.shape[1]
     if t % LARGEST_TILE:
         raise UserError(
-            f"attention=triton needs rows of a multiple of {LARGEST_TILE} tokens, not {t}: "
-            "use attention=auto"
+            f"attend_triton needs rows of a multiple of {LARGEST_TILE} tokens, not {t}: "
+            "use kernels=plain"
         )
     here = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)

@@ -1,10 +1,12 @@
-"""What the tools in this folder share: writing token shards, encoding documents, ending politely.
+"""What turns text into token shards and back: encodings, writing shards, ending politely.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros) and that many
-little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py.
+little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py. Only this file imports
+tiktoken.
 """
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -14,16 +16,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 from train_gpt import (
-    BYTE_BPE_PATTERN,
     HEADER_BYTES,
     MERGES,
     SHARD_MAGIC,
     SHARD_VERSION,
     Parser,
     UserError,
-    byte_bpe,
     open_shard,
-    text_encoding,
 )
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
     "Parser",
     "UserError",
     "byte_bpe",
+    "decode",
     "encode_documents",
     "open_shard",
     "run",
@@ -41,6 +41,8 @@ __all__ = [
     "text_encoding",
     "write_shard",
 ]
+
+BYTE_BPE_PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"  # no merge crosses these
 
 
 def shard_path(folder: Path, name: str, split: str, number: int) -> Path:
@@ -76,6 +78,59 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 def sha1(text: str) -> bytes:
     """SHA-1 of the text: an order of documents that depends on nothing but themselves."""
     return hashlib.sha1(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def byte_bpe(merges=()):
+    """A tiktoken Encoding: ids 0-255 are the bytes, then `merges` in order, last <|endoftext|>.
+
+    Without merges it is the encoding "bytes", in which every token is one byte.
+    """
+    import tiktoken
+
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {merged: 256 + i for i, merged in enumerate(merges)}
+    return tiktoken.Encoding(
+        name="byte_bpe",
+        pat_str=BYTE_BPE_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": len(ranks)},
+    )
+
+
+def text_encoding(name: str, folder: Path | None = None):
+    """The tiktoken Encoding gpt2, bytes, or bpe, whose merges.json is in `folder`.
+
+    UserError if the merges cannot be used, or GPT-2's ranks can neither be found nor downloaded.
+    """
+    if name == "bytes":
+        return byte_bpe()
+    if name == "bpe":
+        try:
+            merges = json.loads((folder / MERGES).read_text())
+            if not isinstance(merges, list):
+                raise ValueError("no list of merges")
+            merges = [bytes.fromhex(text) for text in merges]
+            if len({*merges}) < len(merges) or min(map(len, merges), default=2) < 2:
+                raise ValueError("a merge twice, or of less than two bytes")
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{folder / MERGES} cannot be used ({error}): make the data again"
+            ) from None
+        return byte_bpe(merges)
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # it downloads its ranks on first use, through requests
+        raise UserError(
+            f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
+            "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+        ) from None
+
+
+def decode(encoding, tokens) -> str:
+    """The text of `tokens`; ids beyond the tiktoken Encoding's, a table's padding, have none."""
+    return encoding.decode([int(x) for x in tokens if x < encoding.n_vocab])
 
 
 def encode_documents(encoding, texts: list[str]) -> list[np.ndarray]:

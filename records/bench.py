@@ -25,7 +25,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
@@ -73,18 +72,6 @@ def stage_batches(cfg: T.Config, mesh, step: int, stream: T.TokenStream | None) 
             rows = np.where(rng.random(shape) < 1 / DOCUMENT, np.uint16(cfg.bos), ids)
         batches.append(T.Batch(T.put(rows, mesh, jax.P(T.AXIS)), hyper))
     return batches
-
-
-def compile_steps(cfg: T.Config, mesh, kernels, say) -> tuple[dict, dict]:
-    """({name: compiled}, {name: seconds}) of every program of the run but `eval`, in threads."""
-    names = [name for name in T.programs(cfg, mesh, kernels) if name != "eval"]
-    limit = T.memory_limit(mesh.devices.flat[0])
-    with ThreadPoolExecutor() as pool:
-        build = functools.partial(T.compile_fitting, cfg, mesh, kernels, limit=limit, say=say)
-        found = [*pool.map(build, names)]
-    built = dict(zip(names, found, strict=True))
-    compiled = {name: program for name, (program, _, _) in built.items()}
-    return compiled, {name: round(seconds, 3) for name, (_, _, seconds) in built.items()}
 
 
 def time_chunks(cfg: T.Config, run: Callable) -> dict:
@@ -143,7 +130,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
         for i, first in enumerate(cfg.boundaries[:-1])
         for kind, stream in streams.items()
     ]
-    compiled, seconds = compile_steps(cfg, mesh, kernels, say)
+    compiled, built = T.compile_all(cfg, mesh, kernels, say)
     state = T.start_state(cfg, mesh)(np.uint32(cfg.seed))
     copies = T.start_copies(cfg, mesh)(state["params"])
 
@@ -186,7 +173,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
         cells = [f"{row[key]:.2f}" for key in ("ms", "ms_min", "ms_max")]
         cells += f"{rate:,.0f}", f"{used:.1%}" if used else "-", f"{row['memory_mib']:,.0f}"
         say(line(name, kind, *cells))
-    facts |= {"compile_seconds": seconds, "rows": rows}
+    facts |= {**built, "rows": rows}
     if dump:
         (dump / "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
     return facts

@@ -36,7 +36,8 @@ The tables, for one execution on one device:
     TFLOP     of the model, on all devices: 6 for each matmul weight and token, none for attention's
               scores; "counted" is the compiler's count on one device: no kernels, loops once
     Mcycles   estimated, with those of the kernels, which the next column has
-    ms, of peak   Mcycles in time; share of the peak of bfloat16 matmuls
+    ms, of peak   Mcycles in time; the model's FLOP in that time, of the peak in bfloat16
+    links, moves  ms of what is said above
     MB        of whole buffers that cross the network: before a reduce-scatter, after an all-gather
 
 A program that does not fit as it is asked for is compiled with the next of train_gpt.py's settings,
@@ -565,18 +566,14 @@ def lead(report: dict) -> str:
     keys = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
     parts = zip(("predicted", "links", "moves"), (run[key] for key in keys), strict=True)
     parts = " + ".join(f"{name} {number(seconds)}" for name, seconds in parts)
-    total, seconds, validation = (
-        run[key] for key in ("sum_seconds", "train_seconds", "eval_seconds")
-    )
+    total = "unknown" if run["sum_seconds"] is None else f"{run['sum_seconds']:.1f} s"
     flops, peak = run["model_flops"], T.peak_flops(report["device_kind"])
-    lines = [f"The whole run on {where}: {number(total, '.1f')} s = {parts}"]
-    lines.append(
-        f"{report['total_steps']:,} steps, {report['total_tokens']:,} tokens, {flops:.3e} FLOP"
-    )
-    if seconds and peak:
-        share = flops / (report["devices"] * peak * seconds)
-        lines[-1] += f", {share:.1%} of the peak in what is predicted"
-    if validation:
+    tokens = f"{report['total_steps']:,} steps, {report['total_tokens']:,} tokens, {flops:.3e} FLOP"
+    if run["train_seconds"] and peak:
+        share = flops / (report["devices"] * peak * run["train_seconds"])
+        tokens += f", {share:.1%} of the peak in what is predicted"
+    lines = [f"The whole run on {where}: {total} = {parts}", tokens]
+    if validation := run["eval_seconds"]:
         lines.append(f"validation {validation:.1f} s, while the clock stands still")
     if rate := run["loader_tokens_per_second"]:
         lines.append(f"the loader must sustain {rate:,} tokens/s")
@@ -664,7 +661,7 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
         "total_steps": cfg.steps,
         "total_tokens": cfg.total_tokens,
         "variants": rows,
-        "predicted": None if names else whole_run(rows),
+        "predicted": whole_run(rows) if len(rows) == len(every) else None,
         "compile_seconds": round(sum(row["compile_seconds"] for row in rows), 1),
         "cpu_seconds": round(sum(os.times()[:4]) - cpu, 1),
     }

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("data", "records", "tests"))]
 GPU = "--gpu" in sys.argv
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if GPU else "cpu"
 if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop there
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: python -m pytest --slow"))
         if "gpu" in item.keywords and not GPU:
-            how = "needs an NVIDIA GPU: python -m pytest --gpu tests/test_gpu.py"
+            how = "needs an NVIDIA GPU: python -m pytest --gpu tests/kernels"
             item.add_marker(pytest.mark.skip(reason=how))
 
 
@@ -112,6 +112,13 @@ def write_shard(path: Path, tokens: np.ndarray, **header) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(words.tobytes() + np.asarray(tokens, "<u2").tobytes())
     return path
+
+
+def stream_of(folder: Path, *shards: np.ndarray, split: str = "train") -> T.TokenStream:
+    """A stream of the small vocabulary over new shards with these tokens."""
+    for i, tokens in enumerate(shards):
+        write_shard(folder / f"x_{split}_{i:06d}.bin", tokens)
+    return T.TokenStream(folder, split, BOS)
 
 
 @pytest.fixture(scope="session")

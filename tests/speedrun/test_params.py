@@ -1,15 +1,15 @@
-"""Parameters: the table, the state made from it, its values, and the padding of the banks."""
+"""Parameters: the table, the state made from it, its values, and the padding on devices."""
 
 import functools
 import math
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import small_config
 from jax.sharding import PartitionSpec as P
+from programs import mesh_of
 
 import train_gpt as T
 
@@ -71,20 +71,18 @@ def test_rows_of_adam(name):
     assert (row.optimizer, row.shape, row.betas) == ("adam", shape, betas)
     assert row.lr == pytest.approx(0.008 * rate, rel=1e-12)
     assert row.decay == pytest.approx(0.005 * decay, rel=1e-12)
-    assert (row.spare, row.scale) == (0, ())
-    assert row.count == math.prod(shape)
-    assert row.twin == ("head" if name == "embed" else "")
+    assert (row.scale, row.count) == ((), math.prod(shape))
+    assert row.tied_to == ("head" if name == "embed" else "")
 
 
 def test_rows_of_muon():
-    """10 layers of q, k, v, o; 11 up- and 11 down-projections, and two matrices of padding."""
+    """10 layers of q, k, v, o; 11 up- and 11 down-projections."""
     attn, mlp = (T.param_table(RECORD)[name] for name in MUON)
-    assert (attn.shape, mlp.shape) == ((40, 768, 768), (24, 3072, 768))
-    assert (attn.spare, mlp.spare) == (0, 2)
+    assert (attn.shape, mlp.shape) == ((40, 768, 768), (22, 3072, 768))
     for row in (attn, mlp):
-        assert (row.optimizer, row.lr, row.decay, row.twin) == ("muon", 0.023, 1.2, "")
+        assert (row.optimizer, row.lr, row.decay, row.tied_to) == ("muon", 0.023, 1.2, "")
     assert attn.scale == (1.0,) * 40
-    assert mlp.scale[:22] == (2.0,) * 11 + (4.0,) * 11 and len(mlp.scale) == 24
+    assert mlp.scale == (2.0,) * 11 + (4.0,) * 11
 
 
 def test_rates_and_decays_of_the_config_reach_their_rows():
@@ -96,7 +94,6 @@ def test_rates_and_decays_of_the_config_reach_their_rows():
 
 
 def test_numbers_of_the_record_by_hand():
-    """Without the padding."""
     counts = {name: row.count for name, row in T.param_table(RECORD).items()}
     tables = {name: counts.pop(name) for name in TABLES}
     assert tables == {
@@ -112,20 +109,21 @@ def test_numbers_of_the_record_by_hand():
 
 
 def test_flops_of_the_record_by_hand():
-    """6 for every weight of a matmul: neither the padding nor the tables."""
+    """6 for every weight of a matmul: not for the tables."""
     assert T.flops_per_token(RECORD) == 6 * (23_592_960 + 51_904_512 + 38_633_472)
 
 
 @pytest.mark.parametrize("name", ADAM_ROWS | dict.fromkeys(MUON))
-def test_what_is_large_is_cut_into_eight_and_the_rest_is_whole(name):
-    row = T.param_table(RECORD)[name]
+def test_what_is_large_is_cut_over_the_devices_and_the_rest_is_whole(name):
     large = name not in STARTS
-    assert row.sharded == large and T.partition(row) == (P("data") if large else P())
-    assert not large or row.shape[0] % T.STATE_CUTS == 0
+    assert T.param_table(RECORD)[name].sharded == large
+    for kind in ("params", "first", "second"):
+        leaf = T.abstract_state(RECORD, mesh_of(8))[kind][name]
+        assert leaf.sharding.spec == (P("data") if large else P())
 
 
 # ------------------------------------------------------------------------------------------------
-# Other sizes: shapes, padding
+# Other sizes
 # ------------------------------------------------------------------------------------------------
 
 
@@ -143,18 +141,18 @@ def sized(layers: int, **changes) -> T.Config:
 
 
 @pytest.mark.parametrize("layers, attn, mlp", [(2, 4, 4), (3, 8, 6), (5, 16, 10), (7, 24, 14)])
-def test_shapes_and_padding_follow_the_layers(layers, attn, mlp):
-    """Banks are filled up to a multiple of 8, which is not counted."""
-    cfg = sized(layers)
+def test_shapes_follow_the_layers(layers, attn, mlp):
+    """No size need be a multiple of anything."""
+    cfg = sized(layers, vocab=101, bigram_rows=523)
     table = T.param_table(cfg)
     attends, values = layers - 1, min(2, layers - 1)
     assert {name: row.shape for name, row in table.items()} == {
-        "head": (104, 32),
-        "embed": (104, 32),
-        "value_tables": (values * 104, 32),
-        "bigram_table": (520, 32),
-        "attn_bank": (attn + -attn % 8, 32, 32),
-        "mlp_bank": (mlp + -mlp % 8, 128, 32),
+        "head": (101, 32),
+        "embed": (101, 32),
+        "value_tables": (values * 101, 32),
+        "bigram_table": (523, 32),
+        "attn_bank": (attn, 32, 32),
+        "mlp_bank": (mlp, 128, 32),
         "attn_gate": (attends, 4, 12),
         "value_gate": (values, 4, 12),
         "smear_gate": (1, 12),
@@ -166,8 +164,8 @@ def test_shapes_and_padding_follow_the_layers(layers, attn, mlp):
     }
     assert table["attn_bank"].count == attn * 32 * 32
     assert table["mlp_bank"].count == mlp * 128 * 32
-    assert table["attn_bank"].scale == (1.0,) * (attn + -attn % 8)
-    assert table["mlp_bank"].scale[:mlp] == (2.0,) * layers + (4.0,) * layers
+    assert table["attn_bank"].scale == (1.0,) * attn
+    assert table["mlp_bank"].scale == (2.0,) * layers + (4.0,) * layers
 
 
 # ------------------------------------------------------------------------------------------------
@@ -175,21 +173,25 @@ def test_shapes_and_padding_follow_the_layers(layers, attn, mlp):
 # ------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def born(devices: int, seed: int = 7):
-    """The state of WIDE as its compiled initializer makes it."""
-    return initializer(devices)(np.uint32(seed))
+# Large enough to measure a standard deviation. 12 matrices of attention, 8 of MLPs; eight devices
+# share none of the tables and only one of the banks equally.
+WIDE = small_config(width=128, mlp_width=256, vocab=1021, bigram_rows=1023)
 
 
 @functools.cache
 def initializer(devices: int):
-    return T.lower_init(WIDE, T.make_mesh(WIDE, jax.devices()[:devices])).compile()
+    return T.start_state(WIDE, mesh_of(devices))
 
 
-# Large enough to measure a standard deviation. 3 attention layers of the small config and 4 MLPs
-# are 12 matrices, padded to 16, and 8; a fifth layer would pad both, and is not needed.
-WIDE = small_config(width=128, mlp_width=256, vocab=1024, bigram_rows=1024)
-BANKS = {"attn_bank": (16, 128, 128), "mlp_bank": (8, 256, 128)}
+@functools.cache
+def born(devices: int, seed: int = 7):
+    """The state of WIDE as it is made on so many devices."""
+    return initializer(devices)(np.uint32(seed))
+
+
+def whole(state):
+    """A state without its padding, as NumPy arrays."""
+    return {kind: jax.device_get(T.unpadded(WIDE, arrays)) for kind, arrays in state.items()}
 
 
 def test_the_state_is_a_tree_of_three_kinds():
@@ -199,15 +201,15 @@ def test_the_state_is_a_tree_of_three_kinds():
     for kind, arrays in state.items():
         assert {*arrays} == {*table}
         for name, array in arrays.items():
-            whole = BANKS.get(name, table[name].shape)
-            shape = whole[:2] if kind == "second" and name in MUON else whole
+            shape = table[name].shape
+            shape = shape[:2] if kind == "second" and name in MUON else shape
             assert (array.shape, array.dtype) == (shape, np.float32), (kind, name)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_abstract_state_agrees_with_the_state(devices):
     """Structure, shapes, types and where every share lies."""
-    abstract = T.abstract_state(WIDE, T.make_mesh(WIDE, jax.devices()[:devices]))
+    abstract = T.abstract_state(WIDE, mesh_of(devices))
 
     def same(x, y):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -217,21 +219,55 @@ def test_abstract_state_agrees_with_the_state(devices):
     assert jax.tree.all(jax.tree.map(same, abstract, born(devices)))
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_state_is_born_in_its_shards(devices):
-    for kind, arrays in born(devices).items():
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_state_is_cut_into_equal_shares(devices):
+    """What does not divide is filled up, by less than a row for each device."""
+    for kind, arrays in T.abstract_state(WIDE, mesh_of(devices)).items():
         for name, array in arrays.items():
-            parts = 1 if name in STARTS else devices
-            shard = array.sharding.shard_shape(array.shape)
-            assert shard == (array.shape[0] // parts, *array.shape[1:]), (kind, name)
+            row = T.param_table(WIDE)[name]
+            rows = row.shape[0]
+            share = rows if name in STARTS else math.ceil(rows / devices)
+            assert array.sharding.shard_shape(array.shape)[0] == share, (kind, name)
+            assert array.shape[0] == (rows if name in STARTS else share * devices)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_the_record_can_be_cut_for_every_device_count(devices):
-    state = T.abstract_state(RECORD, T.make_mesh(RECORD, jax.devices()[:devices]))
-    for x in jax.tree.leaves(state):
-        shard = x.sharding.shard_shape(x.shape)  # raises where it does not divide
-        assert x.size < 10_000 or math.prod(shard) * devices == x.size
+def test_padding_starts_at_zero():
+    """Of the tables and of one bank."""
+    for kind, arrays in born(8).items():
+        spare = {name: np.asarray(x)[T.param_table(WIDE)[name].shape[0] :]
+                 for name, x in arrays.items()}  # fmt: skip
+        counts = {name: len(x) for name, x in spare.items() if len(x)}
+        assert counts == {
+            "head": 3,
+            "embed": 3,
+            "value_tables": 6,
+            "bigram_table": 1,
+            "attn_bank": 4,
+        }
+        assert not any(x.any() for x in spare.values()), kind
+
+
+def test_the_record_on_eight_devices_has_whole_matrices():
+    """22 MLP matrices are 24 of which each device owns three; the tables divide as they are."""
+    state, table = T.abstract_state(RECORD, mesh_of(8)), T.param_table(RECORD)
+    for name, leaf in state["params"].items():
+        rows = 24 if name == "mlp_bank" else table[name].shape[0]
+        assert leaf.shape == (rows, *table[name].shape[1:]), name
+
+
+@pytest.mark.parametrize("cuts, rows", [(1, 22), (2, 22), (3, 24), (4, 24), (5, 25), (8, 24)])
+def test_padded_grown_and_unpadded(cuts, rows):
+    """What does not divide grows by zeros at its end, which are cut off again."""
+    table = T.param_table(RECORD)
+    assert T.padded((22, 3, 5), table["mlp_bank"], cuts) == (rows, 3, 5)
+    assert T.padded((22, 3), table["mlp_bank"], cuts) == (rows, 3)  # its mean squares
+    assert T.padded((11, 2), table["resid_lambdas"], cuts) == (11, 2)  # not cut
+    x = 1 + np.arange(22 * 3, dtype=np.float32).reshape(22, 3)
+    large, small = T.grown(x, rows), np.ones((11, 2))
+    np.testing.assert_array_equal(large, [*x, *np.zeros((rows - 22, 3))])
+    found = T.unpadded(RECORD, {"mlp_bank": large, "resid_lambdas": small})
+    np.testing.assert_array_equal(found["mlp_bank"], x)
+    assert found["resid_lambdas"] is small
 
 
 # ------------------------------------------------------------------------------------------------
@@ -242,12 +278,12 @@ def test_the_record_can_be_cut_for_every_device_count(devices):
 @pytest.fixture(scope="module")
 def params():
     """The first parameters, as NumPy arrays."""
-    return SimpleNamespace(**{name: np.asarray(x) for name, x in born(1)["params"].items()})
+    return SimpleNamespace(**whole(born(1))["params"])
 
 
 @pytest.mark.parametrize("name, std", [("head", 0.005), ("embed", 0.005), ("value_tables", 0.01)])
 def test_tables_are_normal(name, std, params):
-    """131,072 draws or twice as many: the std is good to 0.2 %, the mean to 0.003 std."""
+    """130,688 draws or twice as many: the std is good to 0.2 %, the mean to 0.003 std."""
     values = getattr(params, name) / std
     assert abs(values.mean()) < 0.015 and abs(values.std() - 1) < 0.01
     assert 3.5 < np.abs(values).max() < 7
@@ -280,19 +316,8 @@ def test_attention_and_up_matrices_are_uniform_with_std_half_over_sqrt_width(ban
     assert abs(np.mean((values / std) ** 4) - 1.8) < 0.1  # not a normal's 3
 
 
-def test_down_projections_and_padding_start_at_zero(params):
+def test_down_projections_start_at_zero(params):
     assert not params.mlp_bank[4:].any()
-    assert not params.attn_bank[12:].any()
-
-
-def test_padding_of_both_banks_starts_at_zero():
-    """Six layers: 20 of 24 matrices of attention, and 6 up-projections of 16 of the MLPs."""
-    for (name, row), live, size in zip(
-        T.bank_rows(sized(6)).items(), (20, 6), (24, 16), strict=True
-    ):
-        values = np.asarray(row.init(jax.random.key(0), row.shape))
-        assert len(values) == size, name
-        assert values[:live].any(axis=(1, 2)).all() and not values[live:].any()
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -307,7 +332,7 @@ def test_optimizer_state_starts_at_zero():
 
 
 def test_no_two_matrices_are_equal(params):
-    live = [*params.attn_bank[:12], *params.mlp_bank[:4, :128], *params.mlp_bank[:4, 128:]]
+    live = [*params.attn_bank, *params.mlp_bank[:4, :128], *params.mlp_bank[:4, 128:]]
     assert len({x.tobytes() for x in live}) == len(live)
 
 
@@ -324,7 +349,8 @@ def test_seed_decides_every_random_value():
 
 
 def test_values_do_not_depend_on_the_device_count():
-    jax.tree.map(np.testing.assert_array_equal, born(1), born(8))
+    """Nor on the padding."""
+    jax.tree.map(np.testing.assert_array_equal, whole(born(1)), whole(born(8)))
 
 
 def test_values_do_not_depend_on_the_other_parameters(monkeypatch):
@@ -333,34 +359,5 @@ def test_values_do_not_depend_on_the_other_parameters(monkeypatch):
     full = T.param_table(WIDE)
     for name in ("head", "mlp_bank"):
         monkeypatch.setattr(T, "param_table", lambda cfg, name=name: {name: full[name]})
-        alone = T.init_state(WIDE, 7)
+        alone = T.init_state(WIDE, 1, 7)
         np.testing.assert_allclose(alone["params"][name], born(1)["params"][name], rtol=3e-7)
-
-
-# ------------------------------------------------------------------------------------------------
-# Padding: matrices that only fill a bank up to a multiple of 8
-# ------------------------------------------------------------------------------------------------
-
-
-def test_the_model_never_reads_the_padding():
-    """Not a number there, all finite in the output. So its gradient is zero, and the update of a
-    zero matrix is zero (tests of the optimizers)."""
-    cfg = sized(2)
-    rng = np.random.default_rng(0)
-    values = {
-        name: rng.normal(0, 0.3, row.shape).astype(np.float32)
-        for name, row in T.param_table(cfg).items()
-    }
-    tokens, hyper = jnp.arange(32)[None] % 97, T.hyper_at(cfg, 0)
-
-    @jax.jit
-    def run(params):
-        rows = T.look_up(cfg, params, tokens)
-        return T.forward(params, rows, tokens, cfg, (8, 32), hyper, T.ATTENTION["xla"])
-
-    clean = run(values)
-    for name, live in (("attn_bank", 4), ("mlp_bank", 4)):
-        values[name][live:] = np.nan
-    np.testing.assert_array_equal(run(values), clean)
-    values["mlp_bank"][3] = np.nan  # the last that it does read
-    assert np.isnan(run(values)).all()

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import write_shard
+from conftest import ROOT, write_shard
 
 import train_gpt as T
 
-GOLDEN = Path(__file__).parent / "golden" / "record77"
+GOLDEN = ROOT / "tests/golden/record77"
 META = json.loads((GOLDEN / "data.json").read_text())
 CFG = T.PRESETS["speedrun"]
 

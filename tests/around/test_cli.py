@@ -62,6 +62,10 @@ def refused(result) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
+GROUP = "--processes", "2", "--coordinator"
+TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to records/
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -92,27 +96,26 @@ def refused(result) -> str:
         (["--set", "stages.0.windows=()"], "windows"),
         (["--set", "stages=3"], "write stages.N.FIELD=VALUE with N below"),
         (["--set", "stages.9.share=0.5"], "write stages.N.FIELD=VALUE with N below"),
-        (["--set", "stages.0.rows=4"], "unknown key 'rows'"),
+        (["--set", "stages.0.rows=4"], "unknown key 'stages.0.rows'"),
         (["--set", "steps=0"], "steps=0 is not valid: it must be positive"),
         (["--set", "steps=1"], "steps=1 is not valid: every stage needs at least one step"),
-        (
-            ["--set", "vocab=2052"],
-            "vocab=2052 is not valid: it must be a multiple of 8",
-        ),
         (["--set", "heads=3"], "heads=3 is not valid: it must divide width="),
         (["--set", "bos=-1"], "bos=-1 is not valid"),
         (["--set", "devices=-1"], "devices=-1 is not valid"),
         (["--set", "real_tokens=9999999"], "real_tokens=9999999 is not valid: 1 to vocab="),
-        (["--set", "long_layers=(99,)"], "long_layers=(99,) is not valid: different ones of the"),
+        (["--set", "long_layers=(99,)"], "long_layers=(99,) is not valid: different ones of (0, "),
         (["--set", "backout=99"], "backout=99 is not valid: layers are 0..layers-1"),
         (["--set", "skip=(2,1)"], "skip=(2, 1) is not valid: an earlier and a later layer"),
         (["--set", "adam_every=0"], "adam_every=0 is not valid: it must be positive"),
         (["--set", "extension=9999"], "extension=9999 is not valid: fewer than steps="),
         (["--set", "stages.0.weights_end=()"], "stages.0.weights_end=() is not valid: as many as"),
-        (["--set", "encoding=morse"], "encoding='morse' is not valid: gpt2, bytes or bpe"),
-        (["--set", "attention=magic"], "attention='magic' is not valid: auto, xla"),
+        (["--set", "encoding=morse"], "encoding='morse' is not valid: gpt2 or bytes or bpe"),
+        (["--set", "kernels=magic"], "kernels='magic' is not valid: auto or plain"),
+        (["--set", "attention=xla"], "unknown key 'attention' in --set; valid keys: preset, seed"),
+        (["--set", "recompute=layers"], "--set recompute=layers: recompute takes a value like"),
+        (["--set", "checkpoint_end=no"], "checkpoint_end='no' is not valid: auto or always"),
         (["--set", "compute_dtype=float16"], "bfloat16 or float32"),
-        (["--set", "cooldown=nan"], "cooldown=nan is not valid: it must be finite"),
+        (["--set", "cooldown=nan"], "cooldown=nan is not valid: it must be float, and finite"),
         (["--set", "logit_cap=(0.0,5.0,7.5)"], "logit_cap=(0.0, 5.0, 7.5) is not valid"),
         (["--set", "rope_base=0"], "rope_base=0.0 is not valid"),
         (["--set", "lr_muon=nan"], "lr_muon=nan is not valid"),
@@ -120,16 +123,25 @@ def refused(result) -> str:
         (["--set", "stages.0.windows=(-1,5)"], "stages.0.windows=(-1, 5) is not valid"),
         (["--set", "stages.0.share=0.1"], "the shares must add up to 1"),
         (["--set", "stages.0.row_tokens=7"], "is not valid: a multiple of row_tokens=7"),
-        (["--set", "val_batch=7"], "val_batch=7 is not valid: a positive multiple of val_row="),
+        (["--set", "val_batch=7"], "val_batch=7 is not valid: a multiple of val_row="),
         (["--seed", "-1"], "seed=-1 is not valid: it must not be negative"),
         (["--seed", "4294967296"], "seed=4294967296 is not valid"),
         (["--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),
         (["--resume", "logs/x", "--seed", "3"], "--resume takes the config of the run"),
         (["tiny", "--resume", "logs/x"], "--resume takes the config of the run"),
-        (["--dump", "x"], "--dump goes with --preflight"),
-        (["--prompt", "x"], "--prompt goes with --sample"),
-        (["--sample", "logs/x"], "--show and --sample are two different things to do"),
+        (["--resume", "logs/x"], "--show and --resume are two different things to do: drop one"),
+        *((["--" + tool], f"unrecognized arguments: --{tool}") for tool in TOOLS),
         (["--out", ""], "--out is empty"),
+        (["--data", ""], "--data is empty"),
+        (["--cache", ""], "--cache is empty: name something, or drop it"),
+        (["--processes", "2"], "--coordinator HOST:PORT, --processes N, --process-id 0..N-1: give"),
+        (["--coordinator", "a:1"], "--process-id 0..N-1: give all"),
+        ([*GROUP, "a:1", "--process-id", "2"], "--process-id 0..N-1: give all"),
+        ([*GROUP, "a:1", "--process-id", "-1"], "--process-id 0..N-1: give all"),
+        ([*GROUP, "a:1", "--process-id", "one"], "argument --process-id: invalid int value"),
+        ([*GROUP, "a", "--process-id", "1"], "--coordinator a: write HOST:PORT"),
+        ([*GROUP, "a:b", "--process-id", "1"], "--coordinator a:b: write HOST:PORT"),
+        ([*GROUP, "a:1", "--process-id", "1"], "--show is for one process: drop --coordinator"),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(main, argv, words):
@@ -140,10 +152,8 @@ def test_wrong_argument_is_refused_in_one_line(main, argv, words):
     ("argv", "words"),
     [
         (["--resume", "nothing"], "no checkpoint in nothing: name the folder of a run"),
-        (["--sample", "nothing"], "no checkpoint in nothing: name the folder of a run"),
         (["--resume", __file__], "no checkpoint in"),
         (["--resume", ""], "--resume is empty"),  # of an unset shell variable
-        (["--sample", ""], "--sample is empty"),
     ],
 )
 def test_folder_without_a_checkpoint_is_refused(main, tmp_path, argv, words):
@@ -214,17 +224,15 @@ def test_data_without_its_merges_is_refused(main, data, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("devices=3", "3 devices do not divide 8: use --set devices=1, 2, 4 or 8"),
+        ("devices=3", "has 8 rows, which 3 devices cannot share equally: use --set devices=N with"),
         ("devices=16", "devices=16, but there are 8"),
         ("stages.0.batch_tokens={}", "has 4 rows, which 8 devices cannot share equally"),
-        ("attention=splash", "attention=splash runs on a tpu, not on a cpu"),
-        ("attention=cudnn", "attention=cudnn runs on a gpu, not on a cpu"),
-        ("table_gradients=kernel", "table_gradients=kernel needs a TPU v5 or later"),
+        ("val_batch={}", "has 1 rows, which 8 devices cannot share equally"),
     ],
 )
 def test_what_the_devices_cannot_do_is_refused(main, data, tmp_path, setting, words):
-    setting = setting.format(4 * TINY.stages[0].row_tokens)
-    argv = [*SMALL, "--set", setting, "--data", data, "--out", tmp_path / "logs"]
+    small = 4 * TINY.stages[0].row_tokens  # one row of validation
+    argv = [*SMALL, "--set", setting.format(small), "--data", data, "--out", tmp_path / "logs"]
     assert words in refused(main(*argv))
     assert not (tmp_path / "logs").exists()
 
@@ -234,6 +242,39 @@ def test_out_that_cannot_be_a_folder_is_refused(main, data, tmp_path, below):
     (tmp_path / "file").write_text("not a folder")
     line = refused(main(*SMALL, "--data", data, "--out", f"{tmp_path}/file{below}"))
     assert "cannot write" in line and "name another --out" in line
+
+
+def test_cache_that_cannot_be_a_folder_is_refused(main, data, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    line = refused(main(*SMALL, "--data", data, "--cache", f"{tmp_path}/file/deeper"))
+    assert f"--cache {tmp_path}/file/deeper: " in line and "name another folder" in line
+
+
+def test_cache_is_a_folder_that_jax_uses(main, tmp_path, monkeypatch):
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before, seen = {name: getattr(jax.config, name) for name in names}, []
+    monkeypatch.setattr(T, "train", lambda *_: seen.append(jax.config.jax_compilation_cache_dir))
+    try:
+        assert main("tiny", "--cache", tmp_path / "a/b")[0] == 0
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert seen == [str(tmp_path / "a/b")] and (tmp_path / "a/b").is_dir()
+
+
+def test_profile_of_a_run_that_is_too_short_is_refused(main, data, tmp_path):
+    line = refused(main(*SMALL, "--data", data, "--out", tmp_path / "logs", "--profile"))
+    assert "--profile needs more than 24 steps: raise --set steps=" in line
+    assert not (tmp_path / "logs").exists()
+
+
+def test_no_devices_is_one_line(main, monkeypatch):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'tpu': no chip\nmore of it")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    line = refused(main("--show"))
+    assert "jax finds no devices (Unable to initialize backend 'tpu': no chip): see JAX_" in line
 
 
 def test_good_arguments_go_on_to_compile(main, data):
@@ -249,7 +290,32 @@ def test_too_little_memory_ends_in_one_line_that_says_what_to_set(main, monkeypa
     monkeypatch.setattr(T, "train", train)
     line = refused(main("tiny"))
     assert "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes." in line
-    assert "--set recompute=layers micro_tokens=N" in line
+    assert "use --set recompute=1 or a smaller micro_tokens, or more devices" in line
+
+
+def test_a_file_that_cannot_be_read_or_written_ends_in_one_line(main, monkeypatch):
+    def train(*_):
+        raise PermissionError(13, "Permission denied", "tokens.bin")
+
+    monkeypatch.setattr(T, "train", train)
+    assert "Permission denied: 'tokens.bin'" in refused(main("tiny"))
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(main, monkeypatch):
+    def train(*_):
+        raise KeyError("grads7")
+
+    monkeypatch.setattr(T, "train", train)
+    with pytest.raises(KeyError, match="grads7"):
+        main("tiny")
+
+
+def test_stopped_run_has_the_exit_status_of_its_signal(main, monkeypatch):
+    def train(*_):
+        raise T.Stopped("stopped after 4 of 8 steps; to continue: ...", 15)
+
+    monkeypatch.setattr(T, "train", train)
+    assert main("tiny") == (143, "stopped after 4 of 8 steps; to continue: ...\n", "")
 
 
 def test_interrupt_ends_in_one_line(main, monkeypatch):
@@ -273,7 +339,7 @@ def test_show_prints_config_parameters_and_stages(main, tmp_path, preset):
     for text in (
         f"preset = '{preset}'",
         f"{cfg.steps} steps, {cfg.total_tokens:,} tokens",
-        *(variant.name for variant in T.executions(cfg)),
+        *T.CHOICES,
         *T.param_table(cfg),
     ):
         assert text in out
@@ -292,7 +358,7 @@ def test_show_of_the_speedrun_is_the_record(main):
         "value_tables 251520x768 193,167,360 adam 0.6 0.025 0.75/0.95",
         "bigram_table 251520x768 193,167,360 adam 0.6 0.025 0.75/0.95",
         "attn_bank 40x768x768 23,592,960 muon 0.023 1.2",
-        "mlp_bank 24x3072x768 51,904,512 muon 0.046/0.092 1.2",
+        "mlp_bank 22x3072x768 51,904,512 muon 0.046/0.092 1.2",
         "attn_gate 10x6x12 720 adam 0.008 0.005 0.9/0.99",
         "smear_gate 1x12 12 adam 8e-05 0 0.9/0.99",
         "resid_lambdas 11x2 22 adam 0.04 0 0.9/0.95",
@@ -326,12 +392,16 @@ def test_settings_are_applied_in_order_and_data_and_seed_win(main):
     assert " 0.75 " in next(line for line in out.splitlines() if line.strip().startswith("0.."))
 
 
+OPTIONS = "set", "data", "out", "seed", "show", "resume", "profile", "cache"
+OPTIONS += "coordinator", "processes", "process-id"
+
+
 def test_help_names_every_option(main, capsys):
     with pytest.raises(SystemExit) as end:
         main("--help")
     out = capsys.readouterr().out
     assert end.value.code == 0
-    assert all(f"--{name}" in out for name in ("set", "data", "out", "seed", "show", "resume"))
+    assert all(f"--{name}" in out for name in OPTIONS)
 
 
 def run_script(*argv):
@@ -345,6 +415,15 @@ def test_script_shows_the_default_preset():
     done = run_script("--show")
     assert done.returncode == 0 and "preset = 'tiny'" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_several_processes_that_find_no_coordinator_end_with_one_line(main, monkeypatch):
+    def initialize(*_, **__):
+        raise RuntimeError("Deadline exceeded")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    line = refused(main("tiny", "--coordinator=localhost:1", "--processes=2", "--process-id=1"))
+    assert "cannot join the other processes (Deadline exceeded): see --coordinator" in line
 
 
 def test_script_ends_with_status_2_and_one_line():

@@ -1,28 +1,17 @@
-"""From shards to batches on the devices: what is read, in which order, and what is refused."""
+"""From shards to batches on the devices: what is read, and in which order."""
 
 import threading
 import time
-from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from conftest import BOS, documents, small_config, write_shard
+from conftest import BOS, documents, stream_of, write_shard
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import CFG
+from programs import CFG, mesh_of
 
 import train_gpt as T
-
-PLAIN = T.Stage(1.0, 8 * 32, 32, 0, (8, 32))
-PACKED = T.Stage(1.0, 8 * 64, 64, 24, (16, 64))
-
-
-def stream_of(folder, *shards, split="train") -> T.TokenStream:
-    """A stream over new shards with these tokens."""
-    for i, tokens in enumerate(shards):
-        write_shard(folder / f"x_{split}_{i:06d}.bin", tokens)
-    return T.TokenStream(folder, split, BOS)
 
 
 def texts(*lengths) -> np.ndarray:
@@ -204,30 +193,40 @@ def test_segment_ids_change_exactly_where_a_piece_begins(shards, doc_cap):
         assert found == borders and len(found) >= 4
 
 
+def test_plain_rows_after_packed_ones_repeat_no_token(tmp_path):
+    stream = stream_of(tmp_path, texts(8, 8, 8, 8))
+    pieces, cursor = T.plan_packed(stream, 0, 2, 7, 8)
+    assert cursor == max(stop for _, _, stop in pieces)
+
+
+def test_shard_without_documents_is_passed_over(tmp_path):
+    stream = stream_of(tmp_path, np.ones(50, np.uint16), texts(8, 8))
+    assert T.plan_packed(stream, 0, 1, 7, 8)[0] == [(0, 50, 58)]
+
+
 # ------------------------------------------------------------------------------------------------
 # Batches
 # ------------------------------------------------------------------------------------------------
 
 
-def batches(cfg, folder, devices, step=0, cursor=0, depth=3):
+def batches(cfg, folder, devices, step=0, cursor=0):
     """All batches of a run from the background thread, and the mesh they lie on."""
-    mesh = T.make_mesh(cfg, jax.devices()[:devices])
+    mesh = mesh_of(devices)
     source = T.train_batches(cfg, mesh, T.TokenStream(folder, "train", cfg.bos), step, cursor)
-    with T.Prefetch(source, depth) as loader:
-        supply = iter(loader)
-        return [next(supply) for _ in range(step, cfg.steps)], mesh
+    with T.prefetch(source, 3, always()) as supply:
+        return list(supply), mesh
 
 
 @pytest.fixture(scope="module")
 def eight(shards):
     """The batches of a run of 8 steps, plain and packed ones, on 8 devices."""
-    return batches(CFG, shards, 8)
+    return batches(CFG, shards, 8)[0]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_batches_hold_the_same_tokens_on_any_number_of_devices(shards, eight, devices):
     got, mesh = batches(CFG, shards, devices)
-    for step, (batch, want) in enumerate(zip(got, eight[0], strict=True)):
+    for step, (batch, want) in enumerate(zip(got, eight, strict=True)):
         rows, t = T.stage_at(CFG, step).rows, T.stage_at(CFG, step).row_tokens
         assert batch.tokens.dtype == np.uint16 and batch.tokens.shape == (rows, t + 1)
         assert batch.tokens.sharding == NamedSharding(mesh, P(T.AXIS))
@@ -237,109 +236,46 @@ def test_batches_hold_the_same_tokens_on_any_number_of_devices(shards, eight, de
             assert got_value.dtype == np.float32
             np.testing.assert_array_equal(got_value, value)
         np.testing.assert_array_equal(batch.tokens, want.tokens)
-        assert batch.cursor == want.cursor
 
 
 def test_batches_follow_the_stages(shards, eight):
     """Plain rows from the start of the stream, then packed ones from where these ended."""
-    stream = T.TokenStream(shards, "train", BOS)
-    np.testing.assert_array_equal(eight[0][0].tokens, T.plain_rows(stream, 0, 8, 32)[0])
-    assert [batch.cursor for batch in eight[0][:3]] == [256, 512, 768]
-    np.testing.assert_array_equal(eight[0][3].tokens, T.packed_rows(stream, 768, 8, 64, 40)[0])
+    stream, cursor = T.TokenStream(shards, "train", BOS), 0
+    for step, batch in enumerate(eight):
+        if step < 3:
+            rows, cursor = T.plain_rows(stream, cursor, 8, 32)
+            assert cursor == 256 * (step + 1)
+        else:
+            rows, cursor = T.packed_rows(stream, cursor, 8, 64, 40)
+        np.testing.assert_array_equal(batch.tokens, rows)
 
 
 @pytest.mark.parametrize("step", range(1, 8))
-def test_batches_go_on_from_a_stored_cursor(shards, eight, step):
-    got, _ = batches(CFG, shards, 8, step, eight[0][step - 1].cursor)
-    for batch, want in zip(got, eight[0][step:], strict=True):
+def test_batches_go_on_from_the_cursor_of_a_step(shards, eight, step):
+    """Which cursor_after finds without reading a token: what a resumed run does."""
+    cursor = T.cursor_after(CFG, T.TokenStream(shards, "train", BOS), step)
+    got, _ = batches(CFG, shards, 8, step, cursor)
+    for batch, want in zip(got, eight[step:], strict=True):
         np.testing.assert_array_equal(batch.tokens, want.tokens)
-        assert batch.cursor == want.cursor
 
 
-def test_val_batches_predict_each_of_the_first_val_tokens_once(shards):
-    cfg = small_config()
-    mesh = T.make_mesh(cfg)
-    val = T.TokenStream(shards, "val", BOS)
-    rows = np.concatenate(list(T.val_batches(cfg, mesh, val)))
-    np.testing.assert_array_equal(rows[:, 1:].ravel(), val.read(1, cfg.val_tokens))
-    np.testing.assert_array_equal(rows[:, :-1].ravel(), val.read(0, cfg.val_tokens))
+def test_put_sends_each_device_its_part_and_asks_for_no_other():
+    """Of several processes each puts its own devices' rows of a batch that all have read."""
 
+    class Asked(np.ndarray):
+        def __getitem__(self, index):
+            asked.append(index)
+            return super().__getitem__(index)
 
-# ------------------------------------------------------------------------------------------------
-# Checks before the run
-# ------------------------------------------------------------------------------------------------
-
-
-def check(folder, train, val=None, **changes):
-    """check_tokens on new shards with these tokens."""
-    val = documents(3, 1025) if val is None else val
-    streams = stream_of(folder, *train), stream_of(folder, val, split="val")
-    T.check_tokens(small_config(**changes) if changes else CFG, *streams)
-
-
-def packed_need(steps: int) -> int:
-    """How many tokens of documents(8, ...) the steps of a packed run need."""
-    cursor = 0
-    for _ in range(steps):
-        filled, cursor = pack_slowly([documents(8, 9000)], cursor, 8, 64, 24)
-    return filled[-1][-1] + 1
-
-
-@pytest.mark.parametrize(
-    ("stage", "need"), [(PLAIN, 5 * 256 + 1), (PACKED, packed_need(5))], ids=["plain", "packed"]
-)
-def test_check_tokens_accepts_exactly_enough_and_counts_the_steps(tmp_path, stage, need):
-    tokens = documents(8, 9000)
-    check(tmp_path, [tokens[:need]], steps=5, stages=(stage,), extension=0)
-    with pytest.raises(T.UserError, match=r"last for 4 of 5 steps: get more shards") as error:
-        check(tmp_path, [tokens[: need - 1]], steps=5, stages=(stage,), extension=0)
-    assert str(tmp_path) in str(error.value)
-    with pytest.raises(T.UserError, match=r"last for 2 of 5 steps"):
-        check(tmp_path, [tokens[: need // 2]], steps=5, stages=(stage,), extension=0)
-
-
-def test_check_tokens_accepts_a_last_target_that_ends_the_last_shard(tmp_path):
-    """The lone BOS of the last packed row is the last token that there is."""
-    packed = T.Stage(1.0, 8 * 8, 8, 8, (4, 4))
-    check(tmp_path, [np.tile(texts(8, 1), 8)], steps=1, stages=(packed,), extension=0)
-
-
-def test_check_tokens_accepts_exactly_enough_validation_tokens(tmp_path):
-    check(tmp_path, [documents(1, 8000)], documents(2, 1025))
-    with pytest.raises(T.UserError, match=r"holds 1,024 validation tokens, 1,025 are needed"):
-        check(tmp_path, [documents(1, 8000)], documents(2, 1024))
-
-
-@pytest.mark.parametrize("bad", ["x_train_000000.bin", "x_train_000001.bin", "x_val_000000.bin"])
-def test_check_tokens_names_the_shard_with_an_unknown_id(tmp_path, bad):
-    shards = {
-        "x_train_000000.bin": documents(1, 900),
-        "x_train_000001.bin": documents(1, 8000),
-        "x_val_000000.bin": documents(3, 1025),
-    }
-    shards[bad][-1] = small_config().real_tokens - 1
-    check(tmp_path, list(shards.values())[:2], shards["x_val_000000.bin"])
-    shards[bad][-1] = small_config().real_tokens
-    with pytest.raises(T.UserError, match=r"token id 97 is not below 97: .*again") as error:
-        check(tmp_path, list(shards.values())[:2], shards["x_val_000000.bin"])
-    assert str(tmp_path / bad) in str(error.value)
-
-
-def test_data_folder_that_is_missing_is_named(tmp_path):
-    cfg = replace(small_config(), data=str(tmp_path / "nothing"))
-    with pytest.raises(T.UserError, match="cached_fineweb10B.py, or name a --data") as error:
-        T.data_folder(cfg)
-    assert cfg.data in str(error.value)
-
-
-def test_data_folder_is_looked_for_here_and_beside_the_script(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(T, "HERE", tmp_path / "script")
-    (tmp_path / "script/tokens").mkdir(parents=True)
-    cfg = replace(small_config(), data="tokens")
-    assert T.data_folder(cfg) == tmp_path / "script/tokens"
-    (tmp_path / "tokens").mkdir()
-    assert T.data_folder(cfg).resolve() == tmp_path / "tokens"
+    asked, mesh = [], mesh_of(4)
+    rows = np.arange(8 * 3, dtype=np.uint16).reshape(8, 3)
+    cut, whole = T.put(rows.view(Asked), mesh, P(T.AXIS)), T.put(rows, mesh, P())
+    assert sorted(rows.start for rows, *_ in asked) == [0, 2, 4, 6]
+    for i, shard in enumerate(cut.addressable_shards):
+        assert shard.device == jax.devices()[i]
+        np.testing.assert_array_equal(shard.data, rows[2 * i : 2 * i + 2])
+    assert whole.sharding.is_fully_replicated and len(whole.addressable_shards) == 4
+    np.testing.assert_array_equal(whole, rows)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -361,33 +297,39 @@ class Source:
             yield i
 
 
-def wait_for(condition):
+def wait_for(condition, seconds=10):
     """Give the thread time to come to `condition`."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the thread did not get there"
         time.sleep(0.001)
 
 
+def always() -> threading.Event:
+    """A clock that runs."""
+    running = threading.Event()
+    running.set()
+    return running
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
-    """Every test of this file must end the threads that it started."""
+    """Every test of this file must end the threads that it started, within a second."""
     before = set(threading.enumerate())
     yield
-    assert {t for t in threading.enumerate() if "_run" in t.name} <= before
+    wait_for(lambda: {t for t in threading.enumerate() if "draw" in t.name} <= before, seconds=1)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 100])
 def test_prefetch_keeps_the_order_and_ends_with_its_source(depth):
-    with T.Prefetch(Source(50), depth) as loader:
-        assert list(loader) == list(range(50))
+    with T.prefetch(Source(50), depth, always()) as supply:
+        assert list(supply) == list(range(50))
 
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_prefetch_draws_at_most_depth_and_one_in_hand_ahead(depth):
     source = Source(1000)
-    with T.Prefetch(source, depth) as loader:
-        supply = iter(loader)
+    with T.prefetch(source, depth, always()) as supply:
         for taken in range(5):
             wait_for(lambda now=taken: source.drawn == now + depth + 1)
             time.sleep(0.02)
@@ -396,8 +338,7 @@ def test_prefetch_draws_at_most_depth_and_one_in_hand_ahead(depth):
 
 
 def test_prefetch_raises_what_the_source_raised_after_the_items_before_it():
-    with T.Prefetch(Source(9, fails_at=3), 2) as loader:
-        supply = iter(loader)
+    with T.prefetch(Source(9, fails_at=3), 2, always()) as supply:
         assert [next(supply) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(T.UserError, match="no item 3"):
             next(supply)
@@ -406,10 +347,9 @@ def test_prefetch_raises_what_the_source_raised_after_the_items_before_it():
 @pytest.mark.parametrize("count", [0, 2, 1000], ids=["exhausted", "not full", "full"])
 def test_leaving_prefetch_early_ends_its_thread(count):
     source = Source(count)
-    with pytest.raises(ZeroDivisionError), T.Prefetch(source, 2) as loader:
+    with pytest.raises(ZeroDivisionError), T.prefetch(source, 2, always()):
         wait_for(lambda: source.drawn == min(count, 3))
-        raise ZeroDivisionError
-    assert not loader._thread.is_alive()
+        raise ZeroDivisionError  # and no_thread_is_left
 
 
 def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
@@ -422,72 +362,29 @@ def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
             go.set()
 
     source = (go.wait(5) and i for i in range(2))
-    with T.Prefetch(source, 2, late=late) as items:
-        assert list(items) == [0, 1]
+    with T.prefetch(source, 2, always(), late) as supply:
+        assert list(supply) == [0, 1]
     assert len(said) >= 3 and all(line.startswith("waiting for the loader for 0.") for line in said)
 
 
-def test_a_loader_that_hangs_does_not_hold_the_end_of_a_run(monkeypatch):
-    monkeypatch.setattr(T, "STALL_SECONDS", 0.05)
-    go = threading.Event()
-    began = time.monotonic()
-    with T.Prefetch((go.wait(30) for _ in range(1)), 2) as loader:
+def test_a_loader_that_hangs_does_not_hold_the_end_of_a_run():
+    go, began = threading.Event(), time.monotonic()
+    with T.prefetch((go.wait(30) for _ in range(1)), 2, always()):
         pass
     assert time.monotonic() - began < 5
     go.set()
-    loader._thread.join()
 
 
-@pytest.mark.parametrize("stage", [0, 1], ids=["plain", "packed"])
-@pytest.mark.parametrize("parts", [1, 2, 4, 8])
-def test_parts_of_a_batch_are_its_rows(tmp_path, stage, parts):
-    """Each process reads its own rows only, and all have the same cursor afterwards."""
-    stage, stream = CFG.stages[stage], stream_of(tmp_path, documents(0, 5000))
-    whole, after = T.next_rows(stream, 7, stage)
-    read, count = [], stage.rows // parts
-    for part in range(parts):
-        rows, cursor = T.next_rows(stream, 7, stage, (part * count, count))
-        assert cursor == after
-        read.append(rows)
-    np.testing.assert_array_equal(np.concatenate(read), whole)
-
-
-def test_a_process_reads_no_more_than_its_part(tmp_path, monkeypatch):
-    """The pieces of the other rows are planned, from where documents begin, but not read."""
-    stage, stream = CFG.stages[1], stream_of(tmp_path, documents(0, 5000))
-    stream.documents(0)
-    taken, read = [], T.TokenStream.read
-
-    def spy(self, cursor, count):
-        taken.append(count)
-        return read(self, cursor, count)
-
-    monkeypatch.setattr(T.TokenStream, "read", spy)
-    T.next_rows(stream, 7, stage, (2, 2))
-    assert sum(taken) == 2 * (stage.row_tokens + 1)
-
-
-def test_loader_rests_while_its_gate_is_closed():
-    gate, drawn = threading.Event(), []
+def test_loader_rests_while_the_clock_does():
+    running, drawn = threading.Event(), []
     source = (drawn.append(i) or i for i in range(100))
-    with T.Prefetch(source, 50, gate) as items:
+    with T.prefetch(source, 50, running) as supply:
         time.sleep(0.3)
         assert drawn == []
-        gate.set()
-        assert [next(iter(items)) for _ in range(3)] == [0, 1, 2]
-        gate.clear()
+        running.set()
+        assert [next(supply) for _ in range(3)] == [0, 1, 2]
+        running.clear()
         time.sleep(0.05)
         before = len(drawn)
         time.sleep(0.3)
         assert len(drawn) == before
-
-
-def test_plain_rows_after_packed_ones_repeat_no_token(tmp_path):
-    stream = stream_of(tmp_path, texts(8, 8, 8, 8))
-    pieces, cursor = T.plan_packed(stream, 0, 2, 7, 8)
-    assert cursor == max(stop for _, _, stop in pieces)
-
-
-def test_shard_without_documents_is_passed_over(tmp_path):
-    stream = stream_of(tmp_path, np.ones(50, np.uint16), texts(8, 8))
-    assert T.plan_packed(stream, 0, 1, 7, 8)[0] == [(0, 50, 58)]

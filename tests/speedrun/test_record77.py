@@ -9,23 +9,24 @@ Where we store things otherwise:
 - head is [vocab, width] here, like the embedding;
 - the two halves of a rotating pair lie h/2 apart here, and side by side in the original: the rows
   of q and k are permuted (`ROTATED`), which changes no product of q and k;
-- the value tables are one table; q, k, v, o and the two MLP matrices lie in padded banks;
+- the value tables are one table; q, k, v, o and the two MLP matrices lie in banks;
 - while tied, our embedding's moments are copies of the head's; the original keeps zeros until then.
 """
 
 import functools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import T
-from programs import QUICK, no_wishes, spread
+from conftest import ROOT
+from programs import QUICK, lay, quick_compilation, spread
 
-GOLDEN = Path(__file__).parent / "golden" / "record77"
+import train_gpt as T
+
+GOLDEN = ROOT / "tests/golden/record77"
 META = {name: json.loads((GOLDEN / f"{name}.json").read_text()) for name in ("model", "optimizer")}
 SHAPES = META["model"]["parameters"]
 CASES = META["model"]["cases"]
@@ -94,14 +95,12 @@ def ours(cfg: T.Config, theirs: dict, tied: bool = False, rotate: bool = True) -
     attn = theirs["attn"].copy()
     if rotate:
         attn[:, :2] = attn[:, :2, rotated(d, cfg.heads)]
-    mlp = np.concatenate([theirs["fc"], theirs["proj"]])
-    spare = T.param_table(cfg)["mlp_bank"].spare
     changed = {
         "head": theirs["head"].T,
         "embed": theirs["head"].T if tied else theirs["embed"],
         "value_tables": theirs["value_tables"].reshape(-1, d),
         "attn_bank": attn.reshape(-1, d, d),
-        "mlp_bank": np.concatenate([mlp, np.zeros((spare, *mlp.shape[1:]), np.float32)]),
+        "mlp_bank": np.concatenate([theirs["fc"], theirs["proj"]]),
     }
     for name in T.param_table(cfg):
         found[name] = jnp.asarray(changed[name] if name in changed else theirs[name])
@@ -117,7 +116,7 @@ def back(cfg: T.Config, mine: dict, rotate: bool = True) -> dict[str, np.ndarray
         if rotate:
             attn[:, :2, rotated(cfg.width, cfg.heads)] = attn[:, :2].copy()
         mlp = mine["mlp_bank"]
-        mine |= {"attn": attn, "fc": mlp[:layers], "proj": mlp[layers : 2 * layers]}
+        mine |= {"attn": attn, "fc": mlp[:layers], "proj": mlp[layers:]}
     if "value_tables" in mine:
         mine["value_tables"] = mine["value_tables"].reshape(-1, cfg.vocab, cfg.width)
         mine["head"] = mine["head"].T
@@ -169,10 +168,31 @@ def case_parts(name: str):
     return case, cfg, params, jnp.asarray(tokens[None], jnp.int32), hyper, tuple(case["windows"])
 
 
+@functools.cache
+def outcome(name: str):
+    """((features [t, d], weighted sum, plain sum), gradients of it or None) of a case."""
+    case, cfg, params, tokens, hyper, windows = case_parts(name)
+
+    def loss(params):
+        rows = T.look_up(cfg, params, tokens[:, :-1])
+        x_btd = T.forward(params, rows, tokens[:, :-1], cfg, T.PLAIN, windows, hyper)
+        targets, weights = T.targets_ahead(tokens, hyper.weights)
+        total, plain = T.cross_entropy(x_btd[0], params["head"], targets, weights, cfg)
+        return total, (x_btd[0], total, plain)
+
+    # Full width is worth the optimizations: it computes for longer than it compiles.
+    options = QUICK if case["config"] == "small" else None
+    if case["mode"] == "eval":
+        return jax.jit(loss, compiler_options=options)(params)[1], None
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=options)
+    (_, found), grads = step(params)
+    return found, grads
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_of_every_token(name):
     golden = arrays("model")
-    case, cfg, params, tokens, hyper, windows = case_parts(name)
+    case, cfg, params, tokens, hyper, _ = case_parts(name)
     np.testing.assert_array_equal(golden[f"{name}/tokens"], tokens[0])
     freqs = golden[f"{name}/yarn_freq"][: cfg.head_width // 2 : 2]
     check("yarn", hyper.freqs, freqs, 1e-6)
@@ -180,22 +200,11 @@ def test_loss_of_every_token(name):
     ids = T.bigram_ids(tokens[:, :-1], cfg.bigram_rows)
     np.testing.assert_array_equal(ids[0], golden[f"{name}/bigram_ids"])
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def run(params, tokens, weights):
-        rows = T.look_up(cfg, params, tokens[:, :-1])
-        x_btd = T.forward(params, rows, tokens[:, :-1], cfg, windows, hyper, T.ATTENTION["xla"])
-        targets, weights_rk = T.targets_ahead(tokens, weights)
-        losses, _, _ = T.token_losses(x_btd[0], params["head"], targets, cfg)
-        return (
-            x_btd[0],
-            losses,
-            weights_rk,
-            T.cross_entropy(x_btd[0], params["head"], targets, weights_rk, cfg),
-        )
-
-    x_td, losses, weights, (total, plain) = run(params, tokens, hyper.weights)
+    (x_td, total, plain), _ = outcome(name)
     sample = golden[f"{name}/sample_rows"]
     check("final", x_td[sample, :16], golden[f"{name}/final.slice"], 1e-5)
+    targets, weights = T.targets_ahead(tokens, hyper.weights)
+    losses, _, _ = T.token_losses(x_td, params["head"], targets, cfg)
     per_token = np.sum(np.asarray(losses * weights, np.float64), axis=1)
     check("loss_per_token", per_token, golden[f"{name}/loss_per_token"], 1e-5)
     assert float(total) == pytest.approx(case["loss_sum_float64"], rel=1e-6)
@@ -205,21 +214,11 @@ def test_loss_of_every_token(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_of_every_parameter(name):
     golden = arrays("model")
-    case, cfg, params, tokens, hyper, windows = case_parts(name)
+    case, cfg, *_ = case_parts(name)
     if case["mode"] == "eval":
         assert not any(key.startswith(f"{name}/grad/") for key in golden)
         return
-
-    def loss(weights, rows, tokens):
-        ahead = jnp.asarray(hyper.weights)
-        return T.loss_sums(weights, rows, tokens, cfg, windows, hyper, ahead, T.ATTENTION["xla"])
-
-    # Full width is worth the optimizations: it computes for longer than it compiles.
-    options = QUICK if case["config"] == "small" else None
-    step = jax.jit(
-        lambda p: T.accumulate(cfg, loss, T.scatter_rows, p, tokens, 1), compiler_options=options
-    )
-    grads = back(cfg, step(params)[1])
+    grads = back(cfg, outcome(name)[1])
     if case["tied"]:
         grads["head_plus_embed"] = grads["head"] + grads["embed"].T
     names = {key.split("/")[2].rsplit(".", 1)[0] for key in golden if f"{name}/grad/" in key}
@@ -248,28 +247,42 @@ def gradients(cfg: T.Config, step: int) -> dict[str, np.ndarray]:
     return found
 
 
-PROGRAMS = {}
-
-
-def program(cfg: T.Config, mesh, variant: T.Variant):
-    """A compiled program, each once."""
-    key = cfg, mesh.size, variant
-    if key not in PROGRAMS:
-        PROGRAMS[key] = T.lower_variant(cfg, variant, mesh).compile(QUICK)
-    return PROGRAMS[key]
+@functools.cache
+def program(cfg: T.Config, mesh, name: str):
+    """A compiled program."""
+    with quick_compilation():
+        return T.lower(T.programs(cfg, mesh, T.PLAIN)[name], mesh).compile()
 
 
 def start(cfg: T.Config, mesh, tied: bool, rotate: bool):
     """(state, copies) on the mesh, with the original's parameters and no moments yet."""
-    state = T.map_state(cfg, lambda kind, row: jnp.zeros(T.state_shape(kind, row), jnp.float32))
+    state = T.map_state(cfg, lambda shape, row: np.zeros(shape, np.float32))
     state["params"] = ours(cfg, originals(), tied=tied, rotate=rotate)
-    shardings = jax.tree.map(lambda x: x.sharding, T.abstract_state(cfg, mesh))
-    state = jax.device_put(state, shardings)
-    return state, T.lower_copies(cfg, mesh).compile()(state["params"])
+    state = {kind: lay(cfg, arrays_, mesh) for kind, arrays_ in state.items()}
+    with quick_compilation():
+        return state, T.start_copies(cfg, mesh)(state["params"])
+
+
+def hyper_from(cfg: T.Config, step: int, first: int, mesh):
+    """The Hyper of a step of a scenario, which counts Adam's steps from its own first step."""
+    done = sum(T.is_adam_step(cfg, s) for s in range(first, step)) + 1
+    hyper = T.hyper_at(cfg, step)._replace(adam_count=np.float32(done))
+    return jax.tree.map(lambda x: T.put(x, mesh, T.P()), hyper)
+
+
+def update(cfg: T.Config, step: int, mesh, state, copies, waiting, grads, hyper):
+    """(state, copies, waiting gradients) after a step with these gradients."""
+    waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+    for name in T.programs_of(cfg, step)[1:]:
+        due = {n: waiting.pop(n) for n in T.updated(cfg, name)}
+        state, changed = program(cfg, mesh, name)(state, due, hyper)
+        copies = copies | changed
+    return state, copies, waiting
 
 
 @pytest.mark.parametrize(
-    "scenario", ["start", "untie", pytest.param("end", marks=pytest.mark.slow)]
+    "scenario",
+    ["start", *(pytest.param(name, marks=pytest.mark.slow) for name in ("untie", "end"))],
 )
 def test_optimizer_steps_of_every_group(scenario):
     golden, cfg = arrays("optimizer"), config()
@@ -281,22 +294,19 @@ def test_optimizer_steps_of_every_group(scenario):
         step = first + at
         assert fact["adam"] == T.is_adam_step(cfg, step)
         assert fact["tied_during_update"] == T.is_tied(cfg, step)
-        hyper = T.hyper_at(cfg, step)
-        # The scenarios count Adam's steps from their own start.
-        done = sum(T.is_adam_step(cfg, s) for s in range(first, step)) + 1
-        hyper = hyper._replace(adam_count=np.float32(done))
-        hyper = jax.tree.map(lambda x: T.put(x, mesh, T.P()), hyper)
-        grads = spread(ours(cfg, gradients(cfg, step), rotate=False), mesh)
-        update = T.Variant("update", adam=fact["adam"])
-        due, waiting = T.split_due(cfg, update, waiting, grads)
-        state, changed = program(cfg, mesh, update)(state, due, hyper)
-        copies |= changed
+        grads = spread(cfg, ours(cfg, gradients(cfg, step), rotate=False), mesh)
+        hyper = hyper_from(cfg, step, first, mesh)
+        state, copies, waiting = update(cfg, step, mesh, state, copies, waiting, grads, hyper)
+        mine = {
+            kind: back(cfg, T.unpadded(cfg, arrays_), rotate=False)
+            for kind, arrays_ in state.items()
+        }
         for name in originals():
             muon = f"{scenario}/{name}/momentum.norm" in golden
             kinds = {"params": "w", "first": "momentum" if muon else "m"}
             kinds["second"] = "second" if muon else "v"
             for kind, short in kinds.items():
-                got = back(cfg, state[kind], rotate=False)[name]
+                got = mine[kind][name]
                 if name == "embed" and kind != "params" and fact["tied_after"]:
                     got = np.zeros_like(got)  # ours are copies of the head's, theirs still zero
                 check_stored(golden, f"{scenario}/{name}/{short}", got, 1e-4 if muon else 1e-5, at)
@@ -315,7 +325,7 @@ def test_training_steps(scenario):
     """Two rows a step through our own programs, over a stage, a YaRN change and the untying."""
     golden, facts = arrays("train"), json.loads((GOLDEN / "train.json").read_text())["scenarios"]
     steps, cfg = facts[scenario]["steps"], config(row=320, rows=2)
-    first, mesh = steps[0]["step"], T.make_mesh(replace(cfg, devices=1, val_batch=262_144 * 2))
+    first, mesh = steps[0]["step"], T.make_mesh(replace(cfg, devices=1))
     (state, copies), waiting = start(cfg, mesh, tied=True, rotate=True), {}
     for at, fact in enumerate(steps):
         step = first + at
@@ -324,23 +334,17 @@ def test_training_steps(scenario):
             rng = np.random.default_rng(11 * 1000 + 1_000_000 + 2 * step + r)
             rows[r] = rng.integers(0, 999, 321)
             rows[r, np.cumsum([0, *lengths[:-1]])] = 999
-        grads_of, update = T.step_variants(cfg, step)
-        assert grads_of.windows == tuple(fact["windows"])
-        hyper = T.hyper_at(cfg, step)
+        stage = T.stage_at(cfg, step)
+        assert stage.windows == tuple(fact["windows"])
+        hyper = hyper_from(cfg, step, first, mesh)
         assert hyper.weights[: len(fact["mtp"])] == pytest.approx(fact["mtp"], rel=1e-6)
         limit = 1e-6 if at == 0 else 1e-4
         for r, want in enumerate(golden[f"{scenario}/row_loss_sums"][at]):
-            got = row_loss(cfg, grads_of, copies, jnp.asarray(rows[r : r + 1], jnp.int32), hyper)
+            got = row_loss(cfg, stage, copies, jnp.asarray(rows[r : r + 1], jnp.int32), hyper)
             assert float(got) == pytest.approx(float(want), rel=limit)
-        done = sum(T.is_adam_step(cfg, s) for s in range(first, step)) + 1
-        hyper = jax.tree.map(
-            lambda x: T.put(x, mesh, T.P()), hyper._replace(adam_count=np.float32(done))
-        )
         tokens = T.put(rows, mesh, T.P("data"))
-        grads, _ = program(cfg, mesh, grads_of)(copies, tokens, hyper, no_wishes(mesh))
-        due, waiting = T.split_due(cfg, update, waiting, grads)
-        state, changed = program(cfg, mesh, update)(state, due, hyper)
-        copies |= changed
+        grads, _ = program(cfg, mesh, T.programs_of(cfg, step)[0])(copies, tokens, hyper)
+        state, copies, waiting = update(cfg, step, mesh, state, copies, waiting, grads, hyper)
         for name, got in back(cfg, state["params"]).items():
             if f"{scenario}/{name}/w.norm" in golden:
                 want = float(golden[f"{scenario}/{name}/w.norm"][at])
@@ -349,13 +353,11 @@ def test_training_steps(scenario):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
-def row_loss(cfg, variant, params, row, hyper):
+def row_loss(cfg, stage, params, row, hyper):
     """The weighted loss of one row, summed."""
-    weights = hyper.weights[: variant.ahead]
+    weights = hyper.weights[: len(stage.weights)]
     rows = T.look_up(cfg, params, row[:, :-1])
-    return T.loss_sums(params, rows, row, cfg, variant.windows, hyper, weights, T.ATTENTION["xla"])[
-        0
-    ]
+    return T.loss_sums(params, rows, row, cfg, T.PLAIN, stage.windows, hyper, weights)[0]
 
 
 def test_schedule_of_every_step():

@@ -1,6 +1,5 @@
-"""Schedule: what holds at every step, at every edge, and the programs that run it."""
+"""Schedule: what holds at every step and at every edge."""
 
-import functools
 import math
 from dataclasses import replace
 
@@ -37,6 +36,23 @@ def test_the_record_sees_396_million_tokens():
 
 
 @pytest.mark.parametrize(
+    "step, tokens",
+    [
+        (0, 0),
+        (1, 131_072),
+        (483, 483 * 131_072),
+        (484, 483 * 131_072 + 262_144),
+        (967, 483 * 131_072 + 484 * 262_144),
+        (1450, 483 * 131_072 + 484 * 262_144 + 483 * 393_216),
+        (1490, 395_837_440),
+        (9999, 395_837_440),
+    ],
+)
+def test_tokens_after_a_step(step, tokens):
+    assert RECORD.tokens_after(step) == tokens
+
+
+@pytest.mark.parametrize(
     "steps, shares, extension, boundaries",
     [
         (10, (1.0,), 0, (0, 10)),
@@ -65,6 +81,7 @@ def test_tokens_of_stages_with_different_batches():
     cfg = small_config(steps=7, extension=0, stages=stages)
     assert cfg.boundaries == (0, 2, 7)
     assert cfg.total_tokens == 2 * 64 + 5 * 256
+    assert [cfg.tokens_after(step) for step in (0, 1, 2, 3, 7)] == [0, 64, 128, 384, 1408]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -203,6 +220,48 @@ def test_something_with_a_period():
     assert not any(T.every(0, step) for step in range(9))
 
 
+@pytest.mark.parametrize(
+    "period, last, steps",
+    [
+        (0, 0, []),
+        (1, 0, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (4, 0, [4, 5, 6, 7, 8]),  # until it is done, which makes it the last
+        (4, 4, [8]),
+        (4, 6, [8]),
+        (3, 4, [6, 7, 8]),  # at 4 instead of 3, where gradients waited: the next at 6 all the same
+    ],
+)
+def test_what_could_not_be_done_at_its_period_is_due_at_the_next_step(period, last, steps):
+    """Checkpoints: not while gradients wait for Adam."""
+    assert [step for step in range(last, 9) if T.is_due(period, last, step)] == steps
+
+
+@pytest.mark.parametrize("adam_every, saved", [(1, [3, 6, 9]), (2, [4, 6, 10]), (5, [5, 10])])
+def test_checkpoints_of_ten_steps_with_period_three(adam_every, saved):
+    """Where no gradient waits, at or soon after each multiple of the period; none is lost."""
+    cfg, last, found = small_config(adam_every=adam_every), 0, []
+    for step in range(11):
+        waiting = step > 0 and not T.is_adam_step(cfg, step - 1)
+        if not waiting and T.is_due(3, last, step):
+            found.append(step)
+            last = step
+    assert found == saved
+
+
+@pytest.mark.parametrize(
+    "kept, preset, changes",
+    [
+        (True, "tiny", {}),
+        (True, "speedrun", {}),  # 539 million parameters, 12 bytes each: 6.5 GB
+        (False, "speedrun", {"width": 1536, "mlp_width": 6144}),  # over 12 GB
+        (True, "speedrun", {"width": 1536, "mlp_width": 6144, "checkpoint_end": "always"}),
+        (False, "tiny", {"checkpoint_end": "never"}),
+    ],
+)
+def test_which_runs_end_with_a_checkpoint(kept, preset, changes):
+    assert T.keeps_end(replace(T.PRESETS[preset], **changes)) == kept
+
+
 # ------------------------------------------------------------------------------------------------
 # YaRN
 # ------------------------------------------------------------------------------------------------
@@ -315,63 +374,3 @@ def test_hyper_has_the_same_shapes_at_every_step(cfg):
         hyper = T.hyper_at(cfg, step)
         assert all(type(x) is np.ndarray for x in hyper)
         assert [(x.dtype, x.shape) for x in hyper] == want
-
-
-# ------------------------------------------------------------------------------------------------
-# The programs of a run
-# ------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def named(cfg: T.Config) -> dict[str, int]:
-    return {variant.name: count for variant, count in T.executions(cfg).items()}
-
-
-def test_programs_of_the_record_and_how_often_they_run():
-    """745 of 1490 steps with Adam; 6 validations on the way and one at the end, 5 batches each."""
-    assert named(RECORD) == {
-        "grads-b131072-r16384-w128-384-k3": 483,
-        "update-muon": 745,
-        "update-muon-adam": 745,
-        "grads-b262144-r32768-w384-896-k2": 484,
-        "grads-b393216-r49152-w640-1408-k1": 483,
-        "grads-b393216-r49152-w768-1664-k1": 40,
-        "eval-b2097152-r262144-w768-2560-k1": 35,
-    }
-
-
-@pytest.mark.parametrize(
-    "every, with_adam, first", [(1, 10, 0), (2, 5, 1), (3, 3, 2), (10, 1, 9), (11, 0, None)]
-)
-def test_every_step_is_one_gradient_and_one_update_program(every, with_adam, first):
-    cfg = small_config(adam_every=every)
-    counts = named(cfg)
-    assert counts.get("update-muon-adam", 0) == with_adam
-    assert counts.get("update-muon", 0) == 10 - with_adam
-    assert sum(n for name, n in counts.items() if name.startswith("grads")) == 10
-    for step in range(10):
-        grads, update = T.step_variants(cfg, step)
-        stage = T.stage_at(cfg, step)
-        assert (grads.kind, update.kind) == ("grads", "update")
-        assert (grads.rows, grads.batch_tokens, grads.row_tokens, grads.windows, grads.ahead) == (
-            (stage.rows, stage.batch_tokens, stage.row_tokens, stage.windows, len(stage.weights))
-        )
-        assert update.adam == (first is not None and step >= first and step % every == first)
-        assert {grads, update} <= set(T.executions(cfg))
-
-
-def test_stages_that_differ_in_smooth_things_share_their_programs():
-    stage = T.Stage(0.5, 256, 32, 0, (8, 32))
-    other = replace(stage, lr_factor=2.0, doc_cap=16, weights=(2.0,), weights_end=(1.0,))
-    cfg = small_config(extension=0, stages=(stage, other))
-    assert named(cfg)["grads-b256-r32-w8-32-k1"] == 10
-
-
-@pytest.mark.parametrize(
-    "val_every, steps, validations",
-    [(0, 10, 1), (1, 10, 11), (4, 10, 4), (5, 10, 3), (10, 10, 2), (99, 10, 2), (4, 12, 4)],
-)
-def test_validations_on_the_way_and_at_the_end(val_every, steps, validations):
-    """One before the first step if there are any on the way; 1024 tokens are 2 batches of 512."""
-    cfg = small_config(val_every=val_every, steps=steps)
-    assert named(cfg)["eval-b512-r64-w24-64-k1"] == 2 * validations

@@ -6,8 +6,10 @@ import json
 import lzma
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from collections import Counter
 from itertools import pairwise
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 import shards
 import tokenize_text
-from shards import UserError, open_shard, shard_path, text_encoding, write_shard
+from shards import UserError, decode, open_shard, shard_path, text_encoding, write_shard
 
 import train_gpt
 
@@ -106,6 +108,36 @@ def test_run_ends_with_one_line(capsys, error, status, line):
         shards.run(main)
     assert end.value.code == status
     assert capsys.readouterr().err == (line or f"error: {error}\n")
+
+
+def test_text_comes_back_from_its_tokens_without_what_is_no_token():
+    encoding = shards.byte_bpe([b"th", b"the"])
+    ids = encoding.encode_ordinary("the other Gr\u00fc\u00dfe")
+    assert ids[0] == 257 and encoding.eot_token == 258 == encoding.n_vocab - 1
+    assert decode(encoding, np.array([259, *ids, 2000])) == "the other Gr\u00fc\u00dfe"
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (None, "No such file"),
+        (b"\xff\x00", "decode"),
+        (b"[", "Expecting value"),
+        (b'{"a": 1}', "no list of merges"),
+        (b"[1]", "must be str"),
+        (b'["xy"]', "non-hexadecimal"),
+        (b'["7468", "7468"]', "a merge twice"),
+        (b'["74"]', "of less than two bytes"),
+    ],
+)
+def test_merges_that_cannot_be_used_are_named_in_one_line(tmp_path, content, says):
+    if content is not None:
+        (tmp_path / "merges.json").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        text_encoding("bpe", tmp_path)
+    line = str(error.value)
+    assert line.startswith(f"{tmp_path}/merges.json cannot be used (") and says in line
+    assert line.endswith("): make the data again")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -281,11 +313,20 @@ def test_as_a_command(tmp_path, many):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def builtin(tmp_path_factory):
-    """(folder, counts) of the corpus."""
-    folder = tmp_path_factory.mktemp("corpus")
-    return folder, builtin_corpus.build(folder)
+WHOLE = pytest.param("whole", marks=pytest.mark.slow)  # 15 seconds
+
+
+@pytest.fixture(scope="module", params=["three modules", WHOLE])
+def builtin(request, tmp_path_factory):
+    """(folder, counts) of the corpus: of three modules, or of the whole standard library."""
+    folder, library = tmp_path_factory.mktemp("corpus"), tmp_path_factory.mktemp("library")
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "whole":
+            for name in ("_pydecimal.py", "argparse.py", "typing.py"):
+                shutil.copy(stdlib / name, library)
+            patch.setattr(sysconfig, "get_path", lambda _: str(library))
+        return folder, builtin_corpus.build(folder)
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +354,7 @@ def test_builtin_files(builtin, texts):
     assert counts["bytes"] == counts["val_bytes"] + sum(len(text.encode()) for text in train)
 
 
+@pytest.mark.parametrize("builtin", [WHOLE], indirect=True)
 def test_builtin_is_enough_for_tiny(builtin):
     cfg = train_gpt.PRESETS["tiny"]
     streams = [train_gpt.TokenStream(builtin[0], split, cfg.bos) for split in ("train", "val")]
@@ -324,7 +366,7 @@ def slow_merges(texts: list[str], count: int) -> list[bytes]:
     words = [
         [bytes([byte]) for byte in word.encode()]
         for text in texts
-        for word in re.findall(train_gpt.BYTE_BPE_PATTERN, text)
+        for word in re.findall(shards.BYTE_BPE_PATTERN, text)
     ]
     merges = []
     while len(merges) < count:
@@ -350,7 +392,7 @@ def test_merges_are_those_of_plain_counting():
     assert builtin_corpus.learn_merges(texts, 25) == slow_merges(texts, 25)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("builtin", [WHOLE], indirect=True)
 def test_builtin_is_the_same_in_another_process(builtin, tmp_path):
     folder, counts = builtin
     argv = [sys.executable, builtin_corpus.__file__, "--out", tmp_path]

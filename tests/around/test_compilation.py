@@ -1,0 +1,289 @@
+"""Compilation: what a program needs of a device's memory, and what happens where it is too much."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from conftest import BOS
+from programs import CFG, lay, mesh_of, programs_of, quick_compilation
+
+import train_gpt as T
+
+KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
+RECORD = T.Config()
+GIB = 2**30
+
+
+def ways(cfg, name, devices=1) -> list[tuple[bool, int]]:
+    """(recompute, micro_tokens) of the settings of a program, in the order of trial."""
+    found = T.settings(cfg, mesh_of(devices), name)
+    for setting in found:  # nothing else changes
+        assert replace(setting, recompute=cfg.recompute, micro_tokens=cfg.micro_tokens) == cfg
+    return [(setting.recompute, setting.micro_tokens) for setting in found]
+
+
+class Compiled:
+    """An executable with these sizes in bytes, and none of a peak."""
+
+    def __init__(self, temporary=0, arguments=0, outputs=0, aliased=0, peak=0):
+        self.memory = SimpleNamespace(
+            temp_size_in_bytes=temporary,
+            argument_size_in_bytes=arguments,
+            output_size_in_bytes=outputs,
+            alias_size_in_bytes=aliased,
+            peak_memory_in_bytes=peak,
+        )
+
+    def memory_analysis(self):
+        return self.memory
+
+
+def compiler(monkeypatch, *results):
+    """Let the compiler answer with these, one after the other; the last one again and again."""
+    left = list(results)
+
+    def compile_one():
+        result = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=compile_one))
+
+
+def fit(name, beside: float | None, say=lambda line: None, cfg=CFG):
+    """compile_fitting for a device that has `beside` bytes beside what stays there."""
+    limit = None if beside is None else T.resident_bytes(cfg, mesh_of(1), name) + beside
+    compiled, setting, _ = T.compile_fitting(cfg, mesh_of(1), KERNELS, name, limit, say)
+    return compiled, (setting.recompute, setting.micro_tokens)
+
+
+def exhausted(message="RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"):
+    return jax.errors.JaxRuntimeError(message)
+
+
+# ------------------------------------------------------------------------------------------------
+# What there is to try
+# ------------------------------------------------------------------------------------------------
+
+
+def test_gradients_first_recompute_their_layers_then_take_fewer_rows():
+    """8 rows of 32 tokens, of which two are 64; then 8 of 64."""
+    assert ways(CFG, "grads0") == [(False, 64), (True, 64), (True, 32)]
+    assert ways(CFG, "grads1") == [(False, 64), (True, 64)]
+    assert ways(replace(CFG, micro_tokens=10_000), "grads0") == [
+        (False, 256), (True, 256), (True, 128), (True, 64), (True, 32),
+    ]  # fmt: skip
+    assert ways(replace(CFG, micro_tokens=10_000), "grads0", 8) == [(False, 32), (True, 32)]
+
+
+def test_what_is_asked_for_is_where_it_begins():
+    assert ways(replace(CFG, recompute=True), "grads0") == [(True, 64), (True, 32)]
+    assert ways(replace(CFG, recompute=True, micro_tokens=1), "grads0") == [(True, 32)]
+
+
+@pytest.mark.parametrize("name", ["muon", "adam", "eval"])
+def test_there_is_one_way_to_update_and_to_validate(name):
+    assert T.settings(CFG, mesh_of(1), name) == [CFG]
+
+
+def test_a_device_takes_one_row_of_the_record_and_cannot_take_less():
+    for devices in (1, 8):
+        for stage in range(1, 4):
+            row = RECORD.stages[stage].row_tokens
+            assert ways(RECORD, f"grads{stage}", devices) == [(False, row), (True, row)]
+    assert ways(RECORD, "grads0") == [(False, 32_768), (True, 32_768), (True, 16_384)]
+
+
+# ------------------------------------------------------------------------------------------------
+# What is taken
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "beside, way, said",
+    [
+        (None, (False, 64), 0),  # a device that does not tell
+        (300, (False, 64), 0),
+        (299, (True, 64), 1),
+        (200, (True, 64), 1),
+        (199, (True, 32), 2),
+        (1, (True, 32), 2),  # nothing fits: the least is tried
+    ],
+)
+def test_the_first_setting_that_fits_the_memory_is_taken(monkeypatch, beside, way, said):
+    needs, lines = [Compiled(peak=300), Compiled(peak=200), Compiled(peak=100)], []
+    compiler(monkeypatch, *needs)
+    compiled, got = fit("grads0", beside, lines.append)
+    assert (got, compiled) == (way, needs[said]) and len(lines) == said
+
+
+def test_each_trial_that_does_not_fit_is_told(monkeypatch):
+    lines = []
+    compiler(monkeypatch, Compiled(peak=3 * GIB), Compiled(peak=2 * GIB))
+    fit("grads0", 1.5 * GIB, lines.append)
+    assert lines == [
+        "grads0 with recompute=False micro_tokens=64 needs 3.00 GiB of 1.50: "
+        "compiling it with less at a time",
+        "grads0 with recompute=True micro_tokens=64 needs 2.00 GiB of 1.50: "
+        "compiling it with less at a time",
+    ]
+
+
+def test_what_the_compiler_itself_refuses_does_not_fit(monkeypatch):
+    """A TPU's compiler knows the memory and ends with an error."""
+    lines, enough = [], Compiled(peak=1)
+    compiler(monkeypatch, exhausted(), enough)
+    assert fit("grads0", None, lines.append) == (enough, (True, 64))
+    assert lines == [
+        "grads0 with recompute=False micro_tokens=64 needs more than the compiler allows: "
+        "compiling it with less at a time"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, results",
+    [
+        ("grads0", [exhausted()]),  # the least as well
+        ("muon", [exhausted()]),
+        ("grads0", [exhausted("INTERNAL: a bug"), Compiled()]),
+    ],
+)
+def test_other_errors_of_the_compiler_and_the_last_one_are_raised(monkeypatch, name, results):
+    compiler(monkeypatch, *results)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=str(results[0])):
+        fit(name, None)
+
+
+def test_gradients_are_the_same_whichever_setting_is_taken(monkeypatch, shards):
+    """All three that there are, which compile_fitting tries where none of them fits."""
+    tried, real = [], T.program_bytes
+
+    def too_large(compiled):
+        tried.append(compiled)
+        return real(compiled) | {"peak": 2}
+
+    monkeypatch.setattr(T, "program_bytes", too_large)
+    with quick_compilation():
+        _, way = fit("grads0", 1)
+    assert way == (True, 32) and len(tried) == 3
+    mesh, rng = mesh_of(1), np.random.default_rng(0)
+    table = T.param_table(CFG)
+    params = {n: rng.normal(0, 0.3, row.shape).astype(np.float32) for n, row in table.items()}
+    rows, _ = T.plain_rows(T.TokenStream(shards, "train", BOS), 0, 8, 32)
+    copies = T.start_copies(CFG, mesh)(lay(CFG, params, mesh))
+    args = copies, T.put(rows, mesh, T.P(T.AXIS)), T.put_hyper(CFG, 0, mesh)
+    (want, loss), *others = (program(*args) for program in tried)
+    for grads, other in others:
+        assert float(other) == pytest.approx(float(loss), rel=1e-6)
+        for name in table:
+            error = np.linalg.norm(grads[name] - want[name]) / np.linalg.norm(want[name])
+            assert error < 1e-5, (name, error)
+
+
+# ------------------------------------------------------------------------------------------------
+# All programs of a run
+# ------------------------------------------------------------------------------------------------
+
+
+def test_compile_all_says_what_it_does_and_what_memory_has_changed(monkeypatch):
+    """The second stage does not fit; seconds and settings go into run.json."""
+    lines, least = [], replace(CFG, recompute=True, micro_tokens=64)
+    limits = set()
+
+    def fitting(cfg, mesh, kernels, name, limit, say):
+        limits.add(limit)
+        setting = least if name == "grads1" else T.settings(cfg, mesh, name)[0]
+        return Compiled(temporary=3 * 2**20), setting, 1.23456
+
+    monkeypatch.setattr(T, "compile_fitting", fitting)
+    monkeypatch.setattr(T, "memory_limit", lambda device: 12345)
+    programs, facts = T.compile_all(CFG, mesh_of(8), KERNELS, lines.append)
+    names = ["grads0", "grads1", "grads2", "muon", "adam", "eval"]
+    assert list(programs) == names and limits == {12345}
+    assert facts == {
+        "compile_seconds": dict.fromkeys(names, 1.235),
+        "settings": {"grads1": {"micro_tokens": 64, "recompute": True}},
+    }
+    assert lines[0].startswith("compiling grads0, grads1, grads2, muon, adam, eval;")
+    assert sorted(lines[1:]) == sorted(f"compiled {n} in 1.2 s, 3 MiB temporary" for n in names)
+
+
+def test_on_a_cpu_nothing_is_changed_and_every_program_is_there():
+    """With the real compiler, for eight devices."""
+    compiled = programs_of(CFG, 8)
+    assert list(compiled) == list(T.programs(CFG, mesh_of(8), KERNELS))
+    for name, program in T.programs(CFG, mesh_of(8), KERNELS).items():
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), program.args)
+        given = jax.tree.map(lambda x: (x.shape, x.dtype), compiled[name].in_avals[0])
+        assert given == shapes, name
+
+
+def test_an_error_of_one_program_is_raised(monkeypatch):
+    compiler(monkeypatch, exhausted("INTERNAL: a bug"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        T.compile_all(CFG, mesh_of(1), KERNELS, lambda line: None)
+
+
+# ------------------------------------------------------------------------------------------------
+# Bytes
+# ------------------------------------------------------------------------------------------------
+
+TABLES = 2 * 38_633_472 + 2 * 193_167_360  # head, embedding, values, bigrams of the record
+BANKS = 40 * 768**2 + 24 * 3072 * 768  # as they are on eight devices
+SMALL = 720 + 360 + 12 + 12 + 22 + 22 + 11 + 11 + 11 + 11 + 3
+
+
+@pytest.mark.parametrize(
+    "name, changes, size",
+    [
+        ("grads0", {}, lambda state, copies, waiting: state + waiting),
+        ("eval", {}, lambda state, copies, waiting: state + waiting),
+        ("grads3", {"adam_every": 1}, lambda state, copies, waiting: state),
+        ("muon", {}, lambda state, copies, waiting: copies + 2 * waiting),
+        ("muon", {"adam_every": 3}, lambda state, copies, waiting: copies + 3 * waiting),
+        ("adam", {}, lambda state, copies, waiting: copies),
+    ],
+)
+def test_bytes_that_stay_beside_a_program_of_the_record_on_eight_devices(name, changes, size):
+    """What a program takes or gives stands in its own account."""
+    mean_squares = 40 * 768 + 24 * 3072  # of banks one for a row
+    state = 4 * ((3 * TABLES + 2 * BANKS + mean_squares) // 8 + 3 * SMALL)
+    copies = 2 * (TABLES + BANKS) + 4 * SMALL
+    waiting = 2 * TABLES + 4 * SMALL  # Adam's gradients of a step
+    got = T.resident_bytes(replace(RECORD, **changes), mesh_of(8), name)
+    assert got == size(state, copies, waiting)
+
+
+def test_bytes_of_a_program_are_those_of_its_arrays():
+    """Of a real one: the update of the banks on eight devices."""
+    program = T.programs(CFG, mesh_of(8), KERNELS)["muon"]
+    state, *rest = (
+        sum(
+            np.prod(x.sharding.shard_shape(x.shape), dtype=int) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+        )
+        for tree in program.args
+    )
+    found = T.program_bytes(programs_of(CFG, 8)["muon"])
+    # What the banks' update does not read may be left out of its arguments.
+    assert state < found["aliased"] + 4096 and found["arguments"] <= state + sum(rest) + 4096
+    assert found["outputs"] >= found["aliased"] and found["temporary"] > 0
+    assert found["peak"] >= found["arguments"]
+
+
+def test_a_peak_that_the_compiler_does_not_tell_is_all_that_is_alive():
+    """What is donated counts once."""
+    sizes = {"temporary": 5, "arguments": 100, "outputs": 30, "aliased": 20}
+    assert T.program_bytes(Compiled(**sizes)) == sizes | {"peak": 115}
+    assert T.program_bytes(Compiled(**sizes, peak=111)) == sizes | {"peak": 111}
+
+
+@pytest.mark.parametrize(
+    "stats, limit", [(None, None), ({}, None), ({"bytes_limit": 7, "bytes_in_use": 3}, 7)]
+)
+def test_memory_limit_is_what_the_device_tells(stats, limit):
+    assert T.memory_limit(SimpleNamespace(memory_stats=lambda: stats)) == limit
+    assert T.memory_limit(jax.devices()[0]) is None

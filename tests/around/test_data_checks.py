@@ -1,0 +1,133 @@
+"""What is looked at before a run starts: enough tokens, known ids, the folder they are in."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import BOS, documents, small_config, stream_of
+from programs import CFG
+
+import train_gpt as T
+
+PLAIN = T.Stage(1.0, 8 * 32, 32, 0, (8, 32))
+PACKED = T.Stage(1.0, 8 * 64, 64, 24, (16, 64))
+
+
+def check(folder, train, val=None, **changes):
+    """check_tokens on new shards with these tokens."""
+    val = documents(3, 1025) if val is None else val
+    streams = stream_of(folder, *train), stream_of(folder, val, split="val")
+    return T.check_tokens(small_config(**changes) if changes else CFG, *streams)
+
+
+@pytest.mark.parametrize("stage", [PLAIN, PACKED], ids=["plain", "packed"])
+def test_check_tokens_accepts_exactly_enough_and_counts_the_steps(tmp_path, stage):
+    tokens, cursor = documents(8, 9000), 0
+    for _ in range(5):
+        rows, cursor = T.next_rows(stream_of(tmp_path / "all", tokens), cursor, stage)
+    # A last plain row shares its last target with the row after it.
+    need = cursor + (stage is PLAIN)
+    assert tokens[need - 1] == rows[-1, -1]
+    check(tmp_path, [tokens[:need]], steps=5, stages=(stage,), extension=0)
+    with pytest.raises(T.UserError, match=r"last for 4 of 5 steps: get more shards") as error:
+        check(tmp_path, [tokens[: need - 1]], steps=5, stages=(stage,), extension=0)
+    assert str(tmp_path) in str(error.value)
+    with pytest.raises(T.UserError, match=r"last for 2 of 5 steps"):
+        check(tmp_path, [tokens[: need // 2]], steps=5, stages=(stage,), extension=0)
+
+
+def test_check_tokens_accepts_a_last_target_that_ends_the_last_shard(tmp_path):
+    """The lone BOS of the last packed row is the last token that there is."""
+    packed = T.Stage(1.0, 8 * 8, 8, 8, (4, 4))
+    check(tmp_path, [np.tile([BOS, *range(7), BOS], 8)], steps=1, stages=(packed,), extension=0)
+
+
+def test_check_tokens_accepts_exactly_enough_validation_tokens(tmp_path):
+    check(tmp_path, [documents(1, 8000)], documents(2, 1025))
+    with pytest.raises(T.UserError, match=r"holds 1,024 validation tokens, 1,025 are needed"):
+        check(tmp_path, [documents(1, 8000)], documents(2, 1024))
+
+
+@pytest.mark.parametrize("bad", ["x_train_000000.bin", "x_train_000001.bin", "x_val_000000.bin"])
+def test_check_tokens_names_the_shard_with_an_unknown_id(tmp_path, bad):
+    shards = {
+        "x_train_000000.bin": documents(1, 900),
+        "x_train_000001.bin": documents(1, 8000),
+        "x_val_000000.bin": documents(3, 1025),
+    }
+    shards[bad][-1] = small_config().real_tokens - 1
+    check(tmp_path, list(shards.values())[:2], shards["x_val_000000.bin"])
+    shards[bad][-1] = small_config().real_tokens
+    with pytest.raises(T.UserError, match=r"token id 97 is not below 97: .*again") as error:
+        check(tmp_path, list(shards.values())[:2], shards["x_val_000000.bin"])
+    assert str(tmp_path / bad) in str(error.value)
+
+
+def test_check_tokens_answers_with_the_shards_that_will_be_read(tmp_path):
+    """Not with what lies beyond the last step; so a record can be held against their hashes."""
+    found = check(tmp_path, [documents(1, 900), documents(1, 8000), documents(2, 500)])
+    assert [*found] == ["x_train_000000.bin", "x_train_000001.bin", "x_val_000000.bin"]
+    for name, facts in found.items():
+        content = (tmp_path / name).read_bytes()
+        assert facts == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_cursor_after_is_where_the_loader_stands(tmp_path):
+    """After plain rows, packed ones, and shards that are left for the next one."""
+    stream, cursor = stream_of(tmp_path, *(documents(seed, 1500) for seed in range(9))), 0
+    for step in range(CFG.steps):
+        assert T.cursor_after(CFG, stream, step) == cursor
+        _, cursor = T.next_rows(stream, cursor, T.stage_at(CFG, step))
+    assert T.cursor_after(CFG, stream, CFG.steps) == cursor > 4500
+
+
+def test_what_was_found_before_the_clock_is_forgotten(tmp_path):
+    """The loader looks for the documents again, inside the clock: no work is done for free."""
+    stream = stream_of(tmp_path, documents(1, 8000))
+    T.cursor_after(CFG, stream, CFG.steps)
+    assert stream.documents.cache_info().currsize == 0
+    T.next_rows(stream, 0, PACKED)
+    assert stream.documents.cache_info().currsize == 1
+
+
+def test_data_folder_that_is_missing_is_named(tmp_path):
+    cfg = replace(small_config(), data=str(tmp_path / "nothing"))
+    with pytest.raises(T.UserError, match="cached_fineweb10B.py, or name a --data") as error:
+        T.data_folder(cfg)
+    assert cfg.data in str(error.value)
+
+
+def test_data_folder_is_looked_for_here_and_beside_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(T, "__file__", str(tmp_path / "script/train_gpt.py"))
+    (tmp_path / "script/tokens").mkdir(parents=True)
+    cfg = replace(small_config(), data="tokens")
+    assert T.data_folder(cfg) == tmp_path / "script/tokens"
+    (tmp_path / "tokens").mkdir()
+    assert T.data_folder(cfg).resolve() == tmp_path / "tokens"
+
+
+def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkeypatch):
+    """Beside the script; one without its merges is not whole."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(T, "__file__", str(tmp_path / "train_gpt.py"))
+    made, said = [], []
+
+    def build(folder):
+        made.append(folder)
+        stream_of(folder, documents(1, 50))
+        stream_of(folder, documents(1, 50), split="val")
+        (folder / T.MERGES).write_text("[]")
+
+    monkeypatch.setattr(T.runpy, "run_path", lambda path: {"build": build, "path": path})
+    cfg, demo = T.PRESETS["tiny"], tmp_path / "data/builtin"
+    for _ in range(2):
+        assert T.data_folder(cfg, said.append).resolve() == demo
+        assert made == [demo]
+    assert said == [f"making the demo corpus in {demo}"]
+    (demo / T.MERGES).unlink()
+    assert T.data_folder(cfg, said.append).resolve() == demo and len(made) == 2
+    other = replace(cfg, data=str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    assert T.data_folder(other, said.append) == tmp_path / "other" and len(made) == 2

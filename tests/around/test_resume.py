@@ -1,0 +1,411 @@
+"""Runs that are stopped and go on exactly as if nothing had been; signals; several processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from conftest import documents, write_shard
+from programs import CFG
+from training import (
+    arrays,
+    assert_same_arrays,
+    facts,
+    metrics,
+    steps_of,
+    train_losses,
+    trained,
+    without_times,
+)
+
+import train_gpt as T
+
+RULE = b"=" * 100 + b"\n"
+ONCE = replace(CFG, checkpoint_every=0)
+
+
+@pytest.fixture(scope="module")
+def train(shards):
+    """train(cfg, out, saved=None, ...) on the shards of the tests."""
+    return lambda cfg, out, saved=None, **options: trained(cfg, out, shards, saved, **options)
+
+
+@pytest.fixture(scope="module")
+def run(train, tmp_path_factory) -> T.Path:
+    """The folder of a run that nobody interrupted, with every checkpoint: of 2, 4, 6 and 8."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "KEPT", 99)
+        return train(CFG, tmp_path_factory.mktemp("logs"))
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> T.Path:
+    """A copy of its folder, which a test may change."""
+    return shutil.copytree(run, tmp_path / run.name)
+
+
+def back_to(run, step: int) -> T.Saved:
+    """Delete the later checkpoints of a run, as if it had ended before them."""
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name) > step:
+            shutil.rmtree(folder)
+    return T.find_checkpoint(run)
+
+
+def steps_in_log(run) -> list[str]:
+    text = (run / "log.txt").read_text()
+    return [line.split()[0] for line in text.splitlines() if line.startswith("step:")]
+
+
+# ------------------------------------------------------------------------------------------------
+# Exactly
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, run, copy, step):
+    """Bit for bit: the same programs on the same numbers.
+
+    After 2 steps amid the plain rows of the first stage; after 4 amid the packed ones, where a
+    validation has been; after 6, with the extension and the last step of the tied head to come.
+    """
+    state, last = (arrays(run / f"checkpoints/{step}") for step in (step, 8))
+    for kind in ("params", "first", "second"):
+        np.testing.assert_array_equal(state[f"{kind}.embed"], state[f"{kind}.head"])
+    assert np.any(last["params.embed"] != last["params.head"])
+
+    said, saved = [], back_to(copy, step)
+    assert train(saved.cfg, copy.parent, saved, say=said.append) == copy
+    got, want = facts(copy), facts(run)
+    assert_same_arrays(arrays(copy / "checkpoints/8"), last)
+    assert without_times(copy) == without_times(run)
+    times = [line["train_time_ms"] for line in metrics(copy)]
+    assert times == sorted(times)
+    assert (got["resumed"], got["finished"], got["run_id"]) == (True, True, copy.name)
+    assert all(got[name] == want[name] for name in ("steps", "tokens", "val_loss"))
+    log = (copy / "log.txt").read_bytes()
+    assert log.count(RULE) == 4 and log.split(RULE)[3].startswith(b"resumed\npython ")
+    assert steps_in_log(copy) == steps_in_log(run)
+    assert any(line.startswith(f"resumed after {step} of 8 steps from ") for line in said)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [(8, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 8), (8, 4), (2, 8)))],
+)
+def test_a_run_resumes_on_another_number_of_devices(train, tmp_path, before, after):
+    """As far as sums in another order allow. Other numbers have other padding, 1 has none."""
+    run = train(replace(CFG, devices=before), tmp_path)
+    want, end = train_losses(run), arrays(run / "checkpoints/8")
+    saved = back_to(run, 6)
+    assert train(replace(saved.cfg, devices=after), tmp_path, saved) == run
+    assert facts(run)["devices"]["count"] == after
+    assert train_losses(run)[:6] == want[:6]
+    np.testing.assert_allclose(train_losses(run), want, rtol=2e-5)
+    got = arrays(run / "checkpoints/8")
+    for name in end:
+        np.testing.assert_allclose(got[name], end[name], rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(("stored", "there", "want"), [(8, 4, 0), (2, 8, 2), (0, 8, 0)])
+def test_stored_number_of_devices_counts_if_they_are_there_and_data_may_have_moved(
+    monkeypatch, stored, there, want
+):
+    cfg, seen = replace(CFG, devices=stored), []
+    saved = T.Saved(T.Path("x"), cfg, *[None] * (len(T.Saved._fields) - 2))
+    monkeypatch.setattr(T, "find_checkpoint", lambda *_: saved)
+    monkeypatch.setattr(T, "all_devices", lambda: jax.devices()[:there])
+    monkeypatch.setattr(T, "train", lambda cfg, *_: seen.append((cfg.devices, cfg.data)))
+    assert T.main(["--resume", "x"]) == 0 and T.main(["--resume", "x", "--data", "y"]) == 0
+    assert seen == [(want, CFG.data), (want, "y")]
+
+
+def test_resumed_run_validates_once_where_it_was_saved(train, tmp_path):
+    folder = train(replace(CFG, checkpoint_every=4), tmp_path)
+    saved = back_to(folder, 4)
+    train(saved.cfg, tmp_path, saved)
+    assert [line["step"] for line in metrics(folder) if "val_loss" in line] == [0, 4, 8]
+
+
+def test_resumed_run_loads_inside_the_clock_too(train, copy, monkeypatch):
+    """Where it has to begin is found before, but its loader starts from nothing."""
+    seen, clocks = [], []
+
+    def opened(self, *args, real=T.RunLog.__init__):
+        real(self, *args)
+        clocks.append(self.clock)
+
+    def documents(self, number, real=T.TokenStream._documents):
+        seen.append(bool(clocks) and clocks[0].running.is_set())
+        return real(self, number)
+
+    monkeypatch.setattr(T.RunLog, "__init__", opened)
+    monkeypatch.setattr(T.TokenStream, "_documents", documents)
+    saved = back_to(copy, 6)
+    train(saved.cfg, copy.parent, saved)
+    assert seen[0] is False and seen[-1] is True
+
+
+# ------------------------------------------------------------------------------------------------
+# What is not resumed, or not from there
+# ------------------------------------------------------------------------------------------------
+
+
+def test_finished_run_is_not_resumed(train, copy):
+    before = (copy / "run.json").read_bytes()
+    saved = T.find_checkpoint(copy)
+    with pytest.raises(T.UserError, match="is finished: there is nothing to resume"):
+        train(saved.cfg, copy.parent, saved)
+    assert (copy / "run.json").read_bytes() == before
+
+
+def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
+    """With as many of them, and the same files but for one token."""
+    other = shutil.copytree(shards, tmp_path / "other")
+    tokens = documents(1, 3000)
+    tokens[7] += 1
+    write_shard(other / "small_train_000001.bin", tokens)
+    saved = back_to(copy, 4)
+    before = {path: path.read_bytes() for path in copy.rglob("*.*")}
+    with pytest.raises(T.UserError, match="does not hold the shards that .* was trained on"):
+        trained(saved.cfg, copy.parent, other, saved)
+    assert {path: path.read_bytes() for path in copy.rglob("*.*")} == before
+
+
+def test_changed_source_is_named(train, copy):
+    said, saved = [], back_to(copy, 6)
+    train(saved.cfg, copy.parent, saved._replace(source_sha256="0"), say=said.append)
+    assert any("train_gpt.py has changed since" in line for line in said)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_does_not_come_back(train, run, copy):
+    """Also if the damage mends itself, as when a disk was late: it stays aside."""
+    meta, said = copy / "checkpoints/8/meta.json", []
+    whole = meta.read_text()
+    meta.write_text("")
+    (copy / "checkpoints/.8").mkdir()  # of a writer that was killed
+    saved = T.find_checkpoint(copy, said.append)
+    assert saved.step == 6 and said[0].startswith("warning: ")
+    train(saved.cfg, copy.parent, saved)
+    assert "damaged-8" in steps_of(copy) and "8" in steps_of(copy) and ".8" not in steps_of(copy)
+    (copy / "checkpoints/damaged-8/meta.json").write_text(whole)
+    assert T.find_checkpoint(copy).folder == copy / "checkpoints/8"
+    assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run / "checkpoints/8"))
+
+
+def test_what_was_logged_after_the_checkpoint_is_dropped(train, run, copy):
+    """Of steps that are lost; also half a line, which a crash may leave."""
+    saved = back_to(copy, 4)
+    for name in ("metrics.jsonl", "log.txt"):
+        assert saved.logs[name] < (copy / name).stat().st_size
+        with open(copy / name, "a") as file:
+            file.write('{"step": 9, "tra')
+    train(saved.cfg, copy.parent, saved)
+    assert without_times(copy) == without_times(run) and steps_in_log(copy) == steps_in_log(run)
+
+
+# ------------------------------------------------------------------------------------------------
+# Signals
+# ------------------------------------------------------------------------------------------------
+
+
+def signal_at(patch, number: int, at: int):
+    """The process gets a signal when the loss of step `at` is logged, while the next one runs."""
+
+    def logged(self, step, loss, real=T.RunLog.trained):
+        if step == at:
+            os.kill(os.getpid(), number)
+        return real(self, step, loss)
+
+    patch.setattr(T.RunLog, "trained", logged)
+
+
+@pytest.mark.parametrize(
+    "number, at, stop", [(signal.SIGTERM, 3, 4), (signal.SIGINT, 4, 6)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_a_signal_saves_and_ends_the_run_where_no_gradients_wait(
+    train, run, tmp_path, monkeypatch, number, at, stop
+):
+    """The command that it prints leads to the same end as if nothing had been."""
+    before, out = signal.getsignal(number), tmp_path / "my logs"
+    with monkeypatch.context() as patch:
+        signal_at(patch, number, at)
+        with pytest.raises(T.Stopped) as stopped:
+            train(ONCE, out)
+    (folder,) = out.iterdir()
+    assert stopped.value.number == number and type(stopped.value.number) is not bool
+    assert str(stopped.value) == (
+        f"stopped after {stop} of 8 steps; to continue: python train_gpt.py --resume '{folder}'"
+    )
+    assert signal.getsignal(number) is before
+    assert steps_of(folder) == [str(stop)] and facts(folder)["finished"] is False
+    assert facts(folder)["steps"] == stop
+    saved = T.find_checkpoint(folder)
+    train(saved.cfg, out, saved)
+    assert without_times(folder) == without_times(run)
+    assert_same_arrays(arrays(folder / "checkpoints/8"), arrays(run / "checkpoints/8"))
+
+
+def test_what_run_json_says_of_a_stop_is_what_the_checkpoint_says(train, tmp_path, monkeypatch):
+    signal_at(monkeypatch, signal.SIGTERM, 3)
+    with pytest.raises(T.Stopped):
+        train(ONCE, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    meta = json.loads((folder / "checkpoints/4/meta.json").read_text())["checkpoint"]
+    got = facts(folder)
+    assert (got["steps"], got["tokens"]) == (meta["step"], CFG.tokens_after(4))
+    assert all(got[name] == meta[name] for name in ("config", "data", "source_sha256"))
+    assert got["train_time_ms"] == pytest.approx(meta["train_time_ms"], abs=1e-3)
+    assert (folder / "log.txt").stat().st_size >= meta["logs"]["log.txt"]
+
+
+def test_a_signal_before_the_last_step_is_too_late(train, tmp_path, monkeypatch):
+    signal_at(monkeypatch, signal.SIGTERM, 7)
+    assert facts(train(ONCE, tmp_path))["finished"] is True
+
+
+def test_a_stop_before_the_first_step_can_be_resumed_and_stopped_again(
+    train, run, tmp_path, monkeypatch
+):
+    """As when the signal comes amid compilation and jax keeps it: nothing is saved twice."""
+    out, ask = tmp_path / "logs", T.ask_to_stop
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            asked = T.contextlib.nullcontext(lambda step: signal.SIGTERM)
+            patch.setattr(T, "ask_to_stop", lambda asked=asked: asked)
+            folders = list(out.glob("*"))
+            saved = T.find_checkpoint(folders[0]) if folders else None
+            with pytest.raises(T.Stopped, match="^stopped after 0 of 8 steps"):
+                train(saved.cfg if saved else ONCE, out, saved)
+    assert T.ask_to_stop is ask
+    (folder,) = out.iterdir()
+    assert steps_of(folder) == ["0"]
+    saved = T.find_checkpoint(folder)
+    train(saved.cfg, out, saved)
+    assert without_times(folder) == without_times(run)
+
+
+def test_a_stop_that_could_not_be_saved_is_an_error(train, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    signal_at(monkeypatch, signal.SIGTERM, 3)
+    monkeypatch.setattr(T, "whole_file", full)
+    words = r"^stopped after 4 steps, but there is no checkpoint of step 4: .*No space"
+    with pytest.raises(T.UserError, match=words):
+        train(ONCE, tmp_path)
+
+
+def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeypatch, request):
+    """`timeout` tells the process and its group; a person presses Ctrl-C again after a while."""
+    now, before = [0.0], signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))  # a script's `&` ignores it
+    monkeypatch.setattr(T, "time", SimpleNamespace(**{**vars(T.time), "monotonic": lambda: now[0]}))
+    with T.ask_to_stop() as asked:
+        assert asked(0) == 0
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert asked(1) == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked(2) == signal.SIGINT  # the first of them
+        now[0] = 2.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ------------------------------------------------------------------------------------------------
+# Several processes, here as threads that believe to be some (test_survival has real ones)
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_processes(monkeypatch):
+    """as_processes(count, do): the errors (or None) of do(i) in `count` threads, one a process."""
+    from jax.experimental import multihost_utils
+
+    me = threading.local()
+
+    def gather(count):
+        slots, barrier = [None] * count, threading.Barrier(count, timeout=10)
+
+        def all_of(x):
+            slots[me.number] = np.array(x)
+            barrier.wait()
+            found = np.stack(slots)
+            barrier.wait()
+            return found
+
+        return all_of
+
+    def run(count, do):
+        all_of, errors = gather(count), [None] * count
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        monkeypatch.setattr(jax, "process_index", lambda: me.number)
+        monkeypatch.setattr(multihost_utils, "process_allgather", all_of)
+        monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda x: all_of(x)[0])
+
+        def one(number):
+            me.number = number
+            try:
+                do(number)
+            except T.UserError as error:
+                errors[number] = str(error)
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
+
+    return run
+
+
+def test_processes_that_agree_go_on(as_processes):
+    assert as_processes(3, lambda i: T.agree({"config": [1], "data": {"x": 2}})) == [None] * 3
+
+
+def test_processes_that_do_not_agree_are_told_what_differs_and_where(as_processes):
+    facts = [{"versions": {"jax": "1"}, "config": {"seed": seed}} for seed in (0, 0, 4, 5)]
+    for i, error in enumerate(as_processes(4, lambda i: T.agree(facts[i]))):
+        assert re.match("the config of process 2, 3 is not that of process 0 ", error)
+        assert f"(this is process {i} on " in error and "make them equal on all hosts" in error
+
+
+def test_all_processes_have_the_name_that_process_0_has_chosen(as_processes):
+    names = {}
+    as_processes(3, lambda i: names.update({i: T.from_first(f"2026-{i}-é")}))
+    assert names == {i: "2026-0-é" for i in range(3)}
+
+
+@pytest.mark.parametrize(
+    "variables, given, joins",
+    [
+        ({}, (None, None, None), False),
+        ({"TPU_WORKER_HOSTNAMES": "a"}, (None, None, None), False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, (None, None, None), True),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, (None, None, None), False),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, (None, None, None), True),
+        ({}, ("a:1", 2, 1), True),
+    ],
+)
+def test_a_process_joins_others_if_it_is_told_to_or_finds_some(
+    monkeypatch, variables, given, joins
+):
+    for name in ("TPU_WORKER_HOSTNAMES", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **_: seen.append(args))
+    monkeypatch.setattr(T.Path, "exists", lambda self: False)  # no device files of a TPU
+    T.join_hosts(*given)
+    assert seen == [given] * joins

@@ -1,0 +1,103 @@
+"""Runs of the trainer inside a test: quick ones, and what they leave behind."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import small_config
+from programs import BUILT, key, quick_compilation
+
+import train_gpt as T
+
+# One stage and four small programs, which compile in a second; 4 steps take 0.1 s. Tables and MLPs'
+# bank are padded on more devices than one.
+BRIEF = small_config(
+    preset="brief",
+    layers=3,
+    width=16,
+    heads=2,
+    mlp_width=32,
+    vocab=101,
+    bigram_rows=103,
+    long_layers=(2,),
+    value_layers=(0, 2),
+    skip=(0, 1),
+    steps=4,
+    extension=0,
+    stages=(T.Stage(1.0, 256, 32, 24, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0)),),
+    momentum_warmup=2,
+    momentum_cooldown=1,
+    val_tokens=512,
+    val_batch=512,
+    checkpoint_every=1,
+)
+STATES, COPIES = {}, {}  # as BUILT: T.start_state and T.start_copies of a config
+
+
+def trained(cfg: T.Config, out: Path, shards: Path, saved=None, say=None, **options) -> Path:
+    """T.train; runs that differ in smooth things only share their compiled programs."""
+
+    def once(make, known):
+        """`make`, which is not asked twice for what depends on the programs of a config alone."""
+
+        def made(cfg, mesh, *args):
+            same = key(replace(cfg, log_every=10, prefetch=4, sample_tokens=0), mesh.size)
+            if same not in known:
+                known[same] = make(cfg, mesh, *args)
+            return known[same]
+
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, quick_compilation():
+        patch.setattr(T, "compile_all", once(T.compile_all, BUILT))
+        patch.setattr(T, "start_state", once(T.start_state, STATES))
+        patch.setattr(T, "start_copies", once(T.start_copies, COPIES))
+        cfg, say = replace(cfg, data=str(shards)), say or (lambda line: None)
+        return T.train(cfg, out, "train 'this'", saved, say=say, **options)
+
+
+def metrics(run: Path) -> list[dict]:
+    """What metrics.jsonl says, line by line."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(run: Path) -> list[dict]:
+    """The same, but for what no two runs have in common."""
+    return [{k: v for k, v in line.items() if k != "train_time_ms"} for line in metrics(run)]
+
+
+def train_losses(run: Path) -> list[float]:
+    return [line["train_loss"] for line in metrics(run) if "train_loss" in line]
+
+
+def facts(run: Path) -> dict:
+    return json.loads((run / "run.json").read_text())
+
+
+def steps_of(run: Path) -> list[str]:
+    """The names in the folder of a run's checkpoints: their steps, if all is well."""
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    """kind.name -> the whole array, from the rows in the files of all processes."""
+    rows = {}
+    for path in checkpoint.glob("*.npz"):
+        with np.load(path) as file:
+            for member in file.files:
+                name, _, first = member.rpartition(".")
+                assert int(first) not in rows.setdefault(name, {}), "rows that two files hold"
+                rows[name][int(first)] = file[member]
+    for name, pieces in rows.items():
+        ends = [first + len(pieces[first]) for first in sorted(pieces)]
+        assert sorted(pieces) == [0, *ends[:-1]], f"rows of {name} are missing"
+    return {name: np.concatenate([x[first] for first in sorted(x)]) for name, x in rows.items()}
+
+
+def assert_same_arrays(got: dict, want: dict):
+    """Bit for bit."""
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)

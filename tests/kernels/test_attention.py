@@ -1,0 +1,433 @@
+"""Attention: the plain form against the contract in NumPy float64, and the kernels against both.
+
+The contract: token t attends to itself and to the `window` tokens before it that have its segment
+id. Every batch has one row for each way in which documents can lie. Kernels are interpreted, on a
+CPU; test_gpu.py has them on a GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import jit
+
+import train_gpt as T
+
+SCALE = 0.4
+
+
+def segment_rows(t: int) -> np.ndarray:
+    """Segments int32 [4, t]: no BOS at all (0), BOS first (1), a few documents, many short ones."""
+    starts = np.zeros((4, t), np.int32)
+    starts[1:3, 0] = 1
+    cuts = [t // 3, min(t // 3 + 1, t - 1), 3 * t // 4]  # one document has one token
+    starts[2, cuts] = 1
+    starts[3, 2::5] = 1  # the row begins inside of a document
+    return np.cumsum(starts, axis=1, dtype=np.int32)
+
+
+@functools.cache
+def inputs(t: int, h: int, dtype=np.float32, n: int = 2):
+    """q, k, v, an output gradient [4, t, n, h] and segments; q and k large enough to sharpen."""
+    rng = np.random.default_rng(t)
+    arrays = [jnp.asarray(rng.standard_normal((4, t, n, h)), dtype) for _ in range(4)]
+    return *arrays, segment_rows(t)
+
+
+def allowed(segments_bt, window: int) -> np.ndarray:
+    """The contract as a mask, bool [b, t, s]."""
+    t = segments_bt.shape[1]
+    back = np.arange(t)[:, None] - np.arange(t)
+    return (segments_bt[:, :, None] == segments_bt[:, None]) & (back >= 0) & (back <= window)
+
+
+def reference(q, k, v, out_grad, segments, window: int, scale: float):
+    """(output, its gradients for q, k, v and scale) in float64, by the rules of calculus."""
+    q, k, v, out_grad = (np.asarray(x, np.float64) for x in (q, k, v, out_grad))
+    products = np.einsum("btnh,bsnh->bnts", q, k)
+    weights = np.exp(scale * products) * allowed(segments, window)[:, None]
+    probs = weights / weights.sum(-1, keepdims=True)
+    out = np.einsum("bnts,bsnh->btnh", probs, v)
+    by_probs = np.einsum("btnh,bsnh->bnts", out_grad, v)
+    by_scores = probs * (by_probs - np.sum(probs * by_probs, -1, keepdims=True))
+    grads = (
+        scale * np.einsum("bnts,bsnh->btnh", by_scores, k),
+        scale * np.einsum("bnts,btnh->bsnh", by_scores, q),
+        np.einsum("bnts,btnh->bsnh", probs, out_grad),
+        np.sum(by_scores * products),
+    )
+    return out, grads
+
+
+def with_gradients(attend):
+    """attend as a function of (q, k, v, out_grad, segments, window, scale) -> (output, gradients).
+
+    Not compiled yet: plain attention needs a static window, and what is cut with one.
+    """
+
+    def run(q, k, v, out_grad, segments, window, scale):
+        def loss(q, k, v, scale):
+            out = attend(q, k, v, segments, window, scale)
+            return jnp.sum(out * out_grad), out
+
+        grads, out = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, scale)
+        return out, grads
+
+    return run
+
+
+def check(got, arrays, window: int, atol: float):
+    """Output and gradients against the reference; `atol` is of the largest gradient of its kind."""
+    out, grads = got
+    want, want_grads = reference(*arrays, window, SCALE)
+    q = arrays[0]
+    assert out.dtype == q.dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=atol)
+    # the gradient of the scale is a long sum: compare to the size of its terms
+    sizes = [max(np.abs(x).max(), 1e-3) for x in want_grads[:3]]
+    sizes.append(np.abs(np.asarray(q, np.float64) * want_grads[0]).sum() / SCALE + 1e-3)
+    for name, x, y, size in zip("qkvs", grads, want_grads, sizes, strict=True):
+        x = np.asarray(x, np.float64)
+        np.testing.assert_allclose(x / size, y / size, atol=atol, err_msg=name)
+
+
+def distance(got, want) -> float:
+    """Relative norm of the difference."""
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+# ------------------------------------------------------------------------------------------------
+# The band. 24 = 2 * 2 * 2 * 3, so blocks of 1, 2, 3, 4, 6, 8, 12 or 24 tokens; 23 is prime.
+# ------------------------------------------------------------------------------------------------
+
+BANDS = [  # (row, window, block)
+    (24, 0, 1),
+    (24, 1, 1),
+    (24, 5, 6),  # smaller than its block
+    (24, 6, 6),
+    (24, 7, 8),
+    (24, 9, 12),  # two blocks
+    (24, 13, 24),  # no smaller block holds it
+    (24, 22, 24),
+    (24, 23, 24),  # row - 1
+    (24, 24, 24),
+    (24, 1000, 24),
+    (23, 1, 1),
+    (23, 2, 23),  # no divisor but 1
+    (35, 4, 5),  # odd blocks
+    (35, 6, 7),
+    (1, 3, 1),
+    (2, 1, 1),
+]
+
+
+@pytest.mark.parametrize("t, window, block", BANDS)
+def test_band_cuts_rows_into_blocks_that_hold_the_window(t, window, block):
+    """The smallest divisor of the row; so t * 2c scores and not t * t."""
+    q, k, v, _, segments = inputs(t, 8)
+    parts = jax.eval_shape(lambda *x: T.band(*x, window), q, k, v, segments)
+    keys, blocks = (2 * block if block < t else t), 4 * t // block
+    assert [x.shape for x in parts] == [
+        *((blocks, block, 2, 8), (blocks, keys, 2, 8), (blocks, keys, 2, 8)),
+        (blocks, 1, block, keys),
+    ]
+    assert parts[3].dtype == bool
+    assert np.prod(parts[3].shape) == 4 * t * min(2 * block, t)
+
+
+@pytest.mark.parametrize("t, window", [(24, 0), (24, 5), (24, 12), (24, 23), (23, 4), (35, 6)])
+def test_band_allows_every_pair_of_the_contract_once_and_no_other(t, window):
+    """Keys carry their row and place, so each allowed score says which pair it is of."""
+    segments = segment_rows(t)
+    names = np.arange(4 * t, dtype=np.float32).reshape(4, t, 1, 1)
+    parts = jit(T.band, static_argnums=4)(names, names, names, segments, window)
+    q, k, v, mask = (np.asarray(x) for x in parts)
+    np.testing.assert_array_equal(k, v)
+    pairs = [
+        (int(q[i, c, 0, 0]), int(k[i, s, 0, 0])) for i, _, c, s in zip(*mask.nonzero(), strict=True)
+    ]
+    rows, times, seen = allowed(segments, window).nonzero()
+    assert sorted(pairs) == list(zip(rows * t + times, rows * t + seen, strict=True))
+
+
+def test_band_of_the_record_stays_small():
+    """A row of 49,152 tokens at a window of 640 takes 768 * 1536 scores a block: 75 MB of mask."""
+    shapes = [jax.ShapeDtypeStruct((1, 49_152, 6, 128), jnp.bfloat16)] * 3
+    segments = jax.ShapeDtypeStruct((1, 49_152), jnp.int32)
+    mask = jax.eval_shape(lambda *x: T.band(*x, 640), *shapes, segments)[3]
+    assert mask.shape == (64, 1, 768, 1536)
+    assert 75e6 < mask.size < 76e6
+
+
+# ------------------------------------------------------------------------------------------------
+# attend_plain
+# ------------------------------------------------------------------------------------------------
+
+plain = jit(with_gradients(T.attend_plain), static_argnums=5)
+
+
+@pytest.mark.parametrize("t, window", [band[:2] for band in BANDS])
+def test_plain_follows_the_contract_forward_and_backward(t, window):
+    arrays = inputs(t, 8)
+    # float32 sums of up to 35 terms of size 1
+    check(plain(*arrays, window, SCALE), arrays, window, atol=3e-6)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_plain_in_groups_of_blocks_computes_the_same(monkeypatch, together):
+    """Rows of 262,144 tokens would need 51 GB of scores at once; 4 rows of 4 blocks stand in."""
+    arrays = inputs(32, 8)
+    n, c, s = 2, 8, 16
+    monkeypatch.setattr(T, "SCORE_BYTES", together * 4 * n * c * s)
+    run = with_gradients(T.attend_plain)
+    check(jit(run, static_argnums=5)(*arrays, 7, SCALE), arrays, 7, atol=3e-6)
+    assert "scan" in str(jax.make_jaxpr(run, static_argnums=5)(*arrays, 7, SCALE))
+
+
+def test_plain_with_window_0_returns_the_values():
+    q, k, v, _, segments = inputs(24, 8)
+    out = jit(T.attend_plain, static_argnums=4)(q, k, v, segments, 0, SCALE)
+    np.testing.assert_array_equal(out, v)
+
+
+@pytest.mark.parametrize("t, window", [(24, 5), (24, 1000), (23, 4)])
+def test_a_key_reaches_exactly_the_tokens_that_may_see_it(t, window):
+    """Each token's key and value in turn; all other outputs stay the same bit for bit."""
+    q, k, v, _, segments = inputs(t, 8)
+
+    @jit
+    def outputs(at):
+        here = (jnp.arange(4 * t) == at).reshape(4, t, 1, 1)
+        k_new, v_new = (jnp.where(here, x + 1, x) for x in (k, v))
+        return T.attend_plain(q, k_new, v_new, segments, window, SCALE)
+
+    before, reach = np.asarray(outputs(-1)), allowed(segments, window)
+    for at in range(4 * t):
+        moved = (np.asarray(outputs(at)) != before).any(axis=(2, 3))
+        want = np.zeros((4, t), bool)
+        want[at // t] = reach[at // t, :, at % t]
+        np.testing.assert_array_equal(moved, want, err_msg=f"token {at % t} of row {at // t}")
+
+
+def test_plain_keeps_16_bits_outside_and_32_inside():
+    q, k, v, out_grad, segments = inputs(24, 8, jnp.bfloat16)
+    out = jit(T.attend_plain, static_argnums=4)(q, k, v, segments, 6, 3.0)
+    assert out.dtype == jnp.bfloat16
+    want, _ = reference(q, k, v, out_grad, segments, 6, 3.0)
+    # probabilities and output are rounded to 8 bits, 2^-9 each; scores must not be: they reach 30
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=0.02)
+
+
+def test_plain_does_not_make_the_square_of_the_row():
+    """The largest array of 96 tokens with blocks of 4 has 4 * 2 * 96 * 8 scores, not 96 * 96."""
+    q, k, v, _, segments = inputs(96, 4)
+    jaxpr = jax.make_jaxpr(lambda *x: T.attend_plain(*x, segments, 4, SCALE))(q, k, v)
+    largest = max(x.aval.size for eqn in jaxpr.eqns for x in eqn.outvars)
+    assert largest == 4 * 2 * 96 * 8
+
+
+# ------------------------------------------------------------------------------------------------
+# attend_triton: tiles of up to 128 tokens
+# ------------------------------------------------------------------------------------------------
+
+
+def triton(*args):
+    return T.attend_triton(*args, interpret=True)
+
+
+@functools.cache
+def compiled_triton():
+    """One program for every window of a shape: what a token can reach is data to the kernels."""
+    return jit(with_gradients(triton))
+
+
+@pytest.mark.parametrize(
+    "t, h, n, windows",
+    [
+        (384, 16, 1, (1, 63, 64, 65, 127, 128, 129, 200, 383, 10_000)),  # edges of tiles
+        (256, 32, 3, (150,)),  # heads must not mix
+        pytest.param(*(256, 64, 2, (63, 255)), marks=pytest.mark.slow),
+        (128, 128, 1, (5, 127)),  # one tile; the record's head width
+    ],
+)
+def test_triton_follows_the_contract_forward_and_backward(t, h, n, windows):
+    arrays = inputs(t, h, n=n)
+    for window in windows:
+        check(compiled_triton()(*arrays, window, SCALE), arrays, window, atol=1e-5)
+
+
+def test_triton_with_window_0_returns_the_values():
+    q, k, v, out_grad, segments = inputs(384, 16, n=1)
+    out, grads = compiled_triton()(q, k, v, out_grad, segments, 0, SCALE)
+    np.testing.assert_allclose(out, v, rtol=1e-6)
+    for got, want in zip(grads, (0 * q, 0 * k, out_grad), strict=False):
+        np.testing.assert_allclose(got, want, atol=1e-5)  # of gradients of size 1 otherwise
+
+
+@pytest.mark.parametrize("name", ["FORWARD_TILES", "QUERY_TILES", "KEY_TILES"])
+@pytest.mark.parametrize(
+    "queries, keys",
+    [(64, 128), *(pytest.param(*tile, marks=pytest.mark.slow) for tile in ((32, 32), (128, 32)))],
+)
+def test_triton_takes_tiles_of_any_shape(monkeypatch, name, queries, keys):
+    if tuple(getattr(T, name)[:2]) == (queries, keys):
+        queries, keys = keys, queries  # those it has are tested above
+    monkeypatch.setattr(T, name, T.Tiles(queries, keys, 4, 2))
+    arrays = inputs(256, 16, n=1)
+    check(jit(with_gradients(triton))(*arrays, 150, SCALE), arrays, 150, atol=1e-5)
+
+
+def test_triton_in_16_bits_is_as_exact_as_they_are():
+    """2^-9 is the error of one rounding: of weights, of their gradients and of what comes out."""
+    arrays = inputs(256, 32, jnp.bfloat16)
+    got, got_grads = compiled_triton()(*arrays, 100, SCALE)
+    want, want_grads = reference(*arrays, 100, SCALE)
+    for x, y in zip((got, *got_grads[:3]), (want, *want_grads[:3]), strict=True):
+        assert x.dtype == jnp.bfloat16
+        assert distance(x, y) < 0.01  # seen: 0.003 to 0.006
+
+
+def test_triton_reads_no_tile_that_a_block_cannot_see():
+    """Poison outside of the reach of the last block: a tile that is read spoils sums, 0 * nan."""
+    t, window = 512, 100
+    q, k, v, _, _ = (x[:1] for x in inputs(t, 16))
+    far = (np.arange(t) < 256)[None, :, None, None]
+    segments = np.zeros((1, t), np.int32)
+    k, v = (jnp.where(far, np.nan, x) for x in (k, v))
+    out = np.asarray(jit(lambda *x: triton(*x, window, SCALE))(q, k, v, segments))
+    assert np.isnan(out[:, :256]).all() and np.isfinite(out[:, 384:]).all()
+
+
+@pytest.mark.parametrize("t", [64, 100, 257, 320])
+def test_triton_refuses_rows_that_tiles_do_not_fill(t):
+    q, k, v, _, segments = inputs(t, 16)
+    with pytest.raises(T.UserError, match=f"multiple of 128 tokens, not {t}"):
+        triton(q, k, v, segments, 64, 0.2)
+
+
+# ------------------------------------------------------------------------------------------------
+# attend_window: a layer in one TPU kernel, against attend_heads with attend_plain
+# ------------------------------------------------------------------------------------------------
+
+plain_heads = T.PLAIN.attend
+window_heads = functools.partial(T.attend_window, interpret=True)
+
+
+def layer_inputs(heads: T.Heads, t: int, parts: str, dtype):
+    """Arguments of run_layer: only those `parts` (values, logits) are there, or gates are `shut`.
+
+    A gate that is shut is 1e-35, for 50 tokens of each row.
+    """
+    rng = np.random.default_rng(t)
+    n, d = heads.count, heads.count * heads.width
+
+    def draw(columns: int):
+        return jnp.asarray(rng.standard_normal((3, t, columns)), dtype)
+
+    proj = draw(3 * d + heads.gates)
+    if "shut" in parts:
+        proj = proj.at[:, 40:90, 3 * d :].set(-80.0)
+    logits = np.zeros((3, t, heads.gates))
+    logits[..., n : 2 * n] = rng.standard_normal((3, t, n))
+    freqs = rng.uniform(0.1, 1.5, heads.width // 4).astype(np.float32)
+    return (
+        proj,
+        draw(d) if "values" in parts else None,
+        jnp.asarray(logits, dtype) if "logits" in parts else None,
+        np.asarray(draw(d), np.float32),
+        segment_rows(t)[1:],
+        freqs,
+    )
+
+
+def run_layer(attend, heads, proj, values, value_logits, out_grad, segments, freqs):
+    """{"y": output, "q", "k", "v", "gates", "values", "logits": gradients of those there are}."""
+    names = [name for name, x in (("values", values), ("logits", value_logits)) if x is not None]
+
+    def loss(proj, more):
+        y = attend(
+            *(heads, proj),
+            values_btd=more.get("values"),
+            value_logits_btg=more.get("logits"),
+            segments_bt=segments,
+            freqs=freqs,
+            scale=jnp.float32(0.1),
+        )
+        return jnp.sum(y.astype(jnp.float32) * out_grad), y
+
+    more = dict(zip(names, [x for x in (values, value_logits) if x is not None], strict=True))
+    (d_proj, d_more), y = jit(jax.grad(loss, (0, 1), has_aux=True))(proj, more)
+    d = heads.count * heads.width
+    parts = {name: d_proj[..., i * d : (i + 1) * d] for i, name in enumerate("qkv")}
+    return {"y": y, **parts, "gates": d_proj[..., 3 * d :], **d_more}
+
+
+PAIRED = {"paired": True, "offset": True}
+LAYERS = [  # (row, heads, parts); a block is gcd(row, 256) tokens
+    (384, T.Heads(1, 128, window=150), "shut"),  # three blocks; of the first only its last half
+    (384, T.Heads(2, 128, window=256, offset=True), "values, logits"),  # exactly two blocks back
+    # four heads, or even heads and the first half of them would be the same
+    (384, T.Heads(4, 128, window=201, **PAIRED), "values, logits"),
+    (256, T.Heads(1, 256, window=1000), "values"),  # beyond the row, which is one block
+]
+MORE_LAYERS = [
+    *((384, T.Heads(2, 128, window=w, offset=True), "values") for w in (0, 1, 127, 128, 129, 257)),
+    *((384, T.Heads(4, 128, window=w, **PAIRED), "values") for w in (0, 1, 254, 255, 256, 257)),
+    (384, T.Heads(4, 128, window=300, paired=True), ""),
+    (768, T.Heads(6, 128, window=384, **PAIRED), "values, logits"),  # the record's width
+    (384, T.Heads(3, 384, window=200, offset=True), "values, logits"),  # no power of two
+    (512, T.Heads(2, 128, window=100, offset=True), ""),
+    (128, T.Heads(1, 128, window=5), ""),
+]
+
+
+@pytest.mark.parametrize(
+    "t, heads, parts",
+    [*LAYERS, *(pytest.param(*layer, marks=pytest.mark.slow) for layer in MORE_LAYERS)],
+)
+def test_window_computes_a_layer_forward_and_backward(t, heads, parts):
+    arrays = layer_inputs(heads, t, parts, np.float32)
+    got = run_layer(window_heads, heads, *arrays)
+    want = run_layer(plain_heads, heads, *arrays)
+    assert got.keys() == want.keys() >= {"y", "q", "k", "v", "gates"}
+    for name, x in got.items():
+        y = np.asarray(want[name])
+        # Relative to the largest, which is above 1 (but 0 for q and k where a window is 0): sums of
+        # up to 768 terms in float32. Seen: 4e-6.
+        np.testing.assert_allclose(x, y, atol=2e-5 * max(np.abs(y).max(), 1), err_msg=name)
+
+
+def test_window_in_16_bits_is_as_exact_as_they_are():
+    """The plain form on the same rounded inputs, in float32; 2^-9 is the error of one rounding."""
+    heads = T.Heads(1, 128, window=100, offset=True)
+    arrays = layer_inputs(heads, 512, "values, logits", jnp.bfloat16)
+    wide = [x if i > 2 else x.astype(jnp.float32) for i, x in enumerate(arrays)]
+    want = run_layer(plain_heads, heads, *wide)
+    for name, x in run_layer(window_heads, heads, *arrays).items():
+        assert x.dtype == jnp.bfloat16
+        assert distance(x.astype(jnp.float32), want[name]) < 0.006, name  # seen: 0.0046
+
+
+def test_plan_takes_every_visible_pair_of_blocks_and_no_other():
+    """By brute force over tokens: which blocks, which halves of them."""
+    for window in (1, 127, 128, 129, 255, 256, 257, 384, 640, 700):
+        for paired in (False, True):
+            plan = T.Plan(T.Heads(2, 128, window, paired), 256)
+            reach = {s: (window - s) // 2 if paired else window for s in (-1, 0, 1)}
+            furthest = max(reach.values())
+            assert plan.slots == max(j for j in range(9) if (j - 1) * 256 < furthest) + 1
+            for j in range(1, plan.slots):
+                back = j * 256 + np.arange(256) - np.arange(256)[:, None]  # [keys, queries]
+                seen = back <= furthest
+                keys, queries = plan.part(j)
+                assert not np.delete(seen, np.r_[keys], 0).any()
+                assert not np.delete(seen, np.r_[queries], 1).any()
+
+
+@pytest.mark.parametrize("width", [128, 256, 384])
+def test_means_are_those_of_the_row_also_in_bfloat16(width):
+    got = jit(lambda: T.means(jnp.ones((16, width)), jnp.bfloat16))()
+    np.testing.assert_allclose(got, 1.0, rtol=1e-6)

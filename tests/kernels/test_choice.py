@@ -1,0 +1,215 @@
+"""pick_kernels: which kernels serve a run on which device, and what the log says of it."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+from conftest import small_config
+
+import train_gpt as T
+
+RECORD = T.PRESETS["speedrun"]
+SMALL = small_config()
+TPU_KERNELS = "attention and gradients of tables for TPUs"
+GPU_KERNELS = "attention for NVIDIA GPUs"
+
+
+def tpu(kind: str = "TPU v6 lite"):
+    return SimpleNamespace(platform="tpu", device_kind=kind)
+
+
+def gpu(capability: str = "9.0", kind: str = "NVIDIA H100 80GB HBM3"):
+    return SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+
+
+def names(kernels: T.Kernels) -> set[str]:
+    """What of the four is not the plain form, with the attention of a GPU by its own name."""
+    found = set()
+    for part, plain in zip(kernels, T.PLAIN, strict=True):
+        if part is not plain:
+            is_gpu = getattr(part, "func", None) is T.attend_heads
+            found.add((part.args[0] if is_gpu else part).__name__)
+    return found
+
+
+EVERYWHERE = {"lean_squared_relu", "fused_cross_entropy"}
+
+
+def with_row(tokens: int, stage: int = 2) -> T.Config:
+    """The record with another length of row in one stage."""
+    stages = list(RECORD.stages)
+    stages[stage] = replace(stages[stage], row_tokens=tokens, batch_tokens=8 * tokens)
+    return replace(RECORD, stages=tuple(stages))
+
+
+def with_windows(*windows: int) -> T.Config:
+    """The record's widths with a stage for each long window."""
+    share = 1 / len(windows)
+    stages = tuple(T.Stage(share, 8 * 16_384, 16_384, 0, (128, window)) for window in windows)
+    return replace(RECORD, stages=stages, extension=0)
+
+
+def heads_of(width: int) -> T.Config:
+    """The record with heads of another width."""
+    return replace(RECORD, heads=768 // width)
+
+
+@pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU v5 lite", "TPU v5p", "TPU7x"])
+def test_the_record_has_attention_and_tables_of_its_own_on_tpus_since_v5(kind):
+    kernels, reason = T.pick_kernels(RECORD, tpu(kind))
+    assert names(kernels) == EVERYWHERE | {"attend_window", "sum_rows"}
+    assert reason == TPU_KERNELS
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.1"])
+def test_the_record_has_an_attention_of_its_own_on_nvidia_gpus_since_ampere(capability):
+    kernels, reason = T.pick_kernels(RECORD, gpu(capability))
+    assert names(kernels) == EVERYWHERE | {"attend_triton"}
+    assert reason == GPU_KERNELS
+
+
+@pytest.mark.parametrize("platform", ["cpu", "metal", "rocm"])
+def test_other_hardware_has_plain_attention_and_tables(platform):
+    device = SimpleNamespace(platform=platform, device_kind="a device")
+    for cfg in (RECORD, SMALL):
+        kernels, reason = T.pick_kernels(cfg, device)
+        assert names(kernels) == EVERYWHERE
+        assert reason == f"plain attention: there are no kernels for a {platform}"
+
+
+def test_the_devices_of_this_machine_have_the_plain_attention():
+    kernels, reason = T.pick_kernels(SMALL, jax.devices("cpu")[0])
+    assert names(kernels) == EVERYWHERE
+    assert reason.endswith("no kernels for a cpu")
+
+
+@pytest.mark.parametrize("device", [tpu(), gpu(), jax.devices("cpu")[0]])
+def test_plain_kernels_are_those_of_part_one(device):
+    kernels, reason = T.pick_kernels(replace(RECORD, kernels="plain"), device)
+    assert kernels is T.PLAIN and names(kernels) == set()
+    assert reason == "plain, as asked for"
+
+
+@pytest.mark.parametrize(
+    ("cfg", "device", "reason"),
+    [
+        (RECORD, tpu("TPU v4"), "a TPU v4 has too little VMEM"),
+        (RECORD, tpu("TPU v4 lite"), "a TPU v4 lite has too little VMEM"),
+        (RECORD, tpu("TPU v3"), "a TPU v3 has too little VMEM"),
+        (RECORD, tpu("TPU v2"), "a TPU v2 has too little VMEM"),
+        (replace(RECORD, width=704, heads=11), tpu(), "128 columns do not fill a width of 704"),
+        (with_row(192), tpu(), "tiles of 128 tokens do not fill rows of 192"),
+        (with_row(16_448, stage=0), tpu(), "tiles of 128 tokens do not fill rows of 16448"),
+        (replace(RECORD, val_row=64), tpu(), "tiles of 128 tokens do not fill rows of 64"),
+        (SMALL, tpu(), "128 columns do not fill a width of 32"),
+    ],
+)
+def test_a_tpu_has_no_kernel_at_all_where_tiles_do_not_fit(cfg, device, reason):
+    kernels, said = T.pick_kernels(cfg, device)
+    assert names(kernels) == EVERYWHERE
+    assert said.startswith("plain attention: ") and said.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "reason"),
+    [
+        (heads_of(64), "tiles of 128 columns do not fill heads 64 wide"),
+        (heads_of(192), "tiles of 128 columns do not fill heads 192 wide"),
+        (with_windows(8192), "a window of 8192 of width 768 does not fit the VMEM"),
+        (with_windows(128, 8192), "a window of 8192 of width 768 does not fit the VMEM"),
+        (
+            replace(RECORD, val_windows=(768, 65_536)),
+            "a window of 65536 of width 768 does not fit the VMEM",
+        ),
+        (
+            replace(with_windows(2560), compute_dtype="float32", width=1536, heads=12),
+            "a window of 2560 of width 1536 does not fit the VMEM",
+        ),
+        (
+            replace(with_windows(640), attn_scale=0.376),
+            "scores up to 48 could overflow without a running maximum",
+        ),
+    ],
+)
+def test_a_tpu_has_the_kernel_for_tables_alone_where_only_attention_does_not_fit(cfg, reason):
+    kernels, said = T.pick_kernels(cfg, tpu())
+    assert names(kernels) == EVERYWHERE | {"sum_rows"}
+    assert said == f"plain attention, table gradients for TPUs: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("cfg", "device", "reason"),
+    [
+        (RECORD, gpu("7.5"), "the compute capability is below 8.0"),
+        (RECORD, gpu("gfx942", "AMD Instinct MI300X"), "the compute capability is below 8.0"),
+        (
+            replace(RECORD, compute_dtype="float32"),
+            gpu(),
+            "they compute in bfloat16, not in float32",
+        ),
+        (heads_of(96), gpu(), "tiles do not fit heads 96 wide"),
+        (heads_of(256), gpu(), "tiles do not fit heads 256 wide"),
+        (with_row(192), gpu(), "tiles of 128 tokens do not fill rows of 192"),
+        (replace(RECORD, val_row=64), gpu(), "tiles of 128 tokens do not fill rows of 64"),
+        (
+            replace(with_windows(640), attn_scale=0.39),
+            gpu(),
+            "scores up to 50 could overflow without a running maximum",
+        ),
+        (small_config(compute_dtype="bfloat16"), gpu(), "tiles do not fit heads 8 wide"),
+    ],
+)
+def test_a_gpu_has_plain_attention_where_a_condition_fails(cfg, device, reason):
+    kernels, said = T.pick_kernels(cfg, device)
+    assert names(kernels) == EVERYWHERE
+    assert said == f"plain attention: {reason}"
+
+
+def test_a_gpu_whose_jax_has_no_triton_has_plain_attention(monkeypatch):
+    assert importlib.util.find_spec("jax.experimental.pallas.triton")  # as jax 0.10 has
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    kernels, said = T.pick_kernels(RECORD, gpu())
+    assert names(kernels) == EVERYWHERE
+    assert said == f"plain attention: jax {jax.__version__} has no Triton any more"
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+def test_a_gpu_takes_heads_whose_width_is_a_power_of_two_up_to_128(width):
+    assert T.pick_kernels(heads_of(width), gpu())[1] == GPU_KERNELS
+
+
+@pytest.mark.parametrize("device", [tpu(), gpu()])
+def test_scores_may_be_as_sharp_as_a_sum_of_them_in_float32_can_be(device):
+    """The bound is 48, of attn_scale times the width of a head."""
+    for scale, fits in ((0.375, True), (0.376, False)):
+        cfg = replace(with_windows(640), attn_scale=scale)
+        _, said = T.pick_kernels(cfg, device)
+        assert (said in (TPU_KERNELS, GPU_KERNELS)) == fits
+        assert said.endswith("without a running maximum") != fits
+
+
+@pytest.mark.parametrize("device", [tpu(), gpu()])
+def test_scores_grow_with_the_windows_of_the_stages(device):
+    """YaRN sharpens attention by 1 + 0.2 ln 32 = 1.7: 0.25 * 128 is 32 at first, 54 at last."""
+    cfg = replace(with_windows(128, 4096), attn_scale=0.25)
+    assert "scores up to 54 could" in T.pick_kernels(cfg, device)[1]
+
+
+def test_a_window_beyond_the_rows_counts_as_the_longest_row():
+    """Otherwise "everything" could not be asked for with a large number."""
+    stages = (T.Stage(1.0, 8 * 1024, 1024, 0, (128, 10**6)),)
+    cfg = replace(RECORD, stages=stages, extension=0, val_row=1024, val_windows=(128, 10**6))
+    assert T.pick_kernels(cfg, tpu())[1] == TPU_KERNELS
+
+
+def test_the_largest_window_that_a_tpu_is_given_stays_within_its_vmem():
+    """Three rings of bfloat16 and three of float32, of which 70 % of 100 MiB is the limit."""
+    served = [
+        w for w in range(256, 8192, 256) if T.pick_kernels(with_windows(w), tpu())[1] == TPU_KERNELS
+    ]
+    plan = T.Plan(T.Heads(6, 128, served[-1], offset=True), 256)
+    assert 60 * 2**20 < plan.ring_bytes("bfloat16") < 70 * 2**20
+    assert served == [*range(256, served[-1] + 1, 256)] and served[-1] >= 2560

@@ -1,0 +1,212 @@
+"""What needs an NVIDIA GPU: python -m pytest --gpu tests/kernels/test_gpu.py, some minutes on one.
+
+Everything is compared with the same on the CPU in float32. On a GPU sums have no fixed order (and
+float32 matmuls may be rounded to tf32), so nothing is compared bit for bit.
+"""
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import BOS, GPU, documents, small_config, write_shard
+
+import train_gpt as T
+
+pytestmark = pytest.mark.gpu
+DEVICES = {kind: jax.devices(kind)[0] for kind in (("cuda", "cpu") if GPU else ())}
+CFG = small_config(
+    width=128,
+    heads=2,
+    mlp_width=512,
+    steps=24,
+    extension=2,
+    stages=(
+        T.Stage(0.5, 8 * 256, 256, 0, (64, 128), 1.0, (1.0, 0.5), (1.0, 0.0)),
+        T.Stage(0.5, 8 * 512, 512, 200, (128, 300), 1.5),
+        T.Stage(0.0, 8 * 512, 512, 200, (200, 512)),
+    ),
+    val_tokens=8192,
+    val_every=8,
+    val_batch=4096,
+    val_row=512,
+    val_windows=(200, 512),
+    compute_dtype="bfloat16",
+    micro_tokens=2048,
+    adam_eps=1e-8,
+    lr_muon=0.01,
+)
+
+
+def distance(got, want) -> float:
+    """Relative norm of the difference."""
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention and the loss
+# ------------------------------------------------------------------------------------------------
+
+
+def attention_inputs(t: int, n: int = 6, h: int = 128):
+    """q, k (normed), v and an output gradient [1, t, n, h] in bfloat16, and documents of 700."""
+    rng = np.random.default_rng(t)
+    q, k, v, grad = (rng.standard_normal((1, t, n, h)).astype(np.float32) for _ in range(4))
+    q, k = (x / np.sqrt(np.square(x).mean(-1, keepdims=True)) for x in (q, k))
+    segments = np.cumsum(rng.random((1, t)) < 1 / 700, axis=1, dtype=np.int32)
+    return [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, grad)], segments
+
+
+def attended(attend, device, dtype, arrays, segments, window: int):
+    """(output, gradients of q, k and v) of an attention on a device."""
+
+    def run(q, k, v, grad, segments):
+        attending = functools.partial(attend, segments_bt=segments, window=window, scale=0.12)
+        out, back = jax.vjp(lambda *x: attending(*x), q, k, v)
+        return out, *back(grad)
+
+    arrays = [jax.device_put(np.asarray(x, np.float32).astype(dtype), device) for x in arrays]
+    return jax.device_get(jax.jit(run)(*arrays, jax.device_put(segments, device)))
+
+
+@pytest.mark.parametrize("window", [63, 64, 128, 384, 640, 1408])
+def test_attention_of_the_record_is_the_reference(window):
+    """Windows and documents, forward and backward. A mistake at one edge in 100 would be 10 %."""
+    arrays, segments = attention_inputs(4096)
+    got = attended(T.attend_triton, DEVICES["cuda"], jnp.bfloat16, arrays, segments, window)
+    want = attended(T.attend_plain, DEVICES["cpu"], np.float32, arrays, segments, window)
+    for name, x, y in zip(("out", "q", "k", "v"), got, want, strict=True):
+        assert distance(x, y) < 0.012, name  # rounded to bfloat16 thrice, 2^-9 each
+
+
+@pytest.mark.parametrize("h", [16, 32, 64])
+def test_attention_of_narrower_heads_is_the_reference(h):
+    arrays, segments = attention_inputs(1024, n=3, h=h)
+    got = attended(T.attend_triton, DEVICES["cuda"], jnp.bfloat16, arrays, segments, 200)
+    want = attended(T.attend_plain, DEVICES["cpu"], np.float32, arrays, segments, 200)
+    for name, x, y in zip(("out", "q", "k", "v"), got, want, strict=True):
+        assert distance(x, y) < 0.012, name
+
+
+def test_attention_in_a_row_of_the_record():
+    """49,152 tokens: offsets beyond 2^24; against the plain form on the GPU, also in bfloat16."""
+    arrays, segments = attention_inputs(49_152)
+    args = DEVICES["cuda"], jnp.bfloat16, arrays, segments, 640
+    for x, y in zip(attended(T.attend_triton, *args), attended(T.attend_plain, *args), strict=True):
+        assert distance(x, y) < 0.02
+
+
+def test_the_loss_with_its_own_gradient_is_the_plain_one():
+    """On a GPU it has a form of its own, with rounded logits; in chunks of the record's width."""
+    cfg, rng = replace(T.PRESETS["speedrun"], loss_chunk=1024), np.random.default_rng(0)
+    x = rng.standard_normal((2048, cfg.width))
+    head = 0.1 * rng.standard_normal((cfg.vocab, cfg.width))
+    targets = rng.integers(0, cfg.real_tokens, (2048, 3)).astype(np.int32)
+    weights = rng.uniform(0, 1, (2048, 3)).astype(np.float32)
+
+    def sums(function, kind: str, dtype):
+        def run(x, head):
+            return function(x, head, targets, weights, cfg)
+
+        arrays = (jnp.asarray(jnp.asarray(y, jnp.bfloat16), dtype) for y in (x, head))
+        arrays = [jax.device_put(y, DEVICES[kind]) for y in arrays]
+        (weighted, plain), grads = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(*arrays)
+        return jax.device_get((weighted, plain, *grads))
+
+    got = sums(T.fused_cross_entropy, "cuda", jnp.bfloat16)
+    want = sums(T.cross_entropy, "cpu", jnp.float32)
+    for y, z, off in zip(got, want, (1e-3, 1e-3, 0.01, 0.01), strict=True):
+        assert distance(y, z) < off
+
+
+# ------------------------------------------------------------------------------------------------
+# Runs
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tokens for CFG."""
+    folder = tmp_path_factory.mktemp("tokens")
+    write_shard(folder / "small_train_000001.bin", documents(1, 120_000))
+    write_shard(folder / "small_val_000000.bin", documents(3, 9000))
+    return folder
+
+
+def losses(cfg: T.Config, device, folder) -> list[float]:
+    """Training losses of all steps of `cfg` on one device."""
+    mesh, found = T.make_mesh(cfg, [device]), []
+    kernels, _ = T.pick_kernels(cfg, device)
+    compiled, _ = T.compile_all(cfg, mesh, kernels, lambda line: None)
+    state = T.start_state(cfg, mesh)(np.uint32(0))
+    copies, waiting = T.start_copies(cfg, mesh)(state["params"]), {}
+    stream = T.TokenStream(folder, "train", BOS)
+    for step, batch in enumerate(T.train_batches(cfg, mesh, stream, 0, 0)):
+        grads_of, *updates = T.programs_of(cfg, step)
+        grads, loss = compiled[grads_of](copies, batch.tokens, batch.hyper)
+        waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+        for update in updates:
+            due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
+            state, changed = compiled[update](state, due, batch.hyper)
+            copies |= changed
+        found.append(float(loss))
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_cpu(folder):
+    return losses(replace(CFG, compute_dtype="float32"), DEVICES["cpu"], folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kernels": "plain"}, {"micro_tokens": 512}, {"recompute": True}],
+    ids=["auto", "plain", "512 tokens at a time", "recompute"],
+)
+def test_training_follows_the_cpu(folder, on_cpu, changes):
+    """The loss falls by more than 0.5 in these 24 steps; 0.02 is the mean distance on the way."""
+    cfg = replace(CFG, **changes)
+    reason = T.pick_kernels(cfg, DEVICES["cuda"])[1]
+    asked = cfg.kernels == "plain"
+    assert reason == ("plain, as asked for" if asked else "attention for NVIDIA GPUs")
+    got = losses(cfg, DEVICES["cuda"], folder)
+    assert on_cpu[0] - on_cpu[-1] > 0.5
+    assert abs(got[0] - on_cpu[0]) < 0.01
+    assert np.mean(np.abs(np.subtract(got, on_cpu))) < 0.02
+
+
+def test_a_run_on_the_gpu_is_finished_and_resumed(folder, tmp_path):
+    """The whole of train(), with a checkpoint on the way, and what it writes down."""
+    cfg = T.validate(replace(CFG, data=str(folder), devices=1, checkpoint_every=11))
+    whole = T.train(cfg, tmp_path, "test", say=lambda line: None)
+    facts = json.loads((whole / "run.json").read_text())
+    assert facts["finished"] and facts["devices"]["platform"] == "gpu"
+    assert facts["choices"]["kernels"] == "attention for NVIDIA GPUs"
+    shutil.rmtree(whole / "checkpoints" / "24")
+    saved = T.find_checkpoint(whole)
+    assert 0 < saved.step < 24 and saved.step % cfg.adam_every == 0
+    T.train(saved.cfg, tmp_path, "test", saved, say=lambda line: None)
+    again = json.loads((whole / "run.json").read_text())
+    assert abs(again["val_loss"] - facts["val_loss"]) < 0.01
+
+
+def test_a_stage_that_does_not_fit_the_memory_is_compiled_with_less_at_a_time():
+    """The record's smallest stage, from the compiler's own account of it on this GPU."""
+    cfg, device = replace(T.PRESETS["speedrun"], devices=1), DEVICES["cuda"]
+    mesh, said = T.make_mesh(cfg, [device]), []
+    kernels, _ = T.pick_kernels(cfg, device)
+
+    def build(limit):
+        compiled, setting, _ = T.compile_fitting(cfg, mesh, kernels, "grads0", limit, said.append)
+        return T.program_bytes(compiled)["peak"] + T.resident_bytes(cfg, mesh, "grads0"), setting
+
+    whole, setting = build(None)
+    assert not setting.recompute and not said
+    less, setting = build(whole - 1)
+    assert less < whole and setting.recompute
+    assert said[0].startswith("grads0 with recompute=False")

@@ -1,0 +1,89 @@
+"""Gradients of the tables that are looked up by row: by scatter, and by the kernel for TPUs."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import jit
+
+import train_gpt as T
+
+RNG = np.random.default_rng(0)
+KINDS = ["even", "frequent", "first", "last", "ends"]
+ADDERS = {"scatter": jit(T.scatter_rows), "kernel": jit(partial(T.sum_rows, interpret=True))}
+
+
+def ids_of(kind: str, tokens: int, rows: int):
+    """Token ids over a table's `rows`: even, frequent and rare ones, one alone, or two clusters."""
+    ids = {
+        "even": RNG.integers(0, rows, tokens),
+        "frequent": np.minimum(3 * RNG.pareto(1, tokens), rows - 1),
+        "first": np.zeros(tokens),
+        "last": np.full(tokens, rows - 1),
+        "ends": np.where(RNG.random(tokens) < 0.5, 0, rows - 1) - RNG.integers(-3, 1, tokens),
+    }
+    return np.clip(ids[kind], 0, rows - 1).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adder", ADDERS)
+@pytest.mark.parametrize(
+    ("shape", "rows", "tables"),
+    [((4, 256), 1000, 1), ((1, 1536), 5000, 2), ((512,), 256, 1), ((3, 128), 300, 3)],
+)
+def test_every_row_is_added_to_that_of_its_id(kind, adder, shape, rows, tables):
+    """One block and many, tiles without tokens, a last tile that the table does not fill."""
+    ids = ids_of(kind, np.prod(shape), rows).reshape(shape)
+    table = RNG.standard_normal((tables * rows, 128))
+    parts = [RNG.standard_normal((*shape, 128)).astype(np.float32) for _ in range(tables)]
+    got = np.asarray(ADDERS[adder](table.astype(np.float32), ids, parts))
+    want = table.copy()
+    for n, part in enumerate(parts):
+        np.add.at(want, ids + n * rows, part)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-4)  # up to 1536 float32 additions
+    untouched = np.setdiff1d(np.arange(rows), ids)
+    np.testing.assert_array_equal(got[untouched], table[untouched].astype(np.float32))
+
+
+def test_many_small_rows_of_one_id_are_summed_in_float32():
+    """One by one in bfloat16, a sum of ones would stop at 256, where it has steps of 2."""
+    rows, ids = [jnp.ones((1024, 128), jnp.bfloat16)], np.full(1024, 5, np.int32)
+    got = np.asarray(ADDERS["kernel"](np.zeros((8, 128), np.float32), ids, rows))
+    assert got[5].tolist() == [1024] * 128 and not np.delete(got, 5, axis=0).any()
+
+
+@pytest.mark.parametrize("rows", [100, 1000, 70_000])
+def test_meetings_cover_every_token_and_every_tile_in_rising_order(rows):
+    block, meet = 128, jit(partial(T.meetings, rows=rows, block=128))
+    for kind in KINDS:
+        ids = ids_of(kind, 2048, rows)
+        order, tile, at = (np.asarray(x) for x in meet(ids))
+        np.testing.assert_array_equal(np.sort(order), np.arange(ids.size), err_msg=kind)
+        tiles, blocks = -(-rows // T.ROW_TILE), ids.size // block
+        used = at < blocks
+        assert tile.size == at.size == tiles + blocks - 1
+        assert not used[np.argmin(used) :].any() or used.all(), kind
+        assert (tile[~used] == tiles - 1).all(), "steps left over must not open a tile"
+        assert set(tile[used]) == set(range(tiles)), kind
+        assert (np.diff(tile) >= 0).all() and (np.diff(at) >= 0).all(), kind
+        pairs = list(zip(tile[used].tolist(), at[used].tolist(), strict=True))
+        sorted_tiles, blocks_in_order = ids[order] // T.ROW_TILE, np.arange(ids.size) // block
+        needed = set(zip(sorted_tiles.tolist(), blocks_in_order.tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs) and needed <= set(pairs), kind
+
+
+def test_more_tokens_and_rows_than_fit_32_bits_are_refused():
+    """A tile and the place of a token are one integer: 983 tiles of 251,520 rows are 10 bits."""
+    tokens = 2**23
+    table, ids, rows = (
+        np.broadcast_to(x, shape)
+        for x, shape in (
+            (np.float32(0), (251_520, 128)),
+            (np.int32(0), (tokens,)),
+            (np.float32(0), (tokens, 128)),
+        )
+    )
+    with pytest.raises(T.UserError, match=f"{tokens} tokens and 251520 rows .* micro_tokens"):
+        T.sum_rows(table, ids, [rows])

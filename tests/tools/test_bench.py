@@ -1,0 +1,340 @@
+"""The benchmark: what it runs, what it counts, what it says and leaves behind, what it refuses."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from conftest import BOS, ROOT, documents, write_shard
+from programs import CFG, mesh_of, quick_compilation
+
+import train_gpt as T
+
+sys.path.insert(0, str(ROOT / "records"))
+import bench
+
+NAMES = ["grads0", "grads1", "grads2"]
+UPDATES = ["muon", "adam"]
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """bench.main in an empty folder, with CFG as preset: (status, stdout, stderr)."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(T, "PRESETS", T.PRESETS | {"small": replace(CFG, data="nowhere")})
+    monkeypatch.setattr(bench, "SECONDS", 0.0)  # a chunk is one Adam period
+
+    def run(*argv):
+        status = bench.main(["small", *map(str, argv)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Programs that compute nothing: every call of one, and what it took and made, in order.
+
+    An update must get the gradients that are due, and nothing else: of one step for Muon's
+    parameters, of two for Adam's. `calls.loss` is that of every step.
+    """
+    made = SimpleNamespace(all=[], loss=np.float32(3.0), seeds=[])
+
+    def program(cfg, name, temporaries):
+        def call(first, *rest):
+            if name in UPDATES:
+                due = rest[0]
+                assert {*due} == {*T.updated(cfg, name)}
+                assert {len(grads) for grads in due.values()} == {1 if name == "muon" else 2}
+                assert len({grad for grads in due.values() for grad in grads}) == sum(
+                    map(len, due.values())
+                ), "every gradient once"
+                out = {"params": object()}, {x: object() for x in due}
+            else:
+                out = {x: object() for x in T.param_table(cfg)}, made.loss
+            took = dict(first) if name not in UPDATES else first
+            tokens = rest[0] if name not in UPDATES else None
+            made.all.append(SimpleNamespace(name=name, took=took, tokens=tokens, made=out))
+            return out
+
+        sizes = dict.fromkeys(("argument", "output", "alias"), 0) | {"temp": temporaries}
+        memory = {f"{key}_size_in_bytes": size for key, size in sizes.items()}
+        call.memory_analysis = lambda: SimpleNamespace(**memory)
+        return call
+
+    def compile_all(cfg, mesh, kernels, say):
+        assert kernels == T.pick_kernels(cfg, jax.devices()[0])[0]
+        names = [*NAMES[: len(cfg.stages)], *UPDATES]
+        found = {name: program(cfg, name, (i + 1) * 2**20) for i, name in enumerate(names)}
+        return found, {"compile_seconds": dict.fromkeys(names, 1.0), "settings": {}}
+
+    monkeypatch.setattr(T, "compile_all", compile_all)
+
+    def start(seed):
+        made.seeds.append(int(seed))
+        return {"params": object()}
+
+    monkeypatch.setattr(T, "start_state", lambda *_: start)
+    monkeypatch.setattr(
+        T,
+        "start_copies",
+        lambda cfg, mesh: lambda params: {x: object() for x in T.param_table(cfg)},
+    )
+    return made
+
+
+def refused(result) -> str:
+    """The one line of a refused command line."""
+    status, out, err = result
+    assert status == 2
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert "Traceback" not in out + err
+    return err
+
+
+# ------------------------------------------------------------------------------------------------
+# The whole command
+# ------------------------------------------------------------------------------------------------
+
+
+def test_bench_times_every_stage_on_both_kinds_of_tokens(main, calls, shards, tmp_path):
+    status, out, err = main("--data", shards, "--dump", tmp_path / "dump")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "small on 8 x cpu, each with 1/8 of every batch"
+    assert f"jax {jax.__version__}" in lines[1] and lines[2].startswith("kernels: plain attention")
+    report = json.loads((tmp_path / "dump/bench.json").read_text())
+    rows = report["rows"]
+    table = [line.split() for line in lines[-len(rows) - 1 :]]
+    assert " ".join(table[0]) == "stage tokens ms/step min max tokens/s of bf16 MiB"
+    assert [(row["stage"], row["name"], row["tokens"]) for row in rows] == [
+        (i, name, kind) for i, name in enumerate(NAMES) for kind in ("random", "real")
+    ]
+    for row, cells in zip(rows, table[1:], strict=True):
+        ms = np.divide(row["chunk_ms"], row["chunk_steps"])
+        assert len(ms) == 5 and row["chunk_steps"] == 2
+        assert row["ms"] == pytest.approx(np.median(ms))
+        assert (row["ms_min"], row["ms_max"]) == (pytest.approx(min(ms)), pytest.approx(max(ms)))
+        assert row["batch_tokens"] == CFG.stages[row["stage"]].batch_tokens
+        assert row["tokens_per_second"] * row["ms"] == pytest.approx(1e3 * row["batch_tokens"])
+        assert row["utilization"] is None and row["peak_so_far_mib"] > 1 and row["loss"] == 3
+        figures = (f"{row[key]:.2f}" for key in ("ms", "ms_min", "ms_max"))
+        rate, memory = f"{row['tokens_per_second']:,.0f}", f"{row['memory_mib']:,.0f}"
+        assert cells == [row["name"], row["tokens"], *figures, rate, "-", memory]
+    facts = (
+        "source_sha256 versions host environment command choices config compile_seconds settings"
+    )
+    assert not {*facts.split()} - {*report} and "run_id" not in report
+    assert report["parts"] == report["devices"]["count"] == 8
+    assert {*report["compile_seconds"]} == {*NAMES, *UPDATES}
+    left = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert [str(path) for path in left] == ["dump/bench.json"]
+
+
+def test_steps_follow_each_other_as_in_training(main, calls, shards):
+    """4 to get warm, 2 to learn how long they take, 5 times 2 that are timed; Adam every second."""
+    main("--data", shards, "--seed", 5)
+    assert calls.seeds == [5]
+    grads = [call for call in calls.all if call.name in NAMES]
+    assert len(grads) == 16 * 2 * len(NAMES)
+    period = ["grads", "muon", "grads", "muon", "adam"]
+    names = [call.name.rstrip("012") for call in calls.all]
+    assert names == period * (len(names) // 5)
+    for i, name in enumerate(NAMES):
+        for own in (grads[32 * i : 32 * i + 16], grads[32 * i + 16 : 32 * i + 32]):
+            assert {call.name for call in own} == {name}
+            assert len({id(call.tokens) for call in own}) == 4
+    updates = [call for call in calls.all if call.name in UPDATES]
+    for before, call in zip(updates, updates[1:], strict=False):
+        assert call.took is before.made[0], "one state, from step to step and stage to stage"
+    newest = {}
+    for call in calls.all:
+        if call.name in UPDATES:
+            newest |= call.made[1]
+        else:
+            assert all(call.took[x] is copy for x, copy in newest.items()), "copies of the update"
+
+
+def test_mib_are_those_of_the_largest_program_with_what_stays_beside_it(main, calls, tmp_path):
+    main("--dump", tmp_path / "dump")
+    mesh = mesh_of(8)
+    stay = {name: T.resident_bytes(CFG, mesh, name) / 2**20 for name in [*NAMES, *UPDATES]}
+    for i, row in enumerate(json.loads((tmp_path / "dump/bench.json").read_text())["rows"]):
+        needs = stay[NAMES[i]] + i + 1, stay["muon"] + 4, stay["adam"] + 5
+        assert row["memory_mib"] == pytest.approx(max(needs))
+
+
+def test_utilization_is_of_the_peak_of_all_devices(main, calls, tmp_path, monkeypatch):
+    monkeypatch.setitem(T.PEAK_FLOPS, "cpu", 1e9)
+    _, out, _ = main("--dump", tmp_path / "dump")
+    for row in json.loads((tmp_path / "dump/bench.json").read_text())["rows"]:
+        want = row["tokens_per_second"] * T.flops_per_token(CFG) / 8e9
+        assert row["utilization"] == pytest.approx(want)
+        assert f"{want:.1%}" in out
+
+
+def test_without_data_of_the_preset_the_tokens_are_random(main, calls):
+    status, out, err = main()
+    assert (status, err) == (0, "")
+    (line,) = [line for line in out.splitlines() if line.startswith("random tokens only: ")]
+    assert "no folder" in line and "nowhere" in line
+    assert [line.split()[1] for line in out.splitlines()[-3:]] == ["random"] * 3
+
+
+def test_a_loss_that_is_no_number_is_refused(main, calls, tmp_path):
+    calls.loss = np.float32(math.nan)
+    line = refused(main("--dump", tmp_path / "dump"))
+    assert "grads0: the loss on random tokens is nan" in line
+    assert not list((tmp_path / "dump").iterdir())
+
+
+def test_the_real_programs_of_a_stage_train(monkeypatch):
+    """Compiled as in a run; and it learns."""
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+    cfg = replace(CFG, stages=CFG.stages[:1], extension=0, devices=1, data="nowhere")
+    cfg = T.validate(replace(cfg, stages=(replace(cfg.stages[0], share=1.0),)))
+    with quick_compilation():
+        report = bench.bench(cfg, say=list().append)
+    (row,) = report["rows"]
+    assert {*report["compile_seconds"]} == {"grads0", "muon", "adam", "eval"}
+    assert min(report["compile_seconds"].values()) > 0
+    assert 0.1 < row["loss"] < math.log(CFG.real_tokens) - 0.05, "four batches, again and again"
+    assert row["memory_mib"] > 0.5
+
+
+# ------------------------------------------------------------------------------------------------
+# PARTS
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "parts", "rows"), [(1, 8, 1), (1, 2, 4), (2, 8, 2), (8, 8, 8), (8, 1, 64)]
+)
+def test_each_device_has_the_rows_of_one_of_parts(main, calls, monkeypatch, devices, parts, rows):
+    """So a device of few has the micro-batches that a device of all would have."""
+    batches = []
+    monkeypatch.setattr(bench, "time_chunks", lambda cfg, run: pytest.fail("enough"))
+    monkeypatch.setattr(T, "compile_all", lambda cfg, *_: batches.append(cfg) or ({}, {}))
+    with pytest.raises(pytest.fail.Exception, match="enough"):
+        main("--parts", parts, "--set", f"devices={devices}")
+    assert [stage.rows for stage in batches[0].stages] == [rows] * 3
+    assert [stage.row_tokens for stage in batches[0].stages] == [32, 64, 64]
+
+
+def test_config_in_the_file_is_that_of_the_run(calls, monkeypatch):
+    """And what is timed stands in its rows."""
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+    stages = tuple(replace(stage, batch_tokens=2 * stage.batch_tokens) for stage in CFG.stages)
+    report = bench.bench(replace(CFG, stages=stages, data="nowhere"), 16, say=list().append)
+    assert report["parts"] == 16
+    assert [stage["batch_tokens"] for stage in report["config"]["stages"]] == [512, 1024, 1024]
+    assert [row["batch_tokens"] for row in report["rows"]] == [256, 512, 512]
+
+
+# ------------------------------------------------------------------------------------------------
+# Tokens and times
+# ------------------------------------------------------------------------------------------------
+
+
+def rows_of(batches):
+    return [np.asarray(batch.tokens) for batch in batches]
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_real_batches_are_the_first_of_the_stream(shards, step):
+    """As training would cut them: plain rows in the first stage, packed ones in the second."""
+    stream, stage, cursor = T.TokenStream(shards, "train", BOS), T.stage_at(CFG, step), 0
+    batches = bench.stage_batches(CFG, mesh_of(8), step, stream)
+    for batch in batches:
+        want, cursor = T.next_rows(stream, cursor, stage)
+        np.testing.assert_array_equal(batch.tokens, want)
+        assert len(batch.tokens.sharding.device_set) == 8
+        jax.tree.map(np.testing.assert_array_equal, batch.hyper, T.hyper_at(CFG, step))
+    assert len(batches) == 4
+
+
+def test_random_batches_are_uniform_with_documents_from_the_seed():
+    long = replace(CFG.stages[0], batch_tokens=8 * 8192, row_tokens=8192)
+    cfg = replace(CFG, stages=(long, *CFG.stages[1:]))
+    rows = rows_of(bench.stage_batches(cfg, mesh_of(8), 0, None))
+    assert {x.shape for x in rows} == {(8, 8193)} and {x.dtype for x in rows} == {np.dtype("u2")}
+    counts = np.bincount(np.concatenate(rows).ravel(), minlength=CFG.vocab)
+    assert counts[CFG.real_tokens :].sum() == 0
+    total = counts.sum()
+    # BOS: as often as any id, and once in 700 tokens beside. Five standard deviations.
+    share = np.full(CFG.real_tokens, (1 - 1 / 700) / CFG.real_tokens)
+    share[BOS] += 1 / 700
+    assert np.all(abs(counts[: CFG.real_tokens] - total * share) < 5 * np.sqrt(total * share))
+    again, other = (
+        rows_of(bench.stage_batches(replace(cfg, seed=seed), mesh_of(8), 0, None))
+        for seed in (0, 1)
+    )
+    np.testing.assert_array_equal(rows, again)
+    assert len({x.tobytes() for x in rows + other}) == 8
+
+
+@pytest.mark.parametrize("adam_every", [1, 2, 3])
+@pytest.mark.parametrize("speed", [0.001, 0.04, 7.0])  # seconds of a step
+def test_chunks_are_long_enough_warm_and_whole_adam_periods(adam_every, speed):
+    cfg, asked, rates = replace(CFG, adam_every=adam_every), [], iter([1.0, 1.5, 1.1, 3.0, 0.9])
+
+    def run(steps):
+        asked.append(steps)
+        late = len(asked) > 2 and asked[-1] == asked[-2]  # one of the chunks that count
+        return steps * speed * (next(rates) if late else 1.0), float(len(asked))
+
+    found = bench.time_chunks(cfg, run)
+    assert asked[0] >= 2 * adam_every and all(steps % adam_every == 0 for steps in asked)
+    assert asked[-5:] == [found["chunk_steps"]] * 5
+    assert found["chunk_steps"] * speed >= 0.5
+    assert found["chunk_steps"] * speed <= max(1.0, adam_every * speed)
+    assert found["chunk_ms"] == pytest.approx(
+        [1e3 * found["chunk_steps"] * speed * rate for rate in (1.0, 1.5, 1.1, 3.0, 0.9)]
+    )
+    times = [found[key] / 1e3 / speed for key in ("ms", "ms_min", "ms_max")]
+    assert times == pytest.approx([1.1, 0.9, 3.0])
+    assert found["loss"] == len(asked), "of the last step"
+
+
+# ------------------------------------------------------------------------------------------------
+# What is refused: before anything is compiled
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--parts", "3"], "--parts 3: stages.0 has 8 rows, which 3 devices cannot share equally"),
+        (["--parts", "16"], "--parts 16: stages.0 has 8 rows"),
+        (["--parts", "-1"], "--parts -1: a positive number of devices, or none"),
+        (["--parts", "all"], "argument --parts: invalid int value: 'all'"),
+        (["--data", "nothing"], "no folder"),
+        (["--set", "data=nothing"], "no folder"),
+        (["--data", "."], "no train shards"),
+        (["--dump", "/dev/null/x"], "--dump /dev/null/x: "),
+        (["--set", "devices=3"], "8 rows, which 3 devices cannot share equally"),
+        (["--show"], "unrecognized arguments: --show"),
+    ],
+)
+def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):
+    monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
+    assert words in refused(main(*argv))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (documents(0, 600), "the tokens in {} end at 600: download more shards"),
+        (np.full(9000, 97), "{}: token id 97 is not below 97"),
+    ],
+)
+def test_bad_data_is_refused_by_name(main, monkeypatch, tmp_path, tokens, words):
+    monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
+    folder = write_shard(tmp_path / "bad/x_train_0.bin", tokens).parent
+    assert words.format(folder) in refused(main("--data", folder))
