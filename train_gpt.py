@@ -1682,11 +1682,12 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 saver.save(step, state)  # copied while the devices compute gradients
                 last_saved = step
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+            del grads  # or those that an update has taken would lie beside the next program
             for update in updates:
                 due = {name: waiting.pop(name) for name in updated(cfg, update)}
                 state, changed = compiled[update](state, due, batch.hyper)
                 copies |= changed
-            del grads, due  # or they would lie beside those of the next step
+                del due
             report()  # of the step before, while this one runs: no step waits for its loss
             pending = step + 1, loss
     log.end(step, signalled, saver.missing)
@@ -1776,7 +1777,7 @@ def stage_rules(c: Config):
     yield "extension", (c.extension > 0) == (shares[-1] == 0), last
     scheduled = shares[:-1] if c.extension else shares
     whole = scheduled and min(scheduled) > 0 and abs(sum(shares) - 1) < 1e-6
-    add_up = f"the shares must add up to 1, not {sum(shares):.4g}; with an extension, the last is 0"
+    add_up = "shares above 0 that add up to 1; with an extension, that of the last stage is 0"
     yield "stages.0.share", whole, add_up
     each = f"every stage needs at least one step, and extension={c.extension} of them are taken"
     yield "steps", min(np.diff(c.boundaries)) > 0, each
@@ -2043,9 +2044,12 @@ def compile_fitting(
                 raise
             needs = "more than the compiler allows"
         else:
+            seconds = time.perf_counter() - began
+            if last or limit is None:
+                return compiled, setting, seconds
             size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
-            if last or limit is None or size <= limit:
-                return compiled, setting, time.perf_counter() - began
+            if size <= limit:
+                return compiled, setting, seconds
             needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
         way = f"recompute={setting.recompute} micro_tokens={setting.micro_tokens}"
         say(f"{name} with {way} needs {needs}: compiling it with less at a time")

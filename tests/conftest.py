@@ -1,6 +1,42 @@
 """Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards.
 
-With --gpu the tests of test_gpu.py have the GPU beside the CPU; without, they are skipped.
+What protects what:
+
+    speedrun/               Part I: what decides the loss
+        test_model          every parameter's use and gradient, against a second model in NumPy
+                            float64 (reference.py); causality, windows, documents; FLOPs
+        test_loss           cross-entropy and its gradient against float64, in all chunkings
+        test_params         the table of the record by hand; sizes, starts, shares, padding
+        test_optim          Muon and Adam against float64, ten steps of every parameter
+        test_schedule       what holds at every step: stages, rates, weights, YaRN, what is due
+        test_steps          the same training on 1, 2, 3, 4 and 8 devices, with any micro-batches,
+                            whatever the padding; collectives, donation, dtypes; validation
+        test_golden         the losses of 12 steps to five digits, with and without kernels
+        test_record77       the original: losses, gradients, optimizer, schedule
+        test_record77_data  the original: its rows of tokens, pieces and hashes
+        test_data           shards, packing against a walk over every token, batches, prefetch
+        test_loader_speed   (--slow) the loader is four times faster than a run needs
+        test_parts          no part names a later one, sizes of the parts, Part I trains alone
+    around/                 Part II: what stands around a run
+        test_config         presets, --set, and each refusal with its reason
+        test_data_checks    enough tokens, known ids, the right folder, before anything starts
+        test_compilation    what memory allows, and what is tried where it is too little
+        test_run            one whole run: log, metrics, run.json, the clock, no compilation in it
+        test_checkpoints    whole or not to be seen, checked, read by any number of devices
+        test_resume         stopped and resumed runs equal others bit for bit; signals; processes
+        test_survival       (some --slow) real processes, killed at random moments
+        test_cli            what is wrong is said in one line, with status 2
+        test_fuzz           damaged files and command lines: correct work or one line
+    kernels/                Part III: each kernel equals its plain form
+        test_attention      attention on TPUs and GPUs, interpreted
+        test_tables         gradients of the tables
+        test_loss_kernels   the loss with its own gradient, the lean ReLU^2
+        test_choice         which kernels a device gets, and the reason in the log
+        test_gpu            (--gpu) all of it on an NVIDIA GPU
+    tools/                  data/, records/ and the README's commands
+
+Shared: conftest.py (configs, shards), programs.py (a small run and its programs, compiled once for
+all files), runs.py (runs as files, without the trainer), around/training.py (runs of it).
 """
 
 import os

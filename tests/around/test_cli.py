@@ -121,7 +121,7 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "lr_muon=nan"], "lr_muon=nan is not valid"),
         (["--set", "val_windows=(-1,5)"], "val_windows=(-1, 5) is not valid"),
         (["--set", "stages.0.windows=(-1,5)"], "stages.0.windows=(-1, 5) is not valid"),
-        (["--set", "stages.0.share=0.1"], "the shares must add up to 1"),
+        (["--set", "stages.0.share=0.1"], "shares above 0 that add up to 1"),
         (["--set", "stages.0.row_tokens=7"], "is not valid: a multiple of row_tokens=7"),
         (["--set", "val_batch=7"], "val_batch=7 is not valid: a multiple of val_row="),
         (["--seed", "-1"], "seed=-1 is not valid: it must not be negative"),

@@ -291,7 +291,7 @@ def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
 
 
 def test_loader_rests_while_the_clock_stands(train, tmp_path, monkeypatch):
-    """But for what it is about to draw when the clock stops. It would need 0.05 s for each batch."""
+    """But for what it draws when the clock stops. It would need 0.05 s for a batch."""
     drawn, while_validating = [], []
 
     def next_rows(*args, real=T.next_rows):

@@ -319,7 +319,7 @@ window_heads = functools.partial(T.attend_window, interpret=True)
 def layer_inputs(heads: T.Heads, t: int, parts: str, dtype):
     """Arguments of run_layer: only those `parts` (values, logits) are there, or gates are `shut`.
 
-    A gate that is shut is 1e-35, for 50 tokens of each row.
+    Gates that are shut are 1e-35 for 25 tokens of each row, and 0 for 25 more.
     """
     rng = np.random.default_rng(t)
     n, d = heads.count, heads.count * heads.width
@@ -329,7 +329,7 @@ def layer_inputs(heads: T.Heads, t: int, parts: str, dtype):
 
     proj = draw(3 * d + heads.gates)
     if "shut" in parts:
-        proj = proj.at[:, 40:90, 3 * d :].set(-80.0)
+        proj = proj.at[:, 40:65, 3 * d :].set(-80.0).at[:, 65:90, 3 * d :].set(-200.0)
     logits = np.zeros((3, t, heads.gates))
     logits[..., n : 2 * n] = rng.standard_normal((3, t, n))
     freqs = rng.uniform(0.1, 1.5, heads.width // 4).astype(np.float32)

@@ -116,7 +116,7 @@ def test_a_loss_that_is_no_number_is_seen(bad):
     assert np.isnan(weighted) and np.isnan(plain)
 
 
-@pytest.mark.parametrize("dtype, off", [(jnp.float32, 1e-6), (jnp.bfloat16, 1.5 * 2**-8)])
+@pytest.mark.parametrize("dtype, off", [(jnp.float32, 1e-6), (jnp.bfloat16, 2.5 * 2**-8)])
 def test_lean_squared_relu_is_the_plain_one_with_its_gradient(dtype, off):
     rng = np.random.default_rng(0)
     z, grad = (jnp.asarray(rng.standard_normal((64, 65)), dtype) for _ in range(2))
@@ -130,7 +130,7 @@ def test_lean_squared_relu_is_the_plain_one_with_its_gradient(dtype, off):
     (y, dz), (want_y, want_dz) = run(z, grad)
     np.testing.assert_array_equal(y, want_y)
     assert dz.dtype == dtype
-    # of each number: a root, which is exact in float32, and a product; each rounded once or twice
+    # a rounding of 2^-8 of the square, half of which is left in its root, and of either product
     np.testing.assert_allclose(np.float64(dz), np.float64(want_dz), rtol=off, atol=1e-14)
 
 

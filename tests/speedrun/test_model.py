@@ -542,26 +542,13 @@ def test_attention_of_one_layer(i, kind):
         np.testing.assert_allclose(got[row], want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("square", [T.squared_relu, T.lean_squared_relu])
-def test_mlp_is_relu_squared_between_the_banks_two_halves(square):
+def test_mlp_is_relu_squared_between_the_banks_two_halves():
     params, x = random_params(SMALL), draw(2, 5, 32)
-    kernels = T.PLAIN._replace(squared_relu=square)
     for i in (0, 3):
         want = reference.mlp(SMALL, reference.exact(params), i, x.astype(np.float64))
         want *= params["post_lambdas"][i, 1]
-        got = jit(lambda params, x, i=i: T.mlp(params, SMALL, kernels, i, x))(params, x)
+        got = jit(lambda params, x, i=i: T.mlp(params, SMALL, T.PLAIN, i, x))(params, x)
         np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
-
-
-@pytest.mark.parametrize("dtype, limit", [("float32", 1e-6), ("bfloat16", 0.01)])
-@pytest.mark.parametrize("square", [T.squared_relu, T.lean_squared_relu])
-def test_gradient_of_squared_relu(square, dtype, limit):
-    """2 z where z is positive, else 0; at 0 too."""
-    z, out_grad = jnp.asarray(draw(500), dtype).at[0].set(0), jnp.asarray(draw(500, seed=1), dtype)
-    got = jit(lambda z, out_grad: jax.vjp(square, z)[1](out_grad)[0])(z, out_grad)
-    assert got.dtype == z.dtype
-    want = 2 * np.maximum(np.asarray(z, np.float64), 0) * np.asarray(out_grad, np.float64)
-    np.testing.assert_allclose(got.astype("float32"), want, rtol=limit, atol=1e-30)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -387,8 +387,8 @@ def walk(cfg: T.Config, devices: int, with_adam: bool):
         args = {kind: lay(cfg, arrays, mesh) for kind, arrays in state.items()}
         new = step(args, lay(cfg, grads, mesh), hyper)
         for kind, name in itertools.product(KINDS, T.param_table(cfg)):
-            spare = np.asarray(new[kind][name])[len(state[kind][name]) :]
-            assert not spare.any(), f"padding of {kind} {name}"
+            padding = np.asarray(new[kind][name])[len(state[kind][name]) :]
+            assert not padding.any(), f"padding of {kind} {name}"
         return {kind: jax.device_get(T.unpadded(cfg, arrays)) for kind, arrays in new.items()}
 
     return run

@@ -234,17 +234,17 @@ def test_state_is_cut_into_equal_shares(devices):
 def test_padding_starts_at_zero():
     """Of the tables and of one bank."""
     for kind, arrays in born(8).items():
-        spare = {name: np.asarray(x)[T.param_table(WIDE)[name].shape[0] :]
-                 for name, x in arrays.items()}  # fmt: skip
-        counts = {name: len(x) for name, x in spare.items() if len(x)}
-        assert counts == {
+        padding = {}
+        for name, array in arrays.items():
+            padding[name] = np.asarray(array)[T.param_table(WIDE)[name].shape[0] :]
+            assert not padding[name].any(), (kind, name)
+        assert {name: len(x) for name, x in padding.items() if len(x)} == {
             "head": 3,
             "embed": 3,
             "value_tables": 6,
             "bigram_table": 1,
             "attn_bank": 4,
         }
-        assert not any(x.any() for x in spare.values()), kind
 
 
 def test_the_record_on_eight_devices_has_whole_matrices():
