@@ -4,16 +4,17 @@
     python train_gpt.py speedrun           # FineWeb, target 3.28, on v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
-`speedrun` is record 77 of the modded-nanogpt speedrun (Jordan et al. 2024): 539 M parameters, 1490
-steps, 396 M tokens. Predicted by the TPU's compiler: 160 s on a v6e-8. Nobody has timed it yet.
-The whole run in ten lines; the real ones stand at the end of Part I:
+`speedrun` is record 77 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
+Jordan et al. 2024): 539 M parameters, 1490 steps, 396 M tokens. "Record N" is the Nth of its list,
+"the original" the PyTorch program of record 77. Predicted by the TPU's compiler: 160 s on a v6e-8;
+nobody has timed it yet. The run in outline, its real loop stands at the end of Part I:
 
     state = init(seed); copies = bfloat16(state.params)        # Parameters
     for step in range(1490):
         tokens, hyper = next(loader)                           # Token stream, Loader, Schedule
         x = forward(copies, tokens)                            # Attention, Heads, Model
         loss, grads = backward(cross_entropy(x, copies.head))  # Loss
-        grads = reduce_scatter(grads)                          # The step
+        grads = reduce_scatter(grads)                          # The step; small ones: psum
         state = muon(banks), adam(tables, every 2nd step)      # Optimizers
         copies = all_gather(bfloat16(state.params))
         log(loss of the step before)                           # nothing waits for a loss
@@ -26,9 +27,10 @@ The whole run in ten lines; the real ones stand at the end of Part I:
                                   `--set kernels=plain` trains without
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
-d model width, n heads, h head width, f MLP width, v vocabulary, l matrices of a bank, g gates of a
-token or their inputs, k targets of a token, r tokens of a batch in one line, c tokens of a chunk.
-Batches, rows, windows and document lengths are all counted in tokens.
+d model width, n heads, h head width, f MLP width, v vocabulary, p columns of a projection, g gates
+of a token or their inputs, k targets of a token, r tokens of a batch in one line, c tokens of a
+chunk or block; in the optimizers l matrices of a bank, r and c their rows and columns. Batches,
+rows, windows and document lengths are all counted in tokens.
 
 Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
 param_table and its use in forward; a new kernel is a function in Part III that equals one of
@@ -145,7 +147,7 @@ class Config:
     paired_layers: tuple[int, ...] = (0, 2, 5, 9)  # heads attend in pairs
     value_layers: tuple[int, ...] = (1, 2, 8, 9, 10)  # each with its own table of token values
     skip: tuple[int, int] = (3, 6)  # the output of the one replaces attention in the other
-    backout: int = 7  # feeds the attention of the layers after it; leaves the stream at the end
+    backout: int = 7  # its output is read by all later attentions, and partly taken out at the end
     rope_base: float = 1024.0
     attn_scale: float = 0.1  # of q k^T, in the first stage
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
@@ -165,8 +167,8 @@ class Config:
     lr_floor: float = 0.15  # to this
     # optimizers; param_table has the factors of each parameter
     lr_muon: float = 0.023
-    decay_muon: float = 1.2  # times the learning rate once more
-    variance_beta: float = 0.95  # of NorMuon's mean square per output
+    decay_muon: float = 1.2  # a step takes lr * lr * this of a weight
+    variance_beta: float = 0.95  # of NorMuon's mean square of each row
     momentum: tuple[float, float] = (0.85, 0.95)  # Muon: from, to
     momentum_warmup: int = 300  # over this many steps
     momentum_cooldown: int = 50  # and back, over the last steps
@@ -187,7 +189,7 @@ class Config:
     kernels: str = "auto"  # auto: those of Part III where they serve; plain: none
     micro_tokens: int = 49_152  # a device takes so many at a time (at least a row)
     recompute: bool = False  # layers again on the way back, instead of keeping their activations
-    loss_chunk: int = 4096  # tokens whose logits exist at once, in compute_dtype
+    loss_chunk: int = 4096  # tokens whose logits exist at once
     prefetch: int = 4  # batches that wait on the devices
     checkpoint_every: int = 0  # steps; 0: only at the end
     checkpoint_end: str = "auto"  # auto: unless it takes more than 10 GB; always; never
@@ -289,7 +291,7 @@ class Param:
     init: Callable  # (key, shape) -> float32 array
     optimizer: str  # adam or muon
     lr: float
-    decay: float = 0.0  # cautious weight decay; times the learning rate once more
+    decay: float = 0.0  # a step takes lr * lr * decay of a weight that the update shrinks
     betas: tuple[float, float] = (0.0, 0.0)  # adam
     scale: tuple[float, ...] = ()  # muon: factor on the learning rate of each matrix of the bank
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
@@ -302,12 +304,12 @@ class Param:
 
 
 def constant(value) -> Callable:
-    """An initializer."""
+    """An initializer: `value` everywhere."""
     return lambda key, shape: jnp.full(shape, value, jnp.float32)
 
 
 def normal(std: float) -> Callable:
-    """An initializer."""
+    """An initializer: normal with this standard deviation."""
     return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
@@ -330,8 +332,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
     whose Adam moments are still zero neither moves nor decays, so rare tokens keep their start.
 
     Equal-shaped matrices are stacked into banks, so that Muon is one batched call for each shape:
-        attn_bank [4 per attention layer, d, d]: q, k, v, o of the first, of the second, ...; x W^T
-        mlp_bank [2 layers, f, d]: all up-projections (x W^T), then all down-projections (h W)
+        attn_bank [4 per attention, d, d]: q, k, v, o of the first layer, of the second, ...; x W^T
+        mlp_bank [2 per layer, f, d]: all up-projections (x W^T), then all down-projections (h W)
     q, k, v are separate matrices of the bank (Muon must not mix their singular values) and one
     matmul in the model (their [out, in] blocks lie one after the other). Down-projections start at
     zero: the MLPs begin as the identity.
@@ -357,7 +359,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
         lr, decay = lr * cfg.lr_adam, decay * cfg.decay_adam
         return Param(shape, constant(start), "adam", lr, decay, betas, sharded=False)
 
-    fast, slow = (0.9, 0.95), (0.9, 0.99)  # betas of mixing weights; of gates and lone scalars
+    fast, slow = (0.9, 0.95), (0.9, 0.99)  # betas of mixing weights; of gates, other scalars
     return {
         #              rows             std    lr  decay  betas
         "head": table(v, 0.005, 1, 150, (0.5, 0.95)),
@@ -370,13 +372,13 @@ def param_table(cfg: Config) -> dict[str, Param]:
         #                     shape                    start  lr  betas
         "attn_gate": small((attends, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
         "value_gate": small((values, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
-        "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),
-        "skip_gate": small((1, GATE_INPUTS), 0.0, 0.05, slow),
-        "resid_lambdas": small((layers, 2), math.sqrt(1.1), 5, fast),  # attention, MLP
-        "post_lambdas": small((layers, 2), 1.0, 1, fast),  # attention, MLP
+        "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
+        "skip_gate": small((1, GATE_INPUTS), 0.0, 0.05, slow),  # of layer skip[0] in skip[1]
+        "resid_lambdas": small((layers, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
+        "post_lambdas": small((layers, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
         "x0_lambdas": small((layers,), 0.0, 1, fast),
         "bigram_lambdas": small((layers,), 0.05, 1, fast),
-        "qkv_lambda": small((layers,), 0.5, 5, slow),
+        "qkv_lambda": small((layers,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
         "o_lambda": small((layers,), 1.0, 5, slow),
         "smear_lambda": small((1,), 0.0, 5, slow),
         "backout_lambda": small((1,), 0.5, 5, slow),
@@ -431,7 +433,8 @@ def abstract_state(cfg: Config, mesh: Mesh):
 
 
 def init_state(cfg: Config, cuts: int, seed):
-    """The training state before the first step, padded for `cuts` devices, else alike for all.
+    """The training state before the first step, padded for `cuts` devices; its numbers do not
+    depend on how many there are.
 
     `seed` may be traced, so that one compiled program serves for warm-up and for the run.
     """
@@ -597,11 +600,11 @@ def attend_heads(
 ):
     """QK norm, rotation, values, attention and gates of one layer: [b, t, d] of all its heads.
 
-    `proj_btp` holds side by side q, k, v [d] and the logits of the gates [heads.gates]: first one
-    of each head's output, then one of each head's values. `values_btd`, the tokens' rows of the
-    layer's value table, are added to v by that second gate; `value_logits_btg` (or None) is what
-    they add to the logits. `attend` has the contract of attend_plain. This is the plain form of
-    Kernels.attend; a kernel may do all of it at once.
+    `proj_btp` holds side by side q, k, v [d] and logits of gates [heads.gates]: n of the heads'
+    outputs, n of their values, then unused ones. `values_btd`, the tokens' rows of the layer's
+    value table, are added to v by the second gate; `value_logits_btg` (or None) is added to the
+    logits. `attend` has the contract of attend_plain. This is the plain form of Kernels.attend; a
+    kernel may do all of it at once.
     """
     b, t, _ = proj_btp.shape
     n, h = heads.count, heads.width
@@ -632,12 +635,12 @@ def attend_heads(
 
 
 class Kernels(NamedTuple):
-    """The four places where Part III may put something faster that gives the same numbers."""
+    """The four places where Part III may put something faster: the same up to rounding."""
 
     attend: Callable  # attend_heads with an attention
     squared_relu: Callable
     cross_entropy: Callable
-    add_rows: Callable  # scatter_rows
+    add_rows: Callable  # scatter_rows: the gradient of a lookup
 
 
 def gate(x_btd, weights_ng):
@@ -662,8 +665,8 @@ def bigram_ids(tokens_bt, rows: int):
 
     The first token of a row gets the last row of the table, and the second one is hashed with that
     row's number in place of a token, because the original (record 62) works in place. Products wrap
-    around in int32. Documents do not matter. Two multiplications a token are cheaper on the device
-    than four more bytes a token on the way to it.
+    around in int32. Borders of documents are ignored. Two multiplications a token are cheaper on
+    the device than four more bytes a token on the way to it.
     """
     last = jnp.full_like(tokens_bt[:, :1], rows - 1, dtype=jnp.int32)
     tokens_bt = tokens_bt.astype(jnp.int32)
@@ -676,7 +679,7 @@ TABLES = ("embed", "value_tables", "bigram_table")  # parameters that are looked
 
 
 def table_ids(cfg: Config, tokens_bt) -> dict[str, jax.Array]:
-    """The rows of TABLES that the tokens use, int32 [b, t]; of value_tables, of each layer's."""
+    """The rows of TABLES that the tokens use, int32 [b, t]; of value_tables within each layer."""
     bigrams = bigram_ids(tokens_bt, cfg.bigram_rows)
     return {"embed": tokens_bt, "value_tables": tokens_bt, "bigram_table": bigrams}
 
@@ -694,7 +697,7 @@ def look_up(cfg: Config, copies, tokens_bt) -> dict[str, jax.Array]:
 
 
 def value_gate_weights(params, cfg: Config, i: int):
-    """The gate of the values of layer `i`: weights (on its input [n, g], on its values or None).
+    """The gate of layer `i`'s values: (weights [n, g] on its input, on the values or None).
 
     It looks at GATE_INPUTS features: half of them are the first of the layer's input, half the
     first of the token's row of values; in paired layers all are of the input (record 55).
@@ -878,16 +881,16 @@ def loss_sums(params, rows, tokens, cfg: Config, kernels: Kernels, windows, hype
     return kernels.cross_entropy(x_rd, params["head"], targets_rk, weights_rk, cfg)
 
 
-def scatter_rows(table_vd, ids, rows):
-    """The gradient of a lookup: `table_vd` + for every token its row in `rows`, added to row `ids`.
+def scatter_rows(grad_vd, ids, rows):
+    """The gradient of a lookup: to row ids[i] of `grad_vd`, the gradient so far, add token i's row.
 
-    Several tables [v / n, d] may lie in `table_vd`, one under the other, which have the same ids
-    [...]: `rows` holds n arrays [..., d]. (In no fixed order on a GPU: last bits may differ.)
+    Several tables [v / n, d] may lie in `grad_vd`, one under the other, that share the ids [...];
+    then `rows` holds n arrays [..., d]. (In no fixed order on a GPU: last bits may differ.)
     """
     for n, x in enumerate(rows):
-        at = ids + n * (table_vd.shape[0] // len(rows))
-        table_vd = table_vd.at[at].add(x.astype(table_vd.dtype), mode="promise_in_bounds")
-    return table_vd
+        at = ids + n * (grad_vd.shape[0] // len(rows))
+        grad_vd = grad_vd.at[at].add(x.astype(grad_vd.dtype), mode="promise_in_bounds")
+    return grad_vd
 
 
 PLAIN = Kernels(
@@ -922,8 +925,10 @@ def lr_scale(cfg: Config, step: int) -> float:
 
 
 def muon_momentum(cfg: Config, step: int) -> float:
-    """Muon's momentum warms up linearly, since early gradients turn too fast to be averaged for
-    long, and cools down at the end, so that the last steps follow the last gradients."""
+    """Muon's momentum: a linear warm-up, a plateau, a cooldown.
+
+    Early gradients turn too fast to be averaged for long; the last steps follow the last gradients.
+    """
     low, high = cfg.momentum
     up = min(1.0, step / cfg.momentum_warmup)
     down = max(0, step - (cfg.steps - cfg.momentum_cooldown)) / max(cfg.momentum_cooldown, 1)
@@ -987,7 +992,7 @@ def yarn(cfg: Config, stage: int) -> tuple[np.ndarray, float]:
 
 
 class Hyper(NamedTuple):
-    """What changes smoothly from step to step; float32 arrays that travel with a batch.
+    """What changes from step to step without a new program: float32 arrays, sent with a batch.
 
     What changes shapes or masks (rows, windows, how many targets) is static instead: four stages
     are four programs. All else of the schedule is here, or each step would be a program of its own.
@@ -1037,7 +1042,7 @@ POLAR_EXPRESS = (
 
 
 def orthogonalize(x, dtype):
-    """The nearest (semi-)orthogonal matrix to each matrix of the bank [l, rows, cols], in `dtype`.
+    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`.
 
     Drives all singular values towards 1 with matmuls only. The Gram matrix is taken on the shorter
     side: for [4d, d] that is 9 d^3 multiply-adds a step, on the longer side it would be 96.
@@ -1068,6 +1073,8 @@ def even_rows(update, variance, beta):
 def muon(param, grad, momentum, variance, lr, decay, mu, beta, scale, dtype):
     """One NorMuon step on a bank, all float32: (new bank, new momentum, new variance).
 
+    Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
+    momentum: all directions learn at one rate. NorMuon then makes its rows equally large.
     Bank, gradient, momentum are [l, rows, cols], variance [l, rows]; `scale` [l] is the factor on
     the learning rate of each matrix. Momentum and its Nesterov look-ahead are averages, so that
     `grad` keeps its size while `mu` warms up. Weights decay only where the update shrinks them or
@@ -1108,37 +1115,23 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
     for name, row in table.items():  # in its order: what is tied copies what stands before it
         if name not in grads:
             continue
-        grad, old = grads[name], [state[kind][name] for kind in ("params", "first", "second")]
-        lr = hyper.lr * row.lr
+        param, *moments = (state[kind][name] for kind in ("params", "first", "second"))
+        grad, rates = grads[name], {"lr": hyper.lr * row.lr, "decay": row.decay}
         if row.optimizer == "muon":
-            mine, cuts = len(old[0]), lax.axis_size(AXIS)
+            mine, cuts = len(param), lax.axis_size(AXIS)
             scale = np.pad(np.float32(row.scale), (0, mine * cuts - len(row.scale)))
             scale = lax.dynamic_slice_in_dim(jnp.asarray(scale), lax.axis_index(AXIS) * mine, mine)
-            updated = muon(
-                *(old[0], grad, *old[1:]),
-                lr=lr,
-                decay=row.decay,
-                mu=hyper.momentum,
-                beta=cfg.variance_beta,
-                scale=scale,
-                dtype=cfg.dtype,
-            )
+            rates |= {"mu": hyper.momentum, "beta": cfg.variance_beta, "scale": scale}
+            after = muon(param, grad, *moments, **rates, dtype=cfg.dtype)
         else:
             tied = [grads[n] for n, r in table.items() if r.tied_to == name]
-            updated = adam(
-                *(old[0], grad + sum(hyper.tied * x for x in tied), *old[1:]),
-                lr=lr,
-                decay=row.decay,
-                count=hyper.adam_count,
-                betas=row.betas,
-                eps=cfg.adam_eps,
-            )
+            grad += sum(hyper.tied * x for x in tied)
+            rates |= {"count": hyper.adam_count, "betas": row.betas, "eps": cfg.adam_eps}
+            after = adam(param, grad, *moments, **rates)
         if row.tied_to:
             copied = (new[kind][row.tied_to] for kind in ("params", "first", "second"))
-            updated = [
-                jnp.where(hyper.tied > 0, a, b) for a, b in zip(copied, updated, strict=True)
-            ]
-        new["params"][name], new["first"][name], new["second"][name] = updated
+            after = [jnp.where(hyper.tied > 0, a, b) for a, b in zip(copied, after, strict=True)]
+        new["params"][name], new["first"][name], new["second"][name] = after
     return new
 
 
@@ -1153,11 +1146,15 @@ def compute_copies(cfg: Config, params):
     return {n: x.astype(cfg.dtype) if table[n].sharded else x for n, x in params.items()}
 
 
+def micro_rows(cfg: Config, rows: int, t: int) -> list[int]:
+    """How many of a device's `rows` can be taken at a time within cfg.micro_tokens; most first."""
+    return [k for k in range(rows, 0, -1) if rows % k == 0 and k * t <= cfg.micro_tokens] or [1]
+
+
 def micro_batches(cfg: Config, tokens):
-    """A device's rows uint16 [r, t+1] as int32 [n, r / n, t+1]: cfg.micro_tokens at a time."""
-    rows, t = tokens.shape[0], tokens.shape[1] - 1
-    fits = (k for k in range(rows, 0, -1) if rows % k == 0 and k * t <= cfg.micro_tokens)
-    return tokens.astype(jnp.int32).reshape(-1, next(fits, 1), t + 1)
+    """A device's rows uint16 [b, t+1] as int32 [micro-batches, rows of each, t+1]."""
+    rows, length = tokens.shape
+    return tokens.astype(jnp.int32).reshape(-1, micro_rows(cfg, rows, length - 1)[0], length)
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, tokens, hyper: Hyper):
@@ -1173,7 +1170,9 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, tokens, hype
     weights_k = hyper.weights[: len(stage.weights)]
 
     def loss(weights, rows, tokens):
-        params = unpadded(cfg, weights)  # in here, so that padding of gradients costs no pass
+        # Banks keep their padding, since matrices are taken by number: to cut it off would be a
+        # pass over their gradients, 1.2 of 235 M cycles predicted for the record's on a v6e-8.
+        params = weights | unpadded(cfg, {"head": weights["head"]})
         sums = loss_sums(params, rows, tokens, cfg, kernels, stage.windows, hyper, weights_k)
         return sums[0] / stage.rows, sums[1]
 
@@ -1231,7 +1230,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, tokens, hyper: Hyper):
 
 
 # ------------------------------------------------------------------------------------------------
-# Programs: all that runs inside the clock, described by shapes alone
+# Programs: all that the devices run, described by shapes alone
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1277,8 +1276,8 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
 
     Adam's gradients wait on the device that made them for the update that sums adam_every of them
     (record 39: tables are noisy and want larger batches). So they cross the network only then: per
-    step and device 0.55 GB instead of 0.95, and 1.9 with float32 at every step. At the 112 GB/s of
-    a v6e-8's corner chip that is 5, 9 and 17 ms.
+    step and device 0.54 GB enter the reduction instead of 0.94, and 1.9 with float32 at every step.
+    At the 112 GB/s of a v6e-8's corner chip that is 5, 8 and 17 ms.
     """
     adam_too = ("adam",) * is_adam_step(cfg, step)
     return f"grads{stage_index(cfg, step)}", "muon", *adam_too
@@ -1656,9 +1655,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         Saver(cfg, log) as saver,
     ):
         for step in range(first, cfg.steps + 1):
-            ends, signalled, anew = step == cfg.steps, asked(step), not saved or step > first
+            ends, signalled = step == cfg.steps, asked(step)
+            progressed = not saved or step > first  # or this state and its loss are on the disk
             stops = ends or (signalled and not waiting)
-            validates = ends or (every(cfg.val_every, step) and anew)
+            validates = ends or (every(cfg.val_every, step) and progressed)
             if validates or stops:
                 report()
                 jax.block_until_ready(state)
@@ -1667,7 +1667,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                     val_loss = evaluate(cfg, mesh, compiled["eval"], copies, step, val_stream)
                     log.validated(step, val_loss)
                 if stops:
-                    if keeps_end(cfg) if ends else anew:
+                    keeps = keeps_end(cfg) if ends else progressed
+                    if keeps:
                         saver.save(step, state)
                     break
 
@@ -1705,14 +1706,13 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 # ------------------------------------------------------------------------------------------------
 
 POSITIVE = (
-    *("layers", "width", "heads", "mlp_width", "bigram_rows", "steps", "adam_every", "loss_chunk"),
-    *("micro_tokens", "val_tokens", "val_row", "val_batch", "prefetch", "log_every"),
-    *("momentum_warmup", "attn_scale"),
-)
+    "layers width heads mlp_width bigram_rows steps adam_every loss_chunk micro_tokens val_tokens "
+    "val_row val_batch prefetch log_every momentum_warmup attn_scale"
+).split()
 NOT_NEGATIVE = (
-    *("val_every", "checkpoint_every", "devices", "sample_tokens", "seed", "extension"),
-    *("momentum_cooldown", "lr_muon", "lr_adam", "decay_muon", "decay_adam"),
-)
+    "val_every checkpoint_every devices sample_tokens seed extension momentum_cooldown lr_muon "
+    "lr_adam decay_muon decay_adam"
+).split()
 SHARES = "cooldown", "lr_floor", "tied", "variance_beta"
 AT_MOST = {"steps": 10**6, "layers": 1000, "width": 2**16, "seed": 2**32 - 1}
 CHOICES = {
@@ -1982,20 +1982,22 @@ def program_bytes(compiled) -> dict[str, int]:
     memory = compiled.memory_analysis()
     names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
     sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
-    live = sum(sizes.values()) - 2 * sizes["aliased"]
+    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
     return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes on a device of what stays there while the program `name` runs that does not take it.
+    """Bytes on a device in use beside the arguments of the program `name` while it runs.
 
     The training state beside gradients and validation, the copies beside updates, and the gradients
     that wait for the next Adam step.
     """
     found = programs(cfg, mesh, PLAIN)
     state, due, _ = found["adam"].args
-    stays = {"muon": found["eval"].args[0], "adam": found["eval"].args[0]}.get(name, state)
-    waits = [] if name == "adam" else [x[name != "muon" :] for x in due.values()]
+    stays = found["eval"].args[0] if name in ("muon", "adam") else state
+    # Muon may run just before Adam, when the gradients of all its steps wait.
+    steps = {"muon": cfg.adam_every, "adam": 0}.get(name, cfg.adam_every - 1)
+    waits = [grads[:steps] for grads in due.values()]
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((stays, waits))
@@ -2016,9 +2018,8 @@ def settings(cfg: Config, mesh: Mesh, name: str) -> list[Config]:
     if not name.startswith("grads"):
         return [cfg]
     stage = cfg.stages[int(name.removeprefix("grads"))]
-    rows, t = stage.rows // mesh.size, stage.row_tokens
-    sizes = [n * t for n in range(rows, 0, -1) if rows % n == 0 and n * t <= cfg.micro_tokens]
-    sizes = sizes or [t]
+    t = stage.row_tokens
+    sizes = [k * t for k in micro_rows(cfg, stage.rows // mesh.size, t)]
     ways = [(cfg.recompute, sizes[0]), *((True, size) for size in sizes)]
     return [
         dataclasses.replace(cfg, recompute=again, micro_tokens=size)
@@ -2065,9 +2066,8 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
     def build(name):
         compiled, setting, seconds = compile_fitting(cfg, mesh, kernels, name, limit, say)
-        memory = compiled.memory_analysis()
-        temporary = f", {memory.temp_size_in_bytes / 2**20:.0f} MiB temporary" if memory else ""
-        say(f"compiled {name} in {seconds:.1f} s{temporary}")
+        temporary = program_bytes(compiled)["temporary"] / 2**20
+        say(f"compiled {name} in {seconds:.1f} s, {temporary:.0f} MiB temporary")
         changed = {key: getattr(setting, key) for key in ("micro_tokens", "recompute")}
         asked = setting == settings(cfg, mesh, name)[0]
         return compiled, round(seconds, 3), {} if asked else changed
@@ -2185,10 +2185,9 @@ def write_checkpoint(folder: Path, rows: dict, meta: dict, leaving: threading.Ev
     os.rename(temporary, final)
     sync_folder(folder)
     for old in sorted(step for step in checkpoint_steps(folder) if step <= meta["step"])[:-KEPT]:
-        os.rename(
-            folder / str(old), folder / f".{old}"
-        )  # or a kill would leave half of it in sight
-        shutil.rmtree(folder / f".{old}", ignore_errors=True)
+        hidden = folder / f".{old}"  # or a kill would leave half of it in sight
+        os.rename(folder / str(old), hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -2247,10 +2246,8 @@ def load_state(mesh: Mesh, saved: Saved, kinds=("params", "first", "second")):
 
     def load(path, leaf):
         kind, name = (key.key for key in path)
-        rows, parts = (
-            table[name].shape[0],
-            sorted(places.get(f"{kind}.{name}", []), key=itemgetter(0)),
-        )
+        rows = table[name].shape[0]
+        parts = sorted(places.get(f"{kind}.{name}", []), key=itemgetter(0))
         ends = [*(first for first, _, _ in parts[1:]), rows]
         read = functools.cache(lambda i: parts[i][1][parts[i][2]])  # once for all devices
 
@@ -2395,11 +2392,10 @@ def memory_peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
-PEAK_FLOPS = {  # dense bfloat16, by a part of the device kind; the longest that is in it counts
-    **{"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12},
-    **{"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12},
-    "RTX 4090": 165e12,
-}
+# Dense bfloat16, by a part of the device kind; the longest that is in it counts.
+PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
+PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
+PEAK_FLOPS |= {"L40S": 362e12, "RTX 4090": 165e12}
 
 
 def peak_flops(kind: str) -> float | None:
@@ -2431,12 +2427,8 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "command": command,
         "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
         "versions": versions(),
-        "devices": {
-            "kind": device.device_kind,
-            "count": mesh.size,
-            "platform": device.platform,
-            "processes": jax.process_count(),
-        },
+        "devices": {"kind": device.device_kind, "platform": device.platform}
+        | {"count": mesh.size, "processes": jax.process_count()},
         "host": host(),
         "environment": environment(),
         "choices": {
@@ -2466,7 +2458,8 @@ class RunLog:
     def __init__(self, cfg: Config, folder: Path, facts: dict, saved: Saved | None, say: Callable):
         self.cfg, self.folder, self.facts, self.say = cfg, folder, facts, say
         self.clock = Clock(saved.train_time_ms if saved else 0.0)
-        self.first, self.mark = (saved.step if saved else 0), None  # (ms, tokens) last shown
+        self.first = saved.step if saved else 0
+        self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
         self.files, self.kept, self.warned = {}, {}, False
         self.lock = threading.Lock()  # the loop and the thread of the Saver write
         self.wait_for_checkpoint = lambda: None  # a Saver knows how
@@ -2564,8 +2557,7 @@ class RunLog:
         if step % self.cfg.log_every and step != self.first + 1:
             return
         ms, tokens = self.clock.ms(), self.cfg.tokens_after(step)
-        before = self.mark or (0.0, self.cfg.tokens_after(self.first))
-        speed = (tokens - before[1]) / max(ms - before[0], 1e-3) * 1000
+        speed = (tokens - self.mark[1]) / max(ms - self.mark[0], 1e-3) * 1000
         devices, mfu = self.facts["devices"], ""
         if peak := peak_flops(devices["kind"]):
             mfu = f" mfu:{speed * flops_per_token(self.cfg) / (peak * devices['count']):.1%}"
@@ -2607,13 +2599,7 @@ class RunLog:
 
 
 def open_log(
-    cfg: Config,
-    facts: dict,
-    data: Path,
-    out: Path,
-    saved: Saved | None,
-    profile: bool,
-    say: Callable,
+    cfg: Config, facts: dict, data: Path, out: Path, saved: Saved | None, profile: bool, say
 ) -> RunLog:
     """The log of a new run, or of one that goes on, with its head; UserError if it cannot be.
 
@@ -2953,7 +2939,7 @@ def main(argv=None) -> int:
 # ================================================================================================
 # PART III: FAST ON HARDWARE
 # ================================================================================================
-# Kernels that equal what Part I does without them, and the one function that chooses them.
+# Kernels that equal Part I's functions up to rounding, and the one function that chooses them.
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2973,34 +2959,29 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     if cfg.kernels == "plain":
         return PLAIN, "plain, as asked for"
     chosen = PLAIN._replace(squared_relu=lean_squared_relu, cross_entropy=fused_cross_entropy)
-    kind, h, rows = device.device_kind, cfg.head_width, [stage.row_tokens for stage in cfg.stages]
-    rows.append(cfg.val_row)
-    windows = [*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages)]
-    window = min(max(windows), max(rows))
+    kind, h = device.device_kind, cfg.head_width
+    rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
+    window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
+    window = min(window, max(rows))
+    # Conditions are pairs: whether one fails, and what then is wrong.
     uneven = next((row for row in rows if row % 128), None)
-    tiled = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
+    even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     # Without a running maximum the largest score must be known to be small: that of normed q and k.
     score = max(yarn(cfg, stage)[1] for stage in range(len(cfg.stages))) * h
-    sharp = f"scores up to {score:.0f} could overflow without a running maximum"
-    bounded = score > MAX_SCORE, sharp
+    high = f"scores up to {score:.0f} could overflow without a running maximum"
+    bounded = score > MAX_SCORE, high
     if device.platform == "tpu":
         ring = Plan(Heads(cfg.heads, h, window, offset=True), 256).ring_bytes(cfg.dtype)
-        for_tables = [  # (whether it fails, what then is wrong)
+        large = f"a window of {window} of width {cfg.width} does not fit the VMEM"
+        for_tables = [
             (kind.startswith(SMALL_VMEM), f"a {kind} has too little VMEM"),
             (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
-            tiled,
+            even,
         ]
         if not any(fails for fails, _ in for_tables):
             chosen = chosen._replace(add_rows=sum_rows)
-        conditions = [
-            *for_tables,
-            (h % 128, f"tiles of 128 columns do not fill heads {h} wide"),
-            (
-                ring > KERNEL_VMEM * 0.7,
-                f"a window of {window} of width {cfg.width} does not fit the VMEM",
-            ),
-            bounded,
-        ]
+        wide = h % 128, f"tiles of 128 columns do not fill heads {h} wide"
+        conditions = [*for_tables, wide, (ring > KERNEL_VMEM * 0.7, large), bounded]
         attend, served = attend_window, "attention and gradients of tables for TPUs"
     elif device.platform == "gpu":
         triton = importlib.util.find_spec("jax.experimental.pallas.triton")
@@ -3009,7 +2990,7 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
             (cfg.dtype != jnp.bfloat16, f"they compute in bfloat16, not in {cfg.compute_dtype}"),
             (capability_of(device) < 8.0, "the compute capability is below 8.0"),
             (h not in (16, 32, 64, 128), f"tiles do not fit heads {h} wide"),
-            tiled,
+            even,
             bounded,
         ]
         attend, served = functools.partial(attend_heads, attend_triton), "attention for NVIDIA GPUs"
@@ -3017,7 +2998,7 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         return chosen, f"plain attention: there are no kernels for a {device.platform}"
     for fails, why in conditions:
         if fails:
-            tables = ", table gradients for TPUs" * (chosen.add_rows is sum_rows)
+            tables = ", table gradients for TPUs" if chosen.add_rows is sum_rows else ""
             return chosen, f"plain attention{tables}: {why}"
     return chosen._replace(attend=attend), served
 
@@ -3030,7 +3011,7 @@ def capability_of(device) -> float:
 
 
 # ------------------------------------------------------------------------------------------------
-# Loss with its own gradient, for all hardware
+# For all hardware: the loss with its own gradient, ReLU^2, document starts
 # ------------------------------------------------------------------------------------------------
 
 
@@ -3055,15 +3036,12 @@ def token_losses(x_cd, head_vd, targets_ck, cfg: Config, trains: bool = False):
     """
     half = cfg.logit_cap[0] / 2
 
-    def logits(dtype):
-        def multiply(x_cd, head_vd):
-            w_vd = head_vd.astype(x_cd.dtype)
-            return jnp.matmul(x_cd, w_vd.T, preferred_element_type=dtype).astype(jnp.float32)
+    def logits(x_cd, head_vd, dtype=jnp.float32):
+        w_vd = head_vd.astype(x_cd.dtype)
+        return jnp.matmul(x_cd, w_vd.T, preferred_element_type=dtype).astype(jnp.float32)
 
-        return multiply
-
-    wide, narrow = logits(jnp.float32), logits(x_cd.dtype if trains else jnp.float32)
-    z_cv = lax.platform_dependent(x_cd, head_vd, cuda=narrow, default=wide)
+    narrow = functools.partial(logits, dtype=x_cd.dtype if trains else jnp.float32)
+    z_cv = lax.platform_dependent(x_cd, head_vd, cuda=narrow, default=logits)
     sum_c = jnp.sum(jnp.exp(half * squash(z_cv, cfg)), axis=1)
     z_ck = [
         jnp.sum(x_cd.astype(jnp.float32) * head_vd[targets_ck[:, k]].astype(jnp.float32), axis=1)
@@ -3212,9 +3190,8 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
     from jax.experimental.pallas import tpu as pltpu
 
     absent = {key: None for key, x in (inputs | outputs).items() if x[0] is None}
-    given, outputs = (
-        {key: x for key, x in entries.items() if key not in absent} for entries in (inputs, outputs)
-    )
+    given = {key: x for key, x in inputs.items() if key not in absent}
+    outputs = {key: x for key, x in outputs.items() if key not in absent}
     names = [*scalars, *given, *outputs, *scratch]
 
     def kernel(*refs):
@@ -3600,10 +3577,8 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
         for c in range(n):
             lanes = plan.lanes(c)
             r.transposed_keys[slot, lanes] = r.saved_k[0, :, lanes].T
-            product = r.y[0, :, lanes].astype(jnp.float32) * r.y_grad[0, :, lanes].astype(
-                jnp.float32
-            )
-            total, gate = jnp.sum(product.T, axis=0, keepdims=True), gates[c : c + 1]
+            y, dy = (x[0, :, lanes].astype(jnp.float32) for x in (r.y, r.y_grad))
+            total, gate = jnp.sum((y * dy).T, axis=0, keepdims=True), gates[c : c + 1]
             r.gate_grads[slot, c : c + 1] = total * (1 - gate)
             gate = jnp.maximum(gate, 1e-20)
             shift.append(jnp.log2(gate) - r.log_sums[0, c : c + 1])
@@ -3687,39 +3662,30 @@ def window_backward(plan: Plan, arrays: dict, saved: dict, y_grad):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def window_attention(plan: Plan, proj, values, value_logits, others: dict):
-    """attend_window on what it has prepared in `others`."""
-    arrays = {"proj": proj, "values": values, "value_logits": value_logits, **others}
+def window_attention(plan: Plan, arrays: dict):
+    """attend_window on the `arrays` that it has prepared."""
     return window_forward(plan, arrays, save=False)["y"]
 
 
-def window_saves(plan: Plan, proj, values, value_logits, others: dict):
+def window_saves(plan: Plan, arrays: dict):
     """window_attention, and what its gradient needs."""
-    arrays = {"proj": proj, "values": values, "value_logits": value_logits, **others}
     saved = window_forward(plan, arrays, save=True)
     return saved["y"], (arrays, saved)
 
 
 def window_gradients(plan: Plan, kept, y_grad):
-    """Gradients of proj, values and value_logits; `others` get none."""
-    proj, values = window_backward(plan, *kept, y_grad)
-    value_logits_grad = None if kept[0]["value_logits"] is None else proj[..., -plan.heads.gates :]
-    return proj, values, value_logits_grad, None
+    """Gradients of proj, values and value_logits; other arrays get none."""
+    arrays, saved = kept
+    proj, values = window_backward(plan, arrays, saved, y_grad)
+    logits = None if arrays["value_logits"] is None else proj[..., -plan.heads.gates :]
+    return (dict.fromkeys(arrays) | {"proj": proj, "values": values, "value_logits": logits},)
 
 
 window_attention.defvjp(window_saves, window_gradients)
 
 
 def attend_window(
-    heads: Heads,
-    proj_btp,
-    *,
-    values_btd,
-    value_logits_btg,
-    segments_bt,
-    freqs,
-    scale,
-    interpret=False,
+    heads, proj_btp, *, values_btd, value_logits_btg, segments_bt, freqs, scale, interpret=False
 ):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding.
 
@@ -3738,8 +3704,8 @@ def attend_window(
         "tables": jnp.concatenate(tables, axis=1).astype(proj_btp.dtype),
         "scale": jnp.reshape(scale, 1).astype(jnp.float32),
     }
-    others = jax.tree.map(lax.stop_gradient, others)
-    return window_attention(plan, proj_btp, values_btd, value_logits_btg, others)
+    learned = {"proj": proj_btp, "values": values_btd, "value_logits": value_logits_btg}
+    return window_attention(plan, learned | jax.tree.map(lax.stop_gradient, others))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4005,18 +3971,16 @@ def tiles_backward_keys(arrays: dict, interpret: bool):
     return tuple(run_tiles("attend_backward_keys", *args).values())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def tiles_attention(q_btnh, k_btnh, v_btnh, reach: dict, interpret: bool):
-    """attend_triton of queries that are scaled already."""
-    arrays = {"q": q_btnh, "k": k_btnh, "v": v_btnh, **reach}
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def tiles_attention(arrays: dict, interpret: bool):
+    """attend_triton of q (scaled already), k and v, with the first and last of their reach."""
     return tiles_forward(arrays, interpret)["y"]
 
 
-def tiles_saves(q_btnh, k_btnh, v_btnh, reach: dict, interpret: bool):
+def tiles_saves(arrays: dict, interpret: bool):
     """tiles_attention, and what its gradient needs."""
-    arrays = {"q": q_btnh, "k": k_btnh, "v": v_btnh, **reach}
-    arrays |= tiles_forward(arrays, interpret)
-    return arrays["y"], arrays
+    saved = arrays | tiles_forward(arrays, interpret)
+    return saved["y"], saved
 
 
 def tiles_gradients(interpret: bool, arrays: dict, y_grad):
@@ -4026,7 +3990,7 @@ def tiles_gradients(interpret: bool, arrays: dict, y_grad):
     arrays = arrays | {"mean": mean, "y_grad": y_grad}
     q_grad = tiles_backward_queries(arrays, interpret)
     k_grad, v_grad = tiles_backward_keys(arrays, interpret)
-    return q_grad, k_grad, v_grad, None
+    return ({"q": q_grad, "k": k_grad, "v": v_grad, "first": None, "last": None},)
 
 
 tiles_attention.defvjp(tiles_saves, tiles_gradients)
@@ -4039,20 +4003,17 @@ def attend_triton(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale, inter
     up to MAX_SCORE.
     """
     t = segments_bt.shape[1]
-    if t % LARGEST_TILE:
-        raise UserError(
-            f"attend_triton needs rows of a multiple of {LARGEST_TILE} tokens, not {t}: "
-            "use kernels=plain"
-        )
     here = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
     stops = t - 1 - document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end
-    reach = {
+    arrays = {
+        "q": (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype),  # the exponential is 2^x
+        "k": k_btnh,
+        "v": v_btnh,
         "first": jnp.maximum(starts, here - window),  # key that a query can see
         "last": jnp.minimum(stops, here + window),  # query that can see a key
     }
-    q_btnh = (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype)  # the exponential is 2^x
-    return tiles_attention(q_btnh, k_btnh, v_btnh, reach, interpret)
+    return tiles_attention(arrays, interpret)
 
 
 if __name__ == "__main__":
