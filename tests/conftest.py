@@ -74,9 +74,9 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: python -m pytest --slow"))
-        if "gpu" in item.keywords and not GPU:
+        if item.get_closest_marker("gpu") and not GPU:
             how = "needs an NVIDIA GPU: python -m pytest --gpu tests/kernels"
             item.add_marker(pytest.mark.skip(reason=how))
 
