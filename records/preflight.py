@@ -43,9 +43,9 @@ The tables, for one execution on one device:
 A program that does not fit as it is asked for is compiled with the next of train_gpt.py's settings,
 as in a run (recompute, then smaller micro-batches): the report says with what, and its row has it
 as `settings`, which is null otherwise.
---dump DIR keeps the optimized programs and preflight.json: {"preset", "command", "target",
-"device_kind", "devices", "links", "kernels", "total_steps", "total_tokens", "variants": one row for
-each program, "predicted": totals of the run (of all programs only), "compile_seconds",
+--dump DIR keeps the optimized programs and preflight.json: {"preset", "command", "versions",
+"target", "device_kind", "devices", "links", "kernels", "total_steps", "total_tokens", "variants":
+one row for each program, "predicted": totals of the run (of all programs only), "compile_seconds",
 "cpu_seconds"}. What is not known is null.
 """
 
@@ -653,6 +653,7 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
     report = {
         "preset": cfg.preset,
         "command": command,
+        "versions": T.versions(),
         "target": target,
         "device_kind": devices[0].device_kind,
         "devices": mesh.size,
