@@ -6,7 +6,7 @@
 
 `speedrun` is record 77 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 539 M parameters, 1490 steps, 396 M tokens. "Record N" is the Nth of its list,
-"the original" the PyTorch program of record 77. Predicted by the TPU's compiler: 160 s on a v6e-8;
+"the original" the PyTorch program of record 77. Predicted by the TPU's compiler: 159 s on a v6e-8;
 nobody has timed it yet. The run in outline, its real loop stands at the end of Part I:
 
     state = init(seed); copies = bfloat16(state.params)        # Parameters

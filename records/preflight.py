@@ -6,7 +6,7 @@
 TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, or a TPU topology NAME:AxB that
 libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run is compiled by the
 real compiler, on any x86 machine, for devices that are absent: libtpu for TPUs; for GPUs the two
-packages that an error names. On one core v6e-8 takes 45 minutes, h100x8 two. With --program only
+packages that an error names. On one core v6e-8 takes 35 minutes, h100x8 two. With --program only
 those programs are compiled. The exit status is 1 if a program does not fit.
 
 The figure that counts leads the report: seconds of the whole run, the sum of

@@ -167,15 +167,15 @@ def test_gradients_are_the_same_whichever_setting_is_taken(monkeypatch, shards):
 
     monkeypatch.setattr(T, "program_bytes", too_large)
     with quick_compilation():
-        _, way = fit("grads0", 1)
-    assert way == (True, 32) and len(tried) == 3
+        last, way = fit("grads0", 1)
+    assert way == (True, 32) and len(tried) == 2  # the last one is taken whatever it needs
     mesh, rng = mesh_of(1), np.random.default_rng(0)
     table = T.param_table(CFG)
     params = {n: rng.normal(0, 0.3, row.shape).astype(np.float32) for n, row in table.items()}
     rows, _ = T.plain_rows(T.TokenStream(shards, "train", BOS), 0, 8, 32)
     copies = T.start_copies(CFG, mesh)(lay(CFG, params, mesh))
     args = copies, T.put(rows, mesh, T.P(T.AXIS)), T.put_hyper(CFG, 0, mesh)
-    (want, loss), *others = (program(*args) for program in tried)
+    (want, loss), *others = (program(*args) for program in (*tried, last))
     for grads, other in others:
         assert float(other) == pytest.approx(float(loss), rel=1e-6)
         for name in table:
