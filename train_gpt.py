@@ -1266,8 +1266,8 @@ def all_devices() -> list:
     """The devices of all processes; UserError if jax cannot start its backend."""
     try:
         return jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"jax finds no devices ({reason}): see JAX_PLATFORMS and drivers") from None
 
 
@@ -2490,7 +2490,8 @@ class RunLog:
         temporary.write_text(json.dumps(self.facts, indent=1) + "\n")
         os.replace(temporary, self.folder / "run.json")
 
-    def _try(self, write: Callable, *args):
+    def attempt(self, write: Callable, *args):
+        """write(*args) if this process has files; what the disk refuses is said once."""
         if self.files:
             try:
                 write(*args)
@@ -2504,12 +2505,12 @@ class RunLog:
         if name in self.files:
             with self.lock:
                 self.kept[name] += text.encode("utf-8", "backslashreplace") + b"\n"
-        self._try(self._flush, name)
+        self.attempt(self._flush, name)
 
     def write_facts(self, **changes):
         """Put `changes` into run.json, atomically."""
         self.facts.update(changes)
-        self._try(self._write_facts)
+        self.attempt(self._write_facts)
 
     def compiled(self, facts: dict):
         """Write down what compile_all says; of settings only those that memory has changed."""
@@ -2520,7 +2521,7 @@ class RunLog:
     def sync(self):
         """Bring the files to the disk itself."""
         for file in self.files.values():
-            self._try(os.fsync, file.fileno())
+            self.attempt(os.fsync, file.fileno())
 
     def meta(self, step: int) -> dict:
         """What a checkpoint says beside its arrays."""
@@ -2644,8 +2645,8 @@ def open_log(
     say(f"run {folder} on {devices['count']} x {devices['kind']}; kernels: {kernels}")
     if saved:
         say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
-    if cfg.encoding == "bpe" and log.files:
-        shutil.copy(merges, folder)  # so that a sample needs the run's folder only
+    if cfg.encoding == "bpe" and not (folder / MERGES).exists():
+        log.attempt(shutil.copy, merges, folder)  # so that a sample needs the run's folder only
     return log
 
 
@@ -2890,6 +2891,7 @@ def run(argv: list[str], command: str):
         print(show(resolve(args)))
         return
     join_hosts(args.coordinator, args.processes, args.process_id)
+    all_devices()  # before anything else asks jax: without a backend this is one line
     first = jax.process_index() == 0
     say = functools.partial(print, flush=True) if first else lambda line: None
     saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
@@ -4003,6 +4005,9 @@ def attend_triton(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale, inter
     up to MAX_SCORE.
     """
     t = segments_bt.shape[1]
+    if t % LARGEST_TILE:  # or tokens at the end of a row would silently be left out
+        tiles = f"a multiple of {LARGEST_TILE} tokens, not {t}: use kernels=plain"
+        raise UserError(f"attend_triton needs rows of {tiles}")
     here = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
     stops = t - 1 - document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end

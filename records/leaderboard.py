@@ -343,6 +343,7 @@ def reproduce(root: Path, args) -> str:
     then = record.runs[0].facts["environment"]
     environment = {name: then[name] for name in then if name in REPEATED}
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])
+    need(1 <= args.runs <= len(runs), f"--runs {args.runs}: the record has 1 to {len(runs)}")
     with tempfile.TemporaryDirectory() as temporary:
         for old in runs[: args.runs]:
             seed, home = str(old.facts["seed"]), Path(temporary) / "source"

@@ -101,6 +101,7 @@ NOBODY_HOME = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another preflight may run beside this one
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 # Estimated cycles per bundle: the same MLP has 5.29 M of them in XLA's fusions and 2.99 M bundles.

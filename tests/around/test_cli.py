@@ -268,13 +268,24 @@ def test_profile_of_a_run_that_is_too_short_is_refused(main, data, tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_no_devices_is_one_line(main, monkeypatch):
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (
+            RuntimeError("Unable to initialize backend 'tpu': no chip\nmore of it"),
+            "Unable to initialize backend 'tpu': no chip",
+        ),
+        (AssertionError(), "AssertionError"),  # jax 0.10.2 where JAX_PLATFORMS names CUDA
+    ],
+)
+@pytest.mark.parametrize("words", [["--show"], [], ["tiny"]])
+def test_no_devices_is_one_line(main, monkeypatch, words, error, reason):
     def devices():
-        raise RuntimeError("Unable to initialize backend 'tpu': no chip\nmore of it")
+        raise error
 
     monkeypatch.setattr(jax, "devices", devices)
-    line = refused(main("--show"))
-    assert "jax finds no devices (Unable to initialize backend 'tpu': no chip): see JAX_" in line
+    line = refused(main(*words))
+    assert f"jax finds no devices ({reason}): see JAX_PLATFORMS" in line
 
 
 def test_good_arguments_go_on_to_compile(main, data):

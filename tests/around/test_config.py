@@ -277,7 +277,7 @@ BAD_SETTINGS = [
     # stages
     ("extension=10", ["extension=10", "fewer than steps=10"]),
     ("extension=0", ["extension=0", "share=0"]),  # the last stage has no share
-    ("stages.0.share=0.7", ["stages.0.share=0.7", "add up to 1, not 1.2"]),
+    ("stages.0.share=0.7", ["stages.0.share=0.7", "shares above 0 that add up to 1"]),
     ("stages.0.share=nan", ["stages.0.share=nan", "float, and finite"]),
     ("stages.0.share=1.5 stages.1.share=-0.5", ["stages.0.share=1.5", "add up to 1"]),
     ("stages.0.share=0.4 stages.2.share=0.1", ["extension=2", "share=0"]),

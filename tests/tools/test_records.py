@@ -1108,6 +1108,16 @@ def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
     assert said[0].endswith("equal to the last digit") and said[-1] == "reproduced"
 
 
+@pytest.mark.parametrize("runs", ["0", "-1", "4"])
+def test_reproduce_refuses_a_number_of_runs_that_the_record_does_not_have(tmp_path, capsys, runs):
+    root = empty(tmp_path / "records")
+    source = stub(tmp_path / "a.py", 3.80, 10).read_text()
+    assert add(root, runs_of(tmp_path / "runs", (3.80, 3.81, 3.82), source=source), "Some") == 0
+    (record,) = (root / "cpu").iterdir()
+    said = refusal(root, capsys, "reproduce", record, "--runs", runs)
+    assert f"--runs {runs}: the record has 1 to 3" in said
+
+
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
     root = empty(tmp_path / "records")
     source = stub(tmp_path / "a.py", 3.94, 10).read_text()
