@@ -63,6 +63,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -182,7 +183,7 @@ class Config:
     val_batch: int = 2_097_152
     val_row: int = 262_144
     val_windows: tuple[int, int] = (768, 2560)
-    target: float = 3.28  # nats per token
+    target: float = 3.28  # nats per token; 0: none
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     data: str = "data/fineweb10B"
     devices: int = 0  # 0: all that there are
@@ -1195,27 +1196,30 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, tokens, hype
 
 
 def update_step(cfg: Config, state, due, hyper: Hyper):
-    """(state, compute copies of what changed) after an update of the parameters in `due`.
+    """(state, compute copies of what changed, norm of the gradient) after an update of `due`.
 
     due: name -> this device's gradients of the steps since the last update, a tuple. Each device
     receives the sum of its own share (reduce-scatter), updates it, and all gather the results,
     already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in the
     original: half the bytes, and in bfloat16 partial sums that are rounded at every device. An
     all_to_all would not round them, but half of it crosses the two links in the middle of a v6e-8:
-    19 ms instead of 9.
+    19 ms instead of 9. The norm is that of the summed gradients of all parameters in `due`.
     """
-    table, reduced = param_table(cfg), {}
+    table, reduced, cut, whole = param_table(cfg), {}, 0.0, 0.0
     for name, grads in due.items():
         total = sum(grad.astype(jnp.float32) for grad in grads)
         if table[name].sharded:
             total = lax.psum_scatter(total.astype(cfg.dtype), AXIS, tiled=True)
             reduced[name] = total.astype(jnp.float32)
+            cut += jnp.sum(jnp.square(reduced[name]))
         else:
             reduced[name] = lax.psum(total, AXIS)
+            whole += jnp.sum(jnp.square(reduced[name]))
     state = apply_updates(cfg, state, reduced, hyper)
     copies = compute_copies(cfg, {name: state["params"][name] for name in due})
     gather = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
-    return state, {name: gather(x) if table[name].sharded else x for name, x in copies.items()}
+    copies = {name: gather(x) if table[name].sharded else x for name, x in copies.items()}
+    return state, copies, jnp.sqrt(lax.psum(cut, AXIS) + whole)
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, tokens, hyper: Hyper):
@@ -1241,34 +1245,6 @@ class Program(NamedTuple):
     args: tuple  # shapes, dtypes and shardings of its arguments
     out: tuple  # how its results lie on the mesh
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
-
-
-def make_mesh(cfg: Config, devices=None) -> Mesh:
-    """The one-axis mesh over `devices` (default: the first cfg.devices, process by process)."""
-    if devices is None:
-        devices = sorted(all_devices(), key=lambda device: device.process_index)
-    count = cfg.devices or len(devices)
-    if jax.process_count() > 1 and count != len(devices):
-        raise UserError(f"devices={count} is for a process alone: several use all {len(devices)}")
-    if count > len(devices):
-        raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
-    batches = {f"stages.{i}.batch_tokens": stage.rows for i, stage in enumerate(cfg.stages)}
-    for name, rows in {**batches, "val_batch": cfg.val_batch // cfg.val_row}.items():
-        if rows % count:
-            raise UserError(
-                f"{name} has {rows} rows, which {count} devices cannot share equally: "
-                f"use --set devices=N with a divisor of {rows}, or a larger {name}"
-            )
-    return Mesh(np.array(devices[:count]), (AXIS,))
-
-
-def all_devices() -> list:
-    """The devices of all processes; UserError if jax cannot start its backend."""
-    try:
-        return jax.devices()
-    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"jax finds no devices ({reason}): see JAX_PLATFORMS and drivers") from None
 
 
 def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
@@ -1317,7 +1293,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     for update, steps in (("muon", 1), ("adam", cfg.adam_every)):
         due = {name: grads(copies[name], steps) for name in updated(cfg, update)}
         step, args = functools.partial(update_step, cfg), (state, due, hyper)
-        found[update] = Program(step, args, (state_specs, P()), donates=(0,))
+        found[update] = Program(step, args, (state_specs, P(), P()), donates=(0,))
     args = copies, rows(cfg.val_batch // cfg.val_row, cfg.val_row), hyper
     found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, P())
     return found
@@ -1387,9 +1363,12 @@ class TokenStream:
                 f"no {split} shards (*_{split}_*.bin) in {folder}: get some with "
                 "data/cached_fineweb10B.py or data/tokenize_text.py, or name another --data"
             )
-        self.shards = [open_shard(path) for path in self.paths]
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
-        self.bos = bos
+        for path in self.paths:
+            open_shard(path)  # whole, or a UserError
+        self.files = [open(path, "rb") for path in self.paths]  # these, whatever takes their names
+        self.seen, self.bos = self.states(), bos
+        self.sizes = [(size - HEADER_BYTES) // 2 for size, _ in self.seen]
+        self.ends = np.cumsum(self.sizes)
         self.documents = functools.lru_cache(maxsize=2)(self._documents)
 
     def __len__(self) -> int:
@@ -1398,28 +1377,45 @@ class TokenStream:
     def shard_at(self, cursor: int) -> tuple[int, int]:
         """(number of the shard that holds `cursor`, its first position)."""
         number = int(np.searchsorted(self.ends, cursor, side="right"))
-        if number == len(self.shards):
+        if number == len(self.sizes):
             raise UserError(
                 f"the tokens in {self.paths[0].parent} end at {len(self):,}: "
                 "download more shards or use fewer steps"
             )
-        return number, int(self.ends[number]) - len(self.shards[number])
+        return number, int(self.ends[number]) - self.sizes[number]
 
     def read(self, cursor: int, count: int) -> np.ndarray:
-        """`count` tokens from `cursor` on, uint16, across shard borders."""
-        out = np.empty(count, np.uint16)
-        done = 0
+        """`count` tokens from `cursor` on, uint16, across shard borders.
+
+        Read and not mapped: of a file that shrinks, a map would end the process without a word.
+        """
+        out, done = np.empty(count, "<u2"), 0
         while done < count:
             number, start = self.shard_at(cursor + done)
             at = cursor + done - start
-            piece = self.shards[number][at : at + count - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
+            part = out[done : done + self.sizes[number] - at]
+            self.files[number].seek(HEADER_BYTES + 2 * at)
+            if self.files[number].readinto(part) < part.nbytes:
+                self.check()
+            done += len(part)
         return out
+
+    def states(self) -> list[tuple]:
+        """(size in bytes, time of the last change) of every shard."""
+        return [
+            (s.st_size, s.st_mtime_ns) for s in (os.fstat(file.fileno()) for file in self.files)
+        ]
+
+    def check(self):
+        """UserError if a shard has changed since it was opened: losses would be of other tokens."""
+        for path, was, now in zip(self.paths, self.seen, self.states(), strict=True):
+            if was != now:
+                raise UserError(f"{path} has changed under the run: bring it back, then --resume")
 
     def _documents(self, number: int) -> np.ndarray:
         """Where documents begin in shard `number`; `documents` keeps two shards' places."""
-        return np.flatnonzero(np.asarray(self.shards[number]) == self.bos)
+        size = self.sizes[number]
+        return np.flatnonzero(self.read(int(self.ends[number]) - size, size) == self.bos)
 
 
 def plain_rows(stream: TokenStream, cursor: int, rows: int, t: int):
@@ -1440,7 +1436,7 @@ def plan_packed(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: in
     while True:
         number, base = stream.shard_at(cursor)
         starts = stream.documents(number)
-        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
+        stops = np.append(starts[1:], stream.sizes[number])[: len(starts)]
         first = int(np.searchsorted(starts, cursor - base))
         pieces, row, room = [], 0, t + 1
         # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
@@ -1600,7 +1596,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
         grads, _ = compiled[f"grads{i}"](copies, tokens, hyper)
     for update, steps in (("muon", 1), ("adam", cfg.adam_every)):
         due = {name: (grads[name],) * steps for name in updated(cfg, update)}
-        state, _ = compiled[update](state, due, hyper)
+        state, *_ = compiled[update](state, due, hyper)
     tokens = dummy(cfg.val_batch // cfg.val_row, cfg.val_row)
     jax.block_until_ready((state, compiled["eval"](copies, tokens, hyper)))
 
@@ -1622,9 +1618,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and the end
     that a signal asks for comes there too.
 
-    From Parts II and III: data_folder, check_tokens, cursor_after, run_facts and open_log (what
-    goes to the disk and the terminal), pick_kernels, compile_all, load_state, Saver (checkpoints),
-    keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (the end of `tiny`).
+    From Parts II and III: make_mesh, data_folder, check_tokens, cursor_after, run_facts and
+    open_log (what goes to the disk and the terminal), pick_kernels, compile_all, load_state, Saver
+    (checkpoints), keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
     """
     mesh, first = make_mesh(cfg), saved.step if saved else 0
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
@@ -1665,6 +1661,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 clock.stop()
                 if validates:
                     val_loss = evaluate(cfg, mesh, compiled["eval"], copies, step, val_stream)
+                    stream.check(), val_stream.check()
                     log.validated(step, val_loss)
                 if stops:
                     keeps = keeps_end(cfg) if ends else progressed
@@ -1677,7 +1674,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 trace(step - first, log.folder, pending)
             batch = next(supply)
             grads_of, *updates = programs_of(cfg, step)
-            grads, loss = compiled[grads_of](copies, batch.tokens, batch.hyper)
+            (grads, loss), norms = compiled[grads_of](copies, batch.tokens, batch.hyper), {}
             if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
                 report()
                 saver.save(step, state)  # copied while the devices compute gradients
@@ -1686,11 +1683,11 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             del grads  # or those that an update has taken would lie beside the next program
             for update in updates:
                 due = {name: waiting.pop(name) for name in updated(cfg, update)}
-                state, changed = compiled[update](state, due, batch.hyper)
+                state, changed, norms[update] = compiled[update](state, due, batch.hyper)
                 copies |= changed
                 del due
             report()  # of the step before, while this one runs: no step waits for its loss
-            pending = step + 1, loss
+            pending = step + 1, loss, norms
     log.end(step, signalled, saver.missing)
     if cfg.sample_tokens:
         demonstrate(cfg, log.folder, val_stream, val_loss, say)
@@ -1715,6 +1712,8 @@ NOT_NEGATIVE = (
 ).split()
 SHARES = "cooldown", "lr_floor", "tied", "variance_beta"
 AT_MOST = {"steps": 10**6, "layers": 1000, "width": 2**16, "seed": 2**32 - 1}
+MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume may --set:
+MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
 CHOICES = {
     "encoding": ("gpt2", "bytes", "bpe"),
     "compute_dtype": ("bfloat16", "float32"),
@@ -1864,6 +1863,7 @@ def override(cfg, key: str, text: str, prefix: str = ""):
         return dataclasses.replace(cfg, **{name: parse_value(kinds[name], text)})
     except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError, RecursionError):
         like = f"a value like {old!r} ({type(old).__name__})"
+        like += ", one alone is (1,)" * (isinstance(old, tuple) and "..." in str(kinds[name]))
         raise UserError(f"--set {prefix}{key}={text}: {name} takes {like}") from None
 
 
@@ -1888,6 +1888,7 @@ def config_from_json(fields: dict) -> Config:
 # ------------------------------------------------------------------------------------------------
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
+DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text.py: what they are
 
 
 def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
@@ -1935,25 +1936,36 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
         )
     found = {}
     for stream, last in ((train, cursor), (val, cfg.val_tokens)):
+        begins = False
         for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
-            path, shard = stream.paths[number], stream.shards[number]
-            check_ids(cfg, path, shard)
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+            path, file, size = stream.paths[number], stream.files[number], stream.sizes[number]
+            tokens = stream.read(int(stream.ends[number]) - size, size)
+            check_ids(cfg, path, tokens)
+            begins |= bool(np.any(tokens == cfg.bos))
+            file.seek(0)
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.name] = {"bytes": HEADER_BYTES + 2 * size, "sha256": sha256}
+        if not begins:
+            raise UserError(
+                f"{path}: no document begins with bos={cfg.bos}, so it is of another encoding than "
+                f"{cfg.encoding}: set encoding, vocab, real_tokens and bos, or tokenize it again"
+            )
     return found
 
 
+def place_of(data: str) -> Path:
+    """The folder that cfg.data names: under the current folder or beside this file."""
+    return Path(data) if Path(data).exists() else Path(__file__).resolve().parent / data
+
+
 def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Where the shards are: cfg.data under the current folder or beside this file.
+    """Where the shards are; UserError if there is no folder, or more than one data set in it.
 
     The demo corpus of the `tiny` preset is made on first use from the text that every Python
     installation carries.
     """
-    here = Path(__file__).resolve().parent
-    folder, demo = Path(cfg.data), here / PRESETS["tiny"].data
-    if not folder.is_absolute() and not folder.exists():
-        folder = here / folder
+    folder = place_of(cfg.data)
+    demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
     made = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
     if folder.resolve() == demo.resolve() and not made and jax.process_index() == 0:
         say(f"making the demo corpus in {folder}")
@@ -1963,6 +1975,11 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         raise UserError(
             f"no folder {folder}: get the tokens with data/cached_fineweb10B.py, or name a --data"
         )
+    shards = re.compile(r"(.*)_(?:train|val)_\d+\.bin")
+    found = {match[1] for path in folder.glob("*.bin") if (match := shards.fullmatch(path.name))}
+    if len(found) > 1:
+        names = ", ".join(sorted(found))
+        raise UserError(f"{folder} holds several data sets ({names}): give each its own folder")
     return folder
 
 
@@ -1975,6 +1992,34 @@ def run_tool(name: str) -> dict:
 # ------------------------------------------------------------------------------------------------
 # Compilation: every program of the run, before the clock starts, so that it fits the devices
 # ------------------------------------------------------------------------------------------------
+
+
+def make_mesh(cfg: Config, devices=None) -> Mesh:
+    """The one-axis mesh over `devices` (default: the first cfg.devices, process by process)."""
+    if devices is None:
+        devices = sorted(all_devices(), key=lambda device: device.process_index)
+    count = cfg.devices or len(devices)
+    if jax.process_count() > 1 and count != len(devices):
+        raise UserError(f"devices={count} is for a process alone: several use all {len(devices)}")
+    if count > len(devices):
+        raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
+    batches = {f"stages.{i}.batch_tokens": stage.rows for i, stage in enumerate(cfg.stages)}
+    for name, rows in {**batches, "val_batch": cfg.val_batch // cfg.val_row}.items():
+        if rows % count:
+            raise UserError(
+                f"{name} has {rows} rows, which {count} devices cannot share equally: "
+                f"use --set devices=N with a divisor of {rows}, or a larger {name}"
+            )
+    return Mesh(np.array(devices[:count]), (AXIS,))
+
+
+def all_devices() -> list:
+    """The devices of all processes; UserError if jax cannot start its backend."""
+    try:
+        return jax.devices()
+    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"jax finds no devices ({reason}): see JAX_PLATFORMS and drivers") from None
 
 
 def program_bytes(compiled) -> dict[str, int]:
@@ -2074,7 +2119,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
     names = [*programs(cfg, mesh, kernels)]
     say(f"compiling {', '.join(names)}; for accelerators it takes minutes")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ending_at_once(), ThreadPoolExecutor(os.cpu_count()) as pool:
         built = zip(*pool.map(build, names), strict=True)
     compiled, seconds, changed = (dict(zip(names, x, strict=True)) for x in built)
     changed = {name: way for name, way in changed.items() if way}
@@ -2219,6 +2264,8 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
             return read_checkpoint(folder / str(step))
         except Exception as error:  # whatever a damaged file leads to
             say(f"warning: {folder / str(step)} cannot be used ({error}): skipped")
+    if (run_dir / "run.json").exists():
+        raise UserError(f"{run_dir} has no checkpoint (see --set checkpoint_every): start it anew")
     raise UserError(f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>")
 
 
@@ -2449,13 +2496,14 @@ class Stopped(Exception):
 class RunLog:
     """The files of a run, written by process 0, and what the terminal shows.
 
-    Opening it fails before anything is compiled. Later a full disk does not end the run: what it
-    refuses is said once, kept, and written with the next line.
+    Opening it fails before anything is compiled, if its `head` does not fit the disk, too. Later a
+    full disk does not end the run: what it refuses is said once, kept, and written with the next
+    line.
     """
 
     NAMES = "log.txt", "metrics.jsonl"
 
-    def __init__(self, cfg: Config, folder: Path, facts: dict, saved: Saved | None, say: Callable):
+    def __init__(self, cfg: Config, folder: Path, facts: dict, saved: Saved | None, say, head=""):
         self.cfg, self.folder, self.facts, self.say = cfg, folder, facts, say
         self.clock = Clock(saved.train_time_ms if saved else 0.0)
         self.first = saved.step if saved else 0
@@ -2468,17 +2516,18 @@ class RunLog:
         try:
             folder.mkdir(parents=True, exist_ok=bool(saved))
             for name in self.NAMES:
-                self.files[name], self.kept[name] = open(folder / name, "ab", buffering=0), b""
+                self.files[name], self.kept[name] = claim(folder, name), b""
                 if saved and saved.logs[name] < self.files[name].tell():
                     self.files[name].truncate(saved.logs[name])
                     self.files[name].seek(0, os.SEEK_END)
             for partial in (folder / "checkpoints").glob(".*"):
                 shutil.rmtree(partial, ignore_errors=True)
+            self.kept["log.txt"] = head.encode("utf-8", "backslashreplace")
+            self._flush("log.txt")
             self._write_facts()
         except OSError as error:
-            raise UserError(
-                f"cannot write {folder} ({error.strerror}): name another --out"
-            ) from None
+            cure = "make that possible" if saved else "name another --out"
+            raise UserError(f"cannot write {folder} ({error.strerror}): {cure}") from None
 
     def _flush(self, name: str):
         with self.lock:
@@ -2518,6 +2567,17 @@ class RunLog:
         if facts["settings"]:
             self.write("log.txt", f"settings: {json.dumps(facts['settings'])}")
 
+    def lost(self) -> str:
+        """Says which files of the run have been deleted or replaced since; "" if none has."""
+        gone = []
+        for name, file in self.files.items():
+            try:
+                there = os.path.samestat(os.fstat(file.fileno()), os.stat(self.folder / name))
+            except OSError:
+                there = False
+            gone += [] if there else [name]
+        return f"{' and '.join(gone)} of this run no longer in {self.folder}" if gone else ""
+
     def sync(self):
         """Bring the files to the disk itself."""
         for file in self.files.values():
@@ -2551,10 +2611,14 @@ class RunLog:
         self.write("metrics.jsonl", json.dumps({**fields, "tokens": tokens, **more}))
         return line
 
-    def trained(self, step: int, loss: jax.Array):
-        """Wait for the loss of the step that makes `step` steps; the next one is under way."""
-        loss = float(loss)
-        line = self.line(step, "train_loss", loss, lr=lr_scale(self.cfg, step - 1))
+    def trained(self, step: int, loss: jax.Array, norms: dict[str, jax.Array]):
+        """Wait for the loss of the step that makes `step` steps; the next one is under way.
+
+        `norms` of the gradient come with the updates: Muon's at every step, Adam's at its own.
+        """
+        loss, names = float(loss), {"muon": "grad_norm", "adam": "grad_norm_adam"}
+        found = {names[k]: float(f"{x:.6g}") for k, x in norms.items() if np.isfinite(x)}
+        line = self.line(step, "train_loss", loss, lr=lr_scale(self.cfg, step - 1), **found)
         if step % self.cfg.log_every and step != self.first + 1:
             return
         ms, tokens = self.clock.ms(), self.cfg.tokens_after(step)
@@ -2570,6 +2634,8 @@ class RunLog:
         """Write down the validation loss after `step` steps; the clock stands still."""
         self.say(self.line(step, "val_loss", loss, f"val_loss:{loss:.4f} "))
         self.progress(step, val_loss=round(loss, 6))
+        if lost := self.lost():
+            self.say(f"warning: {lost}: what is written goes nowhere")
 
     def progress(self, step: int, **facts):
         """Put into run.json how far the run is."""
@@ -2578,6 +2644,7 @@ class RunLog:
 
     def end(self, step: int, asked: int, missing: str):
         """The last lines. Stopped if a signal has ended the run; UserError if it is not saved."""
+        missing = missing or self.lost()
         if step < self.cfg.steps:
             self.progress(step)
             if not missing:
@@ -2591,12 +2658,29 @@ class RunLog:
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
         met, seconds = "met" if loss <= target else "MISSED", self.clock.ms() / 1000
+        verdict = f"target {target} {met}: " if target else ""  # one's own text has none
         self.say(
-            f"target {target} {met}: val_loss {loss:.4f} after {seconds:.1f} s of training on "
+            f"{verdict}val_loss {loss:.4f} after {seconds:.1f} s of training on "
             f"{self.cfg.total_tokens:,} tokens; peak memory {peak:.0f} MiB"
         )
         if missing:
             raise UserError(f"the run has ended well, but {missing}")
+
+
+def claim(run_dir: Path, name: str):
+    """Open a file of a run to append to it, locked if the system can; UserError if another process
+    has it. The system takes the lock back when this process ends or closes the file."""
+    file = open(run_dir / name, "ab", buffering=0)
+    with contextlib.suppress(ImportError):  # Windows has no such module
+        import fcntl
+
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f"another process writes {run_dir}: wait for it, or end it") from None
+        except OSError:  # a file system without locks
+            pass
+    return file
 
 
 def open_log(
@@ -2612,7 +2696,8 @@ def open_log(
         raise UserError(f"{saved.folder.parents[1]} is finished: there is nothing to resume")
     if profile and left <= PROFILED.stop:
         raise UserError(f"--profile needs more than {PROFILED.stop} steps: raise --set steps=")
-    same = {key: facts[key] for key in ("source_sha256", "versions", "config", "data")}
+    same = {key: facts[key] for key in ("source_sha256", "versions", "data")}
+    same |= {f"config's {key}": value for key, value in facts["config"].items()}
     agree({**same, "step to resume from": saved and saved.step})
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     folder = saved.folder.parents[1] if saved else out / from_first(stamp)
@@ -2620,27 +2705,35 @@ def open_log(
         raise UserError(
             f"{data} does not hold the shards that {folder} was trained on: name their --data"
         )
-    merges = data / MERGES
-    if cfg.encoding == "bpe" and not merges.exists():
-        raise UserError(f"{merges} is missing, which says what the tokens are: make the data again")
-    if saved and saved.source_sha256 != facts["source_sha256"]:
+    merges, text = data / MERGES, Path(__file__).read_text()
+    if cfg.encoding == "bpe":
+        try:
+            [bytes.fromhex(merge) for merge in json.loads(merges.read_text())]
+        except (OSError, ValueError, TypeError) as error:
+            says = f"{merges}, which says what the tokens are, cannot be used ({error})"
+            raise UserError(f"{says}: make the data again") from None
+    changed = saved and saved.source_sha256 != facts["source_sha256"]
+    if changed:
         say("warning: train_gpt.py has changed since; what follows may differ from what was")
     if saved and jax.process_index() == 0:
         set_aside(saved)
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "settings": {}}
     facts |= {"steps": 0, "tokens": 0, "train_time_ms": 0.0, "val_loss": None}
     facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
-    log, rule, devices = RunLog(cfg, folder, facts, saved, say), "=" * 100, facts["devices"]
+    rule, devices = "=" * 100, facts["devices"]
     about = [f"{k} {v}" for k, v in facts["versions"].items()]
     about += [f"{devices['count']} x {devices['kind']} ({devices['platform']})"]
     about += [facts["host"]["platform"], f"command: {facts['command']}"]
     about += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
+    if not saved or cfg != dataclasses.replace(saved.cfg, data=cfg.data, devices=cfg.devices):
+        about += [f"config: {json.dumps(facts['config'])}"]
+    head = [rule, "resumed"] if saved else [text]
+    head += [f"source: {facts['source_sha256']}", text] if changed else []
+    head += [*about, rule, ""] if saved and not changed else [rule, *about, rule, ""]
+    log = RunLog(cfg, folder, facts, saved, say, "\n".join(head))
+    check_shared(folder)
     if saved:
         log.progress(saved.step)
-        log.write("log.txt", "\n".join([rule, "resumed", *about, rule]))
-    else:
-        about += [f"config: {json.dumps(facts['config'])}"]
-        log.write("log.txt", "\n".join([Path(__file__).read_text(), rule, *about, rule]))
     kernels = facts["choices"]["kernels"]
     say(f"run {folder} on {devices['count']} x {devices['kind']}; kernels: {kernels}")
     if saved:
@@ -2648,6 +2741,21 @@ def open_log(
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
         log.attempt(shutil.copy, merges, folder)  # so that a sample needs the run's folder only
     return log
+
+
+def check_shared(folder: Path):
+    """UserError unless all processes see the folder of the run that process 0 has made."""
+    if jax.process_count() == 1:
+        return
+    probe = folder / from_first(f".{secrets.token_hex(4)}")
+    if jax.process_index() == 0:
+        probe.touch()
+    from_first("")  # it is there
+    try:
+        agree({f"folder {folder}": probe.exists()})
+    finally:
+        if jax.process_index() == 0:
+            probe.unlink()
 
 
 PROFILED = range(20, 24)  # the steps of this process that --profile traces, well after the start
@@ -2674,23 +2782,27 @@ def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float, s
 # ------------------------------------------------------------------------------------------------
 
 HEARTBEAT_SECONDS = 30  # jax ends all processes when one has given no sign of life for so long
+JOIN_SECONDS = 300  # that a process waits for the others at the start
 
 
 @contextlib.contextmanager
 def ask_to_stop():
     """A function of the step: the signal that has asked for the end, on all processes, or 0.
 
-    Inside, SIGTERM and Ctrl-C ask; another one, a second or more later (some send the same one
-    twice), ends the process as ever. Several processes leave SIGTERM to jax, which finds a step at
-    which all can stop: each asks at every step.
+    Inside, SIGTERM, Ctrl-C and the end of the terminal (SIGHUP) ask; another one, a second or more
+    later (some send the same one twice), ends the process at once. Several processes leave SIGTERM
+    to jax, which finds a step at which all can stop: each asks at every step.
     """
     asked, before = [], {}  # (signal, time); signal -> handler
 
     def ask(number, frame):
         if asked and time.monotonic() > asked[0][1] + 1:
-            signal.signal(number, before[number])
+            signal.signal(number, signal.SIG_DFL)  # an exception could be lost, in a callback
             signal.raise_signal(number)
         asked.append((number, time.monotonic()))
+
+    def pass_on(number, frame):
+        signal.raise_signal(signal.SIGTERM)
 
     def reached(step: int) -> int:
         if jax.process_count() > 1:
@@ -2700,13 +2812,33 @@ def ask_to_stop():
                 asked.append((signal.SIGTERM, 0.0))
         return asked[0][0] if asked else 0
 
-    if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-        before |= {n: signal.signal(n, ask) for n in (signal.SIGTERM, signal.SIGINT)}
+    one = jax.process_count() == 1
+    handlers = {signal.SIGTERM: ask, signal.SIGINT: ask} if one else {}
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # what `nohup` asks for
+        handlers[hangup] = ask if one else pass_on
+    if threading.current_thread() is threading.main_thread():
+        before |= {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield reached
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def ending_at_once():
+    """Inside, Ctrl-C ends the process without a word: there is nothing to save, and the compiler's
+    threads, or jax while it waits, would let no handler of Python's be heard for minutes."""
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    heard &= threading.current_thread() is threading.main_thread()
+    if heard:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tpu_hosts() -> int:
@@ -2731,12 +2863,44 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     several = tpu_hosts() > 1 or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if coordinator is None and not several:
         return
+    tell(f"waiting for the other processes, up to {JOIN_SECONDS} s; Ctrl-C ends")
     try:
-        jax.distributed.initialize(
-            coordinator, processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
-        )
+        with ending_at_once():
+            if coordinator is not None:
+                meet(coordinator, process_id)
+            jax.distributed.initialize(
+                *(coordinator, processes, process_id),
+                initialization_timeout=JOIN_SECONDS,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
+
+
+def meet(coordinator: str, process_id: int):
+    """Find out whether the port is free (process 0) or answers (the others), which wait for it.
+
+    jax would crash where it is in use, and abort after minutes where nobody answers.
+    """
+    name, port = coordinator.rsplit(":", 1)
+    if process_id == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or old connections count
+            try:
+                probe.bind(("", int(port)))
+            except OSError as error:
+                why = f"{error.strerror}: choose another port"
+                raise UserError(f"--coordinator {coordinator}: {why}") from None
+        return
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            return socket.create_connection((name, int(port)), timeout=5).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = f"{error.strerror or error}: does process 0 run there, is the port open?"
+                raise UserError(f"--coordinator {coordinator}: {why}") from None
+            time.sleep(0.2)
 
 
 def agree(facts: dict):
@@ -2815,6 +2979,17 @@ def show(cfg: Config) -> str:
     return "\n".join(lines)
 
 
+def tell(line, stream=None):
+    """Print a line, on stdout if on nothing else. If nobody can read it, the run goes on all the
+    same: the terminal may be closed, the disk below it full, `| head` may have seen enough."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors: one line, exit status 2."""
 
@@ -2831,21 +3006,30 @@ def add_config_options(parser: argparse.ArgumentParser):
     parser.add_argument("--seed", type=int, metavar="N")
 
 
-def resolve(args) -> Config:
+def resolve(args, say: Callable = tell) -> Config:
     """The Config that the command line asks for."""
     name = args.preset
     if name is None:
         name = "tiny" if all_devices()[0].platform == "cpu" else "speedrun"
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
-    cfg = PRESETS[name]
-    for item in args.set:
+    given = {"data": args.data, "seed": args.seed}
+    given = {key: value for key, value in given.items() if value is not None}
+    cfg = validate(dataclasses.replace(overridden(PRESETS[name], args.set), **given))
+    folder, given = place_of(cfg.data), {item.partition("=")[0] for item in args.set}
+    if (folder / DESCRIPTION).exists():
+        return run_tool("data/own_text.py")["fit"](cfg, folder, given, say)
+    return cfg
+
+
+def overridden(cfg: Config, items: list[str]) -> Config:
+    """`cfg` with every KEY=VALUE of --set in it."""
+    for item in items:
         key, equals, text = item.partition("=")
         if not equals:
             raise UserError(f"--set {item}: write KEY=VALUE (and PRESET before all options)")
         cfg = override(cfg, key, text)
-    given = {"data": args.data, "seed": args.seed}
-    return validate(dataclasses.replace(cfg, **{k: v for k, v in given.items() if v is not None}))
+    return cfg
 
 
 def parse_args(argv):
@@ -2865,16 +3049,19 @@ def parse_args(argv):
     for name in ("data", "out", "cache", "resume"):
         if getattr(args, name) == "":
             raise UserError(f"--{name} is empty: name something, or drop it")
-    if args.resume is not None and (args.preset or args.set or args.seed is not None):
-        raise UserError("--resume takes the config of the run: drop PRESET, --set, --seed")
+    own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
+    if args.resume is not None and (args.preset is not None or own or args.seed is not None):
+        also = f"--set but for {', '.join(MACHINE)}"
+        raise UserError(f"--resume takes the config of the run: drop PRESET, --seed, {also}")
     if args.show and args.resume is not None:
         raise UserError("--show and --resume are two different things to do: drop one")
     group = args.coordinator, args.processes, args.process_id
     if any(x is not None for x in group):
         if None in group or not 0 <= args.process_id < args.processes:
             raise UserError("--coordinator HOST:PORT, --processes N, --process-id 0..N-1: give all")
-        if not re.fullmatch(r"[^:/\s]+:\d{1,5}", args.coordinator):
-            raise UserError(f"--coordinator {args.coordinator}: write HOST:PORT")
+        port = re.fullmatch(r"[^:/\s]+:(\d{1,5})", args.coordinator)
+        if not port or not 0 < int(port[1]) < 2**16:
+            raise UserError(f"--coordinator {args.coordinator}: write HOST:PORT, a port to 65535")
         if args.show:
             raise UserError("--show is for one process: drop --coordinator")
     return args
@@ -2888,17 +3075,22 @@ def run(argv: list[str], command: str):
         jax.config.update("jax_compilation_cache_dir", args.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if args.show:
-        print(show(resolve(args)))
+        print(show(resolve(args)), flush=True)
         return
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # before anything else asks jax: without a backend this is one line
     first = jax.process_index() == 0
-    say = functools.partial(print, flush=True) if first else lambda line: None
-    saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
-    cfg = resolve(args) if saved is None else saved.cfg
-    if saved and (cfg.devices > len(all_devices()) or jax.process_count() > 1):
-        cfg = dataclasses.replace(cfg, devices=0)  # on what there is
-    cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
+    say = tell if first else lambda line: None
+    if args.resume is None:
+        saved, cfg = None, resolve(args, say)
+    else:
+        there = Path(args.resume, "log.txt").is_file() and first
+        lock = claim(Path(args.resume), "log.txt") if there else None  # noqa: F841 (to the end)
+        saved = find_checkpoint(Path(args.resume), say)
+        many = saved.cfg.devices > len(all_devices()) or jax.process_count() > 1
+        cfg = dataclasses.replace(saved.cfg, devices=0 if many else saved.cfg.devices)
+        cfg = validate(overridden(cfg, args.set))
+        cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
     train(cfg, Path(args.out), command, saved, args.profile, say)
 
 
@@ -2910,10 +3102,10 @@ def report_errors(do: Callable) -> int:
     try:
         return do() or 0
     except Stopped as stop:
-        print(stop, flush=True)
+        tell(stop)
         return 128 + stop.number
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        tell("interrupted", sys.stderr)
         return alone(130)
     except Exception as error:
         line, hint = str(error), ""
@@ -2928,7 +3120,7 @@ def report_errors(do: Callable) -> int:
         elif not isinstance(error, UserError | OSError):
             raise  # a fault of this file: its traceback helps
         words = line.split()[:60] if hint else line.split()
-        print("error:", *words, *hint.split(), file=sys.stderr, flush=True)
+        tell(" ".join(["error:", *words, *hint.split()]), sys.stderr)
         return alone(2)
 
 

@@ -143,7 +143,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
             for update in T.programs_of(cfg, step % cfg.adam_every)[1:]:
                 due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
-                state, changed = compiled[update](state, due, batch.hyper)
+                state, changed, _ = compiled[update](state, due, batch.hyper)
                 copies |= changed
             del grads, due  # or they would lie beside those of the next step
             jax.block_until_ready(before)  # as in training, while this step runs

@@ -90,7 +90,10 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "momentum=(0.9,"], "momentum takes a value like"),
         (["--set", "logit_cap=(23.0,5.0)"], "logit_cap takes a value like"),
         (["--set", "stages.0.weights=1"], "--set stages.0.weights=1: weights takes a value like"),
-        (["--set", "long_layers=3"], "long_layers takes a value like"),
+        (
+            ["--set", "long_layers=3"],
+            "long_layers takes a value like (1, 4) (tuple), one alone is (1,)",
+        ),
         (["--set", "val_windows=(64,)"], "val_windows"),
         (["--set", "stages.0.windows=(64,)"], "windows"),
         (["--set", "stages.0.windows=()"], "windows"),
@@ -129,6 +132,9 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),
         (["--resume", "logs/x", "--seed", "3"], "--resume takes the config of the run"),
         (["tiny", "--resume", "logs/x"], "--resume takes the config of the run"),
+        (["--resume", "logs/x", "--set", "steps=3"], "--resume takes the config of the run"),
+        (["", "--resume", "logs/x"], "--resume takes the config of the run"),
+        ([""], "unknown preset ''; there are: speedrun, tiny"),
         (["--resume", "logs/x"], "--show and --resume are two different things to do: drop one"),
         *((["--" + tool], f"unrecognized arguments: --{tool}") for tool in TOOLS),
         (["--out", ""], "--out is empty"),
@@ -141,6 +147,14 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         ([*GROUP, "a:1", "--process-id", "one"], "argument --process-id: invalid int value"),
         ([*GROUP, "a", "--process-id", "1"], "--coordinator a: write HOST:PORT"),
         ([*GROUP, "a:b", "--process-id", "1"], "--coordinator a:b: write HOST:PORT"),
+        (
+            [*GROUP, "a:65536", "--process-id", "1"],
+            "--coordinator a:65536: write HOST:PORT, a port",
+        ),
+        (
+            [*GROUP, "a:0", "--process-id", "1"],
+            "--coordinator a:0: write HOST:PORT, a port to 65535",
+        ),
         ([*GROUP, "a:1", "--process-id", "1"], "--show is for one process: drop --coordinator"),
     ],
 )
@@ -154,11 +168,14 @@ def test_wrong_argument_is_refused_in_one_line(main, argv, words):
         (["--resume", "nothing"], "no checkpoint in nothing: name the folder of a run"),
         (["--resume", __file__], "no checkpoint in"),
         (["--resume", ""], "--resume is empty"),  # of an unset shell variable
+        (["--resume", "young"], "young has no checkpoint (see --set checkpoint_every)"),
     ],
 )
 def test_folder_without_a_checkpoint_is_refused(main, tmp_path, argv, words):
+    (tmp_path / "young").mkdir()
+    (tmp_path / "young/run.json").write_text("{}")
     assert words in refused(main(*argv))
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.rglob("*")] == ["young", "run.json"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -215,10 +232,29 @@ def test_missing_and_empty_data_folders_are_refused(main, tmp_path):
     assert "no train shards" in refused(main(*SMALL, "--data", tmp_path / "empty"))
 
 
-def test_data_without_its_merges_is_refused(main, data, tmp_path):
-    argv = [*SMALL, "--set=encoding=bpe", "--data", data, "--out", tmp_path / "logs"]
-    assert T.MERGES in refused(main(*argv))
+@pytest.mark.parametrize("merges", [None, "", "[1]", '["xy"]', "3"])
+def test_data_without_usable_merges_are_refused(main, data, tmp_path, merges):
+    folder = change_shard(data, tmp_path / "data", "", None)
+    if merges is not None:
+        (folder / T.MERGES).write_text(merges)
+    argv = [*SMALL, "--set=encoding=bpe", "--data", folder, "--out", tmp_path / "logs"]
+    line = refused(main(*argv))
+    assert T.MERGES in line and "make the data again" in line
     assert not (tmp_path / "logs").exists()
+
+
+def test_data_of_another_encoding_are_refused_with_what_to_set(main, data, tmp_path):
+    """Before they train to a loss that means nothing: no document begins with this token."""
+    line = refused(main(*SMALL, "--set=bos=2000", "--data", data, "--out", tmp_path / "logs"))
+    assert "no document begins with bos=2000" in line and "set encoding, vocab, real_to" in line
+
+
+def test_two_data_sets_in_a_folder_are_refused(main, data, tmp_path):
+    folder = change_shard(data, tmp_path / "two", "", None)
+    (folder / "other_val_000000.bin").write_bytes((data / VAL).read_bytes())
+    assert "holds several data sets (cli, other): give each" in refused(
+        main(*SMALL, "--data", folder)
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,6 +469,7 @@ def test_several_processes_that_find_no_coordinator_end_with_one_line(main, monk
         raise RuntimeError("Deadline exceeded")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(T, "meet", lambda *_: None)
     line = refused(main("tiny", "--coordinator=localhost:1", "--processes=2", "--process-id=1"))
     assert "cannot join the other processes (Deadline exceeded): see --coordinator" in line
 

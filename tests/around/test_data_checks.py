@@ -1,7 +1,9 @@
 """What is looked at before a run starts: enough tokens, known ids, the folder they are in."""
 
 import hashlib
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,3 +133,82 @@ def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkey
     other = replace(cfg, data=str(tmp_path / "other"))
     (tmp_path / "other").mkdir()
     assert T.data_folder(other, said.append) == tmp_path / "other" and len(made) == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# One's own text, with a description of its shards
+# ------------------------------------------------------------------------------------------------
+
+ABOUT = {"encoding": "bytes", "real_tokens": 257, "bos": 256}
+
+
+def own_text(folder, train: int, val: int, **about):
+    """Shards of so many tokens as data/tokenize_text.py leaves them."""
+    for split, count in (("train", train), ("val", val)):
+        tokens = documents(5, count)
+        tokens[tokens == BOS] = 256
+        stream_of(folder, tokens, split=split)
+    (folder / T.DESCRIPTION).write_text(json.dumps({"name": "x", **ABOUT, **about}))
+    return folder
+
+
+def fitted(folder, *items, preset="tiny", say=lambda line: None):
+    """The config of `PRESET --data FOLDER --set ITEMS`."""
+    return T.resolve(SimpleNamespace(preset=preset, set=items, data=str(folder), seed=None), say)
+
+
+@pytest.mark.parametrize(
+    "encoding, real, bos, vocab", [("bytes", 257, 256, 384), ("gpt2", 50257, 50256, 50304)]
+)
+def test_own_text_says_what_its_tokens_are(tmp_path, encoding, real, bos, vocab):
+    folder = own_text(tmp_path, 10, 10, encoding=encoding, real_tokens=real, bos=bos)
+    cfg = fitted(folder, "steps=7", "val_tokens=4096")
+    assert (cfg.encoding, cfg.real_tokens, cfg.bos, cfg.vocab) == (encoding, real, bos, vocab)
+    assert cfg.target == 0 and (cfg.steps, cfg.val_tokens) == (7, 4096)  # as they were asked for
+    assert fitted(folder, "steps=7", "val_tokens=4096", "vocab=60000").vocab == 60000
+
+
+def test_enough_text_changes_no_step(tmp_path):
+    want, said = T.PRESETS["tiny"], []
+    cfg = fitted(own_text(tmp_path, 700_000, 98_305), say=said.append)
+    assert (cfg.steps, cfg.val_tokens, cfg.val_row) == (want.steps, want.val_tokens, want.val_row)
+    assert said == [f"{tmp_path} holds bytes tokens, its own vocabulary of 384"]
+
+
+@pytest.mark.parametrize("preset", T.PRESETS)
+@pytest.mark.parametrize("train, val", [(300_000, 30_000), (2_000_000, 5000), (40_000, 999)])
+def test_short_text_makes_a_run_short_as_little_as_can_be(tmp_path, preset, train, val):
+    """The steps are all that there are tokens for; what is validated fits, in whole rows."""
+    said = []
+    cfg = fitted(own_text(tmp_path, train, val), preset=preset, say=said.append)
+    streams = [T.TokenStream(tmp_path, split, cfg.bos) for split in ("train", "val")]
+    full = T.PRESETS[preset]
+    if preset == "speedrun" and train < 10_000_000:  # not even one step a stage
+        with pytest.raises(T.UserError, match="which last for .* steps: get more shards"):
+            T.check_tokens(cfg, *streams)
+        return
+    T.check_tokens(cfg, *streams)
+    if cfg.steps < full.steps:
+        with pytest.raises(T.UserError, match=f"last for {cfg.steps} of"):
+            T.cursor_after(replace(cfg, steps=cfg.steps + 1), streams[0], cfg.steps + 1)
+        assert f"for {cfg.steps} of {full.steps} steps" in said[0]
+    else:
+        assert train > full.total_tokens
+    assert 0.7 * min(val, full.val_tokens) < cfg.val_tokens < val
+    assert cfg.val_batch // cfg.val_row == full.val_batch // full.val_row
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"encoding": "bytes"}', '"x"', "\udcff"])
+def test_a_description_that_cannot_be_used_is_named(tmp_path, text):
+    own_text(tmp_path, 10, 10)
+    (tmp_path / T.DESCRIPTION).write_text(text, errors="surrogateescape")
+    with pytest.raises(T.UserError, match=f"{T.DESCRIPTION}: .*: tokenize the text again"):
+        fitted(tmp_path)
+
+
+def test_a_setting_that_the_text_contradicts_is_refused(tmp_path):
+    folder = own_text(tmp_path, 10, 10)
+    with pytest.raises(T.UserError, match="--set bos=: the text in .* has 256: drop it"):
+        fitted(folder, "bos=0")
+    with pytest.raises(T.UserError, match="--set encoding=: the text in .* has bytes: drop it"):
+        fitted(folder, "encoding=gpt2")

@@ -1,10 +1,14 @@
 """Runs that are stopped and go on exactly as if nothing had been; signals; several processes."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -180,9 +184,75 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
 
 
 def test_changed_source_is_named(train, copy):
+    """And stands in the log, as the first one does."""
     said, saved = [], back_to(copy, 6)
     train(saved.cfg, copy.parent, saved._replace(source_sha256="0"), say=said.append)
     assert any("train_gpt.py has changed since" in line for line in said)
+    source, first, steps, second, rest = (copy / "log.txt").read_bytes().split(RULE, 4)
+    after = f"resumed\nsource: {facts(copy)['source_sha256']}\n".encode()
+    assert second == after + source and rest.startswith(b"python ") and b"resumed" not in steps
+
+
+def test_how_a_run_is_computed_may_change_when_it_goes_on(train, copy, monkeypatch, capsys):
+    """What decides the loss may not; the log has the config that counts from there on."""
+    back_to(copy, 6)
+    monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
+    assert T.main(["--resume", str(copy), "--set", "lr_muon=1"]) == 2
+    assert "drop PRESET, --seed, --set but for devices, kernels, " in capsys.readouterr().err
+    before = (copy / "log.txt").read_text()
+    with pytest.raises(pytest.fail.Exception):
+        T.main(["--resume", str(copy), "--set", "recompute=1", "loss_chunk=32"])
+    config = facts(copy)["config"]
+    assert (config["recompute"], config["loss_chunk"], config["steps"]) == (True, 32, CFG.steps)
+    head = (copy / "log.txt").read_text()[len(before.split("step:7/")[0]) :]
+    assert f"\nconfig: {json.dumps(config)}\n" in head
+
+
+@pytest.fixture
+def elsewhere():
+    """elsewhere(path): another process that has locked a file."""
+    code = "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, 2); print(flush=True)"
+    with contextlib.ExitStack() as stack:
+
+        def start(path):
+            words = [sys.executable, "-c", f"{code}; input()", str(path)]
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            process.stdout.readline()
+            return process
+
+        yield start
+
+
+def test_a_run_that_another_process_writes_is_not_resumed(copy, elsewhere, capsys, monkeypatch):
+    """It ends before it writes, and may go on when the other has ended, however that was."""
+    monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
+    back_to(copy, 6)
+    other = elsewhere(copy / "log.txt")
+    before = {path: path.read_bytes() for path in copy.rglob("*.*")}
+    assert T.main(["--resume", str(copy)]) == 2
+    line = capsys.readouterr().err
+    assert f"another process writes {copy}: wait for it, or end it" in line
+    assert {path: path.read_bytes() for path in copy.rglob("*.*")} == before
+    other.kill()
+    other.wait()
+    with pytest.raises(pytest.fail.Exception, match="went on to compile"):
+        T.main(["--resume", str(copy)])
+
+
+def test_a_new_run_is_locked_while_it_runs(train, tmp_path, monkeypatch):
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'ab'), 6)"
+
+    def logged(self, *args, real=T.RunLog.trained):
+        words = [sys.executable, "-c", code, self.folder / "log.txt"]
+        tries.append(subprocess.run(words, capture_output=True).returncode)
+        return real(self, *args)
+
+    tries = []
+    monkeypatch.setattr(T.RunLog, "trained", logged)
+    train(replace(ONCE, steps=4, extension=1), tmp_path)
+    assert tries == [1] * 4
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_does_not_come_back(train, run, copy):
@@ -219,16 +289,18 @@ def test_what_was_logged_after_the_checkpoint_is_dropped(train, run, copy):
 def signal_at(patch, number: int, at: int):
     """The process gets a signal when the loss of step `at` is logged, while the next one runs."""
 
-    def logged(self, step, loss, real=T.RunLog.trained):
+    def logged(self, step, *args, real=T.RunLog.trained):
         if step == at:
             os.kill(os.getpid(), number)
-        return real(self, step, loss)
+        return real(self, step, *args)
 
     patch.setattr(T.RunLog, "trained", logged)
 
 
 @pytest.mark.parametrize(
-    "number, at, stop", [(signal.SIGTERM, 3, 4), (signal.SIGINT, 4, 6)], ids=["SIGTERM", "Ctrl-C"]
+    "number, at, stop",
+    [(signal.SIGTERM, 3, 4), (signal.SIGINT, 4, 6), (signal.SIGHUP, 1, 2)],
+    ids=["SIGTERM", "Ctrl-C", "closed terminal"],
 )
 def test_a_signal_saves_and_ends_the_run_where_no_gradients_wait(
     train, run, tmp_path, monkeypatch, number, at, stop
@@ -305,7 +377,8 @@ def test_a_stop_that_could_not_be_saved_is_an_error(train, tmp_path, monkeypatch
 
 def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeypatch, request):
     """`timeout` tells the process and its group; a person presses Ctrl-C again after a while."""
-    now, before = [0.0], signal.signal(signal.SIGINT, signal.default_int_handler)
+    raised, now = [], [0.0]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))  # a script's `&` ignores it
     monkeypatch.setattr(T, "time", SimpleNamespace(**{**vars(T.time), "monotonic": lambda: now[0]}))
     with T.ask_to_stop() as asked:
@@ -316,8 +389,23 @@ def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeyp
         os.kill(os.getpid(), signal.SIGTERM)
         assert asked(2) == signal.SIGINT  # the first of them
         now[0] = 2.0
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:  # or it would end this process
+            patch.setattr(signal, "raise_signal", lambda n: raised.append((n, signal.getsignal(n))))
             os.kill(os.getpid(), signal.SIGINT)
+    assert raised == [(signal.SIGINT, signal.SIG_DFL)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved(request):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with T.ask_to_stop() as asked:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert asked(1) == 0
+    with T.ending_at_once():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -380,6 +468,28 @@ def test_processes_that_do_not_agree_are_told_what_differs_and_where(as_processe
         assert f"(this is process {i} on " in error and "make them equal on all hosts" in error
 
 
+def test_processes_that_do_not_see_the_folder_of_the_run_are_told_so(as_processes, tmp_path):
+    assert as_processes(2, lambda i: T.check_shared(tmp_path)) == [None] * 2
+    for error in as_processes(2, lambda i: T.check_shared(tmp_path if i == 0 else tmp_path / "x")):
+        assert re.match("the folder .* of process 1 is not that of process 0 ", error)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_coordinators_port_is_tried_before_jax_would_crash_on_it(monkeypatch):
+    """Process 0 needs it free, the others wait until it answers."""
+    monkeypatch.setattr(T, "JOIN_SECONDS", 0.3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(T.UserError, match="Connection refused: does process 0 run there"):
+            T.meet(where, 1)
+        taken.listen()
+        T.meet(where, 1)
+        with pytest.raises(T.UserError, match=f"--coordinator {where}: .*in use: choose another"):
+            T.meet(where, 0)
+    T.meet(where, 0)
+
+
 def test_all_processes_have_the_name_that_process_0_has_chosen(as_processes):
     names = {}
     as_processes(3, lambda i: names.update({i: T.from_first(f"2026-{i}-é")}))
@@ -406,6 +516,7 @@ def test_a_process_joins_others_if_it_is_told_to_or_finds_some(
         monkeypatch.setenv(name, value)
     seen = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **_: seen.append(args))
+    monkeypatch.setattr(T, "meet", lambda *_: None)
     monkeypatch.setattr(T.Path, "exists", lambda self: False)  # no device files of a TPU
     T.join_hosts(*given)
     assert seen == [given] * joins

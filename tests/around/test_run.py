@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import threading
 import time
 from dataclasses import asdict, replace
@@ -162,7 +163,9 @@ def test_metrics_agree_with_the_log(run):
             assert set(fields) == {"step", "val_loss", "train_time_ms", "tokens"}
             assert float(match[2]) == pytest.approx(fields["val_loss"], abs=0.5e-4 + 1e-6)
         else:
-            assert set(fields) == {"step", "train_loss", "train_time_ms", "tokens", "lr"}
+            norms = ["grad_norm", "grad_norm_adam"][: 1 + T.is_adam_step(CFG, step - 1)]
+            assert {*fields} == {"step", "train_loss", "train_time_ms", "tokens", "lr", *norms}
+            assert all(0 < fields[name] < 1e4 for name in norms)
             assert fields["lr"] == T.lr_scale(CFG, step - 1)
 
 
@@ -237,7 +240,8 @@ def test_utilization_is_of_the_peak_of_all_devices(tmp_path, kind, share):
     # A hundred times as long as four devices at their peak take for the tokens of ten steps.
     flops = T.flops_per_token(cfg) * cfg.tokens_after(10)
     now[0] = 100 * 1000 * flops / (4 * 756e12)
-    log.trained(10, jax.numpy.float32(1))
+    log.trained(10, jax.numpy.float32(1), {"muon": jax.numpy.float32(math.inf)})
+    assert "grad_norm" not in metrics(tmp_path / "run")[0]  # which JSON cannot have
     assert re.findall(r"mfu:(\S+)", said[-1]) == [share] * bool(share)
 
 
@@ -361,6 +365,85 @@ def test_a_loader_that_stalls_is_reported_and_waited_for(train, run, tmp_path, m
     assert without_times(folder) == without_times(run.dir)
 
 
+def touch(path):
+    os.utime(path, ns=(1, 1))
+
+
+def replaced(path):
+    other = path.with_suffix(".other")
+    other.write_bytes(path.read_bytes()[::-1])
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize(
+    "change, harms",
+    [
+        (lambda path: os.truncate(path, 1024 + 200), True),
+        (lambda path: open(path, "ab").write(b"ab"), True),
+        (touch, True),
+        (replaced, False),  # the run goes on with the file that it has opened
+        (os.remove, False),
+    ],
+    ids=["truncated", "longer", "written", "replaced", "deleted"],
+)
+@pytest.mark.parametrize("name", ["small_train_000002.bin", "small_val_000000.bin"])
+def test_data_that_change_under_a_run_end_it(
+    run, shards, tmp_path, monkeypatch, name, change, harms
+):
+    """Before the next validation loss is written: it would be that of other tokens."""
+    folder = shutil.copytree(shards, tmp_path / "data")
+
+    def logged(self, step, *args, real=T.RunLog.trained):
+        if step == 3:
+            change(folder / name)
+        return real(self, step, *args)
+
+    monkeypatch.setattr(T.RunLog, "trained", logged)
+    cfg, out = replace(CFG, checkpoint_every=0), tmp_path / "logs"
+    if not harms:
+        assert without_times(trained(cfg, out, folder)) == without_times(run.dir)
+        return
+    with pytest.raises(T.UserError, match=f"{name} has changed under the run: .*--resume"):
+        trained(cfg, out, folder)
+    (ended,) = out.iterdir()
+    assert [line["step"] for line in metrics(ended) if "val_loss" in line] == [0]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["metrics.jsonl", "all of it"])
+def test_files_of_a_run_that_vanish_are_missed(train, tmp_path, monkeypatch, whole):
+    """At the next validation, and at the end with status 2. What can be written still is."""
+    said = []
+
+    def logged(self, step, *args, real=T.RunLog.trained):
+        if step == 3:
+            shutil.rmtree(self.folder) if whole else os.remove(self.folder / "metrics.jsonl")
+        return real(self, step, *args)
+
+    monkeypatch.setattr(T.RunLog, "trained", logged)
+    lost = "log.txt and metrics.jsonl" if whole else "metrics.jsonl"
+    with pytest.raises(T.UserError, match=f"has ended well, but {lost} of this run no longer in "):
+        train(replace(CFG, checkpoint_every=0), tmp_path, say=said.append)
+    at = [i for i, line in enumerate(said) if "step:4/8 val_loss" in line][0]
+    assert any(line.startswith(f"warning: {lost} of this run") for line in said[at : at + 4])
+    (folder,) = tmp_path.iterdir()
+    assert steps_of(folder) == ["8"]
+
+
+def test_a_terminal_that_cannot_be_written_does_not_end_the_run(train, tmp_path):
+    """As below `| head -5`, or on a full disk; what its buffer holds must not fail later either."""
+    for path, closes in (("/dev/full", False), (None, True)):
+        read, write = os.pipe()
+        terminal = open(path or write, "w")
+        if closes:
+            os.close(read)
+        T.tell("first", terminal)
+        folder = train(
+            replace(CFG, checkpoint_every=0), tmp_path, say=partial(T.tell, stream=terminal)
+        )
+        assert facts(folder)["finished"] is True
+        terminal.close()  # flushes
+
+
 def test_profile_writes_a_trace(train, tmp_path, monkeypatch):
     monkeypatch.setattr(T, "PROFILED", range(2, 4))
     folder = train(replace(CFG, checkpoint_every=0), tmp_path, profile=True)
@@ -451,8 +534,8 @@ def test_a_run_that_diverges_names_the_last_good_checkpoint(
 ):
     """Also if that is being written when the loss of the next step arrives."""
 
-    def losses(self, step, now, real=T.RunLog.trained):
-        return real(self, step, np.float32(loss) if step == 5 else now)
+    def losses(self, step, now, norms, real=T.RunLog.trained):
+        return real(self, step, np.float32(loss) if step == 5 else now, norms)
 
     def slowly(*args, real=T.write_checkpoint):
         time.sleep(0.2)
@@ -545,6 +628,17 @@ def test_full_disk_under_the_log_does_not_end_the_run(train, run, tmp_path, monk
     saved = T.find_checkpoint(folder)
     metrics = (folder / "metrics.jsonl").read_bytes()
     assert metrics[: saved.logs["metrics.jsonl"]].endswith(b"\n") and saved.step == 8
+
+
+def test_disk_that_is_full_from_the_beginning_ends_the_run_before_it_compiles(
+    train, tmp_path, monkeypatch
+):
+    """Also one that takes the empty files and run.json, but not the source in the log."""
+    full = open("/dev/full", "ab", buffering=0)
+    monkeypatch.setattr(T, "claim", lambda folder, name: full)
+    monkeypatch.setattr(T, "compile_all", partial(pytest.fail, "went on to compile"))
+    with pytest.raises(T.UserError, match="cannot write .*No space left on device.*another --out"):
+        train(CFG, tmp_path)
 
 
 def test_run_json_that_cannot_be_written_does_not_end_the_run(train, tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def losses(cfg: T.Config, device, folder) -> list[float]:
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
             due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
-            state, changed = compiled[update](state, due, batch.hyper)
+            state, changed, _ = compiled[update](state, due, batch.hyper)
             copies |= changed
         found.append(float(loss))
     return found

@@ -19,7 +19,7 @@ import train_gpt as T
 LINES = (ROOT / "train_gpt.py").read_text().splitlines()
 TITLES = ["PART I: THE SPEEDRUN", "PART II: AROUND A RUN", "PART III: FAST ON HARDWARE"]
 # Lines. What is over them has to replace something: Part I is read from top to bottom.
-LIMITS = {1: 1700, 2: 1300, 3: 1150}
+LIMITS = {1: 1700, 2: 1450, 3: 1150}
 END_OF_LOOP = 1750
 # Where a part begins, at the rule above its title; Part I with the head of the file and imports.
 FIRST = [0, *(LINES.index(f"# {title}") - 1 for title in TITLES[1:]), len(LINES)]
@@ -137,7 +137,7 @@ class Log:
     def __init__(self, clock, folder):
         self.clock, self.folder, self.losses, self.val_losses = clock, folder, [], {}
 
-    def trained(self, step, loss):
+    def trained(self, step, loss, norms):
         self.losses.append(float(loss))
         assert step == len(self.losses)
 
@@ -162,6 +162,7 @@ def test_part_one_alone_trains_the_same_losses(monkeypatch, tmp_path, shards):
 
     stand_ins = dict.fromkeys(listed(), lambda *_: None)
     stand_ins |= {
+        "make_mesh": T.make_mesh,
         "data_folder": lambda cfg, say: Path(cfg.data),
         "pick_kernels": lambda cfg, device: (alone.PLAIN, "plain"),
         "compile_all": compile_all,

@@ -251,7 +251,7 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
         lambda due: T.update_step(cfg, None, due, None),
         mesh=mesh,
         in_specs=P(T.AXIS),
-        out_specs=({"params": cut}, P()),
+        out_specs=({"params": cut}, P(), P()),
         check_vma=False,
     )
     traced = jax.jit(update).trace(due)
@@ -261,8 +261,11 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
     large = len(SHARDED & due.keys())
     assert Counter(x for x, name in sent if name == "reduce_scatter") == {short: large}
     assert Counter(x for x, name in sent if name == "all_gather") == {short: large}
-    assert Counter(x for x, name in sent if name[:4] == "psum") == {"f32": len(due) - large}
-    new, copies = traced.lower().compile()(due)
+    norm = 1  # of which one number travels
+    assert Counter(x for x, name in sent if name[:4] == "psum") == {"f32": len(due) - large + norm}
+    new, copies, norm = traced.lower().compile()(due)
+    every = np.concatenate([x.ravel() for x in wanted.values()]).astype(np.float64)
+    np.testing.assert_allclose(norm, np.linalg.norm(every), rtol=1e-6)
     assert_same(new["params"], wanted)
     for name, grad in new["params"].items():
         assert grad.dtype == np.float32 and grad.sharding == NamedSharding(mesh, cut[name])
@@ -419,8 +422,8 @@ def test_a_collective_inside_the_loop_would_be_found():
     ("name", "gathered", "scattered", "summed"),
     [
         ("grads0", 0, 0, 1),  # the loss
-        ("muon", 2, 2, 0),
-        ("adam", 4, 4, 13),
+        ("muon", 2, 2, 1),  # the norm
+        ("adam", 4, 4, 13 + 1),
         ("eval", 0, 0, 1),
     ],
 )
@@ -472,7 +475,7 @@ def updated():
             about = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
             copies = copies_on(CFG, start["params"], mesh)
             due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, tied=tied)
-            new, changed = compiled[name](state, due, hyper)
+            new, changed, _ = compiled[name](state, due, hyper)
             found[name, tied] = SimpleNamespace(
                 start=start, about=about, old=state, changed=changed, due=due,
                 new=new, copies=copies | changed,
@@ -506,7 +509,7 @@ def test_three_devices_update_as_eight_do(updated, name):
     with quick_compilation():
         program = T.lower(T.programs(CFG, mesh, KERNELS)[name], mesh).compile()
     due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, tied=False)
-    new, _ = program(on_mesh(CFG, start, mesh), due, hyper)
+    new, *_ = program(on_mesh(CFG, start, mesh), due, hyper)
     for kind, arrays in new.items():
         got, want = (T.unpadded(CFG, x) for x in (arrays, updated[name, False].new[kind]))
         for n in TABLE:
@@ -558,7 +561,7 @@ def test_update_rounds_its_copies_to_bfloat16():
     with quick_compilation():
         program = T.lower(T.programs(cfg, mesh, KERNELS)["adam"], mesh).compile()
     due, hyper = random_due(cfg, mesh, "adam"), hyper_on(cfg, 1, mesh, lr=1e-3)
-    state, copies = program(on_mesh(cfg, start, mesh), due, hyper)
+    state, copies, _ = program(on_mesh(cfg, start, mesh), due, hyper)
     for name in UPDATED["adam"]:
         want = np.asarray(state["params"][name])
         assert np.any(want != start["params"][name]), name
@@ -665,7 +668,7 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
     # Each device's gradients, one above the other.
     grads = {name: ((2 * x[0], *x[1:]), dtype) for name, (x, dtype) in copies.items()}
     if name in UPDATED:
-        want = state, {name: copies[name] for name in UPDATED[name]}
+        want = state, {name: copies[name] for name in UPDATED[name]}, loss  # or a norm
     else:
         want = loss if name == "eval" else (grads, loss)
     assert about(out) == want

@@ -1,0 +1,63 @@
+"""How train_gpt.py trains on one's own text: what its config takes from the text.
+
+data/tokenize_text.py describes the shards that it writes, in dataset.json beside them; the trainer
+asks here what follows from that.
+"""
+
+import bisect
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+import train_gpt as T
+
+
+def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config:
+    """`cfg` for one's own text: its encoding, and no more steps and validation than there is text.
+
+    Only where data/tokenize_text.py has described its shards, and only what --set has not `given`.
+    (FineWeb has no description: there, too few tokens are half a download, and refused.) The target
+    goes: a loss per token says nothing about tokens of another kind.
+    """
+    try:
+        about = json.loads((folder / T.DESCRIPTION).read_text())
+        found = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
+        vocab = {"vocab": -(-found["real_tokens"] // 128) * 128, "target": 0.0}
+        fitted = T.validate(replace(cfg, **found, **vocab))
+    except (OSError, ValueError, TypeError, LookupError, T.UserError) as error:
+        raise T.UserError(f"{folder / T.DESCRIPTION}: {error}: tokenize the text again") from None
+    for key in found.keys() & given:
+        if getattr(cfg, key) != found[key]:
+            raise T.UserError(f"--set {key}=: the text in {folder} has {found[key]}: drop it")
+    kept = {key: getattr(cfg, key) for key in vocab.keys() & given}
+    cfg, asked = replace(fitted, **kept), cfg
+
+    train, val = (T.TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
+    rows, have = cfg.val_batch // cfg.val_row, len(val) - 1
+    row = min(cfg.val_row, have // rows)
+    row -= row % 128 if row > 128 else 0  # the blocks of attention on accelerators
+    if row and have < cfg.val_tokens and not given & {"val_row", "val_batch", "val_tokens"}:
+        tokens = have // (rows * row) * rows * row
+        cfg = replace(cfg, val_row=row, val_batch=rows * row, val_tokens=tokens)
+
+    def ends_at(steps, check=T.cursor_after):  # 0: it cannot be so short, or so long
+        with contextlib.suppress(T.UserError):
+            return check(T.validate(replace(cfg, steps=steps)), train, steps)
+        return 0
+
+    if "steps" not in given and not ends_at(cfg.steps):
+        least = next(n for n in itertools.count(1) if ends_at(n, lambda *_: 1))
+        may = range(least, cfg.steps)
+        most = least - 1 + bisect.bisect(may, 0, key=lambda steps: not ends_at(steps))
+        cfg = replace(cfg, steps=max(most, least))  # check_tokens refuses too little
+    said = f"{folder} holds {found['encoding']} tokens, its own vocabulary of {cfg.vocab}"
+    for name in ("steps", "val_tokens"):
+        if (got := getattr(cfg, name)) < (wanted := getattr(asked, name)):
+            said += f"; for {got:,} of {wanted:,} {name}"
+    say(said)
+    return cfg
