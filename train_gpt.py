@@ -2864,17 +2864,27 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     if coordinator is None and not several:
         return
     tell(f"waiting for the other processes, up to {JOIN_SECONDS} s; Ctrl-C ends")
+
+    def give_up():  # a thread, for jax waits outside Python, and then dumps its stack
+        tell(f"error: no word of all processes after {JOIN_SECONDS} s: start them all", sys.stderr)
+        os._exit(2)
+
+    timer = threading.Timer(JOIN_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
     try:
         with ending_at_once():
             if coordinator is not None:
                 meet(coordinator, process_id)
             jax.distributed.initialize(
                 *(coordinator, processes, process_id),
-                initialization_timeout=JOIN_SECONDS,
+                initialization_timeout=2 * JOIN_SECONDS,
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
+    finally:
+        timer.cancel()
 
 
 def meet(coordinator: str, process_id: int):
@@ -2892,7 +2902,7 @@ def meet(coordinator: str, process_id: int):
                 why = f"{error.strerror}: choose another port"
                 raise UserError(f"--coordinator {coordinator}: {why}") from None
         return
-    deadline = time.monotonic() + JOIN_SECONDS
+    deadline = time.monotonic() + 0.9 * JOIN_SECONDS
     while True:
         try:
             return socket.create_connection((name, int(port)), timeout=5).close()

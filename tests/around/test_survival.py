@@ -206,13 +206,15 @@ def of_two(launch, tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(of_two, on_eight):
-    """Three stages, with a checkpoint at every second step; only the first one speaks."""
+    """Three stages, with a checkpoint at every second step; once they have met one speaks."""
     run, (first, second) = of_two
     assert_close(result(run), on_eight)
     assert facts(run)["devices"]["processes"] == 2
     # Gloo's threads write in pieces, sometimes into one another's lines; nothing else may be said.
     gloo = r"\[Gloo\] Rank | is connected to | peer ranks\. Expected.*?peer ranks is : |\d|\s"
-    assert re.sub(gloo, "", "".join(second.said)) == ""
+    waits = "waiting for the other processes, up to 300 s; Ctrl-C ends\n"
+    assert second.said[0] == waits == first.said[0]
+    assert re.sub(gloo, "", "".join(second.said[1:])) == ""
     with np.load(run / f"checkpoints/{STEPS}/1.npz") as file:
         names = {name.split(".")[1] for name in file.files}
     assert names == {name for name, row in T.param_table(BRIEF).items() if row.sharded}
@@ -274,7 +276,7 @@ def test_processes_that_disagree_end_with_what_differs_and_where(launch, tmp_pat
     both = launch_two(launch, "--out", tmp_path, own=({"seed": 0}, {"seed": 1}))
     for process in both:
         assert ends(process, 60) == 2
-    words = "^error: the config of process 1 is not that of process 0 .*make them equal"
+    words = "^error: the config's seed of process 1 is not that of process 0 .*make them equal"
     assert any(re.search(words, line) for process in both for line in process.warned)
     assert not list(tmp_path.iterdir())
 
