@@ -100,7 +100,7 @@ def line(name, tokens, *cells) -> str:
     return f"{name:8}{tokens:>8}" + "".join(f"{cell:>12}" for cell in cells)
 
 
-def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command="", say=print):
+def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command="", say=T.tell):
     """Time the steps of each stage, on random and on real tokens; the content of bench.json.
 
     The devices share the batches of each stage, or take their share of them among `parts` devices
@@ -190,11 +190,13 @@ def main(argv=None) -> int:
         args = parser.parse_args(argv)
         if args.parts < 0:
             raise T.UserError(f"--parts {args.parts}: a positive number of devices, or none")
+        if args.dump == "":
+            raise T.UserError("--dump is empty: name a folder, or drop it")
         cfg = T.resolve(args)
         named = args.data is not None or cfg.data not in {x.data for x in T.PRESETS.values()}
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
         dump = Path(args.dump) if args.dump else None
-        bench(cfg, args.parts, named, dump, command, functools.partial(print, flush=True))
+        bench(cfg, args.parts, named, dump, command)
 
     return T.report_errors(run)
 

@@ -14,8 +14,9 @@ A log has, between rules of 100 `=`: the source; a head (versions, devices, then
 `settings: {...}` if memory forced others than those asked for, and lines about checkpoints. A run
 that was resumed has another head, which begins with `resumed`, and its steps, once more or oftener.
 
-Nothing that a person typed counts as evidence: every number is derived from the logs and compared.
-No train_gpt.py is imported, neither the record's nor today's. What must be known of a run (how many
+The files hold what the trainer writes and nothing else: see the grammar below. Nothing that a
+person typed counts as evidence: every number is derived from the logs and compared. No
+train_gpt.py is imported, neither the record's nor today's. What must be known of a run (how many
 steps, their tokens, when it validates) follows from a few fields of the config that the run itself
 wrote down: see `planned`. So a record stays checkable after the trainer has moved on (fields of a
 config that are gone by now, heads without `choices`), and to check a stranger's record is safe.
@@ -25,22 +26,26 @@ may use, by stream. A stream is `fineweb`, or the demo corpus of one Python: tha
 the documentation in the Python installation, so every version has its own, and the stream is named
 by the hash of its validation shard. The first record on a new corpus enters it (`add --pin`), where
 a reviewer with the same Python makes it again and compares; Python's version is in the log. A
-stream that is pinned never changes, and `--pin` adds nothing to it. FineWeb's shards must have 100
-million tokens each; their hashes are not pinned yet, for nobody here has had the files: the first
-record pins those that it read, and its reviewer downloads them and compares. Further shards are
-entered in a change of tokens.json alone.
+stream that is pinned never changes, `--pin` adds nothing to it, and a record reads each of its
+shards. FineWeb's must have 100 million tokens each; their hashes are not pinned yet, for nobody
+here has had the files: the first record pins those that it read, and its reviewer downloads them
+and compares. Further ones are entered by hand, together with the record that reads them.
 """
 
 import argparse
+import ast
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import re
 import shlex
+import stat
+import warnings
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, product, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -51,18 +56,17 @@ NOTES = "<!-- Notes of the author from here on; what stands above is generated. 
 P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record
 STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
-ALIKE = 1e-4  # so near are the training losses of two seeds by chance at one step in a hundred
-PLAIN = re.compile(r"[A-Za-z0-9 .,@()/+_-]+")  # what hardware may be called: it stands in pages
-RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-(.+)-s([0-9]+)-[0-9a-f]{6}")
-BROKEN = (OSError, ValueError, TypeError, AttributeError)
+BROKEN = (OSError, ValueError, TypeError, AttributeError, SyntaxError, MemoryError)
 BROKEN += (LookupError, ArithmeticError, RecursionError)
-NUMBERS = {"seed", "steps", "step", "tokens", "train_time_ms", "train_loss", "val_loss", "target"}
-NUMBERS |= {"val_tokens", "count", "processes", "cores", "bytes"}  # where Python takes true for 1
 LATE_MS = 500.0  # between the time in metrics.jsonl and the one in the line of log.txt after it
 
 
 class Refused(Exception):
-    """Why something is no record: one line."""
+    """Why something is no record: one line that a terminal can show."""
+
+    def __init__(self, reason: str):
+        line = " ".join(reason.split())
+        super().__init__("".join(x if x.isprintable() else "?" for x in line))
 
 
 def need(holds: bool, reason: str):
@@ -81,8 +85,7 @@ def about(what):
     except KeyError as error:
         raise Refused(f"{what}: {error} is missing") from None
     except BROKEN as error:
-        reason = " ".join(str(error).split())
-        raise Refused(f"{what}: not as train_gpt.py writes it ({reason})") from None
+        raise Refused(f"{what}: not as train_gpt.py writes it ({error})") from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,13 +143,121 @@ ARCHITECTURE = {
 
 
 # ------------------------------------------------------------------------------------------------
-# One run: its three files, and whether they agree
+# The grammar of all files: what has no place in it is refused
 # ------------------------------------------------------------------------------------------------
 
-RULE = re.compile(rb"^={100}\n", re.M)
-STEP = re.compile(
-    r"step:(\d+)/(\d+) (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
-)
+
+def table(name: str, part: str) -> str:
+    """The pattern of a JSON object whose names and parts match these patterns."""
+    return rf'\{{(?:"(?:{name})": (?:{part})(?:, (?="))?)*\}}'
+
+
+N = "(?:0|[1-9][0-9]{0,15})"  # numbers as Python writes them: no other digits, none in front
+REAL, MS, LOSS = r"[0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?", rf"{N}\.[0-9]{{1,3}}", r"\d\d?\.\d{1,6}"
+SOME, FLAG, TEXT, ANY = "[1-9][0-9]{0,5}", "true|false", r'"(?:[^"\\]|\\.)*"', ".*"
+WORD, HASH, VERSION = "[A-Za-z0-9_.-]+", "[0-9a-f]{64}", r"[0-9]+\.[0-9]+[A-Za-z0-9.+-]*"
+HARDWARE, COMMAND = (
+    '" *[A-Za-z0-9][A-Za-z0-9 .,@()/+_-]*"',
+    '"python [^`]+"',
+)  # these stand in pages
+# What authors say does too: no HTML, no image, no table, no letter that looks like another.
+PLAIN = "A-Za-z0-9\xc0-\u017e\xb1 .,:;()'+*=%@/_~^?!#-"
+PROSE = rf'"(?! )(?:[{PLAIN}]|`[{PLAIN}]+`){{1,600}}(?<! )"'
+
+RULE = re.compile(r"^={100}\n", re.M)
+STEP = rf"step:({N})/({N}) (?:val_loss:({N}\.[0-9]{{4}}) )?train_time:({N})ms"
+STEP = re.compile(rf"{STEP} step_avg:({N}\.[0-9]{{2}})ms")
+SAVED = rf"checkpoint:({N}) held the loop for {N}\.[0-9]ms, {N}\.[0-9] MB"
+SAVED = re.compile(rf"{SAVED} written in {N}\.[0-9]{{2}}s")
+PEAK = re.compile(rf"peak memory allocated: (?:{N}|nan) MiB")
+RUN_ID = re.compile(rf"[0-9]{{8}}-[0-9]{{6}}-({WORD})-s({N})-[0-9a-f]{{6}}")
+
+# Of JSON: patterns by name; names with ? may be missing, a pattern for * is that of all others.
+VERSIONS = {"python": rf'"3\.{VERSION}"'} | dict.fromkeys(("jax", "jaxlib", "*"), f'"{VERSION}"')
+SHARD = rf'\{{"bytes": {N}, "sha256": "{HASH}"\}}'
+SHARDS = table(r"[a-z0-9]+_(?:train|val)_[0-9]{6}\.bin", SHARD)
+STAGE = {"share": REAL, "batch_tokens": N, "*": ANY}
+CONFIG = {"steps": SOME, "extension": N, "stages": [STAGE], "seed": N, "*": ANY}
+CONFIG |= {"val_every": N, "val_tokens": N, "target": REAL, "data": TEXT}
+DEVICES = {"kind": HARDWARE, "platform": f'"{WORD}"', "count": SOME, "processes": SOME}
+FACTS = {  # run.json; in older ones choices and settings are missing
+    "config": CONFIG,
+    "versions": VERSIONS,
+    "devices": DEVICES,
+    "host": {"cpu": HARDWARE, "cores": SOME, "platform": TEXT},
+    "choices?": {"kernels": TEXT, "compiler_options": table(WORD, f"{REAL}|{TEXT}|{FLAG}")},
+    "environment": table(WORD, TEXT),
+    "data": SHARDS,
+    "compile_seconds": table(WORD, MS),
+    "settings?": table(WORD, rf'\{{"micro_tokens": {N}, "recompute": (?:{FLAG})\}}'),
+    **{"run_id": f'"{WORD}"', "preset": f'"{WORD}"', "seed": N, "command": COMMAND},
+    **{"source_sha256": f'"{HASH}"', "steps": N, "tokens": N, "train_time_ms": MS},
+    **{"val_loss": f"{LOSS}|null", "target": REAL, "resumed": FLAG, "finished": FLAG},
+}
+VALIDATED = {"step": N, "val_loss": LOSS, "train_time_ms": MS, "tokens": N}  # in metrics.jsonl
+TRAINED = {"step": N, "train_loss": LOSS, "train_time_ms": MS, "tokens": N, "lr": REAL}
+TRAINED |= {"grad_norm?": REAL, "grad_norm_adam?": REAL}  # older ones lack them
+RECORD = {"track": f'"{WORD}"', "name": '"[A-Za-z0-9-]{1,60}"', "by": PROSE, "what": PROSE}
+RECORD |= {"beats": f'null|"{WORD}"', "result": ANY}
+TOKENS = table("fineweb|builtin-[0-9a-f]{8}", SHARDS)
+SUMS = {"train_seconds": "predicted_ms", "train_link_floor_seconds": "link_floor_ms"}
+SUMS |= {"train_moved_floor_seconds": "moved_floor_ms"}  # in preflight.json, and of what
+PROGRAM = {"name": f'"{WORD}"', "steps": N, "tokens_per_step": N, "resident_bytes": N, "*": ANY}
+PROGRAM |= {"bytes": {"peak": N, "*": f"{N}|null"}, **dict.fromkeys(SUMS.values(), f"{REAL}|null")}
+PREDICTION = {"preset": f'"{WORD}"', "versions": VERSIONS, "device_kind": HARDWARE, "devices": N}
+PREDICTION |= {"total_steps": N, "total_tokens": N, "variants": [PROGRAM], "*": ANY}
+PREDICTION |= {"predicted": {"*": f"{REAL}|null"}}
+
+
+def expect(value, shape):
+    """Refuse a value of JSON unless it has this shape; see above."""
+    if isinstance(shape, dict) and isinstance(value, dict):
+        missing = [x for x in shape if x != "*" and x[-1] != "?" and x not in value]
+        need(not missing, f"{', '.join(map(repr, missing))} is missing")
+        for name, part in value.items():
+            other = "*" if re.fullmatch("[A-Za-z0-9 _.-]+", name) else "?"
+            known = [x for x in (name, f"{name}?", other) if x in shape]
+            need(bool(known), f"the trainer writes no {name!a:.60}")
+            with about(name):
+                expect(part, shape[known[0]])
+    elif isinstance(shape, list) and isinstance(value, list):
+        for i, part in enumerate(value, 1):
+            with about(f"{i}"):
+                expect(part, next((x for x in shape if {*x} <= {*part}), shape[-1]))
+    else:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        right = isinstance(shape, str) and text.isprintable() and re.fullmatch(shape, text, re.A)
+        if not right:
+            raise Refused(f"it cannot be {json.dumps(value):.80}")
+
+
+def read_text(path: Path) -> str:
+    """A file of printable characters, tabs and line feeds, the last of which is its end."""
+    info = path.lstat()
+    need(stat.S_ISREG(info.st_mode), "it is no file")  # to read a pipe may never end
+    need(info.st_size <= 2**26, "it is larger than 64 MiB")
+    text = path.read_bytes().decode()
+    odd = [f"U+{ord(x):04X}" for x in {*text} - {*"\n\t"} if not x.isprintable()]
+    need(not odd, f"it has the character {', '.join(sorted(odd)[:9])}")
+    need(text[-1:] == "\n", "its last line has no end")
+    return text
+
+
+def read_json(path: Path, shape):
+    """The value of a JSON file, or the values of the lines of .jsonl, as json.dumps writes them."""
+    with about(path.name):
+        lines = path.suffix == ".jsonl"
+        parts = read_text(path).split("\n")[:-1]
+        values = [*map(json.loads, parts if lines else ["\n".join(parts)])]
+        again = [json.dumps(value, indent=None if lines else 1) for value in values]
+        need("\n".join(again).split("\n") == parts, "not as json.dumps writes it, or a name twice")
+        expect(values if lines else values[0], shape)
+        return values if lines else values[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# One run: its three files, and whether they agree
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -174,6 +285,11 @@ class Run:
         rows = [row for row in self.metrics if kind in row]
         return [(row["train_time_ms"] / 1000, row["tokens"], row[kind]) for row in rows]
 
+    @functools.cached_property
+    def changes(self) -> np.ndarray:
+        """What training losses and seconds change by from step to step, [2, steps - 1]."""
+        return np.diff(np.array(self.losses("train_loss"))[:, [2, 0]].T)
+
 
 def planned(config: dict) -> list[tuple[int, bool, int]]:
     """(steps done, whether it is a validation, tokens so far) of every line of a whole run.
@@ -197,104 +313,81 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     return plan
 
 
-def finite(text: str) -> float:
-    """A number; Python would let NaN, infinities and what is too large through."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"a number is {text}")
-    return number
-
-
-def unique(pairs: list) -> dict:
-    """A dict in which no name hides another one, and no true is a number."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a name stands there twice")
-    if wrong := [name for name in NUMBERS & fields.keys() if isinstance(fields[name], bool)]:
-        raise ValueError(f"{wrong[0]} is no number")
-    return fields
-
-
-def parse_json(text: str):
-    """JSON with finite numbers, and without names that come twice."""
-    strict = {"parse_constant": finite, "parse_float": finite, "object_pairs_hook": unique}
-    return json.loads(text, **strict)
-
-
 def read_run(folder: Path) -> Run:
     """The run in `folder`; Refused if it is not whole, or if its files contradict each other."""
     with about(folder.name):
-        log = (folder / "log.txt").read_bytes()
-        source, *sections = RULE.split(log)
-        source = source.removesuffix(b"\n")  # the log puts one behind it
-        heads = [part.decode().splitlines() for part in sections[::2]]
-        bodies = [part.decode().splitlines() for part in sections[1::2]]
-        facts = parse_json((folder / "run.json").read_text())
-        metrics = (folder / "metrics.jsonl").read_text().splitlines()
-        named = [unique([x.split(": ", 1) for x in head if ": " in x]) for head in heads]
-        commands = [values["command"] for values in named]
-        run = Run(folder, source, commands, facts, [*map(parse_json, metrics)])
+        facts = read_json(folder / "run.json", FACTS)
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
-        check_heads(run, heads, named)
-        check_settings(run, bodies[-1])
-        check_steps(run, [line for lines in bodies for line in lines])
+        with about("log.txt"):
+            source, *sections = RULE.split(read_text(folder / "log.txt"))
+        source = source.removesuffix("\n")  # the log puts one behind it
+        changed = any(part.startswith("resumed\nsource: ") for part in sections)
+        need(not changed, "it was resumed with another source: that is no record")
+        sections = [part.split("\n")[:-1] for part in sections]
+        heads, bodies = sections[::2], sections[1::2]
+        need(0 < len(heads) == len(bodies), "log.txt has no steps after its last head")
+        commands = [x[9:] for head in heads for x in head if x.startswith("command: ")]
+        metrics = read_json(folder / "metrics.jsonl", [VALIDATED, TRAINED])
+        run = Run(folder, source.encode(), commands, facts, metrics)
+        check_heads(run, heads)
+        with about("the source in log.txt"), warnings.catch_warnings(action="ignore"):
+            need(len(source) < 2**21, "longer than 2 MiB")
+            kinds = {type(x) for x in ast.parse(source).body}
+            need(bool(kinds & {ast.Import, ast.ImportFrom}), "no trainer, for it imports nothing")
+        for body in bodies:
+            forced = body.pop(0) if body and body[0].startswith("settings: ") else ""
+            expect(json.loads(forced[10:] or "{}"), FACTS["settings?"])
+        said = facts.get("settings")
+        same = forced == (f"settings: {json.dumps(said)}" if said else "")
+        need(same, f"log.txt and run.json disagree on settings: {forced or 'none'} and {said}")
+        check_steps(run, [line for body in bodies for line in body])
         return run
 
 
-def check_heads(run: Run, heads: list[list[str]], named: list[dict]):
+def check_heads(run: Run, heads: list[list[str]]):
     """What log.txt says before its steps, and again after each resume, is what run.json says."""
-    facts, devices = run.facts, run.facts["devices"]
-    digest = hashlib.sha256(run.source).hexdigest()
-    said = facts["source_sha256"]
+    facts, devices, config = run.facts, run.facts["devices"], run.facts["config"]
+    digest, said = hashlib.sha256(run.source).hexdigest(), facts["source_sha256"]
     both = f"the source in log.txt has sha256 {digest[:12]}, run.json says {said[:12]}"
     need(digest == said, both)
-    resumes = sum(head[0] == "resumed" for head in heads)
-    need(len(heads) == 1 + resumes, "log.txt holds more than one run")
-    said = facts["resumed"]
+    said, resumes = facts["resumed"], len(heads) - 1
     need(said is (resumes > 0), f"log.txt was resumed {resumes} times, run.json says {said}")
-    said = [f"{package} {version}" for package, version in facts["versions"].items()]
-    said.append(f"{devices['count']} x {devices['kind']} ({devices['platform']})")
-    said.append(facts["host"]["platform"])
-    for head, values in zip(heads, named, strict=True):
-        there = head[head[0] == "resumed" :][: len(said)]
-        differ = f"versions, devices or system: {', '.join(there)}; {', '.join(said)}"
-        need(there == said, f"log.txt and run.json disagree on {differ}")
-        for name in ("host", "environment", "choices", "data"):
-            if name != "choices" or name in values or name in facts:  # older runs lack them
-                same = parse_json(values[name]) == facts[name]
-                need(same, f"log.txt and run.json disagree on {name}")
-    config = parse_json(named[0]["config"])
-    elsewhere = {"data": facts["config"]["data"]} if resumes else {}  # a resume may move the tokens
-    need(config | elsewhere == facts["config"], "log.txt and run.json disagree on config")
-    need(run.commands[-1] == facts["command"], "log.txt and run.json disagree on the command")
-    need(facts["seed"] == facts["config"]["seed"], "run.json has two seeds, one in its config")
+    changed = any(line.startswith("config: ") for head in heads[1:] for line in head)
+    need(not changed, "it was resumed with other settings: that is no record")
+    begun = json.loads(heads[0][-1].removeprefix("config: "))
+    # A resume may move the tokens and name the devices; its head has a `config:` if it does more.
+    moved = {name: begun[name] for name in ("data", "devices") if resumes and name in begun}
+    before = [f"{package} {version}" for package, version in facts["versions"].items()]
+    before += [f"{devices['count']} x {devices['kind']} ({devices['platform']})"]
+    before += [facts["host"]["platform"]]
+    after = [x for x in ("host", "environment", "choices", "data") if x in facts]
+    after = [f"{name}: {json.dumps(facts[name])}" for name in after]
+    for i, head in enumerate(heads):
+        command = run.commands[i] if i < resumes else facts["command"]
+        expect(command, COMMAND)
+        want = ["resumed"] * (i > 0) + [*before, f"command: {command}", *after]
+        want += [f"config: {json.dumps(config | moved)}"] * (i == 0)
+        for there, line in zip_longest(head, want, fillvalue="nothing"):
+            need(there == line, f"log.txt and run.json disagree: {there:.70} and {line:.70}")
+    need(facts["seed"] == config["seed"], "run.json has two seeds, one in its config")
     parts, preset = RUN_ID.fullmatch(run_id(run)), facts["preset"]
-    right = parts and parts[1] == preset == facts["config"]["preset"]
-    right = right and parts[2] == str(facts["seed"])
-    need(right, "the run's name has another preset or seed, or none")
+    right = parts and parts[1] == preset == config["preset"] and parts[2] == str(facts["seed"])
+    need(bool(right), "the run's name has another preset or seed, or none")
     need(began(run) < datetime.now() + timedelta(days=1), "its date is in the future")
-
-
-def check_settings(run: Run, lines: list[str]):
-    """What memory forced, by `lines` of log.txt since its last head, is what run.json says."""
-    for line in lines:
-        if line.startswith("settings: "):
-            same = parse_json(line.removeprefix("settings: ")) == run.facts["settings"]
-            need(same, "log.txt and run.json disagree on settings")
 
 
 def check_steps(run: Run, lines: list[str]):
     """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
     facts, metrics, total, rows = run.facts, run.metrics, run.facts["config"]["steps"], []
-    for line in lines:
-        if line.startswith("step:"):
-            need(bool(row := STEP.fullmatch(line)), f"log.txt: no line of the trainer: {line}")
-            rows.append(row)
+    ended = bool(lines and PEAK.fullmatch(lines[-1]))
+    for line in lines[: len(lines) - ended]:
+        row, saved = STEP.fullmatch(line), SAVED.fullmatch(line)
+        right = row or (saved and rows and int(saved[1]) <= int(rows[-1][1]))
+        need(bool(right), f"log.txt: no line of the trainer: {line:.80}")
+        rows += [row] if row else []
     last = int(rows[-1][1]) if rows else 0
-    ended = facts["finished"] is True and any(line.startswith("peak memory") for line in lines)
-    need(ended and last >= total, f"not finished: log.txt ends at step {last} of {total}")
-
-    few = f"metrics.jsonl has {len(metrics)} lines, too few for {total} steps"
-    need(total < len(metrics), few)  # before `planned` makes a list of that length
+    ended = ended and facts["finished"] and last >= total
+    need(ended, f"not finished: log.txt ends at step {last} of {total}")
     plan = planned(facts["config"])
     in_log = [(int(row[1]), row[3] is not None) for row in rows]
     need(
@@ -307,11 +400,13 @@ def check_steps(run: Run, lines: list[str]):
     for got, want in zip(in_metrics, plan, strict=True):
         reason = f"{got[2]} tokens after step {got[0]}, by the config it is {want[2]}"
         need(got == want, f"metrics.jsonl: {reason}")
+    some = {"grad_norm" in row for row in metrics if "train_loss" in row}
+    need(len(some) == 1, "metrics.jsonl: some steps have a grad_norm, and some have none")
 
     for row, fields in zip(rows, metrics, strict=True):
         step, validates = int(row[1]), row[3] is not None
         ms, loss = fields["train_time_ms"], fields["val_loss" if validates else "train_loss"]
-        need(0 < loss < 1e9, f"metrics.jsonl: the loss of step {step} is {loss}")
+        need(loss > 0, f"metrics.jsonl: the loss of step {step} is {loss}")
         late = int(row[4]) - ms  # the clock goes on between the two, but not while it validates
         same = -0.51 <= late <= (0.51 if validates else LATE_MS)
         differ = f"log.txt and metrics.jsonl disagree on the {{}} of step {step}: {{}} and {{}}"
@@ -384,12 +479,9 @@ def check_run(track: Track, run: Run, pinned: dict):
     right = track.platform in ("", devices["platform"]) and track.devices in (0, count)
     right = right and track.kind in kind and "MIG" not in kind  # a part of a GPU is no GPU
     need(right, f"{count} x {kind} is not the hardware of this track")
-    need(bool(PLAIN.fullmatch(hardware(run))), f"no name of hardware: {hardware(run)!r}")
     processes = devices["processes"]
     one = track.processes in (0, processes)
     need(one, f"{processes} processes: one drives all devices on this track")
-    missing = {"python", "jax", "jaxlib"} - run.facts["versions"].keys()
-    need(not missing, f"run.json does not say the versions of {', '.join(sorted(missing))}")
     check_command(run)
     check_stream(track, run, pinned)
     if track.batch_tokens:
@@ -437,10 +529,26 @@ def check_runs(runs: list[Run]):
     need(len(set(seeds)) == len(seeds), f"seeds repeat: {seeds} are not independent samples")
     gaps = f"seeds {seeds} are not 0 to {len(seeds) - 1}: to choose seeds is to choose losses"
     need(sorted(seeds) == list(range(len(seeds))), gaps)
-    for one, other in combinations(runs, 2):
-        apart = np.subtract(one.losses("train_loss"), other.losses("train_loss"))[:, 2]
-        copied = f"{run_id(one)} and {run_id(other)} have the same training losses"
-        need(np.mean(np.abs(apart) < ALIKE) <= 0.5, f"seeds repeat: {copied}")
+    for one, other in combinations(sorted(runs, key=began), 2):
+        check_apart(one, other)
+        ended = began(one) + timedelta(seconds=one.seconds - 1)  # its name has whole seconds
+        both = f"{run_id(other)} began on this machine before {run_id(one)} had ended"
+        need(one.facts["resumed"] or ended <= began(other), f"runs overlap: {both}")
+
+
+def check_apart(one: Run, other: Run):
+    """Neither is made from the other, by the differences of losses and of times from step to step.
+
+    What is added to all steps and a factor are taken out first. Of two honest runs one step in a
+    hundred is as near as half of the steps must be to be refused.
+    """
+    steps = min(len(run.changes[0]) for run in (one, other))
+    same = one.facts["seed"] == other.facts["seed"]  # in two records: the same in less time
+    for i, what, near in ((0, "training losses", 1e-4), (1, "times", 2e-6)):
+        a, b = (x - np.mean(x) for x in (one.changes[i, :steps], other.changes[i, :steps]))
+        apart = np.abs(b - a * (a @ b) / max(a @ a, 1e-300))
+        copied = steps >= 8 and np.median(apart) < near and not (same and i == 0)
+        need(not copied, f"seeds repeat: {run_id(one)} and {run_id(other)} have the same {what}")
 
 
 def derive(track: Track, runs: list[Run]) -> dict:
@@ -588,26 +696,15 @@ class Record:
 
 def read_tokens(root: Path) -> dict:
     """{token stream: {shard: {bytes, sha256}}}."""
-    with about("tokens.json"):
-        return parse_json((root / "tokens.json").read_text())
-
-
-def check_name(name: str):
-    """A record's name can stand in a path and in a link."""
-    need(bool(re.fullmatch(r"[A-Za-z0-9-]+", name)), f"name {name!r}: letters, digits and hyphens")
+    return read_json(root / "tokens.json", TOKENS)
 
 
 def check_record(folder: Path, pinned: dict) -> Record:
     """The record in `folder`, derived anew and held against all rules but those of rank."""
     with about(f"{folder.parent.name}/{folder.name}"):
-        fields = parse_json((folder / "record.json").read_text())
+        fields = read_json(folder / "record.json", RECORD)
         known = fields["track"] == folder.parent.name in TRACKS
         need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
-        words = [fields[key] for key in ("name", "by", "what")]
-        need(all(x == " ".join(x.split()) != "" for x in words), "name, by or what is not one line")
-        check_name(fields["name"])
-        more = fields.keys() - {"track", "name", "by", "what", "beats", "result"}
-        need(not more, f"record.json says more than it should: {sorted(more)}")
         links = [path.name for path in (folder, *folder.rglob("*")) if path.is_symlink()]
         need(not links, f"links are no evidence, the files are needed: {links}")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
@@ -621,7 +718,8 @@ def check_record(folder: Path, pinned: dict) -> Record:
             same = json.dumps(got, sort_keys=True) == json.dumps(want, sort_keys=True)
             need(same, f"record.json says {key} {got}, from the logs it is {want}")
         need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")
-        page = (folder / "README.md").read_text()
+        with about("README.md"):
+            page = read_text(folder / "README.md")
         need(page.startswith(describe(fields)), "its README.md above the notes is not as generated")
         return Record(folder, fields, runs)
 
@@ -655,25 +753,58 @@ def record_folders(root: Path) -> list[Path]:
     return sorted(claims | {x for name in TRACKS for x in root.glob(f"{name}/*") if x.is_dir()})
 
 
-def check_all(root: Path) -> tuple[list[Record], list[str]]:
-    """(the records, why what is not among them was refused)."""
-    records, refusals, pinned = [], [], read_tokens(root)
-    for folder in record_folders(root):
+def check_together(records: list[Record], pinned: dict):
+    """No run of a record is made from one of another, and tokens.json has only what they read."""
+    for one, other in combinations(records, 2):
+        for runs in product(one.runs, other.runs):
+            check_apart(*runs)
+    read = {(x.result["stream"], name) for x in records for name in x.runs[0].facts["data"]}
+    spare = {(stream, name) for stream, shards in pinned.items() for name in shards} - read
+    names = ", ".join(sorted(" of ".join(x[::-1]) for x in spare))
+    need(not spare and all(pinned.values()), f"tokens.json: no record reads {names or 'a stream'}")
+
+
+def check_prediction(path: Path):
+    """A preflight.json is as records/preflight.py writes it, and its totals are of its programs."""
+    with about(f"predicted/{path.parent.name}"):
+        report = read_json(path, PREDICTION)
+        rows = [row for row in report["variants"] if row["name"] != "eval"]
+        grads, want = [row for row in rows if row["name"].startswith("grads")], {}
+        for name, key in SUMS.items():
+            each = [row[key] for row in rows]
+            whole = None not in each and sum(row[key] * row["steps"] for row in rows) / 1e3
+            want[name] = None if None in each else whole
+        want["sum_seconds"] = None if None in want.values() else sum(want.values())
+        want["total_steps"] = sum(row["steps"] for row in grads)
+        want["total_tokens"] = sum(row["steps"] * row["tokens_per_step"] for row in grads)
+        there = report | report["predicted"]
+        wrong = [name for name, value in want.items() if there[name] != value]
+        need(not wrong, f"preflight.json: its programs add up to other {', '.join(wrong)}")
+
+
+def check_all(root: Path, more: tuple[Record, ...] = ()) -> tuple[list[Record], list[str]]:
+    """(the records, why what is not among them was refused); `more` are about to join them."""
+    refusals, pinned = [], read_tokens(root)
+
+    def attempt(check, *args):
         try:
-            records.append(check_record(folder, pinned))
+            return [check(*args)]
         except Refused as error:
             refusals.append(str(error))
+            return []
+
+    records = [x for path in record_folders(root) for x in attempt(check_record, path, pinned)]
+    for path in sorted(root.glob("predicted/*/preflight.json")):
+        attempt(check_prediction, path)
     if not refusals:  # who beats whom makes sense among valid records only
-        try:
-            check_ranks(records)
-        except Refused as error:
-            refusals.append(str(error))
+        attempt(check_ranks, records)
+        attempt(check_together, [*records, *more], pinned)
     return records, refusals
 
 
-def all_valid(root: Path) -> list[Record]:
-    """The records; Refused if one of them is not."""
-    records, refusals = check_all(root)
+def all_valid(root: Path, more: tuple[Record, ...] = ()) -> list[Record]:
+    """The records; Refused if one of them is not valid, or not beside `more`."""
+    records, refusals = check_all(root, more)
     need(not refusals, "; ".join(refusals))
     return records
 

@@ -6,13 +6,15 @@
     python records/leaderboard.py render         # the tables in records/README.md, and the plots
     python records/leaderboard.py reproduce records/T/DATE_NAME
     python records/leaderboard.py compare BASE.py CAND.py --runs N -- ARGS
+    python records/leaderboard.py plot RUN...    # runs, records, all in one picture: plot.png
 
 The rules are in records/README.md, what is checked in checks.py. Only `reproduce` and `compare`
-execute sources. A refusal is one line with its reason and exit status 1; a wrong command line is
-exit status 2.
+execute sources; nothing here needs jax. A refusal is one line with its reason and exit status 1, a
+wrong command line one line and exit status 2.
 """
 
 import argparse
+import contextlib
 import hashlib
 import inspect
 import json
@@ -21,10 +23,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import zlib
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import checks as C
 import numpy as np
@@ -35,25 +41,41 @@ HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
 PNG = b"\x89PNG\r\n\x1a\n"  # how every file of the kind begins
 REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
+FORMATS = ".png", ".svg", ".pdf", ".jpg"  # of a plot, by the end of its name
+NORMS = {"grad_norm": "-", "grad_norm_adam": ":"}  # in metrics.jsonl -> how their lines look
+LINES = "line: training, dots: validation"
+SMALL = {"textcoords": "offset points", "fontsize": 8}
+LARGE = 1e30  # what is beyond, as infinities and NaN, is not drawn
+EVERY = 10.0  # seconds after which `reproduce` and `compare` say again how far a run is
+
+
+def say(line: str, stream=None):
+    """Print a line, on stdout if on nothing else. The work goes on if nobody can read it."""
+    stream = stream or sys.stdout
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def add(root: Path, args) -> str:
     """Collect runs into a new record; nothing is written unless all of it is valid."""
-    C.check_name(args.name)
     track, pinned = C.TRACKS[args.track], C.read_tokens(root)
-    texts = {key: " ".join(getattr(args, key).split()) for key in ("by", "what")}
-    need(all(texts.values()), "--by and --what must say something")
+    texts = {key: " ".join(getattr(args, key).split()) for key in ("name", "by", "what")}
+    with about("add"):
+        C.expect(texts, {key: C.RECORD[key] for key in texts})
     runs = [C.read_run(Path(os.path.abspath(path))) for path in args.runs]
     if args.pin:  # what is known is neither changed nor extended
         with about("--pin"):
             data = runs[0].facts["data"]
             pinned.setdefault(C.stream_name(track, data), data)
     result = C.judge(track, runs, pinned)
-    fields = {"track": args.track, "name": args.name, **texts, "beats": None, "result": result}
+    fields = {"track": args.track, **texts, "beats": None, "result": result}
     folder = root / args.track / f"{result['date']}_{args.name}"
     need(not folder.exists(), f"{folder} is there already: choose another --name")
     record = C.Record(folder, fields, runs)
-    if before := C.chain(C.all_valid(root), record.competition):
+    if before := C.chain(C.all_valid(root, (record,)), record.competition):
         C.check_beats(record, before[-1])
         fields["beats"] = before[-1].name
     folder.parent.mkdir(exist_ok=True)
@@ -88,9 +110,17 @@ def table(names: str, rows: list[list]) -> str:
 
 
 def plot_path(root: Path, competition) -> Path:
-    """Where the plot of a competition is."""
-    track, machine, stream = competition
-    return root / track / (re.sub(r"[^a-z0-9]+", "-", f"{machine} {stream}".lower()) + ".png")
+    """Where the plot of a competition is; a hash tells names apart that differ in their signs."""
+    track, name = competition[0], " ".join(competition[1:])
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return root / track / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{digest}.png"
+
+
+def sealed(picture: bytes) -> bytes:
+    """A PNG that has the hash of all of it in a text before its end: neither half nor another."""
+    text = b"tEXtSeal\0" + hashlib.sha256(picture).hexdigest().encode()
+    chunk = (len(text) - 4).to_bytes(4, "big") + text + zlib.crc32(text).to_bytes(4, "big")
+    return picture[:-12] + chunk + picture[-12:]
 
 
 def chains(records: list[C.Record], track: str) -> dict[tuple, list[C.Record]]:
@@ -226,50 +256,96 @@ def standings(root: Path) -> str:
     return "\n".join(lines)
 
 
-def curve(runs: list[Run], kind: str) -> np.ndarray:
-    """[point, (seconds, tokens, loss)], the mean over the runs."""
-    return np.mean([run.losses(kind) for run in runs], axis=0)
+# ------------------------------------------------------------------------------------------------
+# Pictures: of a competition, of any runs
+# ------------------------------------------------------------------------------------------------
+
+
+class Shown(NamedTuple):
+    """What is drawn in one color: a run, all runs of a record, or their mean."""
+
+    label: str
+    color: str | tuple
+    curves: list[dict[str, np.ndarray]]  # each {kind: [point, (seconds, tokens, value)]}
+
+
+def pyplot():
+    """matplotlib's pyplot, to draw into files; Refused where there is none."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except (ImportError, ValueError) as error:  # ValueError: a setting of the user's is wrong
+        raise Refused(f"plots need matplotlib, pip install matplotlib: {error}") from None
+    return pyplot
+
+
+def curves(run: Run) -> dict[str, np.ndarray]:
+    """{kind: [point, (seconds, tokens, value)]} of losses and of norms, which a run may lack."""
+    kinds = "train_loss", "val_loss", *NORMS
+    return {kind: np.array(run.losses(kind), float).reshape(-1, 3) for kind in kinds}
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """[point, column], each column averaged over a fortieth of the points."""
+    window = max(len(values) // 40, 1)
+    columns = [np.convolve(x, np.ones(window) / window, "valid") for x in values.T if len(x)]
+    return np.stack(columns, 1) if columns else values
+
+
+def draw_losses(axes, shown: list[Shown], targets: set[float]):
+    """Loss over seconds on axes[0], over tokens on axes[1]; what comes later lies above.
+
+    Training is smoothed, and may leave the picture at the top in its first twentieth.
+    """
+    from matplotlib import ticker
+
+    seen = [np.array([[0, 0, target] for target in targets])]
+    for one in shown:
+        for curve in one.curves:
+            line, alpha = smooth(curve["train_loss"]), 0.8 if len(one.curves) == 1 else 0.35
+            seen += [line[len(line) // 20 :], curve["val_loss"][-1:]]
+            for x, axis in enumerate(axes[:2]):
+                axis.plot(line[:, x], line[:, 2], color=one.color, lw=1, alpha=alpha)
+        dots = np.concatenate([curve["val_loss"] for curve in one.curves])
+        for x, axis in enumerate(axes[:2]):
+            look = {"color": one.color, "marker": "o", "ms": 5, "ls": ""}
+            axis.plot(dots[:, x], dots[:, 2], label=one.label, **look)
+    losses = np.concatenate(seen)[:, 2]
+    reach = 0.06 * max(np.ptp(losses), 0.1)
+    for axis, name in zip(axes[:2], ("seconds of training", "training tokens"), strict=True):
+        for target in targets:
+            axis.axhline(target, color="0.2", lw=0.8, ls="--")
+            place = {"xytext": (3, 3), "xycoords": axis.get_yaxis_transform()}
+            axis.annotate(f"target {target}", (0, target), **place, **SMALL)
+        axis.set(xlabel=name, ylabel="loss, nats a token", xlim=(0, None))
+        axis.set_ylim(min(losses) - reach, max(losses) + reach)
+    axes[1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
 
 
 def draw(path: Path, records: list[C.Record], digest: str):
     """The plot of a competition: its records from the first to the standing one."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise Refused("render draws with matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib import ticker
-
-    small = {"textcoords": "offset points", "fontsize": 8}
+    plt, shown = pyplot(), []
     target, by_steps = records[-1].track.target, records[-1].track.batch_tokens > 0
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for i, record in enumerate(records):
         standing = i == len(records) - 1
         color = "C0" if standing else str(0.35 + 0.45 * (len(records) - 2 - i) / len(records))
-        trained, validated = curve(record.runs, "train_loss"), curve(record.runs, "val_loss")
-        window = max(len(trained) // 40, 1)
-        smooth = [np.convolve(x, np.ones(window) / window, "valid") for x in trained.T]
-        for axis, x in ((axes[0], 0), (axes[1], 1)):
-            axis.plot(smooth[x], smooth[2], color=color, lw=1, alpha=0.8, zorder=i)
-            label = f"{record.fields['name']}: {record.result['mean_loss']:.4f}"
-            marks = {"color": color, "marker": "o", "ms": 5, "ls": "", "zorder": i}
-            axis.plot(validated[:, x], validated[:, 2], label=label, **marks)
-    top = curve(records[-1].runs, "train_loss")[0, 2]
-    lowest = min(record.result["mean_loss"] for record in records)
-    for axis, name in ((axes[0], "seconds of training"), (axes[1], "training tokens")):
-        axis.axhline(target, color="C3", lw=0.8, ls="--", label=f"target {target}")
-        axis.set(xlabel=name, ylabel="loss, nats a token", xlim=(0, None))
-        axis.set_ylim(lowest - 0.06 * (top - target), target + 0.55 * (top - target))
-        axis.legend(title="line: training, dots: validation", fontsize=8, title_fontsize=8)
-    axes[1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+        label = f"{record.fields['name']}: {record.result['mean_loss']:.4f}"
+        each, kinds = [*map(curves, record.runs)], ("train_loss", "val_loss")
+        mean = {kind: np.mean([curve[kind] for curve in each], axis=0) for kind in kinds}
+        shown.append(Shown(label, color, [mean]))
+    draw_losses(axes, shown, {target})
+    for axis in axes[:2]:
+        axis.legend(title=LINES, fontsize=8, title_fontsize=8)
     values = [r.result["steps" if by_steps else "mean_seconds"] for r in records]
     spread = [0.0 if by_steps else r.result["sd_seconds"] for r in records]
     numbers = range(1, len(records) + 1)
     axes[2].step(numbers, values, where="post", color="0.7")
     axes[2].errorbar(numbers, values, spread, color="C0", marker="o", ls="", capsize=3)
     for number, value, record in zip(numbers, values, records, strict=True):
-        axes[2].annotate(f"{record.fields['name']}: {value:,.1f}", (number, value), (7, 3), **small)
+        axes[2].annotate(f"{record.fields['name']}: {value:,.1f}", (number, value), (7, 3), **SMALL)
     axes[2].set(ylabel="steps" if by_steps else "seconds", ylim=(0, 1.25 * max(values)))
     shown = numbers[:: -(-len(records) // 6)]  # so that their dates do not overlap
     axes[2].set_xticks(shown, [f"{i}\n{records[i - 1].result['date']}" for i in shown])
@@ -281,11 +357,115 @@ def draw(path: Path, records: list[C.Record], digest: str):
     plt.close(figure)
 
 
+def runs_at(path: str) -> list[Path]:
+    """The folder of the run at `path`, or those of the runs in it: of a record, of logs/."""
+    folder = Path(os.path.abspath(path))
+    found = [x for x in (folder, *sorted(folder.glob("*"))) if (x / "metrics.jsonl").is_file()]
+    need(bool(found), f"no run is in {path}: name logs/<run id>, or the folder of a record")
+    return found
+
+
+def glance(folder: Path) -> Run:
+    """A run for the eye: it may be under way or have diverged, and no rule is checked.
+
+    Without its source and commands, a last line that is not whole, and lines with a value that no
+    picture has room for. Refused if the trainer writes no such files.
+    """
+    with about(folder):
+        lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+        need((folder / "run.json").is_file(), "it has no run.json")
+        facts = json.loads((folder / "run.json").read_text())
+        rows = [x for x in map(json.loads, lines) if all(abs(y) < LARGE for y in x.values())]
+        run = Run(folder, b"", [], facts, rows)
+        curves(run), how_far(run)  # or what they lack is named here
+        need(abs(facts["config"]["target"]) < LARGE, "its target is no number")
+        return run
+
+
+def how_far(run: Run) -> str:
+    """The last step, loss and time of a run that may be under way."""
+    config, last = run.facts["config"], run.metrics[-1] if run.metrics else None
+    if last is None:
+        return f"step 0 of {config['steps']:,}, it compiles first"
+    kind = "val_loss" if "val_loss" in last else "train_loss"
+    seconds, what = last["train_time_ms"] / 1000, kind.replace("_", " ")
+    return f"step {last['step']:,} of {config['steps']:,}, {what} {last[kind]:.4f}, {seconds:.1f} s"
+
+
+def write_losses(axis, x: int, shown: list[Shown]):
+    """Write validation losses above their dots, the last ones first, where there is room.
+
+    Of the runs of a record their mean; x: 0 for seconds, 1 for tokens.
+    """
+    from matplotlib import patheffects
+
+    taken, light = [], [patheffects.withStroke(linewidth=2, foreground="white")]
+    for one in reversed(shown):
+        several = zip(*(curve["val_loss"] for curve in one.curves), strict=False)
+        for dot in reversed([np.mean(dots, axis=0) for dots in several]):
+            place = axis.transData.transform(dot[[x, 2]])
+            if all((abs(place - other) > (48, 14)).any() for other in taken):
+                taken.append(place)
+                look = {"color": one.color, "ha": "center", "path_effects": light}
+                axis.annotate(f"{dot[2]:.4f}", dot[[x, 2]], (0, 7), **look, **SMALL)
+
+
+def plot(root: Path, args) -> str:
+    """Draw runs in one picture, those of a record in one color; a run may be under way."""
+    out, groups = Path(args.out), {}
+    need(
+        out.suffix.lower() in FORMATS,
+        f"--out {out}: the name of a plot ends with {', '.join(FORMATS)}",
+    )
+    for path in args.runs:
+        folder, runs = Path(os.path.abspath(path)), [*map(glance, runs_at(path))]
+        is_record = (folder / "record.json").is_file()
+        is_record &= all(run.metrics and "val_loss" in run.metrics[-1] for run in runs)
+        groups |= {folder: runs} if is_record else {run.folder: [run] for run in runs}
+    every = [run for runs in groups.values() for run in runs]
+    need(any(run.metrics for run in every), "there is no step to draw yet")
+
+    plt, shown = pyplot(), []
+    colors = [f"C{i}" for i in range(10)]  # which are easier to tell apart than those of a scale
+    if len(groups) > len(colors):
+        colors = [*plt.colormaps["turbo"](np.linspace(0.05, 0.95, len(groups)))]
+    for color, (folder, runs) in zip(colors, groups.items(), strict=False):
+        label = how_far(runs[0])
+        if len(runs) > 1:
+            loss, seconds = (
+                np.mean([getattr(x, key) for x in runs]) for key in ("loss", "seconds")
+            )
+            label = f"mean of {len(runs)} runs, val loss {loss:.4f}, {seconds:.1f} s"
+        name = folder.name.lstrip("_").replace("$", r"\$")  # which mean something to matplotlib
+        shown.append(Shown(f"{name}: {label}", color, [*map(curves, runs)]))
+    normed = any(len(curve[kind]) for one in shown for curve in one.curves for kind in NORMS)
+    size = 6 * (2 + normed), 5 + 0.1 * len(shown)
+    figure, axes = plt.subplots(1, 2 + normed, figsize=size, layout="constrained")
+    draw_losses(axes, shown, {run.facts["config"]["target"] for run in every})
+    if normed:
+        for one in shown:
+            for curve, (kind, style) in product(one.curves, NORMS.items()):
+                line = smooth(curve[kind])
+                axes[2].plot(line[:, 1], line[:, 2], style, color=one.color, lw=1, alpha=0.8)
+        axes[2].sharex(axes[1])
+        axes[2].set(xlabel="training tokens", ylabel="norm of the gradient", yscale="log")
+        axes[2].set_title("line: Muon's parameters, dots: Adam's", fontsize=8)
+    text, place = {"fontsize": 8, "title_fontsize": 8}, "outside lower center"
+    named = axes[0].get_legend_handles_labels()
+    figure.legend(*named, title=LINES, ncols=2, loc=place, **text)
+    figure.draw_without_rendering()  # so that places in the picture are known
+    for x, axis in enumerate(axes[:2]):
+        write_losses(axis, x, shown)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+    return f"drawn: {out}"
+
+
 def render(root: Path, args) -> str:
     """Bring tables and plots up to date; with --check refuse if they are not.
 
-    A plot carries a hash of what it was drawn from and of how, and is drawn again when that has
-    changed: another matplotlib alone makes no plot stale.
+    A plot carries a hash of what it was drawn from and of how, and one of its own bytes. When one
+    of them is wrong it is drawn again: another matplotlib alone makes no plot stale.
     """
     records, page = C.all_valid(root), root / "README.md"
     text = page.read_text()
@@ -298,11 +478,14 @@ def render(root: Path, args) -> str:
         drawn, path = C.chain(records, competition), plot_path(root, competition)
         content = [(r.fields["name"], r.result, r.track.target) for r in drawn]
         content += [run.metrics for record in drawn for run in record.runs]
-        digest = hashlib.sha256((repr(content) + inspect.getsource(draw)).encode()).hexdigest()
+        how = "".join(map(inspect.getsource, (draw, draw_losses, smooth)))
+        digest = hashlib.sha256((repr(content) + how).encode()).hexdigest()
         there = path.read_bytes() if path.is_file() else b""
-        if not there.startswith(PNG) or digest.encode() not in there:
+        whole = sealed(there[:-93] + there[-12:]) == there  # a seal has 81 bytes, a PNG's end 12
+        if not whole or not there.startswith(PNG) or digest.encode() not in there:
             need(not args.check, f"the plot {path.name} is stale: {again}")
             draw(path, drawn, digest)
+            path.write_bytes(sealed(path.read_bytes()))
     page.write_text(fresh)
     return f"{page} is up to date, {len(records)} records"
 
@@ -312,8 +495,11 @@ def render(root: Path, args) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def train_with(source: bytes, home: Path, args: list[str], out: Path, environment=None) -> Run:
-    """Execute `source` as home/train_gpt.py, beside this repository's data/; its run in `out`."""
+def train_with(what: str, source: bytes, home: Path, args, out: Path, environment=None) -> Run:
+    """Execute `source` as home/train_gpt.py, beside this repository's data/; its run in `out`.
+
+    Says on stderr how far it is, every EVERY seconds and at its end, each line with `what` it is.
+    """
     home.mkdir(exist_ok=True)
     (home / "train_gpt.py").write_bytes(source)
     if not (home / "data").exists():
@@ -321,13 +507,31 @@ def train_with(source: bytes, home: Path, args: list[str], out: Path, environmen
     out.mkdir(parents=True, exist_ok=True)
     before = set(out.iterdir())
     command = [sys.executable, "train_gpt.py", *args, "--out", str(out.resolve())]
-    done = subprocess.run(
-        command, cwd=home, env=os.environ | (environment or {}), capture_output=True, text=True
-    )
-    said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-    need(done.returncode == 0, f"exit status {done.returncode}, it said: {said[-1]}")
-    (folder,) = set(out.iterdir()) - before
-    return C.read_run(folder)
+    with subprocess.Popen(
+        command,
+        **{"cwd": home, "env": os.environ | (environment or {}), "errors": "replace"},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    ) as child:
+        try:
+            while child.returncode is None:
+                try:
+                    stdout, stderr = child.communicate(timeout=EVERY)
+                except subprocess.TimeoutExpired:
+                    found, far = set(out.iterdir()) - before, "no step yet"
+                    with contextlib.suppress(Refused):  # nothing there yet, or half of it
+                        far = how_far(glance(*found)) if len(found) == 1 else far
+                    say(f"{what}: {far}", sys.stderr)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+    said = (stderr or stdout).strip().splitlines() or ["nothing"]
+    need(child.returncode == 0, f"exit status {child.returncode}, it said: {said[-1]}")
+    found = set(out.iterdir()) - before
+    need(len(found) == 1, f"it left {len(found)} runs behind, not one: it is no train_gpt.py")
+    run = C.read_run(*found)
+    say(f"{what}: {how_far(run)}", sys.stderr)
+    return run
 
 
 def reproduce(root: Path, args) -> str:
@@ -335,6 +539,8 @@ def reproduce(root: Path, args) -> str:
 
     The loss must be in the interval in which 99% of further runs of such a mean and deviation are.
     """
+    there = Path(args.record, "record.json").is_file()
+    need(there, f"{args.record} is no record: name a folder such as records/cpu/DATE_NAME")
     record = C.check_record(Path(os.path.abspath(args.record)), C.read_tokens(root))
     result, n = record.result, len(record.runs)
     reach = stats.t.ppf(0.995, n - 1) * result["sd_loss"] * math.sqrt(1 + 1 / n)
@@ -344,12 +550,14 @@ def reproduce(root: Path, args) -> str:
     environment = {name: then[name] for name in then if name in REPEATED}
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])
     need(1 <= args.runs <= len(runs), f"--runs {args.runs}: the record has 1 to {len(runs)}")
+    Path(args.out or ".").mkdir(parents=True, exist_ok=True)  # or an error, before hours of work
     with tempfile.TemporaryDirectory() as temporary:
         for old in runs[: args.runs]:
             seed, home = str(old.facts["seed"]), Path(temporary) / "source"
-            with about(f"seed {seed}"):
+            with about(what := f"seed {seed}"):
                 out = Path(args.out or Path(temporary) / "runs")
-                new = train_with(old.source, home, [*words, "--seed", seed], out, environment)
+                words_of_seed = [*words, "--seed", seed]
+                new = train_with(what, old.source, home, words_of_seed, out, environment)
                 need(new.facts["data"] == old.facts["data"], "other tokens than the record's")
                 need(
                     new.facts["config"] | C.FREE == old.facts["config"] | C.FREE,
@@ -357,12 +565,11 @@ def reproduce(root: Path, args) -> str:
                 )
                 pairs = zip(new.losses("train_loss"), old.losses("train_loss"), strict=True)
                 same = next((i for i, (a, b) in enumerate(pairs) if a[2] != b[2]), None)
-                print(
+                say(
                     f"seed {seed}: loss {new.loss:.4f}, recorded {old.loss:.4f}; "
                     f"{new.seconds:.2f} s on {C.hardware(new)}, recorded {old.seconds:.2f} s on "
                     f"{C.hardware(old)}; training losses "
-                    + ("equal to the last digit" if same is None else f"equal for {same} steps"),
-                    flush=True,
+                    + ("equal to the last digit" if same is None else f"equal for {same} steps")
                 )
                 need(
                     abs(new.loss - result["mean_loss"]) <= reach,
@@ -380,11 +587,18 @@ def interval(values) -> tuple[float, float, float]:
 
 
 def side_of(words: str, arguments: list[str]) -> tuple[bytes, list[str]]:
-    """(source, arguments) of one side: "FILE" or "FILE ARG ...", or a record, with its own."""
-    file, *own = shlex.split(words)
+    """(source, arguments) of one side: "FILE" or "FILE ARG ...", or a record or run, with its own.
+
+    Refused, naming the side, if that is nothing of the kind.
+    """
+    try:
+        file, *own = [words] if Path(words).exists() else shlex.split(words) or [words]
+    except ValueError as error:  # a quotation without an end
+        raise Refused(f"{words!r} names no file ({error})") from None
     if Path(file).is_dir():
-        run = C.read_run(next(path for path in sorted(Path(file).iterdir()) if path.is_dir()))
-        return run.source, C.launch(run.commands[0]).words
+        run = C.read_run(runs_at(file)[0])
+        return run.source, C.launch(run.commands[0]).words + own
+    need(Path(file).is_file(), f"{file}: No such file, and no folder of a record or run")
     return Path(file).read_bytes(), [*arguments, *own]
 
 
@@ -395,28 +609,28 @@ def compare(root: Path, args) -> str:
     warms up or is busy for a while favours neither.
     """
     need(args.runs >= 2, "--runs: two pairs at least, one has no confidence interval")
-    with about("compare"):
-        sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
+    sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
+    Path(args.out or ".").mkdir(parents=True, exist_ok=True)  # or an error, before hours of work
     ratios, differences = [], []
-    print("seed   base s   cand s   ratio   base loss   cand loss   difference", flush=True)
+    say("seed   base s   cand s   ratio   base loss   cand loss   difference")
     with tempfile.TemporaryDirectory() as temporary:
         for seed in range(args.runs):
             pair = {}
             for name in ("base", "cand") if seed % 2 == 0 else ("cand", "base"):
                 source, words = sides[name]
                 home, out = Path(temporary) / f"source-{name}", Path(args.out or temporary) / name
+                what = f"pair {seed + 1} of {args.runs}, {name} ({getattr(args, name)})"
                 with about(f"{name}, seed {seed}"):
-                    pair[name] = train_with(source, home, [*words, "--seed", str(seed)], out)
+                    pair[name] = train_with(what, source, home, [*words, "--seed", str(seed)], out)
             base, cand = pair["base"], pair["cand"]
             for name in base.facts["data"].keys() & cand.facts["data"].keys():
                 same = base.facts["data"][name] == cand.facts["data"][name]
                 need(same, f"base and cand have different tokens in {name}")
             ratios.append(math.log(cand.seconds / base.seconds))
             differences.append(cand.loss - base.loss)
-            print(
+            say(
                 f"{seed:4} {base.seconds:8.2f} {cand.seconds:8.2f} {math.exp(ratios[-1]):7.4f}"
-                f"   {base.loss:9.4f}   {cand.loss:9.4f}     {differences[-1]:+.4f}",
-                flush=True,
+                f"   {base.loss:9.4f}   {cand.loss:9.4f}     {differences[-1]:+.4f}"
             )
     ratio, low, high = (math.exp(x) for x in interval(ratios))
     loss, least, most = interval(differences)
@@ -432,15 +646,30 @@ def compare(root: Path, args) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, with exit status 2."""
+
+    def error(self, message):
+        """End the program without the whole usage."""
+        self.exit(2, " ".join(f"error: {message} (see --help)".split()) + "\n")
+
+
+def path(text: str) -> str:
+    """A path of the command line, which is not empty: that would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name something, or drop it")
+    return text
+
+
 def parse_args(argv):
     """The command line as a namespace; `arguments` is what stands after the first --."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(prog="leaderboard.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--records", type=Path, default=HERE, help="this folder, if another")
+    parser = Parser(prog="leaderboard.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--records", type=path, default=HERE, help="this folder, if another")
     commands = parser.add_subparsers(dest="what_to_do", help="none: print the standings")
     one = commands.add_parser("add", help="collect runs into a record")
-    one.add_argument("runs", nargs="+", metavar="RUN_DIR")
+    one.add_argument("runs", nargs="+", type=path, metavar="RUN_DIR")
     one.add_argument("--track", required=True, choices=C.TRACKS)
     one.add_argument("--name", required=True, help="of the folder: letters, digits, hyphens")
     one.add_argument("--by", required=True, help="who")
@@ -450,19 +679,24 @@ def parse_args(argv):
     one = commands.add_parser("render", help="tables and plots")
     one.add_argument("--check", action="store_true", help="only say whether they are stale")
     one = commands.add_parser("reproduce", help="run a record's source again")
-    one.add_argument("record", metavar="RECORD")
+    one.add_argument("record", type=path, metavar="RECORD")
     one.add_argument("--runs", type=int, default=1, metavar="N", help="its first N seeds")
-    one.add_argument("--data", metavar="DIR", help="folder with the token shards")
-    one.add_argument("--out", metavar="DIR", help="keep the runs there")
+    one.add_argument("--data", type=path, metavar="DIR", help="folder with the token shards")
+    one.add_argument("--out", type=path, metavar="DIR", help="keep the runs there")
     one = commands.add_parser(
         "compare",
         help="alternate two sources on this machine",
         epilog="What stands after -- is given to both; paths in it must be absolute.",
     )
-    one.add_argument("base", metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
-    one.add_argument("cand", metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
+    one.add_argument("base", type=path, metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
+    one.add_argument("cand", type=path, metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
     one.add_argument("--runs", type=int, default=5, metavar="N", help="pairs")
-    one.add_argument("--out", metavar="DIR", help="keep the runs in DIR/base and DIR/cand")
+    one.add_argument(
+        "--out", type=path, metavar="DIR", help="keep the runs in DIR/base and DIR/cand"
+    )
+    one = commands.add_parser("plot", help="any runs in one picture")
+    one.add_argument("runs", nargs="+", type=path, metavar="RUN", help="its folder, or a record's")
+    one.add_argument("--out", type=path, default="plot.png", metavar="FILE", help="plot.png")
     args = parser.parse_args(words[:cut])
     args.arguments = words[cut + 1 :]
     if args.arguments and args.what_to_do != "compare":
@@ -470,26 +704,39 @@ def parse_args(argv):
     return args
 
 
+def refuse(reason: str):
+    """Say in a line what was refused."""
+    say(" ".join(["refused:", *reason.split()]), sys.stderr)
+
+
+def check(root: Path, args) -> str:
+    """Refused, with a line for each reason, unless all records are valid."""
+    records, refusals = C.check_all(root)
+    for reason in refusals[:-1]:
+        refuse(reason)
+    need(not refusals, "".join(refusals[-1:]))
+    return f"{len(records)} {'record is' if len(records) == 1 else 'records are'} valid"
+
+
 def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
     args = parse_args(argv)
-    root = args.records.resolve()
+    root, what = Path(args.records).resolve(), args.what_to_do
+    do = {None: lambda root, args: standings(root), "add": add, "check": check, "render": render}
+    do |= {"reproduce": reproduce, "compare": compare, "plot": plot}
     try:
-        if args.what_to_do == "check":
-            records, refusals = C.check_all(root)
-            for reason in refusals:
-                print("refused:", *reason.split(), file=sys.stderr)
-            if not refusals:
-                count = len(records)
-                print(f"{count} {'record is' if count == 1 else 'records are'} valid")
-            return 1 if refusals else 0
-        do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
-        print(do[args.what_to_do](root, args) if args.what_to_do else standings(root))
-    except Refused as error:
-        print("refused:", *str(error).split(), file=sys.stderr)
+        there = what in ("compare", "plot") or (root / "tokens.json").is_file()
+        need(there, f"{root} has no tokens.json: --records is the folder records/ of a clone")
+        say(do[what](root, args))
+    except (Refused, OSError) as error:
+        refuse(str(error))
         return 1
+    except KeyboardInterrupt:
+        say("interrupted", sys.stderr)
+        return 130
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run under way ends, too
     sys.exit(main())

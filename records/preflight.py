@@ -50,7 +50,6 @@ one row for each program, "predicted": totals of the run (of all programs only),
 """
 
 import contextlib
-import functools
 import importlib.util
 import json
 import math
@@ -630,7 +629,7 @@ def verdict(report: dict) -> tuple[bool, list[str]]:
     return True, [f"{which} fit {memory}" if limit < math.inf else "its memory is not known here"]
 
 
-def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", say=print) -> bool:
+def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", say=T.tell) -> bool:
     """Compile the run's programs for absent hardware, report what they need; whether they fit.
 
     All of them, or those in `names`. With `dump`, preflight.json and the optimized HLO of each
@@ -691,12 +690,14 @@ def main(argv=None) -> int:
             help="only these, such as grads0 or adam",
         )
         args = parser.parse_args(argv)
-        args.preset = args.preset or "speedrun"  # what the target would run
+        if args.dump == "":
+            raise T.UserError("--dump is empty: name a folder, or drop it")
+        args.preset = "speedrun" if args.preset is None else args.preset  # what TARGET would run
+        jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
         dump = Path(args.dump) if args.dump else None
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
         names = [*dict.fromkeys(args.program)]
-        say = functools.partial(print, flush=True)
-        return 0 if preflight(T.resolve(args), args.target, names, dump, command, say) else 1
+        return 0 if preflight(T.resolve(args), args.target, names, dump, command) else 1
 
     return T.report_errors(run)
 

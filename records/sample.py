@@ -88,11 +88,13 @@ def main(argv=None) -> int:
 
     def run():
         parser = T.Parser(prog="sample.py", description=__doc__.split("\n")[0])
-        parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="as train_gpt.py left it")
+        parser.add_argument("run_dir", metavar="RUN_DIR", help="as train_gpt.py left it")
         parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue")
         args = parser.parse_args(argv)
-        saved = T.find_checkpoint(args.run_dir)
-        print(args.prompt + sample(saved.cfg, saved, args.prompt))
+        if not args.run_dir:
+            raise T.UserError("RUN_DIR is empty: name the folder of a run, such as logs/<run id>")
+        saved = T.find_checkpoint(Path(args.run_dir), lambda line: T.tell(line, sys.stderr))
+        T.tell(args.prompt + sample(saved.cfg, saved, args.prompt))
 
     return T.report_errors(run)
 

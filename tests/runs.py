@@ -1,6 +1,7 @@
 """A writer of runs in the trainer's format, without the trainer: quick, and any content."""
 
 import json
+import zlib
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 RULE = "=" * 100
-SOURCE = "print('a trainer')\n"
+SOURCE = "import sys\n\nprint('a trainer')\n"
 HOST = {"cpu": "A CPU", "cores": 2, "platform": "Linux"}
 CHOICES = {"kernels": "plain: this is a CPU", "compiler_options": {}}
-SETTINGS = {"grads0": {"micro_tokens": 512, "recompute": False}}
+SETTINGS = {"grads0": {"micro_tokens": 512, "recompute": False}}  # that memory forced
 
 
 def shard(content: str, size: int) -> dict:
@@ -48,19 +49,22 @@ def write_run(
     spans = zip(stages, pairwise(ends), strict=True)
     sizes = [stage["batch_tokens"] for stage, (a, b) in spans for _ in range(b - a)]
     rng = np.random.default_rng(seed if curve_seed is None else curve_seed)
-    run_id = f"202601{day:02}-1200{seed:02}-{config['preset']}-s{seed}-{rng.bytes(3).hex()}"
+    run_id = f"202601{day:02}-{seed:02}0000-{config['preset']}-s{seed}-{rng.bytes(3).hex()}"
     run_dir = folder / run_id
     run_dir.mkdir(parents=True)
     metrics, lines, tokens = [], [], 0
+    uneven = np.random.default_rng(zlib.crc32(str(run_dir).encode())).uniform(-0.4, 0.4, steps + 1)
+    uneven[[0, steps]] = 0  # ms: no two runs take the same times
     for step in range(steps + 1):
-        ms = round(seconds * 1000 * step / steps, 3)
+        ms = round(seconds * 1000 * step / steps + uneven[step], 3)
         line = f"step:{step}/{steps} {{}}train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         common = {"train_time_ms": ms, "tokens": tokens}
         if step:
             tokens = common["tokens"] = tokens + sizes[step - 1]
             lines.append(line.format(""))
             guess = round(loss + 3 / step + rng.normal() / 100, 6)
-            metrics.append({"step": step, "train_loss": guess, **common, "lr": 1.0})
+            norms = {"grad_norm": 1.5} | ({} if step % 2 else {"grad_norm_adam": 0.25})
+            metrics.append({"step": step, "train_loss": guess, **common, "lr": 1.0, **norms})
         if step == steps or (period and step % period == 0):
             now = round(loss if step == steps else loss + 3 / (step + 1), 6)
             lines.append(line.format(f"val_loss:{now:.4f} "))
@@ -79,7 +83,7 @@ def write_run(
         "choices": CHOICES,
         "data": data,
         "compile_seconds": {"grads0": 1.2},
-        "settings": SETTINGS,
+        "settings": {},
         "steps": steps,
         "tokens": tokens,
         "train_time_ms": metrics[-1]["train_time_ms"],
@@ -88,13 +92,17 @@ def write_run(
         "resumed": False,
         "finished": True,
     } | changes
-    lines.insert(1, f"checkpoint:{steps} held the loop for 5.1ms, 38.8 MB written in 0.17s")
+    lines.append(f"checkpoint:{steps} held the loop for 5.1ms, 38.8 MB written in 0.17s")
     lines.append("peak memory allocated: 1 MiB")
     log = f"{source}\n{RULE}\n{head(facts)}\nconfig: {json.dumps(facts['config'])}\n{RULE}\n"
     (run_dir / "log.txt").write_text(log + "\n".join(lines) + "\n")
     write_metrics(run_dir, metrics)
-    (run_dir / "run.json").write_text(json.dumps(facts))
+    write_json(run_dir / "run.json", facts)
     return run_dir
+
+
+def write_json(path: Path, value):
+    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def head(facts: dict) -> str:

@@ -18,7 +18,6 @@ failed.
 The figure to beat: record 92 of the speedrun takes 33.4 ms a step on average on eight H100s.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -83,7 +82,7 @@ class Report:
         self.lines, self.failed = [], []
 
     def say(self, line: str = ""):
-        print(line, flush=True)
+        T.tell(line)
         self.lines.append(line)
         (self.out / "summary.txt").write_text("\n".join(self.lines) + "\n")
 
@@ -225,32 +224,58 @@ def profile(report: Report, data):
         report.say(f"  {ms:8.2f} ms {ms / total:6.1%} {counts[name]:5} x {name[:90]}")
 
 
-def main() -> int:
-    parts = {"check": check, "tiles": tiles, "bench": bench, "train": train, "profile": profile}
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
-    parser.add_argument("--data", type=Path, help="a folder of GPT-2 tokens")
+PROBE = "import sys, train_gpt as T; sys.exit(T.report_errors(lambda: T.all_devices() and 0))"
+PARTS = {"check": check, "tiles": tiles, "bench": bench, "train": train, "profile": profile}
+
+
+def parse_args(argv):
+    """The command line as a namespace; UserError for what cannot be done here."""
+    parser = T.Parser(prog="on_gpu.py", description=__doc__.split("\n")[0])
+    parser.add_argument("out", metavar="OUT", help="a folder for what it finds")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--data", metavar="DIR", help="a folder of GPT-2 tokens")
     parser.add_argument("--small", action="store_true", help="the preset `tiny`, on a CPU")
-    args = parser.parse_intermixed_args()
-    if unknown := [part for part in args.parts if part not in parts]:
-        parser.error(f"unknown {unknown[0]}; there are: {', '.join(parts)}")
+    args = parser.parse_intermixed_args(argv)
+    if "" in (args.out, args.data):
+        raise T.UserError("OUT or --data is empty: name a folder")
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        raise T.UserError(f"unknown PART {unknown[0]!r}; there are: {', '.join(PARTS)}")
     if args.small and args.data:
-        parser.error("--small takes the built-in corpus: drop --data")
-    out, data = args.out.resolve(), args.data and args.data.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+        raise T.UserError("--small takes the built-in corpus: drop --data")
+    if args.data and not Path(args.data).is_dir():
+        raise T.UserError(f"--data {args.data}: no such folder")
+    if not args.small:  # in a process of its own: this one must take no memory of the GPU
+        cuda = os.environ | {"JAX_PLATFORMS": "cuda"}
+        words = [sys.executable, "-c", PROBE]
+        done = subprocess.run(words, cwd=ROOT, env=cuda, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+            raise T.UserError(f"no NVIDIA GPU here, and no --small: {reason}")
+    return args
+
+
+def measure(argv) -> int:
+    """Do what the command line says; 1 if any command failed."""
+    args = parse_args(argv)
+    out, data = Path(args.out).resolve(), args.data and Path(args.data).resolve()
+    T.make_folder(out, "OUT")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="on_gpu-") as work:
         report = Report(out, Path(work), args.small)
-        for part in args.parts or parts:
+        for part in args.parts or PARTS:
             if part in ("train", "profile") and not (data or args.small):
                 report.say(f"[{part}] left out: it needs --data")
             else:
-                parts[part](report, data)
+                PARTS[part](report, data)
     report.say(f"{time.monotonic() - began:.0f} s in all")
     if report.failed:
         report.say(f"FAILED: {', '.join(report.failed)}")
-    return bool(report.failed)
+    return int(bool(report.failed))
+
+
+def main(argv=None) -> int:
+    """Run the command line; returns the exit status."""
+    return T.report_errors(lambda: measure(argv))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from programs import CFG, mesh_of, quick_compilation
 import train_gpt as T
 
 sys.path.insert(0, str(ROOT / "records"))
+sys.path.insert(0, str(ROOT / "tests/kernels"))
 import bench
+import on_gpu
 
 NAMES = ["grads0", "grads1", "grads2"]
 UPDATES = ["muon", "adam"]
@@ -54,7 +57,7 @@ def calls(monkeypatch):
                 assert len({grad for grads in due.values() for grad in grads}) == sum(
                     map(len, due.values())
                 ), "every gradient once"
-                out = {"params": object()}, {x: object() for x in due}
+                out = {"params": object()}, {x: object() for x in due}, np.float32(1)
             else:
                 out = {x: object() for x in T.param_table(cfg)}, made.loss
             took = dict(first) if name not in UPDATES else first
@@ -185,6 +188,16 @@ def test_without_data_of_the_preset_the_tokens_are_random(main, calls):
     (line,) = [line for line in out.splitlines() if line.startswith("random tokens only: ")]
     assert "no folder" in line and "nowhere" in line
     assert [line.split()[1] for line in out.splitlines()[-3:]] == ["random"] * 3
+
+
+def test_it_goes_on_when_nobody_reads(main, calls, tmp_path, monkeypatch):
+    """As after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert main("--dump", tmp_path)[0] == 0
+    assert (tmp_path / "bench.json").exists()
 
 
 def test_a_loss_that_is_no_number_is_refused(main, calls, tmp_path):
@@ -318,6 +331,7 @@ def test_chunks_are_long_enough_warm_and_whole_adam_periods(adam_every, speed):
         (["--set", "data=nothing"], "no folder"),
         (["--data", "."], "no train shards"),
         (["--dump", "/dev/null/x"], "--dump /dev/null/x: "),
+        (["--dump", ""], "--dump is empty"),
         (["--set", "devices=3"], "8 rows, which 3 devices cannot share equally"),
         (["--show"], "unrecognized arguments: --show"),
     ],
@@ -325,6 +339,29 @@ def test_chunks_are_long_enough_warm_and_whole_adam_periods(adam_every, speed):
 def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):
     monkeypatch.setattr(T, "compile_all", lambda *_: pytest.fail("went on to compile"))
     assert words in refused(main(*argv))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["out", "nosuch"], "unknown PART 'nosuch'; there are: check, tiles, bench, train, "),
+        ([""], "OUT or --data is empty"),
+        (["out", "--data", ""], "OUT or --data is empty"),
+        (["out", "--data", "nothing"], "--data nothing: no such folder"),
+        (["out", "--small", "--data", "."], "--small takes the built-in corpus: drop --data"),
+        (["/dev/null/x", "--small"], "OUT /dev/null/x: "),
+        (["out", "--parts"], "unrecognized arguments: --parts"),
+        (["out"], "no NVIDIA GPU here, and no --small: error: there is none"),
+    ],
+)
+def test_wrong_arguments_of_on_gpu_are_refused_in_one_line(
+    tmp_path, monkeypatch, capsys, argv, words
+):
+    answer = SimpleNamespace(returncode=2, stderr="error: there is none\n")
+    monkeypatch.setattr(on_gpu.subprocess, "run", lambda *_, **__: answer)
+    monkeypatch.chdir(tmp_path)
+    assert words in refused((on_gpu.main(argv), *capsys.readouterr()))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

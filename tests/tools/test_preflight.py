@@ -591,6 +591,8 @@ def refused(capsys, *argv) -> str:
         (["v6e-8", "large"], "unknown preset 'large'"),
         (["v6e-8", "small", "--set", "layers"], "write KEY=VALUE"),
         (["v6e-8", "small", "--dump", "/dev/null/x"], "--dump /dev/null/x: "),
+        (["v6e-8", "small", "--dump", ""], "--dump is empty"),
+        (["v6e-8", ""], "unknown preset ''"),
         (["v6e-8", "small", "--set", "devices=3"], "8 rows, which 3 devices cannot share"),
         (["v6e-8", "small", "--set", "devices=16"], "devices=16, but there are 8"),
         ([], "the following arguments are required: TARGET"),
@@ -620,6 +622,18 @@ def test_without_a_preset_it_is_that_of_accelerators(absent, monkeypatch):
     monkeypatch.setattr(preflight, "preflight", lambda cfg, *_: cfg.preset == "speedrun")
     assert preflight.main(["v6e-8"]) == 0
     assert preflight.main(["v6e-8", "tiny"]) == 1
+
+
+def test_what_jax_would_use_here_does_not_matter(monkeypatch):
+    """It would end for want of a TPU, though all that counts is absent anyway."""
+    before, seen = jax.config.jax_platforms, []
+    monkeypatch.setattr(preflight, "preflight", lambda *_: seen.append(jax.config.jax_platforms))
+    try:
+        jax.config.update("jax_platforms", "tpu")
+        preflight.main(["v6e-8", "tiny"])
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert seen == ["cpu"]
 
 
 def test_links_of_the_device_with_the_fewest():

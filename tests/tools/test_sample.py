@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -201,6 +202,16 @@ def test_the_command_line_prints_prompt_and_sample_the_same_each_time(saved, cap
     assert out == f"ABC{continued(CFG, saved, 'ABC')}\n"
 
 
+def test_it_ends_well_when_nobody_reads(saved, monkeypatch):
+    """As after `| head`; what is left in the pipe's buffer would fail when Python ends."""
+    features(monkeypatch)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert sample.main([str(saved.folder.parents[1])]) == 0
+
+
 @pytest.mark.slow
 def test_as_a_script_from_another_folder(saved, tmp_path):
     """As a user calls it: no path is set, and the folder is another one."""
@@ -227,6 +238,7 @@ def refused(capsys, *argv) -> str:
     ("argv", "words"),
     [
         (["nothing"], "no checkpoint in nothing: name the folder of a run"),
+        ([""], "RUN_DIR is empty"),
         ([], "the following arguments are required: RUN_DIR"),
         (["nothing", "--seed", "1"], "unrecognized arguments: --seed 1"),
     ],
