@@ -17,7 +17,6 @@ import heapq
 import importlib
 import inspect
 import json
-import os
 import platform
 import re
 import sys
@@ -39,10 +38,15 @@ from shards import (
     UserError,
     byte_bpe,
     encode_documents,
+    folder_name,
+    make_folder,
     run,
     sha1,
     shard_path,
+    shards_in,
+    tell,
     write_shard,
+    write_whole,
 )
 
 NAME = "builtin"
@@ -285,10 +289,7 @@ def build(out_dir: Path) -> dict:
     merges = learn_merges(documents[count:], VOCAB - 257)
     arrays = encode_documents(byte_bpe(merges), documents)
     val, train = np.concatenate(arrays[:count]), np.concatenate(arrays[count:])
-    out_dir.mkdir(parents=True, exist_ok=True)
-    temporary = out_dir / f"{MERGES}.tmp"
-    temporary.write_text(json.dumps([merged.hex() for merged in merges]))
-    os.replace(temporary, out_dir / MERGES)
+    write_whole(out_dir / MERGES, json.dumps([merged.hex() for merged in merges]).encode())
     write_shard(shard_path(out_dir, NAME, "val", 0), val)
     write_shard(shard_path(out_dir, NAME, "train", 1), train)
     return {
@@ -305,14 +306,18 @@ def build(out_dir: Path) -> dict:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="default: data/builtin")
+    parser.add_argument(
+        "--out", type=folder_name, default=DEFAULT_OUT, help="default: data/builtin"
+    )
     args = parser.parse_args(argv)
+    make_folder(args.out, "--out")
+    shards_in(args.out, NAME, "--out")
     made = build(args.out)
     kinds = ", ".join(f"{kind} {size:,}" for kind, size in made["bytes_by_kind"].items())
-    print(f"{args.out}: from Python {platform.python_version()}")
-    print(f"  {made['documents']} documents, {made['bytes']:,} bytes: {kinds}")
-    print(f"  train: {made['train_tokens']:,} tokens")
-    print(f"  val: {made['val_tokens']:,} tokens, {made['val_bytes']:,} bytes")
+    tell(f"{args.out}: from Python {platform.python_version()}")
+    tell(f"  {made['documents']} documents, {made['bytes']:,} bytes: {kinds}")
+    tell(f"  train: {made['train_tokens']:,} tokens")
+    tell(f"  val: {made['val_tokens']:,} tokens, {made['val_bytes']:,} bytes")
 
 
 if __name__ == "__main__":

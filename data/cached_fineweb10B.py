@@ -10,8 +10,20 @@ import errno
 import shutil
 from pathlib import Path
 
-from shards import HEADER_BYTES, Parser, UserError, open_shard, run, shard_path
+from shards import (
+    HEADER_BYTES,
+    Parser,
+    UserError,
+    folder_name,
+    make_folder,
+    open_shard,
+    run,
+    shard_path,
+    shards_in,
+    tell,
+)
 
+NAME = "fineweb"
 REPO = "kjj0/fineweb10B-gpt2"  # a dataset on huggingface.co
 MAX_SHARDS = 103
 SHARD_BYTES = HEADER_BYTES + 2 * 100_000_000
@@ -20,8 +32,8 @@ DEFAULT_DIR = Path(__file__).resolve().parent / "fineweb10B"
 
 def shard_paths(folder: Path, count: int) -> list[Path]:
     """The validation shard and training shards 1 to `count`, whether they are there or not."""
-    train = [shard_path(folder, "fineweb", "train", number) for number in range(1, count + 1)]
-    return [shard_path(folder, "fineweb", "val", 0), *train]
+    train = [shard_path(folder, NAME, "train", number) for number in range(1, count + 1)]
+    return [shard_path(folder, NAME, "val", 0), *train]
 
 
 def is_present(path: Path) -> bool:
@@ -31,7 +43,7 @@ def is_present(path: Path) -> bool:
     try:
         open_shard(path)
     except UserError as error:
-        print(f"{error}; doing that now", flush=True)
+        tell(f"{error}; doing that now")
         path.unlink()
         return False
     return True
@@ -68,12 +80,15 @@ def main(argv: list[str] | None = None) -> None:
         metavar="N",
         help=f"training shards of 100 M tokens, 1 to {MAX_SHARDS}; default 9",
     )
-    parser.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="default: data/fineweb10B")
+    parser.add_argument(
+        "--dir", type=folder_name, default=DEFAULT_DIR, help="default: data/fineweb10B"
+    )
     args = parser.parse_args(argv)
     if not 1 <= args.shards <= MAX_SHARDS:
         raise UserError(f"N={args.shards}: there are 1 to {MAX_SHARDS} training shards")
 
-    args.dir.mkdir(parents=True, exist_ok=True)
+    make_folder(args.dir, "--dir")
+    shards_in(args.dir, NAME, "--dir")
     paths = shard_paths(args.dir, args.shards)
     missing = [path for path in paths if not is_present(path)]
     needed, free = len(missing) * SHARD_BYTES, shutil.disk_usage(args.dir).free
@@ -83,10 +98,10 @@ def main(argv: list[str] | None = None) -> None:
             f"{free / 1e9:.1f} GB free: make room, ask for fewer, or name another --dir"
         )
     for number, path in enumerate(missing, 1):
-        print(f"downloading {path.name} ({number} of {len(missing)})", flush=True)
+        tell(f"downloading {path.name} ({number} of {len(missing)})")
         download(path)
     tokens = sum(len(open_shard(path)) for path in paths)
-    print(f"{args.dir}: {len(paths)} shards, {tokens:,} tokens, all verified")
+    tell(f"{args.dir}: {len(paths)} shards, {tokens:,} tokens, all verified")
 
 
 if __name__ == "__main__":

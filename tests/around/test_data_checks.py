@@ -148,7 +148,8 @@ def own_text(folder, train: int, val: int, **about):
         tokens = documents(5, count)
         tokens[tokens == BOS] = 256
         stream_of(folder, tokens, split=split)
-    (folder / T.DESCRIPTION).write_text(json.dumps({"name": "x", **ABOUT, **about}))
+    names = {path.name: "" for path in folder.glob("*.bin")}
+    (folder / T.DESCRIPTION).write_text(json.dumps({"sha256": names, **ABOUT, **about}))
     return folder
 
 
@@ -203,6 +204,14 @@ def test_a_description_that_cannot_be_used_is_named(tmp_path, text):
     own_text(tmp_path, 10, 10)
     (tmp_path / T.DESCRIPTION).write_text(text, errors="surrogateescape")
     with pytest.raises(T.UserError, match=f"{T.DESCRIPTION}: .*: tokenize the text again"):
+        fitted(tmp_path)
+
+
+def test_shards_that_the_description_does_not_name_are_refused(tmp_path):
+    """As when a tokenization was killed while the names of its shards appeared."""
+    own_text(tmp_path, 10, 10)
+    (tmp_path / "x_train_000001.bin").write_bytes((tmp_path / "x_train_000000.bin").read_bytes())
+    with pytest.raises(T.UserError, match="not the shards that it describes: tokenize the text"):
         fitted(tmp_path)
 
 

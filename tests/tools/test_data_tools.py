@@ -1,12 +1,12 @@
 """The tools in data/: shards are written whole or not at all, and every error is one line."""
 
 import errno
-import gzip
-import json
-import lzma
+import hashlib
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -20,28 +20,19 @@ import cached_fineweb10B
 import numpy as np
 import pytest
 import shards
+import tiktoken
 import tokenize_text
 from shards import UserError, decode, open_shard, shard_path, text_encoding, write_shard
+from tiktoken_ext.openai_public import r50k_pat_str
 
 import train_gpt
 
 TOOLS = Path(tokenize_text.__file__).parent
-BOS = 256
-
-
-def documents(folder: Path, split: str) -> list[str]:
-    """The texts of all byte-level shards of a split, in order."""
-    texts = []
-    for path in sorted(folder.glob(f"*_{split}_*.bin")):
-        tokens = open_shard(path)
-        assert tokens[0] == BOS, f"{path.name} begins inside a document"
-        pieces = np.split(tokens, np.flatnonzero(tokens == BOS))[1:]
-        texts += [piece[1:].astype(np.uint8).tobytes().decode() for piece in pieces]
-    return texts
 
 
 def error_of(capsys, main, *argv) -> str:
     """The one line on stderr with which `main` ends; checks that it is one and the status 2."""
+    capsys.readouterr()  # what came before
     with pytest.raises(SystemExit) as end:
         shards.run(lambda: main([str(arg) for arg in argv]))
     assert end.value.code == 2
@@ -59,7 +50,8 @@ def test_shard_round_trip(tmp_path):
     path = shard_path(tmp_path / "new", "x", "train", 7)
     assert path.name == "x_train_000007.bin"
     tokens = np.array([50256, 0, 65535, 3], np.uint16)
-    write_shard(path, tokens)
+    sha256 = write_shard(path, tokens[:1], tokens[1:])
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     np.testing.assert_array_equal(open_shard(path), tokens)
     header = np.fromfile(path, "<i4", 256)
     assert header[:3].tolist() == [20240520, 1, 4] and not header[3:].any()
@@ -98,12 +90,17 @@ def test_crash_while_writing_leaves_what_was_there(tmp_path, monkeypatch, functi
         (UserError("no\nnews"), 2, "error: no news\n"),
         (PermissionError(13, "Permission denied", "/x"), 2, None),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (signal.SIGTERM, 143, "interrupted\n"),
+        (signal.SIGHUP, 129, "interrupted\n"),
     ],
 )
-def test_run_ends_with_one_line(capsys, error, status, line):
+def test_run_ends_with_one_line(capsys, monkeypatch, error, status, line):
     def main():
+        if isinstance(error, signal.Signals):
+            signal.raise_signal(error)
         raise error
 
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)  # under nohup, too
     with pytest.raises(SystemExit) as end:
         shards.run(main)
     assert end.value.code == status
@@ -115,6 +112,46 @@ def test_text_comes_back_from_its_tokens_without_what_is_no_token():
     ids = encoding.encode_ordinary("the other Gr\u00fc\u00dfe")
     assert ids[0] == 257 and encoding.eot_token == 258 == encoding.n_vocab - 1
     assert decode(encoding, np.array([259, *ids, 2000])) == "the other Gr\u00fc\u00dfe"
+
+
+def merging(pattern: str) -> tiktoken.Encoding:
+    """An encoding of many merges across everything, so that tokens tell where words end."""
+    some = [bytes([byte]) for byte in " \n\ta9.'s\u00e9\u00a0\u3000".encode()]
+    pairs = [a + b for a in some for b in some]
+    merges = dict.fromkeys([*pairs, *(a + b for a in pairs for b in some)])
+    ranks = {bytes([i]): i for i in range(256)} | {x: 256 + i for i, x in enumerate(merges)}
+    special = {"<|endoftext|>": len(ranks)}
+    return tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.mark.parametrize("pattern", [shards.BYTE_BPE_PATTERN, r50k_pat_str, "bytes"])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(monkeypatch, pattern):
+    encoding = shards.byte_bpe() if pattern == "bytes" else merging(pattern)
+    monkeypatch.setattr(shards, "PIECE_CHARS", 3)
+    rng, count = random.Random(0), 0
+    alphabet = [*" \n\t\r.'_a9\u00e9\u0301\u4e2d\u3002\U0001f600", "\r\n", "'s", "'ll", "don't "]
+    alphabet += [*"\x1f\x85\u00a0\u3000\u200b\ud800", *" \n" * 3, *"as9."]
+    for _ in range(1000):
+        text = "".join(rng.choice(alphabet) * rng.choice((1, 1, 2, 5)) for _ in range(20))
+        cuts = [0, *sorted(rng.choices(range(len(text)), k=rng.randrange(12))), len(text)]
+        parts = [*shards.pieces(encoding, [*(text[a:b] for a, b in pairwise(cuts)), None])]
+        assert [ends for _, ends in parts] == [False] * (len(parts) - 1) + [True]
+        encoded = shards.encode_documents(encoding, [text, *(part for part, _ in parts)])
+        assert np.concatenate([x[1:] for x in encoded[1:]]).tolist() == encoded[0][1:].tolist()
+        count += len(parts)
+    assert count > 3 * 1000
+    assert [*shards.pieces(encoding, ["", None, None, "a", None])] == [("a", True)]
+
+
+def test_a_folder_holds_one_data_set(tmp_path, capsys):
+    write_shard(tmp_path / "mine_train_000001.bin", np.ones(5, np.uint16))
+    before = [*tmp_path.iterdir()]
+    for main, option in ((builtin_corpus.main, "--out"), (cached_fineweb10B.main, "--dir")):
+        line = error_of(capsys, main, option, tmp_path)
+        assert f"holds another data set (mine): use another {option}" in line
+        assert "Not a directory" in error_of(capsys, main, option, before[0] / "x")
+        assert "name a folder" in error_of(capsys, main, option, "")
+    assert [*tmp_path.iterdir()] == before
 
 
 @pytest.mark.parametrize(
@@ -138,174 +175,6 @@ def test_merges_that_cannot_be_used_are_named_in_one_line(tmp_path, content, say
     line = str(error.value)
     assert line.startswith(f"{tmp_path}/merges.json cannot be used (") and says in line
     assert line.endswith("): make the data again")
-
-
-# ------------------------------------------------------------------------------------------------
-# tokenize_text.py
-# ------------------------------------------------------------------------------------------------
-
-TEXTS = ["one\ntwo\n", "Grüße <|endoftext|> inside", "three"]
-AS_TEXT = (
-    "one\ntwo\n\n<|endoftext|>\nGrüße <|endoftext|> inside\n<|endoftext|>\n<|endoftext|>\nthree\n"
-)
-AS_JSON = "\n\n".join(json.dumps({"id": 1, "text": text}) for text in [*TEXTS, ""])
-COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
-
-
-def tokenize(out: Path, *argv) -> tuple[list[str], list[str]]:
-    """Run the tool with the byte encoding; (training documents, validation documents)."""
-    tokenize_text.main([*map(str, argv), "--out", str(out), "--encoding", "bytes"])
-    return documents(out, "train"), documents(out, "val")
-
-
-@pytest.fixture
-def many(tmp_path) -> Path:
-    """A .jsonl file of 400 documents."""
-    path = tmp_path / "many.jsonl"
-    path.write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(400)))
-    return path
-
-
-@pytest.mark.parametrize("compression", COMPRESS)
-@pytest.mark.parametrize("suffix, content", [(".txt", AS_TEXT), (".jsonl", AS_JSON)])
-def test_formats(tmp_path, compression, suffix, content):
-    path = tmp_path / f"my.in{suffix}{compression}"
-    path.write_bytes(COMPRESS[compression](content.encode()))
-    assert tokenize(tmp_path / "out", path, "--val-fraction", 0) == (TEXTS, [])
-
-
-def test_windows_text_file_with_byte_order_mark(tmp_path):
-    path = tmp_path / "a.md"
-    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n---\r\nthree")
-    train, _ = tokenize(tmp_path / "out", path, "--val-fraction", 0, "--doc-marker=---")
-    assert train == ["one\r\ntwo", "three"]
-
-
-def test_other_text_key_and_lone_surrogate(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"body": "a\\ud800b"}\n')
-    train, _ = tokenize(tmp_path / "out", path, "--val-fraction", 0, "--text-key", "body")
-    assert train == ["a\ufffdb"]
-
-
-def test_split_depends_on_documents_alone(tmp_path, many, monkeypatch):
-    train, val = tokenize(tmp_path / "a", many, "--val-fraction", 0.1)
-    assert len(train) + len(val) == 400 and not set(train) & set(val)
-    assert 20 <= len(val) <= 60
-    lines = many.read_text().splitlines(keepends=True)
-    parts = [tmp_path / "1.jsonl", tmp_path / "2.jsonl.gz"]
-    parts[0].write_text("".join(lines[:150:-1]))
-    parts[1].write_bytes(gzip.compress("".join(lines[150::-1]).encode()))
-    monkeypatch.setattr(tokenize_text, "BATCH_CHARS", 30)
-    again = tokenize(tmp_path / "b", *parts, "--val-fraction", 0.1)
-    assert again == (train[::-1], val[::-1])
-
-
-def test_explicit_validation_file(tmp_path, many):
-    held_out = tmp_path / "held_out.txt"
-    held_out.write_text("only this")
-    train, val = tokenize(tmp_path / "out", many, "--val", held_out)
-    assert len(train) == 400 and val == ["only this"]
-
-
-def test_documents_are_not_cut_at_the_end_of_a_shard(tmp_path):
-    path = tmp_path / "a.txt"
-    sizes = [3, 4, 9, 30, 1, 2]  # with BOS: 4 + 5, 10, 31 alone as it is too large, 2 + 3
-    path.write_text("\n<|endoftext|>\n".join("x" * size for size in sizes))
-    out = tmp_path / "out"
-    train, _ = tokenize(out, path, "--val-fraction", 0, "--shard-tokens", 10, "--name", "n")
-    assert [len(text) for text in train] == sizes
-    found = {p.name: len(open_shard(p)) for p in out.iterdir()}
-    assert found == {f"n_train_{n:06d}.bin": size for n, size in enumerate([9, 10, 31, 5], 1)}
-
-
-def test_validation_shards_begin_at_zero(tmp_path, many):
-    tokenize(tmp_path / "out", many, "--val-fraction", 0.5)
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["text_train_000001.bin", "text_val_000000.bin"]
-
-
-@pytest.mark.parametrize(
-    "name, content, says",
-    [
-        ("a.parquet", b"x", "unknown kind"),
-        ("a.txt.zst", b"x", "unknown kind"),
-        ("a.txt.xz", b"plain text", "damaged, or not xz"),
-        ("a.txt.gz", b"plain text", "damaged, or not gz"),
-        ("a.txt.xz", lzma.compress(os.urandom(999))[:500], "damaged, or not xz"),
-        ("a.txt.gz", gzip.compress(os.urandom(999))[:500], "damaged, or not gz"),
-        ("a.txt", b"fine\n<|endoftext|>\nfine\nbad \xff\n", "line 4: not UTF-8"),
-        ("a.jsonl", b'{"text": "fine"}\n{"text": "\xff"}\n', "line 2: not UTF-8"),
-        ("a.jsonl", b'{"text": "fine"}\n\n{"text": \n', "line 3: not JSON"),
-        ("a.jsonl", b'{"text": "fine"}\n{"body": "x", "id": 1}\n', "line 2: no text under"),
-        ("a.jsonl", b'{"text": 1}\n', "line 1: no text under the key 'text'"),
-        ("a.jsonl", b'["text"]\n', "not an object"),
-        ("a.txt", b"\n<|endoftext|>\n", "no documents"),
-        ("a.txt", b"x", "documents is for val"),
-    ],
-)
-def test_bad_input_files(tmp_path, capsys, name, content, says):
-    path, out = tmp_path / name, tmp_path / "out"
-    path.write_bytes(content)
-    argv = (path, "--out", out, "--encoding", "bytes", "--shard-tokens", 1)
-    line = error_of(capsys, tokenize_text.main, *argv)
-    assert says in line
-    assert name in line or "documents" in says
-    assert not list(out.glob("*"))  # nor what was written before the error
-
-
-@pytest.mark.parametrize(
-    "argv, says",
-    [
-        (["missing.txt"], "missing.txt: no such file"),
-        (["many.jsonl", "--val", "missing.txt"], "missing.txt: no such file"),
-        (["many.jsonl", "--val-fraction", "1"], "--val-fraction"),
-        (["many.jsonl", "--val-fraction", "0.1", "--val", "many.jsonl"], "not allowed with"),
-        (["many.jsonl", "--shard-tokens", "0"], "--shard-tokens"),
-        (["many.jsonl", "--name", "a/b"], "--name"),
-        (["many.jsonl", "--encoding", "gpt5"], "--encoding"),
-        ([], "FILE"),
-    ],
-)
-def test_bad_arguments(tmp_path, many, capsys, monkeypatch, argv, says):
-    monkeypatch.chdir(tmp_path)
-    assert says in error_of(capsys, tokenize_text.main, *argv, "--out", "out")
-
-
-def test_old_shards_are_kept_unless_told(tmp_path, many, capsys):
-    out = tmp_path / "out"
-    tokenize(out, many, "--val-fraction", 0, "--shard-tokens", 1000)
-    other = out / "other_train_000001.bin"
-    write_shard(other, np.full(1, BOS, np.uint16))
-    before = {path: path.read_bytes() for path in out.iterdir()}
-    argv = (many, "--out", out, "--encoding", "bytes")
-    capsys.readouterr()
-    assert "--overwrite" in error_of(capsys, tokenize_text.main, *argv)
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
-    tokenize(out, many, "--val-fraction", 0, "--overwrite")
-    assert sorted(out.iterdir()) == [other, out / "text_train_000001.bin"]
-
-
-def test_vocabulary_that_cannot_be_had(tmp_path, many, capsys, monkeypatch):
-    def offline(_):
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr("tiktoken.get_encoding", offline)
-    argv = (many, "--out", tmp_path)
-    assert "TIKTOKEN_CACHE_DIR" in error_of(capsys, tokenize_text.main, *argv)
-
-
-def test_as_a_command(tmp_path, many):
-    def command(*argv):
-        argv = [sys.executable, TOOLS / "tokenize_text.py", *argv, "--encoding", "bytes"]
-        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-
-    done = command(many, "--out", "out")
-    assert done.returncode == 0 and "400 documents" in done.stderr
-    assert done.stdout.startswith("train: ") and "\nval: " in done.stdout
-    done = command(many, "--out", "out")
-    assert done.returncode == 2 and done.stderr.startswith("error: out already holds 2 shards")
-    assert done.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -470,7 +339,18 @@ def test_builtin_modules_are_cut_between_entries():
 def test_builtin_without_sources(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "python.zip"))
     line = error_of(capsys, builtin_corpus.main, "--out", tmp_path / "out")
-    assert "no Python sources" in line and not list(tmp_path.iterdir())
+    assert "no Python sources" in line and not list((tmp_path / "out").iterdir())
+
+
+def test_builtin_on_a_full_disk_names_the_file(tmp_path, capsys, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(builtin_corpus, "collect", lambda: (["x" * 200_000] * 3, {}))
+    monkeypatch.setattr(builtin_corpus, "VOCAB", 260)
+    monkeypatch.setattr(os, "fsync", full)
+    line = error_of(capsys, builtin_corpus.main, "--out", tmp_path)
+    assert f"{tmp_path}/merges.json: cannot be written (No space left" in line
 
 
 # ------------------------------------------------------------------------------------------------
