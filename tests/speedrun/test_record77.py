@@ -275,7 +275,7 @@ def update(cfg: T.Config, step: int, mesh, state, copies, waiting, grads, hyper)
     waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
     for name in T.programs_of(cfg, step)[1:]:
         due = {n: waiting.pop(n) for n in T.updated(cfg, name)}
-        state, changed = program(cfg, mesh, name)(state, due, hyper)
+        state, changed, _ = program(cfg, mesh, name)(state, due, hyper)
         copies = copies | changed
     return state, copies, waiting
 
