@@ -1332,9 +1332,9 @@ def open_shard(path) -> np.memmap:
         size = Path(path).stat().st_size
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
     except OSError as error:
-        size, header, problem = 0, [], f"cannot be read ({error.strerror})"
-    else:
-        problem = f"{size} bytes is too short for a header"
+        cure = "make it readable, or download or tokenize it again"
+        raise UserError(f"{path}: cannot be read ({error.strerror}): {cure}") from None
+    problem = f"{size} bytes is too short for a header"
     if size >= HEADER_BYTES:
         magic, version, count = header
         promised, problem = HEADER_BYTES + 2 * count, ""
@@ -1366,8 +1366,9 @@ class TokenStream:
         for path in self.paths:
             open_shard(path)  # whole, or a UserError
         self.files = [open(path, "rb") for path in self.paths]  # these, whatever takes their names
-        self.seen, self.bos = self.states(), bos
-        self.sizes = [(size - HEADER_BYTES) // 2 for size, _ in self.seen]
+        self.lock, self.bos = threading.Lock(), bos  # a place in a file belongs to one thread
+        sizes = (os.fstat(file.fileno()).st_size for file in self.files)
+        self.sizes = [(size - HEADER_BYTES) // 2 for size in sizes]
         self.ends = np.cumsum(self.sizes)
         self.documents = functools.lru_cache(maxsize=2)(self._documents)
 
@@ -1394,23 +1395,12 @@ class TokenStream:
             number, start = self.shard_at(cursor + done)
             at = cursor + done - start
             part = out[done : done + self.sizes[number] - at]
-            self.files[number].seek(HEADER_BYTES + 2 * at)
-            if self.files[number].readinto(part) < part.nbytes:
-                self.check()
+            with self.lock:
+                self.files[number].seek(HEADER_BYTES + 2 * at)
+                if self.files[number].readinto(part) < part.nbytes:
+                    raise UserError(f"{self.paths[number]} has become shorter under the run")
             done += len(part)
         return out
-
-    def states(self) -> list[tuple]:
-        """(size in bytes, time of the last change) of every shard."""
-        return [
-            (s.st_size, s.st_mtime_ns) for s in (os.fstat(file.fileno()) for file in self.files)
-        ]
-
-    def check(self):
-        """UserError if a shard has changed since it was opened: losses would be of other tokens."""
-        for path, was, now in zip(self.paths, self.seen, self.states(), strict=True):
-            if was != now:
-                raise UserError(f"{path} has changed under the run: bring it back, then --resume")
 
     def _documents(self, number: int) -> np.ndarray:
         """Where documents begin in shard `number`; `documents` keeps two shards' places."""
@@ -1618,15 +1608,17 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and the end
     that a signal asks for comes there too.
 
-    From Parts II and III: make_mesh, data_folder, check_tokens, cursor_after, run_facts and
-    open_log (what goes to the disk and the terminal), pick_kernels, compile_all, load_state, Saver
-    (checkpoints), keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
+    From Parts II and III: make_mesh, data_folder, check_tokens, check_unchanged, cursor_after,
+    run_facts and open_log (what goes to the disk and the terminal), pick_kernels, compile_all,
+    load_state, Saver (checkpoints), keeps_end, ask_to_stop (signals), trace (--profile),
+    demonstrate (end of `tiny`).
     """
     mesh, first = make_mesh(cfg), saved.step if saved else 0
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
     folder = data_folder(cfg, say)
     stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
-    facts = run_facts(cfg, mesh, command, reason) | {"data": check_tokens(cfg, stream, val_stream)}
+    shards = check_tokens(cfg, stream, val_stream)
+    facts = run_facts(cfg, mesh, command, reason) | {"data": shards}
     log = open_log(cfg, facts, folder, out, saved, profile, say)
     compiled, facts = compile_all(cfg, mesh, kernels, say)
     log.compiled(facts)
@@ -1661,7 +1653,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 clock.stop()
                 if validates:
                     val_loss = evaluate(cfg, mesh, compiled["eval"], copies, step, val_stream)
-                    stream.check(), val_stream.check()
+                    check_unchanged(shards, stream, val_stream)
                     log.validated(step, val_loss)
                 if stops:
                     keeps = keeps_end(cfg) if ends else progressed
@@ -1888,6 +1880,7 @@ def config_from_json(fields: dict) -> Config:
 # ------------------------------------------------------------------------------------------------
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
+STARTED = time.time() - 60  # a clock of files may be late
 DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text.py: what they are
 
 
@@ -1934,16 +1927,19 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
             f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
             "are needed: get the full validation shard, or lower --set val_tokens="
         )
-    found = {}
+    found, known, description = {}, {}, val.paths[0].parent / DESCRIPTION
+    if description.exists():
+        known = json.loads(description.read_text())["sha256"]
     for stream, last in ((train, cursor), (val, cfg.val_tokens)):
         begins = False
         for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
-            path, file, size = stream.paths[number], stream.files[number], stream.sizes[number]
+            path, size = stream.paths[number], stream.sizes[number]
             tokens = stream.read(int(stream.ends[number]) - size, size)
             check_ids(cfg, path, tokens)
             begins |= bool(np.any(tokens == cfg.bos))
-            file.seek(0)
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = hash_of(stream, number)
+            if sha256 != known.get(path.name, sha256):
+                raise UserError(f"{path} is not as {DESCRIPTION} says: tokenize the text again")
             found[path.name] = {"bytes": HEADER_BYTES + 2 * size, "sha256": sha256}
         if not begins:
             raise UserError(
@@ -1951,6 +1947,26 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
                 f"{cfg.encoding}: set encoding, vocab, real_tokens and bos, or tokenize it again"
             )
     return found
+
+
+def hash_of(stream: TokenStream, number: int) -> str:
+    """SHA-256 of shard `number`, header and all, as it is now."""
+    with stream.lock:
+        stream.files[number].seek(0)
+        return hashlib.file_digest(stream.files[number], "sha256").hexdigest()
+
+
+def check_unchanged(shards: dict[str, dict], *streams: TokenStream):
+    """UserError if one of `shards`, the answer of check_tokens, is not what it was: losses would be
+    of other tokens. They are hashed again only if the system says that their files have changed
+    since the process began."""
+    for stream in streams:
+        for number, (path, file) in enumerate(zip(stream.paths, stream.files, strict=True)):
+            stat = os.fstat(file.fileno())
+            changed = max(stat.st_mtime, stat.st_ctime) > STARTED
+            if changed and path.name in shards:
+                if hash_of(stream, number) != shards[path.name]["sha256"]:
+                    raise UserError(f"{path} has changed under the run: its losses are of no use")
 
 
 def place_of(data: str) -> Path:
@@ -2409,11 +2425,11 @@ def host() -> dict:
 
 
 LISTENED_TO = ("XLA_", "TF_XLA_", "JAX_", "LIBTPU_", "TPU_", "CUDA_", "CUDNN_", "CUBLAS_", "NCCL_")
-LISTENED_TO += ("OMP_",)  # what begins so is read by jax or by what is below it
+LISTENED_TO += "OMP_", "OPENBLAS_", "MKL_", "NVIDIA_TF32_OVERRIDE", "PYTHON", "LD_"
 
 
 def environment() -> dict[str, str]:
-    """The variables that jax and what is below it listen to."""
+    """The variables that Python, jax and what is below it listen to."""
     return {name: x for name, x in sorted(os.environ.items()) if name.startswith(LISTENED_TO)}
 
 
@@ -2472,7 +2488,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "config": dataclasses.asdict(cfg),
         "seed": cfg.seed,
         "command": command,
-        "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+        "source_sha256": hashlib.sha256(own_source().encode()).hexdigest(),
         "versions": versions(),
         "devices": {"kind": device.device_kind, "platform": device.platform}
         | {"count": mesh.size, "processes": jax.process_count()},
@@ -2483,6 +2499,17 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
             "compiler_options": COMPILER_OPTIONS.get(device.platform, {}),
         },
     }
+
+
+SOURCE = Path(__file__).read_text()  # of this file, with lines that end as they do in the log
+RUNNING = sys._getframe().f_code  # what Python has made of it, before it imported jax
+
+
+def own_source() -> str:
+    """The source that runs; UserError if the file has changed between Python's look and ours."""
+    if compile(SOURCE, __file__, "exec", dont_inherit=True) != RUNNING:
+        raise UserError("train_gpt.py was changed while it started: start it again")
+    return SOURCE
 
 
 class Stopped(Exception):
@@ -2517,12 +2544,16 @@ class RunLog:
             folder.mkdir(parents=True, exist_ok=bool(saved))
             for name in self.NAMES:
                 self.files[name], self.kept[name] = claim(folder, name), b""
-                if saved and saved.logs[name] < self.files[name].tell():
-                    self.files[name].truncate(saved.logs[name])
+                size, was = self.files[name].tell(), saved.logs[name] if saved else 0
+                if was < size:
+                    self.files[name].truncate(was)
                     self.files[name].seek(0, os.SEEK_END)
+                elif was > size:  # half a line may be its end
+                    say(f"warning: {name} of {folder} lacks what stood in it: no record any more")
+                    self.kept[name] = b"\n" if size else b""
             for partial in (folder / "checkpoints").glob(".*"):
                 shutil.rmtree(partial, ignore_errors=True)
-            self.kept["log.txt"] = head.encode("utf-8", "backslashreplace")
+            self.kept["log.txt"] += head.encode("utf-8", "backslashreplace")
             self._flush("log.txt")
             self._write_facts()
         except OSError as error:
@@ -2576,7 +2607,10 @@ class RunLog:
             except OSError:
                 there = False
             gone += [] if there else [name]
-        return f"{' and '.join(gone)} of this run no longer in {self.folder}" if gone else ""
+        names = " and ".join(gone)
+        return (
+            f"{names} of this run no longer in {self.folder}: bring them together" if gone else ""
+        )
 
     def sync(self):
         """Bring the files to the disk itself."""
@@ -2635,7 +2669,7 @@ class RunLog:
         self.say(self.line(step, "val_loss", loss, f"val_loss:{loss:.4f} "))
         self.progress(step, val_loss=round(loss, 6))
         if lost := self.lost():
-            self.say(f"warning: {lost}: what is written goes nowhere")
+            self.say(f"warning: {lost}")
 
     def progress(self, step: int, **facts):
         """Put into run.json how far the run is."""
@@ -2670,7 +2704,11 @@ class RunLog:
 def claim(run_dir: Path, name: str):
     """Open a file of a run to append to it, locked if the system can; UserError if another process
     has it. The system takes the lock back when this process ends or closes the file."""
-    file = open(run_dir / name, "ab", buffering=0)
+    try:
+        file = open(run_dir / name, "ab", buffering=0)
+    except OSError as error:
+        why = f"{error.strerror}: make that possible, or name another folder"
+        raise UserError(f"cannot write {run_dir / name}: {why}") from None
     with contextlib.suppress(ImportError):  # Windows has no such module
         import fcntl
 
@@ -2705,7 +2743,7 @@ def open_log(
         raise UserError(
             f"{data} does not hold the shards that {folder} was trained on: name their --data"
         )
-    merges, text = data / MERGES, Path(__file__).read_text()
+    merges = data / MERGES
     if cfg.encoding == "bpe":
         try:
             [bytes.fromhex(merge) for merge in json.loads(merges.read_text())]
@@ -2727,8 +2765,8 @@ def open_log(
     about += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
     if not saved or cfg != dataclasses.replace(saved.cfg, data=cfg.data, devices=cfg.devices):
         about += [f"config: {json.dumps(facts['config'])}"]
-    head = [rule, "resumed"] if saved else [text]
-    head += [f"source: {facts['source_sha256']}", text] if changed else []
+    head = [rule, "resumed"] if saved else [SOURCE]
+    head += [f"source: {facts['source_sha256']}", SOURCE] if changed else []
     head += [*about, rule, ""] if saved and not changed else [rule, *about, rule, ""]
     log = RunLog(cfg, folder, facts, saved, say, "\n".join(head))
     check_shared(folder)
@@ -2790,33 +2828,31 @@ def ask_to_stop():
     """A function of the step: the signal that has asked for the end, on all processes, or 0.
 
     Inside, SIGTERM, Ctrl-C and the end of the terminal (SIGHUP) ask; another one, a second or more
-    later (some send the same one twice), ends the process at once. Several processes leave SIGTERM
-    to jax, which finds a step at which all can stop: each asks at every step.
+    later (some send the same one twice), ends the process at once. Of several processes the one
+    that hears a signal tells jax by SIGTERM, which finds a step at which all can stop: each asks at
+    every step.
     """
-    asked, before = [], {}  # (signal, time); signal -> handler
+    asked, before, one = [], {}, jax.process_count() == 1  # (signal, time); signal -> handler
 
     def ask(number, frame):
         if asked and time.monotonic() > asked[0][1] + 1:
             signal.signal(number, signal.SIG_DFL)  # an exception could be lost, in a callback
             signal.raise_signal(number)
         asked.append((number, time.monotonic()))
-
-    def pass_on(number, frame):
-        signal.raise_signal(signal.SIGTERM)
+        if not one:
+            signal.raise_signal(signal.SIGTERM)
 
     def reached(step: int) -> int:
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
+        if one:
+            return asked[0][0] if asked else 0
+        from jax.experimental import multihost_utils
 
-            if multihost_utils.reached_preemption_sync_point(step):
-                asked.append((signal.SIGTERM, 0.0))
-        return asked[0][0] if asked else 0
+        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
 
-    one = jax.process_count() == 1
-    handlers = {signal.SIGTERM: ask, signal.SIGINT: ask} if one else {}
+    handlers = {signal.SIGINT: ask} | ({signal.SIGTERM: ask} if one else {})
     hangup = getattr(signal, "SIGHUP", None)  # not on Windows
     if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # what `nohup` asks for
-        handlers[hangup] = ask if one else pass_on
+        handlers[hangup] = ask
     if threading.current_thread() is threading.main_thread():
         before |= {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -2945,8 +2981,9 @@ def from_first(text: str) -> str:
 def alone(status: int) -> int:
     """`status`; one of several processes ends with it at once: a farewell waits for the others."""
     if jax.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed at the start
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(status)
     return status
 
@@ -3087,6 +3124,8 @@ def run(argv: list[str], command: str):
     if args.show:
         print(show(resolve(args)), flush=True)
         return
+    if args.coordinator is not None and args.preset is not None:
+        resolve(args, lambda line: None)  # what is wrong with it is said before others wait
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # before anything else asks jax: without a backend this is one line
     first = jax.process_index() == 0
@@ -3126,7 +3165,7 @@ def report_errors(do: Callable) -> int:
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 traceback.print_exc()
             line = f"the devices failed: {line}"
-            hint = "(if another process has ended, start all of them again with --resume)"
+            hint = "(if another process has ended, start all of them again, or --resume the run)"
         elif not isinstance(error, UserError | OSError):
             raise  # a fault of this file: its traceback helps
         words = line.split()[:60] if hint else line.split()

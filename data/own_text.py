@@ -27,11 +27,13 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
     try:
         about = json.loads((folder / T.DESCRIPTION).read_text())
         found = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
+        if tuple(found.values()) not in (("gpt2", 50257, 50256), ("bytes", 257, 256)):
+            raise ValueError("no encoding has this name and these numbers")
         vocab = {"vocab": -(-found["real_tokens"] // 128) * 128, "target": 0.0}
         fitted = T.validate(replace(cfg, **found, **vocab))
         if {path.name for path in folder.glob("*.bin")} != {*about["sha256"]}:
             raise ValueError("these are not the shards that it describes")
-    except (OSError, ValueError, TypeError, LookupError, T.UserError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, T.UserError) as error:
         raise T.UserError(f"{folder / T.DESCRIPTION}: {error}: tokenize the text again") from None
     for key in found.keys() & given:
         if getattr(cfg, key) != found[key]:

@@ -319,6 +319,32 @@ def split_by_tokens(writers: dict[str, ShardWriter], val_fraction: float, bos: i
     train.tokens, train.documents = train.tokens - size, train.documents - begun
     val.documents = begun + int(is_cut)
     tell(f"too few documents to choose from: validation is the end of the text, {size:,} tokens")
+    drop_copies(train, np.split(end, np.flatnonzero(end == bos)), bos)
+
+
+def drop_copies(train: ShardWriter, pieces: list[np.ndarray], bos: int) -> None:
+    """Leave out of the training shards what validation has too: its documents, which `pieces` are,
+    and those that end with the first of them, the end of one that was cut (perhaps empty)."""
+    cut, *whole = (piece.tobytes() for piece in pieces)
+    known, left_out = {*whole}, 0
+    for path in [*train.hashes]:
+        tokens = np.array(open_shard(path))
+        documents = np.split(tokens, np.flatnonzero(tokens == bos)[1:])
+        kept = [x for x in documents if not is_copy(x.tobytes(), cut, known)]
+        if len(kept) < len(documents):
+            left_out += len(documents) - len(kept)
+            train.tokens -= len(tokens) - sum(map(len, kept))
+            if not kept or train.tokens < MIN_TOKENS:
+                raise UserError("the documents are copies of each other: nothing is left to train")
+            train.hashes[path] = write_shard(path, *kept)
+    train.documents -= left_out
+    if left_out:
+        tell(f"{left_out:,} training documents are left out, as validation has the same")
+
+
+def is_copy(document: bytes, cut: bytes, known: set[bytes]) -> bool:
+    """Whether validation has this document, or the end of it."""
+    return document in known or bool(cut and document.endswith(cut))
 
 
 def publish(whole: Path, out: Path) -> None:

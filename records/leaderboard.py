@@ -184,7 +184,7 @@ def predictions(root: Path) -> list[tuple[Path, dict[str, str]]]:
     """
     rows = []
     for path in sorted(root.glob("predicted/*/preflight.json")):
-        report = json.loads(path.read_text())
+        report = json.loads(path.read_text(encoding="utf-8"))
         whole = report["predicted"]
         need(bool(whole), f"{path} has no totals of a run: preflight.py without --program")
         names = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
@@ -372,9 +372,9 @@ def glance(folder: Path) -> Run:
     picture has room for. Refused if the trainer writes no such files.
     """
     with about(folder):
-        lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         need((folder / "run.json").is_file(), "it has no run.json")
-        facts = json.loads((folder / "run.json").read_text())
+        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         rows = [x for x in map(json.loads, lines) if all(abs(y) < LARGE for y in x.values())]
         run = Run(folder, b"", [], facts, rows)
         curves(run), how_far(run)  # or what they lack is named here
@@ -418,6 +418,8 @@ def plot(root: Path, args) -> str:
         f"--out {out}: the name of a plot ends with {', '.join(FORMATS)}",
     )
     for path in args.runs:
+        if Path(path).is_file() and len(args.runs) > 1:  # as `plot records/cpu/*` finds some
+            continue
         folder, runs = Path(os.path.abspath(path)), [*map(glance, runs_at(path))]
         is_record = (folder / "record.json").is_file()
         is_record &= all(run.metrics and "val_loss" in run.metrics[-1] for run in runs)
@@ -468,7 +470,7 @@ def render(root: Path, args) -> str:
     of them is wrong it is drawn again: another matplotlib alone makes no plot stale.
     """
     records, page = C.all_valid(root), root / "README.md"
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     parts = re.fullmatch(f"(.*?){MARKERS[0]}.*{MARKERS[1]}(.*)", text, re.S)
     need(bool(parts), "README.md has lost the two markers of the leaderboard")
     fresh = parts[1] + leaderboard(root, records) + parts[2]
@@ -626,6 +628,9 @@ def compare(root: Path, args) -> str:
             for name in base.facts["data"].keys() & cand.facts["data"].keys():
                 same = base.facts["data"][name] == cand.facts["data"][name]
                 need(same, f"base and cand have different tokens in {name}")
+            for key in ("val_tokens", "target"):
+                same = base.facts["config"][key] == cand.facts["config"][key]
+                need(same, f"base and cand have different {key}: their losses cannot be compared")
             ratios.append(math.log(cand.seconds / base.seconds))
             differences.append(cand.loss - base.loss)
             say(
@@ -738,5 +743,8 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run under way ends, too
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # its runs end, too
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # for terminals that lack a sign
     sys.exit(main())

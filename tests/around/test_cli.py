@@ -474,6 +474,12 @@ def test_several_processes_that_find_no_coordinator_end_with_one_line(main, monk
     assert "cannot join the other processes (Deadline exceeded): see --coordinator" in line
 
 
+def test_wrong_settings_are_refused_before_other_processes_are_waited_for(main, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("waits"))
+    group = "--coordinator=localhost:1", "--processes=2", "--process-id=1"
+    assert "steps takes a value like" in refused(main("tiny", "--set", "steps=x", *group))
+
+
 def test_script_ends_with_status_2_and_one_line():
     done = run_script("tiny", "--set", "steps=0")
     assert done.returncode == 2 and done.stdout == ""

@@ -148,7 +148,7 @@ def own_text(folder, train: int, val: int, **about):
         tokens = documents(5, count)
         tokens[tokens == BOS] = 256
         stream_of(folder, tokens, split=split)
-    names = {path.name: "" for path in folder.glob("*.bin")}
+    names = {x.name: hashlib.sha256(x.read_bytes()).hexdigest() for x in folder.glob("*.bin")}
     (folder / T.DESCRIPTION).write_text(json.dumps({"sha256": names, **ABOUT, **about}))
     return folder
 
@@ -199,7 +199,9 @@ def test_short_text_makes_a_run_short_as_little_as_can_be(tmp_path, preset, trai
     assert cfg.val_batch // cfg.val_row == full.val_batch // full.val_row
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"encoding": "bytes"}', '"x"', "\udcff"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"encoding": "bytes"}', '"x"', "\udcff", "[" * 10**5]
+)
 def test_a_description_that_cannot_be_used_is_named(tmp_path, text):
     own_text(tmp_path, 10, 10)
     (tmp_path / T.DESCRIPTION).write_text(text, errors="surrogateescape")
@@ -213,6 +215,18 @@ def test_shards_that_the_description_does_not_name_are_refused(tmp_path):
     (tmp_path / "x_train_000001.bin").write_bytes((tmp_path / "x_train_000000.bin").read_bytes())
     with pytest.raises(T.UserError, match="not the shards that it describes: tokenize the text"):
         fitted(tmp_path)
+
+
+def test_a_description_of_another_encoding_or_of_other_shards_is_refused(tmp_path):
+    with pytest.raises(T.UserError, match="no encoding has this name and these numbers"):
+        fitted(own_text(tmp_path / "a", 10, 10, encoding="gpt2"))
+    cfg = fitted(own_text(tmp_path / "b", 700_000, 98_305), "val_tokens=4096", "steps=9")
+    streams = [T.TokenStream(tmp_path / "b", split, cfg.bos) for split in ("train", "val")]
+    T.check_tokens(cfg, *streams)
+    stream_of(tmp_path / "b", np.full(98_305, 256), split="val")
+    streams[1] = T.TokenStream(tmp_path / "b", "val", cfg.bos)
+    with pytest.raises(T.UserError, match="x_val_000000.bin is not as dataset.json says: tokeniz"):
+        T.check_tokens(cfg, *streams)
 
 
 def test_a_setting_that_the_text_contradicts_is_refused(tmp_path):

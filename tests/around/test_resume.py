@@ -281,6 +281,18 @@ def test_what_was_logged_after_the_checkpoint_is_dropped(train, run, copy):
     assert without_times(copy) == without_times(run) and steps_in_log(copy) == steps_in_log(run)
 
 
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
+@pytest.mark.parametrize("size", [None, 0, 500])
+def test_logs_that_have_been_cut_are_named_and_lines_stay_whole(train, copy, name, size):
+    saved, said = back_to(copy, 6), []
+    (copy / name).unlink() if size is None else os.truncate(copy / name, size)
+    train(saved.cfg, copy.parent, saved, say=said.append)
+    (warning,) = (line for line in said if line.startswith("warning: "))
+    assert warning == f"warning: {name} of {copy} lacks what stood in it: no record any more"
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines[-3:]] == [7, 8, 8]
+
+
 # ------------------------------------------------------------------------------------------------
 # Signals
 # ------------------------------------------------------------------------------------------------
@@ -455,6 +467,24 @@ def as_processes(monkeypatch):
         return errors
 
     return run
+
+
+def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch, request):
+    """Which then stops all of them at one step, with a checkpoint."""
+    from jax.experimental import multihost_utils
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    heard, told = [], signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, told))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: step == 3)
+    with T.ask_to_stop() as asked:
+        assert asked(1) == 0
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert heard == [signal.SIGTERM] * 2
+        assert (asked(2), asked(3)) == (0, signal.SIGTERM)
 
 
 def test_processes_that_agree_go_on(as_processes):

@@ -117,13 +117,22 @@ def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
         assert f"{name}: {json.dumps(facts(run.dir)[name])}" in lines
 
 
+def test_source_that_was_changed_while_it_started_is_refused(train, tmp_path, monkeypatch):
+    """Else the log would have another one than what runs."""
+    monkeypatch.setattr(T, "SOURCE", T.SOURCE + "\nprint()\n")
+    with pytest.raises(T.UserError, match="was changed while it started: start it again"):
+        train(CFG, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_environment_is_what_jax_listens_to(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--flag")
     monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("PYTHONPATH", "where a sitecustomize.py may be")
     for name in ("HF_TOKEN", "HOME", "NVIDIA_API_KEY", "MY_XLA_FLAGS"):
         monkeypatch.setenv(name, "mine")
     got = T.environment()
-    assert got["XLA_FLAGS"] == "--flag" and got["NCCL_ALGO"] == "Ring"
+    assert got["XLA_FLAGS"] == "--flag" and got["NCCL_ALGO"] == "Ring" and got["PYTHONPATH"]
     assert got["JAX_PLATFORMS"] == "cpu" and "mine" not in got.values()
     assert list(got) == sorted(got)
 
@@ -365,8 +374,13 @@ def test_a_loader_that_stalls_is_reported_and_waited_for(train, run, tmp_path, m
     assert without_times(folder) == without_times(run.dir)
 
 
-def touch(path):
-    os.utime(path, ns=(1, 1))
+def rewritten(path):
+    """In place, as large as it was, and with its old time."""
+    stat = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(1024 + 100)
+        file.write(b"\1\0" * 50)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def replaced(path):
@@ -380,11 +394,12 @@ def replaced(path):
     [
         (lambda path: os.truncate(path, 1024 + 200), True),
         (lambda path: open(path, "ab").write(b"ab"), True),
-        (touch, True),
+        (rewritten, True),
+        (os.utime, False),  # nothing but its time
         (replaced, False),  # the run goes on with the file that it has opened
         (os.remove, False),
     ],
-    ids=["truncated", "longer", "written", "replaced", "deleted"],
+    ids=["truncated", "longer", "rewritten", "touched", "replaced", "deleted"],
 )
 @pytest.mark.parametrize("name", ["small_train_000002.bin", "small_val_000000.bin"])
 def test_data_that_change_under_a_run_end_it(
@@ -403,7 +418,7 @@ def test_data_that_change_under_a_run_end_it(
     if not harms:
         assert without_times(trained(cfg, out, folder)) == without_times(run.dir)
         return
-    with pytest.raises(T.UserError, match=f"{name} has changed under the run: .*--resume"):
+    with pytest.raises(T.UserError, match=f"{name} has (changed|become shorter) under the run"):
         trained(cfg, out, folder)
     (ended,) = out.iterdir()
     assert [line["step"] for line in metrics(ended) if "val_loss" in line] == [0]

@@ -461,3 +461,21 @@ def test_as_a_command(tmp_path, many):
         done = command(many, "--out", "new", stdout=full, stderr=full)
         assert done.returncode == 0 and data_set(tmp_path / "new") == data_set(tmp_path / "out")
         assert command(many, "--out", "new", stdout=full, stderr=full).returncode == 2
+
+
+def test_copies_of_what_becomes_validation_are_left_out_of_training(tmp_path, capsys):
+    """Where validation is the end of the text: also a copy of the document that is cut there."""
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abcdefgh "), 4000)) for _ in range(6)]
+    source = tmp_path / "twice.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts * 2))
+    tokenize_text.main([str(source), "--out", str(tmp_path / "out"), "--encoding", "bytes"])
+    train, val = (
+        b"".join(open_shard(path).astype("u1").tobytes() for path in sorted(paths))
+        for paths in ((tmp_path / "out").glob(f"*_{split}_*.bin") for split in ("train", "val"))
+    )
+    assert len(val) >= 2000 and val[1:1000] not in train
+    assert "training documents are left out, as validation has the same" in capsys.readouterr().out
+    source.write_text((json.dumps({"text": "the same words"}) + "\n") * 2000)
+    with pytest.raises(shards.UserError, match="copies of each other: nothing is left to train"):
+        tokenize_text.main([str(source), "--out", str(tmp_path / "no"), "--encoding", "bytes"])
