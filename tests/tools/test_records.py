@@ -120,7 +120,7 @@ def refusal(root: Path, capsys, *words) -> str:
     capsys.readouterr()
     assert tool(root, *(words or ["check"])) == 1
     said = capsys.readouterr().err.splitlines()
-    said = [line for line in said if not re.search(r"seed \d+: step ", line)]
+    said = [line for line in said if not re.search(r"(seed|pair) \d+.*: step ", line)]
     assert len(said) == 1 and said[0].startswith("refused: "), said
     return said[0]
 
@@ -1217,9 +1217,9 @@ write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=
 """
 
 
-def stub(path: Path, loss: float, seconds: float) -> Path:
-    """A source that trains nothing, and writes a run in no time."""
-    config = json.dumps(as_json(TINY))
+def stub(path: Path, loss: float, seconds: float, **changes) -> Path:
+    """A source that trains nothing, and writes a run in no time; `changes` of its config."""
+    config = json.dumps(as_json(TINY) | changes)
     path.write_text(STUB.format(tests=str(ROOT / "tests"), **locals()))
     return path
 
@@ -1266,6 +1266,9 @@ def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
     )
     missing = tmp_path / "missing.py"
     assert "No such file" in refusal(tmp_path, capsys, "compare", missing, broken)
+    base, cand = stub(tmp_path / "a.py", 3.9, 10), stub(tmp_path / "b.py", 3.8, 10, val_tokens=4096)
+    said = refusal(tmp_path, capsys, "compare", base, cand, "--runs", "2")
+    assert "base and cand have different val_tokens: their losses cannot be compared" in said
 
 
 def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
