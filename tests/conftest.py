@@ -40,6 +40,7 @@ all files), runs.py (runs as files, without the trainer), around/training.py (ru
 """
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from importlib.metadata import version
@@ -82,6 +83,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
+    # As from a terminal: a script's `&` and nohup have these signals ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line("markers", "slow: takes minutes; only with --slow")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; only with --gpu")
 
