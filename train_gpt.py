@@ -2832,7 +2832,8 @@ def ask_to_stop():
     that hears a signal tells jax by SIGTERM, which finds a step at which all can stop: each asks at
     every step.
     """
-    asked, before, one = [], {}, jax.process_count() == 1  # (signal, time); signal -> handler
+    asked, before, agreed = [], {}, []  # (signal, time); signal -> handler
+    one = jax.process_count() == 1
 
     def ask(number, frame):
         if asked and time.monotonic() > asked[0][1] + 1:
@@ -2847,7 +2848,9 @@ def ask_to_stop():
             return asked[0][0] if asked else 0
         from jax.experimental import multihost_utils
 
-        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
+        if multihost_utils.reached_preemption_sync_point(step):  # says so once
+            agreed.append(signal.SIGTERM)
+        return agreed[0] if agreed else 0
 
     handlers = {signal.SIGINT: ask} | ({signal.SIGTERM: ask} if one else {})
     hangup = getattr(signal, "SIGHUP", None)  # not on Windows

@@ -484,7 +484,8 @@ def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch, request):
         for number in (signal.SIGINT, signal.SIGHUP):
             os.kill(os.getpid(), number)
         assert heard == [signal.SIGTERM] * 2
-        assert (asked(2), asked(3)) == (0, signal.SIGTERM)
+        # Gradients may wait at the step at which all could stop: so it holds from there on.
+        assert [asked(step) for step in (2, 3, 4)] == [0, signal.SIGTERM, signal.SIGTERM]
 
 
 def test_processes_that_agree_go_on(as_processes):
