@@ -417,6 +417,7 @@ def plot(root: Path, args) -> str:
         out.suffix.lower() in FORMATS,
         f"--out {out}: the name of a plot ends with {', '.join(FORMATS)}",
     )
+    need(out.parent.is_dir(), f"--out {out}: no such folder as {out.parent}, make it first")
     for path in args.runs:
         if Path(path).is_file() and len(args.runs) > 1:  # as `plot records/cpu/*` finds some
             continue

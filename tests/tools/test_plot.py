@@ -188,7 +188,7 @@ def test_a_run_that_cannot_be_drawn_is_refused_in_one_line(run, capsys, name, te
         (["{run}/log.txt"], "no run is in"),
         (["{run}", "--out", "plot"], "--out plot: the name of a plot ends with .png, "),
         (["{run}", "--out", "plot.doc"], "--out plot.doc: the name of a plot ends with .png, "),
-        (["{run}", "--out", "no/a.png"], "No such file or directory: 'no/a.png'"),
+        (["{run}", "--out", "no/a.png"], "--out no/a.png: no such folder as no, make it first"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_refused(
