@@ -22,14 +22,19 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
 
     Only where data/tokenize_text.py has described its shards, and only what --set has not `given`.
     (FineWeb has no description: there, too few tokens are half a download, and refused.) The target
-    goes: a loss per token says nothing about tokens of another kind.
+    goes: a loss per token says nothing about tokens of another kind. Where a stage has as many
+    candidates as there are ids, or more, it has all.
     """
     try:
         about = json.loads((folder / T.DESCRIPTION).read_text())
         found = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
         if tuple(found.values()) not in (("gpt2", 50257, 50256), ("bytes", 257, 256)):
             raise ValueError("no encoding has this name and these numbers")
-        vocab = {"vocab": -(-found["real_tokens"] // 128) * 128, "target": 0.0}
+        size = -(-found["real_tokens"] // 128) * 128
+        fewer = [tuple(n * (n < size) for n in stage.candidates) for stage in cfg.stages]
+        stages = zip(cfg.stages, fewer, strict=True)
+        stages = tuple(replace(stage, candidates=few) for stage, few in stages)
+        vocab = {"vocab": size, "target": 0.0, "stages": stages}
         fitted = T.validate(replace(cfg, **found, **vocab))
         if {path.name for path in folder.glob("*.bin")} != {*about["sha256"]}:
             raise ValueError("these are not the shards that it describes")
@@ -39,7 +44,11 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
         if getattr(cfg, key) != found[key]:
             raise T.UserError(f"--set {key}=: the text in {folder} has {found[key]}: drop it")
     kept = {key: getattr(cfg, key) for key in vocab.keys() & given}
-    cfg, asked = replace(fitted, **kept), cfg
+    kept["stages"] = tuple(
+        cfg.stages[i] if f"stages.{i}.candidates" in given else stage
+        for i, stage in enumerate(fitted.stages)
+    )
+    cfg, asked = T.validate(replace(fitted, **kept)), cfg
 
     train, val = (T.TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
     rows, have = cfg.val_batch // cfg.val_row, len(val) - 1

@@ -2,17 +2,19 @@
 
     python records/bench.py [PRESET] [--set KEY=VALUE ...] [--data DIR] [--parts N] [--dump DIR]
 
-Every stage's steps are timed on random tokens, and on the first ones of the data where there are
-any: milliseconds a step (median, least and most of five stretches), tokens/s, share of the
-hardware's peak in bfloat16, MiB of memory. No run is made and nothing is written but to --dump:
-bench.json, with the same figures and all that run.json says of source, versions and machine.
+Every kind of step is timed, one for each program of gradients, on random tokens and, where there
+are any, on the first ones of the data: milliseconds a step with its share of all updates (median,
+least and most of five stretches), tokens/s, share of the hardware's peak in bfloat16, MiB of
+memory. No run is made and nothing is written but to --dump: bench.json, with the same figures and
+all that run.json says of source, versions and machine.
 
---parts N gives each device the rows that it would have if N devices shared every batch: on one GPU
-`--parts 8` is what each of eight would do, but for the update, of which it does all where each of
-eight does an eighth, and for the network.
+--parts N gives each device what it would have if N devices shared the run: its rows of every batch,
+and its share of the n-gram table. On one GPU `--parts 8` is what each of eight would do, but for
+the update of all other parameters, of which it does all where each of eight does an eighth, and for
+the network. Without it the record's table alone takes 65 GB.
 
-The state goes from stage to stage, as in training. MiB are those of the largest of the stage's
-programs with what stays beside it; what the devices tell of their peak holds for all stages so far
+The state goes from stage to stage, as in training. MiB are those of the largest of the step's
+programs with what stays beside it; what the devices tell of their peak holds for all so far
 (bench.json has both).
 """
 
@@ -41,7 +43,8 @@ DOCUMENT = 700  # mean length of random documents; FineWeb's: 100 M tokens / 150
 
 
 def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
-    """`cfg` with the batches that are left for `devices` where `parts` devices share the whole."""
+    """`cfg` with what is left for `devices` of its batches and of its n-gram table where `parts`
+    devices share the whole."""
     stages = []
     for i, stage in enumerate(cfg.stages):
         if stage.rows % parts:
@@ -51,36 +54,62 @@ def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
             )
         tokens = stage.batch_tokens * devices // parts
         stages.append(dataclasses.replace(stage, batch_tokens=tokens))
-    return dataclasses.replace(cfg, stages=tuple(stages))
+    rows = max(4, cfg.ngram_rows * devices // parts // 2 * 2)
+    return dataclasses.replace(cfg, stages=tuple(stages), ngram_rows=rows)
 
 
-def stage_batches(cfg: T.Config, mesh, step: int, stream: T.TokenStream | None) -> list[T.Batch]:
-    """Batches of the stage that `step` belongs to: the first of `stream`, or random ones.
+class RandomTokens:
+    """In place of a TokenStream: no end, and what is read does not depend on the cursor.
 
-    All have the Hyper of `step`. Random tokens are uniform over the real ids, with one document in
-    DOCUMENT tokens, since attention may pass over what is in another one; rows are not packed and
-    documents not cut.
+    Tokens are uniform over the real ids, with one document in DOCUMENT tokens, since attention may
+    pass over what is in another one. Where a row has few `candidates`, they are uniform over half
+    as many ids, so that all are among them.
     """
-    stage, hyper, cursor, batches = T.stage_at(cfg, step), T.put_hyper(cfg, step, mesh), 0, []
-    rng, shape = np.random.default_rng(cfg.seed), (stage.rows, stage.row_tokens + 1)
+
+    def __init__(self, cfg: T.Config, candidates: int):
+        self.rng, self.bos = np.random.default_rng(cfg.seed), cfg.bos
+        few = min(cfg.real_tokens, candidates // 2 or cfg.real_tokens)
+        self.ids = self.rng.permutation(cfg.real_tokens)[:few].astype(np.uint16)
+
+    def read(self, cursor: int, count: int) -> np.ndarray:
+        """`count` tokens, uint16."""
+        ids = self.rng.choice(self.ids, count)
+        return np.where(self.rng.random(count) < 1 / DOCUMENT, np.uint16(self.bos), ids)
+
+
+def step_of(cfg: T.Config, name: str) -> tuple[int, int]:
+    """(a step amid those of a program for gradients, how many it has in the whole run)."""
+    steps = [step for step in range(cfg.steps) if T.programs_of(cfg, step)[0] == name]
+    return steps[len(steps) // 2] if steps else 0, len(steps)
+
+
+def step_batches(cfg: T.Config, mesh, step: int, stream=None, words=()) -> list[T.Batch]:
+    """Batches such as that of `step`: the first ones of `stream`, or of random tokens.
+
+    All have the Hyper of `step`. `words` are the bytes of the tokens, if that is known. Rows of
+    random tokens are not packed and documents not cut.
+    """
+    known, place, batches = T.vocabulary(cfg, [*words]), T.first_place(cfg), []
+    tokens = stream or RandomTokens(cfg, T.candidate_count(cfg, step))
+    uncut = tuple(dataclasses.replace(stage, doc_cap=0) for stage in cfg.stages)
+    cut = cfg if stream else dataclasses.replace(cfg, stages=uncut)
     for _ in range(BATCHES):
         if stream:
-            rows, cursor = T.next_rows(stream, cursor, stage)
+            rows, _ = T.next_rows(stream, place.cursor, T.stage_at(cfg, step))
             T.check_ids(cfg, stream.paths[0].parent, rows)
-        else:
-            ids = rng.integers(cfg.real_tokens, size=shape, dtype=np.uint16)
-            rows = np.where(rng.random(shape) < 1 / DOCUMENT, np.uint16(cfg.bos), ids)
-        batches.append(T.Batch(T.put(rows, mesh, jax.P(T.AXIS)), hyper))
+        *arrays, place = T.next_batch(cut, mesh.size, tokens, known, step, place)
+        arrays = jax.tree.map(lambda x: T.put(x, mesh, jax.P(T.AXIS)), arrays)
+        batches.append(T.Batch(*arrays, T.put_hyper(cfg, step, mesh), place))
     return batches
 
 
-def time_chunks(cfg: T.Config, run: Callable) -> dict:
+def time_chunks(period: int, run: Callable) -> dict:
     """Times of run(steps) -> (seconds, loss), warm; the fields of its row in bench.json.
 
-    Chunks are made of whole Adam periods, so that each kind of update has its share of them.
+    Chunks are whole periods, so that each kind of update has its share of them.
     """
-    run(2 * cfg.adam_every)
-    steps = cfg.adam_every
+    run(2 * period)
+    steps = period
     while run(steps)[0] < SECONDS:
         steps *= 2
     seconds, losses = zip(*(run(steps) for _ in range(CHUNKS)), strict=True)
@@ -114,9 +143,11 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     facts = T.run_facts(whole, mesh, command, reason) | {"parts": parts}
     if dump:
         T.make_folder(dump, "--dump")
-    streams = {"random": None}
+    streams = {"random": ()}
     try:
-        streams["real"] = T.TokenStream(T.data_folder(cfg, say), "train", cfg.bos)
+        folder = T.data_folder(cfg, say)
+        stream = T.TokenStream(folder, "train", cfg.bos)
+        streams["real"] = stream, T.token_bytes(cfg, folder)
     except T.UserError as error:
         if named:
             raise
@@ -125,49 +156,56 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     say(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     say(f"kernels: {reason}")
 
-    work = [  # before anything is compiled: the data may be too short
-        (i, kind, stage_batches(cfg, mesh, first, stream))
-        for i, first in enumerate(cfg.boundaries[:-1])
-        for kind, stream in streams.items()
-    ]
+    work = []
+    for i, (at, candidates) in enumerate(T.grads_shapes(cfg)):
+        step, count = step_of(cfg, f"grads{i}")
+        for kind, source in streams.items() if count else ():
+            batches = step_batches(cfg, mesh, step, *source)  # not compiled yet: they may be few
+            row = {"stage": at, "candidates": candidates, "name": f"grads{i}", "steps": count}
+            work.append((step, row | {"tokens": kind}, batches))
     compiled, built = T.compile_all(cfg, mesh, kernels, say)
-    state = T.start_state(cfg, mesh)(np.uint32(cfg.seed))
-    copies = T.start_copies(cfg, mesh)(state["params"])
+    seed = np.uint32(cfg.seed)
+    state = T.start_state(cfg, mesh)(seed)
+    copies = T.start_copies(cfg, mesh)(state["params"], seed)
 
-    def run(grads_of, supply, steps):
+    def run(grads_of, updates, supply, steps):
         nonlocal state, copies
         waiting, loss, start = {}, None, time.perf_counter()
-        for step in range(steps):
+        for step in range(1, steps + 1):
             batch, before = next(supply), loss
-            grads, loss = compiled[grads_of](copies, batch.tokens, batch.hyper)
+            args = state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
+            grads, loss = compiled[grads_of](copies, *args)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            for update in T.programs_of(cfg, step % cfg.adam_every)[1:]:
+            del grads, args  # or they would lie beside the updates and the next step
+            for update in (name for name, every in updates.items() if step % every == 0):
                 due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
                 state, changed, _ = compiled[update](state, due, batch.hyper)
                 copies |= changed
-            del grads, due  # or they would lie beside those of the next step
+                del due
             jax.block_until_ready(before)  # as in training, while this step runs
         jax.block_until_ready((state, copies))
         return time.perf_counter() - start, float(loss)
 
     rows, head = [], ("ms/step", "min", "max", "tokens/s", "of bf16", "MiB")
-    say(line("stage", "tokens", *head))
-    for i, kind, batches in work:
-        name, tokens = f"grads{i}", cfg.stages[i].batch_tokens
-        times = time_chunks(cfg, functools.partial(run, name, itertools.cycle(batches)))
+    say(line("program", "tokens", *head))
+    for step, row, batches in work:
+        name, kind, tokens = row["name"], row["tokens"], cfg.stages[row["stage"]].batch_tokens
+        event = cfg.event_every[step >= cfg.event_change]
+        updates = {"anvil": 1, "adam": cfg.adam_every, f"event{event}": event}
+        supply = itertools.cycle(batches)
+        times = time_chunks(event, functools.partial(run, name, updates, supply))
         if not math.isfinite(times["loss"]):
             raise T.UserError(
                 f"{name}: the loss on {kind} tokens is {times['loss']}, and the time of such "
-                "steps tells nothing: lower the learning rates (--set lr_muon=...)"
+                "steps tells nothing: lower the learning rates (--set lr_anvil=...)"
             )
         rate = 1e3 * tokens / times["ms"]
         needs = [
             T.resident_bytes(cfg, mesh, one) + T.program_bytes(compiled[one])["peak"]
-            for one in (name, "muon", "adam")
+            for one in (name, *updates)
         ]
-        used = peak and rate * T.flops_per_token(cfg) / (mesh.size * peak)
-        row = {"stage": i, "name": name, "batch_tokens": tokens, "tokens": kind}
-        row |= {**times, "tokens_per_second": rate, "utilization": used}
+        used = peak and rate * T.flops_per_token(cfg, step) / (mesh.size * peak)
+        row |= {"batch_tokens": tokens, **times, "tokens_per_second": rate, "utilization": used}
         row |= {"memory_mib": max(needs) / 2**20, "peak_so_far_mib": T.memory_peak_mib()}
         rows.append(row)
         cells = [f"{row[key]:.2f}" for key in ("ms", "ms_min", "ms_max")]

@@ -128,17 +128,26 @@ TRACKS = {
 }
 # What the track `steps` fixes beside the batch: the architecture of the preset `speedrun`.
 ARCHITECTURE = {
-    "layers": 11,
     "width": 768,
     "heads": 6,
-    "mlp_width": 3072,
+    "mlp_width": 2816,
     "vocab": 50304,
-    "bigram_rows": 251_520,
-    "long_layers": [3, 10],
-    "paired_layers": [0, 2, 5, 9],
-    "value_layers": [1, 2, 8, 9, 10],
+    "ngram_rows": 42_301_440,
+    "sign_rows": 8192,
+    "gate_width": 64,
     "skip": [3, 6],
-    "backout": 7,
+    "source": 7,
+    "layers.0": "paired x0 ngram mlps=1",
+    "layers.1": "short narrow values xsa x0 ngram mlps=1",
+    "layers.2": "paired values x0 mlps=1",
+    "layers.3": "long xsa gated mlps=1",
+    "layers.4": "x0 ngram mlps=1",
+    "layers.5": "paired x0 ngram mlps=1",
+    "layers.6": "mlps=1",
+    "layers.7": "x0 mlps=0",
+    "layers.8": "short narrow values mlps=2",
+    "layers.9": "ngram mlps=1",
+    "layers.10": "long values gated mlps=1",
 }
 
 
@@ -196,7 +205,7 @@ FACTS = {  # run.json; in older ones choices and settings are missing
 }
 VALIDATED = {"step": N, "val_loss": LOSS, "train_time_ms": MS, "tokens": N}  # in metrics.jsonl
 TRAINED = {"step": N, "train_loss": LOSS, "train_time_ms": MS, "tokens": N, "lr": REAL}
-TRAINED |= {"grad_norm?": REAL, "grad_norm_adam?": REAL}  # older ones lack them
+TRAINED |= dict.fromkeys(("grad_norm?", "grad_norm_adam?", "grad_norm_event?"), REAL)
 RECORD = {"track": f'"{WORD}"', "name": '"[A-Za-z0-9-]{1,60}"', "by": PROSE, "what": PROSE}
 RECORD |= {"beats": f'null|"{WORD}"', "result": ANY}
 TOKENS = table("fineweb|builtin-[0-9a-f]{8}", SHARDS)
@@ -487,8 +496,20 @@ def check_run(track: Track, run: Run, pinned: dict):
     if track.batch_tokens:
         sizes, fixed = {stage["batch_tokens"] for stage in config["stages"]}, track.batch_tokens
         need(sizes == {fixed}, f"every step of this track takes {fixed} tokens, not {sizes}")
-        for name, value in ARCHITECTURE.items():
-            need(config[name] == value, f"{name} is {value} on this track, not {config[name]}")
+        found = architecture(config)
+        for name in ARCHITECTURE | found:
+            got, want = found.get(name, "none"), ARCHITECTURE.get(name, "none")
+            need(got == want, f"{name} is {want} on this track, not {got}")
+
+
+def architecture(config: dict) -> dict:
+    """What ARCHITECTURE has, of a config; a layer as words for all that is set in it."""
+    found = {name: config[name] for name in ARCHITECTURE if "." not in name}
+    for i, layer in enumerate(config["layers"]):
+        words = [layer["attends"], *(name for name, value in layer.items() if value is True)]
+        words.append(f"mlps={layer['mlps']}")
+        found[f"layers.{i}"] = " ".join(filter(None, words))
+    return found
 
 
 def check_command(run: Run):

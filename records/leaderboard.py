@@ -42,7 +42,11 @@ MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->
 PNG = b"\x89PNG\r\n\x1a\n"  # how every file of the kind begins
 REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
 FORMATS = ".png", ".svg", ".pdf", ".jpg"  # of a plot, by the end of its name
-NORMS = {"grad_norm": "-", "grad_norm_adam": ":"}  # in metrics.jsonl -> how their lines look
+NORMS = {
+    "grad_norm": "-",
+    "grad_norm_adam": ":",
+    "grad_norm_event": "--",
+}  # in metrics.jsonl -> how their lines look
 LINES = "line: training, dots: validation"
 SMALL = {"textcoords": "offset points", "fontsize": 8}
 LARGE = 1e30  # what is beyond, as infinities and NaN, is not drawn

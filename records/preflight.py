@@ -6,8 +6,8 @@
 TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, or a TPU topology NAME:AxB that
 libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run is compiled by the
 real compiler, on any x86 machine, for devices that are absent: libtpu for TPUs; for GPUs the two
-packages that an error names. On one core v6e-8 takes 35 minutes, h100x8 two. With --program only
-those programs are compiled. The exit status is 1 if a program does not fit.
+packages that an error names. It takes minutes of a core for each program with gradients. With
+--program only those programs are compiled. The exit status is 1 if a program does not fit.
 
 The figure that counts leads the report: seconds of the whole run, the sum of
 
@@ -15,8 +15,10 @@ The figure that counts leads the report: seconds of the whole run, the sum of
                often as they run, of a conditional the dearest branch. Pallas kernels, of which
                the compiler makes none, are counted in bundles of their final schedules, times 1.77
                to be on its scale: an upper bound, since blocks count that documents let them skip.
-    links      what the device with the fewest links sends in collectives, at the link's rate. A
-               floor, from bytes; nothing that hides it behind computation is known to be there.
+    links      what the device with the fewest links sends in collectives, at the link's rate; of an
+               all-to-all what crosses the busiest cut through the mesh, if that takes longer: each
+               byte goes all the way, and through the middle of a v6e-8 two links carry half of all.
+               A floor, from bytes; nothing that hides it behind computation is known to be there.
     moves      bytes of gathers, scatters and sorts without an estimate, at the memory's rate. A
                floor.
 
@@ -32,13 +34,15 @@ The tables, for one execution on one device:
     seconds   that it took to compile
     args, temps, peak (GiB)   of the program: its arguments, what it makes meanwhile, and all of
               it at its worst; "+ state" lies beside it: training state and gradients that wait for
-              Adam, or, beside an update, the copies
-    TFLOP     of the model, on all devices: 6 for each matmul weight and token, none for attention's
-              scores; "counted" is the compiler's count on one device: no kernels, loops once
+              their update, or, beside an update, the copies
+    TFLOP     of the model, on all devices: 6 for each matmul weight and token (of the head, for the
+              ids that the softmax runs over), none for attention's scores; "counted" is the
+              compiler's count on one device: no kernels, loops once
     Mcycles   estimated, with those of the kernels, which the next column has
     ms, of peak   Mcycles in time; the model's FLOP in that time, of the peak in bfloat16
     links, moves  ms of what is said above
-    MB        of whole buffers that cross the network: before a reduce-scatter, after an all-gather
+    MB        of whole buffers that cross the network: before a reduce-scatter, after an all-gather;
+              "sent" by one device
 
 A program that does not fit as it is asked for is compiled with the next of train_gpt.py's settings,
 as in a run (recompute, then smaller micro-batches): the report says with what, and its row has it
@@ -50,6 +54,7 @@ one row for each program, "predicted": totals of the run (of all programs only),
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -173,6 +178,24 @@ def link_count(devices) -> int:
     """
     places = [getattr(device, "coords", (i,)) for i, device in enumerate(devices)]
     return sum(len({*axis}) > 1 for axis in zip(*places, strict=True))
+
+
+def all_to_all_load(devices) -> float:
+    """What the busiest link of a TPU mesh carries one way in an all-to-all, at least, as a share of
+    the buffer that each device sends parts of to all; 0 on a switch, which has no such link.
+
+    A plane that cuts the mesh in two leaves a and b devices on its sides: a b / n buffers cross it
+    each way, through as many links as there are lines of devices along the axis. On a v6e-8 (2x4)
+    that is 2 buffers through the 2 links of the middle cut, so 1; of an all-gather's or a
+    reduce-scatter's buffer each of the 2 links at a corner carries 7/16.
+    """
+    places = [device.coords for device in devices if hasattr(device, "coords")]
+    loads = [0.0]
+    for axis in zip(*places, strict=True):
+        lines = len(places) / len({*axis})
+        below = (sum(x < cut for x in axis) for cut in {*axis})
+        loads += [a * (len(places) - a) / len(places) / lines for a in below]
+    return max(loads)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -422,7 +445,9 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
     kernels = kernel_cycles(instructions, schedules, notes)
     cycles = sum(one.times * one.cycles for one, _ in instructions)
     cycles = cycles + kernels if cycles and kernels is not None else None
-    links = link_count(devices) or 1
+    links, across = link_count(devices) or 1, found.get("all-to-all", {"bytes": 0, "sent_bytes": 0})
+    middle = across["bytes"] * all_to_all_load(devices) - across["sent_bytes"] / links
+    loaded = sent / links + max(0, middle)  # bytes of the busiest link
     return {
         "flops": (compiled.cost_analysis() or {}).get("flops"),
         "bytes": T.program_bytes(compiled),
@@ -430,7 +455,7 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
         "estimated_cycles": cycles,
         "kernel_cycles": cycles and kernels,
         "predicted_ms": cycles and known.clock and 1e3 * cycles / known.clock,
-        "link_floor_ms": known.link and 1e3 * sent / (links * known.link),
+        "link_floor_ms": known.link and 1e3 * loaded / known.link,
         "moved_floor_ms": known.hbm and 1e3 * moved_bytes(instructions) / known.hbm,
         "notes": sorted(notes),
     }
@@ -458,39 +483,58 @@ def executions(cfg: T.Config) -> Counter:
     """How many times each program runs in the whole run."""
     counts = Counter(name for step in range(cfg.steps) for name in T.programs_of(cfg, step))
     validations = 1 + sum(T.every(cfg.val_every, step) for step in range(cfg.steps))
-    counts["eval"] = validations * (cfg.val_tokens // cfg.val_batch)
+    counts["finish"], counts["eval"] = 1, validations * (cfg.val_tokens // cfg.val_batch)
     return counts
 
 
 def about(cfg: T.Config, name: str) -> dict:
     """What a program takes, for its row of preflight.json; "what" says it for a reader."""
-    if name in ("muon", "adam"):
-        numbers = sum(T.param_table(cfg)[x].count for x in T.updated(cfg, name))
-        what = f"update of {len(T.updated(cfg, name))} parameters, {numbers:,} numbers"
+    table, steps = T.param_table(cfg), T.updates(cfg)
+    if name in (*steps, "finish"):
+        changed = [x for x, row in table.items() if row.tails or row.rescaled]
+        changed = T.updated(cfg, name) if name in steps else changed
+        what = "averages" if name == "finish" else "update"
+        what += f" of {len(changed)} parameters, {sum(table[x].count for x in changed):,} numbers"
+        if steps.get(name, 1) > 1:
+            what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
-    batch, row, windows, targets = cfg.val_batch, cfg.val_row, cfg.val_windows, 1
+    batch, row, windows, targets, ids = cfg.val_batch, cfg.val_row, cfg.val_windows, 1, 0
     if name != "eval":
-        stage = cfg.stages[int(name.removeprefix("grads"))]
+        at, ids = T.grads_shapes(cfg)[int(name.removeprefix("grads"))]
+        stage = cfg.stages[at]
         batch, row, windows = stage.batch_tokens, stage.row_tokens, stage.windows
-        targets = len(stage.weights)
-    many = f", {targets} targets" if targets > 1 else ""
+        targets = len(stage.weights) + any(stage.prefix)
+    what = f"{batch:,} tokens, rows of {row:,}, windows {windows[0]}/{windows[1]}"
+    if targets > 1 or ids:
+        what += f", {targets} target{'s' * (targets > 1)}" + (f" of {ids:,} ids" if ids else "")
     return {
-        "what": f"{batch:,} tokens in rows of {row:,}, windows {windows[0]}/{windows[1]}{many}",
+        "what": what,
         "tokens_per_step": batch,
         "batch_tokens": batch,
         "row_tokens": row,
         "windows": windows,
         "targets": targets,
+        "candidates": ids,
     }
+
+
+def model_flops(cfg: T.Config, name: str, of: dict) -> float:
+    """Model FLOPs of a program, which takes what `about` says, on all devices."""
+    if not of["tokens_per_step"]:
+        return 0.0
+    alike = (dataclasses.replace(s, candidates=(of["candidates"],)) for s in cfg.stages)
+    each = T.flops_per_token(dataclasses.replace(cfg, stages=tuple(alike)), 0)
+    passes = 1 / 3 if name == "eval" else 1  # a forward pass only
+    return passes * each * of["tokens_per_step"]
 
 
 def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | None, say) -> dict:
     """Compile a program; its row of preflight.json. Model FLOPs are those of all devices."""
     kind, start = mesh.devices.flat[0].device_kind, time.perf_counter()
     limit, peak = hardware(kind).memory, T.peak_flops(kind)
-    row = {"name": name, "steps": executions(cfg)[name], **about(cfg, name)}
-    work = 1 / 3 if name == "eval" else 1  # a forward pass only
-    row["model_flops"] = work * T.flops_per_token(cfg) * row["tokens_per_step"]
+    of = about(cfg, name)
+    row = {"name": name, "steps": executions(cfg)[name], **of}
+    row["model_flops"] = model_flops(cfg, name, of)
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
     row |= {"device_bytes_limit": limit, "settings": None, "hlo": None}
     try:
@@ -512,30 +556,30 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
 
 def whole_run(rows: list[dict]) -> dict:
     """Totals of all executions of the run; None where a program has none."""
+    evals = [row for row in rows if row["name"] == "eval"]
+    training = [row for row in rows if row["name"] != "eval"]
+    grads = [row for row in rows if row["name"].startswith("grads")]
+    others = [row for row in training if row not in grads and row["name"] != "finish"]
 
-    def seconds(key, kinds):
-        each = [(row.get(key), row["steps"]) for row in rows if row["name"].startswith(kinds)]
+    def seconds(key, rows):
+        each = [(row.get(key), row["steps"]) for row in rows]
         return None if None in [ms for ms, _ in each] else sum(ms * n for ms, n in each) / 1e3
 
-    updates, grads = ("muon", "adam"), [row for row in rows if row["name"].startswith("grads")]
-    training = {
-        key: seconds(ms, ("grads", *updates))
-        for key, ms in {
-            "train_seconds": "predicted_ms",
-            "train_link_floor_seconds": "link_floor_ms",
-            "train_moved_floor_seconds": "moved_floor_ms",
-        }.items()
+    totals = {
+        "train_seconds": seconds("predicted_ms", training),
+        "train_link_floor_seconds": seconds("link_floor_ms", training),
+        "train_moved_floor_seconds": seconds("moved_floor_ms", training),
     }
     rate = None
-    if training["train_seconds"]:
-        update = 1e3 * seconds("predicted_ms", updates) / sum(row["steps"] for row in grads)
+    if totals["train_seconds"]:
+        update = 1e3 * seconds("predicted_ms", others) / sum(row["steps"] for row in grads)
         rates = [row["tokens_per_step"] / (row["predicted_ms"] + update) for row in grads]
         rate = round(1e3 * max(rates))
-    known = None not in training.values()
+    known = None not in totals.values()
     return {
-        "sum_seconds": sum(training.values()) if known else None,
-        **training,
-        "eval_seconds": seconds("predicted_ms", "eval"),
+        "sum_seconds": sum(totals.values()) if known else None,
+        **totals,
+        "eval_seconds": seconds("predicted_ms", evals),
         "loader_tokens_per_second": rate,
         "model_flops": sum(row["model_flops"] * row["steps"] for row in grads),
     }
@@ -583,14 +627,14 @@ def lead(report: dict) -> str:
 def describe(report: dict) -> str:
     """The report of preflight as totals and tables, at most 100 columns wide."""
     rows = report["variants"]
-    programs = [f"{'program':8} {'':67} {'times':>8} {'seconds':>8}"]
+    programs = [f"{'program':8} {'':72} {'times':>8} {'seconds':>8}"]
     memory = [line("GiB", "args", "temps", "peak", "+ state")]
     costs = [line("", "TFLOP", "counted", "Mcycles", "kernels", "ms", "of peak", "links", "moves")]
-    sent = [line("network", "", "", "count", "MB", "largest", "in loop")]
+    sent = [line("network", "", "", "count", "MB", "largest", "sent", "in loop")]
     for row in rows:
         name, settings = row["name"], row["settings"]
         seconds = f"{row['compile_seconds']:.0f}"
-        programs.append(f"{name:8} {row['what']:67} {row['steps']:>8,} {seconds:>8}")
+        programs.append(f"{name:8} {row['what']:72} {row['steps']:>8,} {seconds:>8}")
         sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
         sizes = [number(size, ".2f", 2**30) for size in (*sizes, row["resident_bytes"])]
         how = "  with " + " ".join(f"{k}={v}" for k, v in settings.items()) if settings else ""
@@ -601,7 +645,8 @@ def describe(report: dict) -> str:
         floors = number(row.get("link_floor_ms")), number(row.get("moved_floor_ms"))
         costs.append(line(name, *flops, *cycles, *spent, *floors))
         for kind, found in row.get("collectives", {}).items():
-            size = (f"{found[key] / 1e6:,.1f}" for key in ("bytes", "largest_bytes"))
+            keys = "bytes", "largest_bytes", "sent_bytes"
+            size = (f"{found[key] / 1e6:,.1f}" for key in keys)
             loop = "yes" if found["in_loop"] else "no"
             sent.append(f"{name:8} {kind:17}" + line("", found["count"], *size, loop)[8:])
     notes = [f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())]
@@ -687,7 +732,7 @@ def main(argv=None) -> int:
             action="extend",
             default=[],
             metavar="NAME",
-            help="only these, such as grads0 or adam",
+            help="only these, such as grads0 or anvil",
         )
         args = parser.parse_args(argv)
         if args.dump == "":

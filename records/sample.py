@@ -7,7 +7,6 @@ validation text, and a sample of what it writes.
 """
 
 import dataclasses
-import functools
 import gzip
 import lzma
 import math
@@ -33,16 +32,21 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
     where the document ends.
     """
     cfg, run_dir = dataclasses.replace(cfg, devices=1), saved.folder.parents[1]
-    mesh = T.make_mesh(cfg)
+    mesh, now = T.make_mesh(cfg), max(saved.step - 1, 0)  # the schedule's step
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]
-    copies = jax.jit(functools.partial(T.compute_copies, cfg))(params)
+    copies = T.start_copies(cfg, mesh)(params, np.uint32(saved.cfg.seed))
+    known = T.vocabulary(cfg, T.token_bytes(cfg, run_dir))
 
     @jax.jit
-    def next_token(copies, tokens_t, last, key):
-        rows = T.look_up(cfg, copies, tokens_t[None])
-        hyper = T.hyper_at(cfg, max(saved.step - 1, 0))
-        x_btd = T.forward(copies, rows, tokens_t[None], cfg, kernels, cfg.val_windows, hyper)
+    def next_token(copies, table, tokens_t, hashed_t, last, key):
+        tokens_bt, hashed_bt = tokens_t[None], hashed_t[None]
+        # The table is whole here: its rows are looked up in place of what a device would fetch.
+        ids = T.table_places(T.ngram_ids(hashed_bt, cfg.ngram_rows), cfg.ngram_rows)
+        rows = T.look_up(cfg, copies | {"ngrams": table}, tokens_bt, ids.swapaxes(0, 1))
+        rows["ngram"] = T.signed_sum(cfg, copies["signs"], rows["ngrams"], hashed_bt)
+        segments_bt, hyper = T.segment_ids(tokens_bt, cfg.bos), T.hyper_at(cfg, now)
+        x_btd = T.forward(copies, rows, segments_bt, cfg, kernels, cfg.val_windows, hyper)
         z_v = jnp.matmul(copies["head"], x_btd[0, last], preferred_element_type=jnp.float32)
         logits_v = T.cap_logits(z_v, cfg)
         real = jnp.arange(cfg.vocab) < cfg.real_tokens
@@ -56,7 +60,8 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
     for i in range(count):
         recent = tokens[-length:]
         row = np.array(recent + [cfg.bos] * (length - len(recent)), np.int32)
-        tokens.append(int(next_token(copies, row, len(recent) - 1, jax.random.fold_in(key, i))))
+        args = row, known.hashed_v[row], len(recent) - 1, jax.random.fold_in(key, i)
+        tokens.append(int(next_token(copies, params["ngram_table"], *args)))
         if tokens[-1] == cfg.bos:
             break
     return decode(encoding, [x for x in tokens[start:] if x != cfg.bos])

@@ -3,17 +3,17 @@
 What protects what:
 
     speedrun/               Part I: what decides the loss
-        test_model          every parameter's use and gradient, against a second model in NumPy
-                            float64 (reference.py); causality, windows, documents; FLOPs
+        test_model          causality, windows, documents
         test_loss           cross-entropy and its gradient against float64, in all chunkings
         test_params         the table of the record by hand; sizes, starts, shares, padding
-        test_optim          Muon and Adam against float64, ten steps of every parameter
+        test_optim          the rules of ANVIL and Adam against float64
         test_schedule       what holds at every step: stages, rates, weights, YaRN, what is due
-        test_steps          the same training on 1, 2, 3, 4 and 8 devices, with any micro-batches,
-                            whatever the padding; collectives, donation, dtypes; validation
+        test_steps          gradients in any micro-batches, whatever the padding; collectives,
+                            donation, dtypes; validation
         test_golden         the losses of 12 steps to five digits, with and without kernels
-        test_record77       the original: losses, gradients, optimizer, schedule
-        test_record77_data  the original: its rows of tokens, pieces and hashes
+        test_devices        a whole training gives the same numbers on 1, 2, 4 and 8 devices
+        test_record92       the original: losses, gradients, optimizers, averages, schedule
+        test_record92_data  the original: its rows of tokens, hashes, candidates, prefixes
         test_data           shards, packing against a walk over every token, batches, prefetch
         test_loader_speed   (--slow) the loader is four times faster than a run needs
         test_parts          no part names a later one, sizes of the parts, Part I trains alone
@@ -94,13 +94,19 @@ BOS = 96  # of the small vocabulary
 
 
 def small_config(**changes) -> T.Config:
-    """Four layers with every idea of the record, 97 token ids, three stages of 8 rows.
+    """Five layers with every idea of the record, 97 token ids, three stages of 8 rows.
 
-    Compiles in a few seconds. The last stage is the extension.
+    Compiles in a few seconds. The last stage is the extension; events come after steps 1, 3 and 7.
     """
     cfg = T.Config(
         preset="small",
-        layers=4,
+        layers=(
+            T.Layer("paired", values=True, x0=True, ngram=True),
+            T.Layer("long", xsa=True, gated=True),
+            T.Layer(x0=True, ngram=True, mlps=0),
+            T.Layer("short", narrow=True, values=True, mlps=2),
+            T.Layer("long", values=True, gated=True),
+        ),
         width=32,
         heads=4,
         mlp_width=128,
@@ -108,22 +114,27 @@ def small_config(**changes) -> T.Config:
         real_tokens=97,
         bos=BOS,
         encoding="bytes",
-        bigram_rows=520,
-        long_layers=(3,),
-        paired_layers=(0,),
-        value_layers=(0, 3),
-        skip=(0, 2),
-        backout=1,
+        ngram_rows=520,
+        sign_rows=64,
+        gate_width=8,
+        skip=(1, 2),
+        source=2,
         compute_dtype="float32",
         steps=10,
         extension=2,
         stages=(
-            T.Stage(0.5, 8 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0)),
-            T.Stage(0.5, 8 * 64, 64, 24, (16, 64), 1.5),
+            T.Stage(0.5, 8 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0), (0.2, 0.1), (48,)),
+            T.Stage(0.5, 8 * 64, 64, 24, (16, 64), 1.5, candidates=(72,)),
             T.Stage(0.0, 8 * 64, 64, 24, (24, 64)),
         ),
+        attention_cap=16,
+        tied=0.75,
         momentum_warmup=4,
         momentum_cooldown=2,
+        rails_step=4,
+        event_change=4,
+        tail=6,
+        tail_average=5,
         micro_tokens=64,
         loss_chunk=64,
         val_tokens=1024,

@@ -13,20 +13,25 @@ from conftest import small_config
 
 import train_gpt as T
 
-# 8 steps: 3 plain, 3 packed, 2 of extension, which are like those before. Adam steps are 1, 3, 5
-# and 7; head and embedding part after 5; step 3 changes the stage, and its Adam update has the
-# gradients of both. Two devices cannot share any table equally, eight neither the MLPs' bank.
+# 8 steps: 3 plain, 3 packed, 2 of extension. Adam steps are 1, 3, 5 and 7, events 1, 3 and 7; head
+# and embedding part after 5; step 3 changes the stage, and its updates have the gradients of both.
+# All averages begin in the last steps. Two devices cannot share the tables of tokens equally, four
+# neither that of n-grams, eight neither the banks.
 CFG = small_config(
     vocab=101,
-    bigram_rows=523,
-    layers=3,
-    long_layers=(2,),
-    value_layers=(0, 2),
+    ngram_rows=522,
+    layers=(
+        T.Layer("paired", values=True, x0=True, ngram=True),
+        T.Layer(x0=True, ngram=True, mlps=0),
+        T.Layer("short", narrow=True, values=True, xsa=True, mlps=2),
+        T.Layer("long", values=True, gated=True),
+    ),
     skip=(0, 1),
+    source=1,
     steps=8,
     stages=(
-        T.Stage(0.5, 8 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0)),
-        T.Stage(0.5, 8 * 64, 64, 40, (16, 64), 1.5),
+        T.Stage(0.5, 8 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0), (0.2, 0.1), (48,)),
+        T.Stage(0.5, 8 * 64, 64, 40, (16, 64), 1.5, candidates=(72,)),
         T.Stage(0.0, 8 * 64, 64, 40, (16, 64)),
     ),
     checkpoint_every=1,
@@ -78,16 +83,39 @@ def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
 
 
 def spread(cfg: T.Config, grads: dict, mesh) -> dict:
-    """Gradients as a `grads` program leaves them: every device has some rows of the sum."""
+    """Gradients as a `grads` program leaves them: every device has some rows of the sum.
+
+    Of the n-gram table every row that has a gradient was read by two devices, of which each has
+    half of it.
+    """
 
     def one(name, x):
-        shape = T.padded(x.shape, T.param_table(cfg)[name], mesh.size)
+        row = T.param_table(cfg)[name]
+        shape = T.padded(x.shape, row, mesh.size)
+        if row.optimizer == "rows":
+            return requests(cfg, x, shape[0] // mesh.size, mesh)
         parts = np.zeros((mesh.size, *shape), x.dtype)
         for i in range(mesh.size):
             parts[i, i : len(x) : mesh.size] = x[i :: mesh.size]
         return T.put(parts.reshape(-1, *shape[1:]), mesh, jax.P(T.AXIS))
 
     return {name: one(name, np.asarray(x)) for name, x in grads.items()}
+
+
+def requests(cfg: T.Config, grad, share: int, mesh):
+    """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
+    n, size = mesh.size, max(T.capacity(cfg, s.batch_tokens, mesh.size) for s in cfg.stages)
+    wanted = np.full((n, n, size), share, np.int32)
+    parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
+    read = np.flatnonzero(np.any(grad, axis=1))
+    for owner in range(n):
+        own = read[read // share == owner]
+        for device in range(n):
+            mine = own[(own - device) % n < 2] if n > 1 else own
+            wanted[device, owner, : len(mine)] = mine % share
+            parts[device, owner, : len(mine)] = grad[mine] / min(n, 2)
+    arrays = wanted.reshape(n * n, size), parts.reshape(n * n, size, -1)
+    return tuple(T.put(x, mesh, jax.P(T.AXIS)) for x in arrays)
 
 
 BUILT = {}  # what changes a program, number of devices -> the answer of T.compile_all
@@ -115,33 +143,44 @@ def programs_of(cfg: T.Config, devices: int) -> dict:
     return BUILT[key(cfg, devices)][0]
 
 
-def run_steps(cfg: T.Config, mesh, compiled: dict, folder, steps=None) -> tuple[list[float], dict]:
+def run_steps(
+    cfg: T.Config, mesh, compiled: dict, folder, steps=None, words=None, ends=False
+) -> tuple[list[float], dict]:
     """(losses of the first steps of `cfg`, the state after them), as the loop of T.train does it.
 
-    All steps by default; `compiled` has the programs that they use. The state is without padding.
+    All steps by default; `compiled` has the programs that they use. With `ends` the last loss is
+    that of validation, and the state that of the averages. The state is without padding. `words`
+    are those of the encoding "bytes" by default.
     """
-    start = quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed))
+    start, seed = quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)), np.uint32(cfg.seed)
     state = {kind: lay(cfg, arrays, mesh) for kind, arrays in start.items()}
     with quick_compilation():
-        copies = T.start_copies(cfg, mesh)(state["params"])
+        copies = T.start_copies(cfg, mesh)(state["params"], seed)
+    words = words or [bytes([i]) for i in range(min(cfg.bos, 256))]
     stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
-    batches = islice(T.train_batches(cfg, mesh, stream, 0, 0), steps)
-    for step, batch in enumerate(batches):
+    batches = T.train_batches(cfg, mesh, stream, words, 0, T.first_place(cfg))
+    for step, batch in enumerate(islice(batches, steps)):
         grads_of, *updates = T.programs_of(cfg, step)
-        grads, loss = compiled[grads_of](copies, batch.tokens, batch.hyper)
+        args = copies, state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
+        grads, loss = compiled[grads_of](*args)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
             due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
             state, changed, _ = compiled[update](state, due, batch.hyper)
             copies |= changed
         losses.append(float(loss))
+    if ends:
+        state, changed = compiled["finish"](state)
+        model = compiled["eval"], copies | changed, state["params"]["ngram_table"]
+        val = T.TokenStream(folder, "val", cfg.bos)
+        losses.append(T.evaluate(cfg, mesh, *model, cfg.steps, val, T.vocabulary(cfg, words)))
     return losses, {k: jax.device_get(T.unpadded(cfg, arrays)) for k, arrays in state.items()}
 
 
 def assert_same_training(got, want):
     """Two answers of run_steps, equal but for the order of float32 sums: about 1e-7 a step.
 
-    Most comes from Muon: orthogonalization lifts small singular values, and with them their
+    Most comes from ANVIL: orthogonalization lifts small singular values, and with them their
     rounding error, by up to a thousand. Measured: 2e-7 for losses, 3e-6 for parameters.
     """
     np.testing.assert_allclose(got[0], want[0], rtol=2e-6)

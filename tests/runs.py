@@ -64,6 +64,7 @@ def write_run(
             lines.append(line.format(""))
             guess = round(loss + 3 / step + rng.normal() / 100, 6)
             norms = {"grad_norm": 1.5} | ({} if step % 2 else {"grad_norm_adam": 0.25})
+            norms |= {} if step % 4 else {"grad_norm_event": 0.125}
             metrics.append({"step": step, "train_loss": guess, **common, "lr": 1.0, **norms})
         if step == steps or (period and step % period == 0):
             now = round(loss if step == steps else loss + 3 / (step + 1), 6)

@@ -5,20 +5,22 @@ import json
 import os
 import shutil
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import jax
 import numpy as np
+import programs
 import pytest
-from programs import CFG, lay, mesh_of
+from programs import lay, mesh_of
 from training import arrays, assert_same_arrays
 
 import train_gpt as T
 
-KINDS = "params", "first", "second"
+CFG = replace(programs.CFG, compute_dtype="bfloat16")  # as the n-gram table then is
+PLACE = T.Place(1234, (5, 0, 77, 3, 100, 1, 2, 4))
 META = {"train_time_ms": 1.5, "logs": {"log.txt": 7}, "data": {}, "source_sha256": "0"}
-META |= {"config": asdict(CFG)}
+META |= {"config": asdict(CFG), "place": PLACE}
 
 
 def quiet(line):
@@ -28,18 +30,28 @@ def quiet(line):
 def numbers(seed: int = 0) -> dict[str, np.ndarray]:
     """kind.name -> an array of a training state, all of it different numbers."""
     rng = np.random.default_rng(seed)
-    shapes = T.map_state(CFG, lambda shape, row: shape)
+    leaves = T.map_state(CFG, lambda shape, dtype, row: (shape, dtype))
     return {
-        f"{kind}.{name}": rng.standard_normal(shape).astype(np.float32)
-        for kind, names in shapes.items()
-        for name, shape in names.items()
+        f"{kind}.{name}": rng.standard_normal(shape).astype(dtype)
+        for kind, names in leaves.items()
+        for name, (shape, dtype) in names.items()
     }
+
+
+def stored(found: dict) -> dict:
+    """The same as it lies in a checkpoint, which has the bits of bfloat16 as numbers."""
+    short = {name: x for name, x in found.items() if x.dtype.itemsize == 2}
+    assert [*short] == ["params.ngram_table"]
+    return found | {name: x.view(np.uint16) for name, x in short.items()}
 
 
 def state_of(found: dict, mesh):
     """These numbers as a training state on the devices of `mesh`: most need padding there."""
-    names = T.param_table(CFG)
-    return {kind: lay(CFG, {x: found[f"{kind}.{x}"] for x in names}, mesh) for kind in KINDS}
+    state = T.map_state(CFG, lambda shape, dtype, row: None)
+    return {
+        kind: lay(CFG, {name: found[f"{kind}.{name}"] for name in names}, mesh)
+        for kind, names in state.items()
+    }
 
 
 def write(folder, step: int, found: dict, devices: int = 8, **options):
@@ -93,16 +105,23 @@ def test_a_checkpoint_is_a_folder_with_facts_and_one_file_of_each_process(folder
 
 
 def test_members_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(folder):
-    table = T.param_table(CFG)
+    table, want = T.param_table(CFG), stored(numbers())
     with np.load(folder / "6/0.npz") as file:
-        assert {*file.files} == {f"{kind}.{name}.0" for kind in KINDS for name in table}
-        for name, row in table.items():
-            assert file[f"params.{name}.0"].shape == row.shape
-            assert file[f"params.{name}.0"].dtype == np.float32
+        assert {*file.files} == {f"{name}.0" for name in want}
+        for name, x in want.items():
+            assert (file[f"{name}.0"].shape, file[f"{name}.0"].dtype) == (x.shape, x.dtype)
+        assert {name.split(".")[0] for name in file.files} == {
+            *("params", "first", "second", "fast", "slow", "equaliser"), *T.TAILS
+        }  # fmt: skip
     with np.load(folder / "8/0.npz") as first, np.load(folder / "8/1.npz") as second:
         # 104 rows on 8 devices are 13 each; of the last device's, 10 are of the table
         assert first["params.embed.0"].shape == (52, 32)
         assert second["params.embed.52"].shape == (49, 32)
+        # of 522 rows each device has 66, the last one 60; their second moments lie as they do
+        assert second["params.ngram_table.264"].shape == (258, 32)
+        assert second["second.ngram_table.264"].shape == (258,)
+        # of 16 matrices, of which 6 are padding, all of the second half's are with one device
+        assert len(first["slow.mlp_bank.0"]) == 8 and len(second["slow.mlp_bank.8"]) == 2
         assert "params.smear_gate.0" in first.files
         assert {name.split(".")[1] for name in second.files} == {
             name for name, row in table.items() if row.sharded
@@ -113,8 +132,9 @@ def test_what_is_read_says_all_that_was_written(folder):
     saved = T.read_checkpoint(folder / "8")
     want = {key: value for key, value in META.items() if key != "config"}
     assert saved == T.Saved(folder=folder / "8", cfg=CFG, step=8, processes=2, **want)
+    assert type(saved.place) is T.Place
     for step in (6, 8):
-        assert_same_arrays(arrays(folder / str(step)), numbers(step))
+        assert_same_arrays(arrays(folder / str(step)), stored(numbers(step)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -132,7 +152,7 @@ def test_any_number_of_devices_reads_what_any_number_has_written(folder, tmp_pat
         assert (got.dtype, got.sharding) == (same.dtype, same.sharding)
         np.testing.assert_array_equal(got, same)  # zeros where there is padding
     T.write_checkpoint(tmp_path / "again", T.own_rows(CFG, state), META | {"step": step})
-    assert_same_arrays(arrays(tmp_path / f"again/{step}"), numbers(step))
+    assert_same_arrays(arrays(tmp_path / f"again/{step}"), stored(numbers(step)))
 
 
 def test_a_part_of_the_state_can_be_read_alone(folder):
@@ -219,7 +239,7 @@ def test_wherever_a_process_is_killed_it_leaves_whole_checkpoints_only(tmp_path,
         assert {*seen} >= {4} and {*seen} <= {2, 4, 6}
         for step in seen:
             assert T.read_checkpoint(folder / str(step)).step == step
-            assert_same_arrays(arrays(folder / str(step)), numbers(step))
+            assert_same_arrays(arrays(folder / str(step)), stored(numbers(step)))
     assert sorted(seen) == [4, 6] and number == len(calls) >= 8
 
 
@@ -237,10 +257,11 @@ def test_process_0_waits_for_the_rows_of_the_others(tmp_path, monkeypatch):
     assert T.checkpoint_steps(tmp_path) == []
 
 
-def test_a_state_that_is_not_finite_is_not_saved(folder):
+@pytest.mark.parametrize("name", ["first.embed", "params.ngram_table"])
+def test_a_state_that_is_not_finite_is_not_saved(folder, name):
     found = numbers()
-    found["first.embed"][3, 4] = np.nan
-    with pytest.raises(OSError, match=r"first\.embed.* is not finite"):
+    found[name][3, 4] = np.nan
+    with pytest.raises(OSError, match=rf"{name}.* is not finite"):
         write(folder, 9, found)
     assert sorted(T.checkpoint_steps(folder)) == [6, 8]
 
@@ -295,7 +316,7 @@ def test_no_flipped_bit_changes_a_state(folder, name):
         flip(path, at)
         try:
             assert T.read_checkpoint(folder / "6") == want
-            assert_same_arrays(arrays(folder / "6"), numbers(6))
+            assert_same_arrays(arrays(folder / "6"), stored(numbers(6)))
         except AssertionError:
             raise
         except Exception:  # whatever find_checkpoint passes over
@@ -329,6 +350,14 @@ def test_what_was_passed_over_is_set_aside(folder):
         ("first.embed.0", np.zeros((101, 31), np.float32), r"first.embed.0 is float32\[101, 31\]"),
         ("first.embed.0", np.zeros((101, 32)), r"float64\[101, 32\], .*float32\[101, 32\]"),
         ("first.embed.0", np.zeros((100, 32), np.float32), r"\[100, 32\], .*float32\[101, 32\]"),
+        (
+            "params.ngram_table.0",
+            np.zeros((522, 32), np.float32),
+            r"float32\[522, 32\], not uint16\[522, 32\]",
+        ),
+        ("params.ngram_table.0", np.zeros((522, 31), np.uint16), r"not uint16\[522, 32\]"),
+        ("second.ngram_table.0", np.zeros((522, 1), np.float32), r"not float32\[522\]"),
+        ("slow.qk_bank.0", None, "lacks rows of slow.qk_bank: use another"),
         ("first.embed.0", None, "lacks rows of first.embed: use another"),
         ("params.smear_gate.0", None, "lacks rows of params.smear_gate"),
     ],

@@ -20,6 +20,7 @@ SMALL = [
     f"--set=extension={int(TINY.stages[-1].share == 0)}",
     "--set=encoding=bytes",
     f"--set=val_tokens={TINY.val_batch}",
+    *(f"--set=stages.{i}.share={1 / (STEPS - 1)}" for i in range(STEPS - 1)),
     *(f"--set=stages.{i}.batch_tokens={8 * s.row_tokens}" for i, s in enumerate(TINY.stages)),
 ]
 TOKENS = 8 * sum(stage.row_tokens for stage in TINY.stages) + 1  # what these steps read
@@ -84,16 +85,22 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "steps=1.5"], "steps=1.5: steps takes a value like"),
         (["--set", "steps="], "steps=: steps takes a value like"),
         (["--set", "steps.1=3"], "steps has no parts"),
-        (["--set", "lr_muon=fast"], "lr_muon takes a value like"),
+        (["--set", "lr_anvil=fast"], "lr_anvil takes a value like"),
         (["--set", "momentum=0.9"], "momentum takes a value like"),
         (["--set", "momentum=(0.9,)"], "momentum takes a value like"),
         (["--set", "momentum=(0.9,"], "momentum takes a value like"),
         (["--set", "logit_cap=(23.0,5.0)"], "logit_cap takes a value like"),
         (["--set", "stages.0.weights=1"], "--set stages.0.weights=1: weights takes a value like"),
         (
-            ["--set", "long_layers=3"],
-            "long_layers takes a value like (1, 4) (tuple), one alone is (1,)",
+            ["--set", "stages.0.candidates=512"],
+            "candidates takes a value like (512,) (tuple), one alone is (1,)",
         ),
+        (["--set", "stages.0.prefix="], "prefix takes a value like (0.25,) (tuple), one alone"),
+        (["--set", "event_every=2"], "event_every takes a value like (2, 4) (tuple)"),
+        (["--set", "layers=6"], "--set layers=6: write layers.N.FIELD=VALUE with N below 6"),
+        (["--set", "layers.6.x0=1"], "write layers.N.FIELD=VALUE with N below 6"),
+        (["--set", "layers.0.x0=maybe"], "--set layers.0.x0=maybe: x0 takes a value like True"),
+        (["--set", "layers.0.width=4"], "unknown key 'layers.0.width' in --set; valid keys: att"),
         (["--set", "val_windows=(64,)"], "val_windows"),
         (["--set", "stages.0.windows=(64,)"], "windows"),
         (["--set", "stages.0.windows=()"], "windows"),
@@ -101,13 +108,16 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "stages.9.share=0.5"], "write stages.N.FIELD=VALUE with N below"),
         (["--set", "stages.0.rows=4"], "unknown key 'stages.0.rows'"),
         (["--set", "steps=0"], "steps=0 is not valid: it must be positive"),
-        (["--set", "steps=1"], "steps=1 is not valid: every stage needs at least one step"),
+        (["--set", "steps=7"], "steps=7 is not valid: every stage needs at least one step"),
         (["--set", "heads=3"], "heads=3 is not valid: it must divide width="),
         (["--set", "bos=-1"], "bos=-1 is not valid"),
         (["--set", "devices=-1"], "devices=-1 is not valid"),
         (["--set", "real_tokens=9999999"], "real_tokens=9999999 is not valid: 1 to vocab="),
-        (["--set", "long_layers=(99,)"], "long_layers=(99,) is not valid: different ones of (0, "),
-        (["--set", "backout=99"], "backout=99 is not valid: layers are 0..layers-1"),
+        (["--set", "layers.0.attends=all"], "layers.0.attends='all' is not valid: short, long or"),
+        (["--set", "layers.5.mlps=0"], "layers.5.mlps=0 is not valid: the last layer needs one"),
+        (["--set", "source=99"], "source=99 is not valid: a layer between skip[0] and the last"),
+        (["--set", "event_change=5"], "event_every=(2, 4) is not valid: multiples of adam_every"),
+        (["--set", "stages.0.candidates=(9999,)"], "(9999,) is not valid: one number or more, 0 ("),
         (["--set", "skip=(2,1)"], "skip=(2, 1) is not valid: an earlier and a later layer"),
         (["--set", "adam_every=0"], "adam_every=0 is not valid: it must be positive"),
         (["--set", "extension=9999"], "extension=9999 is not valid: fewer than steps="),
@@ -121,7 +131,7 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "cooldown=nan"], "cooldown=nan is not valid: it must be float, and finite"),
         (["--set", "logit_cap=(0.0,5.0,7.5)"], "logit_cap=(0.0, 5.0, 7.5) is not valid"),
         (["--set", "rope_base=0"], "rope_base=0.0 is not valid"),
-        (["--set", "lr_muon=nan"], "lr_muon=nan is not valid"),
+        (["--set", "lr_anvil=nan"], "lr_anvil=nan is not valid"),
         (["--set", "val_windows=(-1,5)"], "val_windows=(-1, 5) is not valid"),
         (["--set", "stages.0.windows=(-1,5)"], "stages.0.windows=(-1, 5) is not valid"),
         (["--set", "stages.0.share=0.1"], "shares above 0 that add up to 1"),
@@ -243,6 +253,23 @@ def test_data_without_usable_merges_are_refused(main, data, tmp_path, merges):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize("missing", [False, True], ids=["no network", "not installed"])
+def test_an_encoding_that_cannot_be_had_is_refused(main, data, tmp_path, monkeypatch, missing):
+    """Before anything is compiled: what the tokens stand for is needed for training."""
+    import tiktoken
+
+    def offline(name):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    if missing:
+        monkeypatch.setitem(sys.modules, "tiktoken", None)
+    argv = [*SMALL, "--set=encoding=gpt2", "--data", data, "--out", tmp_path / "logs"]
+    words = ("pip install -r req", "tiktoken") if missing else ("connect to the network once",)
+    line = refused(main(*argv))
+    assert all(word in line for word in words) and not (tmp_path / "logs").exists()
+
+
 def test_data_of_another_encoding_are_refused_with_what_to_set(main, data, tmp_path):
     """Before they train to a loss that means nothing: no document begins with this token."""
     line = refused(main(*SMALL, "--set=bos=2000", "--data", data, "--out", tmp_path / "logs"))
@@ -257,18 +284,23 @@ def test_two_data_sets_in_a_folder_are_refused(main, data, tmp_path):
     )
 
 
+FOUR_ROWS = [f"stages.{i}.batch_tokens={4 * s.row_tokens}" for i, s in enumerate(TINY.stages)]
+
+
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("settings", "words"),
     [
-        ("devices=3", "has 8 rows, which 3 devices cannot share equally: use --set devices=N with"),
-        ("devices=16", "devices=16, but there are 8"),
-        ("stages.0.batch_tokens={}", "has 4 rows, which 8 devices cannot share equally"),
-        ("val_batch={}", "has 1 rows, which 8 devices cannot share equally"),
+        (
+            ["devices=3"],
+            "has 8 rows, which 3 devices cannot share equally: use --set devices=N with",
+        ),
+        (["devices=16"], "devices=16, but there are 8"),
+        (FOUR_ROWS, "has 4 rows, which 8 devices cannot share equally"),
+        ([f"val_batch={TINY.val_row}"], "has 1 rows, which 8 devices cannot share equally"),
     ],
 )
-def test_what_the_devices_cannot_do_is_refused(main, data, tmp_path, setting, words):
-    small = 4 * TINY.stages[0].row_tokens  # one row of validation
-    argv = [*SMALL, "--set", setting.format(small), "--data", data, "--out", tmp_path / "logs"]
+def test_what_the_devices_cannot_do_is_refused(main, data, tmp_path, settings, words):
+    argv = [*SMALL, "--set", *settings, "--data", data, "--out", tmp_path / "logs"]
     assert words in refused(main(*argv))
     assert not (tmp_path / "logs").exists()
 
@@ -397,31 +429,39 @@ def test_show_of_the_speedrun_is_the_record(main):
     """Its parameters, stages and totals, as published; rates and decays of the Adam tables."""
     out = main("speedrun", "--show")[1]
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "total 539,100,331" in lines
-    assert "1490 steps, 395,837,440 tokens, 2.711e+17 model FLOPs" in lines
+    assert "total 32,787,938,803" in lines
+    assert "1194 steps, 328,663,040 tokens, 1.441e+17 model FLOPs" in lines
     for row in (
         "head 50304x768 38,633,472 adam 0.008 0.75 0.5/0.95",
         "embed 50304x768 38,633,472 adam 0.008 0.75 0.5/0.95",
-        "value_tables 251520x768 193,167,360 adam 0.6 0.025 0.75/0.95",
-        "bigram_table 251520x768 193,167,360 adam 0.6 0.025 0.75/0.95",
-        "attn_bank 40x768x768 23,592,960 muon 0.023 1.2",
-        "mlp_bank 22x3072x768 51,904,512 muon 0.046/0.092 1.2",
-        "attn_gate 10x6x12 720 adam 0.008 0.005 0.9/0.99",
+        "value_tables 201216x768 154,533,888 event 0.56 0.025 0.75/0.95",
+        "ngram_table 42301440x768 32,487,505,920 event 0.56 0.025 0/0.95",
+        "qk_bank 42x256x768 8,257,536 anvil 0.023 2.25",
+        "vo_bank 14x768x768 8,257,536 anvil 0.023 2.25",
+        "mlp_bank 24x2816x768 51,904,512 anvil 0.044/0.0881 2.25",
+        "value_gate 3x6x12 216 adam 0.008 0.005 0.9/0.99",
         "smear_gate 1x12 12 adam 8e-05 0 0.9/0.99",
         "resid_lambdas 11x2 22 adam 0.04 0 0.9/0.95",
         "skip_lambda 1 1 adam 0.04 0 0.9/0.99",
     ):
         assert row in lines
-    for row in (  # steps, batch, row, doc cap, windows, lr, attention scale, M tokens, weights
-        "0..482 131072 16384 896 128/384 1 1..1 0.1000 63.3 (1.0, 0.5, 0.25) (1.0, 0.5, 0.0)",
-        "483..966 262144 32768 2048 384/896 1.52 1.52..0.912 0.1169 126.9 (1.0, 0.5) (1.0, 0.0)",
-        "967..1449 393216 49152 2048 640/1408 1.73 1.03..0.152 0.1275 189.9 (1.0,) (1.0,)",
-        "1450..1489 393216 49152 2048 768/1664 1 0.15..0.15 0.1318 15.7 (1.0,) (1.0,)",
+    for row in (  # steps, batch, row, doc cap, windows, lr, attention scales, M tokens
+        "0..319 131072 16384 896 128/384 1..0.937 0.1300/0.0850 41.9 "
+        "(1.0, 0.5, 0.25) (1.0, 0.5, 0.0) (0.25,) (10240,)",
+        "320..680 262144 32768 2048 384/896 1.41..0.941 0.1586/0.0994 94.6 "
+        "(1.0, 0.5) (1.0, 0.0) (0.2, 0.15, 0.1, 0.05) (10240,)",
+        "681..1106 393216 49152 3072 640/1408 1.05..0.403 0.1748/0.1084 167.5 "
+        "(1.0,) (1.0,) (0.0,) (14336, 14336, 24576)",
+        "1107..1173 327680 40960 3072 640/1408 0.391..0.301 0.1748/0.1084 22.0 "
+        "(1.0,) (1.0,) (0.0,) (0,)",
+        "1174..1193 131072 16384 3072 768/1664 0.3..0.3 0.1811/0.1120 2.6 "
+        "(1.0,) (1.0,) (0.0,) (0,)",
     ):
         assert row in lines
     assert "validation windows: 768/2560" in lines
-    assert "learning rate falls from step 580 on; Adam every 2 steps" in lines
-    assert "head and embedding tied up to step 967" in lines
+    assert "learning rate falls from step 234 on; Adam every 2 steps" in lines
+    assert "tables every 2 steps, from step 336 on every 4" in lines
+    assert "head and embedding tied up to step 1175" in lines
 
 
 def test_show_says_when_head_and_embedding_are_never_tied(main):
@@ -436,7 +476,7 @@ def test_settings_are_applied_in_order_and_data_and_seed_win(main):
     argv = ["--set=steps=900", "--set=steps=120", "--set=stages.0.lr_factor=0.75", "--set=data=x"]
     _, out, _ = main("tiny", *argv, "--data", "y", "--seed", "7", "--show")
     assert {"steps = 120", "data = 'y'", "seed = 7"} <= set(out.splitlines())
-    assert " 0.75 " in next(line for line in out.splitlines() if line.strip().startswith("0.."))
+    assert " 0.75.." in next(line for line in out.splitlines() if line.strip().startswith("0.."))
 
 
 OPTIONS = "set", "data", "out", "seed", "show", "resume", "profile", "cache"

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import BOS
-from programs import CFG, lay, mesh_of, programs_of, quick_compilation
+from programs import lay, mesh_of, programs_of, quick_compilation
+from training import CFG
 
 import train_gpt as T
 
@@ -84,17 +85,18 @@ def test_what_is_asked_for_is_where_it_begins():
     assert ways(replace(CFG, recompute=True, micro_tokens=1), "grads0") == [(True, 32)]
 
 
-@pytest.mark.parametrize("name", ["muon", "adam", "eval"])
+@pytest.mark.parametrize("name", ["anvil", "adam", "event4", "finish", "eval"])
 def test_there_is_one_way_to_update_and_to_validate(name):
     assert T.settings(CFG, mesh_of(1), name) == [CFG]
 
 
 def test_a_device_takes_one_row_of_the_record_and_cannot_take_less():
     for devices in (1, 8):
-        for stage in range(1, 4):
+        for i, (stage, _) in list(enumerate(T.grads_shapes(RECORD)))[1:5]:
             row = RECORD.stages[stage].row_tokens
-            assert ways(RECORD, f"grads{stage}", devices) == [(False, row), (True, row)]
-    assert ways(RECORD, "grads0") == [(False, 32_768), (True, 32_768), (True, 16_384)]
+            assert ways(RECORD, f"grads{i}", devices) == [(False, row), (True, row)]
+    for name in ("grads0", "grads5"):
+        assert ways(RECORD, name) == [(False, 32_768), (True, 32_768), (True, 16_384)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def test_what_the_compiler_itself_refuses_does_not_fit(monkeypatch):
     "name, results",
     [
         ("grads0", [exhausted()]),  # the least as well
-        ("muon", [exhausted()]),
+        ("anvil", [exhausted()]),
         ("grads0", [exhausted("INTERNAL: a bug"), Compiled()]),
     ],
 )
@@ -172,15 +174,23 @@ def test_gradients_are_the_same_whichever_setting_is_taken(monkeypatch, shards):
     mesh, rng = mesh_of(1), np.random.default_rng(0)
     table = T.param_table(CFG)
     params = {n: rng.normal(0, 0.3, row.shape).astype(np.float32) for n, row in table.items()}
-    rows, _ = T.plain_rows(T.TokenStream(shards, "train", BOS), 0, 8, 32)
-    copies = T.start_copies(CFG, mesh)(lay(CFG, params, mesh))
-    args = copies, T.put(rows, mesh, T.P(T.AXIS)), T.put_hyper(CFG, 0, mesh)
+    stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(CFG, [])
+    *batch, _ = T.next_batch(CFG, 1, stream, known, 0, T.first_place(CFG))
+    batch = jax.tree.map(lambda x: T.put(x, mesh, T.P(T.AXIS)), batch)
+    laid = lay(CFG, params, mesh)
+    copies = T.start_copies(CFG, mesh)(laid, np.uint32(0))
+    args = copies, laid["ngram_table"], *batch, T.put_hyper(CFG, 0, mesh)
     (want, loss), *others = (program(*args) for program in (*tried, last))
     for grads, other in others:
         assert float(other) == pytest.approx(float(loss), rel=1e-6)
+        found, wanted = (dict(x) for x in (grads, want))
+        (rows, found["ngram_table"]), (same, wanted["ngram_table"]) = (
+            x["ngram_table"] for x in (grads, want)
+        )
+        np.testing.assert_array_equal(rows, same)
         for name in table:
-            error = np.linalg.norm(grads[name] - want[name]) / np.linalg.norm(want[name])
-            assert error < 1e-5, (name, error)
+            error = np.linalg.norm(found[name] - wanted[name]) / np.linalg.norm(wanted[name])
+            assert error < 1e-4, (name, error)  # 3e-5 was seen, of numbers that nearly cancel
 
 
 # ------------------------------------------------------------------------------------------------
@@ -201,13 +211,14 @@ def test_compile_all_says_what_it_does_and_what_memory_has_changed(monkeypatch):
     monkeypatch.setattr(T, "compile_fitting", fitting)
     monkeypatch.setattr(T, "memory_limit", lambda device: 12345)
     programs, facts = T.compile_all(CFG, mesh_of(8), KERNELS, lines.append)
-    names = ["grads0", "grads1", "grads2", "muon", "adam", "eval"]
+    names = [*("grads0", "grads1", "grads2"), *("anvil", "adam", "event2", "event4")]
+    names += ["finish", "eval"]
     assert list(programs) == names and limits == {12345}
     assert facts == {
         "compile_seconds": dict.fromkeys(names, 1.235),
         "settings": {"grads1": {"micro_tokens": 64, "recompute": True}},
     }
-    assert lines[0].startswith("compiling grads0, grads1, grads2, muon, adam, eval;")
+    assert lines[0].startswith(f"compiling {', '.join(names)};")
     assert sorted(lines[1:]) == sorted(f"compiled {n} in 1.2 s, 3 MiB temporary" for n in names)
 
 
@@ -231,35 +242,51 @@ def test_an_error_of_one_program_is_raised(monkeypatch):
 # Bytes
 # ------------------------------------------------------------------------------------------------
 
-TABLES = 2 * 38_633_472 + 2 * 193_167_360  # head, embedding, values, bigrams of the record
-BANKS = 40 * 768**2 + 24 * 3072 * 768  # as they are on eight devices
-SMALL = 720 + 360 + 12 + 12 + 22 + 22 + 11 + 11 + 11 + 11 + 3
+HEADS = 2 * 38_633_472  # head and embedding of the record
+VALUES, NGRAMS = 154_533_888, 42_301_440
+QK, OTHERS = 48 * 256 * 768, 16 * 768**2 + 24 * 2816 * 768  # as they are on eight devices
+SMALL = 216 + 12 + 22 + 22 + 11 + 11 + 1 + 1 + 98_304 + 1792 + 28 + 10_752
+SMALL += 98_304 + 2944 + 46 + 1
 
 
 @pytest.mark.parametrize(
     "name, changes, size",
     [
-        ("grads0", {}, lambda state, copies, waiting: state + waiting),
-        ("eval", {}, lambda state, copies, waiting: state + waiting),
-        ("grads3", {"adam_every": 1}, lambda state, copies, waiting: state),
-        ("muon", {}, lambda state, copies, waiting: copies + 2 * waiting),
-        ("muon", {"adam_every": 3}, lambda state, copies, waiting: copies + 3 * waiting),
-        ("adam", {}, lambda state, copies, waiting: copies),
+        ("grads0", {}, lambda state, copies, adam, event: state + adam + 3 * event),
+        ("eval", {}, lambda state, copies, adam, event: state + adam + 3 * event),
+        (
+            "grads5",
+            {"adam_every": 1, "event_every": (1, 1)},
+            lambda state, copies, adam, event: state,
+        ),
+        ("anvil", {}, lambda state, copies, adam, event: copies + 2 * adam + 4 * event),
+        (
+            "anvil",
+            {"adam_every": 3, "event_every": (3, 6)},
+            lambda state, copies, adam, event: copies + 3 * adam + 6 * event,
+        ),
+        ("adam", {}, lambda state, copies, adam, event: copies + 4 * event),
+        ("event2", {}, lambda state, copies, adam, event: copies),
+        ("event4", {}, lambda state, copies, adam, event: copies),
+        ("finish", {}, lambda state, copies, adam, event: copies + adam + 3 * event),
     ],
 )
 def test_bytes_that_stay_beside_a_program_of_the_record_on_eight_devices(name, changes, size):
-    """What a program takes or gives stands in its own account."""
-    mean_squares = 40 * 768 + 24 * 3072  # of banks one for a row
-    state = 4 * ((3 * TABLES + 2 * BANKS + mean_squares) // 8 + 3 * SMALL)
-    copies = 2 * (TABLES + BANKS) + 4 * SMALL
-    waiting = 2 * TABLES + 4 * SMALL  # Adam's gradients of a step
+    """What a program takes or gives stands in its own account; so does the n-gram table."""
+    lanes = 48 * 768 + 16 * 768 + 24 * 2816  # of banks: mean squares
+    kept = 4 * (HEADS + VALUES) + 4 * QK + 5 * OTHERS + lanes + NGRAMS  # with their averages
+    state = 4 * (kept // 8 + 3 * SMALL)
+    signs = 8192 * 768
+    copies = 2 * (HEADS + VALUES + QK + OTHERS) + 4 * SMALL + signs
+    # Gradients of a step: 12,848 rows from each of 8 devices, as it is in the largest stage.
+    adam, event = 2 * HEADS + 4 * SMALL, 2 * VALUES + 8 * 12_848 * (4 + 2 * 768)
     got = T.resident_bytes(replace(RECORD, **changes), mesh_of(8), name)
-    assert got == size(state, copies, waiting)
+    assert got == size(state, copies, adam, event)
 
 
 def test_bytes_of_a_program_are_those_of_its_arrays():
     """Of a real one: the update of the banks on eight devices."""
-    program = T.programs(CFG, mesh_of(8), KERNELS)["muon"]
+    program = T.programs(CFG, mesh_of(8), KERNELS)["anvil"]
     state, *rest = (
         sum(
             np.prod(x.sharding.shard_shape(x.shape), dtype=int) * x.dtype.itemsize
@@ -267,7 +294,7 @@ def test_bytes_of_a_program_are_those_of_its_arrays():
         )
         for tree in program.args
     )
-    found = T.program_bytes(programs_of(CFG, 8)["muon"])
+    found = T.program_bytes(programs_of(CFG, 8)["anvil"])
     # What the banks' update does not read may be left out of its arguments.
     assert state < found["aliased"] + 4096 and found["arguments"] <= state + sum(rest) + 4096
     assert found["outputs"] >= found["aliased"] and found["temporary"] > 0

@@ -163,15 +163,15 @@ def fitted(folder, *items, preset="tiny", say=lambda line: None):
 )
 def test_own_text_says_what_its_tokens_are(tmp_path, encoding, real, bos, vocab):
     folder = own_text(tmp_path, 10, 10, encoding=encoding, real_tokens=real, bos=bos)
-    cfg = fitted(folder, "steps=7", "val_tokens=4096")
+    cfg = fitted(folder, "steps=60", "val_tokens=4096")
     assert (cfg.encoding, cfg.real_tokens, cfg.bos, cfg.vocab) == (encoding, real, bos, vocab)
-    assert cfg.target == 0 and (cfg.steps, cfg.val_tokens) == (7, 4096)  # as they were asked for
-    assert fitted(folder, "steps=7", "val_tokens=4096", "vocab=60000").vocab == 60000
+    assert cfg.target == 0 and (cfg.steps, cfg.val_tokens) == (60, 4096)  # as they were asked for
+    assert fitted(folder, "steps=60", "val_tokens=4096", "vocab=60000").vocab == 60000
 
 
 def test_enough_text_changes_no_step(tmp_path):
     want, said = T.PRESETS["tiny"], []
-    cfg = fitted(own_text(tmp_path, 700_000, 98_305), say=said.append)
+    cfg = fitted(own_text(tmp_path, 720_000, 98_305), say=said.append)
     assert (cfg.steps, cfg.val_tokens, cfg.val_row) == (want.steps, want.val_tokens, want.val_row)
     assert said == [f"{tmp_path} holds bytes tokens, its own vocabulary of 384"]
 
@@ -190,7 +190,7 @@ def test_short_text_makes_a_run_short_as_little_as_can_be(tmp_path, preset, trai
         return
     T.check_tokens(cfg, *streams)
     if cfg.steps < full.steps:
-        with pytest.raises(T.UserError, match=f"last for {cfg.steps} of"):
+        with pytest.raises(T.UserError, match=rf"last for \d+ of {cfg.steps + 1} steps"):
             T.cursor_after(replace(cfg, steps=cfg.steps + 1), streams[0], cfg.steps + 1)
         assert f"for {cfg.steps} of {full.steps} steps" in said[0]
     else:

@@ -61,6 +61,9 @@ def main(tmp_path, monkeypatch):
     def no_hosts(*_, **__):
         raise RuntimeError("no other hosts here")
 
+    def offline(_):
+        raise OSError("no network here")
+
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(T, "compile_all", compile_all)
@@ -70,6 +73,7 @@ def main(tmp_path, monkeypatch):
     monkeypatch.setattr(T, "PRESETS", {**T.PRESETS, "fuzz": CFG})
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(jax.distributed, "initialize", no_hosts)
+    monkeypatch.setattr("tiktoken.get_encoding", offline)
     cache = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in cache}
 
@@ -344,14 +348,29 @@ TEXTS = [
     *("(0,)", "(0,0)", "(1,0)", "(2,1)", "(9999999999,9999999999)", "lambda: 1", "é" * 50, "x\ny"),
     *("%s%d%n", "$HOME", "`id`", "../..", "\t", "gpt2", "bytes", "bpe", "plain", "auto", "always"),
     *("float32", "bfloat16", "float64"),
+    *(
+        "short",
+        "long",
+        "paired",
+        "raw",
+        "normalised",
+        "(48,)",
+        "(48,0)",
+        "(2,4)",
+        "(4,4)",
+        "(0.5,)",
+    ),
 ]
 FIELDS = [field.name for field in fields(T.Config)]
 PARTS = [field.name for field in fields(T.Stage)]
+TRAITS = [field.name for field in fields(T.Layer)]
 KEYS = [
     *(FIELDS * 4),
     *(f"stages.0.{part}" for part in PARTS * 2),
+    *(f"layers.{i}.{trait}" for trait in TRAITS for i in (0, 2)),
     *("", ".", "stages", "stages.", "stages.0", "stages.-1.share", "stages.0.share.x", "steps.0"),
     *("__class__", "stages.0.__dict__", "stages.٠.share", "--set", "Steps", "steps ", "é"),
+    *("layers", "layers.", "layers.0", "layers.-1.x0", "layers.3.x0", "layers.0.x0.x", "depth"),
     *("stages.00.share", "stages.9999999999.share", "rows", "dtype", "stages.0.rows", "validate"),
 ]
 

@@ -35,8 +35,8 @@ import train_gpt as T
 SCRIPT = f"""
 import os, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests/around")!r}]
-from programs import CFG, quick_compilation
-from training import BRIEF
+from programs import quick_compilation
+from training import BRIEF, CFG
 import jax
 import train_gpt as T
 devices, seconds, *words = sys.argv[1:]
@@ -206,7 +206,7 @@ def of_two(launch, tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(of_two, on_eight):
-    """Three stages, with a checkpoint at every second step; once they have met one speaks."""
+    """Three stages, with a checkpoint at every event; once they have met one speaks."""
     run, (first, second) = of_two
     assert_close(result(run), on_eight)
     assert facts(run)["devices"]["processes"] == 2
@@ -222,10 +222,10 @@ def test_two_processes_train_as_one_does(of_two, on_eight):
 
 
 def stopped_copy(run, folder):
-    """A copy of a finished run as it was before its last two steps."""
+    """A copy of a finished run as it was before its last event."""
     copy = shutil.copytree(run, folder / "run")
     shutil.rmtree(copy / f"checkpoints/{STEPS}")
-    assert T.find_checkpoint(copy).step == STEPS - 2
+    assert T.find_checkpoint(copy).step == STEPS - 4
     return copy
 
 
@@ -321,7 +321,7 @@ def survive(launch, out, kills: int, stop=signal.SIGKILL, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kills", "signals"), [(6, 2), (30, 6)])
 def test_runs_survive_kills_and_signals(launch, alone, tmp_path, kills, signals):
-    """At random moments; with a checkpoint at every second step many kills are inside a write."""
+    """At random moments; with a checkpoint at every event many kills are inside a write."""
 
     def chain(number, stop, times):
         tries = inside = 0

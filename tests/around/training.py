@@ -5,30 +5,39 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 from conftest import small_config
 from programs import BUILT, key, quick_compilation
 
 import train_gpt as T
 
-# One stage and four small programs, which compile in a second; 4 steps take 0.1 s. Tables and MLPs'
-# bank are padded on more devices than one.
+CFG = replace(programs.CFG, kernels="plain")
+# One stage, one kind of event and six small programs, which compile in two seconds; 4 steps take
+# 0.1 s. Tables and banks are padded on more devices than one.
 BRIEF = small_config(
     preset="brief",
-    layers=3,
+    kernels="plain",
+    layers=(
+        T.Layer("short", narrow=True, values=True, x0=True, ngram=True),
+        T.Layer(),
+        T.Layer("long", values=True, gated=True),
+    ),
     width=16,
     heads=2,
     mlp_width=32,
     vocab=101,
-    bigram_rows=103,
-    long_layers=(2,),
-    value_layers=(0, 2),
+    ngram_rows=522,
+    gate_width=4,
     skip=(0, 1),
+    source=1,
     steps=4,
     extension=0,
-    stages=(T.Stage(1.0, 256, 32, 24, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0)),),
+    stages=(T.Stage(1.0, 256, 32, 24, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0), candidates=(48,)),),
     momentum_warmup=2,
     momentum_cooldown=1,
+    rails_step=2,
+    event_every=(2, 2),
     val_tokens=512,
     val_batch=512,
     checkpoint_every=1,

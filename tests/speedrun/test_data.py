@@ -1,12 +1,13 @@
 """From shards to batches on the devices: what is read, and in which order."""
 
+import math
 import threading
 import time
 
 import jax
 import numpy as np
 import pytest
-from conftest import BOS, documents, stream_of, write_shard
+from conftest import BOS, documents, small_config, stream_of, write_shard
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import CFG, mesh_of
@@ -209,10 +210,13 @@ def test_shard_without_documents_is_passed_over(tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
-def batches(cfg, folder, devices, step=0, cursor=0):
+WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
+
+
+def batches(cfg, folder, devices, step=0, place=None):
     """All batches of a run from the background thread, and the mesh they lie on."""
-    mesh = mesh_of(devices)
-    source = T.train_batches(cfg, mesh, T.TokenStream(folder, "train", cfg.bos), step, cursor)
+    mesh, stream = mesh_of(devices), T.TokenStream(folder, "train", cfg.bos)
+    source = T.train_batches(cfg, mesh, stream, WORDS, step, place or T.first_place(cfg))
     with T.prefetch(source, 3, always()) as supply:
         return list(supply), mesh
 
@@ -223,40 +227,155 @@ def eight(shards):
     return batches(CFG, shards, 8)[0]
 
 
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_batches_hold_the_same_tokens_on_any_number_of_devices(shards, eight, devices):
+def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
+    """But for what each asks the others for, which leads to the same rows of the n-gram table."""
     got, mesh = batches(CFG, shards, devices)
     for step, (batch, want) in enumerate(zip(got, eight, strict=True)):
-        rows, t = T.stage_at(CFG, step).rows, T.stage_at(CFG, step).row_tokens
-        assert batch.tokens.dtype == np.uint16 and batch.tokens.shape == (rows, t + 1)
-        assert batch.tokens.sharding == NamedSharding(mesh, P(T.AXIS))
-        assert batch.tokens.addressable_shards[0].data.shape == (rows // devices, t + 1)
+        stage = T.stage_at(CFG, step)
+        rows, t = stage.rows, stage.row_tokens
+        assert batch.rows.tokens.dtype == batch.rows.hashed.dtype == np.uint16
+        assert batch.rows.tokens.shape == (rows, t + 1)
+        assert batch.rows.aims.candidates.shape == (rows, T.candidate_count(CFG, step))
+        for x in jax.tree.leaves((batch.rows, batch.wanted)):
+            assert x.sharding == NamedSharding(mesh, P(T.AXIS))
+            assert x.addressable_shards[0].data.shape == (x.shape[0] // devices, *x.shape[1:])
         for got_value, value in zip(batch.hyper, T.hyper_at(CFG, step), strict=True):
             assert got_value.sharding == NamedSharding(mesh, P())
             assert got_value.dtype == np.float32
             np.testing.assert_array_equal(got_value, value)
-        np.testing.assert_array_equal(batch.tokens, want.tokens)
+        unused = {"places": 0}
+        assert_same(batch.rows._replace(**unused), want.rows._replace(**unused))
+        assert batch.after == want.after
+        capacity = T.capacity(CFG, stage.batch_tokens, devices)
+        assert batch.wanted.shape == (devices, devices, capacity)
+        ids = T.ngram_ids(np.asarray(batch.rows.hashed), CFG.ngram_rows, np).swapaxes(0, 1)
+        share = -(-CFG.ngram_rows // devices)
+        asked = np.asarray(batch.wanted) + share * np.arange(devices)[:, None]
+        found = zip(
+            asked.reshape(devices, -1),
+            np.split(np.asarray(batch.rows.places), devices),
+            strict=True,
+        )
+        found = np.concatenate([rows[at] for rows, at in found])
+        np.testing.assert_array_equal(found, T.table_places(ids, CFG.ngram_rows))
 
 
 def test_batches_follow_the_stages(shards, eight):
     """Plain rows from the start of the stream, then packed ones from where these ended."""
-    stream, cursor = T.TokenStream(shards, "train", BOS), 0
+    stream, place = T.TokenStream(shards, "train", BOS), T.first_place(CFG)
+    known = T.vocabulary(CFG, WORDS)
     for step, batch in enumerate(eight):
+        cursor, offsets = place
         if step < 3:
             rows, cursor = T.plain_rows(stream, cursor, 8, 32)
             assert cursor == 256 * (step + 1)
         else:
             rows, cursor = T.packed_rows(stream, cursor, 8, 64, 40)
-        np.testing.assert_array_equal(batch.tokens, rows)
+        np.testing.assert_array_equal(batch.rows.tokens, rows)
+        np.testing.assert_array_equal(batch.rows.hashed, known.hashed_v[rows[:, :-1]])
+        each = []
+        for r, row in enumerate(rows):
+            aims, offset = T.aim(row, offsets[r], T.candidate_count(CFG, step), known.prefix_v)
+            each.append(offset)
+            assert_same(jax.tree.map(lambda x, r=r: x[r], batch.rows.aims), aims)
+        place = T.Place(cursor, tuple(each))
+        assert batch.after == place
+        assert T.cursor_after(CFG, stream, step + 1) == cursor  # found without reading a token
 
 
 @pytest.mark.parametrize("step", range(1, 8))
-def test_batches_go_on_from_the_cursor_of_a_step(shards, eight, step):
-    """Which cursor_after finds without reading a token: what a resumed run does."""
-    cursor = T.cursor_after(CFG, T.TokenStream(shards, "train", BOS), step)
-    got, _ = batches(CFG, shards, 8, step, cursor)
-    for batch, want in zip(got, eight[step:], strict=True):
-        np.testing.assert_array_equal(batch.tokens, want.tokens)
+def test_batches_go_on_from_the_place_of_a_step(shards, eight, step):
+    """What a resumed run does."""
+    got, _ = batches(CFG, shards, 8, step, eight[step - 1].after)
+    assert_same(got, eight[step:])
+
+
+def test_rows_start_their_walks_evenly_apart():
+    assert T.first_place(CFG) == (0, (0, 12, 25, 37, 50, 63, 75, 88))
+
+
+def test_request_refuses_more_ngrams_than_fit():
+    """All of one owner: rows of the table that lie in its share."""
+    cfg = small_config(ngram_rows=2**16)
+    hashed = np.random.default_rng(0).integers(0, BOS, (8, 512)).astype(np.uint16)
+    wanted, _ = T.request(cfg, hashed, 8)
+    assert wanted.shape == (8, 8, T.capacity(cfg, 8 * 512, 8)) and wanted.shape[2] < 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "table_places", lambda ids, rows: ids % (rows // 8))
+        with pytest.raises(T.UserError, match=r"lie with one device, .*raise --set ngram_rows="):
+            T.request(cfg, hashed, 8)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [8, 64, 4096, 393_216])
+def test_there_is_room_for_five_deviations_but_not_for_more_than_can_be(tokens, devices):
+    most = 2 * tokens // devices
+    room = T.capacity(CFG, tokens, devices)
+    need = most / devices + 5 * math.sqrt(most / devices)
+    assert room == most or need <= room < need + 8 and room % 8 == 0
+    assert room <= most
+
+
+# ------------------------------------------------------------------------------------------------
+# Candidates and vocabulary
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_walk_meets_every_id_once_and_again():
+    walk = T.walk(104)
+    assert sorted(walk[:104]) == list(range(104)) and walk[:104].tolist() == walk[104:].tolist()
+
+
+@pytest.mark.parametrize("count", [5, 20, 60, 104])
+def test_candidates_are_the_targets_and_the_next_ids_of_the_walk(count):
+    targets, place = np.array([7, 3, 7, 99, 50, 3, 1]), 90
+    ids, after = T.candidates(targets, place, count, 104)
+    assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == count
+    others = [i for i in T.walk(104)[place:].tolist() if i not in targets]
+    assert set(ids) == {1, 3, 7, 50, 99, *others[: count - 5]}
+    assert after == (
+        place if count == 5 else (place + min(104, int((count - 5) * 1.7) + 256)) % 104
+    )
+
+
+def test_too_many_targets_are_refused():
+    with pytest.raises(T.UserError, match=r"5 different tokens, more than its 4 .*stages.N.cand"):
+        T.candidates(np.array([7, 3, 7, 99, 50, 1]), 0, 4, 104)
+
+
+def test_aims_are_places_among_the_candidates():
+    """Of a token without a prefix, or with one that is no candidate: -1."""
+    prefix_v = np.full(104, -1, np.int32)
+    prefix_v[[7, 99, 50]] = 3, 20, 1
+    row = np.array([5, 7, 3, 99, 50, 1], np.uint16)
+    aims, _ = T.aim(row, 0, 5, prefix_v)
+    assert aims.candidates.tolist() == [1, 3, 7, 50, 99]
+    assert (aims.targets.tolist(), aims.prefixes.tolist()) == ([2, 1, 4, 3, 0], [1, -1, -1, 0, -1])
+    aims, after = T.aim(row, 17, 0, prefix_v)  # all ids
+    assert (aims.candidates.shape, after) == ((0,), 17)
+    assert aims.targets.tolist() == [7, 3, 99, 50, 1]
+    assert aims.prefixes.tolist() == [3, -1, 20, 1, -1]
+
+
+def test_prefixes_and_normal_forms_by_hand():
+    """The longest other word; the smallest id of a form, which part of a character has not."""
+    words = [b"a", b"ab", b"abcd", b"abd", b"b", b" A", b"\xc3\xa1", b"\xc3", b" ", b"AB ", b"\n"]
+    assert T.prefix_table(words, 13).tolist() == [-1, 0, 1, 1, -1, 8, 7, -1, -1, -1, -1, -1, -1]
+    table = T.normalised_ids(words, 13)
+    assert table.dtype == np.uint16 and table.tolist() == [0, 1, 2, 3, 4, 0, 0, 7, 8, 1, 8, 11, 12]
+    raw, known = (T.vocabulary(small_config(ngram_ids=x), WORDS) for x in ("raw", "normalised"))
+    np.testing.assert_array_equal(raw.hashed_v, np.arange(104))
+    np.testing.assert_array_equal(raw.prefix_v, known.prefix_v)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sharing
+# ------------------------------------------------------------------------------------------------
 
 
 def test_put_sends_each_device_its_part_and_asks_for_no_other():

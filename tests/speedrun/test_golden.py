@@ -18,19 +18,22 @@ from programs import mesh_of, quick_compilation, run_steps
 import train_gpt as T
 
 GOLDEN = ROOT / "tests/golden/tiny_steps.json"
-# Other orders of float32 sums (2 devices, micro-batches of all rows) change these losses by 5e-7 of
-# themselves. The smallest changes tried are seen: Muon's safety factor 1 % off makes 3e-3, no key
-# offset 2e-3, another hash for the second token of each row 1e-4, a fifth more of Adam's decay too.
+# Micro-batches of all rows change these losses by 2e-7 of themselves. The smallest changes tried
+# are seen: no key offset makes 8e-4, a fifth more of Adam's decay 1e-4, the first coefficient of
+# ANVIL_MAPS 1 % off 8e-5, another hash for the second token of each row 5e-5.
 TOLERANCE = 1e-5
 UPDATE = "if that is meant, write the file anew (see the head of this test) and commit it"
 
 
 def golden_config(**changes) -> T.Config:
-    """The tiny preset with its model, stages and rates, but 12 steps of 2 rows."""
+    """The tiny preset with its model, stages and rates, but 12 steps of 2 rows, in which it changes
+    all that it changes in a run."""
     tiny = T.PRESETS["tiny"]
     stages = tuple(replace(s, batch_tokens=2 * s.row_tokens) for s in tiny.stages)
-    extension = min(tiny.extension, 2)
-    short = replace(tiny, steps=12, extension=extension, stages=stages, devices=1)
+    shares = *(1 / (len(stages) - 1) for _ in stages[1:]), 0.0  # so that each has a step
+    stages = tuple(replace(s, share=x) for s, x in zip(stages, shares, strict=True))
+    short = replace(tiny, steps=12, extension=2, stages=stages, devices=1, event_change=4)
+    short = replace(short, rails_step=5, momentum_warmup=4, momentum_cooldown=2)
     return T.validate(replace(short, **changes))
 
 
@@ -55,10 +58,12 @@ def program(kernels: str, name: str):
 def losses(cfg: T.Config, folder: Path, steps: int = 12) -> list[float]:
     """The training losses of the first steps."""
     path = write_shard(folder / "golden_train_0.bin", golden_tokens(cfg.total_tokens + 1, cfg.bos))
-    compiled = {name: program("auto", name) for name in ("muon", "adam")}
-    for i in range(T.stage_index(cfg, steps - 1) + 1):
-        compiled[f"grads{i}"] = program(cfg.kernels, f"grads{i}")
-    return [round(x, 7) for x in run_steps(cfg, mesh_of(1), compiled, path.parent, steps)[0]]
+    compiled = {name: program("auto", name) for name in T.updates(cfg)}
+    for name in {T.programs_of(cfg, step)[0] for step in range(steps)}:
+        compiled[name] = program(cfg.kernels, name)
+    words = [bytes([i % 128]) * (1 + i // 128) for i in range(256)]  # half of them have a prefix
+    found, _ = run_steps(cfg, mesh_of(1), compiled, path.parent, steps, words)
+    return [round(x, 7) for x in found]
 
 
 def changed_fields(stored: dict) -> str:
@@ -87,7 +92,7 @@ def test_tiny_preset_trains_as_it_did(tmp_path, kernels, steps):
 def test_golden_losses_are_those_of_a_model_that_learns():
     golden = json.loads(GOLDEN.read_text())
     assert len(golden["losses"]) == golden_config().steps
-    assert golden["losses"][-1] < 0.5 * golden["losses"][0]
+    assert golden["losses"][-1] < 0.6 * golden["losses"][0]
     assert not changed_fields(golden["config"])
 
 

@@ -1,11 +1,8 @@
-"""The loss, plain and with its own gradient, against NumPy float64."""
-
-import re
+"""The loss against NumPy float64. That with its own gradient: tests/kernels."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import preflight
 import pytest
 import reference
 from conftest import small_config
@@ -14,9 +11,6 @@ from programs import jit
 import train_gpt as T
 
 SMALL = small_config()
-BOTH = pytest.mark.parametrize(
-    "function", [T.cross_entropy, T.fused_cross_entropy], ids=["plain", "fused"]
-)
 
 
 def draw(*shape, seed: int = 0) -> np.ndarray:
@@ -34,19 +28,24 @@ def test_logits_are_capped_in_float32(dtype, cap):
     assert got.min() > 0 and got.max() <= cap[0]
 
 
+@pytest.mark.parametrize("prefix", [None, 0.25])
 @pytest.mark.parametrize("t, weights", [(7, [1.0, 0.5, 0.25]), (7, [0.3]), (3, [1.0, 0.5, 0.25])])
-def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights):
-    tokens = np.random.default_rng(0).integers(0, SMALL.bos, (2, t + 1))
-    tokens[:, 2] = SMALL.bos
-    targets, got = jit(lambda *args: tuple(T.targets_ahead(*args)))(tokens, np.float32(weights))
-    assert targets.shape == got.shape == (2 * t, len(weights)) and targets.dtype == jnp.int32
-    for row, token, ahead in np.ndindex(2, t, len(weights)):
-        at = row * t + token
-        if token + 1 + ahead <= t:
-            assert targets[at, ahead] == tokens[row, token + 1 + ahead]
-            assert got[at, ahead] == np.float32(weights[ahead])
+def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix):
+    rng = np.random.default_rng(0)
+    next_bt, prefixes = (rng.integers(low, 48, (2, t)).astype(np.int32) for low in (0, -20))
+    aims, k = T.Aims(None, next_bt, prefixes), len(weights)
+    targets, got = jit(lambda a, w: T.targets_ahead(a, w, prefix))(aims, np.float32(weights))
+    assert targets.shape == got.shape == (2, t, k + bool(prefix)) and targets.dtype == jnp.int32
+    for row, token, ahead in np.ndindex(2, t, k):
+        if token + ahead < t:
+            assert targets[row, token, ahead] == next_bt[row, token + ahead]
+            assert got[row, token, ahead] == np.float32(weights[ahead])
         else:
-            assert got[at, ahead] == 0
+            assert got[row, token, ahead] == 0
+    if prefix:
+        has = prefixes >= 0
+        np.testing.assert_array_equal(got[..., k], prefix * has)
+        np.testing.assert_array_equal(targets[..., k], prefixes * has)
 
 
 def loss_inputs(tokens: int, k: int = 3):
@@ -87,36 +86,26 @@ def distance(got, want) -> float:
     return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
 
 
-def test_token_losses_against_float64():
-    """Also where two targets of a token are the same."""
-    x, head, targets, _ = loss_inputs(60)
-    got, _, _ = jit(lambda *args: T.token_losses(*args, SMALL))(x, head, targets)
-    assert got.dtype == jnp.float32
-    want = np.take_along_axis(reference.losses(x, head, SMALL), targets, axis=1)
-    np.testing.assert_allclose(got, want, rtol=2e-6, atol=5e-6)  # differences of numbers up to 23
-
-
 CHUNKS = {60: 1, 59: 2, 25: 3, 7: 10, 1: 60}  # of 60 tokens, by loss_chunk
 
 
-def sums_and_gradients(function, x, head, targets, weights, cfg):
+def sums_and_gradients(x, head, targets, weights, cfg):
     """((weighted, plain), gradients of a quarter of the weighted sum for x and head)."""
 
     def run(x, head):
-        weighted, plain = function(x, head, targets, weights, cfg)
+        weighted, plain = T.cross_entropy(x, head, targets, weights, cfg)
         return weighted / 4, plain
 
     (weighted, plain), grads = jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(x, head)
     return (4 * weighted, plain), grads
 
 
-@BOTH
 @pytest.mark.parametrize("k, chunk", [*((3, c) for c in CHUNKS), (2, 25), (1, 25)])
-def test_cross_entropy_and_its_gradient_against_float64(function, k, chunk):
+def test_cross_entropy_and_its_gradient_against_float64(k, chunk):
     """With equal targets and zero weights, whatever the chunk."""
     inputs = loss_inputs(60, k)
     cfg = small_config(loss_chunk=chunk)
-    sums, grads = sums_and_gradients(function, *inputs, cfg)
+    sums, grads = sums_and_gradients(*inputs, cfg)
     assert [y.dtype for y in sums] == [jnp.float32, jnp.float32]
     assert tuple(map(float, sums)) == pytest.approx(exact_sums(*inputs, cfg), rel=1e-6)
     for got, want in zip(grads, exact_gradients(*inputs, cfg), strict=True):
@@ -126,15 +115,14 @@ def test_cross_entropy_and_its_gradient_against_float64(function, k, chunk):
     assert not np.any(grads[0][5])  # a token without weight
 
 
-@BOTH
 @pytest.mark.parametrize("chunk", [1, 60])
-def test_cross_entropy_of_bfloat16_has_float32_losses_and_sums(function, chunk):
+def test_cross_entropy_of_bfloat16_has_float32_losses_and_sums(chunk):
     """Losses of bfloat16 logits would be off by up to 1/16, half a step at 15; a head's gradient
     summed in bfloat16 over 60 chunks by several percent."""
     x, head, targets, weights = loss_inputs(60)
     x, head = jnp.asarray(x, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
     cfg = small_config(loss_chunk=chunk)
-    sums, grads = sums_and_gradients(function, x, head, targets, weights, cfg)
+    sums, grads = sums_and_gradients(x, head, targets, weights, cfg)
     assert [y.dtype for y in sums] == [jnp.float32, jnp.float32]
     assert tuple(map(float, sums)) == pytest.approx(
         exact_sums(x, head, targets, weights, cfg), rel=1e-6
@@ -155,47 +143,15 @@ def test_chunks_are_equal_and_none_is_longer_than_asked(tokens, chunk, chunks):
     assert tokens / chunks <= chunk
 
 
-@pytest.mark.parametrize(
-    "function, trained", [(T.cross_entropy, 4), (T.fused_cross_entropy, 3)], ids=["plain", "fused"]
-)
-def test_products_of_a_chunk(function, trained):
-    """One in evaluation, which forms no gradient; in training two more, and the plain loss forms
-    its logits twice."""
-    x, head, targets, weights = loss_inputs(60)
-
-    def products(function):
-        return jax.jit(function).lower(x, head).as_text().count("stablehlo.dot_general")
-
-    def loss(x, head):
-        return function(x, head, targets, weights, SMALL)
-
-    assert products(loss) == products(lambda x, head: loss(x, head)[1]) == 1
-    assert products(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)) == trained
+def test_a_candidate_head_has_the_rows_of_the_candidates_and_only_they_get_a_gradient():
+    head, ids = draw(104, 32), np.array([0, 3, 50, 103])
+    np.testing.assert_array_equal(T.candidate_head(jnp.asarray(head), ids), head[ids])
+    grad = jax.grad(lambda head: jnp.sum(T.candidate_head(head, ids) ** 2))(jnp.asarray(head))
+    np.testing.assert_array_equal(np.flatnonzero(np.any(grad, axis=1)), ids)
+    np.testing.assert_array_equal(grad[ids], 2 * head[ids])
 
 
-@pytest.mark.slow
-def test_no_float32_logits_in_the_memory_of_a_tpu(monkeypatch):
-    """Of the program that the TPU compiler makes: between its fusions, only bfloat16 ones."""
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    cfg = small_config(vocab=4096, width=256, loss_chunk=1024, compute_dtype="bfloat16")
-    one = jax.sharding.SingleDeviceSharding(preflight.absent_devices("v6e-8")[0])
-    args = [((2048, 256), "bfloat16"), ((4096, 256), "bfloat16"), ((2048, 3), "int32")]
-    args = [jax.ShapeDtypeStruct(*x, sharding=one) for x in (*args, ((2048, 3), "float32"))]
-    run = jax.value_and_grad(lambda *args: T.fused_cross_entropy(*args, cfg)[0], argnums=(0, 1))
-    text = jax.jit(run).lower(*args).compile().as_text()
-    fused = set(re.findall(r"fusion\(.*calls=%([\w.-]+)", text))
-    stored, inside = [], None
-    for line in text.splitlines():
-        if head := re.match(r"(?:ENTRY )?%([\w.-]+) \(", line):
-            inside = head[1] in fused
-        elif not inside and " = " in line:
-            stored += re.findall(r"(\w+)\[1024,4096\]", line.split(" = ")[1].split("(%")[0])
-    assert set(stored) == {"bf16"}
-
-
-@BOTH
-def test_no_cap_that_is_allowed_can_overflow(function):
+def test_no_cap_that_is_allowed_can_overflow():
     """The worst case: all logits at the cap, in the largest table that uint16 ids can use."""
     for cap in range(100, 0, -1):
         try:
@@ -205,6 +161,6 @@ def test_no_cap_that_is_allowed_can_overflow(function):
         break
     assert cap > 23  # that of the record
     x, head, targets = jnp.full((2, 32), 1e4), jnp.ones((65536, 32)), np.array([[0], [65535]])
-    sums, grads = sums_and_gradients(function, x, head, targets, np.ones((2, 1), np.float32), cfg)
+    sums, grads = sums_and_gradients(x, head, targets, np.ones((2, 1), np.float32), cfg)
     np.testing.assert_allclose(sums, 2 * np.log(65536), rtol=1e-4, err_msg=f"logit_cap={cap}")
     assert all(np.isfinite(grad).all() for grad in grads)

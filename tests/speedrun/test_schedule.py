@@ -1,4 +1,4 @@
-"""Schedule: what holds at every step and at every edge."""
+"""Schedule: what holds at every step and at every edge. The record's own: test_record92.py."""
 
 import math
 from dataclasses import replace
@@ -9,7 +9,7 @@ from conftest import small_config
 
 import train_gpt as T
 
-RECORD = T.Config()  # 1450 scheduled steps and 40 more; the rate falls from step 580 on
+RECORD = T.Config()  # 1174 scheduled steps and 20 more; the rate falls from step 234 on
 
 
 def staged(steps: int, *shares: float, **changes) -> T.Config:
@@ -23,33 +23,16 @@ def staged(steps: int, *shares: float, **changes) -> T.Config:
 # ------------------------------------------------------------------------------------------------
 
 
-def test_the_record_changes_stage_at_steps_483_967_and_1450():
-    assert RECORD.boundaries == (0, 483, 967, 1450, 1490)
-    numbers = [T.stage_index(RECORD, step) for step in range(1490)]
-    assert numbers == [0] * 483 + [1] * 484 + [2] * 483 + [3] * 40
+def test_stages_and_tokens_of_the_record():
+    assert RECORD.boundaries == (0, 320, 681, 1107, 1174, 1194)
+    numbers = [T.stage_index(RECORD, step) for step in range(1194)]
+    assert numbers == [0] * 320 + [1] * 361 + [2] * 426 + [3] * 67 + [4] * 20
     assert all(T.stage_at(RECORD, s) is RECORD.stages[n] for s, n in enumerate(numbers))
-
-
-def test_the_record_sees_396_million_tokens():
-    counts = 483 * 131_072 + 484 * 262_144 + (483 + 40) * 393_216
-    assert RECORD.total_tokens == counts == 395_837_440
-
-
-@pytest.mark.parametrize(
-    "step, tokens",
-    [
-        (0, 0),
-        (1, 131_072),
-        (483, 483 * 131_072),
-        (484, 483 * 131_072 + 262_144),
-        (967, 483 * 131_072 + 484 * 262_144),
-        (1450, 483 * 131_072 + 484 * 262_144 + 483 * 393_216),
-        (1490, 395_837_440),
-        (9999, 395_837_440),
-    ],
-)
-def test_tokens_after_a_step(step, tokens):
-    assert RECORD.tokens_after(step) == tokens
+    first, second = 320 * 131_072, 361 * 262_144
+    want = {0: 0, 1: 131_072, 320: first, 321: first + 262_144, 681: first + second}
+    want |= {1107: first + second + 426 * 393_216, 1194: 328_663_040, 9999: 328_663_040}
+    assert {step: RECORD.tokens_after(step) for step in want} == want
+    assert RECORD.total_tokens == 328_663_040
 
 
 @pytest.mark.parametrize(
@@ -76,16 +59,8 @@ def test_boundaries_and_the_stage_of_every_step(steps, shares, extension, bounda
     assert numbers == [T.stage_index(cfg, step) for step in range(steps)]
 
 
-def test_tokens_of_stages_with_different_batches():
-    stages = T.Stage(0.3, 64, 8, 0, (4, 8)), T.Stage(0.7, 256, 8, 0, (4, 8))
-    cfg = small_config(steps=7, extension=0, stages=stages)
-    assert cfg.boundaries == (0, 2, 7)
-    assert cfg.total_tokens == 2 * 64 + 5 * 256
-    assert [cfg.tokens_after(step) for step in (0, 1, 2, 3, 7)] == [0, 64, 128, 384, 1408]
-
-
 # ------------------------------------------------------------------------------------------------
-# Learning rate
+# Learning rate and momentum
 # ------------------------------------------------------------------------------------------------
 
 
@@ -93,15 +68,14 @@ def test_tokens_of_stages_with_different_batches():
     "step, scale",
     [
         (0, 1.0),
-        (482, 1.0),
-        (483, 1.52),
-        (580, 1.52),
-        (581, 1.52 * 869 / 870 + 0.15 * 1 / 870),
-        (966, 1.52 * 484 / 870 + 0.15 * 386 / 870),
-        (967, 1.73 * 483 / 870 + 0.15 * 387 / 870),
-        (1449, 1.73 * 1 / 870 + 0.15 * 869 / 870),
-        (1450, 0.15),
-        (1489, 0.15),
+        (234, 1.0),
+        (235, 1.0 * 939 / 940 + 0.3 * 1 / 940),
+        (319, 1.0 * 855 / 940 + 0.3 * 85 / 940),
+        (320, 1.52 * 854 / 940 + 0.3 * 86 / 940),
+        (1106, 1.73 * 68 / 940 + 0.3 * 872 / 940),
+        (1173, 1.73 * math.sqrt(5 / 6) / 940 + 0.3 * 939 / 940),
+        (1174, 0.3),
+        (1193, 0.3),
     ],
 )
 def test_lr_is_flat_then_falls_linearly_to_the_floor(step, scale):
@@ -112,22 +86,20 @@ def test_lr_is_flat_then_falls_linearly_to_the_floor(step, scale):
 @pytest.mark.parametrize(
     "changes, step, scale",
     [
-        ({"cooldown": 0.0}, 1449, 1.73),
-        ({"cooldown": 0.0}, 1450, 0.15),
-        ({"cooldown": 0.0}, 1489, 0.15),
+        ({"cooldown": 0.0}, 1106, 1.73),
+        ({"cooldown": 0.0}, 1174, 0.3),
+        ({"cooldown": 0.0}, 1193, 0.3),
         ({"cooldown": 1.0, "lr_floor": 0.0}, 0, 1.0),
-        ({"cooldown": 1.0, "lr_floor": 0.0}, 290, 0.8),
-        ({"cooldown": 1.0, "lr_floor": 0.0}, 1449, 1.73 / 1450),
-        ({"cooldown": 1.0, "lr_floor": 0.0}, 1450, 0.0),
-        ({"lr_floor": 0.0}, 1449, 1.73 / 870),
-        ({"lr_floor": 1.0}, 1489, 1.0),
+        ({"cooldown": 1.0, "lr_floor": 0.0}, 587, 1.52 / 2),
+        ({"cooldown": 1.0, "lr_floor": 0.0}, 1174, 0.0),
+        ({"lr_floor": 1.0}, 1193, 1.0),
     ],
 )
 def test_lr_with_other_cooldowns_and_floors(changes, step, scale):
     assert T.lr_scale(replace(RECORD, **changes), step) == pytest.approx(scale, rel=1e-12)
 
 
-@pytest.mark.parametrize("cooldown, last", [(0.0, 1.0), (0.5, 0.2 + 0.8 * 0.15)])
+@pytest.mark.parametrize("cooldown, last", [(0.0, 1.0), (0.5, 0.2 + 0.8 * 0.3)])
 def test_lr_without_an_extension_ends_one_step_above_the_floor(cooldown, last):
     """Of 10 steps the last 5 fall; the floor itself would be reached at step 10."""
     cfg = staged(10, 1.0, cooldown=cooldown)
@@ -135,46 +107,60 @@ def test_lr_without_an_extension_ends_one_step_above_the_floor(cooldown, last):
     assert T.lr_scale(cfg, 9) == pytest.approx(last, rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------
-# Momentum, weights of the losses
-# ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "step, mu",
-    [(0, 0.85), (150, 0.9), (300, 0.95), (301, 0.95), (1440, 0.95), (1465, 0.9), (1489, 0.852)],
+    [(0, 0.85), (120, 0.89), (240, 0.93), (1144, 0.93), (1169, 0.89), (1193, 0.8516)],
 )
 def test_momentum_warms_up_stays_and_cools_down(step, mu):
-    assert T.muon_momentum(RECORD, step) == pytest.approx(mu, rel=1e-12)
+    assert T.momentum(RECORD, step) == pytest.approx(mu, rel=1e-12)
+    assert T.rails(RECORD, step) == (
+        (0.85, 0.4385) if step >= 514 else (T.momentum(RECORD, step), 1)
+    )
+
+
+def test_rails_begin_at_their_step():
+    assert T.rails(RECORD, 513) == (0.93, 1.0) and T.rails(RECORD, 514) == (0.85, 0.4385)
+    assert T.rails(replace(RECORD, rails_step=0), 0) == (0.85, 0.4385)
 
 
 def test_momentum_without_cooldown_stays():
-    assert T.muon_momentum(replace(RECORD, momentum_cooldown=0), 1489) == 0.95
+    assert T.momentum(replace(RECORD, momentum_cooldown=0), 1193) == 0.93
 
 
 def test_momentum_of_a_run_too_short_for_both_is_the_lower_of_the_two():
     """4 steps up, 8 steps down, 10 in all: 0, 1/4, 1/2, 3/4 meet 1, 7/8, 6/8, 5/8 at step 5."""
     cfg = staged(10, 1.0, momentum_warmup=4, momentum_cooldown=8)
-    got = [(T.muon_momentum(cfg, step) - 0.85) / 0.1 for step in range(10)]
+    got = [(T.momentum(cfg, step) - 0.85) / 0.08 for step in range(10)]
     want = [0, 1 / 4, 1 / 2, 3 / 4, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
     np.testing.assert_allclose(got, want, atol=1e-12)
 
 
+# ------------------------------------------------------------------------------------------------
+# Targets and candidates
+# ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    "step, weights",
+    "step, weights, prefix, candidates",
     [
-        (0, (1.0, 0.5, 0.25)),
-        (161, (1.0, 0.5, 0.25 * 2 / 3)),
-        (482, (1.0, 0.5, 0.25 / 483)),
-        (483, (1.0, 0.5)),
-        (604, (1.0, 0.375)),
-        (966, (1.0, 0.5 / 484)),
-        (967, (1.0,)),
-        (1489, (1.0,)),
+        (0, (1.0, 0.5, 0.25), 0.25, 10_240),
+        (160, (1.0, 0.5, 0.125), 0.25, 10_240),
+        (320, (1.0, 0.5), 0.2, 10_240),
+        (410, (1.0, 0.5 * 271 / 361), 0.2, 10_240),  # 90 of 361 steps: less than a quarter
+        (411, (1.0, 0.5 * 270 / 361), 0.15, 10_240),
+        (680, (1.0, 0.5 / 361), 0.05, 10_240),
+        (681, (1.0,), 0.0, 14_336),
+        (964, (1.0,), 0.0, 14_336),
+        (965, (1.0,), 0.0, 24_576),
+        (1107, (1.0,), 0.0, 0),
+        (1193, (1.0,), 0.0, 0),
     ],
 )
-def test_weights_of_the_losses_fall_linearly_within_their_stage(step, weights):
+def test_targets_and_candidates_of_the_record(step, weights, prefix, candidates):
+    """Weights of the next tokens fall linearly within their stage, the others by its parts."""
     assert T.loss_weights(RECORD, step) == pytest.approx(weights, rel=1e-12)
+    assert T.prefix_weight(RECORD, step) == prefix
+    assert T.candidate_count(RECORD, step) == candidates
 
 
 def test_weights_may_rise_too():
@@ -184,8 +170,23 @@ def test_weights_may_rise_too():
     assert got == [(1.0, 0.0), (1.25, 0.25), (1.5, 0.5), (1.75, 0.75)]
 
 
+def test_more_entries_than_steps_of_a_stage():
+    """Some are left out."""
+    stage = T.Stage(1.0, 256, 32, 0, (8, 32), prefix=(1.0, 2.0, 3.0, 4.0, 5.0), candidates=(0, 40))
+    cfg = small_config(steps=3, extension=0, stages=(stage,))
+    assert [T.prefix_weight(cfg, step) for step in range(3)] == [1.0, 2.0, 4.0]
+    assert [T.candidate_count(cfg, step) for step in range(3)] == [0, 0, 40]
+
+
+def test_a_program_for_each_stage_and_number_of_candidates():
+    shapes = [(0, 10_240), (1, 10_240), (2, 14_336), (2, 24_576), (3, 0), (4, 0)]
+    assert T.grads_shapes(RECORD) == shapes
+    for step in range(RECORD.steps):
+        assert (T.stage_index(RECORD, step), T.candidate_count(RECORD, step)) in shapes
+
+
 # ------------------------------------------------------------------------------------------------
-# Adam's steps, and the end of the tie
+# Adam's steps, events, and the end of the tie
 # ------------------------------------------------------------------------------------------------
 
 
@@ -195,23 +196,44 @@ def test_weights_may_rise_too():
 def test_adam_takes_the_last_step_of_every_group(every, steps):
     cfg = replace(RECORD, adam_every=every)
     assert [step for step in range(7) if T.is_adam_step(cfg, step)] == steps
+    counts = [T.hyper_at(cfg, step).adam_count for step in range(7)]
+    assert counts == [1 + sum(s < step for s in steps) for step in range(7)]
 
 
-@pytest.mark.parametrize("every, last", [(1, 967), (2, 967), (3, 968), (5, 969), (8, 967)])
+@pytest.mark.parametrize(
+    "every, change, events",
+    [
+        ((2, 4), 4, [1, 3, 7, 11]),
+        ((2, 4), 8, [1, 3, 5, 7, 11]),
+        ((2, 2), 0, [1, 3, 5, 7, 9, 11]),
+        ((1, 3), 3, [0, 1, 2, 5, 8, 11]),
+        ((4, 4), 400, [3, 7, 11]),
+        ((2, 6), 0, [5, 11]),
+    ],
+)
+def test_events_take_the_last_step_of_every_group(every, change, events):
+    cfg = replace(RECORD, event_every=every, event_change=change, adam_every=1)
+    assert [step for step in range(12) if T.is_event(cfg, step)] == events
+    for step in range(12):
+        hyper = T.hyper_at(cfg, step)
+        assert hyper.event_count == 1 + sum(s < step for s in events)
+        assert hyper.event_span == (1 if step < change else every[1] / every[0])
+
+
+@pytest.mark.parametrize("every, last", [(1, 587), (2, 587), (3, 587), (5, 589), (8, 591)])
 def test_the_tie_ends_with_an_adam_step(every, last):
-    """The first one at or after step round(2/3 of 1450) = 967."""
-    cfg = replace(RECORD, adam_every=every)
-    assert [T.is_tied(cfg, step) for step in range(1490)] == [True] * (last + 1) + [False] * (
-        1489 - last
-    )
+    """The first one at or after the middle of the schedule."""
+    cfg = replace(RECORD, adam_every=every, tied=0.5)
+    assert [T.is_tied(cfg, s) for s in range(1194)] == [s <= last for s in range(1194)]
     assert T.is_adam_step(cfg, last)
+    assert [T.is_tied(RECORD, s) for s in (1175, 1176)] == [True, False]
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("tied, always", [(0.0, False), (1.0, True)])
 def test_never_tied_and_always_tied(tied, always, every):
-    cfg = staged(10, 1.0, tied=tied, adam_every=every)
-    assert [T.is_tied(cfg, step) for step in range(10)] == [always] * 10
+    cfg = staged(12, 1.0, tied=tied, adam_every=every, event_every=(6, 12), event_change=12)
+    assert [T.is_tied(cfg, step) for step in range(12)] == [always] * 12
 
 
 def test_something_with_a_period():
@@ -236,13 +258,13 @@ def test_what_could_not_be_done_at_its_period_is_due_at_the_next_step(period, la
     assert [step for step in range(last, 9) if T.is_due(period, last, step)] == steps
 
 
-@pytest.mark.parametrize("adam_every, saved", [(1, [3, 6, 9]), (2, [4, 6, 10]), (5, [5, 10])])
-def test_checkpoints_of_ten_steps_with_period_three(adam_every, saved):
+@pytest.mark.parametrize("period, saved", [(1, [2, 4, 8]), (3, [4, 8]), (5, [8])])
+def test_checkpoints_of_ten_steps(period, saved):
     """Where no gradient waits, at or soon after each multiple of the period; none is lost."""
-    cfg, last, found = small_config(adam_every=adam_every), 0, []
-    for step in range(11):
-        waiting = step > 0 and not T.is_adam_step(cfg, step - 1)
-        if not waiting and T.is_due(3, last, step):
+    cfg, last, found = small_config(), 0, []  # events after steps 1, 3, 7
+    for step in range(10):
+        waiting = step > 0 and not T.is_event(cfg, step - 1)
+        if not waiting and T.is_due(period, last, step):
             found.append(step)
             last = step
     assert found == saved
@@ -252,14 +274,37 @@ def test_checkpoints_of_ten_steps_with_period_three(adam_every, saved):
     "kept, preset, changes",
     [
         (True, "tiny", {}),
-        (True, "speedrun", {}),  # 539 million parameters, 12 bytes each: 6.5 GB
-        (False, "speedrun", {"width": 1536, "mlp_width": 6144}),  # over 12 GB
-        (True, "speedrun", {"width": 1536, "mlp_width": 6144, "checkpoint_end": "always"}),
         (False, "tiny", {"checkpoint_end": "never"}),
+        (False, "speedrun", {}),  # the n-gram table alone: 65 GB
+        (True, "speedrun", {"ngram_rows": 1_000_000}),  # 6.5 GB
+        (True, "speedrun", {"checkpoint_end": "always"}),
     ],
 )
 def test_which_runs_end_with_a_checkpoint(kept, preset, changes):
     assert T.keeps_end(replace(T.PRESETS[preset], **changes)) == kept
+
+
+# ------------------------------------------------------------------------------------------------
+# Averages of the last weights
+# ------------------------------------------------------------------------------------------------
+
+
+def test_ticks_by_hand():
+    """Of ten steps the last six or five; Adam updates after odd ones, the events are 1, 3 and 7."""
+    cfg = small_config()
+    ema = 1 - (1 - 2 / 7) ** 2  # of two steps at once, and of the last step alone
+    want = {3: 1.0, 5: ema, 7: ema, 9: 2 / 7}, {5: 1.0, 9: 1.0}, {7: 1.0}, {5: 1.0, 8: 1.0, 9: 1.0}
+    for got, ticks in zip(T.tail_ticks(cfg), want, strict=True):
+        assert got == pytest.approx(ticks, rel=1e-12)
+    for step in range(10):
+        assert T.tick_rates(cfg, step) == tuple(at.get(step, 0.0) for at in T.tail_ticks(cfg))
+
+
+@pytest.mark.parametrize("tail", [1, 2, 5, 7, 10, 100])
+def test_every_average_begins_with_the_weight_and_stays_within_it(tail):
+    for at in T.tail_ticks(small_config(tail=tail, tail_average=tail)):
+        assert list(at) == sorted(at) and all(0 <= step < 10 for step in at)
+        assert list(at.values())[:1] in ([], [1.0]) and all(0 < rate <= 1 for rate in at.values())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -268,7 +313,7 @@ def test_which_runs_end_with_a_checkpoint(kept, preset, changes):
 
 
 def exact_yarn(base: float, count: int, windows) -> tuple[np.ndarray, float]:
-    """(frequencies, growth of the scale) after the long window went through `windows`, float64."""
+    """(frequencies, growth of the scale) after a window went through `windows`, in float64."""
     freqs, growth = np.array([base ** (-k / (count - 1)) for k in range(count)]), 1.0
     for old, new in zip(windows, windows[1:], strict=False):
         for k in range(count):
@@ -279,20 +324,21 @@ def exact_yarn(base: float, count: int, windows) -> tuple[np.ndarray, float]:
     return freqs, growth
 
 
-@pytest.mark.parametrize("stage, scale", [(0, 0.1), (1, 0.1169), (2, 0.1275), (3, 0.1318)])
-def test_yarn_of_the_record_against_float64(stage, scale):
-    """Long windows of 3, 7, 11 and 13 times 128 tokens."""
-    freqs, attn_scale = T.yarn(RECORD, stage)
-    assert freqs.dtype == np.float32 and freqs.shape == (128 // 4,)
-    want, growth = exact_yarn(1024, 32, [384, 896, 1408, 1664][: stage + 1])
-    np.testing.assert_allclose(freqs, want, rtol=2e-6)  # three roundings to float32 a stage
-    assert attn_scale == pytest.approx(0.1 * growth, rel=1e-12)
-    assert round(attn_scale, 4) == scale
+@pytest.mark.parametrize("stage", range(5))
+def test_yarn_of_the_record_against_float64(stage):
+    """Narrow heads by the short windows, wide ones by the long; stage 3 changes nothing."""
+    freqs, scales = T.yarn(RECORD, stage)
+    assert freqs.dtype == np.float32 and freqs.shape == (2, 128 // 4)
+    windows = [128, 384, 640, 640, 768], [384, 896, 1408, 1408, 1664]
+    for i, start in enumerate((0.13, 0.085)):
+        want, growth = exact_yarn(1024, 32, windows[i][: stage + 1])
+        np.testing.assert_allclose(freqs[i], want, rtol=3e-6)  # three roundings to float32 a stage
+        assert scales[i] == pytest.approx(start * growth, rel=1e-12)
 
 
 def test_yarn_slows_what_turned_less_than_once_and_keeps_what_turned_32_times():
     """From 384 to 896 tokens: below 2 pi / 384 they shrink to 3/7, above 64 pi / 384 they stay."""
-    before, after = (T.yarn(RECORD, stage)[0].astype(np.float64) for stage in (0, 1))
+    before, after = (T.yarn(RECORD, stage)[0][1].astype(np.float64) for stage in (0, 1))
     turns = 384 * before / (2 * math.pi)
     assert (turns < 1).sum() >= 5 and (turns > 32).sum() >= 2
     np.testing.assert_array_equal(after[turns > 32], before[turns > 32])
@@ -308,20 +354,15 @@ def with_windows(*windows: tuple[int, int]) -> T.Config:
     return small_config(width=128, extension=0, stages=stages)
 
 
-def test_equal_long_windows_change_nothing():
-    """Not even by a rounding, and whatever the short ones do."""
-    cfg = with_windows((8, 384), (64, 384), (8, 896), (9, 896))
-    for one, two in ((0, 1), (2, 3)):
-        (freqs, scale), (freqs_after, scale_after) = T.yarn(cfg, one), T.yarn(cfg, two)
-        np.testing.assert_array_equal(freqs, freqs_after)
-        assert scale == scale_after
-    assert T.yarn(cfg, 1)[1] < T.yarn(cfg, 2)[1]
-
-
-def test_only_long_windows_count():
-    one, two = with_windows((8, 64), (16, 128)), with_windows((8, 64), (60, 128))
-    np.testing.assert_array_equal(T.yarn(one, 1)[0], T.yarn(two, 1)[0])
-    assert T.yarn(one, 1)[1] == T.yarn(two, 1)[1]
+def test_each_kind_of_head_follows_its_own_windows():
+    """Where these stay the same nothing changes, not even by a rounding."""
+    cfg = with_windows((8, 384), (64, 384), (64, 896))
+    freqs, scales = zip(*(T.yarn(cfg, i) for i in range(3)), strict=True)
+    for kind, (before, after) in ((1, (0, 1)), (0, (1, 2))):
+        np.testing.assert_array_equal(freqs[before][kind], freqs[after][kind])
+        assert scales[before][kind] == scales[after][kind]
+        assert np.any(freqs[before][1 - kind] != freqs[after][1 - kind])
+        assert scales[before][1 - kind] < scales[after][1 - kind]
 
 
 @pytest.mark.parametrize("windows", [(64, 128, 256), (64, 32)])
@@ -329,11 +370,11 @@ def test_only_long_windows_count():
 def test_yarn_of_other_heads_bases_and_scales(base, scale, windows):
     """Heads of 32: 8 frequencies. A window that shrinks turns all around."""
     cfg = with_windows(*((8, w) for w in windows))
-    cfg = replace(cfg, rope_base=base, attn_scale=scale)
-    freqs, attn_scale = T.yarn(cfg, len(windows) - 1)
+    cfg = replace(cfg, rope_base=base, attn_scales=(1.0, scale))
+    freqs, scales = T.yarn(cfg, len(windows) - 1)
     want, growth = exact_yarn(base, 8, windows)
-    np.testing.assert_allclose(freqs, want, rtol=2e-6)
-    assert attn_scale == pytest.approx(scale * growth, rel=1e-12)
+    np.testing.assert_allclose(freqs[1], want, rtol=2e-6)
+    assert scales.tolist() == pytest.approx([1.0, scale * growth], rel=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -341,36 +382,30 @@ def test_yarn_of_other_heads_bases_and_scales(base, scale, windows):
 # ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 1, 161, 482, 483, 604, 967, 968, 1449, 1450, 1489])
+@pytest.mark.parametrize("step", [0, 1, 161, 320, 321, 513, 514, 680, 681, 1107, 1175, 1176, 1193])
 def test_hyper_is_the_schedule_in_float32(step):
     hyper = T.hyper_at(RECORD, step)
-    freqs, attn_scale = T.yarn(RECORD, T.stage_index(RECORD, step))
+    (narrow, wide), scales = T.yarn(RECORD, T.stage_index(RECORD, step))
     assert hyper.lr == np.float32(T.lr_scale(RECORD, step))
-    assert hyper.momentum == np.float32(T.muon_momentum(RECORD, step))
-    assert hyper.tied == (step <= 967)
-    assert hyper.attn_scale == np.float32(attn_scale)
-    np.testing.assert_array_equal(hyper.freqs, freqs)
+    assert hyper.momentum == np.float32(T.momentum(RECORD, step))
+    rails = np.float32(T.rails(RECORD, step))
+    np.testing.assert_array_equal([hyper.fast_beta, hyper.fast_weight], rails)
+    assert hyper.tied == (step <= 1175)
+    np.testing.assert_array_equal(hyper.scales, np.float32(scales))
+    np.testing.assert_array_equal(hyper.freqs_narrow, narrow)
+    np.testing.assert_array_equal(hyper.freqs_wide, wide)
     weights = T.loss_weights(RECORD, step)
     np.testing.assert_array_equal(hyper.weights, np.float32([*weights, 0, 0][:3]))
-
-
-@pytest.mark.parametrize(
-    "every, counts",
-    [(1, [1, 2, 3, 4, 5, 6, 7]), (2, [1, 1, 2, 2, 3, 3, 4]), (3, [1, 1, 1, 2, 2, 2, 3])],
-)
-def test_adam_counts_its_own_steps(every, counts):
-    """The bias correction of its first step is that of one gradient, whenever it comes."""
-    cfg = replace(RECORD, adam_every=every)
-    assert [T.hyper_at(cfg, step).adam_count for step in range(7)] == counts
+    assert hyper.prefix == np.float32(T.prefix_weight(RECORD, step))
+    np.testing.assert_array_equal(hyper.ticks, np.float32(T.tick_rates(RECORD, step)))
 
 
 @pytest.mark.parametrize("cfg", [RECORD, small_config()], ids=lambda cfg: cfg.preset)
 def test_hyper_has_the_same_shapes_at_every_step(cfg):
     """So that no step recompiles a program; weights are padded to those of the widest stage."""
-    want = [(np.dtype(np.float32), shape) for shape in [()] * 5]
-    widest = max(len(stage.weights) for stage in cfg.stages)
-    want += [(np.dtype(np.float32), shape) for shape in ((cfg.head_width // 4,), (widest,))]
+    quarter, widest = cfg.head_width // 4, max(len(stage.weights) for stage in cfg.stages)
+    shapes = [()] * 8 + [(quarter,), (quarter,), (2,), (widest,), (), (4,)]
     for step in range(cfg.steps):
         hyper = T.hyper_at(cfg, step)
-        assert all(type(x) is np.ndarray for x in hyper)
-        assert [(x.dtype, x.shape) for x in hyper] == want
+        assert all(type(x) is np.ndarray and x.dtype == np.float32 for x in hyper)
+        assert [x.shape for x in hyper] == shapes

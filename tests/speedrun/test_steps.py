@@ -1,4 +1,7 @@
-"""The programs on the devices: the same training on any number of them, and nothing hidden."""
+"""The programs on the devices: what they compute, send, keep and consume.
+
+That a training is the same on any number of devices: test_devices.py.
+"""
 
 import functools
 import re
@@ -11,51 +14,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from conftest import BOS, small_config
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import (
-    CFG,
-    assert_same_training,
-    lay,
-    mesh_of,
-    programs_of,
-    quick,
-    quick_compilation,
-    run_steps,
-    spread,
-)
+from programs import CFG, lay, mesh_of, programs_of, quick, quick_compilation, spread
 
 import train_gpt as T
 
-DEVICES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8]
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
-UPDATED = {name: T.updated(CFG, name) for name in ("muon", "adam")}
-KINDS = ("params", "first", "second")
+UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "event2")}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
+WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
 # On 8 devices with one row of 32 tokens at a time: four micro-batches for each step, and the logits
 # of each in two chunks.
 WIDE = replace(
     CFG,
     extension=0,
-    stages=(T.Stage(1.0, 32 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0)),),
+    stages=(T.Stage(1.0, 32 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0), (0.3,), (48,)),),
     micro_tokens=32,
     loss_chunk=16,
 )
 
 
+@functools.cache
+def lowered(cfg: T.Config, devices: int, name: str):
+    mesh = mesh_of(devices)
+    with quick_compilation():
+        return T.lower(T.programs(cfg, mesh, KERNELS)[name], mesh)
+
+
+@functools.cache
+def program(cfg: T.Config, devices: int, name: str):
+    """One compiled program."""
+    return lowered(cfg, devices, name).compile()
+
+
 def random_state(cfg, seed=0, tied=False):
     """A state in which everything has a gradient and every moment is there, as NumPy arrays."""
     rng = np.random.default_rng(seed)
-    state = T.map_state(
-        cfg, lambda shape, row: rng.normal(0, 0.3 if row.sharded else 0.5, shape).astype(np.float32)
-    )
-    state["second"] = {name: np.square(x) for name, x in state["second"].items()}
-    if tied:
-        for arrays in state.values():
+
+    def leaf(shape, dtype, row):
+        return rng.normal(0, 0.3 if row.sharded else 0.5, shape).astype(dtype)
+
+    state = T.map_state(cfg, leaf)
+    for kind in ("second", "equaliser"):
+        state[kind] = {name: np.square(x) for name, x in state[kind].items()}
+    for arrays in state.values():
+        if tied and "embed" in arrays:
             arrays["embed"] = arrays["head"].copy()
     return state
 
@@ -65,17 +72,19 @@ def on_mesh(cfg, state, mesh):
     return {kind: lay(cfg, arrays, mesh) for kind, arrays in state.items()}
 
 
-def copies_on(cfg, params, mesh):
-    """Compute copies of such parameters, whole on every device."""
+def model_on(cfg, params, mesh):
+    """(compute copies of such parameters and signs, whole on every device; the n-gram table)."""
+    params = lay(cfg, params, mesh)
     with quick_compilation():
-        return T.start_copies(cfg, mesh)(lay(cfg, params, mesh))
+        return T.start_copies(cfg, mesh)(params, np.uint32(0)), params["ngram_table"]
 
 
 def random_due(cfg, mesh, update):
-    """What an update takes: for Adam's parameters the gradients of two steps."""
-    found = {name: () for name in UPDATED[update]}
-    for seed in (8, 9)[: 1 if update == "muon" else 2]:
-        grads = T.compute_copies(cfg, random_state(cfg, seed)["params"])
+    """What an update takes: the gradients of as many steps as it sums."""
+    found = {name: () for name in T.updated(cfg, update)}
+    for seed in range(8, 8 + T.updates(cfg)[update]):
+        grads = random_state(cfg, seed)["params"]
+        grads = {n: x.astype(cfg.dtype) if TABLE[n].sharded else x for n, x in grads.items()}
         grads = spread(cfg, {name: grads[name] for name in found}, mesh)
         found = {name: (*found[name], grad) for name, grad in grads.items()}
     return found
@@ -86,81 +95,36 @@ def hyper_on(cfg, step, mesh, **changes):
     return jax.tree.map(lambda x: T.put(x, mesh, P()), hyper)
 
 
+def batch_of(cfg, step, mesh, shards):
+    """(Rows, wanted) of a step from the start of the shards, as NumPy arrays and on the mesh."""
+    stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(cfg, WORDS)
+    *arrays, _ = T.next_batch(cfg, mesh.size, stream, known, step, T.first_place(cfg))
+    return arrays, jax.tree.map(lambda x: T.put(x, mesh, P(T.AXIS)), arrays)
+
+
+def dense(cfg, request, devices: int):
+    """The gradient [rows, d] of the n-gram table from the pair that a `grads` program returns."""
+    wanted, grads = (np.asarray(x) for x in request)
+    rows = T.padded(TABLE["ngram_table"].shape, TABLE["ngram_table"], devices)[0]
+    wanted = wanted.reshape(devices, devices, -1)
+    total, share = np.zeros((rows, grads.shape[-1]), np.float32), rows // devices
+    ids = np.where(wanted < share, wanted + share * np.arange(devices)[:, None], -1).reshape(-1)
+    grads = grads.reshape(-1, grads.shape[-1]).astype(np.float32)
+    assert not np.any(grads[ids < 0])
+    np.add.at(total, ids[ids >= 0], grads[ids >= 0])
+    return total
+
+
 def assert_same(got, want):
     """Equal to the bit."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-# ------------------------------------------------------------------------------------------------
-# The same training on any number of devices
-# ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def on_eight(shards):
-    return run_steps(CFG, mesh_of(8), programs_of(CFG, 8), shards)
-
-
-def test_the_run_has_a_stage_change_an_untying_adam_steps_between_others_and_padding():
-    """What the comparisons below rely on."""
-    assert CFG.boundaries == (0, 3, 6, 8)
-    assert [T.is_adam_step(CFG, step) for step in range(8)] == [False, True] * 4
-    assert [T.is_tied(CFG, step) for step in range(8)] == [True] * 6 + [False] * 2
-    for devices, batches in ((1, 4), (2, 2), (4, 1), (8, 1)):
-        rows = np.zeros((8 // devices, 33), np.uint16)
-        assert len(T.micro_batches(CFG, rows)) == batches
-    uneven = {name for name in SHARDED if TABLE[name].shape[0] % 8}
-    assert uneven == {"head", "embed", "value_tables", "bigram_table", "mlp_bank"}
-
-
-@pytest.mark.parametrize("devices", DEVICES[:3])
-def test_training_does_not_depend_on_the_number_of_devices(shards, on_eight, devices):
-    got = run_steps(CFG, mesh_of(devices), programs_of(CFG, devices), shards)
-    assert_same_training(got, on_eight)
-
-
-@pytest.mark.slow
-def test_three_devices_train_as_eight_do(shards):
-    """On 24 rows."""
-    stages = (T.Stage(1.0, 24 * 32, 32, 24, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0)),)
-    cfg = replace(CFG, stages=stages, extension=0, steps=4, micro_tokens=256, val_batch=24 * 64)
-    found = []
-    for devices in (3, 8):
-        mesh = T.make_mesh(replace(cfg, devices=devices))
-        found.append(run_steps(cfg, mesh, programs_of(cfg, devices), shards))
-    assert_same_training(*found)
-
-
-@pytest.mark.parametrize("change", [{"micro_tokens": 512}, {"recompute": True}])
-def test_gradients_do_not_depend_on_micro_tokens_and_recompute(shards, change):
-    """All rows at once instead of two; layers computed again on the way back."""
-    mesh, cfg = mesh_of(1), replace(CFG, **change)
-    assert len(T.micro_batches(cfg, np.zeros((8, 33)))) == (1 if "micro_tokens" in change else 4)
-    with quick_compilation():
-        lowered = T.lower(T.programs(cfg, mesh, KERNELS)["grads0"], mesh)
-        other = lowered.compile()
-    barriers = lowered.as_text().count("optimization_barrier")
-    assert (barriers >= CFG.layers) == cfg.recompute
-    rows, _ = T.plain_rows(T.TokenStream(shards, "train", BOS), 0, 8, 32)
-    args = copies_on(CFG, random_state(CFG)["params"], mesh), T.put(rows, mesh, P(T.AXIS))
-    (want, wanted), (got, loss) = (
-        program(*args, hyper_on(CFG, 0, mesh)) for program in (programs_of(CFG, 1)["grads0"], other)
-    )
-    assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
-    for name in TABLE:
-        error = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
-        assert error < 1e-5, (name, error)
-
-
-def test_training_changes_every_parameter_and_lowers_the_loss(on_eight):
-    losses, state = on_eight
-    start = quick(partial(T.init_state, CFG, 1), np.uint32(0))
-    for name, value in state["params"].items():
-        assert np.abs(value - start["params"][name]).max() > 1e-5, name
-    # Capped logits of a small head: 1e-2 from those of a uniform guess.
-    assert losses[0] == pytest.approx(np.log(CFG.vocab), abs=0.05)
-    assert losses[-1] < losses[0] - 0.3
+def distance(got, want) -> float:
+    """Relative norm of the difference."""
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -168,34 +132,65 @@ def test_training_changes_every_parameter_and_lowers_the_loss(on_eight):
 # ------------------------------------------------------------------------------------------------
 
 
-def toy_copies(dtype):
-    """Tables and one weight of small whole numbers, so that sums are exact in any order."""
-    rng = np.random.default_rng(1)
-    names = *T.TABLES, "head"
-    return {name: jnp.asarray(rng.integers(-2, 3, TABLE[name].shape), dtype) for name in names}
-
-
-def toy_loss(params, rows, tokens, *_):
-    """In place of loss_sums: (a sum in which every table has a gradient, another number)."""
-    x = rows["embed"] + rows["value_tables"][0] - 2 * rows["value_tables"][1]
-    x = (x * tokens[:, :-1, None].astype(x.dtype) + rows["bigram_table"]).astype(jnp.float32)
-    weights = params["head"][:3].astype(jnp.float32)
-    return jnp.sum(x @ weights.T), jnp.sum(tokens[:, 1:]).astype("float32")
-
-
-def looked_up(copies, tokens):
-    """toy_loss with the lookup inside, so that autodiff goes through it."""
-    return toy_loss(copies, T.look_up(CFG, copies, tokens[:, :-1]), tokens)
+@pytest.mark.parametrize("change", [{"micro_tokens": 512}, {"recompute": True}])
+def test_gradients_do_not_depend_on_micro_tokens_and_recompute(shards, change):
+    """All rows at once instead of two; layers computed again on the way back."""
+    mesh, cfg = mesh_of(1), replace(CFG, **change)
+    assert T.micro_rows(cfg, 8, 32)[0] == (8 if "micro_tokens" in change else 2)
+    if cfg.recompute:
+        plain, again = (lowered(c, 1, "grads0").as_text() for c in (CFG, cfg))
+        barrier = "optimization_barrier"
+        assert again.count(barrier) >= plain.count(barrier) + CFG.depth
+    model, (_, batch) = (
+        model_on(CFG, random_state(CFG)["params"], mesh),
+        batch_of(CFG, 0, mesh, shards),
+    )
+    args = *model, *batch, hyper_on(CFG, 0, mesh)
+    (want, wanted), (got, loss) = (program(c, 1, "grads0")(*args) for c in (CFG, cfg))
+    assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
+    for name in TABLE:
+        one, two = (
+            dense(CFG, x[name], 1) if name == "ngram_table" else x[name] for x in (got, want)
+        )
+        assert distance(one, two) < 1e-3, name  # float32 gets few digits of them: see below
 
 
 TOY_TOKENS = np.random.default_rng(0).integers(1, 6, (12, 6)).astype(np.uint16)  # ids repeat
 
 
+def toy_copies(dtype):
+    """Tables, signs and one weight of small whole numbers, so that sums are exact in any order."""
+    rng = np.random.default_rng(1)
+    names = "embed", "value_tables", "ngram_table", "head"
+    found = {name: jnp.asarray(rng.integers(-2, 3, TABLE[name].shape), dtype) for name in names}
+    return found | {"signs": T.sign_pool(CFG, 0)}
+
+
+def toy_loss(params, rows, segments, aims, *_):
+    """In place of loss_sums: (a sum in which every table has a gradient, another number)."""
+    one, two, three = rows["value_tables"]
+    x = rows["embed"] + one - 2 * two + 3 * three
+    x = (x * aims.targets[..., None].astype(x.dtype) + rows["ngram"]).astype(jnp.float32)
+    weights = params["head"][:3].astype(jnp.float32)
+    return jnp.sum(x @ weights.T), jnp.sum(aims.targets).astype("float32")
+
+
 @functools.cache
 def toy_autodiff(dtype):
-    """((loss, other number), gradients) of all rows at once, in float32."""
-    copies = {name: x.astype(jnp.float32) for name, x in toy_copies(dtype).items()}
-    return quick(jax.value_and_grad(looked_up, has_aux=True), copies, TOY_TOKENS.astype(np.int32))
+    """((loss, other number), gradients) of all rows at once, in float32, lookups inside."""
+    inputs, aims = TOY_TOKENS[:, :-1], T.Aims(None, TOY_TOKENS[:, 1:].astype(np.int32), None)
+    places = T.table_places(T.ngram_ids(inputs, CFG.ngram_rows, np), CFG.ngram_rows)
+    copies = toy_copies(dtype)
+    signs = copies.pop("signs")
+
+    def loss(copies):
+        tables = copies | {"ngrams": copies["ngram_table"]}
+        rows = T.look_up(CFG, tables, inputs, places.swapaxes(0, 1))
+        rows["ngram"] = T.signed_sum(CFG, signs, rows["ngrams"], inputs)
+        return toy_loss(copies, rows, None, aims)
+
+    copies = {name: x.astype(jnp.float32) for name, x in copies.items()}
+    return quick(jax.value_and_grad(loss, has_aux=True), copies)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -204,22 +199,28 @@ def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(monkeypatch, m
     """That of tables, added row by row, equals autodiff's through the lookup; over rows of the
     batch, the mean."""
     monkeypatch.setattr(T, "loss_sums", toy_loss)
-    cfg = replace(CFG, micro_tokens=5 * micro, compute_dtype=dtype)
     stage = T.Stage(1.0, 16 * 8, 8, 0, (1, 1))  # 1 / 16 rows and 1 / 128 tokens are exact
+    cfg = replace(CFG, micro_tokens=5 * micro, compute_dtype=dtype, stages=(stage,), extension=0)
     step = jax.shard_map(
-        partial(T.grads_step, cfg, T.PLAIN, stage),
+        partial(T.grads_step, cfg, T.PLAIN, 0),
         mesh=mesh_of(1),
         in_specs=P(),
         out_specs=P(),
         check_vma=False,
     )
-    copies = toy_copies(dtype)
-    grads, mean = quick(step, copies, TOY_TOKENS, T.hyper_at(CFG, 0))
+    copies, inputs = toy_copies(dtype), TOY_TOKENS[:, :-1]
+    wanted, places = T.request(cfg, inputs, 1)
+    targets = TOY_TOKENS[:, 1:].astype(np.int32)
+    aims = T.Aims(np.empty((12, 0), np.int32), targets, 0 * targets)
+    rows, table = T.Rows(TOY_TOKENS, inputs, places, aims), copies.pop("ngram_table")
+    grads, mean = quick(step, copies, table, rows, wanted, T.hyper_at(cfg, 0))
     (_, want), wanted = toy_autodiff(dtype)
-    assert mean == want / 128 == TOY_TOKENS[:, 1:].sum() / 128 and mean.dtype == jnp.float32
-    assert grads.keys() == wanted.keys() == copies.keys()
+    assert mean == want / 128 == targets.sum() / 128 and mean.dtype == jnp.float32
+    assert grads.keys() == wanted.keys()
+    assert {x.dtype for x in jax.tree.leaves(grads)} - {np.dtype("int32")} == {np.dtype(dtype)}
+    grads["ngram_table"] = dense(cfg, grads["ngram_table"], 1)
     for name, grad in grads.items():
-        assert grad.dtype == dtype and np.abs(wanted[name]).max() > 10
+        assert np.abs(wanted[name]).max() > 10
         want = wanted[name].astype(dtype) / 16
         # Whole numbers below 2^8 are exact in bfloat16; only the head's gradient, a sum over a
         # micro-batch, is larger and has the 8 bits of its parameter before it is added up.
@@ -230,6 +231,107 @@ def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(monkeypatch, m
         )
     used = np.unique(TOY_TOKENS[:, :-1])
     assert np.flatnonzero(np.abs(grads["embed"]).sum(1)).tolist() == used.tolist()
+
+
+def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
+    """Of 8 devices and 4 micro-batches, against autodiff of the whole batch, lookups included.
+
+    Losses run over each row's candidates. The reported one is the plain mean over next tokens,
+    whatever the weights.
+    """
+    mesh, weights = mesh_of(8), np.float32([0.7, 1.9])
+    params = random_state(WIDE)["params"]
+    (rows, _), batch = batch_of(WIDE, 0, mesh, shards)
+    model = model_on(WIDE, params, mesh)
+    got, loss = program(WIDE, 8, "grads0")(*model, *batch, hyper_on(WIDE, 0, mesh, weights=weights))
+    inputs, targets, aims = rows.tokens[:, :-1], rows.tokens[:, 1:].astype(np.int32), rows.aims
+    places = T.table_places(T.ngram_ids(rows.hashed, WIDE.ngram_rows, np), WIDE.ngram_rows)
+    prefixes = np.take_along_axis(aims.candidates, np.maximum(aims.prefixes, 0), 1)
+    has_prefix, signs = aims.prefixes >= 0, jnp.asarray(np.asarray(model[0]["signs"]))
+    assert 0.1 < has_prefix.mean() < 0.8
+
+    def losses(params):
+        tables = params | {"ngrams": params["ngram_table"]}
+        found = T.look_up(WIDE, tables, inputs, places.swapaxes(0, 1))
+        found["ngram"] = T.signed_sum(WIDE, signs, found["ngrams"], rows.hashed)
+        segments = T.segment_ids(inputs, BOS, WIDE.attention_cap)
+        x = T.forward(params, found, segments, WIDE, T.PLAIN, (8, 32), T.hyper_at(WIDE, 0))
+        capped = T.cap_logits(x @ params["head"].T, WIDE)
+        among = jnp.take_along_axis(capped, aims.candidates[:, None], 2)
+        total = jnp.log(jnp.sum(jnp.exp(among), axis=2))
+
+        def ahead(ids, k=0):
+            picked = jnp.take_along_axis(capped[:, : 32 - k], ids[:, k:, None], 2)[..., 0]
+            return total[:, : 32 - k] - picked
+
+        plain = jnp.sum(ahead(targets))
+        weighted = weights[0] * plain + weights[1] * jnp.sum(ahead(targets, 1))
+        return (weighted + 0.3 * jnp.sum(has_prefix * ahead(prefixes))) / 32, plain
+
+    (_, plain), wanted = quick(jax.value_and_grad(losses, has_aux=True), params)
+    assert loss.shape == () and loss.dtype == np.float32
+    np.testing.assert_allclose(loss, plain / 1024, rtol=1e-6)
+    assert got.keys() == wanted.keys() == TABLE.keys()
+    for name, row in TABLE.items():
+        assert np.linalg.norm(wanted[name]) > 1e-3, name
+        for x in jax.tree.leaves(got[name]):
+            assert x.sharding == NamedSharding(mesh, P(T.AXIS))
+        if name == "ngram_table":
+            total = dense(WIDE, got[name], 8)
+        else:
+            total = np.asarray(got[name]).reshape(8, *T.padded(row.shape, row, 8)).sum(0)
+        assert not total[row.shape[0] :].any()
+        # With such parameters both sides are up to 8e-4 from the same in float64.
+        assert distance(total[: row.shape[0]], wanted[name]) < 2e-3, name
+
+
+def test_padding_is_never_read(shards):
+    """Not a number there, but finite losses and gradients, equal to those over zeros."""
+    mesh, found = mesh_of(8), []
+    model = model_on(CFG, random_state(CFG)["params"], mesh)
+    (rows, _), batch = batch_of(CFG, 3, mesh, shards)
+    val = T.val_rows(CFG, mesh, T.vocabulary(CFG, WORDS), rows.tokens)
+    for padding in (0.0, np.nan):
+        copies, table = jax.tree.map(np.array, model)
+        for name in SHARDED:
+            (table if name == "ngram_table" else copies[name])[TABLE[name].shape[0] :] = padding
+        copies = {name: T.put(x, mesh, P()) for name, x in copies.items()}
+        table = T.put(table, mesh, P(T.AXIS))
+        name = T.programs_of(CFG, 3)[0]
+        for args in ((name, *batch), ("eval", *val)):
+            out = programs_of(CFG, 8)[args[0]](copies, table, *args[1:], hyper_on(CFG, 3, mesh))
+            found.append(jax.device_get(out))
+    assert_same(found[:2], found[2:])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize(
+    ("micro_tokens", "rows", "row_tokens", "want"),
+    [
+        (64, 8, 32, 2),
+        (63, 8, 32, 1),
+        (256, 8, 32, 8),
+        (10_000, 8, 32, 8),
+        (160, 6, 32, 3),  # five would fit, but do not divide six
+        (16, 8, 32, 1),  # a row is never cut
+        (64, 1, 32, 1),
+    ],
+)
+def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows, row_tokens, want):
+    cfg = small_config(micro_tokens=micro_tokens)
+    tokens = np.arange(rows * (row_tokens + 1), dtype=np.uint16).reshape(rows, -1)
+    places = np.arange(rows * 2 * row_tokens).reshape(rows, 2, -1)
+    aims = T.Aims(np.empty((rows, 0)), tokens[:, 1:], tokens[:, 1:])
+    got = T.micro_batches(cfg, T.Rows(tokens, tokens[:, :-1], places, aims))
+    assert got.tokens.shape == (rows // want, want, row_tokens + 1)
+    assert got.aims.candidates.shape == (rows // want, want, 0)
+    np.testing.assert_array_equal(got.tokens.reshape(rows, -1), tokens)
+    np.testing.assert_array_equal(got.places.reshape(places.shape), places)
+
+
+# ------------------------------------------------------------------------------------------------
+# Collectives
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -272,93 +374,33 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
     assert_same(copies, {name: x.astype(like[name][0].dtype) for name, x in wanted.items()})
 
 
-@pytest.fixture(scope="module")
-def wide():
-    """The accumulating gradients of WIDE on 8 devices, lowered and compiled."""
-    with quick_compilation():
-        lowered = T.lower(T.programs(WIDE, mesh_of(8), KERNELS)["grads0"], mesh_of(8))
-        return SimpleNamespace(lowered=lowered, compiled=lowered.compile())
+def test_rows_that_were_fetched_get_the_sum_of_their_gradients():
+    """From two steps and four devices, each row once; in float32, of bfloat16 parts."""
+    mesh, share, size, rng = mesh_of(4), 6, 5, np.random.default_rng(0)
+    parts, want = [], np.zeros((4 * share, 3), np.float32)
+    for _ in range(2):
+        wanted = np.full((4, 4, size), share, np.int32)
+        grads = np.zeros((4, 4, size, 3), np.float32)
+        for device, owner in np.ndindex(4, 4):
+            ids = rng.permutation(share)[: rng.integers(0, size + 1)]
+            wanted[device, owner, : len(ids)] = ids
+            grads[device, owner, : len(ids)] = rng.integers(-200, 200, (len(ids), 3))
+            np.add.at(want, owner * share + ids, grads[device, owner, : len(ids)])
+        grads = jnp.asarray(grads.reshape(16, size, 3), jnp.bfloat16)
+        parts.append((wanted.reshape(16, size), grads))
+    summed = jax.shard_map(
+        lambda parts: T.sum_requests(parts, share),
+        mesh=mesh, in_specs=P(T.AXIS), out_specs=P(T.AXIS), check_vma=False,
+    )  # fmt: skip
+    ids, grads = (np.split(np.asarray(x), 4) for x in quick(summed, parts))
+    got = np.zeros_like(want)
+    for owner in range(4):
+        assert len(np.unique(ids[owner])) == len(ids[owner]) == 2 * 4 * size
+        own = ids[owner] < share
+        assert grads[owner].dtype == np.float32
+        got[owner * share + ids[owner][own]] = grads[owner][own]
+    np.testing.assert_array_equal(got, want)
 
-
-def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(wide, shards):
-    """Of 8 devices and 4 micro-batches, against autodiff of the whole batch, lookups included.
-
-    The reported loss is the plain mean over next tokens, whatever the weights.
-    """
-    mesh, weights = mesh_of(8), np.float32([0.7, 1.9])
-    params = random_state(WIDE)["params"]
-    rows, _ = T.plain_rows(T.TokenStream(shards, "train", BOS), 0, 32, 32)
-    hyper = T.hyper_at(WIDE, 0)._replace(weights=weights)
-    tokens = T.put(rows, mesh, P(T.AXIS))
-    hyper = jax.tree.map(lambda x: T.put(x, mesh, P()), hyper)
-    got, loss = wide.compiled(copies_on(WIDE, params, mesh), tokens, hyper)
-
-    def losses(params):
-        tokens = rows.astype(np.int32)
-        inputs = tokens[:, :-1]
-        found = T.look_up(WIDE, params, inputs)
-        x = T.forward(params, found, inputs, WIDE, T.PLAIN, (8, 32), hyper)
-        log_probs = jax.nn.log_softmax(T.cap_logits(x @ params["head"].T, WIDE))
-        ahead = [
-            -jnp.take_along_axis(log_probs[:, : 32 - k], tokens[:, 1 + k :, None], 2).sum()
-            for k in (0, 1)
-        ]
-        return (weights[0] * ahead[0] + weights[1] * ahead[1]) / 32, x
-
-    (_, x), wanted = quick(jax.value_and_grad(losses, has_aux=True), params)
-    every = reference.losses(x.reshape(-1, WIDE.width), params["head"], WIDE)
-    plain = np.take_along_axis(every, rows[:, 1:].reshape(-1, 1).astype(int), axis=1).mean()
-    assert loss.shape == () and loss.dtype == np.float32
-    np.testing.assert_allclose(loss, plain, rtol=1e-6)
-    assert got.keys() == wanted.keys() == TABLE.keys()
-    for name, row in TABLE.items():
-        assert np.linalg.norm(wanted[name]) > 1e-3, name
-        # float32 sums over 1,024 tokens in another order: about 1e-6 of the gradient
-        total = np.asarray(got[name]).reshape(8, *T.padded(row.shape, row, 8)).sum(0)
-        assert not total[row.shape[0] :].any()
-        error = np.linalg.norm(total[: row.shape[0]] - wanted[name]) / np.linalg.norm(wanted[name])
-        assert error < 2e-5, name
-        assert got[name].sharding == NamedSharding(mesh, P(T.AXIS))
-
-
-def test_padding_is_never_read(shards):
-    """Not a number there, but finite losses and gradients, equal to those over zeros."""
-    mesh, found = mesh_of(8), []
-    params = copies_on(CFG, random_state(CFG)["params"], mesh)
-    rows, _ = T.plain_rows(T.TokenStream(shards, "train", BOS), 0, 8, 64)
-    for padding in (0.0, np.nan):
-        copies = {name: np.array(x) for name, x in params.items()}
-        for name, row in TABLE.items():
-            copies[name][row.shape[0] :] = padding
-        copies = {name: T.put(x, mesh, P()) for name, x in copies.items()}
-        for name in ("grads1", "eval"):
-            args = copies, T.put(rows, mesh, P(T.AXIS)), hyper_on(CFG, 3, mesh)
-            found.append(jax.device_get(programs_of(CFG, 8)[name](*args)))
-    assert_same(found[:2], found[2:])
-
-
-@pytest.mark.parametrize(
-    ("micro_tokens", "rows", "row_tokens", "want"),
-    [
-        (64, 8, 32, 2),
-        (63, 8, 32, 1),
-        (256, 8, 32, 8),
-        (10_000, 8, 32, 8),
-        (160, 6, 32, 3),  # five would fit, but do not divide six
-        (16, 8, 32, 1),  # a row is never cut
-        (64, 1, 32, 1),
-    ],
-)
-def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows, row_tokens, want):
-    tokens = np.arange(rows * (row_tokens + 1), dtype=np.uint16).reshape(rows, -1)
-    got = T.micro_batches(small_config(micro_tokens=micro_tokens), tokens)
-    assert got.shape == (rows // want, want, row_tokens + 1) and got.dtype == jnp.int32
-    np.testing.assert_array_equal(got.reshape(rows, -1), tokens)
-
-
-# ------------------------------------------------------------------------------------------------
-# Collectives
-# ------------------------------------------------------------------------------------------------
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -394,47 +436,50 @@ def collectives(hlo: str) -> tuple[list[str], list[str]]:
     return found(bodies), found(inside)
 
 
-def test_gradients_communicate_their_loss_and_never_while_they_accumulate(wide):
-    everywhere, in_loops = collectives(wide.compiled.as_text())
-    assert set(everywhere) == {"all-reduce"}
+def test_gradients_communicate_their_loss_and_never_while_they_accumulate():
+    """And the rows of the n-gram table, before they begin."""
+    everywhere, in_loops = collectives(program(WIDE, 8, "grads0").as_text())
+    assert set(everywhere) == {"all-reduce", "all-to-all"}
     assert in_loops == []
 
 
 def test_a_collective_inside_the_loop_would_be_found():
     """The same search over gradients that reduce the loss of every micro-batch."""
     mesh = mesh_of(8)
-    program = T.programs(WIDE, mesh, KERNELS)["grads0"]
+    like = T.programs(WIDE, mesh, KERNELS)["grads0"]
 
-    def reduce_each(copies, tokens, hyper):
-        def add(total, tokens):
-            rows = T.look_up(WIDE, copies, tokens[:, :-1])
-            return total + lax.psum(jnp.sum(rows["embed"]), T.AXIS), None
+    def reduce_each(copies, table, rows, wanted, hyper):
+        def add(total, rows):
+            x = copies["embed"][rows.tokens[:, :-1]]
+            return total + lax.psum(jnp.sum(x), T.AXIS), None
 
-        total = lax.scan(add, jnp.zeros(()), T.micro_batches(WIDE, tokens))[0]
-        return {name: jnp.ones(x.shape) for name, x in copies.items()}, total
+        return table, lax.scan(add, jnp.zeros(()), T.micro_batches(WIDE, rows))[0]
 
     with quick_compilation():
-        hlo = T.lower(program._replace(step=reduce_each), mesh).compile().as_text()
+        hlo = T.lower(like._replace(step=reduce_each), mesh).compile().as_text()
     assert "all-reduce" in collectives(hlo)[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "gathered", "scattered", "summed"),
+    ("name", "gathered", "scattered", "summed", "exchanged"),
     [
-        ("grads0", 0, 0, 1),  # the loss
-        ("muon", 2, 2, 1),  # the norm
-        ("adam", 4, 4, 13 + 1),
-        ("eval", 0, 0, 1),
+        ("grads0", 0, 0, 1, 2),  # the loss; what is wanted of the n-gram table, and its rows
+        ("anvil", 3, 3, 1, 0),  # the norm
+        ("adam", 2, 2, 16 + 1, 0),
+        ("event2", 1, 1, 1, 2 * 2),  # for each step which rows of the n-gram table, and gradients
+        ("event4", 1, 1, 1, 4 * 2),
+        ("finish", 6, 0, 5 * 2, 0),  # norms before and after
+        ("eval", 0, 0, 1, 2),
     ],
 )
-def test_programs_have_one_collective_for_each_parameter(wide, name, gathered, scattered, summed):
+def test_programs_have_one_collective_for_each_parameter(
+    name, gathered, scattered, summed, exchanged
+):
     """An update reduce-scatters or all-reduces its gradients, and gathers what it changed."""
-    mesh = mesh_of(8)
-    lowered = T.lower(T.programs(WIDE, mesh, KERNELS)[name], mesh)
-    text = (wide.lowered if name == "grads0" else lowered).as_text()
+    text = lowered(WIDE, 8, name).as_text()
     names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
     count = [text.count(f'"stablehlo.{name}"') for name in names]
-    assert count == [gathered, scattered, summed, 0, 0]
+    assert count == [gathered, scattered, summed, exchanged, 0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -444,24 +489,31 @@ def test_programs_have_one_collective_for_each_parameter(wide, name, gathered, s
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compute_copies_have_the_compute_dtype_where_parameters_are_large(dtype):
+    """Of the n-gram table there is none."""
     cfg = replace(CFG, compute_dtype=dtype)
     params = {name: np.full(row.shape, 1 + 2**-10, np.float32) for name, row in TABLE.items()}
     copies = T.compute_copies(cfg, params)
-    assert copies.keys() == TABLE.keys()
+    assert copies.keys() == TABLE.keys() - {"ngram_table"}
     for name, copy in copies.items():
         large = TABLE[name].sharded
         assert copy.dtype == (dtype if large else "float32"), name
         rounded = 1 if large and dtype == "bfloat16" else 1 + 2**-10
         assert copy.shape == TABLE[name].shape and np.all(copy == rounded), name
-    assert {"head", *T.TABLES, *UPDATED["muon"]} == SHARDED
+    tables = {"head", "embed", "value_tables", "ngram_table"}
+    assert {*tables, *UPDATED["anvil"]} == SHARDED
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_first_copies_are_the_whole_state_on_every_device(devices):
+def test_first_copies_are_the_whole_state_on_every_device():
+    """With signs of a seed, as many of either kind."""
     params = random_state(CFG)["params"]
-    copies = copies_on(CFG, params, mesh_of(devices))
-    assert_same(T.unpadded(CFG, copies), params)
+    copies, _ = model_on(CFG, params, mesh_of(8))
     assert all(copy.sharding.is_fully_replicated for copy in copies.values())
+    signs = np.asarray(copies.pop("signs"))
+    del params["ngram_table"]
+    assert_same(T.unpadded(CFG, copies), params)
+    assert signs.dtype == np.int8 and signs.shape == (64, 32) and abs(signs.mean()) < 0.1
+    assert set(signs.reshape(-1).tolist()) == {-1, 1}
+    assert np.any(signs != T.sign_pool(CFG, 1))
 
 
 @pytest.fixture(scope="module")
@@ -473,8 +525,9 @@ def updated():
             start = random_state(CFG, tied=tied)
             state = on_mesh(CFG, start, mesh)
             about = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
-            copies = copies_on(CFG, start["params"], mesh)
-            due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, tied=tied)
+            copies, _ = model_on(CFG, start["params"], mesh)
+            due = random_due(CFG, mesh, name)
+            hyper = hyper_on(CFG, 1, mesh, tied=tied, ticks=[0.5] * 4)
             new, changed, _ = compiled[name](state, due, hyper)
             found[name, tied] = SimpleNamespace(
                 start=start, about=about, old=state, changed=changed, due=due,
@@ -491,39 +544,37 @@ NAMES = pytest.mark.parametrize("name", UPDATED)
 def test_update_keeps_the_copies_in_step_with_the_state(updated, name, tied):
     """Of all that it changes, which are its own parameters; the others stand still."""
     step = updated[name, tied]
-    assert set(step.changed) == set(UPDATED[name])
-    assert_same(step.copies, step.new["params"])
-    for kind in KINDS:
+    assert set(step.changed) == set(UPDATED[name]) - {"ngram_table"}
+    for copy in set(step.copies) - {"signs"}:
+        np.testing.assert_array_equal(step.copies[copy], step.new["params"][copy])
+    for kind, before in step.start.items():
         new = T.unpadded(CFG, step.new[kind])
-        moved = {name for name in TABLE if np.any(step.start[kind][name] != new[name])}
-        assert moved == set(UPDATED[name]), kind
-    same = all(np.array_equal(x["embed"], x["head"]) for x in step.new.values())
-    assert same is tied
+        moved = {name for name, x in before.items() if np.any(x != new[name])}
+        assert moved == set(UPDATED[name]) & set(before), kind
+    pairs = [(x["embed"], x["head"]) for x in step.new.values() if "embed" in x]
+    assert len(pairs) == 4 and all(np.array_equal(*pair) for pair in pairs) is tied
     assert np.array_equal(step.copies["embed"], step.copies["head"]) is tied
 
 
 @NAMES
 def test_three_devices_update_as_eight_do(updated, name):
-    """Which have other padding: of the bank of 8 matrices one has a ninth, the other none."""
+    """Which have other padding."""
     mesh, start = mesh_of(3), random_state(CFG)
-    with quick_compilation():
-        program = T.lower(T.programs(CFG, mesh, KERNELS)[name], mesh).compile()
-    due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, tied=False)
-    new, *_ = program(on_mesh(CFG, start, mesh), due, hyper)
+    due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, tied=False, ticks=[0.5] * 4)
+    new, *_ = program(CFG, 3, name)(on_mesh(CFG, start, mesh), due, hyper)
     for kind, arrays in new.items():
         got, want = (T.unpadded(CFG, x) for x in (arrays, updated[name, False].new[kind]))
-        for n in TABLE:
-            error = np.linalg.norm(got[n] - np.asarray(want[n]))
-            assert error < 2e-5 * np.linalg.norm(want[n]), (kind, n)
+        for n in got:
+            assert distance(got[n], want[n]) < 2e-5, (kind, n)
 
 
 def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(updated):
     """One Adam step on the sum of two gradients: no other number, whichever came first."""
-    mesh, step, program = mesh_of(8), updated["adam", False], programs_of(CFG, 8)["adam"]
+    mesh, step = mesh_of(8), updated["adam", False]
 
     def update(due):
-        hyper = hyper_on(CFG, 1, mesh, tied=False)
-        return program(on_mesh(CFG, random_state(CFG), mesh), due, hyper)[0]
+        hyper = hyper_on(CFG, 1, mesh, tied=False, ticks=[0.5] * 4)
+        return programs_of(CFG, 8)["adam"](on_mesh(CFG, random_state(CFG), mesh), due, hyper)[0]
 
     assert_same(update({name: parts[::-1] for name, parts in step.due.items()}), step.new)
     alone = update({name: (parts[0], 0 * parts[1]) for name, parts in step.due.items()})
@@ -538,7 +589,7 @@ def test_update_consumes_the_old_state_and_leaves_the_gradients(updated, name):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(step.due))
 
 
-@NAMES
+@pytest.mark.parametrize("name", [*UPDATED, "finish"])
 def test_update_writes_the_state_where_the_old_one_was(name):
     """On each device, its share of what is cut and all of what is not."""
     state = T.abstract_state(CFG, mesh_of(8))
@@ -558,10 +609,8 @@ def test_update_rounds_its_copies_to_bfloat16():
     """And the next update starts from the float32 masters: small changes are not lost."""
     cfg, mesh = replace(CFG, compute_dtype="bfloat16"), mesh_of(1)
     start = random_state(cfg)
-    with quick_compilation():
-        program = T.lower(T.programs(cfg, mesh, KERNELS)["adam"], mesh).compile()
     due, hyper = random_due(cfg, mesh, "adam"), hyper_on(cfg, 1, mesh, lr=1e-3)
-    state, copies, _ = program(on_mesh(cfg, start, mesh), due, hyper)
+    state, copies, _ = program(cfg, 1, "adam")(on_mesh(cfg, start, mesh), due, hyper)
     for name in UPDATED["adam"]:
         want = np.asarray(state["params"][name])
         assert np.any(want != start["params"][name]), name
@@ -580,9 +629,10 @@ def test_state_is_cut_over_the_devices_and_copies_are_whole(updated):
             cut = (array.shape[0] // 8, *array.shape[1:]) if name in SHARDED else array.shape
             assert [s.data.shape for s in array.addressable_shards] == [cut] * 8, name
             assert len({s.device for s in array.addressable_shards}) == 8
-    for name, copy in step.copies.items():
-        whole = T.padded(TABLE[name].shape, TABLE[name], 8)
-        assert [s.data.shape for s in copy.addressable_shards] == [whole] * 8
+    for name, row in TABLE.items():
+        if name != "ngram_table":
+            whole = T.padded(row.shape, row, 8)
+            assert [s.data.shape for s in step.copies[name].addressable_shards] == [whole] * 8
 
 
 # ------------------------------------------------------------------------------------------------
@@ -590,87 +640,111 @@ def test_state_is_cut_over_the_devices_and_copies_are_whole(updated):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_its_stages_gradients_and_one_or_two_updates():
+def test_a_step_is_its_gradients_and_one_to_three_updates():
     cfg = small_config()  # stages of 4, 4 and 2 steps
     steps = [T.programs_of(cfg, step) for step in range(cfg.steps)]
     assert [names[0] for names in steps] == ["grads0"] * 4 + ["grads1"] * 4 + ["grads2"] * 2
-    assert [names[1:] for names in steps] == [("muon",), ("muon", "adam")] * 5
+    updates = (
+        ("anvil",),
+        ("anvil", "adam"),
+        ("anvil", "adam", "event2"),
+        ("anvil", "adam", "event4"),
+    )
+    want = [updates[i] for i in (0, 2, 0, 2, 0, 1, 0, 3, 0, 1)]
+    assert [names[1:] for names in steps] == want
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5, 11])
-def test_gradients_wait_for_their_update_and_no_longer(every):
+@pytest.mark.parametrize(
+    "every, events, change",
+    [
+        (1, (1, 2), 4),
+        (1, (2, 2), 0),
+        (2, (2, 4), 4),
+        (2, (4, 8), 8),
+        (3, (3, 6), 6),
+        (5, (5, 5), 0),
+    ],
+)
+def test_gradients_wait_for_their_update_and_no_longer(every, events, change):
     """Each goes into one update, which takes as many as its program is made for."""
-    cfg = small_config(adam_every=every)
+    cfg = small_config(adam_every=every, event_every=events, event_change=change)
     found, waiting = T.programs(cfg, mesh_of(1), T.PLAIN), {}
     for step in range(10):
-        assert set(T.programs_of(cfg, step)) <= set(found)
-        waiting = {name: (*waiting.get(name, ()), step) for name in T.param_table(cfg)}
-        for update in T.programs_of(cfg, step)[1:]:
+        names = T.programs_of(cfg, step)
+        assert set(names) <= set(found)
+        waiting = {name: (*waiting.get(name, ()), step) for name in TABLE}
+        for update in names[1:]:
             due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
             takes = {name: len(grads) for name, grads in found[update].args[1].items()}
             assert {name: len(grads) for name, grads in due.items()} == takes
-            first = step if update == "muon" else step - every + 1
+            first = step + 1 - T.updates(cfg)[update]
             assert set(due.values()) == {tuple(range(first, step + 1))}
-        adam_too = (step + 1) % every == 0
-        assert waiting.keys() == (set() if adam_too else set(T.updated(cfg, "adam")))
+        assert bool(waiting) != T.is_event(cfg, step)  # where a checkpoint may be taken
 
 
 def test_every_parameter_has_one_update():
-    muon, adam = (T.updated(T.Config(), name) for name in ("muon", "adam"))
-    assert muon == ["attn_bank", "mlp_bank"]
-    assert sorted(muon + adam) == sorted(T.param_table(T.Config()))
-    assert list(T.param_table(T.Config())) == adam[:4] + muon + adam[4:]  # in the table's order
+    anvil, adam, event, later = (T.updated(T.Config(), name) for name in T.updates(T.Config()))
+    assert anvil == ["qk_bank", "vo_bank", "mlp_bank"]
+    assert event == later == ["value_tables", "ngram_table"]
+    assert sorted(anvil + adam + event) == sorted(T.param_table(T.Config()))
 
 
 def test_programs_of_the_record_on_eight_devices():
     """Shapes of all that goes in, and where it lies, without a device that could hold it."""
     cfg, mesh = T.Config(), mesh_of(8)
-    found = T.programs(cfg, mesh, T.PLAIN)
-    assert list(found) == ["grads0", "grads1", "grads2", "grads3", "muon", "adam", "eval"]
-    rows = {"grads0": (8, 16_385), "grads1": (8, 32_769), "grads2": (8, 49_153)}
-    rows |= {"grads3": (8, 49_153), "eval": (8, 262_145)}
-    for name, shape in rows.items():
-        copies, tokens, hyper = found[name].args
-        assert (tokens.shape, tokens.dtype, tokens.sharding.spec) == (shape, np.uint16, P(T.AXIS))
-        assert copies["mlp_bank"].shape == (24, 3072, 768) and copies["mlp_bank"].dtype == cfg.dtype
+    found, grads = T.programs(cfg, mesh, T.PLAIN), [f"grads{i}" for i in range(6)]
+    assert list(found) == [*grads, "anvil", "adam", "event2", "event4", "finish", "eval"]
+    shapes = (16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576), (40_960, 0)
+    shapes = dict(zip(grads, (*shapes, (16_384, 0)), strict=True)) | {"eval": (262_144, 0)}
+    for name, (t, candidates) in shapes.items():
+        copies, table, rows, wanted, hyper = found[name].args
+        assert (rows.tokens.shape, rows.tokens.dtype) == ((8, t + 1), np.uint16)
+        assert (rows.hashed.shape, rows.hashed.dtype) == ((8, t), np.uint16)
+        assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t)]
+        assert rows.places.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(cfg, 8 * t, 8))
+        assert (table.shape, table.dtype) == ((42_301_440, 768), cfg.dtype)
+        cut = {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))}
+        assert cut == {P(T.AXIS)}
+        assert copies["qk_bank"].shape == (48, 256, 768) and copies["qk_bank"].dtype == cfg.dtype
         assert {x.sharding.spec for x in jax.tree.leaves((copies, hyper))} == {P()}
         assert found[name].out == (P() if name == "eval" else (P(T.AXIS), P()))
         assert found[name].donates == ()
-    for name, steps in (("muon", 1), ("adam", 2)):
+    for name, steps in T.updates(cfg).items():
         state, due, _ = found[name].args
         assert jax.tree.all(jax.tree.map(lambda x, y: x == y, state, T.abstract_state(cfg, mesh)))
         assert list(due) == T.updated(cfg, name) and {len(x) for x in due.values()} == {steps}
         assert found[name].donates == (0,)
-    (bank,), (table, _) = found["muon"].args[1]["mlp_bank"], found["adam"].args[1]["head"]
+    (bank,), (gates, _) = found["anvil"].args[1]["qk_bank"], found["adam"].args[1]["gate_w1"]
     assert (bank.shape, bank.dtype, bank.sharding.spec) == (
-        (8 * 24, 3072, 768),
-        cfg.dtype,
-        P("data"),
-    )
-    assert (table.shape, table.dtype) == ((8 * 50_304, 768), cfg.dtype)
-    gates, _ = found["adam"].args[1]["attn_gate"]
-    assert (gates.shape, gates.dtype) == ((8 * 10, 6, 12), np.float32)
+        (8 * 48, 256, 768), cfg.dtype, P(T.AXIS)
+    )  # fmt: skip
+    assert (gates.shape, gates.dtype) == ((8 * 2, 64, 768), np.float32)
+    (ids, rows), *_ = found["event4"].args[1]["ngram_table"]  # as many as the largest stage needs
+    room = T.capacity(cfg, 393_216, 8)
+    assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
 
 
 @pytest.mark.parametrize("name", T.programs(CFG, mesh_of(2), T.PLAIN))
 def test_masters_and_losses_are_float32_also_in_bfloat16(name):
-    cfg, mesh = replace(CFG, compute_dtype="bfloat16"), mesh_of(2)
-    program = T.programs(cfg, mesh, KERNELS)[name]
-    out = T.lower(program, mesh).out_info
-    about = partial(jax.tree.map, lambda x: (x.shape, x.dtype))
-    state, copies = (
-        about(T.abstract_state(cfg, mesh)),
-        about(T.programs(cfg, mesh, KERNELS)["eval"].args[0]),
-    )
-    assert {dtype for x in state.values() for _, dtype in x.values()} == {np.dtype("float32")}
-    assert copies["head"] == ((102, 32), "bfloat16") and copies["attn_gate"][1] == "float32"
-    loss = (), np.dtype("float32")
-    # Each device's gradients, one above the other.
-    grads = {name: ((2 * x[0], *x[1:]), dtype) for name, (x, dtype) in copies.items()}
-    if name in UPDATED:
-        want = state, {name: copies[name] for name in UPDATED[name]}, loss  # or a norm
+    cfg = replace(CFG, compute_dtype="bfloat16")
+    out, about = lowered(cfg, 2, name).out_info, partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+    state = about(T.abstract_state(cfg, mesh_of(2)))
+    copies = about(T.programs(cfg, mesh_of(2), KERNELS)["eval"].args[0])
+    assert {n for of in state.values() for n, x in of.items() if x[1] != "float32"} == {
+        "ngram_table"
+    }
+    assert copies.pop("signs")[1] == "int8"
+    assert copies["head"] == ((102, 32), "bfloat16") and copies["gate_w1"][1] == "float32"
+    number = (), np.dtype("float32")  # a loss or a norm
+    if name in T.updates(cfg):
+        want = state, {n: copies[n] for n in T.updated(cfg, name) if n in copies}, number
+    elif name.startswith("grads"):  # each device's, one above the other
+        grads = {name: ((2 * x[0], *x[1:]), dtype) for name, (x, dtype) in copies.items()}
+        size = T.capacity(cfg, 8 * 64, 2)
+        grads["ngram_table"] = ((4, size), np.dtype("int32")), ((4, size, 32), cfg.dtype)
+        want = grads, number
     else:
-        want = loss if name == "eval" else (grads, loss)
+        want = number if name == "eval" else (state, copies)
     assert about(out) == want
 
 
@@ -682,7 +756,8 @@ def test_warm_up_runs_every_program_once_and_consumes_its_state():
 
     compiled = {name: told(name, program) for name, program in programs_of(CFG, 8).items()}
     state = on_mesh(CFG, random_state(CFG), mesh)
-    T.warm_up(CFG, mesh, compiled, state, copies_on(CFG, random_state(CFG)["params"], mesh))
+    copies, _ = model_on(CFG, random_state(CFG)["params"], mesh)
+    T.warm_up(CFG, mesh, compiled, state, copies)
     assert sorted(ran) == sorted(compiled)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
@@ -700,20 +775,26 @@ def val(shards):
 @pytest.fixture(scope="module")
 def direct_loss(val):
     """Steps done -> mean loss of random_state over the first val_tokens, summed in float64."""
-    params = random_state(CFG)["params"]
+    params, known = random_state(CFG)["params"], T.vocabulary(CFG, WORDS)
     tokens = val.read(0, CFG.val_tokens + 1).astype(np.int32)
     rows = tokens[:-1].reshape(-1, CFG.val_row)
+    hashed, signs = known.hashed_v[rows], T.sign_pool(CFG, 0)
+    places = T.table_places(T.ngram_ids(hashed, CFG.ngram_rows, np), CFG.ngram_rows)
     a, b, c = CFG.logit_cap
 
     def features(params, hyper):
-        found = T.look_up(CFG, params, rows)
-        return T.forward(params, found, rows, CFG, T.PLAIN, CFG.val_windows, hyper)
+        found = T.look_up(
+            CFG, params | {"ngrams": params["ngram_table"]}, rows, places.swapaxes(0, 1)
+        )
+        found["ngram"] = T.signed_sum(CFG, signs, found["ngrams"], hashed)
+        args = found, T.segment_ids(rows, BOS), CFG, T.PLAIN, CFG.val_windows, hyper
+        return T.forward(params, *args)
 
     with quick_compilation():
-        program = jax.jit(features).lower(params, T.hyper_at(CFG, 0)).compile()
+        run = jax.jit(features).lower(params, T.hyper_at(CFG, 0)).compile()
 
     def loss(step):
-        x = np.asarray(program(params, T.hyper_at(CFG, step)), np.float64).reshape(-1, CFG.width)
+        x = np.asarray(run(params, T.hyper_at(CFG, step)), np.float64).reshape(-1, CFG.width)
         logits = a / (1 + np.exp(-(x @ params["head"].T.astype(np.float64) + b) / c))
         losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(x)), tokens[1:]]
         assert len(losses) == CFG.val_tokens
@@ -722,25 +803,23 @@ def direct_loss(val):
     return {done: loss(max(done - 1, 0)) for done in (0, 3, 8)}
 
 
-@pytest.mark.parametrize("devices", DEVICES)
-def test_evaluate_is_the_plain_mean_over_the_first_val_tokens(val, direct_loss, devices):
+def test_evaluate_is_the_plain_mean_over_the_first_val_tokens(val, direct_loss):
     """Weight 1 also in the stage that predicts two tokens; rotation and scale of the last step,
     also where the next one (step 3, from 0) has those of another stage."""
-    mesh, program = mesh_of(devices), programs_of(CFG, devices)["eval"]
-    copies = copies_on(CFG, random_state(CFG)["params"], mesh)
-    for done in (0, 3, 8) if devices == 8 else (3,):
-        got = T.evaluate(CFG, mesh, program, copies, done, val)
+    mesh, known = mesh_of(8), T.vocabulary(CFG, WORDS)
+    model = model_on(CFG, random_state(CFG)["params"], mesh)
+    for done in (0, 3, 8):
+        got = T.evaluate(CFG, mesh, programs_of(CFG, 8)["eval"], *model, done, val, known)
         assert got == pytest.approx(direct_loss[done], rel=1e-6), done  # float32 sums of 512 losses
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(copies))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))
     assert direct_loss[0] == direct_loss[3] != pytest.approx(direct_loss[8], rel=1e-5)
 
 
 def test_evaluate_does_not_depend_on_val_batch(val, direct_loss):
     cfg, mesh = replace(CFG, val_batch=1024), mesh_of(8)
-    with quick_compilation():
-        program = T.lower(T.programs(cfg, mesh, KERNELS)["eval"], mesh).compile()
-    copies = copies_on(CFG, random_state(CFG)["params"], mesh)
-    got = T.evaluate(cfg, mesh, program, copies, 3, val)
+    model = model_on(CFG, random_state(CFG)["params"], mesh)
+    args = *model, 3, val, T.vocabulary(CFG, WORDS)
+    got = T.evaluate(cfg, mesh, program(cfg, 8, "eval"), *args)
     assert got == pytest.approx(direct_loss[3], rel=1e-6)
 
 

@@ -21,7 +21,9 @@ import bench
 import on_gpu
 
 NAMES = ["grads0", "grads1", "grads2"]
-UPDATES = ["muon", "adam"]
+EVENTS = ["event2", "event4", "event4"]  # of the steps amid those of each
+UPDATES = ["anvil", "adam", "event2", "event4"]
+DUE = {"anvil": 1, "adam": 2, "event2": 2, "event4": 4}  # steps whose gradients it gets
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def main(tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(T, "PRESETS", T.PRESETS | {"small": replace(CFG, data="nowhere")})
-    monkeypatch.setattr(bench, "SECONDS", 0.0)  # a chunk is one Adam period
+    monkeypatch.setattr(bench, "SECONDS", 0.0)  # a chunk is one period
 
     def run(*argv):
         status = bench.main(["small", *map(str, argv)])
@@ -43,26 +45,31 @@ def main(tmp_path, monkeypatch, capsys):
 def calls(monkeypatch):
     """Programs that compute nothing: every call of one, and what it took and made, in order.
 
-    An update must get the gradients that are due, and nothing else: of one step for Muon's
-    parameters, of two for Adam's. `calls.loss` is that of every step.
+    An update must get the gradients that are due, and nothing else: of one step for the banks, of
+    two for Adam's parameters, of two or four for the tables'. `calls.loss` is that of every step.
     """
     made = SimpleNamespace(all=[], loss=np.float32(3.0), seeds=[])
+
+    def new_state():
+        return {"params": {"ngram_table": object()}}
 
     def program(cfg, name, temporaries):
         def call(first, *rest):
             if name in UPDATES:
                 due = rest[0]
                 assert {*due} == {*T.updated(cfg, name)}
-                assert {len(grads) for grads in due.values()} == {1 if name == "muon" else 2}
+                assert {len(grads) for grads in due.values()} == {DUE[name]}
                 assert len({grad for grads in due.values() for grad in grads}) == sum(
                     map(len, due.values())
                 ), "every gradient once"
-                out = {"params": object()}, {x: object() for x in due}, np.float32(1)
+                out = new_state(), {x: object() for x in due}, np.float32(1)
+                call = SimpleNamespace(name=name, took=first, made=out)
             else:
                 out = {x: object() for x in T.param_table(cfg)}, made.loss
-            took = dict(first) if name not in UPDATES else first
-            tokens = rest[0] if name not in UPDATES else None
-            made.all.append(SimpleNamespace(name=name, took=took, tokens=tokens, made=out))
+                table, rows, wanted, _ = rest
+                call = SimpleNamespace(name=name, took=dict(first), tokens=rows.tokens, made=out)
+                call.table, call.wanted = table, wanted
+            made.all.append(call)
             return out
 
         sizes = dict.fromkeys(("argument", "output", "alias"), 0) | {"temp": temporaries}
@@ -80,14 +87,14 @@ def calls(monkeypatch):
 
     def start(seed):
         made.seeds.append(int(seed))
-        return {"params": object()}
+        return new_state()
+
+    def copy(params, seed):
+        made.seeds.append(int(seed))
+        return {x: object() for x in (*params, "head", "embed")}
 
     monkeypatch.setattr(T, "start_state", lambda *_: start)
-    monkeypatch.setattr(
-        T,
-        "start_copies",
-        lambda cfg, mesh: lambda params: {x: object() for x in T.param_table(cfg)},
-    )
+    monkeypatch.setattr(T, "start_copies", lambda *_: copy)
     return made
 
 
@@ -115,13 +122,15 @@ def test_bench_times_every_stage_on_both_kinds_of_tokens(main, calls, shards, tm
     report = json.loads((tmp_path / "dump/bench.json").read_text())
     rows = report["rows"]
     table = [line.split() for line in lines[-len(rows) - 1 :]]
-    assert " ".join(table[0]) == "stage tokens ms/step min max tokens/s of bf16 MiB"
+    assert " ".join(table[0]) == "program tokens ms/step min max tokens/s of bf16 MiB"
     assert [(row["stage"], row["name"], row["tokens"]) for row in rows] == [
         (i, name, kind) for i, name in enumerate(NAMES) for kind in ("random", "real")
     ]
+    assert [row["candidates"] for row in rows[::2]] == [48, 72, 0]
+    assert [row["steps"] for row in rows[::2]] == [3, 3, 2]
     for row, cells in zip(rows, table[1:], strict=True):
         ms = np.divide(row["chunk_ms"], row["chunk_steps"])
-        assert len(ms) == 5 and row["chunk_steps"] == 2
+        assert len(ms) == 5 and row["chunk_steps"] == int(EVENTS[row["stage"]][-1])
         assert row["ms"] == pytest.approx(np.median(ms))
         assert (row["ms_min"], row["ms_max"]) == (pytest.approx(min(ms)), pytest.approx(max(ms)))
         assert row["batch_tokens"] == CFG.stages[row["stage"]].batch_tokens
@@ -141,43 +150,52 @@ def test_bench_times_every_stage_on_both_kinds_of_tokens(main, calls, shards, tm
 
 
 def test_steps_follow_each_other_as_in_training(main, calls, shards):
-    """4 to get warm, 2 to learn how long they take, 5 times 2 that are timed; Adam every second."""
+    """2 periods to get warm, 1 to learn how long they take, 5 that are timed; of two steps, or of
+    four where events are as rare."""
     main("--data", shards, "--seed", 5)
-    assert calls.seeds == [5]
+    assert calls.seeds == [5, 5]
+    period = ["grads", "anvil", "grads", "anvil", "adam"]
+    rest = [call.name.rstrip("012") if call.name in NAMES else call.name for call in calls.all]
+    for name, event in zip(NAMES, EVENTS, strict=True):
+        times = DUE[event] // 2
+        want = (period * times + [event]) * 16  # for random and real tokens
+        got, rest = rest[: len(want)], rest[len(want) :]
+        assert got == want, name
     grads = [call for call in calls.all if call.name in NAMES]
-    assert len(grads) == 16 * 2 * len(NAMES)
-    period = ["grads", "muon", "grads", "muon", "adam"]
-    names = [call.name.rstrip("012") for call in calls.all]
-    assert names == period * (len(names) // 5)
-    for i, name in enumerate(NAMES):
-        for own in (grads[32 * i : 32 * i + 16], grads[32 * i + 16 : 32 * i + 32]):
-            assert {call.name for call in own} == {name}
-            assert len({id(call.tokens) for call in own}) == 4
+    assert [call.name for call in grads] == ["grads0"] * 32 + ["grads1"] * 64 + ["grads2"] * 64
+    for own in np.split(np.arange(160), [16, 32, 64, 96, 128]):
+        assert len({id(grads[i].tokens) for i in own}) == 4
+        assert len({id(grads[i].wanted) for i in own}) == 4
     updates = [call for call in calls.all if call.name in UPDATES]
     for before, call in zip(updates, updates[1:], strict=False):
         assert call.took is before.made[0], "one state, from step to step and stage to stage"
-    newest = {}
+    newest, table = {}, calls.all[0].table
     for call in calls.all:
         if call.name in UPDATES:
             newest |= call.made[1]
+            table = call.made[0]["params"]["ngram_table"]
         else:
             assert all(call.took[x] is copy for x, copy in newest.items()), "copies of the update"
+            assert call.table is table
 
 
 def test_mib_are_those_of_the_largest_program_with_what_stays_beside_it(main, calls, tmp_path):
     main("--dump", tmp_path / "dump")
-    mesh = mesh_of(8)
-    stay = {name: T.resident_bytes(CFG, mesh, name) / 2**20 for name in [*NAMES, *UPDATES]}
+    mesh, names = mesh_of(8), [*NAMES, *UPDATES]
+    needs = {
+        name: T.resident_bytes(CFG, mesh, name) / 2**20 + i + 1 for i, name in enumerate(names)
+    }
     for i, row in enumerate(json.loads((tmp_path / "dump/bench.json").read_text())["rows"]):
-        needs = stay[NAMES[i]] + i + 1, stay["muon"] + 4, stay["adam"] + 5
-        assert row["memory_mib"] == pytest.approx(max(needs))
+        own = NAMES[i], "anvil", "adam", EVENTS[i]
+        assert row["memory_mib"] == pytest.approx(max(needs[name] for name in own))
 
 
 def test_utilization_is_of_the_peak_of_all_devices(main, calls, tmp_path, monkeypatch):
     monkeypatch.setitem(T.PEAK_FLOPS, "cpu", 1e9)
     _, out, _ = main("--dump", tmp_path / "dump")
     for row in json.loads((tmp_path / "dump/bench.json").read_text())["rows"]:
-        want = row["tokens_per_second"] * T.flops_per_token(CFG) / 8e9
+        step = CFG.boundaries[row["stage"]]
+        want = row["tokens_per_second"] * T.flops_per_token(CFG, step) / 8e9
         assert row["utilization"] == pytest.approx(want)
         assert f"{want:.1%}" in out
 
@@ -215,7 +233,7 @@ def test_the_real_programs_of_a_stage_train(monkeypatch):
     with quick_compilation():
         report = bench.bench(cfg, say=list().append)
     (row,) = report["rows"]
-    assert {*report["compile_seconds"]} == {"grads0", "muon", "adam", "eval"}
+    assert {*report["compile_seconds"]} == {"grads0", *UPDATES, "finish", "eval"}
     assert min(report["compile_seconds"].values()) > 0
     assert 0.1 < row["loss"] < math.log(CFG.real_tokens) - 0.05, "four batches, again and again"
     assert row["memory_mib"] > 0.5
@@ -230,14 +248,17 @@ def test_the_real_programs_of_a_stage_train(monkeypatch):
     ("devices", "parts", "rows"), [(1, 8, 1), (1, 2, 4), (2, 8, 2), (8, 8, 8), (8, 1, 64)]
 )
 def test_each_device_has_the_rows_of_one_of_parts(main, calls, monkeypatch, devices, parts, rows):
-    """So a device of few has the micro-batches that a device of all would have."""
+    """So a device of few has the micro-batches that a device of all would have. And the part of the
+    n-gram table."""
     batches = []
-    monkeypatch.setattr(bench, "time_chunks", lambda cfg, run: pytest.fail("enough"))
+    monkeypatch.setattr(bench, "time_chunks", lambda period, run: pytest.fail("enough"))
     monkeypatch.setattr(T, "compile_all", lambda cfg, *_: batches.append(cfg) or ({}, {}))
     with pytest.raises(pytest.fail.Exception, match="enough"):
         main("--parts", parts, "--set", f"devices={devices}")
     assert [stage.rows for stage in batches[0].stages] == [rows] * 3
     assert [stage.row_tokens for stage in batches[0].stages] == [32, 64, 64]
+    share = batches[0].ngram_rows / devices
+    assert batches[0].ngram_rows % 2 == 0 and abs(share - CFG.ngram_rows / parts) < 2
 
 
 def test_config_in_the_file_is_that_of_the_run(calls, monkeypatch):
@@ -256,26 +277,30 @@ def test_config_in_the_file_is_that_of_the_run(calls, monkeypatch):
 
 
 def rows_of(batches):
-    return [np.asarray(batch.tokens) for batch in batches]
+    return [np.asarray(batch.rows.tokens) for batch in batches]
 
 
-@pytest.mark.parametrize("step", [0, 3])
+WORDS = [bytes([i]) for i in range(BOS)]
+
+
+@pytest.mark.parametrize("step", [0, 3, 6])
 def test_real_batches_are_the_first_of_the_stream(shards, step):
-    """As training would cut them: plain rows in the first stage, packed ones in the second."""
-    stream, stage, cursor = T.TokenStream(shards, "train", BOS), T.stage_at(CFG, step), 0
-    batches = bench.stage_batches(CFG, mesh_of(8), step, stream)
+    """As training would cut them, aim them and ask for their n-grams."""
+    stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(CFG, WORDS)
+    batches, place = bench.step_batches(CFG, mesh_of(8), step, stream, WORDS), T.first_place(CFG)
     for batch in batches:
-        want, cursor = T.next_rows(stream, cursor, stage)
-        np.testing.assert_array_equal(batch.tokens, want)
-        assert len(batch.tokens.sharding.device_set) == 8
+        *want, place = T.next_batch(CFG, 8, stream, known, step, place)
+        jax.tree.map(np.testing.assert_array_equal, [batch.rows, batch.wanted], want)
+        for array in jax.tree.leaves((batch.rows, batch.wanted)):
+            assert len(array.sharding.device_set) == 8
         jax.tree.map(np.testing.assert_array_equal, batch.hyper, T.hyper_at(CFG, step))
     assert len(batches) == 4
 
 
 def test_random_batches_are_uniform_with_documents_from_the_seed():
-    long = replace(CFG.stages[0], batch_tokens=8 * 8192, row_tokens=8192)
-    cfg = replace(CFG, stages=(long, *CFG.stages[1:]))
-    rows = rows_of(bench.stage_batches(cfg, mesh_of(8), 0, None))
+    long = [replace(s, batch_tokens=8 * 8192, row_tokens=8192) for s in CFG.stages]
+    cfg = replace(CFG, stages=tuple(long))
+    rows = rows_of(bench.step_batches(cfg, mesh_of(8), 6))
     assert {x.shape for x in rows} == {(8, 8193)} and {x.dtype for x in rows} == {np.dtype("u2")}
     counts = np.bincount(np.concatenate(rows).ravel(), minlength=CFG.vocab)
     assert counts[CFG.real_tokens :].sum() == 0
@@ -285,28 +310,45 @@ def test_random_batches_are_uniform_with_documents_from_the_seed():
     share[BOS] += 1 / 700
     assert np.all(abs(counts[: CFG.real_tokens] - total * share) < 5 * np.sqrt(total * share))
     again, other = (
-        rows_of(bench.stage_batches(replace(cfg, seed=seed), mesh_of(8), 0, None))
-        for seed in (0, 1)
+        rows_of(bench.step_batches(replace(cfg, seed=seed), mesh_of(8), 6)) for seed in (0, 1)
     )
     np.testing.assert_array_equal(rows, again)
     assert len({x.tobytes() for x in rows + other}) == 8
 
 
-@pytest.mark.parametrize("adam_every", [1, 2, 3])
+def test_random_rows_have_as_many_ids_as_half_of_their_candidates():
+    """So that none has more than there is room for; all aims are among them."""
+    long = tuple(replace(s, batch_tokens=8 * 1024, row_tokens=1024) for s in CFG.stages)
+    for batch in bench.step_batches(replace(CFG, stages=long), mesh_of(8), 0):
+        tokens, aims = np.asarray(batch.rows.tokens), batch.rows.aims
+        assert 24 <= len(np.unique(tokens)) <= 25
+        ids = np.take_along_axis(np.asarray(aims.candidates), np.asarray(aims.targets), axis=1)
+        np.testing.assert_array_equal(ids, tokens[:, 1:])
+
+
+def test_a_program_is_timed_amid_its_steps():
+    """So with the event that most of them have."""
+    assert [bench.step_of(CFG, name) for name in NAMES] == [(1, 3), (4, 3), (7, 2)]
+    found = [bench.step_of(T.PRESETS["speedrun"], f"grads{i}") for i in range(6)]
+    assert found == [(160, 320), (500, 361), (823, 284), (1036, 142), (1140, 67), (1184, 20)]
+    assert bench.step_of(replace(CFG, stages=(CFG.stages[0],)), "grads7") == (0, 0)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
 @pytest.mark.parametrize("speed", [0.001, 0.04, 7.0])  # seconds of a step
-def test_chunks_are_long_enough_warm_and_whole_adam_periods(adam_every, speed):
-    cfg, asked, rates = replace(CFG, adam_every=adam_every), [], iter([1.0, 1.5, 1.1, 3.0, 0.9])
+def test_chunks_are_long_enough_warm_and_whole_periods(period, speed):
+    asked, rates = [], iter([1.0, 1.5, 1.1, 3.0, 0.9])
 
     def run(steps):
         asked.append(steps)
         late = len(asked) > 2 and asked[-1] == asked[-2]  # one of the chunks that count
         return steps * speed * (next(rates) if late else 1.0), float(len(asked))
 
-    found = bench.time_chunks(cfg, run)
-    assert asked[0] >= 2 * adam_every and all(steps % adam_every == 0 for steps in asked)
+    found = bench.time_chunks(period, run)
+    assert asked[0] >= 2 * period and all(steps % period == 0 for steps in asked)
     assert asked[-5:] == [found["chunk_steps"]] * 5
     assert found["chunk_steps"] * speed >= 0.5
-    assert found["chunk_steps"] * speed <= max(1.0, adam_every * speed)
+    assert found["chunk_steps"] * speed <= max(1.0, period * speed)
     assert found["chunk_ms"] == pytest.approx(
         [1e3 * found["chunk_steps"] * speed * rate for rate in (1.0, 1.5, 1.1, 3.0, 0.9)]
     )

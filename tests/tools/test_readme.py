@@ -51,7 +51,7 @@ def test_names_of_train_gpt_in_the_table_of_ideas_and_in_how_to_read_exist():
     assert all(re.fullmatch(r"[\d, ]+", row[2]) for row in ideas)
     names = [name for row in ideas for name in re.findall(r"`([^`]+)`", row[1])]
     names += re.findall(r"`(\w+)`", section("How to read the file"))
-    assert {"muon", "Stage.windows", "is_tied", "param_table"} <= set(names)
+    assert {"anvil", "Stage.windows", "is_tied", "param_table"} <= set(names)
     for name in names:
         first, _, field = name.partition(".")
         assert hasattr(T, first), name
@@ -109,7 +109,8 @@ def test_first_command(tmp_path):
     for file in ("train_gpt.py", "data/shards.py", "data/builtin_corpus.py", "records/sample.py"):
         (clone / file).parent.mkdir(parents=True, exist_ok=True)
         (clone / file).write_bytes((ROOT / file).read_bytes())
-    shorter = ["steps=6", "val_tokens=4096", "momentum_warmup=3", "sample_tokens=5", "log_every=2"]
+    shorter = ["steps=16", "extension=2", "event_change=4", "val_tokens=4096", "momentum_warmup=3"]
+    shorter += ["sample_tokens=5", "log_every=2"]
     command = [sys.executable, "train_gpt.py", *(x for s in shorter for x in ("--set", s))]
     # Compiled with less effort: half of the time of this test.
     quick = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -117,7 +118,7 @@ def test_first_command(tmp_path):
     done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for text in ("making the demo corpus", "step:6/6 val_loss:", "bits per byte", "a sample"):
+    for text in ("making the demo corpus", "step:16/16 val_loss:", "bits per byte", "a sample"):
         assert text in done.stdout, text
     (run_dir,) = (clone / "logs").iterdir()
     lines = (run_dir / "log.txt").read_text().split("=" * 100)[-1]

@@ -438,7 +438,7 @@ TAMPERED = {
     "config in run.json": (
         lambda record, run: edit_json(
             run / "run.json",
-            config=json.loads((run / "run.json").read_text())["config"] | {"lr_muon": 9},
+            config=json.loads((run / "run.json").read_text())["config"] | {"lr_anvil": 9},
         ),
         r"log\.txt and run\.json disagree: config: ",
     ),
@@ -533,11 +533,11 @@ TAMPERED = {
         r"the command asks for seed=0, the config has 1",
     ),
     "a setting in one command": (
-        lambda record, run: edit_command(run, "tiny", "tiny --set lr_muon=0.5 val_tokens=4096"),
-        r"the command asks for lr_muon=0\.5, the config has 0\.05",
+        lambda record, run: edit_command(run, "tiny", "tiny --set lr_anvil=0.5 val_tokens=4096"),
+        r"the command asks for lr_anvil=0\.5, the config has 0\.05",
     ),
     "true settings in one command": (
-        lambda record, run: edit_command(run, "tiny", "tiny --set lr_muon=.05 skip=(0,2)"),
+        lambda record, run: edit_command(run, "tiny", "tiny --set lr_anvil=.05 skip=(1,3)"),
         "the command differs between",
     ),
     "another preset in all commands": (
@@ -983,7 +983,11 @@ def test_the_track_that_counts_steps(records, tmp_path, capsys):
         (
             ({"losses": (3.278, 3.279, 3.278)}, r"\* sqrt\(n\) is 0\.0029, less than 0\.004"),
             ({"cfg": ramp}, "every step of this track takes 524288 tokens, not "),
-            ({"cfg": replace(COUNTING, layers=12)}, "layers is 11 on this track, not 12"),
+            ({"cfg": replace(COUNTING, width=640)}, "width is 768 on this track, not 640"),
+            (
+                {"cfg": replace(COUNTING, layers=COUNTING.layers[:-1])},
+                "layers.10 is long values gated mlps=1 on this track, not none",
+            ),
         )
     ):
         runs = runs_of(tmp_path / str(i), **(same | changes))
@@ -1002,7 +1006,7 @@ def test_rules_that_the_tool_repeats_are_those_of_the_presets():
         track, cfg = C.TRACKS[name], T.PRESETS[preset]
         assert (track.target, track.val_tokens) == (cfg.target, cfg.val_tokens)
     config = json.loads(json.dumps(asdict(T.PRESETS["speedrun"])))
-    assert {name: config[name] for name in C.ARCHITECTURE} == C.ARCHITECTURE
+    assert C.architecture(config) == C.ARCHITECTURE
     for cfg in (*T.PRESETS.values(), COUNTING, TINY):
         plan = C.planned(json.loads(json.dumps(asdict(cfg))))
         assert plan[-1] == (cfg.steps, True, cfg.total_tokens)
@@ -1337,11 +1341,13 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
         assert done.returncode == 0, (words, done.stderr)
         return done.stdout
 
-    short = "steps=3 momentum_warmup=2 momentum_cooldown=1 sample_tokens=0 val_every=0".split()
-    short += "width=32 mlp_width=64 bigram_rows=2048 loss_chunk=512".split()
-    # All stages alike, so that one program compiles and not three.
+    short = "steps=16 extension=2 momentum_warmup=2 momentum_cooldown=1 event_change=4".split()
+    short += "sample_tokens=0 val_every=0 width=32 mlp_width=64 ngram_rows=2048".split()
+    short += ["loss_chunk=512"]
+    # All stages alike, so that one program compiles and not six.
     alike = "batch_tokens=1024", "row_tokens=128", "windows=64,128", "weights=1,", "weights_end=1,"
-    short += [f"stages.{i}.{what}" for i in range(3) for what in alike]
+    alike += "prefix=0,", "candidates=512,"
+    short += [f"stages.{i}.{what}" for i in range(5) for what in alike]
     for seed in "01":
         run("train_gpt.py", "--set", *short, "--seed", seed)
     runs = sorted((clone / "logs").iterdir())

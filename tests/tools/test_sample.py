@@ -26,6 +26,7 @@ import sample
 def checkpoint(run_dir: Path, cfg: T.Config, step: int, state) -> T.Saved:
     """A checkpoint of `state` after `step` steps, as a run writes it."""
     meta = {"step": step, "train_time_ms": 1.0, "logs": {}, "data": {}, "source_sha256": ""}
+    meta |= {"place": T.first_place(cfg)}
     rows = T.own_rows(cfg, state)
     T.write_checkpoint(run_dir / "checkpoints", rows, meta | {"config": asdict(cfg)})
     return T.find_checkpoint(run_dir)
@@ -37,7 +38,7 @@ def state():
     one = T.make_mesh(replace(CFG, devices=1))
     state = jax.tree.map(np.array, quick(T.start_state(CFG, one), np.uint32(3)))
     rng = np.random.default_rng(0)
-    for name in ("embed", "head", "value_tables"):
+    for name in ("embed", "head", "value_tables", "ngram_table", "gate_w2"):
         table = state["params"][name]
         table += rng.normal(size=table.shape).astype(np.float32)
     state["params"]["head"][CFG.real_tokens :] *= 9
@@ -60,8 +61,8 @@ def features(monkeypatch):
     """Replace the model by its embedding: nothing to compile; the calls that it gets."""
     seen = []
 
-    def forward(params, rows, tokens, cfg, kernels, windows, hyper):
-        seen.append((tokens.shape, float(hyper.attn_scale), kernels))
+    def forward(params, rows, segments, cfg, kernels, windows, hyper):
+        seen.append((segments.shape, hyper.scales.tolist(), kernels))
         return rows["embed"]
 
     monkeypatch.setattr(T, "forward", forward)
@@ -81,15 +82,23 @@ def test_a_sample_is_text_of_real_tokens_and_depends_on_the_seed(saved):
 
 def test_at_temperature_zero_it_takes_the_likeliest_token(saved, state):
     """Beyond the longest row too, where only its length of the newest tokens is seen."""
-    cfg, prompt, count = replace(CFG, val_row=16), "ABCDEFGHIJKL", 8
+    cfg, prompt, count = replace(CFG, val_row=16, seed=5), "ABC\nEFGHI KL", 8
     text = continued(cfg, saved, prompt, count=count, temperature=1e-6)
     tokens = [BOS, *map(ord, prompt + text)] + [BOS] * (len(text) < count)  # BOS ended it early
     seen = [tokens[:end][-16:] for end in range(1 + len(prompt), len(tokens))]
     rows = np.array([row + [0] * (16 - len(row)) for row in seen], np.int32)
 
+    hashed = T.vocabulary(cfg, [bytes([i]) for i in range(BOS)]).hashed_v[rows]
+    assert np.any(hashed != rows), "a space is as good as a line feed"
+    wanted, places = T.request(cfg, hashed, 1)  # as a validation would have it
+
     def run(params):
-        found, hyper = T.look_up(cfg, params, rows), T.hyper_at(cfg, cfg.steps - 1)
-        return T.forward(params, found, rows, cfg, T.PLAIN, cfg.val_windows, hyper)
+        tables = params | {"ngrams": params["ngram_table"][wanted[0, 0]]}
+        found, hyper = T.look_up(cfg, tables, rows, places), T.hyper_at(cfg, cfg.steps - 1)
+        signs = T.sign_pool(cfg, CFG.seed)  # the run's, not the sample's
+        found["ngram"] = T.signed_sum(cfg, signs, found["ngrams"], hashed)
+        segments = T.segment_ids(rows, BOS)
+        return T.forward(params, found, segments, cfg, T.PLAIN, cfg.val_windows, hyper)
 
     params = state["params"]
     logits = np.asarray(quick(run, params) @ params["head"].T)
@@ -126,7 +135,7 @@ def test_an_unfinished_run_is_sampled_with_the_rotation_of_its_last_step(
     """YaRN changes the rotation from stage to stage."""
     seen = features(monkeypatch)
     sample.sample(CFG, checkpoint(tmp_path, CFG, 2, state), "A", count=1)
-    (found,) = [scale for _, scale, _ in seen]
+    (found,) = [scales for _, scales, _ in seen]
     assert found == pytest.approx(T.yarn(CFG, 0)[1]) != pytest.approx(T.yarn(CFG, 1)[1])
 
 

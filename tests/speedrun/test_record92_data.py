@@ -1,0 +1,263 @@
+"""Our batches against those of the loader of record 92 (tests/golden/record92/README.md): exactly.
+
+The tables of the vocabulary are made from GPT-2's encoding, which tiktoken downloads once; without
+it the tests of these tables are skipped, and rows are compared without their prefixes.
+"""
+
+import functools
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, write_shard
+
+import train_gpt as T
+
+GOLDEN = ROOT / "tests/golden/record92"
+META = json.loads((GOLDEN / "data.json").read_text())
+RECORD = replace(T.PRESETS["speedrun"], ngram_ids="raw", ngram_rows=META["ngram_rows"])
+# One stage for each step of the plan.
+CFG = replace(
+    RECORD,
+    steps=len(META["plan"]),
+    extension=0,
+    stages=tuple(
+        T.Stage(
+            1 / len(META["plan"]),
+            step["global_tokens"],
+            step["row_tokens"],
+            step["doc_cap"],
+            (1, 1),
+            candidates=(step["candidates"],),
+        )
+        for step in META["plan"]
+    ),
+)
+STEPS = range(CFG.steps)
+
+
+def sha256(x, dtype="<i4") -> str:
+    """Of an array in this type."""
+    return hashlib.sha256(np.ascontiguousarray(x, dtype).tobytes()).hexdigest()
+
+
+@functools.cache
+def gpt2() -> list[bytes]:
+    """GPT-2's words; none where its encoding cannot be had."""
+    try:
+        return T.token_bytes(RECORD, Path("."))
+    except T.UserError:
+        return []
+
+
+needs_gpt2 = pytest.mark.skipif("not gpt2()", reason="needs the GPT-2 encoding of tiktoken")
+
+
+def draw_shard(about: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, where documents begin): lengths are about log-normal, with a median of 350."""
+    rng, size = np.random.default_rng(about["seed"]), about["tokens"]
+    draws = np.exp(rng.standard_normal(4000) * 1.1 + np.log(350))
+    lengths = [*about["first_document_lengths"], *np.clip(draws, 1, 12_000).astype(int).tolist()]
+    starts = about["lead"] + np.cumsum([0, *lengths])
+    starts = starts[starts < size]
+    tokens = rng.integers(0, CFG.bos, size)
+    tokens[starts] = CFG.bos
+    return tokens.astype(np.uint16), starts
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    """The golden arrays and the two streams."""
+    folder = tmp_path_factory.mktemp("record92")
+    with np.load(GOLDEN / "data.npz") as file:
+        arrays = dict(file)
+    for about in META["shards"]:
+        tokens, starts = draw_shard(about)
+        np.testing.assert_array_equal(starts, arrays[f"{Path(about['name']).stem}/bos"])
+        path = write_shard(folder / about["name"], tokens)
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == about["sha256_of_file"]
+    train, val = (T.TokenStream(folder, split, CFG.bos) for split in ("train", "val"))
+    return SimpleNamespace(arrays=arrays, train=train, val=val, known=T.vocabulary(CFG, gpt2()))
+
+
+@pytest.fixture(scope="module")
+def batches(golden):
+    """(Rows, wanted, place before, place after) of every step, one after the other."""
+    found, place = [], T.first_place(CFG)
+    for step in STEPS:
+        rows, wanted, after = T.next_batch(CFG, 8, golden.train, golden.known, step, place)
+        found.append((rows, wanted, place, after))
+        place = after
+    return found
+
+
+def borders(segments) -> list[int]:
+    """Where the segments of a row begin, and its end."""
+    return [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(segments)]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_rows_and_the_pieces_they_are_made_of(golden, batches, step):
+    """Both shards, all lengths of rows; the original with eight devices, of one row each."""
+    rows, _, place, after = batches[step]
+    stage, about = CFG.stages[step], META["steps"][step]
+    assert rows.tokens.dtype == np.uint16
+    assert sha256(rows.tokens, "<u2") == about["sha256_of_rows_uint16"]
+    if f"step{step}/rows" in golden.arrays:
+        np.testing.assert_array_equal(rows.tokens, golden.arrays[f"step{step}/rows"])
+    pieces, cursor = T.plan_packed(golden.train, place.cursor, 8, stage.row_tokens, stage.doc_cap)
+    assert cursor == after.cursor
+    bases = [golden.train.shard_at(start) for _, start, _ in pieces]
+    assert {number for number, _ in bases} == {about["shard"]}
+    places = [(row, a - b, z - b) for (row, a, z), (_, b) in zip(pieces, bases, strict=True)]
+    np.testing.assert_array_equal(places, golden.arrays[f"step{step}/pieces"])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_documents_apart_as_in_the_original(golden, batches, step):
+    """Its boundaries, those after 2560 tokens too, are where our segment ids rise."""
+    inputs = batches[step][0].tokens[:, :-1].astype(np.int32)
+    ids = np.asarray(T.segment_ids(inputs, CFG.bos, CFG.attention_cap))
+    for row, want in zip(ids, golden.arrays[f"step{step}/cu_seqlens"], strict=True):
+        assert borders(row) == np.unique(want).tolist()
+    assert CFG.attention_cap == META["virtual_cap"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_hashes(golden, batches, step):
+    """Rows of the n-gram table and of the signs; what devices ask each other for leads to them."""
+    rows, wanted, *_ = batches[step]
+    about, arrays = META["steps"][step], golden.arrays
+    np.testing.assert_array_equal(rows.hashed, rows.tokens[:, :-1])
+    ids = T.ngram_ids(rows.hashed, CFG.ngram_rows, np).swapaxes(0, 1)  # theirs: [8, 2, t]
+    signs = T.sign_ids(rows.hashed, CFG.sign_rows, np).swapaxes(0, 1)
+    assert sha256(ids) == about["sha256_of_ngram_ids_int32"]
+    assert sha256(signs) == about["sha256_of_sign_rows_int32"]
+    np.testing.assert_array_equal(ids[:, :, :12], arrays[f"step{step}/ngram_first"])
+    np.testing.assert_array_equal(signs[:, :, :12], arrays[f"step{step}/sign_first"])
+    places = T.table_places(ids, CFG.ngram_rows)
+    check_request(wanted, rows.places, places)
+    for devices in (1, 2):
+        check_request(*T.request(CFG, rows.hashed, devices), places)
+
+
+def check_request(wanted, found, places):
+    """What tokens [rows, 2, t] find in what their device fetches is the rows at these `places`."""
+    devices = len(wanted)
+    share, owners = CFG.ngram_rows // devices, np.arange(devices)[:, None]
+    assert share * devices == CFG.ngram_rows
+    shares = wanted, np.split(found, devices), np.split(places, devices)
+    for asked, at, want in zip(*shares, strict=True):
+        np.testing.assert_array_equal((asked + share * owners).reshape(-1)[at], want)
+        assert np.sum(asked < share) == len(np.unique(want))  # every row once
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_requests_of_the_largest_batch(devices):
+    """There numbers of places go beyond 16 bits."""
+    stage = max(RECORD.stages, key=lambda stage: stage.batch_tokens)
+    shape = stage.rows, stage.row_tokens
+    hashed = np.random.default_rng(0).integers(0, CFG.bos, shape).astype(np.uint16)
+    ids = T.ngram_ids(hashed, CFG.ngram_rows, np).swapaxes(0, 1)
+    check_request(*T.request(CFG, hashed, devices), T.table_places(ids, CFG.ngram_rows))
+
+
+def test_requests_of_two_threads():
+    """The loader's and validation's do not disturb each other."""
+    rng = np.random.default_rng(0)
+    batches = [rng.integers(0, 999, (8, 4096)).astype(np.uint16) for _ in range(20)]
+    cfg = replace(CFG, ngram_rows=2**20)  # so that many rows are of several batches
+    alone = [T.request(cfg, hashed, 2) for hashed in batches]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda hashed: T.request(cfg, hashed, 2), batches))
+    for got, want in zip(together, alone, strict=True):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_candidates(golden, batches, step):
+    """Each row's candidates by its own walk, and the places of targets and prefixes in them."""
+    rows, _, place, after = batches[step]
+    about, arrays, aims = META["steps"][step], golden.arrays, rows.aims
+    count, tokens = META["plan"][step]["candidates"], rows.tokens
+    assert aims.candidates.shape == (8, count) and {x.dtype for x in aims} == {np.dtype("i4")}
+    if not count:
+        np.testing.assert_array_equal(aims.targets, tokens[:, 1:])
+        np.testing.assert_array_equal(aims.prefixes, golden.known.prefix_v[tokens[:, 1:]])
+        assert place.offsets == after.offsets
+        return
+    assert (
+        list(place.offsets) == about["walk_before"] and list(after.offsets) == about["walk_after"]
+    )
+    assert [sha256(x) for x in aims.candidates] == about["sha256_of_candidates_int32"]
+    assert sha256(aims.targets) == about["sha256_of_target_pos_int32"]
+    assert [len(np.unique(row[1:])) for row in tokens] == about["distinct_targets"]
+    stored = {"candidates": aims.candidates, "target_pos": aims.targets}
+    if gpt2():
+        assert sha256(aims.prefixes) == about["sha256_of_prefix_pos_int32"]
+        assert np.sum(aims.prefixes >= 0, axis=1).tolist() == about["prefix_targets_found"]
+        stored["prefix_pos"] = aims.prefixes
+    for name, x in stored.items():
+        for rank in (0, 7):
+            if f"step{step}/{name}_rank{rank}" in arrays:
+                np.testing.assert_array_equal(x[rank], arrays[f"step{step}/{name}_rank{rank}"])
+
+
+def test_a_walk_that_meets_too_many_targets_and_one_that_is_not_needed(golden):
+    targets = T.STRIDE * np.arange(9000) % CFG.vocab
+    ids, offset = T.candidates(targets, 0, 10_240, CFG.vocab)
+    assert offset == META["fallback"]["walk_after"]
+    assert sha256(ids) == META["fallback"]["sha256_of_candidates_int32"]
+    others = np.setdiff1d(ids, targets)
+    np.testing.assert_array_equal(others, golden.arrays["fallback/negatives"])
+    ids, offset = T.candidates(np.arange(10_240), offset, 10_240, CFG.vocab)
+    np.testing.assert_array_equal(ids, np.arange(10_240))
+    assert offset == META["exact"]["walk_after"]
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_hashes_whose_products_wrap_around(xp):
+    example = META["hash_example"]
+    tokens = xp.asarray([example["tokens"]], dtype=np.uint16)
+    both = np.asarray(T.ngram_ids(tokens, CFG.ngram_rows, xp))[:, 0].tolist()
+    assert both == [example["bigram"], example["trigram"]]
+
+
+@pytest.mark.parametrize("batch", range(META["val"]["batches"]))
+def test_validation_rows(golden, batch):
+    """Unaligned, every token; documents apart also where a row begins inside one."""
+    t, rows = META["val"]["row_tokens"], META["val"]["global_tokens"] // META["val"]["row_tokens"]
+    got, cursor = T.plain_rows(golden.val, batch * rows * t, rows, t)
+    assert (got.shape, cursor) == ((rows, t + 1), (batch + 1) * rows * t)
+    ids = np.asarray(T.segment_ids(got[:, :-1].astype(np.int32), CFG.bos))
+    for row, want in zip(ids, golden.arrays[f"val/{batch}/cu_seqlens"], strict=True):
+        assert borders(row) == np.unique(want).tolist()
+    hashed = T.ngram_ids(got[:, :-1], CFG.ngram_rows, np).swapaxes(0, 1)[:, :, :16]
+    np.testing.assert_array_equal(hashed, golden.arrays[f"val/{batch}/first_ngram_ids"])
+
+
+@needs_gpt2
+def test_prefix_of_every_token():
+    about = json.loads((GOLDEN / "prefix.json").read_text())
+    with np.load(GOLDEN / "prefix.npz") as samples:
+        table = T.prefix_table(gpt2(), CFG.vocab)
+        np.testing.assert_array_equal(table[samples["ids"]], samples["prefix"])
+    assert (len(table), np.sum(table >= 0)) == (about["entries"], about["with_prefix"])
+    assert sha256(table) == about["sha256_int32"]
+
+
+@needs_gpt2
+def test_normalised_ids():
+    """Those of pull request 375, whose sum stands in its tests."""
+    table = T.normalised_ids(gpt2(), CFG.vocab)
+    want = "79fb57ac259495ba36f1afb9b0d5da35f3048b5067fa59c101d5a3c1ed15c2a2"
+    assert sha256(table[: CFG.real_tokens]) == want
+    assert len(np.unique(table[: CFG.real_tokens])) == 32_980
+    np.testing.assert_array_equal(table[CFG.bos :], np.arange(CFG.bos, CFG.vocab))
