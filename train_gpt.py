@@ -2914,6 +2914,13 @@ def place_of(data: str) -> Path:
     return Path(data) if Path(data).exists() else Path(__file__).resolve().parent / data
 
 
+def data_sets(folder: Path) -> dict[Path, str]:
+    """Shard -> the name of its data set, of all shards in `folder`."""
+    names = re.compile(r"(.*)_(?:train|val)_\d+\.bin")
+    found = ((path, names.fullmatch(path.name)) for path in folder.glob("*.bin"))
+    return {path: match[1] for path, match in found if match}
+
+
 def data_folder(cfg: Config, say: Callable = print) -> Path:
     """Where the shards are; UserError if there is no folder, or more than one data set in it.
 
@@ -2931,11 +2938,9 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         raise UserError(
             f"no folder {folder}: get the tokens with data/cached_fineweb10B.py, or name a --data"
         )
-    shards = re.compile(r"(.*)_(?:train|val)_\d+\.bin")
-    found = {match[1] for path in folder.glob("*.bin") if (match := shards.fullmatch(path.name))}
-    if len(found) > 1:
-        names = ", ".join(sorted(found))
-        raise UserError(f"{folder} holds several data sets ({names}): give each its own folder")
+    if len(names := sorted({*data_sets(folder).values()})) > 1:
+        several = f"several data sets ({', '.join(names)})"
+        raise UserError(f"{folder} holds {several}: give each its own folder")
     return folder
 
 
@@ -3817,12 +3822,12 @@ def ask_to_stop():
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
 
-    handlers = {signal.SIGINT: ask} | ({signal.SIGTERM: ask} if one else {})
+    numbers = [signal.SIGINT, *[signal.SIGTERM] * one]
     hangup = getattr(signal, "SIGHUP", None)  # not on Windows
     if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # what `nohup` asks for
-        handlers[hangup] = ask
+        numbers.append(hangup)
     if threading.current_thread() is threading.main_thread():
-        before |= {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        before |= {number: signal.signal(number, ask) for number in numbers}
     try:
         yield reached
     finally:
@@ -4119,9 +4124,8 @@ def run(argv: list[str], command: str):
         lock = claim(Path(args.resume), "log.txt") if there else None  # noqa: F841 (to the end)
         saved = find_checkpoint(Path(args.resume), say)
         many = saved.cfg.devices > len(all_devices()) or jax.process_count() > 1
-        cfg = dataclasses.replace(saved.cfg, devices=0 if many else saved.cfg.devices)
-        cfg = validate(overridden(cfg, args.set))
-        cfg = dataclasses.replace(cfg, data=args.data or cfg.data)
+        moved = {"devices": 0 if many else saved.cfg.devices, "data": args.data or saved.cfg.data}
+        cfg = validate(overridden(dataclasses.replace(saved.cfg, **moved), args.set))
     train(cfg, Path(args.out), command, saved, args.profile, say)
 
 

@@ -28,6 +28,7 @@ from train_gpt import (
     Parser,
     UserError,
     claim,
+    data_sets,
     make_folder,
     open_shard,
     tell,
@@ -78,9 +79,7 @@ def shards_in(folder: Path, name: str, option: str) -> list[Path]:
 
     The trainer takes all shards of a folder for one data set.
     """
-    pattern = re.compile(r"(.*)_(?:train|val)_\d+\.bin")
-    found = {path: pattern.fullmatch(path.name) for path in folder.glob("*.bin")}
-    found = {path: match[1] for path, match in found.items() if match}
+    found = data_sets(folder)
     if others := {*found.values()} - {name}:
         others = ", ".join(sorted(others))
         raise UserError(f"{folder} holds another data set ({others}): use another {option}")
