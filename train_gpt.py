@@ -2291,13 +2291,6 @@ def capacity(cfg: Config, batch_tokens: int, devices: int) -> int:
     return min(most, math.ceil((most / devices + 5 * math.sqrt(most / devices)) / 8) * 8)
 
 
-@functools.cache
-def scratch(rows: int, thread: int) -> np.ndarray:
-    """A number for each row of the n-gram table, to find repeated rows without sorting. Of a thread
-    alone: the loader may still be at work on a batch when validation asks for its rows."""
-    return np.empty(rows, np.int32)
-
-
 def request(cfg: Config, hashed, devices: int) -> tuple[np.ndarray, np.ndarray]:
     """(wanted [devices, devices, c], places [rows, 2, t]) of a batch: the n-gram rows of each
     device's tokens, every different one once, by owner, and where each token then finds its two.
@@ -2306,28 +2299,27 @@ def request(cfg: Config, hashed, devices: int) -> tuple[np.ndarray, np.ndarray]:
     """
     table = param_table(cfg)["ngram_table"]
     share = padded(table.shape, table, devices)[0] // devices
-    size = capacity(cfg, hashed.size, devices)
-    wanted = np.full((devices, devices, size), share, np.int32)
-    places = np.empty((devices, len(hashed) // devices, 2, hashed.shape[1]), np.int32)
-    at = np.arange(2 * hashed.size // devices, dtype=np.int32)
-    known = scratch(cfg.ngram_rows, threading.get_ident())
-    for k, rows in enumerate(hashed.reshape(devices, -1, hashed.shape[1])):
-        ids = table_places(ngram_ids(rows, cfg.ngram_rows, np), cfg.ngram_rows).reshape(-1)
-        known[ids] = at
-        different = ids[known[ids] == at]  # the last of equal ones
-        owner = (different // share).astype(np.uint16)
-        order = np.argsort(owner, kind="stable")
-        different, owner = different[order], owner[order].astype(np.int32)
+    size, ngrams = capacity(cfg, hashed.size, devices), cfg.ngram_rows
+
+    def of_device(rows):
+        ids = table_places(ngram_ids(rows, ngrams, np), ngrams)
+        different, which = np.unique(ids, return_inverse=True)
+        owner, row = np.divmod(different, share)
         slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
         if slot.max() >= size:
             raise UserError(
                 f"{slot.max() + 1:,} n-grams of a batch lie with one device, and {size:,} is all "
                 "there is room for: raise --set ngram_rows="
             )
-        wanted[k, owner, slot] = different % share
-        known[different] = owner * size + slot
-        places[k] = known[ids].reshape(2, *rows.shape).swapaxes(0, 1)
-    return wanted, places.reshape(len(hashed), 2, -1)
+        wanted = np.full((devices, size), share, np.int32)
+        wanted[owner, slot] = row
+        places = (owner * size + slot).astype(np.int32)[which]
+        return wanted, places.reshape(ids.shape).swapaxes(0, 1)
+
+    with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
+        parts = pool.map(of_device, np.split(hashed, devices))
+    wanted, places = zip(*parts, strict=True)
+    return np.stack(wanted), np.concatenate(places)
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -2560,6 +2552,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             if validates or stops:
                 report()
                 if ends:
+                    waiting.clear()  # what no update takes any more, 0.9 GiB
                     state, changed = compiled["finish"](state)
                     copies |= changed
                 jax.block_until_ready((state, copies))

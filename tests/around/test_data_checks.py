@@ -220,7 +220,7 @@ def test_shards_that_the_description_does_not_name_are_refused(tmp_path):
 def test_a_description_of_another_encoding_or_of_other_shards_is_refused(tmp_path):
     with pytest.raises(T.UserError, match="no encoding has this name and these numbers"):
         fitted(own_text(tmp_path / "a", 10, 10, encoding="gpt2"))
-    cfg = fitted(own_text(tmp_path / "b", 700_000, 98_305), "val_tokens=4096", "steps=9")
+    cfg = fitted(own_text(tmp_path / "b", 700_000, 98_305), "val_tokens=4096", "steps=30")
     streams = [T.TokenStream(tmp_path / "b", split, cfg.bos) for split in ("train", "val")]
     T.check_tokens(cfg, *streams)
     stream_of(tmp_path / "b", np.full(98_305, 256), split="val")
