@@ -4,20 +4,23 @@
     python train_gpt.py speedrun           # FineWeb, target 3.28, on v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
-`speedrun` is record 77 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
-Jordan et al. 2024): 539 M parameters, 1490 steps, 396 M tokens. "Record N" is the Nth of its list,
-"the original" the PyTorch program of record 77. Predicted by the TPU's compiler: 159 s on a v6e-8;
-nobody has timed it yet. The run in outline, its real loop stands at the end of Part I:
+`speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
+Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
+PyTorch program of record 92. PREDICTED
+The run in outline, its real loop stands at the end of Part I:
 
     state = init(seed); copies = bfloat16(state.params)        # Parameters
-    for step in range(1490):
-        tokens, hyper = next(loader)                           # Token stream, Loader, Schedule
-        x = forward(copies, tokens)                            # Attention, Heads, Model
+    for step in range(1194):
+        tokens, aims, wanted, hyper = next(loader)             # Token stream to Loader, Schedule
+        rows = copies.tables[tokens], fetch(ngrams, wanted)    # Ids; The step
+        x = forward(copies, rows)                              # Attention, Heads, Model
         loss, grads = backward(cross_entropy(x, copies.head))  # Loss
         grads = reduce_scatter(grads)                          # The step; small ones: psum
-        state = muon(banks), adam(tables, every 2nd step)      # Optimizers
+        state = anvil(banks)                                   # Optimizers
+        state = adam(the rest; every 2nd step, tables every 4th)
         copies = all_gather(bfloat16(state.params))
         log(loss of the step before)                           # nothing waits for a loss
+    state = average(last 298 states)                           # Optimizers: finish
 
     PART I, the speedrun          all that decides the loss, in plain JAX: read it from the top;
                                   `train` alone uses what stands later, and lists it
@@ -38,8 +41,9 @@ Kernels, with its conditions in pick_kernels.
 
 Sources beyond the speedrun, whose records are named where an idea stands: RoPE (Su et al. 2021),
 YaRN (Peng et al. 2023), QK norm (Henry et al. 2020), ReLU^2 (So et al. 2021), value residual (Zhou
-et al. 2024), Polar Express (Amsel et al. 2025), NorMuon (Li et al. 2025), cautious updates (Liang
-et al. 2024), multi-token prediction (Gloeckle et al. 2024), ZeRO (Rajbhandari et al. 2020).
+et al. 2024), MUDD (Xiao et al. 2025), Polar Express (Amsel et al. 2025), NorMuon (Li et al. 2025),
+cautious updates (Liang et al. 2024), multi-token prediction (Gloeckle et al. 2024), sampled softmax
+(Jean et al. 2015), ZeRO (Rajbhandari et al. 2020).
 """
 
 import argparse
@@ -2507,11 +2511,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and the end
     that a signal asks for comes there too.
 
-    From Parts II and III: make_mesh, data_folder, check_tokens, check_unchanged, token_bytes (the
-    encoding),
-    run_facts and open_log (what goes to the disk and the terminal), pick_kernels, compile_all,
-    load_state, Saver (checkpoints), keeps_end, ask_to_stop (signals), trace (--profile),
-    demonstrate (end of `tiny`).
+    From Parts II and III: make_mesh, data_folder, check_tokens, check_unchanged, token_bytes (what
+    ids stand for), run_facts and open_log (what goes to the disk and the terminal), pick_kernels,
+    compile_all, load_state, Saver (checkpoints), keeps_end, ask_to_stop (signals), trace
+    (--profile), demonstrate (end of `tiny`).
     """
     mesh, first = make_mesh(cfg), saved.step if saved else 0
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
@@ -3099,6 +3102,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
 KEPT = 2  # the newest checkpoints of a run; older ones are deleted
 PART_SECONDS = 120  # that process 0 waits for the rows of the others
+PIECE = 2**27  # bytes that a host holds at a time of the n-gram table, which may have 65 GB
 
 
 class Saved(NamedTuple):
@@ -3122,28 +3126,39 @@ def keeps_end(cfg: Config) -> bool:
     return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
-def own_rows(cfg: Config, state) -> dict[str, tuple[int, list[np.ndarray]]]:
-    """{"kind.name": (first row, pieces in order)} of what this process writes, on the host.
+def own_rows(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
+    """({name: array} on the host, iterator over more of such pairs) of what this process writes.
 
-    Of what is cut, the rows of its devices, which lie together, without padding; of what every
-    device has, process 0 has the first replica. All transfers begin before the first is waited for.
+    Names are kind.name.first_row. Of what is cut, a process has the rows of its devices, without
+    padding; of what every device has, process 0 has the first replica. The n-gram table comes by
+    the iterator, in pieces of PIECE bytes that leave the devices one by one, so they must keep it
+    until its end. All else is copied, and all these transfers begin before one is waited for.
     """
-    own = {}
+    copied, table = {}, {}
     for path, array in jax.tree.leaves_with_path(state):
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        for shard in shards:
-            shard.data.copy_to_host_async()
-        own[tuple(key.key for key in path)] = shards
+        kind, name = (key.key for key in path)
+        row = param_table(cfg)[name]
+        total, large = row.shape[0], kind == "params" and row.optimizer == "rows"
+        for shard in array.addressable_shards:
+            first = shard.index[0].start or 0
+            if shard.replica_id == 0 and first < total:
+                found = table if large else copied
+                found[f"{kind}.{name}", first] = shard.data, min(len(shard.data), total - first)
+
+    def pieces():
+        for (name, first), (data, rows) in table.items():
+            size = max(1, PIECE * len(data) // data.nbytes)
+            for at in range(0, rows, size):
+                count = min(size, rows - at)
+                part = data if len(data) <= size else lax.dynamic_slice_in_dim(data, at, count)
+                yield f"{name}.{first + at}", np.asarray(part)[:count]
+
+    for data, _ in copied.values():
+        data.copy_to_host_async()
     # A copy stays when the state is donated; of a CPU's arrays numpy would give a view.
     copy = np.array if jax.default_backend() == "cpu" else np.asarray
-    found = {}
-    for (kind, name), shards in own.items():
-        rows = param_table(cfg)[name].shape[0]
-        pieces = {shard.index[0].start or 0: shard.data for shard in shards}
-        pieces = {first: copy(x)[: rows - first] for first, x in pieces.items() if first < rows}
-        if pieces:
-            found[f"{kind}.{name}"] = min(pieces), [pieces[first] for first in sorted(pieces)]
-    return found
+    copies = {f"{name}.{at}": copy(data)[:rows] for (name, at), (data, rows) in copied.items()}
+    return copies, pieces()
 
 
 @contextlib.contextmanager
@@ -3167,24 +3182,26 @@ def sync_folder(path: Path):
             os.close(handle)
 
 
-def write_checkpoint(folder: Path, rows: dict, meta: dict, leaving: threading.Event | None = None):
+def write_checkpoint(folder: Path, rows, meta: dict, leaving: threading.Event | None = None):
     """Write what this process has of a checkpoint; process 0 makes it visible when it is whole.
 
-    Everything goes into a folder that begins with a dot, to which process 0 gives its name, the
-    step, last of all: a checkpoint that can be seen is complete. In its files a member's name ends
-    with its first row; zip keeps a checksum of each. Raises OSError, and leaves the older
-    checkpoints as they are. `leaving` ends the wait for the other processes.
+    `rows` are pairs of a name, which ends with the first row, and an array, taken one by one; zip
+    keeps a checksum of each. Everything goes into a folder that begins with a dot, to which
+    process 0 gives its name, the step, last of all: a checkpoint that can be seen is complete.
+    Raises OSError, and leaves the older checkpoints as they are. `leaving` ends the wait for the
+    other processes.
     """
     temporary, final = folder / f".{meta['step']}", folder / str(meta["step"])
     temporary.mkdir(parents=True, exist_ok=True)
-    arrays = {f"{name}.{first}": np.concatenate(x) for name, (first, x) in rows.items()}
-    # numpy's files do not know bfloat16: their bits lie in them as numbers.
-    short = {name: x.view(np.uint16) for name, x in arrays.items() if x.dtype == jnp.bfloat16}
-    for name, array in arrays.items():
-        if not np.isfinite(array.sum(dtype=np.float64)):
-            raise OSError(f"{name} is not finite")
-    with whole_file(temporary / f"{jax.process_index()}.npz") as file:
-        np.savez(file, **arrays | short)
+    part = temporary / f"{jax.process_index()}.npz"
+    with whole_file(part) as file, zipfile.ZipFile(file, "w") as members:
+        for name, array in rows:
+            if not np.isfinite(array.sum(dtype=np.float64)):
+                raise OSError(f"{name} is not finite")
+            # numpy's files do not know bfloat16: its bits lie in them as numbers.
+            array = array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
+            with members.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array)
     if jax.process_index():
         return
     deadline = time.monotonic() + PART_SECONDS
@@ -3252,33 +3269,34 @@ def set_aside(saved: Saved):
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
     """The training state of a checkpoint (or some `kinds` of it), straight onto its devices.
 
-    Any number of devices reads what any number has written: a host reads the files whose rows its
-    devices need, one parameter at a time. UserError where shapes are not the parameter table's.
+    Any number of devices reads what any number has written. A host reads the rows that its devices
+    need, one device after the other and of a device at most PIECE bytes at a time. UserError where
+    shapes are not the parameter table's.
     """
     files = [np.load(saved.folder / f"{process}.npz") for process in range(saved.processes)]
-    places = {}  # kind.name -> [(first row, file, member)]
-    for file in files:
+    places = {}  # kind.name -> [(first row, process, member)]
+    for process, file in enumerate(files):
         for member in file.files:
             name, _, first = member.rpartition(".")
-            places.setdefault(name, []).append((int(first), file, member))
+            places.setdefault(name, []).append((int(first), process, member))
     wanted, table = abstract_state(saved.cfg, mesh), param_table(saved.cfg)
+    read = functools.lru_cache(1)(lambda process, member: files[process][member])  # for neighbours
+    put_rows = jax.jit(lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
 
     def load(path, leaf):
         kind, name = (key.key for key in path)
         rows = table[name].shape[0]
         parts = sorted(places.get(f"{kind}.{name}", []), key=itemgetter(0))
         ends = [*(first for first, _, _ in parts[1:]), rows]
-        read = functools.cache(lambda i: parts[i][1][parts[i][2]])  # once for all devices
         stored = np.dtype(np.uint16) if leaf.dtype == jnp.bfloat16 else leaf.dtype
 
-        def piece(index):
-            start, stop, _ = index[0].indices(leaf.shape[0])
+        def piece(start, stop):
             out, found = np.zeros((stop - start, *leaf.shape[1:]), leaf.dtype), 0
-            for i, ((first, _, member), end) in enumerate(zip(parts, ends, strict=False)):
+            for (first, process, member), end in zip(parts, ends, strict=False):
                 low, high = max(first, start), min(end, stop)
                 if low >= high:
                     continue
-                array, shape = read(i), (end - first, *leaf.shape[1:])
+                array, shape = read(process, member), (end - first, *leaf.shape[1:])
                 if (array.dtype, array.shape) != (stored, shape):
                     is_one = f"is {array.dtype}{[*array.shape]}, not {stored}{[*shape]}"
                     raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
@@ -3289,7 +3307,20 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
                 raise UserError(f"{saved.folder} lacks rows of {kind}.{name}: use another one")
             return out
 
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, piece)
+        def share(device, index):
+            start, stop, _ = index[0].indices(leaf.shape[0])
+            size = max(1, PIECE // (leaf.dtype.itemsize * math.prod(leaf.shape[1:])))
+            if stop - start <= size:
+                return jax.device_put(piece(start, stop), device).block_until_ready()
+            x = jnp.zeros((stop - start, *leaf.shape[1:]), leaf.dtype, device=device)
+            for at in range(start, stop, size):
+                rows_here = piece(at, min(at + size, stop))
+                x = put_rows(x, rows_here, at - start, 0).block_until_ready()
+            return x
+
+        shares = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        shares = [share(device, index) for device, index in shares.items()]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shares)
 
     state = jax.tree.map_with_path(load, {kind: wanted[kind] for kind in kinds or wanted})
     for file in files:
@@ -3300,6 +3331,7 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
 class Saver:
     """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk.
 
+    But for the n-gram table: training waits until that is on the disk.
     What cannot be written is reported, and `missing` says so until a later one is there: the run
     goes on, older checkpoints stay. Leaving the block waits for the last one.
     """
@@ -3324,27 +3356,38 @@ class Saver:
 
     def save(self, step: int, state, place: Place):
         """Waits for the state, and for the checkpoint before if that is not written yet."""
-        began = time.perf_counter()
+        began, table_written = time.perf_counter(), threading.Event()
         self.wait()
         rows, meta = own_rows(self.cfg, state), self.log.meta(step, place)
-        held = 1000 * (time.perf_counter() - began)
-        self.thread = threading.Thread(target=self._write, args=(rows, meta, held))
+        self.thread = threading.Thread(target=self._write, args=(*rows, meta, began, table_written))
         self.thread.start()
+        table_written.wait()
 
-    def _write(self, rows, meta, held: float):
-        began, step = time.perf_counter(), meta["step"]
-        folder = self.log.folder / "checkpoints"
+    def _write(self, copies: dict, pieces: Iterator, meta: dict, began: float, table_written):
+        step, folder = meta["step"], self.log.folder / "checkpoints"
+        held, size = 0.0, sum(x.nbytes for x in copies.values())
+
+        def rows():
+            nonlocal held, size
+            for name, piece in pieces:
+                size += piece.nbytes
+                yield name, piece
+            held = 1000 * (time.perf_counter() - began)
+            table_written.set()
+            yield from copies.items()
+
         try:
             self.log.sync()
-            write_checkpoint(folder, rows, meta, self.leaving)
+            write_checkpoint(folder, rows(), meta, self.leaving)
         except Exception as error:  # whatever it is, the run must hear of it, and goes on
             self.missing = f"there is no checkpoint of step {step}: {error}"
             self.log.say(f"warning: {self.missing}; older ones stay")
             if jax.process_index() == 0:
                 shutil.rmtree(folder / f".{step}", ignore_errors=True)
             return
+        finally:
+            table_written.set()
         self.missing = ""
-        size = sum(piece.nbytes for _, pieces in rows.values() for piece in pieces)
         self.log.write(
             "log.txt",
             f"checkpoint:{step} held the loop for {held:.1f}ms, "
@@ -4833,7 +4876,8 @@ def window_backward(plan: Plan, kept, y_grad):
         if r.shares is not None:
             back = dot(grad, own) / size
             r.share_grads[row] = -back * along * size
-            r.v_grads[slot, part] = -share * (along * grad + back * (y - 2 * along * own))
+            twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
+            r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * own))
             grad -= share * back * own
         r.y_grads[part] = grad.astype(dtype)
         return dot(y, grad)

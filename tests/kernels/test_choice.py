@@ -45,16 +45,22 @@ def with_row(tokens: int, stage: int = 2) -> T.Config:
     return replace(RECORD, stages=tuple(stages))
 
 
-def with_windows(*windows: int) -> T.Config:
-    """The record's widths with a stage for each long window."""
+def with_windows(*windows: tuple[int, int]) -> T.Config:
+    """The record's widths with a stage for each pair of a short and a long window."""
     share = 1 / len(windows)
-    stages = tuple(T.Stage(share, 8 * 16_384, 16_384, 0, (128, window)) for window in windows)
+    stages = tuple(T.Stage(share, 8 * 16_384, 16_384, 0, pair) for pair in windows)
     return replace(RECORD, stages=stages, extension=0)
 
 
 def heads_of(width: int) -> T.Config:
     """The record with heads of another width."""
     return replace(RECORD, heads=768 // width)
+
+
+def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Config:
+    """The record with scores up to these, of half and of whole heads, before windows grow."""
+    scales = narrow / 64, wide / 128
+    return replace(with_windows(*(windows or [(128, 640)])), attn_scales=scales)
 
 
 @pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU v5 lite", "TPU v5p", "TPU7x"])
@@ -116,22 +122,27 @@ def test_a_tpu_has_no_kernel_at_all_where_tiles_do_not_fit(cfg, device, reason):
 @pytest.mark.parametrize(
     ("cfg", "reason"),
     [
-        (heads_of(64), "tiles of 128 columns do not fill heads 64 wide"),
-        (heads_of(192), "tiles of 128 columns do not fill heads 192 wide"),
-        (with_windows(8192), "a window of 8192 of width 768 does not fit the VMEM"),
-        (with_windows(128, 8192), "a window of 8192 of width 768 does not fit the VMEM"),
+        (heads_of(64), "tiles do not hold 12 heads 64 wide one by one, and of half in twos"),
+        (heads_of(192), "tiles do not hold 4 heads 192 wide one by one, and of half in twos"),
+        (
+            replace(RECORD, width=896, heads=7),
+            "tiles do not hold 7 heads 128 wide one by one, and of half in twos",
+        ),
+        (with_windows((128, 8192)), "a window of 8192 of width 768 does not fit the VMEM"),
+        (
+            with_windows((128, 640), (128, 8192)),
+            "a window of 8192 of width 768 does not fit the VMEM",
+        ),
+        (with_windows((8192, 640)), "a window of 8192 of width 768 does not fit the VMEM"),
         (
             replace(RECORD, val_windows=(768, 65_536)),
             "a window of 65536 of width 768 does not fit the VMEM",
         ),
         (
-            replace(with_windows(2560), compute_dtype="float32", width=1536, heads=12),
+            replace(with_windows((128, 2560)), compute_dtype="float32", width=1536, heads=12),
             "a window of 2560 of width 1536 does not fit the VMEM",
         ),
-        (
-            replace(with_windows(640), attn_scale=0.376),
-            "scores up to 48 could overflow without a running maximum",
-        ),
+        (with_scores(8, 50), "scores up to 50 could overflow without a running maximum"),
     ],
 )
 def test_a_tpu_has_the_kernel_for_tables_alone_where_only_attention_does_not_fit(cfg, reason):
@@ -150,16 +161,21 @@ def test_a_tpu_has_the_kernel_for_tables_alone_where_only_attention_does_not_fit
             gpu(),
             "they compute in bfloat16, not in float32",
         ),
-        (heads_of(96), gpu(), "tiles do not fit heads 96 wide"),
-        (heads_of(256), gpu(), "tiles do not fit heads 256 wide"),
+        (heads_of(16), gpu(), "tiles do not fit heads 16 wide, and half of it"),
+        (heads_of(96), gpu(), "tiles do not fit heads 96 wide, and half of it"),
+        (heads_of(256), gpu(), "tiles do not fit heads 256 wide, and half of it"),
         (with_row(192), gpu(), "tiles of 128 tokens do not fill rows of 192"),
         (replace(RECORD, val_row=64), gpu(), "tiles of 128 tokens do not fill rows of 64"),
         (
-            replace(with_windows(640), attn_scale=0.39),
+            with_scores(50, 8),
             gpu(),
             "scores up to 50 could overflow without a running maximum",
         ),
-        (small_config(compute_dtype="bfloat16"), gpu(), "tiles do not fit heads 8 wide"),
+        (
+            small_config(compute_dtype="bfloat16"),
+            gpu(),
+            "tiles do not fit heads 8 wide, and half of it",
+        ),
     ],
 )
 def test_a_gpu_has_plain_attention_where_a_condition_fails(cfg, device, reason):
@@ -176,16 +192,18 @@ def test_a_gpu_whose_jax_has_no_triton_has_plain_attention(monkeypatch):
     assert said == f"plain attention: jax {jax.__version__} has no Triton any more"
 
 
-@pytest.mark.parametrize("width", [16, 32, 64, 128])
-def test_a_gpu_takes_heads_whose_width_is_a_power_of_two_up_to_128(width):
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_a_gpu_takes_heads_whose_width_is_a_power_of_two_from_32_to_128(width):
+    """Half of that, which most layers have in q and k, is 16 or more: a tensor core's least."""
     assert T.pick_kernels(heads_of(width), gpu())[1] == GPU_KERNELS
 
 
 @pytest.mark.parametrize("device", [tpu(), gpu()])
-def test_scores_may_be_as_sharp_as_a_sum_of_them_in_float32_can_be(device):
-    """The bound is 48, of attn_scale times the width of a head."""
-    for scale, fits in ((0.375, True), (0.376, False)):
-        cfg = replace(with_windows(640), attn_scale=scale)
+@pytest.mark.parametrize("heads", ["half", "whole"])
+def test_scores_may_be_as_sharp_as_a_sum_of_them_in_float32_can_be(device, heads):
+    """The bound is 48, of an attention scale times the width of its heads, half or whole ones."""
+    for score, fits in ((48, True), (48.01, False)):
+        cfg = with_scores(score, 8) if heads == "half" else with_scores(8, score)
         _, said = T.pick_kernels(cfg, device)
         assert (said in (TPU_KERNELS, GPU_KERNELS)) == fits
         assert said.endswith("without a running maximum") != fits
@@ -193,9 +211,10 @@ def test_scores_may_be_as_sharp_as_a_sum_of_them_in_float32_can_be(device):
 
 @pytest.mark.parametrize("device", [tpu(), gpu()])
 def test_scores_grow_with_the_windows_of_the_stages(device):
-    """YaRN sharpens attention by 1 + 0.2 ln 32 = 1.7: 0.25 * 128 is 32 at first, 54 at last."""
-    cfg = replace(with_windows(128, 4096), attn_scale=0.25)
-    assert "scores up to 54 could" in T.pick_kernels(cfg, device)[1]
+    """YaRN sharpens attention by 1 + 0.2 ln 32 = 1.7: 32 is 54 at last; either window counts."""
+    for windows in ([(128, 128), (128, 4096)], [(128, 4096), (4096, 4096)]):
+        said = T.pick_kernels(with_scores(*(32, 32), *windows), device)[1]
+        assert "scores up to 54 could" in said
 
 
 def test_a_window_beyond_the_rows_counts_as_the_longest_row():
@@ -208,8 +227,10 @@ def test_a_window_beyond_the_rows_counts_as_the_longest_row():
 def test_the_largest_window_that_a_tpu_is_given_stays_within_its_vmem():
     """Three rings of bfloat16 and three of float32, of which 70 % of 100 MiB is the limit."""
     served = [
-        w for w in range(256, 8192, 256) if T.pick_kernels(with_windows(w), tpu())[1] == TPU_KERNELS
+        window
+        for window in range(256, 8192, 256)
+        if T.pick_kernels(with_windows((128, window)), tpu())[1] == TPU_KERNELS
     ]
-    plan = T.Plan(T.Heads(6, 128, served[-1], offset=True), 256)
+    plan = T.Plan(T.Heads(6, 128, 128, served[-1], offset=True), 256)
     assert 60 * 2**20 < plan.ring_bytes("bfloat16") < 70 * 2**20
     assert served == [*range(256, served[-1] + 1, 256)] and served[-1] >= 2560

@@ -10,26 +10,22 @@ import numpy as np
 import pytest
 from conftest import small_config
 from jax import lax
+from layers import distance
 from programs import jit
 
 import train_gpt as T
 
 
-def distance(got, want) -> float:
-    """Relative norm of the difference."""
-    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-def loss_inputs(dtype, tokens: int = 48, k: int = 3):
-    """Normed features, a head with logits up to 10, targets of which some are equal, weights."""
+def loss_inputs(dtype, rows: int = 104, tokens: int = 48, k: int = 3):
+    """Normed features, a head of `rows` with logits up to 10, targets of which some are equal, and
+    weights."""
     rng = np.random.default_rng(5)
-    cfg = small_config()
-    x = T.norm(jnp.asarray(rng.standard_normal((tokens, cfg.width)), dtype))
-    head = jnp.asarray(0.7 * rng.standard_normal((cfg.vocab, cfg.width)), dtype)
-    targets = rng.integers(0, cfg.real_tokens, (tokens, k)).astype(np.int32)
+    width = small_config().width
+    x = T.norm(jnp.asarray(rng.standard_normal((tokens, width)), dtype))
+    head = jnp.asarray(0.7 * rng.standard_normal((rows, width)), dtype)
+    targets = rng.integers(0, rows, (tokens, k)).astype(np.int32)
     targets[3] = targets[3, 0]
-    targets[4, 2] = targets[4, 0]
+    targets[4, -1] = targets[4, 0]
     weights = rng.uniform(0, 1, (tokens, k)).astype(np.float32)
     weights[5] = 0
     return x, head, targets, weights
@@ -58,9 +54,15 @@ def form(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("chunk", [48, 16])
-def test_both_forms_of_the_loss_and_its_gradient_are_the_plain_ones_in_float32(form, chunk):
-    inputs = loss_inputs(jnp.float32)
+# (rows of the head, targets of a token, tokens, of which a chunk has at most so many)
+SIZES = [(104, 3, 48, 48), (104, 3, 48, 16), (37, 1, 45, 20), (513, 4, 48, 32)]
+
+
+@pytest.mark.parametrize("rows, k, tokens, chunk", SIZES)
+def test_both_forms_of_the_loss_and_its_gradient_are_the_plain_ones_in_float32(
+    form, rows, k, tokens, chunk
+):
+    inputs = loss_inputs(jnp.float32, rows, tokens, k)
     want = sums_and_gradients(T.cross_entropy, inputs, chunk)
     got = sums_and_gradients(T.fused_cross_entropy, inputs, chunk)
     for x, y in zip(got, want, strict=True):
@@ -68,9 +70,10 @@ def test_both_forms_of_the_loss_and_its_gradient_are_the_plain_ones_in_float32(f
     assert not np.any(got[2][5]), "a token without weight"
 
 
-def test_both_forms_of_the_loss_store_16_bits_and_sum_32(form):
+@pytest.mark.parametrize("rows", [104, 513])
+def test_both_forms_of_the_loss_store_16_bits_and_sum_32(form, rows):
     """Logits round to 2^-9 of themselves; on an NVIDIA GPU those that are summed do too."""
-    inputs = loss_inputs(jnp.bfloat16)
+    inputs = loss_inputs(jnp.bfloat16, rows)
     want = sums_and_gradients(T.cross_entropy, inputs, 16)
     got = sums_and_gradients(T.fused_cross_entropy, inputs, 16)
     sums = 2e-4 if form == "cuda" else 1e-6  # seen: 6e-5, 9e-8
@@ -78,15 +81,35 @@ def test_both_forms_of_the_loss_store_16_bits_and_sum_32(form):
         assert x.dtype == y.dtype and distance(x, y) < off  # seen: 0.0038 of the gradients
 
 
+def test_a_loss_over_candidates_is_the_plain_one_and_reaches_only_their_rows_of_the_head(form):
+    """As loss_sums takes it: through candidate_head, with places among the candidates."""
+    x, head, targets, weights = loss_inputs(jnp.float32, 200)
+    candidates = np.unique(np.random.default_rng(0).integers(0, 200, 80)).astype(np.int32)
+    assert 50 < candidates.size < 80
+
+    def over_candidates(function):
+        def run(x, head, targets, weights, cfg):
+            return function(x, T.candidate_head(head, candidates), targets, weights, cfg)
+
+        inputs = x, head, targets % candidates.size, weights
+        return sums_and_gradients(run, inputs, 16)
+
+    got, want = over_candidates(T.fused_cross_entropy), over_candidates(T.cross_entropy)
+    for y, z in zip(got, want, strict=True):
+        assert y.shape == z.shape and distance(y, z) < 1e-6
+    rest = np.delete(np.asarray(got[3]), candidates, axis=0)
+    assert rest.shape[0] == 200 - candidates.size and not rest.any()
+
+
 def test_on_an_nvidia_gpu_only_training_rounds_the_logits(monkeypatch):
-    """Validation is exact: the sums of a program without gradients are those of the other form."""
+    """Validation is exact: the sums of a program without gradients are those of the plain form."""
     inputs, cfg = loss_inputs(jnp.bfloat16), small_config()
-    validated, trained = [], []
+    validated, trained = [jit(lambda *args: T.cross_entropy(*args, cfg))(*inputs)], []
     for form in ("default", "cuda"):
         take_form(monkeypatch, form)
         validated.append(jit(lambda *args: T.fused_cross_entropy(*args, cfg))(*inputs))
         trained.append(sums_and_gradients(T.fused_cross_entropy, inputs, cfg.loss_chunk)[:2])
-    assert validated[0] == validated[1] and trained[0] != trained[1]
+    assert validated[0] == validated[1] == validated[2] and trained[0] != trained[1]
 
 
 def test_only_the_weighted_sum_has_a_gradient_and_only_for_x_and_head():

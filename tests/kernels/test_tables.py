@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +31,13 @@ def ids_of(kind: str, tokens: int, rows: int):
 @pytest.mark.parametrize("adder", ADDERS)
 @pytest.mark.parametrize(
     ("shape", "rows", "tables"),
-    [((4, 256), 1000, 1), ((1, 1536), 5000, 2), ((512,), 256, 1), ((3, 128), 300, 3)],
+    [
+        ((4, 256), 1000, 1),
+        ((1, 1536), 5000, 2),
+        ((512,), 256, 1),
+        ((3, 128), 300, 4),  # as tables of values, which share the ids
+        ((2, 2, 128), 8 * 72, 1),  # as n-grams: two of each token, in what was fetched
+    ],
 )
 def test_every_row_is_added_to_that_of_its_id(kind, adder, shape, rows, tables):
     """One block and many, tiles without tokens, a last tile that the table does not fill."""
@@ -52,6 +59,23 @@ def test_many_small_rows_of_one_id_are_summed_in_float32():
     rows, ids = [jnp.ones((1024, 128), jnp.bfloat16)], np.full(1024, 5, np.int32)
     got = np.asarray(ADDERS["kernel"](np.zeros((8, 128), np.float32), ids, rows))
     assert got[5].tolist() == [1024] * 128 and not np.delete(got, 5, axis=0).any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "tables"),
+    [
+        ((1, 49_152), 50_304, 1),
+        ((1, 49_152), 50_304, 4),
+        ((1, 2, 49_152), 102_784, 1),  # n-grams
+    ],
+)
+def test_the_kernel_for_tables_of_the_record_can_be_lowered_for_a_tpu(shape, rows, tables):
+    """To the language of Mosaic, whose rules an interpreted kernel need not keep."""
+    table = jax.ShapeDtypeStruct((tables * rows, 768), jnp.float32)
+    parts = [jax.ShapeDtypeStruct((*shape, 768), jnp.bfloat16)] * tables
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    lowered = jax.jit(T.sum_rows).trace(table, ids, parts).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 1
 
 
 @pytest.mark.parametrize("rows", [100, 1000, 70_000])

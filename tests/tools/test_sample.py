@@ -27,8 +27,9 @@ def checkpoint(run_dir: Path, cfg: T.Config, step: int, state) -> T.Saved:
     """A checkpoint of `state` after `step` steps, as a run writes it."""
     meta = {"step": step, "train_time_ms": 1.0, "logs": {}, "data": {}, "source_sha256": ""}
     meta |= {"place": T.first_place(cfg)}
-    rows = T.own_rows(cfg, state)
-    T.write_checkpoint(run_dir / "checkpoints", rows, meta | {"config": asdict(cfg)})
+    copies, pieces = T.own_rows(cfg, state)
+    meta |= {"config": asdict(cfg)}
+    T.write_checkpoint(run_dir / "checkpoints", [*pieces, *copies.items()], meta)
     return T.find_checkpoint(run_dir)
 
 

@@ -1,0 +1,128 @@
+"""Layers of attention with random numbers in them, for the kernels of any hardware."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from programs import jit
+
+import train_gpt as T
+
+
+def distance(got, want) -> float:
+    """Relative norm of the difference."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
+
+
+def segment_rows(t: int) -> np.ndarray:
+    """Segments int32 [4, t]: no BOS at all (0), BOS first (1), a few documents, many short ones."""
+    starts = np.zeros((4, t), np.int32)
+    starts[1:3, 0] = 1
+    cuts = [t // 3, min(t // 3 + 1, t - 1), 3 * t // 4]  # one document has one token
+    starts[2, cuts] = 7  # ids need only rise
+    starts[3, 2::5] = 1  # the row begins inside of a document
+    return np.cumsum(starts, axis=1, dtype=np.int32)
+
+
+def narrow(count: int, window: int, v_width: int = 64, **more) -> T.Heads:
+    """Heads of a short layer of the record; v is 64 columns wide, or 128."""
+    return T.Heads(count, 64, v_width, window, **more)
+
+
+def paired(count: int, window: int, v_width: int = 128) -> T.Heads:
+    """Heads of a paired layer; the window is in half tokens."""
+    return narrow(count, window, v_width, paired=True)
+
+
+def long(count: int, window: int) -> T.Heads:
+    """Heads of a long layer: of whole width, with the key offset."""
+    return T.Heads(count, 128, 128, window, offset=True)
+
+
+RECORD = T.PRESETS["speedrun"]
+KINDS = {"narrow": 1, "paired": 2, "long": 3}  # -> a layer of the record: of all kinds one
+
+
+def record_layer(kind: str, windows: tuple[int, int]) -> tuple[T.Heads, str]:
+    """(Heads, parts as layer_shapes takes them) of a layer of the record with these windows."""
+    one = RECORD.layers[KINDS[kind]]
+    parts = {"added": one.values, "xsa": one.xsa, "gates": one.gated}
+    heads = T.heads_of(RECORD, KINDS[kind], windows)
+    return heads, " ".join(name for name, has in parts.items() if has)
+
+
+def layer_shapes(heads: T.Heads, b: int, t: int, parts: str, dtype, sharding=None):
+    """What layer_inputs draws, as shapes with dtypes; added, xsa and gates only if in `parts`.
+
+    As in the record, heads with the key offset are whole, in q and k at least, and stand still in
+    half of their columns; others are half a head.
+    """
+    n, h, full = heads.count, heads.qk_width, heads.qk_width * (2 - heads.offset)
+
+    def shape(*sides, dtype=np.float32):
+        return jax.ShapeDtypeStruct(sides, dtype, sharding=sharding)
+
+    more = {"added": shape(b, t, n * full, dtype=dtype), "xsa": shape(b, t, n)}
+    more["gates"] = shape(b, t, n)
+    arrays = {"qkv": shape(b, t, n * (2 * h + heads.v_width), dtype=dtype)}
+    arrays |= {name: more[name] for name in parts.split()}
+    freqs = shape(h // 4 if heads.offset else h // 2)
+    return arrays, shape(b, t, n * heads.v_width), shape(b, t, dtype=np.int32), freqs
+
+
+def layer_inputs(heads: T.Heads, t: int, parts: str, dtype):
+    """(arrays that have gradients, output gradient [3, t, n v], segments [3, t], frequencies)."""
+    rng = np.random.default_rng(t)
+    arrays, out_grad, _, freqs = layer_shapes(heads, 3, t, parts, dtype)
+    arrays = {x: jnp.asarray(rng.standard_normal(s.shape), s.dtype) for x, s in arrays.items()}
+    if "gates" in arrays:  # of any sign, and none
+        arrays["gates"] = arrays["gates"].at[:, 40:65].set(0.0)
+    if "xsa" in arrays:  # also of no values, and of so little that it divides by a least size
+        times = np.ones((1, t, 1), np.float32)
+        times[:, 10:12], times[:, 20:22] = 0.0, 5e-6
+        v, times = 2 * heads.count * heads.qk_width, jnp.asarray(times, dtype)
+        arrays["qkv"] = arrays["qkv"].at[..., v:].multiply(times)
+        if "added" in arrays:
+            arrays["added"] *= times
+        arrays["xsa"] *= np.where(times < 1, 1e-4, 1)  # or gradients of v would be 1e4 there
+    out_grad = jnp.asarray(rng.standard_normal(out_grad.shape), dtype).astype(np.float32)
+    freqs = rng.uniform(0.1, 1.5, freqs.shape).astype(np.float32)
+    return arrays, out_grad, segment_rows(t)[1:], freqs
+
+
+def layer(attend, heads: T.Heads):
+    """A Kernels.attend with all but arrays filled in: (arrays, segments, freqs) -> y."""
+
+    def run(arrays, segments, freqs):
+        return attend(
+            *(heads, arrays["qkv"]),
+            added_btd=arrays.get("added"),
+            xsa_btn=arrays.get("xsa"),
+            gates_btn=arrays.get("gates"),
+            segments_bt=segments,
+            freqs=freqs,
+            scale=jnp.float32(0.1),
+        )
+
+    return run
+
+
+def layer_with_gradients(attend, heads: T.Heads):
+    """A function of what layer_inputs returns -> (gradients of the arrays, y)."""
+
+    def run(arrays, out_grad, segments, freqs):
+        def loss(arrays):
+            y = layer(attend, heads)(arrays, segments, freqs)
+            return jnp.sum(y.astype(jnp.float32) * out_grad), y
+
+        return jax.grad(loss, has_aux=True)(arrays)
+
+    return run
+
+
+def run_layer(attend, heads: T.Heads, *inputs, jit=jit) -> dict[str, np.ndarray]:
+    """{"y": output, "q", "k", "v", "added", "xsa", "gates": gradients of those there are}."""
+    grads, y = jax.device_get(jit(layer_with_gradients(attend, heads))(*inputs))
+    qk = heads.count * heads.qk_width
+    d_qkv = np.split(grads.pop("qkv"), (qk, 2 * qk), axis=-1)
+    return {"y": y, **dict(zip("qkv", d_qkv, strict=True)), **grads}
