@@ -304,7 +304,7 @@ class Config:
 
 PRESETS = {
     "speedrun": Config(),
-    # the same ideas at toy size, for a few minutes on two cores; lengths in proportion to 330 steps
+    # the same ideas at toy size, for a few minutes on two cores; lengths in proportion to 280 steps
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -322,35 +322,33 @@ PRESETS = {
         real_tokens=2048,
         bos=2047,
         encoding="bpe",
-        ngram_rows=20_480,
+        ngram_rows=65_536,
         skip=(1, 3),
         source=4,
         compute_dtype="float32",
-        steps=330,
-        extension=6,
+        steps=280,
+        extension=20,
         stages=(
-            Stage(0.27, 1024, 128, 0, (32, 96), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), (512,)),
-            Stage(0.31, 2048, 256, 0, (64, 192), 1.52, (1, 0.5), (1, 0), (0.2, 0.1), (512,)),
-            Stage(0.36, 3072, 384, 0, (128, 384), 1.73, candidates=(640, 640, 1024)),
-            Stage(0.06, 2560, 320, 0, (128, 384), 1.73 * math.sqrt(20 / 24)),
+            Stage(0.28, 1024, 128, 0, (32, 96), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), (512,)),
+            Stage(0.33, 2048, 256, 0, (64, 192), 1.52, (1, 0.5), (1, 0), (0.2, 0.1), (512,)),
+            Stage(0.39, 3072, 384, 0, (128, 384), 1.73, candidates=(640,)),
             Stage(0.0, 1024, 128, 0, (160, 448)),
         ),
         attention_cap=320,
-        momentum_warmup=66,
-        momentum_cooldown=14,
-        rails_step=142,
-        event_change=92,
-        tail=82,
-        tail_average=69,
-        lr_anvil=0.05,
+        momentum_warmup=56,
+        momentum_cooldown=12,
+        rails_step=120,
+        event_change=80,
+        tail=70,
+        tail_average=58,
         lr_adam=0.016,
         micro_tokens=512,  # fits the caches: 1.4 times the speed of 4096
         val_tokens=98_304,
-        val_every=165,
+        val_every=140,
         val_batch=4096,
         val_row=512,
         val_windows=(160, 512),
-        target=3.95,
+        target=3.8,
         data="data/builtin",
         sample_tokens=80,
     ),
@@ -2842,6 +2840,24 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
     return cursor
 
 
+def check_rows(cfg: Config, train: TokenStream):
+    """UserError if a row of the run has more different tokens than candidates.
+
+    Reads the rows of all steps in which that can be: 10 s for the record, with FineWeb.
+    """
+    counts = [candidate_count(cfg, step) for step in range(cfg.steps)]
+    few = [i for i, count in enumerate(counts) if 0 < count < stage_at(cfg, i).row_tokens]
+    cursor = 0
+    for step in range(max(few, default=-1) + 1):
+        rows, cursor = next_rows(train, cursor, stage_at(cfg, step))
+        try:
+            for row in rows if counts[step] else ():
+                candidates(row[1:], 0, counts[step], cfg.vocab)
+        except UserError as error:
+            raise UserError(f"step {step}, of stage {stage_index(cfg, step)}: {error}") from None
+    train.documents.cache_clear()
+
+
 def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
     """UserError unless every one of `tokens`, which come from `path`, is a known id."""
     if (largest := int(tokens.max())) >= cfg.real_tokens:
@@ -2882,6 +2898,7 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
                 f"{path}: no document begins with bos={cfg.bos}, so it is of another encoding than "
                 f"{cfg.encoding}: set encoding, vocab, real_tokens and bos, or tokenize it again"
             )
+    check_rows(cfg, train)
     return found
 
 
@@ -2970,11 +2987,14 @@ def make_mesh(cfg: Config, devices=None) -> Mesh:
     if count > len(devices):
         raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
     batches = {f"stages.{i}.batch_tokens": stage.rows for i, stage in enumerate(cfg.stages)}
-    for name, rows in {**batches, "val_batch": cfg.val_batch // cfg.val_row}.items():
+    batches["val_batch"] = cfg.val_batch // cfg.val_row
+    common = math.gcd(*batches.values())
+    for name, rows in batches.items():
         if rows % count:
+            fit = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise UserError(
                 f"{name} has {rows} rows, which {count} devices cannot share equally: "
-                f"use --set devices=N with a divisor of {rows}, or a larger {name}"
+                f"use --set devices=N with a divisor of {common} ({fit}), or a larger {name}"
             )
     return Mesh(np.array(devices[:count]), (AXIS,))
 
@@ -3003,20 +3023,37 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     The training state beside gradients and validation, but for the n-gram table, which they take;
     the copies beside updates; and the gradients that wait for Adam and for the longest event.
     """
-    found, steps = programs(cfg, mesh, PLAIN), updates(cfg)
+    found, steps, waits = programs(cfg, mesh, PLAIN), updates(cfg), []
     state, stays = found["finish"].args[0], found["eval"].args[0]
     if name not in (*steps, "finish"):
         params = {x: leaf for x, leaf in state["params"].items() if x != "ngram_table"}
         stays = state | {"params": params}
-    order, waits = ("anvil", "adam", f"event{cfg.event_every[1]}"), []
-    done = 3 if name.startswith("event") else order.index(name) + 1 if name in order else 0
-    for i, update in enumerate(order):  # those after an update wait whole, else all but this step's
-        count = (i >= done) * steps[update] if done else steps[update] - 1
+    for i, update in enumerate(("anvil", "adam", f"event{cfg.event_every[1]}")):
+        # Those of later updates wait whole while one runs; beside other programs not this step's.
+        later = name in steps and [*steps].index(name) < i
+        count = later * steps[update] if name in steps else steps[update] - 1
         waits += [grads[:count] for grads in found[update].args[1].values()]
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves((stays, waits))
-    )
+    return device_bytes((stays, waits))
+
+
+def device_bytes(tree) -> int:
+    """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
+    shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+
+def refuse_too_large(cfg: Config, mesh: Mesh, needs: float, limit: float | None, room=0.0):
+    """UserError if a run needs more than the `limit` bytes of a device (None: not known).
+
+    It says which ngram_rows fits, with this share of the memory as `room` for what is not counted.
+    """
+    if limit is not None and needs > limit:
+        row = param_table(cfg)["ngram_table"]
+        each = (row.shape[1] * jnp.dtype(row.dtype).itemsize + 4) / mesh.size  # 4: second moment
+        most = cfg.ngram_rows - math.ceil((needs - (1 - room) * limit) / each)
+        less = f"use --set ngram_rows={most // 1000 * 1000}, or" if most >= 1000 else "use"
+        sizes = f"{needs / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
+        raise UserError(f"the run needs {sizes}: {less} more devices")
 
 
 def memory_limit(device) -> int | None:
@@ -3078,6 +3115,12 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     inside the clock. `settings` holds what memory has changed: {name: {micro_tokens, recompute}}.
     """
     limit = memory_limit(mesh.local_devices[0])
+    args = {name: program.args for name, program in programs(cfg, mesh, kernels).items()}
+    stay = {name: resident_bytes(cfg, mesh, name) for name in args}
+    least = max(device_bytes(args[name]) + stay[name] for name in args)
+    # Nobody should wait for the compiler to hear this. Beside its arrays, 72 GiB on one device, the
+    # record needs up to 17 GiB, or less in its next settings.
+    refuse_too_large(cfg, mesh, least, limit, room=0.25)
 
     def build(name):
         compiled, setting, seconds = compile_fitting(cfg, mesh, kernels, name, limit, say)
@@ -3087,11 +3130,12 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         asked = setting == settings(cfg, mesh, name)[0]
         return compiled, round(seconds, 3), {} if asked else changed
 
-    names = [*programs(cfg, mesh, kernels)]
-    say(f"compiling {', '.join(names)}; for accelerators it takes minutes")
+    say(f"compiling {', '.join(args)}; for accelerators it takes minutes")
     with ending_at_once(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = zip(*pool.map(build, names), strict=True)
-    compiled, seconds, changed = (dict(zip(names, x, strict=True)) for x in built)
+        built = zip(*pool.map(build, args), strict=True)
+    compiled, seconds, changed = (dict(zip(args, x, strict=True)) for x in built)
+    most = max(program_bytes(compiled[name])["peak"] + stay[name] for name in args)
+    refuse_too_large(cfg, mesh, most, limit)
     changed = {name: way for name, way in changed.items() if way}
     return compiled, {"compile_seconds": seconds, "settings": changed}
 
@@ -3331,13 +3375,13 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
 class Saver:
     """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk.
 
-    But for the n-gram table: training waits until that is on the disk.
+    The n-gram table goes straight to the disk, and training waits for that.
     What cannot be written is reported, and `missing` says so until a later one is there: the run
     goes on, older checkpoints stay. Leaving the block waits for the last one.
     """
 
     def __init__(self, cfg: Config, log: "RunLog"):
-        self.cfg, self.log, self.missing = cfg, log, ""
+        self.cfg, self.log, self.missing, self.held = cfg, log, "", 0.0
         self.thread, self.leaving = threading.Thread(), threading.Event()
         log.wait_for_checkpoint = self.wait
 
@@ -3355,30 +3399,28 @@ class Saver:
             self.thread.join()
 
     def save(self, step: int, state, place: Place):
-        """Waits for the state, and for the checkpoint before if that is not written yet."""
-        began, table_written = time.perf_counter(), threading.Event()
+        """Waits for the state, for the checkpoint before if that is not written yet, and until
+        the n-gram table is."""
+        began, go_on = time.perf_counter(), threading.Event()
         self.wait()
-        rows, meta = own_rows(self.cfg, state), self.log.meta(step, place)
-        self.thread = threading.Thread(target=self._write, args=(*rows, meta, began, table_written))
-        self.thread.start()
-        table_written.wait()
-
-    def _write(self, copies: dict, pieces: Iterator, meta: dict, began: float, table_written):
-        step, folder = meta["step"], self.log.folder / "checkpoints"
-        held, size = 0.0, sum(x.nbytes for x in copies.values())
+        (copies, pieces), meta = own_rows(self.cfg, state), self.log.meta(step, place)
 
         def rows():
-            nonlocal held, size
-            for name, piece in pieces:
-                size += piece.nbytes
-                yield name, piece
-            held = 1000 * (time.perf_counter() - began)
-            table_written.set()
+            yield from pieces
+            self.held = 1000 * (time.perf_counter() - began)
+            go_on.set()
             yield from copies.items()
 
+        self.thread = threading.Thread(target=self._write, args=(rows(), meta, go_on))
+        self.thread.start()
+        go_on.wait()
+
+    def _write(self, rows, meta, go_on: threading.Event):
+        began, step = time.perf_counter(), meta["step"]
+        folder = self.log.folder / "checkpoints"
         try:
             self.log.sync()
-            write_checkpoint(folder, rows(), meta, self.leaving)
+            write_checkpoint(folder, rows, meta, self.leaving)
         except Exception as error:  # whatever it is, the run must hear of it, and goes on
             self.missing = f"there is no checkpoint of step {step}: {error}"
             self.log.say(f"warning: {self.missing}; older ones stay")
@@ -3386,11 +3428,12 @@ class Saver:
                 shutil.rmtree(folder / f".{step}", ignore_errors=True)
             return
         finally:
-            table_written.set()
+            go_on.set()
         self.missing = ""
+        size = sum(path.stat().st_size for path in (folder / str(step)).glob("*.npz"))
         self.log.write(
             "log.txt",
-            f"checkpoint:{step} held the loop for {held:.1f}ms, "
+            f"checkpoint:{step} held the loop for {self.held:.1f}ms, "
             f"{size / 1e6:.1f} MB written in {time.perf_counter() - began:.2f}s",
         )
 
@@ -3754,7 +3797,6 @@ def open_log(
         raise UserError(
             f"{data} does not hold the shards that {folder} was trained on: name their --data"
         )
-    merges = data / MERGES
     token_bytes(cfg, data)  # training needs them: if they cannot be had, that is known here
     changed = saved and saved.source_sha256 != facts["source_sha256"]
     if changed:
@@ -3783,7 +3825,7 @@ def open_log(
     if saved:
         say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
-        log.attempt(shutil.copy, merges, folder)  # so that a sample needs the run's folder only
+        log.attempt(shutil.copy, data / MERGES, folder)  # a sample needs the run's folder only
     return log
 
 
@@ -4182,7 +4224,7 @@ def report_errors(do: Callable) -> int:
         line, hint = str(error), ""
         if "RESOURCE_EXHAUSTED" in line:
             line = f"out of memory: {line}"
-            hint = "(use --set recompute=1 or a smaller micro_tokens, or more devices)"
+            hint = "(use --set recompute=1, a smaller micro_tokens or ngram_rows, or more devices)"
         elif several() and not isinstance(error, UserError):
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 traceback.print_exc()

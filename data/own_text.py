@@ -22,8 +22,8 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
 
     Only where data/tokenize_text.py has described its shards, and only what --set has not `given`.
     (FineWeb has no description: there, too few tokens are half a download, and refused.) The target
-    goes: a loss per token says nothing about tokens of another kind. Where a stage has as many
-    candidates as there are ids, or more, it has all.
+    goes: a loss per token says nothing about tokens of another kind. A stage has all ids in place
+    of candidates where it would have as many or more, and where rows have more different tokens.
     """
     try:
         about = json.loads((folder / T.DESCRIPTION).read_text())
@@ -68,6 +68,13 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
         may = range(least, cfg.steps)
         most = least - 1 + bisect.bisect(may, 0, key=lambda steps: not ends_at(steps))
         cfg = replace(cfg, steps=max(most, least))  # check_tokens refuses too little
+    try:
+        T.check_rows(cfg, train)
+    except T.UserError:
+        few = [f"stages.{i}.candidates" not in given for i in range(len(cfg.stages))]
+        stages = zip(cfg.stages, few, strict=True)
+        stages = tuple(replace(s, candidates=(0,)) if its else s for s, its in stages)
+        cfg = replace(cfg, stages=stages)
     said = f"{folder} holds {found['encoding']} tokens, its own vocabulary of {cfg.vocab}"
     for name in ("steps", "val_tokens"):
         if (got := getattr(cfg, name)) < (wanted := getattr(asked, name)):

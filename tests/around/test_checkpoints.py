@@ -3,14 +3,17 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
+import time
 import tracemalloc
 import zipfile
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -216,6 +219,39 @@ def test_what_is_copied_of_the_state_stays():
     for name, x in copies.items():
         got.setdefault(name.rpartition(".")[0], []).append(x)
     assert_same_arrays({name: np.concatenate(x) for name, x in got.items()}, want)
+
+
+def test_training_waits_until_the_table_is_written_and_no_longer(tmp_path, monkeypatch):
+    state, written, goes_on = state_of(numbers(), mesh_of(2)), [], threading.Event()
+
+    def write_checkpoint(folder, rows, meta, leaving, real=T.write_checkpoint):
+        def seen():
+            for name, x in rows:
+                if name.startswith("params.ngram_table."):
+                    time.sleep(0.2)
+                else:
+                    assert goes_on.wait(10)
+                yield name, x
+                written.append(name)
+
+        real(folder, seen(), meta, leaving)
+
+    log = SimpleNamespace(
+        folder=tmp_path,
+        meta=lambda step, place: META | {"step": step, "place": place},
+        sync=lambda: None,
+        write=lambda name, line: written.append(line),
+    )
+    monkeypatch.setattr(T, "write_checkpoint", write_checkpoint)
+    with T.Saver(CFG, log) as saver:
+        saver.save(2, state, PLACE)
+        assert written == ["params.ngram_table.0", "params.ngram_table.261"]
+        goes_on.set()
+    assert not saver.missing and {*rows_of(state)} == {*written[:-1]}
+    size = (tmp_path / "checkpoints/2/0.npz").stat().st_size / 1e6
+    assert re.fullmatch(
+        rf"checkpoint:2 held the loop for [\d.]+ms, {size:.1f} MB written in [\d.]+s", written[-1]
+    )
 
 
 # ------------------------------------------------------------------------------------------------

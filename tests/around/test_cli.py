@@ -12,6 +12,7 @@ from conftest import ROOT, write_shard
 import train_gpt as T
 
 TINY = T.PRESETS["tiny"]
+SHORT = TINY.extension + 1  # one step for all stages but the extension
 # A step for each stage, of one row for each of 8 devices, so that a little data is enough.
 STEPS = len(TINY.stages)
 SMALL = [
@@ -108,7 +109,7 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "stages.9.share=0.5"], "write stages.N.FIELD=VALUE with N below"),
         (["--set", "stages.0.rows=4"], "unknown key 'stages.0.rows'"),
         (["--set", "steps=0"], "steps=0 is not valid: it must be positive"),
-        (["--set", "steps=7"], "steps=7 is not valid: every stage needs at least one step"),
+        ([f"--set=steps={SHORT}"], f"steps={SHORT} is not valid: every stage needs at least one"),
         (["--set", "heads=3"], "heads=3 is not valid: it must divide width="),
         (["--set", "bos=-1"], "bos=-1 is not valid"),
         (["--set", "devices=-1"], "devices=-1 is not valid"),
@@ -292,11 +293,16 @@ FOUR_ROWS = [f"stages.{i}.batch_tokens={4 * s.row_tokens}" for i, s in enumerate
     [
         (
             ["devices=3"],
-            "has 8 rows, which 3 devices cannot share equally: use --set devices=N with",
+            "stages.0.batch_tokens has 8 rows, which 3 devices cannot share equally: "
+            "use --set devices=N with a divisor of 8 (1, 2, 4, 8)",
         ),
         (["devices=16"], "devices=16, but there are 8"),
-        (FOUR_ROWS, "has 4 rows, which 8 devices cannot share equally"),
-        ([f"val_batch={TINY.val_row}"], "has 1 rows, which 8 devices cannot share equally"),
+        (
+            FOUR_ROWS,
+            "has 4 rows, which 8 devices cannot share equally: use --set devices=N with a "
+            "divisor of 4 (1, 2, 4)",
+        ),
+        ([f"val_batch={TINY.val_row}"], "val_batch has 1 rows, which 8 devices cannot share"),
     ],
 )
 def test_what_the_devices_cannot_do_is_refused(main, data, tmp_path, settings, words):
@@ -369,7 +375,7 @@ def test_too_little_memory_ends_in_one_line_that_says_what_to_set(main, monkeypa
     monkeypatch.setattr(T, "train", train)
     line = refused(main("tiny"))
     assert "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes." in line
-    assert "use --set recompute=1 or a smaller micro_tokens, or more devices" in line
+    assert "use --set recompute=1, a smaller micro_tokens or ngram_rows, or more devices" in line
 
 
 def test_a_file_that_cannot_be_read_or_written_ends_in_one_line(main, monkeypatch):

@@ -1,5 +1,6 @@
 """Compilation: what a program needs of a device's memory, and what happens where it is too much."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import BOS
-from programs import lay, mesh_of, programs_of, quick_compilation
-from training import CFG
+from programs import CFG, lay, mesh_of, programs_of, quick_compilation
 
 import train_gpt as T
 
@@ -209,17 +209,62 @@ def test_compile_all_says_what_it_does_and_what_memory_has_changed(monkeypatch):
         return Compiled(temporary=3 * 2**20), setting, 1.23456
 
     monkeypatch.setattr(T, "compile_fitting", fitting)
-    monkeypatch.setattr(T, "memory_limit", lambda device: 12345)
+    monkeypatch.setattr(T, "memory_limit", lambda device: 10**9)
     programs, facts = T.compile_all(CFG, mesh_of(8), KERNELS, lines.append)
     names = [*("grads0", "grads1", "grads2"), *("anvil", "adam", "event2", "event4")]
     names += ["finish", "eval"]
-    assert list(programs) == names and limits == {12345}
+    assert list(programs) == names and limits == {10**9}
     assert facts == {
         "compile_seconds": dict.fromkeys(names, 1.235),
         "settings": {"grads1": {"micro_tokens": 64, "recompute": True}},
     }
     assert lines[0].startswith(f"compiling {', '.join(names)};")
     assert sorted(lines[1:]) == sorted(f"compiled {n} in 1.2 s, 3 MiB temporary" for n in names)
+
+
+def refused(monkeypatch, cfg, devices, limit, peak=0) -> str:
+    """What compile_all says instead of compiling for devices with `limit` bytes; "" if nothing.
+
+    Each program needs `peak` bytes, and on top what else is in use while it runs.
+    """
+    monkeypatch.setattr(T, "memory_limit", lambda device: limit)
+    monkeypatch.setattr(T, "compile_fitting", lambda cfg, *_: (Compiled(peak=peak), cfg, 1.0))
+    try:
+        T.compile_all(cfg, mesh_of(devices), KERNELS, lambda line: None)
+    except T.UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_compiles_and_told_which_table_fits(monkeypatch):
+    """The record's arrays take 72 GiB of one device; a quarter is left to what programs make."""
+    line = refused(monkeypatch, RECORD, 1, 60 * GIB)
+    match = re.fullmatch(
+        r"the run needs 72.0 GiB of the 60.0 GiB of a device: "
+        r"use --set ngram_rows=(\d+), or more devices",
+        line,
+    )
+    rows = int(match[1])
+    needs = 72.02 * GIB - (RECORD.ngram_rows - rows) * (2 * 768 + 4)
+    assert 44.9 * GIB < needs < 45.01 * GIB
+    fits = T.validate(replace(RECORD, ngram_rows=rows))
+    assert refused(monkeypatch, fits, 1, 60 * GIB) == ""
+    assert refused(monkeypatch, RECORD, 1, 73 * GIB) == ""
+    assert refused(monkeypatch, RECORD, 8, 32 * GIB) == ""
+    assert refused(monkeypatch, RECORD, 1, None) == ""
+    line = refused(monkeypatch, RECORD, 8, 2 * GIB)  # nor with the shortest table
+    assert line.endswith("GiB of the 2.0 GiB of a device: use more devices")
+
+
+def test_what_no_setting_fits_is_refused_after_it_has_compiled(monkeypatch):
+    """Then the bytes are known, and the table that fits to the row."""
+    peak = 70 * GIB
+    most = peak + max(T.resident_bytes(RECORD, mesh_of(1), x) for x in ("grads2", "eval"))
+    assert refused(monkeypatch, RECORD, 1, most, peak) == ""
+    line = refused(monkeypatch, RECORD, 1, most - 10**9, peak)
+    rows = int(re.search(r"ngram_rows=(\d+), or", line)[1])
+    assert 10**9 <= (RECORD.ngram_rows - rows) * (2 * 768 + 4) < 10**9 + 1000 * 1540
+    assert rows % 2 == 0
 
 
 def test_on_a_cpu_nothing_is_changed_and_every_program_is_there():

@@ -468,8 +468,14 @@ def test_wrong_types_are_refused(changes, words):
     "changes, words",
     [
         ({"devices": 16}, "devices=16, but there are 8: use a smaller number or 0"),
-        ({"devices": 3}, "stages.0.batch_tokens has 8 rows, which 3 devices .*a divisor of 8"),
-        ({"val_batch": 64 * 4}, "val_batch has 4 rows, which 8 devices .*a larger val_batch"),
+        (
+            {"devices": 3},
+            r"stages.0.batch_tokens has 8 rows, which 3 .* a divisor of 8 \(1, 2, 4, 8\), or",
+        ),
+        (  # a number that both can share
+            {"val_batch": 64 * 4},
+            r"val_batch has 4 rows, which 8 .* a divisor of 4 \(1, 2, 4\), or a larger val_batch",
+        ),
     ],
 )
 def test_device_counts_that_cannot_share_the_work_are_refused(changes, words):

@@ -66,6 +66,37 @@ def test_check_tokens_names_the_shard_with_an_unknown_id(tmp_path, bad):
     assert str(tmp_path / bad) in str(error.value)
 
 
+@pytest.mark.parametrize("stage", [PLAIN, PACKED], ids=["plain", "packed"])
+def test_check_tokens_finds_a_row_with_more_different_tokens_than_candidates(tmp_path, stage):
+    """Wherever it is: here in the 4th of 5 steps."""
+    few = replace(stage, candidates=(9,))
+    tokens = np.tile([BOS, *range(8)], 1000).astype(np.uint16)
+    change = {"steps": 5, "extension": 0}
+    check(tmp_path, [tokens], stages=(few,), **change)
+    cursor = T.cursor_after(small_config(stages=(few,), **change), stream_of(tmp_path, tokens), 3)
+    tokens[cursor + 9 : cursor + 18] = [BOS, *range(40, 48)]
+    with pytest.raises(
+        T.UserError,
+        match=r"^step 3, of stage 0: a row has 17 different tokens, more than its 9 candidates: "
+        r"raise --set stages.N.candidates=$",
+    ):
+        check(tmp_path, [tokens], stages=(few,), **change)
+    check(tmp_path, [tokens], stages=(replace(few, candidates=(17,)),), **change)
+    check(tmp_path, [tokens], stages=(stage,), **change)
+    halves = replace(few, candidates=(9, 17))  # from step 3 on: 17
+    check(tmp_path, [tokens], stages=(halves,), **change)
+
+
+def test_rows_that_cannot_have_too_many_different_tokens_are_not_read(tmp_path, monkeypatch):
+    for cfg in (CFG, T.PRESETS["tiny"]):
+        counts = [T.candidate_count(cfg, step) for step in range(cfg.steps)]
+        rows = [T.stage_at(cfg, step).row_tokens for step in range(cfg.steps)]
+        enough = [not n or n >= t for n, t in zip(counts, rows, strict=True)]
+        assert any(counts) and all(enough), "the test says nothing"
+    monkeypatch.setattr(T, "next_rows", None)
+    check(tmp_path, [documents(1, 8000)])
+
+
 def test_check_tokens_answers_with_the_shards_that_will_be_read(tmp_path):
     """Not with what lies beyond the last step; so a record can be held against their hashes."""
     found = check(tmp_path, [documents(1, 900), documents(1, 8000), documents(2, 500)])
@@ -174,6 +205,24 @@ def test_enough_text_changes_no_step(tmp_path):
     cfg = fitted(own_text(tmp_path, 720_000, 98_305), say=said.append)
     assert (cfg.steps, cfg.val_tokens, cfg.val_row) == (want.steps, want.val_tokens, want.val_row)
     assert said == [f"{tmp_path} holds bytes tokens, its own vocabulary of 384"]
+
+
+@pytest.mark.parametrize("few, kept", [(40, 0), (200, 200), (384, 0)])
+def test_own_text_has_candidates_for_all_that_its_rows_hold(tmp_path, monkeypatch, few, kept):
+    """Of 384 ids; a row of 128 tokens has 80 different ones. But what was asked for is taken."""
+    first, *others = T.PRESETS["tiny"].stages
+    stages = replace(first, candidates=(few, few)), *others
+    monkeypatch.setitem(T.PRESETS, "tiny", replace(T.PRESETS["tiny"], stages=stages))
+    folder = own_text(tmp_path, 720_000, 98_305)
+    cfg = fitted(folder)
+    assert {*cfg.stages[0].candidates} == {kept}
+    assert all(not any(stage.candidates) for stage in cfg.stages[1:])
+    streams = [T.TokenStream(folder, split, cfg.bos) for split in ("train", "val")]
+    T.check_tokens(cfg, *streams)
+    asked = fitted(folder, "stages.0.candidates=(40,)")
+    assert asked.stages[0].candidates == (40,)
+    with pytest.raises(T.UserError, match="step 0, of stage 0: a row has .* raise --set stages"):
+        T.check_tokens(asked, *streams)
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import pytest
 from conftest import documents, write_shard
+from programs import CFG
 from training import (
     BRIEF,
-    CFG,
     arrays,
     assert_same_arrays,
     facts,

@@ -17,10 +17,9 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import BUILT, key, mesh_of
+from programs import BUILT, CFG, key, mesh_of
 from training import (
     BRIEF,
-    CFG,
     arrays,
     assert_same_arrays,
     facts,

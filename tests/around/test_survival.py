@@ -35,8 +35,8 @@ import train_gpt as T
 SCRIPT = f"""
 import os, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests/around")!r}]
-from programs import quick_compilation
-from training import BRIEF, CFG
+from programs import CFG, quick_compilation
+from training import BRIEF
 import jax
 import train_gpt as T
 devices, seconds, *words = sys.argv[1:]

@@ -5,19 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import programs
 import pytest
 from conftest import small_config
 from programs import BUILT, key, quick_compilation
 
 import train_gpt as T
 
-CFG = replace(programs.CFG, kernels="plain")
 # One stage, one kind of event and six small programs, which compile in two seconds; 4 steps take
 # 0.1 s. Tables and banks are padded on more devices than one.
 BRIEF = small_config(
     preset="brief",
-    kernels="plain",
     layers=(
         T.Layer("short", narrow=True, values=True, x0=True, ngram=True),
         T.Layer(),

@@ -4,6 +4,8 @@ tests/speedrun/test_loss.py has the loss against NumPy float64; here are its for
 and what it keeps and does not differentiate.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,28 +56,31 @@ def form(request, monkeypatch):
     return request.param
 
 
-# (rows of the head, targets of a token, tokens, of which a chunk has at most so many)
-SIZES = [(104, 3, 48, 48), (104, 3, 48, 16), (37, 1, 45, 20), (513, 4, 48, 32)]
+@functools.cache
+def plain(chunk: int, *args):
+    """What the plain loss makes of loss_inputs(*args), compiled once for both forms."""
+    return sums_and_gradients(T.cross_entropy, loss_inputs(*args), chunk)
 
 
-@pytest.mark.parametrize("rows, k, tokens, chunk", SIZES)
+@pytest.mark.parametrize(
+    "rows, tokens, k, chunk",  # a chunk has so many tokens at most
+    [(104, 48, 3, 48), (37, 45, 1, 20), (513, 48, 4, 32)],
+)
 def test_both_forms_of_the_loss_and_its_gradient_are_the_plain_ones_in_float32(
-    form, rows, k, tokens, chunk
+    form, rows, tokens, k, chunk
 ):
-    inputs = loss_inputs(jnp.float32, rows, tokens, k)
-    want = sums_and_gradients(T.cross_entropy, inputs, chunk)
-    got = sums_and_gradients(T.fused_cross_entropy, inputs, chunk)
+    args = jnp.float32, rows, tokens, k
+    want = plain(chunk, *args)
+    got = sums_and_gradients(T.fused_cross_entropy, loss_inputs(*args), chunk)
     for x, y in zip(got, want, strict=True):
         assert x.dtype == y.dtype and distance(x, y) < 1e-6  # seen: 2e-7
     assert not np.any(got[2][5]), "a token without weight"
 
 
-@pytest.mark.parametrize("rows", [104, 513])
-def test_both_forms_of_the_loss_store_16_bits_and_sum_32(form, rows):
+def test_both_forms_of_the_loss_store_16_bits_and_sum_32(form):
     """Logits round to 2^-9 of themselves; on an NVIDIA GPU those that are summed do too."""
-    inputs = loss_inputs(jnp.bfloat16, rows)
-    want = sums_and_gradients(T.cross_entropy, inputs, 16)
-    got = sums_and_gradients(T.fused_cross_entropy, inputs, 16)
+    want = plain(16, jnp.bfloat16)
+    got = sums_and_gradients(T.fused_cross_entropy, loss_inputs(jnp.bfloat16), 16)
     sums = 2e-4 if form == "cuda" else 1e-6  # seen: 6e-5, 9e-8
     for x, y, off in zip(got, want, (sums, sums, 0.006, 0.006), strict=True):
         assert x.dtype == y.dtype and distance(x, y) < off  # seen: 0.0038 of the gradients

@@ -1,7 +1,6 @@
 """A whole training gives the same numbers on any number of devices."""
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from programs import CFG, assert_same_training, mesh_of, programs_of, run_steps
 
 import train_gpt as T
 
-PLAIN = replace(CFG, kernels="plain")
 # The encoding "bytes" has no prefixes: these words begin with others, and some are alike but for
 # case or space, so that n-grams are hashed under other ids than those of the tokens.
 WORDS = [bytes([i]) for i in range(48)] + [bytes([i, 65 + i % 40]) for i in range(48)]
@@ -21,8 +19,8 @@ def training(shards):
 
     @functools.cache
     def run(devices):
-        compiled = programs_of(PLAIN, devices)
-        return run_steps(PLAIN, mesh_of(devices), compiled, shards, words=WORDS, ends=True)
+        compiled = programs_of(CFG, devices)
+        return run_steps(CFG, mesh_of(devices), compiled, shards, words=WORDS, ends=True)
 
     return run
 

@@ -45,7 +45,8 @@ def as_json(cfg: T.Config) -> dict:
 
 
 BETTER = SOURCE + "better = True\n"
-TINY = replace(T.PRESETS["tiny"], steps=12, val_every=5)
+TINY = replace(T.PRESETS["tiny"], steps=12, extension=2, val_every=5)
+GOOD = round(TINY.target - 0.05, 6)  # a loss that is low enough, and so are those around it
 CPUS = {"kind": "cpu", "count": 1, "platform": "cpu", "processes": 8}
 V6E = {"kind": "TPU v6 lite", "count": 8, "platform": "tpu", "processes": 1}
 COUNTING = replace(
@@ -56,10 +57,9 @@ COUNTING = replace(
 )
 
 
-def runs_of(
-    folder: Path, losses=(3.900, 3.905, 3.910), seconds=10.0, spread=0.01, cfg=TINY, **changes
-):
-    """Runs with seeds 0, 1, ...; the times differ by `spread`."""
+def runs_of(folder: Path, losses=(), seconds=10.0, spread=0.01, cfg=TINY, **changes):
+    """Runs with seeds 0, 1, ...; the times differ by `spread`. Losses are good by default."""
+    losses = losses or (GOOD, GOOD + 0.005, GOOD + 0.01)
     return [
         write_run(folder, seed, as_json(cfg), loss, seconds + spread * seed, **changes)
         for seed, loss in enumerate(losses)
@@ -196,13 +196,13 @@ def without_step(record: Path, run: Path):
 def repeated_seed(record: Path, run: Path):
     (other,) = (p for p in record.iterdir() if "-s1-" in p.name)
     shutil.rmtree(other)
-    write_run(record, 0, as_json(TINY), 3.91, 10.01, curve_seed=9)
+    write_run(record, 0, as_json(TINY), GOOD + 0.01, 10.01, curve_seed=9)
 
 
 def renamed_seed(record: Path, run: Path):
     (other,) = (p for p in record.iterdir() if "-s1-" in p.name)
     shutil.rmtree(other)
-    made = write_run(record, 1, as_json(TINY), 3.90, 10.0, curve_seed=0)
+    made = write_run(record, 1, as_json(TINY), GOOD, 10.0, curve_seed=0)
     rows = read_metrics(run)
     assert [r.get("train_loss") for r in read_metrics(made)] == [r.get("train_loss") for r in rows]
 
@@ -210,7 +210,7 @@ def renamed_seed(record: Path, run: Path):
 def other_source(record: Path, run: Path):
     (other,) = (p for p in record.iterdir() if "-s1-" in p.name)
     shutil.rmtree(other)
-    write_run(record, 1, as_json(TINY), 3.91, 10.01, source="# faster\n" + SOURCE)
+    write_run(record, 1, as_json(TINY), GOOD + 0.01, 10.01, source="# faster\n" + SOURCE)
 
 
 def slower_clock(record: Path, run: Path):
@@ -534,10 +534,12 @@ TAMPERED = {
     ),
     "a setting in one command": (
         lambda record, run: edit_command(run, "tiny", "tiny --set lr_anvil=0.5 val_tokens=4096"),
-        r"the command asks for lr_anvil=0\.5, the config has 0\.05",
+        rf"the command asks for lr_anvil=0\.5, the config has {TINY.lr_anvil}",
     ),
     "true settings in one command": (
-        lambda record, run: edit_command(run, "tiny", "tiny --set lr_anvil=.05 skip=(1,3)"),
+        lambda record, run: edit_command(
+            run, "tiny", f"tiny --set lr_anvil={TINY.lr_anvil:e} skip=(1,3)"
+        ),
         "the command differs between",
     ),
     "another preset in all commands": (
@@ -844,10 +846,12 @@ def test_a_record_that_was_tampered_with_is_refused(records, capsys, way):
 
 
 def test_losses_that_are_not_good_enough(records, tmp_path, capsys):
+    most = TINY.target
     for losses, reason in (
-        ((3.96, 3.95, 3.97), r"the mean loss 3\.9600 is above the target 3\.95$"),
-        ((3.94, 3.85, 3.95), r"p = 0\.\d+ that the mean loss is not below 3\.95, not < 0\.01"),
+        ((0.01, 0, 0.02), rf"the mean loss {most + 0.01:.4f} is above the target {most}$"),
+        ((-0.01, -0.1, 0), rf"p = 0\.\d+ that the mean loss is not below {most}, not < 0\.01"),
     ):
+        losses = [most + x for x in losses]
         runs = runs_of(tmp_path / reason[:8], losses, seconds=5.0, day=3)
         about = ["--track", "cpu", "--name", "X", "--by", "me", "--what", "it"]
         assert re.search(reason, refusal(records, capsys, "add", *runs, *about))
@@ -1004,7 +1008,8 @@ def test_rules_that_the_tool_repeats_are_those_of_the_presets():
     """It does not import the trainer, so that old records outlive its changes; nothing drifts."""
     for name, preset in (("cpu", "tiny"), ("v6e-8", "speedrun"), ("steps", "speedrun")):
         track, cfg = C.TRACKS[name], T.PRESETS[preset]
-        assert (track.target, track.val_tokens) == (cfg.target, cfg.val_tokens)
+        assert track.val_tokens == cfg.val_tokens
+        assert track.target == (3.95 if name == "cpu" else cfg.target)  # what `tiny` once had
     config = json.loads(json.dumps(asdict(T.PRESETS["speedrun"])))
     assert C.architecture(config) == C.ARCHITECTURE
     for cfg in (*T.PRESETS.values(), COUNTING, TINY):
@@ -1026,7 +1031,7 @@ def test_what_memory_forced_and_older_formats_are_accepted(tmp_path):
         forced(run, SETTINGS)  # of the machine before
         edit(run / "log.txt", r"\nstep:6/", f"\nsettings: {json.dumps(OTHER)}\nstep:6/")
     assert add(root, runs, "Forced") == 0 and tool(root, "check") == 0
-    (old,) = runs_of(tmp_path / "old", losses=(3.9,))
+    (old,) = runs_of(tmp_path / "old", losses=(GOOD,))
     facts = json.loads((old / "run.json").read_text())
     del facts["settings"], facts["choices"]
     facts["config"]["attention"] = "auto"  # a field that is gone
@@ -1050,10 +1055,10 @@ def test_a_run_that_was_resumed_and_says_so_is_marked(original, tmp_path, capsys
 
 def test_numbers_are_those_of_scipy(original):
     first = next(r for r in C.all_valid(original) if r.fields["name"] == "First").result
-    losses = [3.900, 3.905, 3.910]
+    losses = [GOOD, round(GOOD + 0.005, 6), round(GOOD + 0.01, 6)]
     assert first["losses"] == losses and first["seeds"] == [0, 1, 2]
     # Student's t with two degrees of freedom has a closed form.
-    t = (3.905 - 3.95) / (0.005 / np.sqrt(3))
+    t = (0.005 - 0.05) / (0.005 / np.sqrt(3))
     assert first["p_value"] == pytest.approx(0.5 + t / (2 * np.sqrt(2 + t * t)), rel=1e-2)
     assert first["mean_seconds"] == 10.01 and first["sd_seconds"] == 0.01
     assert first["command"] == "python train_gpt.py tiny" and first["date"] == "2026-01-01"
@@ -1122,10 +1127,11 @@ def test_without_a_command_it_prints_the_standings(original, capsys):
     said = capsys.readouterr()
     assert said.err == ""
     lines = said.out.splitlines()
-    at = lines.index("cpu: the demo corpus to 3.95 on a CPU")
+    at = lines.index(f"cpu: the demo corpus to {TINY.target} on a CPU")
     assert lines[at + 1] == f"  A CPU, 2 cores, tokens {BUILTIN_NAME}"
     assert re.match(
-        r"   2  8\.01 s ± 0\.01  12 steps  loss 3\.9050 .* Second, by A. Str", lines[at + 2]
+        rf"   2  8\.01 s ± 0\.01  12 steps  loss {GOOD + 0.005:.4f} .* Second, by A. Str",
+        lines[at + 2],
     )
     assert lines[at + 3].startswith("   1  10.01 s") and lines[at + 4].startswith("steps: ")
     assert lines[at + 5] == "  no record yet: be the first"
@@ -1141,7 +1147,7 @@ def test_standings_of_a_broken_record_are_refused(records, capsys):
     assert said.out == "" and re.match(r"refused: cpu/\S+_First: .*metrics\.jsonl", said.err)
 
 
-def prediction(root: Path, target: str, names=("grads0", "muon"), **predicted):
+def prediction(root: Path, target: str, names=("grads0", "anvil"), **predicted):
     """A preflight.json with these programs, of which the first needs 2 GiB and the others 1."""
     variants = [
         {"name": name, "bytes": {"peak": 2**30 * (1 + (i == 0))}, "resident_bytes": 2**29}
@@ -1276,22 +1282,23 @@ def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
 
 
 def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
-    root, source = empty(tmp_path / "records"), stub(tmp_path / "a.py", 3.90, 10)
+    root, source = empty(tmp_path / "records"), stub(tmp_path / "a.py", GOOD, 10)
     assert L.main(["compare", str(source), str(source), "--out", str(tmp_path / "a")]) == 0
     assert add(root, sorted((tmp_path / "a/base").iterdir()), "Stub") == 0
     (record,) = (root / "cpu").iterdir()
     capsys.readouterr()
     assert tool(root, "reproduce", record, "--runs", "2") == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("seed 0: loss 3.9000, recorded 3.9000; 10.00 s on A CPU, 2 cores,")
+    loss = f"loss {GOOD:.4f}, recorded {GOOD:.4f}"
+    assert said[0].startswith(f"seed 0: {loss}; 10.00 s on A CPU, 2 cores,")
     assert said[0].endswith("equal to the last digit") and said[-1] == "reproduced"
 
 
 @pytest.mark.parametrize("runs", ["0", "-1", "4"])
 def test_reproduce_refuses_a_number_of_runs_that_the_record_does_not_have(tmp_path, capsys, runs):
     root = empty(tmp_path / "records")
-    source = stub(tmp_path / "a.py", 3.80, 10).read_text()
-    assert add(root, runs_of(tmp_path / "runs", (3.80, 3.81, 3.82), source=source), "Some") == 0
+    source = stub(tmp_path / "a.py", GOOD, 10).read_text()
+    assert add(root, runs_of(tmp_path / "runs", source=source), "Some") == 0
     (record,) = (root / "cpu").iterdir()
     said = refusal(root, capsys, "reproduce", record, "--runs", runs)
     assert f"--runs {runs}: the record has 1 to 3" in said
@@ -1299,12 +1306,13 @@ def test_reproduce_refuses_a_number_of_runs_that_the_record_does_not_have(tmp_pa
 
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
     root = empty(tmp_path / "records")
-    source = stub(tmp_path / "a.py", 3.94, 10).read_text()
-    runs = runs_of(tmp_path / "runs", (3.80, 3.81, 3.82), source=source)
+    source = stub(tmp_path / "a.py", GOOD + 0.04, 10).read_text()
+    runs = runs_of(tmp_path / "runs", (GOOD - 0.1, GOOD - 0.09, GOOD - 0.08), source=source)
     assert add(root, runs, "Lucky") == 0
     (record,) = (root / "cpu").iterdir()
     said = refusal(root, capsys, "reproduce", record)
-    assert re.search(r"not reproduced: loss 3\.9400 is not within .* recorded mean 3\.8100", said)
+    words = f"loss {GOOD + 0.04:.4f} is not within .* recorded mean {GOOD - 0.09:.4f}"
+    assert re.search(f"not reproduced: {words}", said)
 
 
 @pytest.mark.slow
@@ -1319,7 +1327,7 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     # What so few steps cannot reach, and what takes long: on this track, and in its preset.
     for name in ("train_gpt.py", "records/checks.py"):
         text = (ROOT / name).read_text()
-        easier = text.replace("target=3.95", "target=9.5").replace("98_304", "4096")
+        easier = text.replace(f"target={TINY.target}", "target=9.5").replace("98_304", "4096")
         (clone / name).write_text(easier)
     rng = np.random.default_rng(0)
     for name, count in (("train_000001", 40_000), ("val_000000", 6_000)):
@@ -1347,7 +1355,7 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     # All stages alike, so that one program compiles and not six.
     alike = "batch_tokens=1024", "row_tokens=128", "windows=64,128", "weights=1,", "weights_end=1,"
     alike += "prefix=0,", "candidates=512,"
-    short += [f"stages.{i}.{what}" for i in range(5) for what in alike]
+    short += [f"stages.{i}.{what}" for i in range(len(TINY.stages)) for what in alike]
     for seed in "01":
         run("train_gpt.py", "--set", *short, "--seed", seed)
     runs = sorted((clone / "logs").iterdir())
