@@ -28,7 +28,7 @@ What protects what:
         test_cli            what is wrong is said in one line, with status 2
         test_fuzz           damaged files and command lines: correct work or one line
     kernels/                Part III: each kernel equals its plain form
-        test_attention      attention on TPUs and GPUs, interpreted
+        test_attention      attention on TPUs and GPUs, interpreted, and lowered for either
         test_tables         gradients of the tables
         test_loss_kernels   the loss with its own gradient, the lean ReLU^2
         test_choice         which kernels a device gets, and the reason in the log
@@ -36,7 +36,8 @@ What protects what:
     tools/                  data/, records/ and the README's commands
 
 Shared: conftest.py (configs, shards), programs.py (a small run and its programs, compiled once for
-all files), runs.py (runs as files, without the trainer), around/training.py (runs of it).
+all files), runs.py (runs as files, without the trainer), around/training.py (runs of it),
+kernels/layers.py (inputs of the record's layers).
 """
 
 import os
