@@ -456,7 +456,7 @@ def plot(root: Path, args) -> str:
                 axes[2].plot(line[:, 1], line[:, 2], style, color=one.color, lw=1, alpha=0.8)
         axes[2].sharex(axes[1])
         axes[2].set(xlabel="training tokens", ylabel="norm of the gradient", yscale="log")
-        axes[2].set_title("line: Muon's parameters, dots: Adam's", fontsize=8)
+        axes[2].set_title("line: of the matrices, dots: Adam's", fontsize=8)
     text, place = {"fontsize": 8, "title_fontsize": 8}, "outside lower center"
     named = axes[0].get_legend_handles_labels()
     figure.legend(*named, title=LINES, ncols=2, loc=place, **text)

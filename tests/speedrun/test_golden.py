@@ -78,7 +78,7 @@ def changed_fields(stored: dict) -> str:
     [("auto", 12), ("plain", 4), pytest.param("plain", 12, marks=pytest.mark.slow)],
 )
 def test_tiny_preset_trains_as_it_did(tmp_path, kernels, steps):
-    """With the kernels of a CPU, and with Part I alone (4 steps, of which the first stage has 3)."""
+    """With the kernels of a CPU, and with Part I alone (in 4 steps, 3 of the first stage)."""
     golden = json.loads(GOLDEN.read_text())
     got = losses(golden_config(kernels=kernels), tmp_path, steps)
     error = np.abs(np.divide(got, golden["losses"][:steps]) - 1)
