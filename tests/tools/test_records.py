@@ -812,7 +812,7 @@ TAMPERED = {
         r"tokens\.json: no record reads .*fineweb",
     ),
     "a prediction of half the steps": (
-        lambda record, run: edit_prediction(record, '"total_steps": 1490', '"total_steps": 745'),
+        lambda record, run: edit_prediction(record, '"total_steps": 1194', '"total_steps": 597'),
         r"predicted/v6e-8: preflight\.json: its programs add up to other total_steps$",
     ),
     "a faster prediction": (
@@ -1159,7 +1159,7 @@ def prediction(root: Path, target: str, names=("grads0", "anvil"), **predicted):
         "device_kind": target,
         "devices": 8,
         "versions": {"jax": "0.10.2"},
-        "total_steps": 1490,
+        "total_steps": 1194,
         "total_tokens": 395_837_440,
         "variants": variants,
         "predicted": whole | {"train_moved_floor_seconds": 3.25} | predicted,
