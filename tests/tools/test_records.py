@@ -1175,7 +1175,7 @@ def test_predictions_lead_with_the_sum_of_computation_links_and_moves(tmp_path):
     head, _, first, second = L.predicted_table(tmp_path).splitlines()
     assert head.startswith("| hardware | preset | in all | predicted | links | moves | steps |")
     link = "[speedrun](predicted/{}/preflight.json)"
-    want = f"| 8 x A | {link.format('A')} | **123.2 s** | 100.0 s | 20.0 s | 3.2 s | 1,490 |"
+    want = f"| 8 x A | {link.format('A')} | **123.2 s** | 100.0 s | 20.0 s | 3.2 s | 1,194 |"
     assert first == f"{want} 395,837,440 | 2.5 | jax 0.10.2 |"
     assert second.startswith(f"| 8 x B | {link.format('B')} | **unknown** | unknown | unknown |")
     assert L.predicted_table(tmp_path / "none") == "None yet.\n"
