@@ -1352,7 +1352,7 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     short = "steps=16 extension=2 momentum_warmup=2 momentum_cooldown=1 event_change=4".split()
     short += "sample_tokens=0 val_every=0 width=32 mlp_width=64 ngram_rows=2048".split()
     short += ["loss_chunk=512"]
-    # All stages alike, so that one program compiles and not six.
+    # All stages alike, so that they compile to one program.
     alike = "batch_tokens=1024", "row_tokens=128", "windows=64,128", "weights=1,", "weights_end=1,"
     alike += "prefix=0,", "candidates=512,"
     short += [f"stages.{i}.{what}" for i in range(len(TINY.stages)) for what in alike]
@@ -1366,7 +1366,7 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     run(board, "render")
     run(board, "render", "--check")
     page = (clone / "records/README.md").read_text()
-    assert re.search(r"\| 1 \| \d+\.\d\d s ± \d.* \| 3 \| .*\[Mine\]", page)
+    assert re.search(r"\| 1 \| \d+\.\d\d s ± \d.* \| 16 \| .*\[Mine\]", page)
     (record,) = (path for path in (clone / "records/cpu").iterdir() if path.is_dir())
     said = run(board, "reproduce", record)
     assert "training losses equal to the last digit" in said and "reproduced" in said
