@@ -304,7 +304,7 @@ class Config:
 
 PRESETS = {
     "speedrun": Config(),
-    # the same ideas at toy size, for a few minutes on two cores; lengths in proportion to 280 steps
+    # the same ideas at toy size, for a few minutes on two cores; lengths in proportion to 320 steps
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -326,29 +326,29 @@ PRESETS = {
         skip=(1, 3),
         source=4,
         compute_dtype="float32",
-        steps=280,
+        steps=320,
         extension=20,
         stages=(
             Stage(0.28, 1024, 128, 0, (32, 96), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), (512,)),
-            Stage(0.33, 2048, 256, 0, (64, 192), 1.52, (1, 0.5), (1, 0), (0.2, 0.1), (512,)),
-            Stage(0.39, 3072, 384, 0, (128, 384), 1.73, candidates=(640,)),
-            Stage(0.0, 1024, 128, 0, (160, 448)),
+            Stage(0.33, 2048, 256, 0, (64, 192), 1.52, (1, 0.5), (1, 0), (0.2, 0.1), (1024,)),
+            Stage(0.39, 3072, 384, 0, (128, 384), 1.73),
+            Stage(0.0, 2048, 256, 0, (160, 448)),
         ),
         attention_cap=320,
-        momentum_warmup=56,
-        momentum_cooldown=12,
-        rails_step=120,
-        event_change=80,
-        tail=70,
-        tail_average=58,
+        momentum_warmup=64,
+        momentum_cooldown=13,
+        rails_step=136,
+        event_change=92,
+        tail=80,
+        tail_average=66,
         lr_adam=0.016,
         micro_tokens=512,  # fits the caches: 1.4 times the speed of 4096
         val_tokens=98_304,
-        val_every=140,
+        val_every=160,
         val_batch=4096,
         val_row=512,
         val_windows=(160, 512),
-        target=3.9,
+        target=3.75,
         data="data/builtin",
         sample_tokens=80,
     ),
@@ -1111,7 +1111,8 @@ def forward(
     return norm(mudd_mix(params, x, (start, source, before, early, *values, h, norm(source))))
 
 
-TABLES = ("embed", "value_tables", "ngrams")  # what is looked up by row
+# What is looked up by row; the head where the softmax is sampled.
+TABLES = ("embed", "value_tables", "ngrams", "head")
 
 
 def table_ids(tokens_bt, places_bit) -> dict[str, jax.Array]:
@@ -1210,30 +1211,29 @@ def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     return lax.scan(add, zeros, in_chunks(cfg, x_rd, targets_rk, weights_rk))[0]
 
 
-def candidate_head(head_vd, candidates_p):
-    """Rows of the head, [p, d], of the candidates int [p], which rise: the sampled softmax.
+def candidate_head(head_vd, candidates_bp):
+    """Rows of the head, [b, p, d], of each row's candidates int [b, p], which rise: sampled softmax.
 
     A row of the batch is scored against its own candidates alone: all its targets, and others by
-    turns. The head's gradient is zero elsewhere. For 93 % of the steps a fifth to a half of the
-    vocabulary will do (record 92: without, it would take 22 % longer and reach .0024 less); losses
-    are lower than over all of it.
+    turns. The head is a table then, and learns as others do: by add_rows, zero elsewhere. For 93 %
+    of the steps a fifth to a half of the vocabulary will do (record 92: without, it would take 22 %
+    longer and reach .0024 less); losses are lower than over all of it.
     """
-    hints = dict(mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True)
-    return head_vd.at[candidates_p].get(**hints)
+    return head_vd.at[candidates_bp].get(mode="promise_in_bounds")
 
 
 def loss_sums(
     params, rows, segments_bt, aims, cfg, kernels, windows, hyper, weights_k, prefix_weight=None
 ):
-    """cross_entropy of whole rows: over each row's candidates, or over the vocabulary without."""
+    """cross_entropy of whole rows: over the vocabulary, by params["head"], or over each row's
+    candidates, by rows["head"], see candidate_head."""
     x_btd = forward(params, rows, segments_bt, cfg, kernels, windows, hyper)
-    head_vd, arrays = params["head"], (x_btd, *targets_ahead(aims, weights_k, prefix_weight))
-    if not aims.candidates.size:
+    arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
+    if "head" not in rows:
         x_rd, targets_rk, weights_rk = (a.reshape(-1, a.shape[-1]) for a in arrays)
-        return kernels.cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg)
+        return kernels.cross_entropy(x_rd, params["head"], targets_rk, weights_rk, cfg)
     sums = []
-    for candidates_p, x_td, targets_tk, weights_tk in zip(aims.candidates, *arrays, strict=True):
-        head_pd = candidate_head(head_vd, candidates_p)
+    for x_td, targets_tk, weights_tk, head_pd in zip(*arrays, rows["head"], strict=True):
         sums.append(kernels.cross_entropy(x_td, head_pd, targets_tk, weights_tk, cfg))
     return tuple(map(sum, zip(*sums, strict=True)))
 
@@ -1780,9 +1780,10 @@ def grads_step(
     of the summed loss of a row, averaged over the rows of the batch, as in the original: it grows
     with the length of a row from stage to stage, while the moments remember the old size.
     """
-    stage, signs, (wanted,) = cfg.stages[grads_shapes(cfg)[at][0]], copies["signs"], wanted
-    weights = {name: x for name, x in copies.items() if name not in (*TABLES, "signs")}
-    tables = unpadded(cfg, {name: copies[name] for name in TABLES[:2]})
+    (at, sampled), signs, (wanted,) = grads_shapes(cfg)[at], copies["signs"], wanted
+    stage, by_row = cfg.stages[at], TABLES if sampled else TABLES[:-1]
+    weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
+    tables = unpadded(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
     tables["ngrams"] = fetch(table, wanted)
     weights_k = hyper.weights[: len(stage.weights)]
     prefix = hyper.prefix if any(stage.prefix) else None
@@ -1790,7 +1791,7 @@ def grads_step(
     def loss(weights, found, rows):
         # Banks keep their padding, since matrices are taken by number: to cut it off would be a
         # pass over their gradients, 1.2 of 235 M cycles predicted for record 77's on a v6e-8.
-        params = weights | unpadded(cfg, {"head": weights["head"]})
+        params = weights if sampled else weights | unpadded(cfg, {"head": weights["head"]})
         found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
         args = segments, rows.aims, cfg, kernels, stage.windows, hyper, weights_k, prefix
@@ -1801,10 +1802,13 @@ def grads_step(
         total, grads = carry
         tokens = rows.tokens[:, :-1].astype(jnp.int32)
         ids, found = table_ids(tokens, rows.places), look_up(cfg, tables, tokens, rows.places)
+        if sampled:
+            ids["head"] = rows.aims.candidates
+            found["head"] = candidate_head(tables["head"], ids["head"])
         backward = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, plain), (d_weights, d_rows) = backward(weights, found, rows)
         summed = {name: grads[name] + x.astype(jnp.float32) for name, x in d_weights.items()}
-        for name in TABLES:
+        for name in by_row:
             summed[name] = kernels.add_rows(grads[name], ids[name], jax.tree.leaves(d_rows[name]))
         return (total + plain, summed), None
 

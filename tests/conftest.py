@@ -64,6 +64,8 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+from halves import pytest_runtestloop  # noqa: E402, F401 (a hook)
+
 import train_gpt as T  # noqa: E402
 
 

@@ -304,6 +304,8 @@ def outcome(name: str):
                 args = params, rows, segments, tokens[:, 1:], cfg, kernels, hyper
                 return T.val_loss_sum(*args), seen
             segments = T.segment_ids(inputs, cfg.bos, cfg.attention_cap)
+            if aims.candidates.size:
+                rows["head"] = T.candidate_head(params["head"], aims.candidates)
             args = params, rows, segments, aims, cfg, kernels, tuple(c.windows), hyper
             return T.loss_sums(*args, weights, prefix)[0], seen
 
