@@ -2822,12 +2822,15 @@ DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text
 
 
 def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
-    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
+    """Where the rows of the first `steps` steps end; UserError if there are too few tokens, or if
+    a row has more different ones than candidates (read are those in which that can be)."""
     cursor = 0
     for step in range(steps):
-        stage = stage_at(cfg, step)
+        stage, count, rows = stage_at(cfg, step), candidate_count(cfg, step), ()
         try:
-            if stage.doc_cap:
+            if 0 < count < stage.row_tokens:
+                rows, cursor = next_rows(train, cursor, stage)
+            elif stage.doc_cap:
                 shape = stage.rows, stage.row_tokens, stage.doc_cap
                 cursor = plan_packed(train, cursor, *shape)[1]
             else:
@@ -2839,26 +2842,13 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
                 f"{len(train.paths)} shards, which last for {step} of {cfg.steps} steps: "
                 "get more shards, or lower --set steps="
             ) from None
-    train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
-    return cursor
-
-
-def check_rows(cfg: Config, train: TokenStream):
-    """UserError if a row of the run has more different tokens than candidates.
-
-    Reads the rows of all steps in which that can be: 10 s for the record, with FineWeb.
-    """
-    counts = [candidate_count(cfg, step) for step in range(cfg.steps)]
-    few = [i for i, count in enumerate(counts) if 0 < count < stage_at(cfg, i).row_tokens]
-    cursor = 0
-    for step in range(max(few, default=-1) + 1):
-        rows, cursor = next_rows(train, cursor, stage_at(cfg, step))
         try:
-            for row in rows if counts[step] else ():
-                candidates(row[1:], 0, counts[step], cfg.vocab)
+            for row in rows if np.max(rows, initial=0) < cfg.vocab else ():  # see check_ids
+                candidates(row[1:], 0, count, cfg.vocab)
         except UserError as error:
             raise UserError(f"step {step}, of stage {stage_index(cfg, step)}: {error}") from None
-    train.documents.cache_clear()
+    train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
+    return cursor
 
 
 def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
@@ -2901,7 +2891,6 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
                 f"{path}: no document begins with bos={cfg.bos}, so it is of another encoding than "
                 f"{cfg.encoding}: set encoding, vocab, real_tokens and bos, or tokenize it again"
             )
-    check_rows(cfg, train)
     return found
 
 
