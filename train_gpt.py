@@ -2662,8 +2662,7 @@ def rules(c: Config):
     yield "vocab", math.gcd(c.vocab, STRIDE) == 1, f"no multiple of {STRIDE}, the walk's stride"
     yield "bos", 0 <= c.bos < c.real_tokens, f"0 to real_tokens-1={c.real_tokens - 1}"
     yield "ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more"
-    two = c.sign_rows > 0 and c.sign_rows & (c.sign_rows - 1) == 0
-    yield "sign_rows", two, "a power of two"
+    yield "sign_rows", c.sign_rows in [2**n for n in range(31)], "a power of two"
     yield "attn_scales", min(c.attn_scales) > 0, "two numbers above 0"
     yield "skip", 0 <= c.skip[0] < c.skip[1] < c.depth - 1, "an earlier and a later layer"
     yield "source", c.skip[0] < c.source < c.depth - 1, "a layer between skip[0] and the last one"
@@ -2700,8 +2699,7 @@ def stage_rules(c: Config):
     yield "extension", (c.extension > 0) == (shares[-1] == 0), last
     scheduled = shares[:-1] if c.extension else shares
     whole = scheduled and min(scheduled) > 0 and abs(sum(shares) - 1) < 1e-6
-    add_up = "shares above 0 that add up to 1; with an extension, that of the last stage is 0"
-    yield "stages.0.share", whole, add_up
+    yield "stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0"
     each = f"every stage needs at least one step, and extension={c.extension} of them are taken"
     yield "steps", min(np.diff(c.boundaries)) > 0, each
     for i, s in enumerate(c.stages):
@@ -2726,10 +2724,10 @@ def validate(cfg: Config) -> Config:
     """Return `cfg` if a run can be built from it, else raise UserError naming field and value."""
     for field, valid, would_be in rules(cfg):
         if not valid:
-            where, _, name = field.rpartition(".")
-            of, _, at = where.partition(".")
-            obj = getattr(cfg, of)[int(at)] if where else cfg
-            raise UserError(f"{field}={getattr(obj, name)!r} is not valid: {would_be}")
+            value = cfg
+            for key in field.split("."):
+                value = value[int(key)] if key.isdigit() else getattr(value, key)
+            raise UserError(f"{field}={value!r} is not valid: {would_be}")
     return cfg
 
 
@@ -2758,13 +2756,10 @@ def parse_value(kind, text: str):
         return {"0": False, "false": False, "1": True, "true": True}[text.lower()]
     if kind in (int, float):
         return kind(text)
-    items, of = ast.literal_eval(text), typing.get_args(kind)[0]
-    if not isinstance(items, tuple | list) or not all(type(x) in (int, of) for x in items):
+    items = ast.literal_eval(text)
+    if not isinstance(items, tuple | list) or not is_a(tuple(items), kind):
         raise ValueError
-    value = tuple(of(x) for x in items)
-    if not is_a(value, kind):
-        raise ValueError
-    return value
+    return tuple(map(typing.get_args(kind)[0], items))
 
 
 def override(cfg, key: str, text: str, prefix: str = ""):

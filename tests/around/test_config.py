@@ -408,7 +408,7 @@ def test_no_stages_are_refused():
 
 
 def test_an_extension_needs_a_stage_before_it():
-    with pytest.raises(T.UserError, match="stages.0.share=0.0 .*with an extension"):
+    with pytest.raises(T.UserError, match="stages.0.share=0.0 .*but for the extension"):
         small_config(stages=(T.Stage(0.0, 256, 32, 0, (8, 32)),))
     with pytest.raises(T.UserError, match="extension=2 .*share=0"):
         small_config(stages=(T.Stage(1.0, 256, 32, 0, (8, 32)),))
