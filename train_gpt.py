@@ -2973,8 +2973,7 @@ def make_mesh(cfg: Config, devices=None) -> Mesh:
         raise UserError(f"devices={count} is for a process alone: several use all {len(devices)}")
     if count > len(devices):
         raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
-    batches = {f"stages.{i}.batch_tokens": stage.rows for i, stage in enumerate(cfg.stages)}
-    batches["val_batch"] = cfg.val_batch // cfg.val_row
+    batches = {"stages.0.batch_tokens": cfg.rows, "val_batch": cfg.val_batch // cfg.val_row}
     common = math.gcd(*batches.values())
     for name, rows in batches.items():
         if rows % count:
@@ -3079,18 +3078,14 @@ def compile_fitting(
         last = setting is ways[-1]
         try:
             compiled = lower(programs(setting, mesh, kernels)[name], mesh).compile()
+            size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
+            if last or limit is None or size <= limit:
+                return compiled, setting, time.perf_counter() - began
+            needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
         except jax.errors.JaxRuntimeError as error:
             if last or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             needs = "more than the compiler allows"
-        else:
-            seconds = time.perf_counter() - began
-            if last or limit is None:
-                return compiled, setting, seconds
-            size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
-            if size <= limit:
-                return compiled, setting, seconds
-            needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
         way = f"recompute={setting.recompute} micro_tokens={setting.micro_tokens}"
         say(f"{name} with {way} needs {needs}: compiling it with less at a time")
 
