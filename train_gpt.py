@@ -3113,7 +3113,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         return compiled, round(seconds, 3), {} if asked else changed
 
     say(f"compiling {', '.join(args)}; for accelerators it takes minutes")
-    with ending_at_once(), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = zip(*pool.map(build, args), strict=True)
     compiled, seconds, changed = (dict(zip(args, x, strict=True)) for x in built)
     most = max(program_bytes(compiled[name])["peak"] + stay[name] for name in args)
@@ -3895,21 +3895,6 @@ def ask_to_stop():
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def ending_at_once():
-    """Inside, Ctrl-C ends the process without a word: there is nothing to save, and the compiler's
-    threads, or jax while it waits, would let no handler of Python's be heard for minutes."""
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    heard &= threading.current_thread() is threading.main_thread()
-    if heard:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if heard:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def tpu_hosts() -> int:
     """How many hosts the TPU slice of this machine has; 1 where there is no TPU or no answer."""
     names = os.environ.get("TPU_WORKER_HOSTNAMES")
@@ -3934,52 +3919,38 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         return
     tell(f"waiting for the other processes, up to {JOIN_SECONDS} s; Ctrl-C ends")
 
+    if process_id == 0:
+        check_port(coordinator)
+
     def give_up():  # a thread, for jax waits outside Python, and then dumps its stack
-        tell(f"error: no word of all processes after {JOIN_SECONDS} s: start them all", sys.stderr)
+        word = f"no word of all processes after {JOIN_SECONDS} s"
+        tell(f"error: {word}: start them all, see --coordinator", sys.stderr)
         os._exit(2)
 
     timer = threading.Timer(JOIN_SECONDS, give_up)
     timer.daemon = True
     timer.start()
     try:
-        with ending_at_once():
-            if coordinator is not None:
-                meet(coordinator, process_id)
-            jax.distributed.initialize(
-                *(coordinator, processes, process_id),
-                initialization_timeout=2 * JOIN_SECONDS,
-                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            )
+        jax.distributed.initialize(
+            *(coordinator, processes, process_id),
+            initialization_timeout=2 * JOIN_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
     finally:
         timer.cancel()
 
 
-def meet(coordinator: str, process_id: int):
-    """Find out whether the port is free (process 0) or answers (the others), which wait for it.
-
-    jax would crash where it is in use, and abort after minutes where nobody answers.
-    """
-    name, port = coordinator.rsplit(":", 1)
-    if process_id == 0:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or old connections count
-            try:
-                probe.bind(("", int(port)))
-            except OSError as error:
-                why = f"{error.strerror}: choose another port"
-                raise UserError(f"--coordinator {coordinator}: {why}") from None
-        return
-    deadline = time.monotonic() + 0.9 * JOIN_SECONDS
-    while True:
+def check_port(coordinator: str):
+    """UserError if the port is in use on this machine: jax would crash."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or old connections count
         try:
-            return socket.create_connection((name, int(port)), timeout=5).close()
+            probe.bind(("", int(coordinator.rsplit(":", 1)[1])))
         except OSError as error:
-            if time.monotonic() > deadline:
-                why = f"{error.strerror or error}: does process 0 run there, is the port open?"
-                raise UserError(f"--coordinator {coordinator}: {why}") from None
-            time.sleep(0.2)
+            why = f"{error.strerror}: choose another port"
+            raise UserError(f"--coordinator {coordinator}: {why}") from None
 
 
 def agree(facts: dict):
@@ -4163,6 +4134,10 @@ def parse_args(argv):
 
 def run(argv: list[str], command: str):
     """Do what the command line says."""
+    # Ctrl-C ends the process at once, but for training (ask_to_stop): in the compiler's threads, or
+    # while jax waits for others, no handler of Python's would be heard for minutes.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `&`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     args = parse_args(argv)
     if args.cache is not None:
         make_folder(Path(args.cache), "--cache")

@@ -431,9 +431,11 @@ def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved(re
     with T.ask_to_stop() as asked:
         os.kill(os.getpid(), signal.SIGHUP)
         assert asked(1) == 0
-    with T.ending_at_once():
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert T.main(["tiny", "--show"]) == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what ends with `&`
+    assert T.main(["tiny", "--show"]) == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 # ------------------------------------------------------------------------------------------------
@@ -521,19 +523,27 @@ def test_processes_that_do_not_see_the_folder_of_the_run_are_told_so(as_processe
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_coordinators_port_is_tried_before_jax_would_crash_on_it(monkeypatch):
-    """Process 0 needs it free, the others wait until it answers."""
-    monkeypatch.setattr(T, "JOIN_SECONDS", 0.3)
+def test_the_coordinators_port_is_tried_before_jax_would_crash_on_it():
+    """By process 0, which needs it free."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(T.UserError, match="Connection refused: does process 0 run there"):
-            T.meet(where, 1)
         taken.listen()
-        T.meet(where, 1)
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(T.UserError, match=f"--coordinator {where}: .*in use: choose another"):
-            T.meet(where, 0)
-    T.meet(where, 0)
+            T.check_port(where)
+    T.check_port(where)
+
+
+def test_processes_that_do_not_come_end_the_wait_with_one_line(monkeypatch, capsys):
+    """Also where nobody answers at the coordinator's address; jax itself would wait longer."""
+    ended = threading.Event()
+    monkeypatch.setattr(T, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: ended.wait(10))
+    monkeypatch.setattr(os, "_exit", lambda status: (statuses.append(status), ended.set()))
+    statuses = []
+    T.join_hosts("127.0.0.1:1", 2, 1)
+    line = "error: no word of all processes after 0.1 s: start them all, see --coordinator\n"
+    assert statuses == [2] and capsys.readouterr().err == line
 
 
 def test_all_processes_have_the_name_that_process_0_has_chosen(as_processes):
@@ -562,7 +572,6 @@ def test_a_process_joins_others_if_it_is_told_to_or_finds_some(
         monkeypatch.setenv(name, value)
     seen = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **_: seen.append(args))
-    monkeypatch.setattr(T, "meet", lambda *_: None)
     monkeypatch.setattr(T.Path, "exists", lambda self: False)  # no device files of a TPU
     T.join_hosts(*given)
     assert seen == [given] * joins
