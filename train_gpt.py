@@ -81,7 +81,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -3160,31 +3159,30 @@ def own_rows(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
     the iterator, in pieces of PIECE bytes that leave the devices one by one, so they must keep it
     until its end. All else is copied, and all these transfers begin before one is waited for.
     """
-    copied, table = {}, {}
+    copied, table = [], []
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
         row = param_table(cfg)[name]
-        total, large = row.shape[0], kind == "params" and row.optimizer == "rows"
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
-            if shard.replica_id == 0 and first < total:
-                found = table if large else copied
-                found[f"{kind}.{name}", first] = shard.data, min(len(shard.data), total - first)
+            rows = min(len(shard.data), row.shape[0] - first)
+            if shard.replica_id == 0 and rows > 0:
+                large = kind == "params" and row.optimizer == "rows"
+                (table if large else copied).append((f"{kind}.{name}", first, rows, shard.data))
 
     def pieces():
-        for (name, first), (data, rows) in table.items():
+        for name, first, rows, data in table:
             size = max(1, PIECE * len(data) // data.nbytes)
             for at in range(0, rows, size):
                 count = min(size, rows - at)
                 part = data if len(data) <= size else lax.dynamic_slice_in_dim(data, at, count)
                 yield f"{name}.{first + at}", np.asarray(part)[:count]
 
-    for data, _ in copied.values():
+    for *_, data in copied:
         data.copy_to_host_async()
     # A copy stays when the state is donated; of a CPU's arrays numpy would give a view.
     copy = np.array if jax.default_backend() == "cpu" else np.asarray
-    copies = {f"{name}.{at}": copy(data)[:rows] for (name, at), (data, rows) in copied.items()}
-    return copies, pieces()
+    return {f"{name}.{first}": copy(data)[:rows] for name, first, rows, data in copied}, pieces()
 
 
 @contextlib.contextmanager
@@ -3296,8 +3294,8 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
     """The training state of a checkpoint (or some `kinds` of it), straight onto its devices.
 
     Any number of devices reads what any number has written. A host reads the rows that its devices
-    need, one device after the other and of a device at most PIECE bytes at a time. UserError where
-    shapes are not the parameter table's.
+    need, and holds of a table no more than a piece of it, as it was written. UserError where shapes
+    are not the parameter table's.
     """
     files = [np.load(saved.folder / f"{process}.npz") for process in range(saved.processes)]
     places = {}  # kind.name -> [(first row, process, member)]
@@ -3310,39 +3308,33 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
     put_rows = jax.jit(lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
 
     def load(path, leaf):
-        kind, name = (key.key for key in path)
-        rows = table[name].shape[0]
-        parts = sorted(places.get(f"{kind}.{name}", []), key=itemgetter(0))
-        ends = [*(first for first, _, _ in parts[1:]), rows]
+        name, width = ".".join(key.key for key in path), leaf.shape[1:]
+        parts = sorted(places.get(name, []))
+        ends = [*(first for first, _, _ in parts[1:]), table[path[1].key].shape[0]]
         stored = np.dtype(np.uint16) if leaf.dtype == jnp.bfloat16 else leaf.dtype
-
-        def piece(start, stop):
-            out, found = np.zeros((stop - start, *leaf.shape[1:]), leaf.dtype), 0
-            for (first, process, member), end in zip(parts, ends, strict=False):
-                low, high = max(first, start), min(end, stop)
-                if low >= high:
-                    continue
-                array, shape = read(process, member), (end - first, *leaf.shape[1:])
-                if (array.dtype, array.shape) != (stored, shape):
-                    is_one = f"is {array.dtype}{[*array.shape]}, not {stored}{[*shape]}"
-                    raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
-                rows_here = array[low - first : high - first]
-                out[low - start : high - start] = rows_here.view(leaf.dtype)
-                found += high - low
-            if found != max(0, min(stop, rows) - start):  # what is beyond is padding
-                raise UserError(f"{saved.folder} lacks rows of {kind}.{name}: use another one")
-            return out
+        if not parts or parts[0][0] != 0:
+            raise UserError(f"{saved.folder} lacks rows of {name}: use another checkpoint")
 
         def share(device, index):
             start, stop, _ = index[0].indices(leaf.shape[0])
-            size = max(1, PIECE // (leaf.dtype.itemsize * math.prod(leaf.shape[1:])))
-            if stop - start <= size:
-                return jax.device_put(piece(start, stop), device).block_until_ready()
-            x = jnp.zeros((stop - start, *leaf.shape[1:]), leaf.dtype, device=device)
-            for at in range(start, stop, size):
-                rows_here = piece(at, min(at + size, stop))
-                x = put_rows(x, rows_here, at - start, 0).block_until_ready()
-            return x
+            size = (stop - start, *width)  # with zeros where there is padding
+            large = math.prod(size) * leaf.dtype.itemsize > PIECE
+            zeros = functools.partial(jnp.zeros, device=device) if large else np.zeros
+            out = zeros(size, leaf.dtype)
+            for (first, process, member), end in zip(parts, ends, strict=True):
+                low, high = max(first, start), min(end, stop)
+                if low >= high:
+                    continue
+                array, shape = read(process, member), (end - first, *width)
+                if (array.dtype, array.shape) != (stored, shape):
+                    is_one = f"is {array.dtype}{[*array.shape]}, not {stored}{[*shape]}"
+                    raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
+                rows = array[low - first : high - first].view(leaf.dtype)
+                if large:
+                    out = put_rows(out, rows, low - start, 0).block_until_ready()
+                else:
+                    out[low - start : high - start] = rows
+            return jax.device_put(out, device).block_until_ready()
 
         shares = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         shares = [share(device, index) for device, index in shares.items()]
@@ -3365,7 +3357,6 @@ class Saver:
     def __init__(self, cfg: Config, log: "RunLog"):
         self.cfg, self.log, self.missing, self.held = cfg, log, "", 0.0
         self.thread, self.leaving = threading.Thread(), threading.Event()
-        log.wait_for_checkpoint = self.wait
 
     def __enter__(self):
         return self
@@ -3570,17 +3561,16 @@ class RunLog:
         self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
         self.files, self.kept, self.warned = {}, {}, False
         self.lock = threading.Lock()  # the loop and the thread of the Saver write
-        self.wait_for_checkpoint = lambda: None  # a Saver knows how
         if jax.process_index():
             return
         try:
             folder.mkdir(parents=True, exist_ok=bool(saved))
             for name in self.NAMES:
-                self.files[name], self.kept[name] = claim(folder, name), b""
-                size, was = self.files[name].tell(), saved.logs[name] if saved else 0
+                file, was = claim(folder, name), saved.logs[name] if saved else 0
+                size, self.files[name], self.kept[name] = file.tell(), file, b""
                 if was < size:
-                    self.files[name].truncate(was)
-                    self.files[name].seek(0, os.SEEK_END)
+                    file.truncate(was)
+                    file.seek(0, os.SEEK_END)
                 elif was > size:  # half a line may be its end
                     say(f"warning: {name} of {folder} lacks what stood in it: no record any more")
                     self.kept[name] = b"\n" if size else b""
@@ -3599,9 +3589,8 @@ class RunLog:
                 self.kept[name] = self.kept[name][self.files[name].write(self.kept[name]) :]
 
     def _write_facts(self):
-        temporary = self.folder / "run.json.tmp"
-        temporary.write_text(json.dumps(self.facts, indent=1) + "\n")
-        os.replace(temporary, self.folder / "run.json")
+        with whole_file(self.folder / "run.json") as file:
+            file.write(json.dumps(self.facts, indent=1).encode() + b"\n")
 
     def attempt(self, write: Callable, *args):
         """write(*args) if this process has files; what the disk refuses is said once."""
@@ -3631,20 +3620,6 @@ class RunLog:
         if facts["settings"]:
             self.write("log.txt", f"settings: {json.dumps(facts['settings'])}")
 
-    def lost(self) -> str:
-        """Says which files of the run have been deleted or replaced since; "" if none has."""
-        gone = []
-        for name, file in self.files.items():
-            try:
-                there = os.path.samestat(os.fstat(file.fileno()), os.stat(self.folder / name))
-            except OSError:
-                there = False
-            gone += [] if there else [name]
-        names = " and ".join(gone)
-        return (
-            f"{names} of this run no longer in {self.folder}: bring them together" if gone else ""
-        )
-
     def sync(self):
         """Bring the files to the disk itself."""
         for file in self.files.values():
@@ -3663,13 +3638,9 @@ class RunLog:
         UserError if the run has diverged: no finite loss, or twice that of a uniform guess.
         """
         if not loss < 2 * math.log(self.cfg.vocab):
-            self.wait_for_checkpoint()
-            kept = f"the steps before are in {self.folder}/metrics.jsonl"
-            if saved := checkpoint_steps(self.folder / "checkpoints"):
-                kept = f"the last good checkpoint is {self.folder}/checkpoints/{max(saved)}"
             raise UserError(
                 f"the loss of step {step} is {loss:.4g}: lower the learning rates "
-                f"(--set lr_anvil=...); {kept}"
+                f"(--set lr_anvil=...); the steps before are in {self.folder}/metrics.jsonl"
             )
         ms, tokens = self.clock.ms(), self.cfg.tokens_after(step)
         average = f"step_avg:{ms / max(step, 1):.2f}ms"
@@ -3704,8 +3675,6 @@ class RunLog:
         """Write down the validation loss after `step` steps; the clock stands still."""
         self.say(self.line(step, "val_loss", loss, f"val_loss:{loss:.4f} "))
         self.progress(step, val_loss=round(loss, 6))
-        if lost := self.lost():
-            self.say(f"warning: {lost}")
 
     def progress(self, step: int, **facts):
         """Put into run.json how far the run is."""
@@ -3714,7 +3683,6 @@ class RunLog:
 
     def end(self, step: int, asked: int, missing: str):
         """The last lines. Stopped if a signal has ended the run; UserError if it is not saved."""
-        missing = missing or self.lost()
         if step < self.cfg.steps:
             self.progress(step)
             if not missing:
@@ -3740,11 +3708,7 @@ class RunLog:
 def claim(run_dir: Path, name: str):
     """Open a file of a run to append to it, locked if the system can; UserError if another process
     has it. The system takes the lock back when this process ends or closes the file."""
-    try:
-        file = open(run_dir / name, "ab", buffering=0)
-    except OSError as error:
-        why = f"{error.strerror}: make that possible, or name another folder"
-        raise UserError(f"cannot write {run_dir / name}: {why}") from None
+    file = open(run_dir / name, "ab", buffering=0)
     with contextlib.suppress(ImportError):  # Windows has no such module
         import fcntl
 
@@ -3765,14 +3729,14 @@ def open_log(
     `facts` are run_facts and the answer of check_tokens, on which all processes must agree; `data`
     is the folder of the shards, `out` where new runs go.
     """
-    left = cfg.steps - (saved.step if saved else 0)
-    if not left:
+    first = saved.step if saved else 0
+    if first == cfg.steps:
         raise UserError(f"{saved.folder.parents[1]} is finished: there is nothing to resume")
-    if profile and left <= PROFILED.stop:
+    if profile and cfg.steps - first <= PROFILED.stop:
         raise UserError(f"--profile needs more than {PROFILED.stop} steps: raise --set steps=")
     same = {key: facts[key] for key in ("source_sha256", "versions", "data")}
     same |= {f"config's {key}": value for key, value in facts["config"].items()}
-    agree({**same, "step to resume from": saved and saved.step})
+    agree({**same, "step to resume from": first})
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     folder = saved.folder.parents[1] if saved else out / from_first(stamp)
     if saved and saved.data != facts["data"]:
@@ -3786,7 +3750,8 @@ def open_log(
     if saved and jax.process_index() == 0:
         set_aside(saved)
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "settings": {}}
-    facts |= {"steps": 0, "tokens": 0, "train_time_ms": 0.0, "val_loss": None}
+    facts |= {"steps": first, "tokens": cfg.tokens_after(first)}
+    facts |= {"train_time_ms": round(saved.train_time_ms, 3) if saved else 0.0, "val_loss": None}
     facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
     rule, devices = "=" * 100, facts["devices"]
     about = [f"{k} {v}" for k, v in facts["versions"].items()]
@@ -3799,9 +3764,6 @@ def open_log(
     head += [f"source: {facts['source_sha256']}", SOURCE] if changed else []
     head += [*about, rule, ""] if saved and not changed else [rule, *about, rule, ""]
     log = RunLog(cfg, folder, facts, saved, say, "\n".join(head))
-    check_shared(folder)
-    if saved:
-        log.progress(saved.step)
     kernels = facts["choices"]["kernels"]
     say(f"run {folder} on {devices['count']} x {devices['kind']}; kernels: {kernels}")
     if saved:
@@ -3809,21 +3771,6 @@ def open_log(
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
         log.attempt(shutil.copy, data / MERGES, folder)  # a sample needs the run's folder only
     return log
-
-
-def check_shared(folder: Path):
-    """UserError unless all processes see the folder of the run that process 0 has made."""
-    if jax.process_count() == 1:
-        return
-    probe = folder / from_first(f".{secrets.token_hex(4)}")
-    if jax.process_index() == 0:
-        probe.touch()
-    from_first("")  # it is there
-    try:
-        agree({f"folder {folder}": probe.exists()})
-    finally:
-        if jax.process_index() == 0:
-            probe.unlink()
 
 
 PROFILED = range(20, 24)  # the steps of this process that --profile traces, well after the start
@@ -4032,16 +3979,11 @@ def show(cfg: Config) -> str:
         cells += "/".join(map(str, s.windows)), lr, scales
         tokens = f"{(end - first) * s.batch_tokens / 1e6:.1f}"
         lines.append(form(*cells, tokens, f"{s.weights} {s.weights_end} {s.prefix} {s.candidates}"))
-    lines.append(f"validation windows: {cfg.val_windows[0]}/{cfg.val_windows[1]}")
-    flat = int((1 - cfg.cooldown) * cfg.scheduled)
-    often, seldom = cfg.event_every
-    lines.append(f"learning rate falls from step {flat} on; Adam every {cfg.adam_every} steps")
-    lines.append(f"tables every {often} steps, from step {cfg.event_change} on every {seldom}")
+    lines.append(f"learning rate falls from step {int((1 - cfg.cooldown) * cfg.scheduled)} on")
     tied = sum(is_tied(cfg, step) for step in range(cfg.steps))
     lines.append(f"head and embedding tied up to step {tied - 1}" if tied else "never tied")
     total = f"{cfg.total_tokens:,} tokens, {total_flops(cfg):.3e} model FLOPs"
-    lines.append(f"{cfg.steps} steps, {total}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{cfg.steps} steps, {total}"])
 
 
 def tell(line, stream=None):
@@ -4115,11 +4057,9 @@ def parse_args(argv):
         if getattr(args, name) == "":
             raise UserError(f"--{name} is empty: name something, or drop it")
     own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
-    if args.resume is not None and (args.preset is not None or own or args.seed is not None):
-        also = f"--set but for {', '.join(MACHINE)}"
+    if args.resume is not None and (args.preset, args.seed, own, args.show) != (None, None, [], 0):
+        also = f"--show, --set but for {', '.join(MACHINE)}"
         raise UserError(f"--resume takes the config of the run: drop PRESET, --seed, {also}")
-    if args.show and args.resume is not None:
-        raise UserError("--show and --resume are two different things to do: drop one")
     group = args.coordinator, args.processes, args.process_id
     if any(x is not None for x in group):
         if None in group or not 0 <= args.process_id < args.processes:
@@ -4127,8 +4067,6 @@ def parse_args(argv):
         port = re.fullmatch(r"[^:/\s]+:(\d{1,5})", args.coordinator)
         if not port or not 0 < int(port[1]) < 2**16:
             raise UserError(f"--coordinator {args.coordinator}: write HOST:PORT, a port to 65535")
-        if args.show:
-            raise UserError("--show is for one process: drop --coordinator")
     return args
 
 

@@ -87,9 +87,10 @@ def test_show_prints_the_derived_numbers(capsys):
         r"^ *681\.\.1106 +393216 +49152 +3072 +640/1408 +1\.05\.\.0\.403 0\.1748/0\.1084 +167\.5 ",
         r"^ *1107\.\.1173 +327680 +40960 +3072 +640/1408 +0\.391\.\.0\.301 0\.1748/0\.1084 +22\.0 ",
         r"^ *1174\.\.1193 +131072 +16384 +3072 +768/1664 +0\.3\.\.0\.3 0\.1811/0\.1120 +2\.6 ",
-        r"^validation windows: 768/2560$",
-        r"^learning rate falls from step 234 on; Adam every 2 steps$",
-        r"^tables every 2 steps, from step 336 on every 4$",
+        r"^val_windows = \(768, 2560\)$",
+        r"^learning rate falls from step 234 on$",
+        r"^event_every = \(2, 4\)$",
+        r"^event_change = 336$",
         r"^head and embedding tied up to step 1175$",
         rf"^1194 steps, 328,663,040 tokens, {re.escape(f'{flops:.3e}')} model FLOPs$",
     ):

@@ -396,7 +396,7 @@ def test_a_stop_that_could_not_be_saved_is_an_error(train, tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     signal_at(monkeypatch, signal.SIGTERM, 3)
-    monkeypatch.setattr(T, "whole_file", full)
+    monkeypatch.setattr(T, "write_checkpoint", full)
     words = r"^stopped after 4 steps, but there is no checkpoint of step 4: .*No space"
     with pytest.raises(T.UserError, match=words):
         train(ONCE, tmp_path)
@@ -514,13 +514,6 @@ def test_processes_that_do_not_agree_are_told_what_differs_and_where(as_processe
     for i, error in enumerate(as_processes(4, lambda i: T.agree(facts[i]))):
         assert re.match("the config of process 2, 3 is not that of process 0 ", error)
         assert f"(this is process {i} on " in error and "make them equal on all hosts" in error
-
-
-def test_processes_that_do_not_see_the_folder_of_the_run_are_told_so(as_processes, tmp_path):
-    assert as_processes(2, lambda i: T.check_shared(tmp_path)) == [None] * 2
-    for error in as_processes(2, lambda i: T.check_shared(tmp_path if i == 0 else tmp_path / "x")):
-        assert re.match("the folder .* of process 1 is not that of process 0 ", error)
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_coordinators_port_is_tried_before_jax_would_crash_on_it():
