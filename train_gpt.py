@@ -88,6 +88,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -2609,10 +2610,6 @@ POSITIVE = (
     "width heads mlp_width ngram_rows gate_width steps adam_every loss_chunk micro_tokens "
     "val_tokens val_row val_batch prefetch log_every momentum_warmup attention_cap tail"
 ).split()
-NOT_NEGATIVE = (
-    "val_every checkpoint_every devices sample_tokens seed extension momentum_cooldown lr_anvil "
-    "lr_adam decay_anvil decay_adam rails_step event_change tail_average"
-).split()
 SHARES = "cooldown", "lr_floor", "tied", "slow_rate", "equalize_rate"
 AT_MOST = {"steps": 10**6, "width": 2**16, "seed": 2**32 - 1, "ngram_rows": 2**30}
 LISTS = {"layers": Layer, "stages": Stage}  # fields of a config that hold rows of these
@@ -2637,8 +2634,6 @@ def rules(c: Config):
             yield prefix + name, is_a(getattr(obj, name), kind), f"it must be {shown}, and finite"
     for name in POSITIVE:
         yield name, getattr(c, name) > 0, "it must be positive"
-    for name in NOT_NEGATIVE:
-        yield name, getattr(c, name) >= 0, "it must not be negative"
     for name in SHARES:
         yield name, 0 <= getattr(c, name) <= 1, "a share, 0 to 1"
     for name, most in AT_MOST.items():
@@ -2649,9 +2644,8 @@ def rules(c: Config):
     yield "data", c.data and "\0" not in c.data, "the name of a folder"
     yield "adam_eps", np.float32(c.adam_eps) > 0, "it must not be 0 in float32"
     yield "rope_base", c.rope_base >= 1, "1 or more"
-    usable = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
     cap = "a (0 to 64: its exponentials are summed in float32), b, and c above 0"
-    yield "logit_cap", usable, cap
+    yield "logit_cap", 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0, cap
     yield "heads", c.width % c.heads == 0, f"it must divide width={c.width}"
     yield "heads", c.head_width % 8 == 0, "the head width must be a multiple of 8 (half RoPE)"
     yield "heads", c.heads % 2 == 0, "it must be even: ANVIL takes two heads of q and k at a time"
@@ -2660,6 +2654,8 @@ def rules(c: Config):
     yield "real_tokens", c.real_tokens <= 2**16, "shards hold 16-bit ids: at most 65536"
     yield "vocab", math.gcd(c.vocab, STRIDE) == 1, f"no multiple of {STRIDE}, the walk's stride"
     yield "bos", 0 <= c.bos < c.real_tokens, f"0 to real_tokens-1={c.real_tokens - 1}"
+    for name, kind in typing.get_type_hints(Config).items():
+        yield name, kind not in (int, float) or getattr(c, name) >= 0, "it must not be negative"
     yield "ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more"
     yield "sign_rows", c.sign_rows in [2**n for n in range(31)], "a power of two"
     yield "attn_scales", min(c.attn_scales) > 0, "two numbers above 0"
@@ -2686,11 +2682,6 @@ def rules(c: Config):
     yield "val_windows", min(c.val_windows) > 0, "two lengths in tokens"
     yield "val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}"
     yield "val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}"
-    yield from stage_rules(c)
-
-
-def stage_rules(c: Config):
-    """The part of `rules` that looks at the stages."""
     yield "stages", c.stages, "at least one stage"
     yield "extension", c.extension < c.steps, f"fewer than steps={c.steps}"
     shares = [stage.share for stage in c.stages]
@@ -2733,16 +2724,14 @@ def validate(cfg: Config) -> Config:
 def is_a(value, kind) -> bool:
     """Whether `value` is of the annotated type `kind`: int, float, bool, str, tuple[...], a class.
 
-    Numbers must be finite; an int may stand for a float and must fit 64 bits.
+    Numbers must be finite and fit 64 bits; an int may stand for a float.
     """
     if typing.get_origin(kind) is tuple:
         of, *rest = typing.get_args(kind)
         if not isinstance(value, tuple) or (rest != [...] and len(value) != 1 + len(rest)):
             return False
         return all(is_a(x, of) for x in value)
-    if type(value) is int and abs(value) >= 2**63:
-        return False
-    if type(value) is float and not math.isfinite(value):
+    if type(value) in (int, float) and not abs(value) < 2**63:
         return False
     return type(value) is kind or (kind is float and type(value) is int)
 
@@ -2902,8 +2891,7 @@ def check_unchanged(shards: dict[str, dict], *streams: TokenStream):
     for stream in streams:
         for number, (path, file) in enumerate(zip(stream.paths, stream.files, strict=True)):
             stat = os.fstat(file.fileno())
-            changed = max(stat.st_mtime, stat.st_ctime) > STARTED
-            if changed and path.name in shards:
+            if path.name in shards and max(stat.st_mtime, stat.st_ctime) > STARTED:
                 if hash_of(stream, number) != shards[path.name]["sha256"]:
                     raise UserError(f"{path} has changed under the run: its losses are of no use")
 
@@ -2934,9 +2922,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         run_tool("data/builtin_corpus.py")["build"](folder)
     from_first("")  # the others wait until it is there
     if not folder.is_dir():
-        raise UserError(
-            f"no folder {folder}: get the tokens with data/cached_fineweb10B.py, or name a --data"
-        )
+        raise UserError(f"no folder {folder}: run data/cached_fineweb10B.py, or name a --data")
     if len(names := sorted({*data_sets(folder).values()})) > 1:
         several = f"several data sets ({', '.join(names)})"
         raise UserError(f"{folder} holds {several}: give each its own folder")
@@ -3046,40 +3032,37 @@ def memory_limit(device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def settings(cfg: Config, mesh: Mesh, name: str) -> list[Config]:
-    """The ways to compile a program, the next of which is taken when one does not fit the memory.
+def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
+    """The ways to compile a program, as what each changes of the config: the next one is taken when
+    one does not fit the memory.
 
     As asked; layers computed again on the way back (a third more work); fewer rows at a time. All
     give the same numbers but for the order of sums.
     """
     if not name.startswith("grads"):
-        return [cfg]
+        return [{}]
     stage = cfg.stages[grads_shapes(cfg)[int(name.removeprefix("grads"))][0]]
-    t = stage.row_tokens
-    sizes = [k * t for k in micro_rows(cfg, stage.rows // mesh.size, t)]
-    ways = [(cfg.recompute, sizes[0]), *((True, size) for size in sizes)]
-    return [
-        dataclasses.replace(cfg, recompute=again, micro_tokens=size)
-        for again, size in dict.fromkeys(ways)
-    ]
+    rows = micro_rows(cfg, stage.rows // mesh.size, stage.row_tokens)
+    ways = [{"micro_tokens": k * stage.row_tokens, "recompute": True} for k in rows]
+    return [{}, *(ways[1:] if cfg.recompute else ways)]
 
 
 def compile_fitting(
     cfg: Config, mesh: Mesh, kernels: Kernels, name: str, limit: int | None, say: Callable = print
 ):
-    """(executable, Config that it was compiled with, seconds) of a program of the run.
+    """(executable, what of the config was changed for it, seconds) of a program of the run.
 
     The first of its `settings` whose own account of its memory, with resident_bytes, is within
     `limit` bytes (None: any is); the last one whatever it needs, unless the compiler refuses.
     """
     began, ways = time.perf_counter(), settings(cfg, mesh, name)
-    for setting in ways:
-        last = setting is ways[-1]
+    for changes in ways:
+        setting, last = dataclasses.replace(cfg, **changes), changes is ways[-1]
         try:
             compiled = lower(programs(setting, mesh, kernels)[name], mesh).compile()
             size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
             if last or limit is None or size <= limit:
-                return compiled, setting, time.perf_counter() - began
+                return compiled, changes, time.perf_counter() - began
             needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
         except jax.errors.JaxRuntimeError as error:
             if last or "RESOURCE_EXHAUSTED" not in str(error):
@@ -3104,12 +3087,10 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     refuse_too_large(cfg, mesh, least, limit, room=0.25)
 
     def build(name):
-        compiled, setting, seconds = compile_fitting(cfg, mesh, kernels, name, limit, say)
+        compiled, changes, seconds = compile_fitting(cfg, mesh, kernels, name, limit, say)
         temporary = program_bytes(compiled)["temporary"] / 2**20
         say(f"compiled {name} in {seconds:.1f} s, {temporary:.0f} MiB temporary")
-        changed = {key: getattr(setting, key) for key in ("micro_tokens", "recompute")}
-        asked = setting == settings(cfg, mesh, name)[0]
-        return compiled, round(seconds, 3), {} if asked else changed
+        return compiled, round(seconds, 3), changes
 
     say(f"compiling {', '.join(args)}; for accelerators it takes minutes")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -3340,10 +3321,7 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
         shares = [share(device, index) for device, index in shares.items()]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shares)
 
-    state = jax.tree.map_with_path(load, {kind: wanted[kind] for kind in kinds or wanted})
-    for file in files:
-        file.close()
-    return state
+    return jax.tree.map_with_path(load, {kind: wanted[kind] for kind in kinds or wanted})
 
 
 class Saver:
@@ -3356,7 +3334,7 @@ class Saver:
 
     def __init__(self, cfg: Config, log: "RunLog"):
         self.cfg, self.log, self.missing, self.held = cfg, log, "", 0.0
-        self.thread, self.leaving = threading.Thread(), threading.Event()
+        self.thread, self.leaving = None, threading.Event()
 
     def __enter__(self):
         return self
@@ -3364,18 +3342,15 @@ class Saver:
     def __exit__(self, kind, *exc):
         if kind is not None:  # another process may have died: its rows will never come
             self.leaving.set()
-        self.wait()
-
-    def wait(self):
-        """Until the last one is written."""
-        if self.thread.ident is not None:
+        if self.thread:
             self.thread.join()
 
     def save(self, step: int, state, place: Place):
         """Waits for the state, for the checkpoint before if that is not written yet, and until
         the n-gram table is."""
         began, go_on = time.perf_counter(), threading.Event()
-        self.wait()
+        if self.thread:
+            self.thread.join()
         (copies, pieces), meta = own_rows(self.cfg, state), self.log.meta(step, place)
 
         def rows():
@@ -3436,8 +3411,8 @@ def host() -> dict:
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
         model = found[1].strip() if found else model
-    may = getattr(os, "sched_getaffinity", None)  # not on every system
-    cores = len(may(0)) if may else os.cpu_count()
+    whole = not hasattr(os, "sched_getaffinity")  # not on every system
+    cores = os.cpu_count() if whole else len(os.sched_getaffinity(0))
     return {"cpu": model, "cores": cores, "platform": platform.platform()}
 
 
@@ -3501,39 +3476,33 @@ def total_flops(cfg: Config) -> float:
     return sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in steps)
 
 
+SOURCE = Path(__file__).read_text()  # of this file, with lines that end as they do in the log
+RUNNING = sys._getframe().f_code  # what Python has made of it, before it imported jax
+
+
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run or a benchmark stand on: source, versions, machine, config.
 
-    `reason` is what pick_kernels says of its choice.
+    `reason` is what pick_kernels says of its choice. UserError if the source is not the one that
+    runs.
     """
+    if compile(SOURCE, __file__, "exec", dont_inherit=True) != RUNNING:
+        raise UserError("train_gpt.py was changed while it started: start it again")
     device = mesh.devices.flat[0]
+    options = COMPILER_OPTIONS.get(device.platform, {})
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
         "seed": cfg.seed,
         "command": command,
-        "source_sha256": hashlib.sha256(own_source().encode()).hexdigest(),
+        "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
         "versions": versions(),
         "devices": {"kind": device.device_kind, "platform": device.platform}
         | {"count": mesh.size, "processes": jax.process_count()},
         "host": host(),
         "environment": environment(),
-        "choices": {
-            "kernels": reason,
-            "compiler_options": COMPILER_OPTIONS.get(device.platform, {}),
-        },
+        "choices": {"kernels": reason, "compiler_options": options},
     }
-
-
-SOURCE = Path(__file__).read_text()  # of this file, with lines that end as they do in the log
-RUNNING = sys._getframe().f_code  # what Python has made of it, before it imported jax
-
-
-def own_source() -> str:
-    """The source that runs; UserError if the file has changed between Python's look and ours."""
-    if compile(SOURCE, __file__, "exec", dont_inherit=True) != RUNNING:
-        raise UserError("train_gpt.py was changed while it started: start it again")
-    return SOURCE
 
 
 class Stopped(Exception):
@@ -3576,15 +3545,15 @@ class RunLog:
                     self.kept[name] = b"\n" if size else b""
             for partial in (folder / "checkpoints").glob(".*"):
                 shutil.rmtree(partial, ignore_errors=True)
-            self.kept["log.txt"] += head.encode("utf-8", "backslashreplace")
-            self._flush("log.txt")
+            self._append("log.txt", head)
             self._write_facts()
         except OSError as error:
             cure = "make that possible" if saved else "name another --out"
             raise UserError(f"cannot write {folder} ({error.strerror}): {cure}") from None
 
-    def _flush(self, name: str):
+    def _append(self, name: str, text: str):
         with self.lock:
+            self.kept[name] += text.encode("utf-8", "backslashreplace")
             while self.kept[name]:
                 self.kept[name] = self.kept[name][self.files[name].write(self.kept[name]) :]
 
@@ -3604,10 +3573,7 @@ class RunLog:
 
     def write(self, name: str, text: str):
         """Append a line to a file at once, so that a crash loses nothing."""
-        if name in self.files:
-            with self.lock:
-                self.kept[name] += text.encode("utf-8", "backslashreplace") + b"\n"
-        self.attempt(self._flush, name)
+        self.attempt(self._append, name, f"{text}\n")
 
     def write_facts(self, **changes):
         """Put `changes` into run.json, atomically."""
@@ -3685,13 +3651,11 @@ class RunLog:
         """The last lines. Stopped if a signal has ended the run; UserError if it is not saved."""
         if step < self.cfg.steps:
             self.progress(step)
-            if not missing:
-                raise Stopped(
-                    f"stopped after {step} of {self.cfg.steps} steps; to continue: "
-                    f"python train_gpt.py --resume {shlex.quote(str(self.folder))}",
-                    asked,
-                )
-            raise UserError(f"stopped after {step} steps, but {missing}")
+            if missing:
+                raise UserError(f"stopped after {step} steps, but {missing}")
+            again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
+            of = f"{step} of {self.cfg.steps} steps"
+            raise Stopped(f"stopped after {of}; to continue: {again}", asked)
         peak, target, loss = memory_peak_mib(), self.cfg.target, self.facts["val_loss"]
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
@@ -3740,9 +3704,7 @@ def open_log(
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     folder = saved.folder.parents[1] if saved else out / from_first(stamp)
     if saved and saved.data != facts["data"]:
-        raise UserError(
-            f"{data} does not hold the shards that {folder} was trained on: name their --data"
-        )
+        raise UserError(f"{data} does not hold the shards of {folder}: name their --data")
     token_bytes(cfg, data)  # training needs them: if they cannot be had, that is known here
     changed = saved and saved.source_sha256 != facts["source_sha256"]
     if changed:
@@ -3823,8 +3785,6 @@ def ask_to_stop():
     def reached(step: int) -> int:
         if one:
             return asked[0][0] if asked else 0
-        from jax.experimental import multihost_utils
-
         if multihost_utils.reached_preemption_sync_point(step):  # says so once
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
@@ -3904,27 +3864,19 @@ def agree(facts: dict):
     """UserError, on every process, unless all of them have the same `facts`."""
     if jax.process_count() == 1:
         return
-    from jax.experimental import multihost_utils
-
     digests = [hashlib.sha256(json.dumps(fact).encode()).digest() for fact in facts.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(facts), -1)
-    first = multihost_utils.broadcast_one_to_all(mine)
-    equal = multihost_utils.process_allgather((mine == first).all(axis=1))
-    for name, each in zip(facts, equal.reshape(jax.process_count(), -1).T, strict=True):
-        if not each.all():
-            others = ", ".join(str(process) for process in np.flatnonzero(~each))
-            raise UserError(
-                f"the {name} of process {others} is not that of process 0 (this is process "
-                f"{jax.process_index()} on {platform.node()}): make them equal on all hosts"
-            )
+    own = (mine == multihost_utils.broadcast_one_to_all(mine)).all(axis=1)
+    same = multihost_utils.process_allgather(own).reshape(-1, len(facts)).all(axis=0)
+    if not same.all():
+        names = ", ".join(name for name, equal in zip(facts, same, strict=True) if not equal)
+        raise UserError(f"the processes differ in {names}: make that equal on all hosts")
 
 
 def from_first(text: str) -> str:
     """The text that process 0 has, on every process; at most 256 bytes."""
     if jax.process_count() == 1:
         return text
-    from jax.experimental import multihost_utils
-
     own = np.frombuffer(text.encode().ljust(256), np.uint8)
     return multihost_utils.broadcast_one_to_all(own).tobytes().decode().strip()
 
@@ -3948,16 +3900,7 @@ def show(cfg: Config) -> str:
     """The resolved config, the layers, the parameter table, the stages and the totals, as text."""
     fields = dataclasses.asdict(cfg).items()
     lines = [f"{k} = {v!r}" for k, v in fields if k not in LISTS]
-    form = "{:>5} {:>8} {:>4} {:>4} {:>5}  {}".format
-    lines.append("\n" + form("layer", "attends", "q, k", "v, o", "MLPs", "and"))
-    for i, layer in enumerate(cfg.layers):
-        of = heads_of(cfg, i, (0, 0)) if layer.attends else None
-        widths = (of.qk_width, of.v_width) if of else ("-", "-")
-        named = "values", "xsa", "gated", "x0", "ngram"
-        also = [name for name in named if getattr(layer, name)]
-        also += [f"output of layer {cfg.skip[0]}"] * (i == cfg.skip[1])
-        also += [f"reads layer {cfg.source}"] * bool(layer.attends and i > cfg.source)
-        lines.append(form(i, layer.attends or "-", *widths, layer.mlps, ", ".join(also)))
+    lines += ["", *(f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers))]
     form = "{:13} {:>14} {:>14} {:>9} {:>11} {:>6} {:>10}".format
     lines.append("\n" + form("parameter", "shape", "numbers", "update", "lr", "decay", "betas"))
     table = param_table(cfg)
@@ -4053,11 +3996,9 @@ def parse_args(argv):
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
-    for name in ("data", "out", "cache", "resume"):
-        if getattr(args, name) == "":
-            raise UserError(f"--{name} is empty: name something, or drop it")
     own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
-    if args.resume is not None and (args.preset, args.seed, own, args.show) != (None, None, [], 0):
+    starts_anew = args.preset is not None or args.seed is not None or own or args.show
+    if args.resume is not None and starts_anew:
         also = f"--show, --set but for {', '.join(MACHINE)}"
         raise UserError(f"--resume takes the config of the run: drop PRESET, --seed, {also}")
     group = args.coordinator, args.processes, args.process_id
@@ -4106,7 +4047,6 @@ def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
-    several = jax.distributed.is_initialized
     try:
         return do() or 0
     except Stopped as stop:
@@ -4120,7 +4060,7 @@ def report_errors(do: Callable) -> int:
         if "RESOURCE_EXHAUSTED" in line:
             line = f"out of memory: {line}"
             hint = "(use --set recompute=1, a smaller micro_tokens or ngram_rows, or more devices)"
-        elif several() and not isinstance(error, UserError):
+        elif jax.distributed.is_initialized() and not isinstance(error, UserError):
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 traceback.print_exc()
             line = f"the devices failed: {line}"

@@ -143,9 +143,7 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),
         ([""], "unknown preset ''; there are: speedrun, tiny"),
         *((["--" + tool], f"unrecognized arguments: --{tool}") for tool in TOOLS),
-        (["--out", ""], "--out is empty"),
-        (["--data", ""], "--data is empty"),
-        (["--cache", ""], "--cache is empty: name something, or drop it"),
+        (["--data", ""], "data='' is not valid: the name of a folder"),
         (["--processes", "2"], "--coordinator HOST:PORT, --processes N, --process-id 0..N-1: give"),
         (["--coordinator", "a:1"], "--process-id 0..N-1: give all"),
         ([*GROUP, "a:1", "--process-id", "2"], "--process-id 0..N-1: give all"),
@@ -172,7 +170,7 @@ def test_wrong_argument_is_refused_in_one_line(main, argv, words):
     [
         (["--resume", "nothing"], "no checkpoint in nothing: name the folder of a run"),
         (["--resume", __file__], "no checkpoint in"),
-        (["--resume", ""], "--resume is empty"),  # of an unset shell variable
+        (["--resume", ""], "no checkpoint in .: name the folder of a run"),  # of an unset variable
         (["--resume", "young"], "young has no checkpoint (see --set checkpoint_every)"),
         (["--resume", "x", "--seed", "0"], "--resume takes the config of the run: drop PRESET, "),
         (["tiny", "--resume", "x"], "--resume takes the config of the run: drop PRESET, --seed, "),
