@@ -2757,8 +2757,8 @@ def override(cfg, key: str, text: str, prefix: str = ""):
     """
     name, _, rest = key.partition(".")
     kinds = typing.get_type_hints(type(cfg))
-    if name not in kinds:
-        raise UserError(f"unknown key {prefix + name!r} in --set; valid keys: {', '.join(kinds)}")
+    if name not in kinds or (rest and name not in LISTS):
+        raise UserError(f"unknown key {prefix + key!r} in --set; valid keys: {', '.join(kinds)}")
     old = getattr(cfg, name)
     if name in LISTS:
         index, _, field = rest.partition(".")
@@ -2768,8 +2768,6 @@ def override(cfg, key: str, text: str, prefix: str = ""):
         items = list(old)
         items[int(index)] = override(items[int(index)], field, text, f"{name}.{index}.")
         return dataclasses.replace(cfg, **{name: tuple(items)})
-    if rest:
-        raise UserError(f"--set {prefix}{key}={text}: {name} has no parts")
     try:
         return dataclasses.replace(cfg, **{name: parse_value(kinds[name], text)})
     except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError, RecursionError):
@@ -2814,8 +2812,7 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
             if 0 < count < stage.row_tokens:
                 rows, cursor = next_rows(train, cursor, stage)
             elif stage.doc_cap:
-                shape = stage.rows, stage.row_tokens, stage.doc_cap
-                cursor = plan_packed(train, cursor, *shape)[1]
+                cursor = plan_packed(train, cursor, stage.rows, stage.row_tokens, stage.doc_cap)[1]
             else:
                 cursor += stage.batch_tokens
                 train.shard_at(cursor)
@@ -2846,8 +2843,8 @@ def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
 def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
     """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
 
-    UserError unless every token is there and is a known id. Reads the shards, before the clock, but
-    keeps nothing of them (the system's file cache is warm then, as after any download).
+    UserError unless every token is there and is a known id. (That the system's file cache is warm
+    then is as after any download.)
     """
     cursor = cursor_after(cfg, train, cfg.steps)
     if len(val) <= cfg.val_tokens:
@@ -2885,9 +2882,8 @@ def hash_of(stream: TokenStream, number: int) -> str:
 
 
 def check_unchanged(shards: dict[str, dict], *streams: TokenStream):
-    """UserError if one of `shards`, the answer of check_tokens, is not what it was: losses would be
-    of other tokens. They are hashed again only if the system says that their files have changed
-    since the process began."""
+    """UserError if one of `shards`, the answer of check_tokens, is not what it was. They are hashed
+    again only if the system says that their files have changed since the process began."""
     for stream in streams:
         for number, (path, file) in enumerate(zip(stream.paths, stream.files, strict=True)):
             stat = os.fstat(file.fileno())
@@ -3033,8 +3029,7 @@ def memory_limit(device) -> int | None:
 
 
 def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
-    """The ways to compile a program, as what each changes of the config: the next one is taken when
-    one does not fit the memory.
+    """What to change of the config for a program, where the one before does not fit the memory.
 
     As asked; layers computed again on the way back (a third more work); fewer rows at a time. All
     give the same numbers but for the order of sums.
@@ -3327,9 +3322,9 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
 class Saver:
     """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk.
 
-    The n-gram table goes straight to the disk, and training waits for that.
-    What cannot be written is reported, and `missing` says so until a later one is there: the run
-    goes on, older checkpoints stay. Leaving the block waits for the last one.
+    The n-gram table goes straight to the disk, and training waits for that. What cannot be written
+    is reported, and `missing` says so until a later one is there; older ones stay. Leaving the
+    block waits for the last one.
     """
 
     def __init__(self, cfg: Config, log: "RunLog"):
@@ -3483,8 +3478,7 @@ RUNNING = sys._getframe().f_code  # what Python has made of it, before it import
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run or a benchmark stand on: source, versions, machine, config.
 
-    `reason` is what pick_kernels says of its choice. UserError if the source is not the one that
-    runs.
+    `reason` is what pick_kernels says of its choice. UserError if it is another source that runs.
     """
     if compile(SOURCE, __file__, "exec", dont_inherit=True) != RUNNING:
         raise UserError("train_gpt.py was changed while it started: start it again")
@@ -3516,12 +3510,9 @@ class Stopped(Exception):
 class RunLog:
     """The files of a run, written by process 0, and what the terminal shows.
 
-    Opening it fails before anything is compiled, if its `head` does not fit the disk, too. Later a
-    full disk does not end the run: what it refuses is said once, kept, and written with the next
-    line.
+    Opening it fails if its `head` does not fit the disk. Later a full disk does not end the run:
+    what it refuses is said once, kept, and written with the next line.
     """
-
-    NAMES = "log.txt", "metrics.jsonl"
 
     def __init__(self, cfg: Config, folder: Path, facts: dict, saved: Saved | None, say, head=""):
         self.cfg, self.folder, self.facts, self.say = cfg, folder, facts, say
@@ -3534,7 +3525,7 @@ class RunLog:
             return
         try:
             folder.mkdir(parents=True, exist_ok=bool(saved))
-            for name in self.NAMES:
+            for name in ("log.txt", "metrics.jsonl"):
                 file, was = claim(folder, name), saved.logs[name] if saved else 0
                 size, self.files[name], self.kept[name] = file.tell(), file, b""
                 if was < size:
@@ -3709,15 +3700,13 @@ def open_log(
     changed = saved and saved.source_sha256 != facts["source_sha256"]
     if changed:
         say("warning: train_gpt.py has changed since; what follows may differ from what was")
-    if saved and jax.process_index() == 0:
-        set_aside(saved)
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "settings": {}}
     facts |= {"steps": first, "tokens": cfg.tokens_after(first)}
     facts |= {"train_time_ms": round(saved.train_time_ms, 3) if saved else 0.0, "val_loss": None}
     facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
     rule, devices = "=" * 100, facts["devices"]
-    about = [f"{k} {v}" for k, v in facts["versions"].items()]
-    about += [f"{devices['count']} x {devices['kind']} ({devices['platform']})"]
+    on = f"{devices['count']} x {devices['kind']}"
+    about = [*(f"{k} {v}" for k, v in facts["versions"].items()), f"{on} ({devices['platform']})"]
     about += [facts["host"]["platform"], f"command: {facts['command']}"]
     about += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
     if not saved or cfg != dataclasses.replace(saved.cfg, data=cfg.data, devices=cfg.devices):
@@ -3726,8 +3715,9 @@ def open_log(
     head += [f"source: {facts['source_sha256']}", SOURCE] if changed else []
     head += [*about, rule, ""] if saved and not changed else [rule, *about, rule, ""]
     log = RunLog(cfg, folder, facts, saved, say, "\n".join(head))
-    kernels = facts["choices"]["kernels"]
-    say(f"run {folder} on {devices['count']} x {devices['kind']}; kernels: {kernels}")
+    if saved and jax.process_index() == 0:
+        set_aside(saved)
+    say(f"run {folder} on {on}; kernels: {facts['choices']['kernels']}")
     if saved:
         say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
@@ -3805,13 +3795,13 @@ def ask_to_stop():
 def tpu_hosts() -> int:
     """How many hosts the TPU slice of this machine has; 1 where there is no TPU or no answer."""
     names = os.environ.get("TPU_WORKER_HOSTNAMES")
-    if names is None and (Path("/dev/vfio").exists() or Path("/dev/accel0").exists()):
-        if importlib.util.find_spec("libtpu") is not None:
-            where = "metadata.google.internal/computeMetadata/v1/instance/attributes"
-            ask = urllib.request.Request(f"http://{where}/worker-network-endpoints")
-            ask.add_header("Metadata-Flavor", "Google")
-            with contextlib.suppress(OSError), urllib.request.urlopen(ask, timeout=3) as answer:
-                names = answer.read().decode()
+    there = Path("/dev/vfio").exists() or Path("/dev/accel0").exists()
+    if names is None and there and importlib.util.find_spec("libtpu") is not None:
+        where = "metadata.google.internal/computeMetadata/v1/instance/attributes"
+        ask = urllib.request.Request(f"http://{where}/worker-network-endpoints")
+        ask.add_header("Metadata-Flavor", "Google")
+        with contextlib.suppress(OSError), urllib.request.urlopen(ask, timeout=3) as answer:
+            names = answer.read().decode()
     return len((names or "one").split(","))
 
 
@@ -3819,7 +3809,7 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     """Join the other processes of the run, if there are any; before jax touches a device.
 
     With nothing given: on a TPU slice of several hosts and in a Slurm step of several tasks, where
-    jax finds out by itself. (Alone, a process has no need of jax.distributed and of its ports.)
+    jax finds out by itself.
     """
     several = tpu_hosts() > 1 or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if coordinator is None and not several:
@@ -3862,8 +3852,6 @@ def check_port(coordinator: str):
 
 def agree(facts: dict):
     """UserError, on every process, unless all of them have the same `facts`."""
-    if jax.process_count() == 1:
-        return
     digests = [hashlib.sha256(json.dumps(fact).encode()).digest() for fact in facts.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(facts), -1)
     own = (mine == multihost_utils.broadcast_one_to_all(mine)).all(axis=1)
@@ -3875,8 +3863,6 @@ def agree(facts: dict):
 
 def from_first(text: str) -> str:
     """The text that process 0 has, on every process; at most 256 bytes."""
-    if jax.process_count() == 1:
-        return text
     own = np.frombuffer(text.encode().ljust(256), np.uint8)
     return multihost_utils.broadcast_one_to_all(own).tobytes().decode().strip()
 
@@ -4029,13 +4015,10 @@ def run(argv: list[str], command: str):
         resolve(args, lambda line: None)  # what is wrong with it is said before others wait
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # before anything else asks jax: without a backend this is one line
-    first = jax.process_index() == 0
-    say = tell if first else lambda line: None
+    say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume is None:
         saved, cfg = None, resolve(args, say)
     else:
-        there = Path(args.resume, "log.txt").is_file() and first
-        lock = claim(Path(args.resume), "log.txt") if there else None  # noqa: F841 (to the end)
         saved = find_checkpoint(Path(args.resume), say)
         many = saved.cfg.devices > len(all_devices()) or jax.process_count() > 1
         moved = {"devices": 0 if many else saved.cfg.devices, "data": args.data or saved.cfg.data}

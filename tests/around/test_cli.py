@@ -85,7 +85,7 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "steps=many"], "--set steps=many: steps takes a value like"),
         (["--set", "steps=1.5"], "steps=1.5: steps takes a value like"),
         (["--set", "steps="], "steps=: steps takes a value like"),
-        (["--set", "steps.1=3"], "steps has no parts"),
+        (["--set", "steps.1=3"], "unknown key 'steps.1' in --set; valid keys: preset, seed"),
         (["--set", "lr_anvil=fast"], "lr_anvil takes a value like"),
         (["--set", "momentum=0.9"], "momentum takes a value like"),
         (["--set", "momentum=(0.9,)"], "momentum takes a value like"),

@@ -217,7 +217,7 @@ BAD_SETTINGS = [
     ("layerz=3", ["unknown key 'layerz'", "layers", "mlp_width"]),
     *((f"{name}=1", [f"unknown key '{name}'", "kernels", "checkpoint_every"]) for name in GONE),
     ("steps", ["--set steps:", "KEY=VALUE"]),
-    ("steps.1=3", ["steps.1=3", "no parts"]),
+    ("steps.1=3", ["unknown key 'steps.1'", "valid keys: preset, seed"]),
     ("vocab=many", ["vocab=many", "like 104 (int)"]),
     ("vocab=2.5", ["vocab=2.5", "like 104 (int)"]),
     ("lr_adam=wide", ["lr_adam=wide", "like 0.008 (float)"]),
