@@ -3029,7 +3029,7 @@ def memory_limit(device) -> int | None:
 
 
 def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
-    """What to change of the config for a program, where the one before does not fit the memory.
+    """What to change of the config for a program, in turn, until it fits the memory.
 
     As asked; layers computed again on the way back (a third more work); fewer rows at a time. All
     give the same numbers but for the order of sums.
