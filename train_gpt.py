@@ -81,7 +81,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,6 +88,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -2614,10 +2614,6 @@ POSITIVE = (
     "width heads mlp_width ngram_rows gate_width steps adam_every loss_chunk micro_tokens "
     "val_tokens val_row val_batch prefetch log_every momentum_warmup attention_cap tail"
 ).split()
-NOT_NEGATIVE = (
-    "val_every checkpoint_every devices sample_tokens seed extension momentum_cooldown lr_anvil "
-    "lr_adam decay_anvil decay_adam rails_step event_change tail_average"
-).split()
 SHARES = "cooldown", "lr_floor", "tied", "slow_rate", "equalize_rate"
 AT_MOST = {"steps": 10**6, "width": 2**16, "seed": 2**32 - 1, "ngram_rows": 2**30}
 LISTS = {"layers": Layer, "stages": Stage}  # fields of a config that hold rows of these
@@ -2642,8 +2638,6 @@ def rules(c: Config):
             yield prefix + name, is_a(getattr(obj, name), kind), f"it must be {shown}, and finite"
     for name in POSITIVE:
         yield name, getattr(c, name) > 0, "it must be positive"
-    for name in NOT_NEGATIVE:
-        yield name, getattr(c, name) >= 0, "it must not be negative"
     for name in SHARES:
         yield name, 0 <= getattr(c, name) <= 1, "a share, 0 to 1"
     for name, most in AT_MOST.items():
@@ -2654,9 +2648,8 @@ def rules(c: Config):
     yield "data", c.data and "\0" not in c.data, "the name of a folder"
     yield "adam_eps", np.float32(c.adam_eps) > 0, "it must not be 0 in float32"
     yield "rope_base", c.rope_base >= 1, "1 or more"
-    usable = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
     cap = "a (0 to 64: its exponentials are summed in float32), b, and c above 0"
-    yield "logit_cap", usable, cap
+    yield "logit_cap", 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0, cap
     yield "heads", c.width % c.heads == 0, f"it must divide width={c.width}"
     yield "heads", c.head_width % 8 == 0, "the head width must be a multiple of 8 (half RoPE)"
     yield "heads", c.heads % 2 == 0, "it must be even: ANVIL takes two heads of q and k at a time"
@@ -2665,9 +2658,10 @@ def rules(c: Config):
     yield "real_tokens", c.real_tokens <= 2**16, "shards hold 16-bit ids: at most 65536"
     yield "vocab", math.gcd(c.vocab, STRIDE) == 1, f"no multiple of {STRIDE}, the walk's stride"
     yield "bos", 0 <= c.bos < c.real_tokens, f"0 to real_tokens-1={c.real_tokens - 1}"
+    for name, kind in typing.get_type_hints(Config).items():
+        yield name, kind not in (int, float) or getattr(c, name) >= 0, "it must not be negative"
     yield "ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more"
-    two = c.sign_rows > 0 and c.sign_rows & (c.sign_rows - 1) == 0
-    yield "sign_rows", two, "a power of two"
+    yield "sign_rows", c.sign_rows in [2**n for n in range(31)], "a power of two"
     yield "attn_scales", min(c.attn_scales) > 0, "two numbers above 0"
     yield "skip", 0 <= c.skip[0] < c.skip[1] < c.depth - 1, "an earlier and a later layer"
     yield "source", c.skip[0] < c.source < c.depth - 1, "a layer between skip[0] and the last one"
@@ -2692,11 +2686,6 @@ def rules(c: Config):
     yield "val_windows", min(c.val_windows) > 0, "two lengths in tokens"
     yield "val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}"
     yield "val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}"
-    yield from stage_rules(c)
-
-
-def stage_rules(c: Config):
-    """The part of `rules` that looks at the stages."""
     yield "stages", c.stages, "at least one stage"
     yield "extension", c.extension < c.steps, f"fewer than steps={c.steps}"
     shares = [stage.share for stage in c.stages]
@@ -2704,8 +2693,7 @@ def stage_rules(c: Config):
     yield "extension", (c.extension > 0) == (shares[-1] == 0), last
     scheduled = shares[:-1] if c.extension else shares
     whole = scheduled and min(scheduled) > 0 and abs(sum(shares) - 1) < 1e-6
-    add_up = "shares above 0 that add up to 1; with an extension, that of the last stage is 0"
-    yield "stages.0.share", whole, add_up
+    yield "stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0"
     each = f"every stage needs at least one step, and extension={c.extension} of them are taken"
     yield "steps", min(np.diff(c.boundaries)) > 0, each
     for i, s in enumerate(c.stages):
@@ -2730,26 +2718,24 @@ def validate(cfg: Config) -> Config:
     """Return `cfg` if a run can be built from it, else raise UserError naming field and value."""
     for field, valid, would_be in rules(cfg):
         if not valid:
-            where, _, name = field.rpartition(".")
-            of, _, at = where.partition(".")
-            obj = getattr(cfg, of)[int(at)] if where else cfg
-            raise UserError(f"{field}={getattr(obj, name)!r} is not valid: {would_be}")
+            value = cfg
+            for key in field.split("."):
+                value = value[int(key)] if key.isdigit() else getattr(value, key)
+            raise UserError(f"{field}={value!r} is not valid: {would_be}")
     return cfg
 
 
 def is_a(value, kind) -> bool:
     """Whether `value` is of the annotated type `kind`: int, float, bool, str, tuple[...], a class.
 
-    Numbers must be finite; an int may stand for a float and must fit 64 bits.
+    Numbers must be finite and fit 64 bits; an int may stand for a float.
     """
     if typing.get_origin(kind) is tuple:
         of, *rest = typing.get_args(kind)
         if not isinstance(value, tuple) or (rest != [...] and len(value) != 1 + len(rest)):
             return False
         return all(is_a(x, of) for x in value)
-    if type(value) is int and abs(value) >= 2**63:
-        return False
-    if type(value) is float and not math.isfinite(value):
+    if type(value) in (int, float) and not abs(value) < 2**63:
         return False
     return type(value) is kind or (kind is float and type(value) is int)
 
@@ -2762,13 +2748,10 @@ def parse_value(kind, text: str):
         return {"0": False, "false": False, "1": True, "true": True}[text.lower()]
     if kind in (int, float):
         return kind(text)
-    items, of = ast.literal_eval(text), typing.get_args(kind)[0]
-    if not isinstance(items, tuple | list) or not all(type(x) in (int, of) for x in items):
+    items = ast.literal_eval(text)
+    if not isinstance(items, tuple | list) or not is_a(tuple(items), kind):
         raise ValueError
-    value = tuple(of(x) for x in items)
-    if not is_a(value, kind):
-        raise ValueError
-    return value
+    return tuple(map(typing.get_args(kind)[0], items))
 
 
 def override(cfg, key: str, text: str, prefix: str = ""):
@@ -2778,8 +2761,8 @@ def override(cfg, key: str, text: str, prefix: str = ""):
     """
     name, _, rest = key.partition(".")
     kinds = typing.get_type_hints(type(cfg))
-    if name not in kinds:
-        raise UserError(f"unknown key {prefix + name!r} in --set; valid keys: {', '.join(kinds)}")
+    if name not in kinds or (rest and name not in LISTS):
+        raise UserError(f"unknown key {prefix + key!r} in --set; valid keys: {', '.join(kinds)}")
     old = getattr(cfg, name)
     if name in LISTS:
         index, _, field = rest.partition(".")
@@ -2789,8 +2772,6 @@ def override(cfg, key: str, text: str, prefix: str = ""):
         items = list(old)
         items[int(index)] = override(items[int(index)], field, text, f"{name}.{index}.")
         return dataclasses.replace(cfg, **{name: tuple(items)})
-    if rest:
-        raise UserError(f"--set {prefix}{key}={text}: {name} has no parts")
     try:
         return dataclasses.replace(cfg, **{name: parse_value(kinds[name], text)})
     except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError, RecursionError):
@@ -2826,14 +2807,16 @@ DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text
 
 
 def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
-    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
+    """Where the rows of the first `steps` steps end; UserError if there are too few tokens, or if
+    a row has more different ones than candidates (read are those in which that can be)."""
     cursor = 0
     for step in range(steps):
-        stage = stage_at(cfg, step)
+        stage, count, rows = stage_at(cfg, step), candidate_count(cfg, step), ()
         try:
-            if stage.doc_cap:
-                shape = stage.rows, stage.row_tokens, stage.doc_cap
-                cursor = plan_packed(train, cursor, *shape)[1]
+            if 0 < count < stage.row_tokens:
+                rows, cursor = next_rows(train, cursor, stage)
+            elif stage.doc_cap:
+                cursor = plan_packed(train, cursor, stage.rows, stage.row_tokens, stage.doc_cap)[1]
             else:
                 cursor += stage.batch_tokens
                 train.shard_at(cursor)
@@ -2843,26 +2826,13 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
                 f"{len(train.paths)} shards, which last for {step} of {cfg.steps} steps: "
                 "get more shards, or lower --set steps="
             ) from None
-    train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
-    return cursor
-
-
-def check_rows(cfg: Config, train: TokenStream):
-    """UserError if a row of the run has more different tokens than candidates.
-
-    Reads the rows of all steps in which that can be: 10 s for the record, with FineWeb.
-    """
-    counts = [candidate_count(cfg, step) for step in range(cfg.steps)]
-    few = [i for i, count in enumerate(counts) if 0 < count < stage_at(cfg, i).row_tokens]
-    cursor = 0
-    for step in range(max(few, default=-1) + 1):
-        rows, cursor = next_rows(train, cursor, stage_at(cfg, step))
         try:
-            for row in rows if counts[step] else ():
-                candidates(row[1:], 0, counts[step], cfg.vocab)
+            for row in rows if np.max(rows, initial=0) < cfg.vocab else ():  # see check_ids
+                candidates(row[1:], 0, count, cfg.vocab)
         except UserError as error:
             raise UserError(f"step {step}, of stage {stage_index(cfg, step)}: {error}") from None
-    train.documents.cache_clear()
+    train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
+    return cursor
 
 
 def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
@@ -2877,8 +2847,8 @@ def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
 def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
     """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
 
-    UserError unless every token is there and is a known id. Reads the shards, before the clock, but
-    keeps nothing of them (the system's file cache is warm then, as after any download).
+    UserError unless every token is there and is a known id. (That the system's file cache is warm
+    then is as after any download.)
     """
     cursor = cursor_after(cfg, train, cfg.steps)
     if len(val) <= cfg.val_tokens:
@@ -2905,7 +2875,6 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
                 f"{path}: no document begins with bos={cfg.bos}, so it is of another encoding than "
                 f"{cfg.encoding}: set encoding, vocab, real_tokens and bos, or tokenize it again"
             )
-    check_rows(cfg, train)
     return found
 
 
@@ -2917,14 +2886,12 @@ def hash_of(stream: TokenStream, number: int) -> str:
 
 
 def check_unchanged(shards: dict[str, dict], *streams: TokenStream):
-    """UserError if one of `shards`, the answer of check_tokens, is not what it was: losses would be
-    of other tokens. They are hashed again only if the system says that their files have changed
-    since the process began."""
+    """UserError if one of `shards`, the answer of check_tokens, is not what it was. They are hashed
+    again only if the system says that their files have changed since the process began."""
     for stream in streams:
         for number, (path, file) in enumerate(zip(stream.paths, stream.files, strict=True)):
             stat = os.fstat(file.fileno())
-            changed = max(stat.st_mtime, stat.st_ctime) > STARTED
-            if changed and path.name in shards:
+            if path.name in shards and max(stat.st_mtime, stat.st_ctime) > STARTED:
                 if hash_of(stream, number) != shards[path.name]["sha256"]:
                     raise UserError(f"{path} has changed under the run: its losses are of no use")
 
@@ -2955,9 +2922,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         run_tool("data/builtin_corpus.py")["build"](folder)
     from_first("")  # the others wait until it is there
     if not folder.is_dir():
-        raise UserError(
-            f"no folder {folder}: get the tokens with data/cached_fineweb10B.py, or name a --data"
-        )
+        raise UserError(f"no folder {folder}: run data/cached_fineweb10B.py, or name a --data")
     if len(names := sorted({*data_sets(folder).values()})) > 1:
         several = f"several data sets ({', '.join(names)})"
         raise UserError(f"{folder} holds {several}: give each its own folder")
@@ -2993,8 +2958,7 @@ def make_mesh(cfg: Config, devices=None) -> Mesh:
         raise UserError(f"devices={count} is for a process alone: several use all {len(devices)}")
     if count > len(devices):
         raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
-    batches = {f"stages.{i}.batch_tokens": stage.rows for i, stage in enumerate(cfg.stages)}
-    batches["val_batch"] = cfg.val_batch // cfg.val_row
+    batches = {"stages.0.batch_tokens": cfg.rows, "val_batch": cfg.val_batch // cfg.val_row}
     common = math.gcd(*batches.values())
     for name, rows in batches.items():
         if rows % count:
@@ -3068,49 +3032,41 @@ def memory_limit(device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def settings(cfg: Config, mesh: Mesh, name: str) -> list[Config]:
-    """The ways to compile a program, the next of which is taken when one does not fit the memory.
+def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
+    """What to change of the config for a program, in turn, until it fits the memory.
 
     As asked; layers computed again on the way back (a third more work); fewer rows at a time. All
     give the same numbers but for the order of sums.
     """
     if not name.startswith("grads"):
-        return [cfg]
+        return [{}]
     stage = cfg.stages[grads_shapes(cfg)[int(name.removeprefix("grads"))][0]]
-    t = stage.row_tokens
-    sizes = [k * t for k in micro_rows(cfg, stage.rows // mesh.size, t)]
-    ways = [(cfg.recompute, sizes[0]), *((True, size) for size in sizes)]
-    return [
-        dataclasses.replace(cfg, recompute=again, micro_tokens=size)
-        for again, size in dict.fromkeys(ways)
-    ]
+    rows = micro_rows(cfg, stage.rows // mesh.size, stage.row_tokens)
+    ways = [{"micro_tokens": k * stage.row_tokens, "recompute": True} for k in rows]
+    return [{}, *(ways[1:] if cfg.recompute else ways)]
 
 
 def compile_fitting(
     cfg: Config, mesh: Mesh, kernels: Kernels, name: str, limit: int | None, say: Callable = print
 ):
-    """(executable, Config that it was compiled with, seconds) of a program of the run.
+    """(executable, what of the config was changed for it, seconds) of a program of the run.
 
     The first of its `settings` whose own account of its memory, with resident_bytes, is within
     `limit` bytes (None: any is); the last one whatever it needs, unless the compiler refuses.
     """
     began, ways = time.perf_counter(), settings(cfg, mesh, name)
-    for setting in ways:
-        last = setting is ways[-1]
+    for changes in ways:
+        setting, last = dataclasses.replace(cfg, **changes), changes is ways[-1]
         try:
             compiled = lower(programs(setting, mesh, kernels)[name], mesh).compile()
+            size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
+            if last or limit is None or size <= limit:
+                return compiled, changes, time.perf_counter() - began
+            needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
         except jax.errors.JaxRuntimeError as error:
             if last or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             needs = "more than the compiler allows"
-        else:
-            seconds = time.perf_counter() - began
-            if last or limit is None:
-                return compiled, setting, seconds
-            size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
-            if size <= limit:
-                return compiled, setting, seconds
-            needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
         way = f"recompute={setting.recompute} micro_tokens={setting.micro_tokens}"
         say(f"{name} with {way} needs {needs}: compiling it with less at a time")
 
@@ -3130,15 +3086,13 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     refuse_too_large(cfg, mesh, least, limit, room=0.25)
 
     def build(name):
-        compiled, setting, seconds = compile_fitting(cfg, mesh, kernels, name, limit, say)
+        compiled, changes, seconds = compile_fitting(cfg, mesh, kernels, name, limit, say)
         temporary = program_bytes(compiled)["temporary"] / 2**20
         say(f"compiled {name} in {seconds:.1f} s, {temporary:.0f} MiB temporary")
-        changed = {key: getattr(setting, key) for key in ("micro_tokens", "recompute")}
-        asked = setting == settings(cfg, mesh, name)[0]
-        return compiled, round(seconds, 3), {} if asked else changed
+        return compiled, round(seconds, 3), changes
 
     say(f"compiling {', '.join(args)}; for accelerators it takes minutes")
-    with ending_at_once(), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = zip(*pool.map(build, args), strict=True)
     compiled, seconds, changed = (dict(zip(args, x, strict=True)) for x in built)
     most = max(program_bytes(compiled[name])["peak"] + stay[name] for name in args)
@@ -3185,31 +3139,30 @@ def own_rows(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
     the iterator, in pieces of PIECE bytes that leave the devices one by one, so they must keep it
     until its end. All else is copied, and all these transfers begin before one is waited for.
     """
-    copied, table = {}, {}
+    copied, table = [], []
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
         row = param_table(cfg)[name]
-        total, large = row.shape[0], kind == "params" and row.optimizer == "rows"
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
-            if shard.replica_id == 0 and first < total:
-                found = table if large else copied
-                found[f"{kind}.{name}", first] = shard.data, min(len(shard.data), total - first)
+            rows = min(len(shard.data), row.shape[0] - first)
+            if shard.replica_id == 0 and rows > 0:
+                large = kind == "params" and row.optimizer == "rows"
+                (table if large else copied).append((f"{kind}.{name}", first, rows, shard.data))
 
     def pieces():
-        for (name, first), (data, rows) in table.items():
+        for name, first, rows, data in table:
             size = max(1, PIECE * len(data) // data.nbytes)
             for at in range(0, rows, size):
                 count = min(size, rows - at)
                 part = data if len(data) <= size else lax.dynamic_slice_in_dim(data, at, count)
                 yield f"{name}.{first + at}", np.asarray(part)[:count]
 
-    for data, _ in copied.values():
+    for *_, data in copied:
         data.copy_to_host_async()
     # A copy stays when the state is donated; of a CPU's arrays numpy would give a view.
     copy = np.array if jax.default_backend() == "cpu" else np.asarray
-    copies = {f"{name}.{at}": copy(data)[:rows] for (name, at), (data, rows) in copied.items()}
-    return copies, pieces()
+    return {f"{name}.{first}": copy(data)[:rows] for name, first, rows, data in copied}, pieces()
 
 
 @contextlib.contextmanager
@@ -3321,8 +3274,8 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
     """The training state of a checkpoint (or some `kinds` of it), straight onto its devices.
 
     Any number of devices reads what any number has written. A host reads the rows that its devices
-    need, one device after the other and of a device at most PIECE bytes at a time. UserError where
-    shapes are not the parameter table's.
+    need, and holds of a table no more than a piece of it, as it was written. UserError where shapes
+    are not the parameter table's.
     """
     files = [np.load(saved.folder / f"{process}.npz") for process in range(saved.processes)]
     places = {}  # kind.name -> [(first row, process, member)]
@@ -3335,62 +3288,52 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
     put_rows = jax.jit(lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
 
     def load(path, leaf):
-        kind, name = (key.key for key in path)
-        rows = table[name].shape[0]
-        parts = sorted(places.get(f"{kind}.{name}", []), key=itemgetter(0))
-        ends = [*(first for first, _, _ in parts[1:]), rows]
+        name, width = ".".join(key.key for key in path), leaf.shape[1:]
+        parts = sorted(places.get(name, []))
+        ends = [*(first for first, _, _ in parts[1:]), table[path[1].key].shape[0]]
         stored = np.dtype(np.uint16) if leaf.dtype == jnp.bfloat16 else leaf.dtype
-
-        def piece(start, stop):
-            out, found = np.zeros((stop - start, *leaf.shape[1:]), leaf.dtype), 0
-            for (first, process, member), end in zip(parts, ends, strict=False):
-                low, high = max(first, start), min(end, stop)
-                if low >= high:
-                    continue
-                array, shape = read(process, member), (end - first, *leaf.shape[1:])
-                if (array.dtype, array.shape) != (stored, shape):
-                    is_one = f"is {array.dtype}{[*array.shape]}, not {stored}{[*shape]}"
-                    raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
-                rows_here = array[low - first : high - first]
-                out[low - start : high - start] = rows_here.view(leaf.dtype)
-                found += high - low
-            if found != max(0, min(stop, rows) - start):  # what is beyond is padding
-                raise UserError(f"{saved.folder} lacks rows of {kind}.{name}: use another one")
-            return out
+        if not parts or parts[0][0] != 0:
+            raise UserError(f"{saved.folder} lacks rows of {name}: use another checkpoint")
 
         def share(device, index):
             start, stop, _ = index[0].indices(leaf.shape[0])
-            size = max(1, PIECE // (leaf.dtype.itemsize * math.prod(leaf.shape[1:])))
-            if stop - start <= size:
-                return jax.device_put(piece(start, stop), device).block_until_ready()
-            x = jnp.zeros((stop - start, *leaf.shape[1:]), leaf.dtype, device=device)
-            for at in range(start, stop, size):
-                rows_here = piece(at, min(at + size, stop))
-                x = put_rows(x, rows_here, at - start, 0).block_until_ready()
-            return x
+            size = (stop - start, *width)  # with zeros where there is padding
+            large = math.prod(size) * leaf.dtype.itemsize > PIECE
+            zeros = functools.partial(jnp.zeros, device=device) if large else np.zeros
+            out = zeros(size, leaf.dtype)
+            for (first, process, member), end in zip(parts, ends, strict=True):
+                low, high = max(first, start), min(end, stop)
+                if low >= high:
+                    continue
+                array, shape = read(process, member), (end - first, *width)
+                if (array.dtype, array.shape) != (stored, shape):
+                    is_one = f"is {array.dtype}{[*array.shape]}, not {stored}{[*shape]}"
+                    raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
+                rows = array[low - first : high - first].view(leaf.dtype)
+                if large:
+                    out = put_rows(out, rows, low - start, 0).block_until_ready()
+                else:
+                    out[low - start : high - start] = rows
+            return jax.device_put(out, device).block_until_ready()
 
         shares = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         shares = [share(device, index) for device, index in shares.items()]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shares)
 
-    state = jax.tree.map_with_path(load, {kind: wanted[kind] for kind in kinds or wanted})
-    for file in files:
-        file.close()
-    return state
+    return jax.tree.map_with_path(load, {kind: wanted[kind] for kind in kinds or wanted})
 
 
 class Saver:
     """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk.
 
-    The n-gram table goes straight to the disk, and training waits for that.
-    What cannot be written is reported, and `missing` says so until a later one is there: the run
-    goes on, older checkpoints stay. Leaving the block waits for the last one.
+    The n-gram table goes straight to the disk, and training waits for that. What cannot be written
+    is reported, and `missing` says so until a later one is there; older ones stay. Leaving the
+    block waits for the last one.
     """
 
     def __init__(self, cfg: Config, log: "RunLog"):
         self.cfg, self.log, self.missing, self.held = cfg, log, "", 0.0
-        self.thread, self.leaving = threading.Thread(), threading.Event()
-        log.wait_for_checkpoint = self.wait
+        self.thread, self.leaving = None, threading.Event()
 
     def __enter__(self):
         return self
@@ -3398,18 +3341,15 @@ class Saver:
     def __exit__(self, kind, *exc):
         if kind is not None:  # another process may have died: its rows will never come
             self.leaving.set()
-        self.wait()
-
-    def wait(self):
-        """Until the last one is written."""
-        if self.thread.ident is not None:
+        if self.thread:
             self.thread.join()
 
     def save(self, step: int, state, place: Place):
         """Waits for the state, for the checkpoint before if that is not written yet, and until
         the n-gram table is."""
         began, go_on = time.perf_counter(), threading.Event()
-        self.wait()
+        if self.thread:
+            self.thread.join()
         (copies, pieces), meta = own_rows(self.cfg, state), self.log.meta(step, place)
 
         def rows():
@@ -3470,8 +3410,8 @@ def host() -> dict:
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
         model = found[1].strip() if found else model
-    may = getattr(os, "sched_getaffinity", None)  # not on every system
-    cores = len(may(0)) if may else os.cpu_count()
+    whole = not hasattr(os, "sched_getaffinity")  # not on every system
+    cores = os.cpu_count() if whole else len(os.sched_getaffinity(0))
     return {"cpu": model, "cores": cores, "platform": platform.platform()}
 
 
@@ -3535,39 +3475,32 @@ def total_flops(cfg: Config) -> float:
     return sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in steps)
 
 
+SOURCE = Path(__file__).read_text()  # of this file, with lines that end as they do in the log
+RUNNING = sys._getframe().f_code  # what Python has made of it, before it imported jax
+
+
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run or a benchmark stand on: source, versions, machine, config.
 
-    `reason` is what pick_kernels says of its choice.
+    `reason` is what pick_kernels says of its choice. UserError if it is another source that runs.
     """
+    if compile(SOURCE, __file__, "exec", dont_inherit=True) != RUNNING:
+        raise UserError("train_gpt.py was changed while it started: start it again")
     device = mesh.devices.flat[0]
+    options = COMPILER_OPTIONS.get(device.platform, {})
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
         "seed": cfg.seed,
         "command": command,
-        "source_sha256": hashlib.sha256(own_source().encode()).hexdigest(),
+        "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
         "versions": versions(),
         "devices": {"kind": device.device_kind, "platform": device.platform}
         | {"count": mesh.size, "processes": jax.process_count()},
         "host": host(),
         "environment": environment(),
-        "choices": {
-            "kernels": reason,
-            "compiler_options": COMPILER_OPTIONS.get(device.platform, {}),
-        },
+        "choices": {"kernels": reason, "compiler_options": options},
     }
-
-
-SOURCE = Path(__file__).read_text()  # of this file, with lines that end as they do in the log
-RUNNING = sys._getframe().f_code  # what Python has made of it, before it imported jax
-
-
-def own_source() -> str:
-    """The source that runs; UserError if the file has changed between Python's look and ours."""
-    if compile(SOURCE, __file__, "exec", dont_inherit=True) != RUNNING:
-        raise UserError("train_gpt.py was changed while it started: start it again")
-    return SOURCE
 
 
 class Stopped(Exception):
@@ -3581,12 +3514,9 @@ class Stopped(Exception):
 class RunLog:
     """The files of a run, written by process 0, and what the terminal shows.
 
-    Opening it fails before anything is compiled, if its `head` does not fit the disk, too. Later a
-    full disk does not end the run: what it refuses is said once, kept, and written with the next
-    line.
+    Opening it fails if its `head` does not fit the disk. Later a full disk does not end the run:
+    what it refuses is said once, kept, and written with the next line.
     """
-
-    NAMES = "log.txt", "metrics.jsonl"
 
     def __init__(self, cfg: Config, folder: Path, facts: dict, saved: Saved | None, say, head=""):
         self.cfg, self.folder, self.facts, self.say = cfg, folder, facts, say
@@ -3595,38 +3525,36 @@ class RunLog:
         self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
         self.files, self.kept, self.warned = {}, {}, False
         self.lock = threading.Lock()  # the loop and the thread of the Saver write
-        self.wait_for_checkpoint = lambda: None  # a Saver knows how
         if jax.process_index():
             return
         try:
             folder.mkdir(parents=True, exist_ok=bool(saved))
-            for name in self.NAMES:
-                self.files[name], self.kept[name] = claim(folder, name), b""
-                size, was = self.files[name].tell(), saved.logs[name] if saved else 0
+            for name in ("log.txt", "metrics.jsonl"):
+                file, was = claim(folder, name), saved.logs[name] if saved else 0
+                size, self.files[name], self.kept[name] = file.tell(), file, b""
                 if was < size:
-                    self.files[name].truncate(was)
-                    self.files[name].seek(0, os.SEEK_END)
+                    file.truncate(was)
+                    file.seek(0, os.SEEK_END)
                 elif was > size:  # half a line may be its end
                     say(f"warning: {name} of {folder} lacks what stood in it: no record any more")
                     self.kept[name] = b"\n" if size else b""
             for partial in (folder / "checkpoints").glob(".*"):
                 shutil.rmtree(partial, ignore_errors=True)
-            self.kept["log.txt"] += head.encode("utf-8", "backslashreplace")
-            self._flush("log.txt")
+            self._append("log.txt", head)
             self._write_facts()
         except OSError as error:
             cure = "make that possible" if saved else "name another --out"
             raise UserError(f"cannot write {folder} ({error.strerror}): {cure}") from None
 
-    def _flush(self, name: str):
+    def _append(self, name: str, text: str):
         with self.lock:
+            self.kept[name] += text.encode("utf-8", "backslashreplace")
             while self.kept[name]:
                 self.kept[name] = self.kept[name][self.files[name].write(self.kept[name]) :]
 
     def _write_facts(self):
-        temporary = self.folder / "run.json.tmp"
-        temporary.write_text(json.dumps(self.facts, indent=1) + "\n")
-        os.replace(temporary, self.folder / "run.json")
+        with whole_file(self.folder / "run.json") as file:
+            file.write(json.dumps(self.facts, indent=1).encode() + b"\n")
 
     def attempt(self, write: Callable, *args):
         """write(*args) if this process has files; what the disk refuses is said once."""
@@ -3640,10 +3568,7 @@ class RunLog:
 
     def write(self, name: str, text: str):
         """Append a line to a file at once, so that a crash loses nothing."""
-        if name in self.files:
-            with self.lock:
-                self.kept[name] += text.encode("utf-8", "backslashreplace") + b"\n"
-        self.attempt(self._flush, name)
+        self.attempt(self._append, name, f"{text}\n")
 
     def write_facts(self, **changes):
         """Put `changes` into run.json, atomically."""
@@ -3655,20 +3580,6 @@ class RunLog:
         self.write_facts(**facts)
         if facts["settings"]:
             self.write("log.txt", f"settings: {json.dumps(facts['settings'])}")
-
-    def lost(self) -> str:
-        """Says which files of the run have been deleted or replaced since; "" if none has."""
-        gone = []
-        for name, file in self.files.items():
-            try:
-                there = os.path.samestat(os.fstat(file.fileno()), os.stat(self.folder / name))
-            except OSError:
-                there = False
-            gone += [] if there else [name]
-        names = " and ".join(gone)
-        return (
-            f"{names} of this run no longer in {self.folder}: bring them together" if gone else ""
-        )
 
     def sync(self):
         """Bring the files to the disk itself."""
@@ -3688,13 +3599,9 @@ class RunLog:
         UserError if the run has diverged: no finite loss, or twice that of a uniform guess.
         """
         if not loss < 2 * math.log(self.cfg.vocab):
-            self.wait_for_checkpoint()
-            kept = f"the steps before are in {self.folder}/metrics.jsonl"
-            if saved := checkpoint_steps(self.folder / "checkpoints"):
-                kept = f"the last good checkpoint is {self.folder}/checkpoints/{max(saved)}"
             raise UserError(
                 f"the loss of step {step} is {loss:.4g}: lower the learning rates "
-                f"(--set lr_anvil=...); {kept}"
+                f"(--set lr_anvil=...); the steps before are in {self.folder}/metrics.jsonl"
             )
         ms, tokens = self.clock.ms(), self.cfg.tokens_after(step)
         average = f"step_avg:{ms / max(step, 1):.2f}ms"
@@ -3729,8 +3636,6 @@ class RunLog:
         """Write down the validation loss after `step` steps; the clock stands still."""
         self.say(self.line(step, "val_loss", loss, f"val_loss:{loss:.4f} "))
         self.progress(step, val_loss=round(loss, 6))
-        if lost := self.lost():
-            self.say(f"warning: {lost}")
 
     def progress(self, step: int, **facts):
         """Put into run.json how far the run is."""
@@ -3739,16 +3644,13 @@ class RunLog:
 
     def end(self, step: int, asked: int, missing: str):
         """The last lines. Stopped if a signal has ended the run; UserError if it is not saved."""
-        missing = missing or self.lost()
         if step < self.cfg.steps:
             self.progress(step)
-            if not missing:
-                raise Stopped(
-                    f"stopped after {step} of {self.cfg.steps} steps; to continue: "
-                    f"python train_gpt.py --resume {shlex.quote(str(self.folder))}",
-                    asked,
-                )
-            raise UserError(f"stopped after {step} steps, but {missing}")
+            if missing:
+                raise UserError(f"stopped after {step} steps, but {missing}")
+            again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
+            of = f"{step} of {self.cfg.steps} steps"
+            raise Stopped(f"stopped after {of}; to continue: {again}", asked)
         peak, target, loss = memory_peak_mib(), self.cfg.target, self.facts["val_loss"]
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
@@ -3765,11 +3667,7 @@ class RunLog:
 def claim(run_dir: Path, name: str):
     """Open a file of a run to append to it, locked if the system can; UserError if another process
     has it. The system takes the lock back when this process ends or closes the file."""
-    try:
-        file = open(run_dir / name, "ab", buffering=0)
-    except OSError as error:
-        why = f"{error.strerror}: make that possible, or name another folder"
-        raise UserError(f"cannot write {run_dir / name}: {why}") from None
+    file = open(run_dir / name, "ab", buffering=0)
     with contextlib.suppress(ImportError):  # Windows has no such module
         import fcntl
 
@@ -3790,32 +3688,29 @@ def open_log(
     `facts` are run_facts and the answer of check_tokens, on which all processes must agree; `data`
     is the folder of the shards, `out` where new runs go.
     """
-    left = cfg.steps - (saved.step if saved else 0)
-    if not left:
+    first = saved.step if saved else 0
+    if first == cfg.steps:
         raise UserError(f"{saved.folder.parents[1]} is finished: there is nothing to resume")
-    if profile and left <= PROFILED.stop:
+    if profile and cfg.steps - first <= PROFILED.stop:
         raise UserError(f"--profile needs more than {PROFILED.stop} steps: raise --set steps=")
     same = {key: facts[key] for key in ("source_sha256", "versions", "data")}
     same |= {f"config's {key}": value for key, value in facts["config"].items()}
-    agree({**same, "step to resume from": saved and saved.step})
+    agree({**same, "step to resume from": first})
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     folder = saved.folder.parents[1] if saved else out / from_first(stamp)
     if saved and saved.data != facts["data"]:
-        raise UserError(
-            f"{data} does not hold the shards that {folder} was trained on: name their --data"
-        )
+        raise UserError(f"{data} does not hold the shards of {folder}: name their --data")
     token_bytes(cfg, data)  # training needs them: if they cannot be had, that is known here
     changed = saved and saved.source_sha256 != facts["source_sha256"]
     if changed:
         say("warning: train_gpt.py has changed since; what follows may differ from what was")
-    if saved and jax.process_index() == 0:
-        set_aside(saved)
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "settings": {}}
-    facts |= {"steps": 0, "tokens": 0, "train_time_ms": 0.0, "val_loss": None}
+    facts |= {"steps": first, "tokens": cfg.tokens_after(first)}
+    facts |= {"train_time_ms": round(saved.train_time_ms, 3) if saved else 0.0, "val_loss": None}
     facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
     rule, devices = "=" * 100, facts["devices"]
-    about = [f"{k} {v}" for k, v in facts["versions"].items()]
-    about += [f"{devices['count']} x {devices['kind']} ({devices['platform']})"]
+    on = f"{devices['count']} x {devices['kind']}"
+    about = [*(f"{k} {v}" for k, v in facts["versions"].items()), f"{on} ({devices['platform']})"]
     about += [facts["host"]["platform"], f"command: {facts['command']}"]
     about += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
     if not saved or cfg != dataclasses.replace(saved.cfg, data=cfg.data, devices=cfg.devices):
@@ -3824,31 +3719,14 @@ def open_log(
     head += [f"source: {facts['source_sha256']}", SOURCE] if changed else []
     head += [*about, rule, ""] if saved and not changed else [rule, *about, rule, ""]
     log = RunLog(cfg, folder, facts, saved, say, "\n".join(head))
-    check_shared(folder)
-    if saved:
-        log.progress(saved.step)
-    kernels = facts["choices"]["kernels"]
-    say(f"run {folder} on {devices['count']} x {devices['kind']}; kernels: {kernels}")
+    if saved and jax.process_index() == 0:
+        set_aside(saved)
+    say(f"run {folder} on {on}; kernels: {facts['choices']['kernels']}")
     if saved:
         say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
         log.attempt(shutil.copy, data / MERGES, folder)  # a sample needs the run's folder only
     return log
-
-
-def check_shared(folder: Path):
-    """UserError unless all processes see the folder of the run that process 0 has made."""
-    if jax.process_count() == 1:
-        return
-    probe = folder / from_first(f".{secrets.token_hex(4)}")
-    if jax.process_index() == 0:
-        probe.touch()
-    from_first("")  # it is there
-    try:
-        agree({f"folder {folder}": probe.exists()})
-    finally:
-        if jax.process_index() == 0:
-            probe.unlink()
 
 
 PROFILED = range(20, 24)  # the steps of this process that --profile traces, well after the start
@@ -3901,8 +3779,6 @@ def ask_to_stop():
     def reached(step: int) -> int:
         if one:
             return asked[0][0] if asked else 0
-        from jax.experimental import multihost_utils
-
         if multihost_utils.reached_preemption_sync_point(step):  # says so once
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
@@ -3920,31 +3796,16 @@ def ask_to_stop():
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def ending_at_once():
-    """Inside, Ctrl-C ends the process without a word: there is nothing to save, and the compiler's
-    threads, or jax while it waits, would let no handler of Python's be heard for minutes."""
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    heard &= threading.current_thread() is threading.main_thread()
-    if heard:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if heard:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def tpu_hosts() -> int:
     """How many hosts the TPU slice of this machine has; 1 where there is no TPU or no answer."""
     names = os.environ.get("TPU_WORKER_HOSTNAMES")
-    if names is None and (Path("/dev/vfio").exists() or Path("/dev/accel0").exists()):
-        if importlib.util.find_spec("libtpu") is not None:
-            where = "metadata.google.internal/computeMetadata/v1/instance/attributes"
-            ask = urllib.request.Request(f"http://{where}/worker-network-endpoints")
-            ask.add_header("Metadata-Flavor", "Google")
-            with contextlib.suppress(OSError), urllib.request.urlopen(ask, timeout=3) as answer:
-                names = answer.read().decode()
+    there = Path("/dev/vfio").exists() or Path("/dev/accel0").exists()
+    if names is None and there and importlib.util.find_spec("libtpu") is not None:
+        where = "metadata.google.internal/computeMetadata/v1/instance/attributes"
+        ask = urllib.request.Request(f"http://{where}/worker-network-endpoints")
+        ask.add_header("Metadata-Flavor", "Google")
+        with contextlib.suppress(OSError), urllib.request.urlopen(ask, timeout=3) as answer:
+            names = answer.read().decode()
     return len((names or "one").split(","))
 
 
@@ -3952,86 +3813,60 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     """Join the other processes of the run, if there are any; before jax touches a device.
 
     With nothing given: on a TPU slice of several hosts and in a Slurm step of several tasks, where
-    jax finds out by itself. (Alone, a process has no need of jax.distributed and of its ports.)
+    jax finds out by itself.
     """
     several = tpu_hosts() > 1 or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     if coordinator is None and not several:
         return
     tell(f"waiting for the other processes, up to {JOIN_SECONDS} s; Ctrl-C ends")
 
+    if process_id == 0:
+        check_port(coordinator)
+
     def give_up():  # a thread, for jax waits outside Python, and then dumps its stack
-        tell(f"error: no word of all processes after {JOIN_SECONDS} s: start them all", sys.stderr)
+        word = f"no word of all processes after {JOIN_SECONDS} s"
+        tell(f"error: {word}: start them all, see --coordinator", sys.stderr)
         os._exit(2)
 
     timer = threading.Timer(JOIN_SECONDS, give_up)
     timer.daemon = True
     timer.start()
     try:
-        with ending_at_once():
-            if coordinator is not None:
-                meet(coordinator, process_id)
-            jax.distributed.initialize(
-                *(coordinator, processes, process_id),
-                initialization_timeout=2 * JOIN_SECONDS,
-                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            )
+        jax.distributed.initialize(
+            *(coordinator, processes, process_id),
+            initialization_timeout=2 * JOIN_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
     finally:
         timer.cancel()
 
 
-def meet(coordinator: str, process_id: int):
-    """Find out whether the port is free (process 0) or answers (the others), which wait for it.
-
-    jax would crash where it is in use, and abort after minutes where nobody answers.
-    """
-    name, port = coordinator.rsplit(":", 1)
-    if process_id == 0:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or old connections count
-            try:
-                probe.bind(("", int(port)))
-            except OSError as error:
-                why = f"{error.strerror}: choose another port"
-                raise UserError(f"--coordinator {coordinator}: {why}") from None
-        return
-    deadline = time.monotonic() + 0.9 * JOIN_SECONDS
-    while True:
+def check_port(coordinator: str):
+    """UserError if the port is in use on this machine: jax would crash."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or old connections count
         try:
-            return socket.create_connection((name, int(port)), timeout=5).close()
+            probe.bind(("", int(coordinator.rsplit(":", 1)[1])))
         except OSError as error:
-            if time.monotonic() > deadline:
-                why = f"{error.strerror or error}: does process 0 run there, is the port open?"
-                raise UserError(f"--coordinator {coordinator}: {why}") from None
-            time.sleep(0.2)
+            why = f"{error.strerror}: choose another port"
+            raise UserError(f"--coordinator {coordinator}: {why}") from None
 
 
 def agree(facts: dict):
     """UserError, on every process, unless all of them have the same `facts`."""
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
     digests = [hashlib.sha256(json.dumps(fact).encode()).digest() for fact in facts.values()]
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(facts), -1)
-    first = multihost_utils.broadcast_one_to_all(mine)
-    equal = multihost_utils.process_allgather((mine == first).all(axis=1))
-    for name, each in zip(facts, equal.reshape(jax.process_count(), -1).T, strict=True):
-        if not each.all():
-            others = ", ".join(str(process) for process in np.flatnonzero(~each))
-            raise UserError(
-                f"the {name} of process {others} is not that of process 0 (this is process "
-                f"{jax.process_index()} on {platform.node()}): make them equal on all hosts"
-            )
+    own = (mine == multihost_utils.broadcast_one_to_all(mine)).all(axis=1)
+    same = multihost_utils.process_allgather(own).reshape(-1, len(facts)).all(axis=0)
+    if not same.all():
+        names = ", ".join(name for name, equal in zip(facts, same, strict=True) if not equal)
+        raise UserError(f"the processes differ in {names}: make that equal on all hosts")
 
 
 def from_first(text: str) -> str:
     """The text that process 0 has, on every process; at most 256 bytes."""
-    if jax.process_count() == 1:
-        return text
-    from jax.experimental import multihost_utils
-
     own = np.frombuffer(text.encode().ljust(256), np.uint8)
     return multihost_utils.broadcast_one_to_all(own).tobytes().decode().strip()
 
@@ -4055,16 +3890,7 @@ def show(cfg: Config) -> str:
     """The resolved config, the layers, the parameter table, the stages and the totals, as text."""
     fields = dataclasses.asdict(cfg).items()
     lines = [f"{k} = {v!r}" for k, v in fields if k not in LISTS]
-    form = "{:>5} {:>8} {:>4} {:>4} {:>5}  {}".format
-    lines.append("\n" + form("layer", "attends", "q, k", "v, o", "MLPs", "and"))
-    for i, layer in enumerate(cfg.layers):
-        of = heads_of(cfg, i, (0, 0)) if layer.attends else None
-        widths = (of.qk_width, of.v_width) if of else ("-", "-")
-        named = "values", "xsa", "gated", "x0", "ngram"
-        also = [name for name in named if getattr(layer, name)]
-        also += [f"output of layer {cfg.skip[0]}"] * (i == cfg.skip[1])
-        also += [f"reads layer {cfg.source}"] * bool(layer.attends and i > cfg.source)
-        lines.append(form(i, layer.attends or "-", *widths, layer.mlps, ", ".join(also)))
+    lines += ["", *(f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers))]
     form = "{:13} {:>14} {:>14} {:>9} {:>11} {:>6} {:>10}".format
     lines.append("\n" + form("parameter", "shape", "numbers", "update", "lr", "decay", "betas"))
     table = param_table(cfg)
@@ -4086,16 +3912,11 @@ def show(cfg: Config) -> str:
         cells += "/".join(map(str, s.windows)), lr, scales
         tokens = f"{(end - first) * s.batch_tokens / 1e6:.1f}"
         lines.append(form(*cells, tokens, f"{s.weights} {s.weights_end} {s.prefix} {s.candidates}"))
-    lines.append(f"validation windows: {cfg.val_windows[0]}/{cfg.val_windows[1]}")
-    flat = int((1 - cfg.cooldown) * cfg.scheduled)
-    often, seldom = cfg.event_every
-    lines.append(f"learning rate falls from step {flat} on; Adam every {cfg.adam_every} steps")
-    lines.append(f"tables every {often} steps, from step {cfg.event_change} on every {seldom}")
+    lines.append(f"learning rate falls from step {int((1 - cfg.cooldown) * cfg.scheduled)} on")
     tied = sum(is_tied(cfg, step) for step in range(cfg.steps))
     lines.append(f"head and embedding tied up to step {tied - 1}" if tied else "never tied")
     total = f"{cfg.total_tokens:,} tokens, {total_flops(cfg):.3e} model FLOPs"
-    lines.append(f"{cfg.steps} steps, {total}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{cfg.steps} steps, {total}"])
 
 
 def tell(line, stream=None):
@@ -4165,15 +3986,11 @@ def parse_args(argv):
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
-    for name in ("data", "out", "cache", "resume"):
-        if getattr(args, name) == "":
-            raise UserError(f"--{name} is empty: name something, or drop it")
     own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
-    if args.resume is not None and (args.preset is not None or own or args.seed is not None):
-        also = f"--set but for {', '.join(MACHINE)}"
+    starts_anew = args.preset is not None or args.seed is not None or own or args.show
+    if args.resume is not None and starts_anew:
+        also = f"--show, --set but for {', '.join(MACHINE)}"
         raise UserError(f"--resume takes the config of the run: drop PRESET, --seed, {also}")
-    if args.show and args.resume is not None:
-        raise UserError("--show and --resume are two different things to do: drop one")
     group = args.coordinator, args.processes, args.process_id
     if any(x is not None for x in group):
         if None in group or not 0 <= args.process_id < args.processes:
@@ -4181,13 +3998,15 @@ def parse_args(argv):
         port = re.fullmatch(r"[^:/\s]+:(\d{1,5})", args.coordinator)
         if not port or not 0 < int(port[1]) < 2**16:
             raise UserError(f"--coordinator {args.coordinator}: write HOST:PORT, a port to 65535")
-        if args.show:
-            raise UserError("--show is for one process: drop --coordinator")
     return args
 
 
 def run(argv: list[str], command: str):
     """Do what the command line says."""
+    # Ctrl-C ends the process at once, but for training (ask_to_stop): in the compiler's threads, or
+    # while jax waits for others, no handler of Python's would be heard for minutes.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `&`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     args = parse_args(argv)
     if args.cache is not None:
         make_folder(Path(args.cache), "--cache")
@@ -4200,13 +4019,10 @@ def run(argv: list[str], command: str):
         resolve(args, lambda line: None)  # what is wrong with it is said before others wait
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # before anything else asks jax: without a backend this is one line
-    first = jax.process_index() == 0
-    say = tell if first else lambda line: None
+    say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume is None:
         saved, cfg = None, resolve(args, say)
     else:
-        there = Path(args.resume, "log.txt").is_file() and first
-        lock = claim(Path(args.resume), "log.txt") if there else None  # noqa: F841 (to the end)
         saved = find_checkpoint(Path(args.resume), say)
         many = saved.cfg.devices > len(all_devices()) or jax.process_count() > 1
         moved = {"devices": 0 if many else saved.cfg.devices, "data": args.data or saved.cfg.data}
@@ -4218,7 +4034,6 @@ def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
-    several = jax.distributed.is_initialized
     try:
         return do() or 0
     except Stopped as stop:
@@ -4232,7 +4047,7 @@ def report_errors(do: Callable) -> int:
         if "RESOURCE_EXHAUSTED" in line:
             line = f"out of memory: {line}"
             hint = "(use --set recompute=1, a smaller micro_tokens or ngram_rows, or more devices)"
-        elif several() and not isinstance(error, UserError):
+        elif jax.distributed.is_initialized() and not isinstance(error, UserError):
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 traceback.print_exc()
             line = f"the devices failed: {line}"

@@ -58,9 +58,12 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
         tokens = have // (rows * row) * rows * row
         cfg = replace(cfg, val_row=row, val_batch=rows * row, val_tokens=tokens)
 
+    all_ids = [replace(stage, candidates=(0,)) for stage in cfg.stages]
+
     def ends_at(steps, check=T.cursor_after):  # 0: it cannot be so short, or so long
         with contextlib.suppress(T.UserError):
-            return check(T.validate(replace(cfg, steps=steps)), train, steps)
+            short = replace(cfg, steps=steps, stages=tuple(all_ids))
+            return check(T.validate(short), train, steps)
         return 0
 
     if "steps" not in given and not ends_at(cfg.steps):
@@ -69,12 +72,11 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
         most = least - 1 + bisect.bisect(may, 0, key=lambda steps: not ends_at(steps))
         cfg = replace(cfg, steps=max(most, least))  # check_tokens refuses too little
     try:
-        T.check_rows(cfg, train)
+        T.cursor_after(cfg, train, cfg.steps)
     except T.UserError:
-        few = [f"stages.{i}.candidates" not in given for i in range(len(cfg.stages))]
-        stages = zip(cfg.stages, few, strict=True)
-        stages = tuple(replace(s, candidates=(0,)) if its else s for s, its in stages)
-        cfg = replace(cfg, stages=stages)
+        stay = [f"stages.{i}.candidates" in given for i in range(len(cfg.stages))]
+        stages = zip(cfg.stages, all_ids, stay, strict=True)
+        cfg = replace(cfg, stages=tuple(own if stays else other for own, other, stays in stages))
     said = f"{folder} holds {found['encoding']} tokens, its own vocabulary of {cfg.vocab}"
     for name in ("steps", "val_tokens"):
         if (got := getattr(cfg, name)) < (wanted := getattr(asked, name)):

@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -240,4 +241,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the compiler's threads would not hear Python's
     sys.exit(main())

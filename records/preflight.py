@@ -538,12 +538,11 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
     row |= {"device_bytes_limit": limit, "settings": None, "hlo": None}
     try:
-        compiled, setting, _ = T.compile_fitting(cfg, mesh, kernels, name, limit, say)
+        compiled, changes, _ = T.compile_fitting(cfg, mesh, kernels, name, limit, say)
     except jax.errors.JaxRuntimeError as error:
         return row | refused(error) | {"compile_seconds": round(time.perf_counter() - start, 1)}
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
-    if setting != T.settings(cfg, mesh, name)[0]:
-        row["settings"] = {"micro_tokens": setting.micro_tokens, "recompute": setting.recompute}
+    row["settings"] = changes or None
     row |= analyse(compiled, mesh, schedules)
     seconds = (row["predicted_ms"] or 0) / 1e3
     known = seconds and peak

@@ -93,6 +93,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; only with --gpu")
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """After a test that has called the command line, Ctrl-C means what it means to pytest."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 BOS = 96  # of the small vocabulary
 
 

@@ -126,7 +126,7 @@ def test_what_was_found_before_the_clock_is_forgotten(tmp_path):
 
 def test_data_folder_that_is_missing_is_named(tmp_path):
     cfg = replace(small_config(), data=str(tmp_path / "nothing"))
-    with pytest.raises(T.UserError, match="cached_fineweb10B.py, or name a --data") as error:
+    with pytest.raises(T.UserError, match="run data/cached_fineweb10B.py, or name a ") as error:
         T.data_folder(cfg)
     assert cfg.data in str(error.value)
 

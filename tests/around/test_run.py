@@ -434,22 +434,18 @@ def test_data_that_change_under_a_run_end_it(
     assert [line["step"] for line in metrics(ended) if "val_loss" in line] == [0]
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["metrics.jsonl", "all of it"])
-def test_files_of_a_run_that_vanish_are_missed(train, tmp_path, monkeypatch, whole):
-    """At the next validation, and at the end with status 2. What can be written still is."""
+def test_a_folder_that_vanishes_does_not_end_the_run(train, tmp_path, monkeypatch):
+    """What can be written still is."""
     said = []
 
     def logged(self, step, *args, real=T.RunLog.trained):
         if step == 3:
-            shutil.rmtree(self.folder) if whole else os.remove(self.folder / "metrics.jsonl")
+            shutil.rmtree(self.folder)
         return real(self, step, *args)
 
     monkeypatch.setattr(T.RunLog, "trained", logged)
-    lost = "log.txt and metrics.jsonl" if whole else "metrics.jsonl"
-    with pytest.raises(T.UserError, match=f"has ended well, but {lost} of this run no longer in "):
-        train(replace(CFG, checkpoint_every=0), tmp_path, say=said.append)
-    at = [i for i, line in enumerate(said) if "step:4/8 val_loss" in line][0]
-    assert any(line.startswith(f"warning: {lost} of this run") for line in said[at : at + 4])
+    train(replace(CFG, checkpoint_every=0), tmp_path, say=said.append)
+    assert sum("cannot write" in line and "the run goes on" in line for line in said) == 1
     (folder,) = tmp_path.iterdir()
     assert steps_of(folder) == ["8"]
 
@@ -559,7 +555,7 @@ def test_loss_that_is_not_finite_stops_the_run(train, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 3 * math.log(CFG.vocab)])
-def test_a_run_that_diverges_names_the_last_good_checkpoint(
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(
     train, run, tmp_path, monkeypatch, loss
 ):
     """Also if that is being written when the loss of the next step arrives."""
@@ -573,11 +569,11 @@ def test_a_run_that_diverges_names_the_last_good_checkpoint(
 
     monkeypatch.setattr(T.RunLog, "trained", losses)
     monkeypatch.setattr(T, "write_checkpoint", slowly)
-    with pytest.raises(T.UserError, match=r"^the loss of step 5 is .*last good checkpoint") as end:
+    with pytest.raises(T.UserError, match=r"^the loss of step 5 is .*: lower the learning rates"):
         train(CFG, tmp_path)
     (folder,) = tmp_path.iterdir()
     saved = T.find_checkpoint(folder)
-    assert str(end.value).endswith(str(saved.folder)) and saved.step == 4
+    assert saved.step == 4
     assert_same_arrays(arrays(saved.folder), arrays(run.dir / "checkpoints/4"))
 
 
@@ -624,7 +620,8 @@ def test_disk_that_stays_full_leaves_the_last_good_checkpoint(train, eight, tmp_
     """The run is done and its numbers are there; that its end was not saved is an error."""
 
     def whole_file(path, real=T.whole_file):
-        return real(path) if path.parent.name == ".2" else no_space()
+        of_another_step = path.parents[1].name == "checkpoints" and path.parent.name != ".2"
+        return no_space() if of_another_step else real(path)
 
     monkeypatch.setattr(T, "whole_file", whole_file)
     with pytest.raises(T.UserError, match="has ended well, but there is no checkpoint of step 8: "):

@@ -286,11 +286,11 @@ def test_a_stage_that_does_not_fit_the_memory_is_compiled_with_less_at_a_time():
     kernels, _ = T.pick_kernels(cfg, device)
 
     def build(limit):
-        compiled, setting, _ = T.compile_fitting(cfg, mesh, kernels, "grads0", limit, said.append)
-        return T.program_bytes(compiled)["peak"] + T.resident_bytes(cfg, mesh, "grads0"), setting
+        compiled, changes, _ = T.compile_fitting(cfg, mesh, kernels, "grads0", limit, said.append)
+        return T.program_bytes(compiled)["peak"] + T.resident_bytes(cfg, mesh, "grads0"), changes
 
-    whole, setting = build(None)
-    assert not setting.recompute and not said
-    less, setting = build(whole - 1)
-    assert less < whole and setting.recompute
+    whole, changes = build(None)
+    assert not changes and not said
+    less, changes = build(whole - 1)
+    assert less < whole and changes["recompute"]
     assert said[0].startswith("grads0 with recompute=False")

@@ -328,21 +328,21 @@ class Compiled:
 def absent(monkeypatch):
     """8 devices with the facts of a v6e and a compiler; its answers by program: one to change.
 
-    An answer is (what is compiled or an error, the setting). Like libtpu the compiler leaves
-    schedules of kernels where the environment says.
+    An answer is (what is compiled or an error, what was changed for it). Like libtpu the compiler
+    leaves schedules of kernels where the environment says.
     """
     answers = {}
 
     def compile_(cfg, mesh, kernels, name, limit, say):
         assert (mesh.size, limit, kernels) == (8, 31.25 * GIB, T.pick_kernels(CFG, DEVICE)[0])
-        found, setting = answers.get(name, (Compiled(), T.settings(cfg, mesh, name)[0]))
+        found, changes = answers.get(name, (Compiled(), {}))
         if isinstance(found, Exception):
             raise found
         (folder,) = re.findall(r"--xla_jf_dump_to=(\S+)", os.environ["LIBTPU_INIT_ARGS"])
         for kernel, bundles in (("attend.3", 100), ("attend.4", 40)):
             text = bundles * "     0   :  { %s1 = smov 0 }\n"
             Path(folder, f"1-{kernel}-01-final_bundles.txt").write_text(text)
-        return found, setting, 2.0
+        return found, changes, 2.0
 
     monkeypatch.setattr(T, "PRESETS", T.PRESETS | {"small": CFG})
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices())
@@ -521,13 +521,13 @@ def test_memory_beside_a_program_counts_to_the_last_byte(absent, monkeypatch):
     most = max(3 * GIB + T.resident_bytes(CFG, mesh, name) for name in NAMES)
     for limit, fits in ((most, True), (most - 1, False)):
         monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
-        monkeypatch.setattr(T, "compile_fitting", lambda *_: (Compiled(), CFG, 1.0))
+        monkeypatch.setattr(T, "compile_fitting", lambda *_: (Compiled(), {}, 1.0))
         assert preflight.preflight(CFG, "v6e-8", say=list().append) is fits
 
 
 def test_a_program_that_is_compiled_with_less_at_a_time_says_so(absent, tmp_path):
     lines = []
-    absent["grads1"] = Compiled(), replace(CFG, recompute=True, micro_tokens=64)
+    absent["grads1"] = Compiled(), {"micro_tokens": 64, "recompute": True}
     assert preflight.preflight(CFG, "v6e-8", dump=tmp_path, say=lines.append) is True
     settings = [row["settings"] for row in report_of(tmp_path)["variants"]]
     assert settings == [None, {"micro_tokens": 64, "recompute": True}, *[None] * 7]
@@ -572,9 +572,7 @@ def test_any_other_error_of_the_compiler_is_raised(absent):
 def test_without_estimates_there_is_no_prediction(absent, tmp_path):
     lines = []
     text = re.sub(r'"estimated_cycles":"\d+"', "", LARGE)
-    absent.update(
-        {name: (Compiled(text), T.settings(CFG, T.make_mesh(CFG), name)[0]) for name in NAMES}
-    )
+    absent.update({name: (Compiled(text), {}) for name in NAMES})
     assert preflight.preflight(CFG, "v6e-8", dump=tmp_path, say=lines.append) is True
     report = report_of(tmp_path)
     keys = "predicted_ms", "estimated_cycles", "kernel_cycles", "utilization"
@@ -914,8 +912,8 @@ def on_h100(name: str):
     chosen, reason = T.pick_kernels(FOUR, devices[0])
     assert reason == "attention for NVIDIA GPUs"
     limit = preflight.hardware(devices[0].device_kind).memory
-    program, setting, _ = T.compile_fitting(FOUR, mesh, chosen, name, limit, list().append)
-    assert setting == T.settings(FOUR, mesh, name)[0], "it fits as it is asked for"
+    program, changes, _ = T.compile_fitting(FOUR, mesh, chosen, name, limit, list().append)
+    assert not changes, "it fits as it is asked for"
     computations, entry = preflight.hlo_computations(program.as_text())
     fused = {
         one.called("calls") for ones in computations.values() for one in ones.values()
