@@ -60,9 +60,13 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
 
     all_ids = [replace(stage, candidates=(0,)) for stage in cfg.stages]
 
+    def of_steps(steps):
+        extension = cfg.extension if "extension" in given else min(cfg.extension, steps // 8)
+        return replace(cfg, steps=steps, extension=extension)
+
     def ends_at(steps, check=T.cursor_after):  # 0: it cannot be so short, or so long
         with contextlib.suppress(T.UserError):
-            short = replace(cfg, steps=steps, stages=tuple(all_ids))
+            short = replace(of_steps(steps), stages=tuple(all_ids))
             return check(T.validate(short), train, steps)
         return 0
 
@@ -70,7 +74,7 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
         least = next(n for n in itertools.count(1) if ends_at(n, lambda *_: 1))
         may = range(least, cfg.steps)
         most = least - 1 + bisect.bisect(may, 0, key=lambda steps: not ends_at(steps))
-        cfg = replace(cfg, steps=max(most, least))  # check_tokens refuses too little
+        cfg = of_steps(max(most, least))  # check_tokens refuses too little
     try:
         T.cursor_after(cfg, train, cfg.steps)
     except T.UserError:

@@ -241,6 +241,7 @@ def test_short_text_makes_a_run_short_as_little_as_can_be(tmp_path, preset, trai
     if cfg.steps < full.steps:
         with pytest.raises(T.UserError, match=rf"last for \d+ of {cfg.steps + 1} steps"):
             T.cursor_after(replace(cfg, steps=cfg.steps + 1), streams[0], cfg.steps + 1)
+        assert 0 < cfg.extension <= max(1, cfg.steps // 8)
         assert f"for {cfg.steps} of {full.steps} steps" in said[0]
     else:
         assert train > full.total_tokens
