@@ -29,7 +29,7 @@ What protects what:
         test_fuzz           damaged files and command lines: correct work or one line
     kernels/                Part III: each kernel equals its plain form
         test_attention      attention on TPUs and GPUs, interpreted, and lowered for either
-        test_tables         gradients of the tables
+        test_tables         gradients of the tables, weighted sums
         test_loss_kernels   the loss with its own gradient, the lean ReLU^2
         test_choice         which kernels a device gets, and the reason in the log
         test_gpu            (--gpu) all of it on an NVIDIA GPU

@@ -13,7 +13,7 @@ import train_gpt as T
 
 RECORD = T.PRESETS["speedrun"]
 SMALL = small_config()
-TPU_KERNELS = "attention and gradients of tables for TPUs"
+TPU_KERNELS = "attention, weighted sums and gradients of tables for TPUs"
 GPU_KERNELS = "attention for NVIDIA GPUs"
 
 
@@ -26,7 +26,7 @@ def gpu(capability: str = "9.0", kind: str = "NVIDIA H100 80GB HBM3"):
 
 
 def names(kernels: T.Kernels) -> set[str]:
-    """What of the four is not the plain form, with the attention of a GPU by its own name."""
+    """What of the five is not the plain form, with the attention of a GPU by its own name."""
     found = set()
     for part, plain in zip(kernels, T.PLAIN, strict=True):
         if part is not plain:
@@ -66,7 +66,7 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
 @pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU v5 lite", "TPU v5p", "TPU7x"])
 def test_the_record_has_attention_and_tables_of_its_own_on_tpus_since_v5(kind):
     kernels, reason = T.pick_kernels(RECORD, tpu(kind))
-    assert names(kernels) == EVERYWHERE | {"attend_window", "sum_rows"}
+    assert names(kernels) == EVERYWHERE | {"attend_window", "sum_rows", "weighted_sum"}
     assert reason == TPU_KERNELS
 
 
@@ -147,8 +147,8 @@ def test_a_tpu_has_no_kernel_at_all_where_tiles_do_not_fit(cfg, device, reason):
 )
 def test_a_tpu_has_the_kernel_for_tables_alone_where_only_attention_does_not_fit(cfg, reason):
     kernels, said = T.pick_kernels(cfg, tpu())
-    assert names(kernels) == EVERYWHERE | {"sum_rows"}
-    assert said == f"plain attention, table gradients for TPUs: {reason}"
+    assert names(kernels) == EVERYWHERE | {"sum_rows", "weighted_sum"}
+    assert said == f"plain attention, weighted sums and table gradients for TPUs: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Gradients of the tables that are looked up by row: by scatter, and by the kernel for TPUs."""
+"""Gradients of tables, and sums with weights of each token: plain, and by the kernels for TPUs."""
 
 from functools import partial
 
@@ -111,3 +111,29 @@ def test_more_tokens_and_rows_than_fit_32_bits_are_refused():
     )
     with pytest.raises(T.UserError, match=f"{tokens} tokens and 251520 rows .* micro_tokens"):
         T.sum_rows(table, ids, [rows])
+
+
+@pytest.mark.parametrize("dtype, off", [(jnp.float32, 1e-6), (jnp.bfloat16, 6e-3)])
+@pytest.mark.parametrize(
+    ("shape", "groups", "count"),
+    [((1, 512, 768), 12, 10), ((2, 384, 256), 4, 5), ((3, 40, 128), 2, 1), ((1, 7, 128), 64, 3)],
+)
+def test_a_sum_with_weights_of_each_token_and_its_gradients(shape, groups, count, dtype, off):
+    """One block and many, blocks that 256 tokens do not fill, weights in a tile and in two."""
+    x, *sources = (jnp.asarray(RNG.standard_normal(shape), dtype) for _ in range(count + 1))
+    weights = jnp.asarray(RNG.standard_normal((*shape[:2], count, groups)), jnp.float32)
+    down = RNG.standard_normal(shape).astype(np.float32)
+
+    def run(function):
+        def total(x, weights, sources):
+            y = function(x, weights, sources)
+            return jnp.sum(y.astype(jnp.float32) * down), y
+
+        backward = jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+        (_, y), grads = jit(backward)(x, weights, tuple(sources))
+        return y, *jax.tree.leaves(grads)
+
+    for got, want in zip(run(partial(T.weighted_sum, interpret=True)), run(T.blend), strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        got, want = (np.asarray(x, np.float64) for x in (got, want))
+        assert np.linalg.norm(got - want) <= off * np.linalg.norm(want)

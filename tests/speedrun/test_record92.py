@@ -264,7 +264,7 @@ def watch(patch, seen: dict) -> T.Kernels:
     note("mlp", lambda args, out: keep("mid", next(x for x, y in norms if y is args[4])))
     note("attention", lambda args, out: keep("attn_branch", out))
     note("mudd_layer", lambda args, out: (keep("cache9", args[2]), keep("cache7", args[4])))
-    note("mudd_mix", lambda args, out: (keep("last", args[1]), keep("mixed", out)))
+    note("mudd_mix", lambda args, out: (keep("last", args[2]), keep("mixed", out)))
 
     def attending(q, k, v, *rest):
         out = T.attend_plain(q, k, v, *rest)
