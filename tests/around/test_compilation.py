@@ -160,6 +160,7 @@ def test_other_errors_of_the_compiler_and_the_last_one_are_raised(monkeypatch, n
         fit(name, None)
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_whichever_setting_is_taken(monkeypatch, shards):
     """All three that there are, which compile_fitting tries where none of them fits."""
     tried, real = [], T.program_bytes

@@ -152,6 +152,7 @@ def launch_two(launch, *args, own=({}, {}), **settings):
     return [launch(*args, *group, i, devices=4, **settings, **own[i]) for i in (0, 1)]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_stop_together_with_one_checkpoint(launch, shards, tmp_path):
     """SIGTERM to the second is the end of both; one process goes on from the files of both."""
     both = launch_two(

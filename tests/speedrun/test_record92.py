@@ -655,14 +655,9 @@ def test_validation(devices):
     assert loss / devices == pytest.approx(c.loss_sum_float64, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "scenario, devices",
-    [
-        ("start", 2),
-        *(pytest.param(*x, marks=pytest.mark.slow)
-          for x in (("start", 1), ("cadence", 1), ("cadence", 2), ("untie", 1), ("untie", 2))),
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("scenario", ["start", "cadence", "untie"])
 def test_training_steps(scenario, devices):
     """Two rows a step, through our own programs: their candidates, the exchange of n-gram rows,
     events of two and four steps, another stage, a change of YaRN, the untying.
