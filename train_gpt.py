@@ -1,6 +1,6 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
-    python train_gpt.py                    # without an accelerator: `tiny`, 3 minutes on a laptop
+    python train_gpt.py                    # without an accelerator: `tiny`, 2 minutes on a laptop
     python train_gpt.py speedrun           # FineWeb, target 3.28, on v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
@@ -2683,9 +2683,9 @@ def rules(c: Config):
     yield "val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}"
     yield "val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}"
     yield "stages", c.stages, "at least one stage"
-    yield "extension", c.extension < c.steps, f"fewer than steps={c.steps}"
+    yield "extension", c.extension < c.steps, f"fewer than steps={c.steps}, or lower it, too"
     shares = [stage.share for stage in c.stages]
-    last = "above 0 if and only if the last stage, which it then is, has share=0"
+    last = "more than 0 exactly if the last stage has share=0, as an extension has"
     yield "extension", (c.extension > 0) == (shares[-1] == 0), last
     scheduled = shares[:-1] if c.extension else shares
     whole = scheduled and min(scheduled) > 0 and abs(sum(shares) - 1) < 1e-6
@@ -2854,7 +2854,10 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
         )
     found, known, description = {}, {}, val.paths[0].parent / DESCRIPTION
     if description.exists():
-        known = json.loads(description.read_text())["sha256"]
+        try:
+            known = dict(json.loads(description.read_text())["sha256"])
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise UserError(f"{description} is damaged: tokenize the text again") from None
     for stream, last in ((train, cursor), (val, cfg.val_tokens)):
         begins = False
         for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
@@ -2931,7 +2934,11 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
         encoding = run_tool("data/shards.py")["text_encoding"](cfg.encoding, folder)
     except ImportError as error:
         raise UserError(f"{error}: pip install -r requirements.txt") from None
-    return [encoding.decode_single_token_bytes(i) for i in range(min(encoding.eot_token, cfg.bos))]
+    if (has := encoding.eot_token) < cfg.bos and cfg.encoding == "bpe":
+        raise UserError(
+            f"{folder}: its {MERGES} is of {has} tokens, bos={cfg.bos}: of other shards"
+        )
+    return [encoding.decode_single_token_bytes(i) for i in range(min(has, cfg.bos))]
 
 
 def run_tool(name: str) -> dict:
@@ -3982,6 +3989,9 @@ def parse_args(argv):
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
+    for name in ("out", "resume", "cache"):
+        if getattr(args, name) == "":
+            raise UserError(f"--{name} is empty: name a folder, or drop it")
     own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
     starts_anew = args.preset is not None or args.seed is not None or own or args.show
     if args.resume is not None and starts_anew:

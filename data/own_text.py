@@ -36,7 +36,7 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
         stages = tuple(replace(stage, candidates=few) for stage, few in stages)
         vocab = {"vocab": size, "target": 0.0, "stages": stages}
         fitted = T.validate(replace(cfg, **found, **vocab))
-        if {path.name for path in folder.glob("*.bin")} != {*about["sha256"]}:
+        if {path.name for path in folder.glob("*.bin")} != {*dict(about["sha256"])}:
             raise ValueError("these are not the shards that it describes")
     except (OSError, ValueError, TypeError, LookupError, RecursionError, T.UserError) as error:
         raise T.UserError(f"{folder / T.DESCRIPTION}: {error}: tokenize the text again") from None
@@ -70,11 +70,16 @@ def fit(cfg: T.Config, folder: Path, given: set[str], say: Callable) -> T.Config
             return check(T.validate(short), train, steps)
         return 0
 
-    if "steps" not in given and not ends_at(cfg.steps):
+    if "steps" in given:
+        cfg = of_steps(cfg.steps)
+    elif not ends_at(cfg.steps):
         least = next(n for n in itertools.count(1) if ends_at(n, lambda *_: 1))
         may = range(least, cfg.steps)
         most = least - 1 + bisect.bisect(may, 0, key=lambda steps: not ends_at(steps))
-        cfg = of_steps(max(most, least))  # check_tokens refuses too little
+        if most < least:
+            few = f"{len(train):,} training tokens are too few for {least} steps, the least of"
+            raise T.UserError(f"{folder}: {few} {cfg.preset}: tokenize more text")
+        cfg = of_steps(most)
     try:
         T.cursor_after(cfg, train, cfg.steps)
     except T.UserError:

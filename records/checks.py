@@ -483,7 +483,8 @@ def check_run(track: Track, run: Run, pinned: dict):
     val_tokens, targets = config["val_tokens"], {config["target"], run.facts["target"]}
     right = val_tokens == track.val_tokens
     need(right, f"wrong number of validation tokens: {val_tokens}, not {track.val_tokens}")
-    need(targets == {track.target}, f"the run's target is {targets}, the track's {track.target}")
+    how = f"run with --set target={track.target}"
+    need(targets == {track.target}, f"the run's target is {targets}, the track's another: {how}")
     count, kind = devices["count"], devices["kind"]
     right = track.platform in ("", devices["platform"]) and track.devices in (0, count)
     right = right and track.kind in kind and "MIG" not in kind  # a part of a GPU is no GPU

@@ -80,6 +80,7 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
             "--set tiny: write KEY=VALUE (and PRESET before all options)",
         ),
         (["--set"], "argument --set: expected at least one argument"),
+        (["--out", ""], "--out is empty: name a folder"),
         (["--set", "steps"], "--set steps: write KEY=VALUE"),
         (["--set", "stepps=3"], "unknown key 'stepps' in --set; valid keys: preset, seed, layers"),
         (["--set", "steps=many"], "--set steps=many: steps takes a value like"),
@@ -170,7 +171,7 @@ def test_wrong_argument_is_refused_in_one_line(main, argv, words):
     [
         (["--resume", "nothing"], "no checkpoint in nothing: name the folder of a run"),
         (["--resume", __file__], "no checkpoint in"),
-        (["--resume", ""], "no checkpoint in .: name the folder of a run"),  # of an unset variable
+        (["--resume", ""], "--resume is empty: name a folder"),  # of an unset variable
         (["--resume", "young"], "young has no checkpoint (see --set checkpoint_every)"),
         (["--resume", "x", "--seed", "0"], "--resume takes the config of the run: drop PRESET, "),
         (["tiny", "--resume", "x"], "--resume takes the config of the run: drop PRESET, --seed, "),

@@ -200,6 +200,20 @@ def test_own_text_says_what_its_tokens_are(tmp_path, encoding, real, bos, vocab)
     assert fitted(folder, "steps=60", "val_tokens=4096", "vocab=60000").vocab == 60000
 
 
+def test_few_steps_that_are_asked_for_have_a_short_extension(tmp_path):
+    """As those that the text makes few; what is asked for stays."""
+    folder = own_text(tmp_path, 720_000, 98_305)
+    assert fitted(folder, "steps=24").extension == 3
+    assert fitted(folder, "steps=24", "extension=10").extension == 10
+
+
+def test_merges_of_other_shards_are_refused(tmp_path):
+    """They are too few for the ids of these: text and bits per byte would be wrong."""
+    (tmp_path / T.MERGES).write_text('["6162"]')
+    with pytest.raises(T.UserError, match="merges.json is of 257 tokens, bos=2047: of other"):
+        T.token_bytes(T.PRESETS["tiny"], tmp_path)
+
+
 def test_enough_text_changes_no_step(tmp_path):
     want, said = T.PRESETS["tiny"], []
     cfg = fitted(own_text(tmp_path, 720_000, 98_305), say=said.append)
@@ -230,13 +244,13 @@ def test_own_text_has_candidates_for_all_that_its_rows_hold(tmp_path, monkeypatc
 def test_short_text_makes_a_run_short_as_little_as_can_be(tmp_path, preset, train, val):
     """The steps are all that there are tokens for; what is validated fits, in whole rows."""
     said = []
-    cfg = fitted(own_text(tmp_path, train, val), preset=preset, say=said.append)
-    streams = [T.TokenStream(tmp_path, split, cfg.bos) for split in ("train", "val")]
-    full = T.PRESETS[preset]
+    full, folder = T.PRESETS[preset], own_text(tmp_path, train, val)
     if preset == "speedrun" and train < 10_000_000:  # not even one step a stage
-        with pytest.raises(T.UserError, match="which last for .* steps: get more shards"):
-            T.check_tokens(cfg, *streams)
+        with pytest.raises(T.UserError, match="too few for .* steps, the least of speedrun: tok"):
+            fitted(folder, preset=preset)
         return
+    cfg = fitted(folder, preset=preset, say=said.append)
+    streams = [T.TokenStream(tmp_path, split, cfg.bos) for split in ("train", "val")]
     T.check_tokens(cfg, *streams)
     if cfg.steps < full.steps:
         with pytest.raises(T.UserError, match=rf"last for \d+ of {cfg.steps + 1} steps"):
@@ -250,13 +264,19 @@ def test_short_text_makes_a_run_short_as_little_as_can_be(tmp_path, preset, trai
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"encoding": "bytes"}', '"x"', "\udcff", "[" * 10**5]
+    "text",
+    ["", "[]", "{}", '{"encoding": "bytes"}', '"x"', "\udcff", "[" * 10**5, "sha256 a list"],
 )
 def test_a_description_that_cannot_be_used_is_named(tmp_path, text):
-    own_text(tmp_path, 10, 10)
+    """By a new run and, whose config stands in its checkpoint, by one that resumes."""
+    cfg = fitted(own_text(tmp_path, 700_000, 98_305), "val_tokens=4096", "steps=30")
+    if text == "sha256 a list":
+        text = json.dumps({**ABOUT, "sha256": [x.name for x in tmp_path.glob("*.bin")]})
     (tmp_path / T.DESCRIPTION).write_text(text, errors="surrogateescape")
     with pytest.raises(T.UserError, match=f"{T.DESCRIPTION}: .*: tokenize the text again"):
         fitted(tmp_path)
+    with pytest.raises(T.UserError, match=f"{T.DESCRIPTION} is damaged: tokenize the text again"):
+        T.check_tokens(cfg, *(T.TokenStream(tmp_path, x, cfg.bos) for x in ("train", "val")))
 
 
 def test_shards_that_the_description_does_not_name_are_refused(tmp_path):
