@@ -894,7 +894,7 @@ class Kernels(NamedTuple):
     squared_relu: Callable
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
-    blend: Callable
+    blend: Callable  # the weighted sums of mudd_mix
 
 
 def gate(x_btd, weights_ng):
@@ -1769,18 +1769,18 @@ def sum_requests(parts, size: int):
 
 
 def grads_step(
-    cfg: Config, kernels: Kernels, at: int, copies, table, rows: "Rows", wanted, hyper: Hyper
+    cfg: Config, kernels: Kernels, shape: int, copies, table, rows: "Rows", wanted, hyper: Hyper
 ):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices).
 
-    Of the stage and candidates number `at` in grads_shapes. `table` is this device's share of the
+    Of the stage and candidates number `shape` in grads_shapes. `table` is this device's share of the
     n-gram table, `wanted` see fetch; the gradient of what was fetched is a pair, see sum_requests.
     Over micro-batches gradients are summed in float32. Tables take part only with the rows that
     tokens look up: add_rows adds the gradients of those rows to the table's. The gradient is that
     of the summed loss of a row, averaged over the rows of the batch, as in the original: it grows
     with the length of a row from stage to stage, while the moments remember the old size.
     """
-    (at, sampled), signs, (wanted,) = grads_shapes(cfg)[at], copies["signs"], wanted
+    (at, sampled), signs, (wanted,) = grads_shapes(cfg)[shape], copies["signs"], wanted
     stage, by_row = cfg.stages[at], TABLES if sampled else TABLES[:-1]
     weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
     tables = unpadded(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
@@ -2683,7 +2683,7 @@ def rules(c: Config):
     yield "val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}"
     yield "val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}"
     yield "stages", c.stages, "at least one stage"
-    yield "extension", c.extension < c.steps, f"fewer than steps={c.steps}, or lower it, too"
+    yield "extension", c.extension < c.steps, f"fewer than steps={c.steps}: set both"
     shares = [stage.share for stage in c.stages]
     last = "more than 0 exactly if the last stage has share=0, as an extension has"
     yield "extension", (c.extension > 0) == (shares[-1] == 0), last
@@ -4133,14 +4133,10 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         attend, served = functools.partial(attend_heads, attend_triton), "attention for NVIDIA GPUs"
     else:
         return chosen, f"plain attention: there are no kernels for a {device.platform}"
+    others = ", weighted sums and gradients of tables for TPUs" if chosen.blend != blend else ""
     for fails, why in conditions:
         if fails:
-            tables = (
-                ", weighted sums and table gradients for TPUs"
-                if chosen.add_rows is sum_rows
-                else ""
-            )
-            return chosen, f"plain attention{tables}: {why}"
+            return chosen, f"plain attention{others}: {why}"
     return chosen._replace(attend=attend), served
 
 

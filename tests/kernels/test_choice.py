@@ -148,7 +148,7 @@ def test_a_tpu_has_no_kernel_at_all_where_tiles_do_not_fit(cfg, device, reason):
 def test_a_tpu_has_the_kernel_for_tables_alone_where_only_attention_does_not_fit(cfg, reason):
     kernels, said = T.pick_kernels(cfg, tpu())
     assert names(kernels) == EVERYWHERE | {"sum_rows", "weighted_sum"}
-    assert said == f"plain attention, weighted sums and table gradients for TPUs: {reason}"
+    assert said == f"plain attention, weighted sums and gradients of tables for TPUs: {reason}"
 
 
 @pytest.mark.parametrize(
