@@ -422,6 +422,7 @@ class Param:
     tails: tuple[tuple[str, float], ...] = ()  # averages of the last steps; how far it goes to each
     rescaled: bool = False  # after that, to the norm it had before
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
+    streamed: bool = False  # its copies are cut, too, and whole only while gradients are computed
     tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
     dtype: str = "float32"  # of the master
 
@@ -507,7 +508,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
 
     def bank(shape, live, scale, *tails):
         start, lr, decay = uniform(0.5 / math.sqrt(d), live), cfg.lr_anvil, cfg.decay_anvil
-        more = {"scale": scale, "tails": tails, "rescaled": True}
+        more = {"scale": scale, "tails": tails, "rescaled": True, "streamed": True}
         return Param(shape, start, "anvil", "anvil", lr, decay, **more)
 
     def small(shape, start, lr, betas, decay=0):
@@ -523,7 +524,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     fast, slow = (0.9, 0.95), (0.9, 0.99)  # betas of mixing weights; of gates, other scalars
     return {
         #                     rows        start   optimizer, program  lr  decay  betas
-        "head": table(v, normal(0.005), "adam", "adam", 1, 150, (0.5, 0.95), **ema),
+        "head": table(v, normal(0.005), "adam", "adam", 1, 150, (0.5, 0.95), **ema, streamed=True),
         "embed": table(
             v, normal(0.005), "adam", "adam", 1, 150, (0.5, 0.95), **ema, tied_to="head"
         ),
@@ -1707,15 +1708,50 @@ def finish(cfg: Config, state):
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
-    """What the model computes with: large parameters in cfg.dtype, from shares by `gather`, small
-    ones as they are. But for the n-gram table: no device ever holds all of it."""
-    table = param_table(cfg)
-    large = {name for name, row in table.items() if row.sharded}
-    return {
-        name: gather(x.astype(cfg.dtype)) if name in large else x
-        for name, x in params.items()
-        if table[name].optimizer != "rows"
-    }
+    """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
+    small ones as they are. But for the n-gram table: no device ever holds all of it."""
+    table, copies = param_table(cfg), {}
+    for name, x in params.items():
+        row = table[name]
+        if row.optimizer != "rows":
+            copies[name] = x.astype(cfg.dtype) if row.sharded else x
+            if row.sharded and not row.streamed:
+                copies[name] = gather(copies[name])
+    return copies
+
+
+def copy_specs(cfg: Config) -> dict[str, P]:
+    """How the copies lie on the mesh: those of banks and head are cut, all others whole."""
+    table = param_table(cfg).items()
+    specs = {n: P(AXIS) if row.streamed else P() for n, row in table if row.optimizer != "rows"}
+    return specs | {"signs": P()}
+
+
+def stream(cfg: Config, copies):
+    """(the copies with banks and head whole, a function from the gradients of those to this
+    device's shares of their sum over devices, in the dtype of the copies).
+
+    Both cross the network while the model computes: XLA starts a collective as soon as it can and
+    waits for its result as late (FSDP, Zhao et al. 2023). Lookups in tables begin a step, and their
+    gradients end it, so there is nothing to hide behind: the update of a table reduces its gradient
+    and gathers its copy, and not in every step.
+
+    MLPs cross in pieces of one matrix of each device, so that the first need not wait for all: the
+    bank is a list then. (Also, of slices of one bank XLA would add up gradients that are padded to
+    all of it: 1.3 M cycles predicted, in pieces 0.5.)
+    """
+    specs = copy_specs(cfg)
+    cut = {name: x for name, x in copies.items() if specs[name] == P(AXIS)}
+
+    def gather(name, x):
+        if name != "mlp_bank":
+            return GATHER(x)
+        pieces = [GATHER(x[k : k + 1]) for k in range(len(x))]
+        return [pieces[m % len(x)][m // len(x)] for m in range(len(x) * len(pieces[0]))]
+
+    # The transpose of all-gather is reduce-scatter.
+    whole, reduce = jax.vjp(lambda cut: {name: gather(name, x) for name, x in cut.items()}, cut)
+    return copies | whole, lambda grads: reduce({name: grads[name] for name in cut})[0]
 
 
 def sign_pool(cfg: Config, seed):
@@ -1772,15 +1808,17 @@ def grads_step(
     cfg: Config, kernels: Kernels, shape: int, copies, table, rows: "Rows", wanted, hyper: Hyper
 ):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices).
+    Of banks and head a device returns its share of the sum over all: see stream.
 
-    Of the stage and candidates number `shape` in grads_shapes. `table` is this device's share of the
-    n-gram table, `wanted` see fetch; the gradient of what was fetched is a pair, see sum_requests.
-    Over micro-batches gradients are summed in float32. Tables take part only with the rows that
-    tokens look up: add_rows adds the gradients of those rows to the table's. The gradient is that
-    of the summed loss of a row, averaged over the rows of the batch, as in the original: it grows
-    with the length of a row from stage to stage, while the moments remember the old size.
+    Of the stage and candidates number `shape` in grads_shapes. `table` is this device's share of
+    the n-gram table, `wanted` see fetch; the gradient of what was fetched is a pair, see
+    sum_requests. Over micro-batches gradients are summed in float32. Tables take part only with the
+    rows that tokens look up: add_rows adds the gradients of those rows to the table's. The gradient
+    is that of the summed loss of a row, averaged over the rows of the batch, as in the original: it
+    grows with the length of a row from stage to stage, while the moments remember the old size.
     """
-    (at, sampled), signs, (wanted,) = grads_shapes(cfg)[shape], copies["signs"], wanted
+    (copies, reduce), (wanted,) = stream(cfg, copies), wanted
+    (at, sampled), signs = grads_shapes(cfg)[shape], copies["signs"]
     stage, by_row = cfg.stages[at], TABLES if sampled else TABLES[:-1]
     weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
     tables = unpadded(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
@@ -1807,18 +1845,21 @@ def grads_step(
             found["head"] = candidate_head(tables["head"], ids["head"])
         backward = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         (_, plain), (d_weights, d_rows) = backward(weights, found, rows)
-        summed = {name: grads[name] + x.astype(jnp.float32) for name, x in d_weights.items()}
+        sums = {name: grads[name] for name in weights}
+        summed = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, d_weights)
         for name in by_row:
             summed[name] = kernels.add_rows(grads[name], ids[name], jax.tree.leaves(d_rows[name]))
         return (total + plain, summed), None
 
-    zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in (weights | tables).items()}
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights | tables)
     start, batches = (jnp.zeros((), jnp.float32), zeros), micro_batches(cfg, rows)
     alone = len(batches.tokens) == 1  # a loop of one would keep XLA from leaving out the zeros
     one = jax.tree.map(lambda x: x[0], batches)
     total, grads = (add(start, one) if alone else lax.scan(add, start, batches))[0]
     fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*wanted.shape, -1)
-    grads = {n: grown(x.astype(copies[n].dtype), len(copies[n])) for n, x in grads.items()}
+    whole = {name: copies[name] for name in grads}  # tables padded, dtypes
+    grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
+    grads |= reduce(grads)
     grads["ngram_table"] = in_largest(cfg, wanted, len(table)), in_largest(cfg, fetched, 0)
     return grads, lax.psum(total / stage.batch_tokens, AXIS)
 
@@ -1849,7 +1890,8 @@ def update_step(cfg: Config, state, due, hyper: Hyper):
             continue
         total = sum(grad.astype(jnp.float32) for grad in grads)
         if table[name].sharded:
-            total = lax.psum_scatter(total.astype(cfg.dtype), AXIS, tiled=True)
+            if not table[name].streamed:  # or its share is summed already
+                total = lax.psum_scatter(total.astype(cfg.dtype), AXIS, tiled=True)
             reduced[name] = total.astype(jnp.float32)
             cut += jnp.sum(jnp.square(reduced[name]))
         else:
@@ -1868,6 +1910,7 @@ def finish_step(cfg: Config, state):
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, rows: "Rows", wanted, hyper: Hyper):
     """The summed loss on the next token of a batch of validation rows, in nats."""
+    copies = stream(cfg, copies)[0]
     params = unpadded(cfg, {n: x for n, x in copies.items() if n != "signs"})
     params["ngrams"] = fetch(table, wanted[0])
 
@@ -1944,13 +1987,13 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
             shape = mesh.size**2, size
             one = leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
         else:
-            x = copies[name]
-            one = leaf((mesh.size * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
+            x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
+            one = leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
         return (one,) * steps
 
-    state = abstract_state(cfg, mesh)
+    state, specs = abstract_state(cfg, mesh), copy_specs(cfg)
     copies = jax.eval_shape(functools.partial(compute_copies, cfg), state["params"])
-    copies = {name: leaf(x.shape, x.dtype) for name, x in copies.items()}
+    copies = {name: leaf(x.shape, x.dtype, *specs[name]) for name, x in copies.items()}
     signs = {"signs": leaf((cfg.sign_rows, cfg.width), jnp.int8)}
     model, hyper = (copies | signs, state["params"]["ngram_table"]), hyper_at(cfg, 0)
     hyper = jax.tree.map(lambda x: leaf(x.shape, x.dtype), hyper)
@@ -1963,9 +2006,10 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     for update, steps in updates(cfg).items():
         due = {name: grads(name, steps) for name in updated(cfg, update)}
         step, args = functools.partial(update_step, cfg), (state, due, hyper)
-        found[update] = Program(step, args, (state_specs, P(), P()), donates=(0,))
-    step = functools.partial(finish_step, cfg)
-    found["finish"] = Program(step, (state,), (state_specs, P()), donates=(0,))
+        changed = {name: specs[name] for name in due if name in specs}
+        found[update] = Program(step, args, (state_specs, changed, P()), donates=(0,))
+    step, changed = functools.partial(finish_step, cfg), {name: specs[name] for name in copies}
+    found["finish"] = Program(step, (state,), (state_specs, changed), donates=(0,))
     args = *model, *rows(cfg.val_batch // cfg.val_row, cfg.val_row), hyper
     found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, P())
     return found
@@ -1975,8 +2019,12 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
 # activations as float32: 17.65 GiB of temporaries instead of 16.31 in the record's largest stage
 # (counted in record 77's program for an absent H100). Of XLA's own Triton matmuls one does not
 # compile, in mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2); libraries have all.
+# On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
+# TensorCore computes; without these options every collective of a program stands in the open.
+OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all"
 COMPILER_OPTIONS = {
-    "gpu": {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
+    "tpu": {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in OFFLOADED},
+    "gpu": {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
 }
 
 
@@ -2458,12 +2506,13 @@ def start_state(cfg: Config, mesh: Mesh) -> Callable:
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> compute copies, whole on every device, and signs."""
+    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
 
     def copies(params, seed):
         return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
 
-    return jax.jit(copies, out_shardings=NamedSharding(mesh, P()))
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in copy_specs(cfg).items()}
+    return jax.jit(copies, out_shardings=shardings)
 
 
 def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):

@@ -85,8 +85,8 @@ def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
 def spread(cfg: T.Config, grads: dict, mesh) -> dict:
     """Gradients as a `grads` program leaves them: every device has some rows of the sum.
 
-    Of the n-gram table every row that has a gradient was read by two devices, of which each has
-    half of it.
+    Of what is streamed, its share of the sum. Of the n-gram table every row that has a gradient was
+    read by two devices, of which each has half of it.
     """
 
     def one(name, x):
@@ -94,6 +94,8 @@ def spread(cfg: T.Config, grads: dict, mesh) -> dict:
         shape = T.padded(x.shape, row, mesh.size)
         if row.optimizer == "rows":
             return requests(cfg, x, shape[0] // mesh.size, mesh)
+        if row.streamed:
+            return lay(cfg, {name: x}, mesh)[name]
         parts = np.zeros((mesh.size, *shape), x.dtype)
         for i in range(mesh.size):
             parts[i, i : len(x) : mesh.size] = x[i :: mesh.size]

@@ -24,6 +24,7 @@ import train_gpt as T
 
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
+STREAMED = {name for name, row in TABLE.items() if row.streamed}
 UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "event2")}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
@@ -279,7 +280,9 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
         if name == "ngram_table":
             total = dense(WIDE, got[name], 8)
         else:
-            total = np.asarray(got[name]).reshape(8, *T.padded(row.shape, row, 8)).sum(0)
+            total = np.asarray(got[name])
+            if not row.streamed:  # every device's own gradient
+                total = total.reshape(8, *T.padded(row.shape, row, 8)).sum(0)
         assert not total[row.shape[0] :].any()
         # With such parameters both sides are up to 8e-4 from the same in float64.
         assert distance(total[: row.shape[0]], wanted[name]) < 2e-3, name
@@ -295,7 +298,8 @@ def test_padding_is_never_read(shards):
         copies, table = jax.tree.map(np.array, model)
         for name in SHARDED:
             (table if name == "ngram_table" else copies[name])[TABLE[name].shape[0] :] = padding
-        copies = {name: T.put(x, mesh, P()) for name, x in copies.items()}
+        specs = T.copy_specs(CFG)
+        copies = {name: T.put(x, mesh, specs[name]) for name, x in copies.items()}
         table = T.put(table, mesh, P(T.AXIS))
         name = T.programs_of(CFG, 3)[0]
         for args in ((name, *batch), ("eval", *val)):
@@ -342,6 +346,7 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
     like, due, wanted = T.programs(cfg, mesh, T.PLAIN)["adam"].args[1], {}, {}
     for name in UPDATED["adam"]:
         shape = 2, 8, like[name][0].shape[0] // 8, *like[name][0].shape[1:]
+        shape = shape if name not in STREAMED else (2, 1, 8 * shape[2], *shape[3:])
         parts = rng.integers(-7, 8, shape).astype(np.float32)
         due[name] = tuple(
             T.put(x.reshape(-1, *shape[3:]).astype(one.dtype), mesh, P(T.AXIS))
@@ -353,18 +358,18 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
         lambda due: T.update_step(cfg, None, due, None),
         mesh=mesh,
         in_specs=P(T.AXIS),
-        out_specs=({"params": cut}, P(), P()),
+        out_specs=({"params": cut}, {name: T.copy_specs(cfg)[name] for name in due}, P()),
         check_vma=False,
     )
     traced = jax.jit(update).trace(due)
     names = "reduce_scatter|psum\\w*|all_gather"
     sent = re.findall(rf":(\w+)\[[^\]]*\] = ({names})\[", str(traced.jaxpr))
     short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-    large = len(SHARDED & due.keys())
+    large = len(SHARDED & due.keys() - STREAMED)
     assert Counter(x for x, name in sent if name == "reduce_scatter") == {short: large}
     assert Counter(x for x, name in sent if name == "all_gather") == {short: large}
-    norm = 1  # of which one number travels
-    assert Counter(x for x, name in sent if name[:4] == "psum") == {"f32": len(due) - large + norm}
+    small, norm = len(due.keys() - SHARDED), 1  # of which one number travels
+    assert Counter(x for x, name in sent if name[:4] == "psum") == {"f32": small + norm}
     new, copies, norm = traced.lower().compile()(due)
     every = np.concatenate([x.ravel() for x in wanted.values()]).astype(np.float64)
     np.testing.assert_allclose(norm, np.linalg.norm(every), rtol=1e-6)
@@ -402,6 +407,7 @@ def test_rows_that_were_fetched_get_the_sum_of_their_gradients():
     np.testing.assert_array_equal(got, want)
 
 
+PIECES = T.padded(TABLE["mlp_bank"].shape, TABLE["mlp_bank"], 8)[0] // 8
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -437,9 +443,9 @@ def collectives(hlo: str) -> tuple[list[str], list[str]]:
 
 
 def test_gradients_communicate_their_loss_and_never_while_they_accumulate():
-    """And the rows of the n-gram table, before they begin."""
+    """And the rows of the n-gram table and what is streamed, before they begin and at the end."""
     everywhere, in_loops = collectives(program(WIDE, 8, "grads0").as_text())
-    assert set(everywhere) == {"all-reduce", "all-to-all"}
+    assert set(everywhere) == {"all-reduce", "all-to-all", "all-gather", "reduce-scatter"}
     assert in_loops == []
 
 
@@ -463,19 +469,21 @@ def test_a_collective_inside_the_loop_would_be_found():
 @pytest.mark.parametrize(
     ("name", "gathered", "scattered", "summed", "exchanged"),
     [
-        ("grads0", 0, 0, 1, 2),  # the loss; what is wanted of the n-gram table, and its rows
-        ("anvil", 3, 3, 1, 0),  # the norm
-        ("adam", 2, 2, 16 + 1, 0),
+        # Head, two banks, the MLPs' in pieces; the loss; what is wanted of n-grams, and their rows.
+        ("grads0", 3 + PIECES, 3 + PIECES, 1, 2),
+        ("anvil", 0, 0, 1, 0),  # the norm
+        ("adam", 1, 1, 16 + 1, 0),
         ("event2", 1, 1, 1, 2 * 2),  # for each step which rows of the n-gram table, and gradients
         ("event4", 1, 1, 1, 4 * 2),
-        ("finish", 6, 0, 5 * 2, 0),  # norms before and after
-        ("eval", 0, 0, 1, 2),
+        ("finish", 2, 0, 5 * 2, 0),  # norms before and after
+        ("eval", 3 + PIECES, 0, 1, 2),
     ],
 )
 def test_programs_have_one_collective_for_each_parameter(
     name, gathered, scattered, summed, exchanged
 ):
-    """An update reduce-scatters or all-reduces its gradients, and gathers what it changed."""
+    """What is streamed is gathered and reduced beside the gradients. Of all others an update
+    reduce-scatters or all-reduces the gradients, and gathers what it changed."""
     text = lowered(WIDE, 8, name).as_text()
     names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
     count = [text.count(f'"stablehlo.{name}"') for name in names]
@@ -503,11 +511,12 @@ def test_compute_copies_have_the_compute_dtype_where_parameters_are_large(dtype)
     assert {*tables, *UPDATED["anvil"]} == SHARDED
 
 
-def test_first_copies_are_the_whole_state_on_every_device():
+def test_first_copies_are_the_state_cut_or_whole_on_every_device():
     """With signs of a seed, as many of either kind."""
     params = random_state(CFG)["params"]
     copies, _ = model_on(CFG, params, mesh_of(8))
-    assert all(copy.sharding.is_fully_replicated for copy in copies.values())
+    whole = {name for name, copy in copies.items() if copy.sharding.is_fully_replicated}
+    assert whole == copies.keys() - STREAMED and {"head", *UPDATED["anvil"]} == STREAMED
     signs = np.asarray(copies.pop("signs"))
     del params["ngram_table"]
     assert_same(T.unpadded(CFG, copies), params)
@@ -622,7 +631,7 @@ def test_update_rounds_its_copies_to_bfloat16():
     assert np.mean(moved & hidden) > 0.5
 
 
-def test_state_is_cut_over_the_devices_and_copies_are_whole(updated):
+def test_state_is_cut_over_the_devices_and_copies_of_tables_are_whole(updated):
     step = updated["adam", False]
     for arrays in step.new.values():
         for name, array in arrays.items():
@@ -631,8 +640,9 @@ def test_state_is_cut_over_the_devices_and_copies_are_whole(updated):
             assert len({s.device for s in array.addressable_shards}) == 8
     for name, row in TABLE.items():
         if name != "ngram_table":
-            whole = T.padded(row.shape, row, 8)
-            assert [s.data.shape for s in step.copies[name].addressable_shards] == [whole] * 8
+            rows, *cols = T.padded(row.shape, row, 8)
+            shape = (rows // 8 if row.streamed else rows, *cols)
+            assert [s.data.shape for s in step.copies[name].addressable_shards] == [shape] * 8
 
 
 # ------------------------------------------------------------------------------------------------
@@ -706,7 +716,8 @@ def test_programs_of_the_record_on_eight_devices():
         cut = {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))}
         assert cut == {P(T.AXIS)}
         assert copies["qk_bank"].shape == (48, 256, 768) and copies["qk_bank"].dtype == cfg.dtype
-        assert {x.sharding.spec for x in jax.tree.leaves((copies, hyper))} == {P()}
+        assert {x.sharding.spec for x in jax.tree.leaves(hyper)} == {P()}
+        assert {name: x.sharding.spec for name, x in copies.items()} == T.copy_specs(cfg)
         assert found[name].out == (P() if name == "eval" else (P(T.AXIS), P()))
         assert found[name].donates == ()
     for name, steps in T.updates(cfg).items():
@@ -716,7 +727,7 @@ def test_programs_of_the_record_on_eight_devices():
         assert found[name].donates == (0,)
     (bank,), (gates, _) = found["anvil"].args[1]["qk_bank"], found["adam"].args[1]["gate_w1"]
     assert (bank.shape, bank.dtype, bank.sharding.spec) == (
-        (8 * 48, 256, 768), cfg.dtype, P(T.AXIS)
+        (48, 256, 768), cfg.dtype, P(T.AXIS)
     )  # fmt: skip
     assert (gates.shape, gates.dtype) == ((8 * 2, 64, 768), np.float32)
     (ids, rows), *_ = found["event4"].args[1]["ngram_table"]  # as many as the largest stage needs
@@ -739,7 +750,10 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
     if name in T.updates(cfg):
         want = state, {n: copies[n] for n in T.updated(cfg, name) if n in copies}, number
     elif name.startswith("grads"):  # each device's, one above the other
-        grads = {name: ((2 * x[0], *x[1:]), dtype) for name, (x, dtype) in copies.items()}
+        grads = {
+            name: (x if name in STREAMED else (2 * x[0], *x[1:]), dtype)
+            for name, (x, dtype) in copies.items()
+        }
         size = T.capacity(cfg, 8 * 64, 2)
         grads["ngram_table"] = ((4, size), np.dtype("int32")), ((4, size, 32), cfg.dtype)
         want = grads, number
