@@ -85,7 +85,7 @@ def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
 def spread(cfg: T.Config, grads: dict, mesh) -> dict:
     """Gradients as a `grads` program leaves them: every device has some rows of the sum.
 
-    Of what is streamed, its share of the sum. Of the n-gram table every row that has a gradient was
+    Of banks, its share of the sum. Of the n-gram table every row that has a gradient was
     read by two devices, of which each has half of it.
     """
 
@@ -94,7 +94,7 @@ def spread(cfg: T.Config, grads: dict, mesh) -> dict:
         shape = T.padded(x.shape, row, mesh.size)
         if row.optimizer == "rows":
             return requests(cfg, x, shape[0] // mesh.size, mesh)
-        if row.streamed:
+        if row.optimizer == "anvil":
             return lay(cfg, {name: x}, mesh)[name]
         parts = np.zeros((mesh.size, *shape), x.dtype)
         for i in range(mesh.size):

@@ -86,7 +86,8 @@ def layer_inputs(heads: T.Heads, t: int, parts: str, dtype):
             arrays["added"] *= times
         arrays["xsa"] *= np.where(times < 1, 1e-4, 1)  # or gradients of v would be 1e4 there
     out_grad = jnp.asarray(rng.standard_normal(out_grad.shape), dtype).astype(np.float32)
-    freqs = rng.uniform(0.1, 1.5, freqs.shape).astype(np.float32)
+    # Of few bits, so that angles are exact: of others a rounded angle of 400 is off by 2e-5.
+    freqs = np.float32(rng.integers(102, 1536, freqs.shape) / 1024)
     return arrays, out_grad, segment_rows(t)[1:], freqs
 
 

@@ -24,7 +24,7 @@ import train_gpt as T
 
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
-STREAMED = {name for name, row in TABLE.items() if row.streamed}
+BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
 UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "event2")}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
@@ -281,7 +281,7 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
             total = dense(WIDE, got[name], 8)
         else:
             total = np.asarray(got[name])
-            if not row.streamed:  # every device's own gradient
+            if row.optimizer != "anvil":  # every device's own gradient
                 total = total.reshape(8, *T.padded(row.shape, row, 8)).sum(0)
         assert not total[row.shape[0] :].any()
         # With such parameters both sides are up to 8e-4 from the same in float64.
@@ -346,7 +346,6 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
     like, due, wanted = T.programs(cfg, mesh, T.PLAIN)["adam"].args[1], {}, {}
     for name in UPDATED["adam"]:
         shape = 2, 8, like[name][0].shape[0] // 8, *like[name][0].shape[1:]
-        shape = shape if name not in STREAMED else (2, 1, 8 * shape[2], *shape[3:])
         parts = rng.integers(-7, 8, shape).astype(np.float32)
         due[name] = tuple(
             T.put(x.reshape(-1, *shape[3:]).astype(one.dtype), mesh, P(T.AXIS))
@@ -365,7 +364,7 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
     names = "reduce_scatter|psum\\w*|all_gather"
     sent = re.findall(rf":(\w+)\[[^\]]*\] = ({names})\[", str(traced.jaxpr))
     short = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-    large = len(SHARDED & due.keys() - STREAMED)
+    large = len(SHARDED & due.keys() - BANKS)
     assert Counter(x for x, name in sent if name == "reduce_scatter") == {short: large}
     assert Counter(x for x, name in sent if name == "all_gather") == {short: large}
     small, norm = len(due.keys() - SHARDED), 1  # of which one number travels
@@ -443,7 +442,7 @@ def collectives(hlo: str) -> tuple[list[str], list[str]]:
 
 
 def test_gradients_communicate_their_loss_and_never_while_they_accumulate():
-    """And the rows of the n-gram table and what is streamed, before they begin and at the end."""
+    """And the rows of the n-gram table, before they begin, and banks before and after."""
     everywhere, in_loops = collectives(program(WIDE, 8, "grads0").as_text())
     assert set(everywhere) == {"all-reduce", "all-to-all", "all-gather", "reduce-scatter"}
     assert in_loops == []
@@ -469,21 +468,21 @@ def test_a_collective_inside_the_loop_would_be_found():
 @pytest.mark.parametrize(
     ("name", "gathered", "scattered", "summed", "exchanged"),
     [
-        # Head, two banks, the MLPs' in pieces; the loss; what is wanted of n-grams, and their rows.
-        ("grads0", 3 + PIECES, 3 + PIECES, 1, 2),
+        # Two banks, the MLPs' in pieces; the loss; what is wanted of n-grams, and their rows.
+        ("grads0", 2 + PIECES, 2 + PIECES, 1, 2),
         ("anvil", 0, 0, 1, 0),  # the norm
-        ("adam", 1, 1, 16 + 1, 0),
+        ("adam", 2, 2, 16 + 1, 0),
         ("event2", 1, 1, 1, 2 * 2),  # for each step which rows of the n-gram table, and gradients
         ("event4", 1, 1, 1, 4 * 2),
-        ("finish", 2, 0, 5 * 2, 0),  # norms before and after
-        ("eval", 3 + PIECES, 0, 1, 2),
+        ("finish", 3, 0, 5 * 2, 0),  # norms before and after
+        ("eval", 2 + PIECES, 0, 1, 2),
     ],
 )
 def test_programs_have_one_collective_for_each_parameter(
     name, gathered, scattered, summed, exchanged
 ):
-    """What is streamed is gathered and reduced beside the gradients. Of all others an update
-    reduce-scatters or all-reduces the gradients, and gathers what it changed."""
+    """Banks are gathered and reduced beside the gradients. Of all others an update reduce-scatters
+    or all-reduces the gradients, and gathers what it changed."""
     text = lowered(WIDE, 8, name).as_text()
     names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
     count = [text.count(f'"stablehlo.{name}"') for name in names]
@@ -516,7 +515,7 @@ def test_first_copies_are_the_state_cut_or_whole_on_every_device():
     params = random_state(CFG)["params"]
     copies, _ = model_on(CFG, params, mesh_of(8))
     whole = {name for name, copy in copies.items() if copy.sharding.is_fully_replicated}
-    assert whole == copies.keys() - STREAMED and {"head", *UPDATED["anvil"]} == STREAMED
+    assert whole == copies.keys() - BANKS and len(BANKS) == 3
     signs = np.asarray(copies.pop("signs"))
     del params["ngram_table"]
     assert_same(T.unpadded(CFG, copies), params)
@@ -641,7 +640,7 @@ def test_state_is_cut_over_the_devices_and_copies_of_tables_are_whole(updated):
     for name, row in TABLE.items():
         if name != "ngram_table":
             rows, *cols = T.padded(row.shape, row, 8)
-            shape = (rows // 8 if row.streamed else rows, *cols)
+            shape = (rows // 8 if row.optimizer == "anvil" else rows, *cols)
             assert [s.data.shape for s in step.copies[name].addressable_shards] == [shape] * 8
 
 
@@ -751,7 +750,7 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
         want = state, {n: copies[n] for n in T.updated(cfg, name) if n in copies}, number
     elif name.startswith("grads"):  # each device's, one above the other
         grads = {
-            name: (x if name in STREAMED else (2 * x[0], *x[1:]), dtype)
+            name: (x if name in BANKS else (2 * x[0], *x[1:]), dtype)
             for name, (x, dtype) in copies.items()
         }
         size = T.capacity(cfg, 8 * 64, 2)
