@@ -493,7 +493,8 @@ def about(cfg: T.Config, name: str) -> dict:
     if name in (*steps, "finish"):
         changed = [x for x, row in table.items() if row.tails or row.rescaled]
         changed = T.updated(cfg, name) if name in steps else changed
-        what = "averages" if name == "finish" else "update"
+        what = {"finish": "averages", "adamtied": "tied update"}
+        what = what.get(name, "update")
         what += f" of {len(changed)} parameters, {sum(table[x].count for x in changed):,} numbers"
         if steps.get(name, 1) > 1:
             what += f", every {steps[name]} steps"

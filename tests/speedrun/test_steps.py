@@ -25,7 +25,7 @@ import train_gpt as T
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
 BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
-UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "event2")}
+UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "adamtied", "event2")}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
 # On 8 devices with one row of 32 tokens at a time: four micro-batches for each step, and the logits
@@ -33,6 +33,7 @@ WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them be
 WIDE = replace(
     CFG,
     extension=0,
+    tied=0.5,
     stages=(T.Stage(1.0, 32 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0), (0.3,), (48,)),),
     micro_tokens=32,
     loss_chunk=16,
@@ -354,7 +355,7 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
         wanted[name] = parts.sum((0, 1))
     cut = {name: P(T.AXIS) if name in SHARDED else P() for name in due}
     update = jax.shard_map(
-        lambda due: T.update_step(cfg, None, due, None),
+        lambda due: T.update_step(cfg, False, None, due, None),
         mesh=mesh,
         in_specs=P(T.AXIS),
         out_specs=({"params": cut}, {name: T.copy_specs(cfg)[name] for name in due}, P()),
@@ -472,6 +473,7 @@ def test_a_collective_inside_the_loop_would_be_found():
         ("grads0", 2 + PIECES, 2 + PIECES, 1, 2),
         ("anvil", 0, 0, 1, 0),  # the norm
         ("adam", 2, 2, 16 + 1, 0),
+        ("adamtied", 1, 1, 16 + 1, 0),
         ("event2", 1, 1, 1, 2 * 2),  # for each step which rows of the n-gram table, and gradients
         ("event4", 1, 1, 1, 4 * 2),
         ("finish", 3, 0, 5 * 2, 0),  # norms before and after
@@ -526,21 +528,19 @@ def test_first_copies_are_the_state_cut_or_whole_on_every_device():
 
 @pytest.fixture(scope="module")
 def updated():
-    """Before and after each update on 8 devices, tied or not; key: (its name, tied)."""
+    """Before and after each update on 8 devices, by its name."""
     mesh, compiled, found = mesh_of(8), programs_of(CFG, 8), {}
     for name in UPDATED:
-        for tied in (False, True):
-            start = random_state(CFG, tied=tied)
-            state = on_mesh(CFG, start, mesh)
-            about = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
-            copies, _ = model_on(CFG, start["params"], mesh)
-            due = random_due(CFG, mesh, name)
-            hyper = hyper_on(CFG, 1, mesh, tied=tied, ticks=[0.5] * 4)
-            new, changed, _ = compiled[name](state, due, hyper)
-            found[name, tied] = SimpleNamespace(
-                start=start, about=about, old=state, changed=changed, due=due,
-                new=new, copies=copies | changed,
-            )  # fmt: skip
+        start = random_state(CFG, tied=name == "adamtied")
+        state = on_mesh(CFG, start, mesh)
+        about = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+        copies, _ = model_on(CFG, start["params"], mesh)
+        due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, ticks=[0.5] * 4)
+        new, changed, _ = compiled[name](state, due, hyper)
+        found[name] = SimpleNamespace(
+            start=start, about=about, old=state, changed=changed, due=due,
+            new=new, copies=copies | changed,
+        )  # fmt: skip
     return found
 
 
@@ -548,10 +548,9 @@ NAMES = pytest.mark.parametrize("name", UPDATED)
 
 
 @NAMES
-@pytest.mark.parametrize("tied", [False, True])
-def test_update_keeps_the_copies_in_step_with_the_state(updated, name, tied):
+def test_update_keeps_the_copies_in_step_with_the_state(updated, name):
     """Of all that it changes, which are its own parameters; the others stand still."""
-    step = updated[name, tied]
+    step, tied = updated[name], name == "adamtied"
     assert set(step.changed) == set(UPDATED[name]) - {"ngram_table"}
     for copy in set(step.copies) - {"signs"}:
         np.testing.assert_array_equal(step.copies[copy], step.new["params"][copy])
@@ -567,21 +566,21 @@ def test_update_keeps_the_copies_in_step_with_the_state(updated, name, tied):
 @NAMES
 def test_three_devices_update_as_eight_do(updated, name):
     """Which have other padding."""
-    mesh, start = mesh_of(3), random_state(CFG)
-    due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, tied=False, ticks=[0.5] * 4)
+    mesh, start = mesh_of(3), updated[name].start
+    due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, ticks=[0.5] * 4)
     new, *_ = program(CFG, 3, name)(on_mesh(CFG, start, mesh), due, hyper)
     for kind, arrays in new.items():
-        got, want = (T.unpadded(CFG, x) for x in (arrays, updated[name, False].new[kind]))
+        got, want = (T.unpadded(CFG, x) for x in (arrays, updated[name].new[kind]))
         for n in got:
             assert distance(got[n], want[n]) < 2e-5, (kind, n)
 
 
 def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(updated):
     """One Adam step on the sum of two gradients: no other number, whichever came first."""
-    mesh, step = mesh_of(8), updated["adam", False]
+    mesh, step = mesh_of(8), updated["adam"]
 
     def update(due):
-        hyper = hyper_on(CFG, 1, mesh, tied=False, ticks=[0.5] * 4)
+        hyper = hyper_on(CFG, 1, mesh, ticks=[0.5] * 4)
         return programs_of(CFG, 8)["adam"](on_mesh(CFG, random_state(CFG), mesh), due, hyper)[0]
 
     assert_same(update({name: parts[::-1] for name, parts in step.due.items()}), step.new)
@@ -592,7 +591,7 @@ def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(updated):
 
 @NAMES
 def test_update_consumes_the_old_state_and_leaves_the_gradients(updated, name):
-    step = updated[name, False]
+    step = updated[name]
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(step.old))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(step.due))
 
@@ -601,6 +600,8 @@ def test_update_consumes_the_old_state_and_leaves_the_gradients(updated, name):
 def test_update_writes_the_state_where_the_old_one_was(name):
     """On each device, its share of what is cut and all of what is not."""
     state = T.abstract_state(CFG, mesh_of(8))
+    if name == "adamtied":  # copies of the head
+        state = {kind: {n: x for n, x in of.items() if n != "embed"} for kind, of in state.items()}
     size = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
     memory = programs_of(CFG, 8)[name].memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * size
@@ -608,7 +609,7 @@ def test_update_writes_the_state_where_the_old_one_was(name):
 
 @NAMES
 def test_update_keeps_shapes_dtypes_and_shardings(updated, name):
-    step = updated[name, False]
+    step = updated[name]
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), step.new) == step.about
     assert {leaf.dtype for leaf in jax.tree.leaves(step.new)} == {np.dtype("float32")}
 
@@ -631,7 +632,7 @@ def test_update_rounds_its_copies_to_bfloat16():
 
 
 def test_state_is_cut_over_the_devices_and_copies_of_tables_are_whole(updated):
-    step = updated["adam", False]
+    step = updated["adam"]
     for arrays in step.new.values():
         for name, array in arrays.items():
             cut = (array.shape[0] // 8, *array.shape[1:]) if name in SHARDED else array.shape
@@ -656,10 +657,11 @@ def test_a_step_is_its_gradients_and_one_to_three_updates():
     updates = (
         ("anvil",),
         ("anvil", "adam"),
-        ("anvil", "adam", "event2"),
-        ("anvil", "adam", "event4"),
+        ("anvil", "adamtied"),
+        ("anvil", "adamtied", "event2"),
+        ("anvil", "adamtied", "event4"),
     )
-    want = [updates[i] for i in (0, 2, 0, 2, 0, 1, 0, 3, 0, 1)]
+    want = [updates[i] for i in (0, 3, 0, 3, 0, 2, 0, 4, 0, 1)]
     assert [names[1:] for names in steps] == want
 
 
@@ -692,9 +694,11 @@ def test_gradients_wait_for_their_update_and_no_longer(every, events, change):
 
 
 def test_every_parameter_has_one_update():
-    anvil, adam, event, later = (T.updated(T.Config(), name) for name in T.updates(T.Config()))
+    updated = {name: T.updated(T.Config(), name) for name in T.updates(T.Config())}
+    anvil, adam, event = updated["anvil"], updated["adam"], updated["event2"]
     assert anvil == ["qk_bank", "vo_bank", "mlp_bank"]
-    assert event == later == ["value_tables", "ngram_table"]
+    assert adam == updated["adamtied"] and event == updated["event4"]
+    assert event == ["value_tables", "ngram_table"]
     assert sorted(anvil + adam + event) == sorted(T.param_table(T.Config()))
 
 
@@ -702,7 +706,16 @@ def test_programs_of_the_record_on_eight_devices():
     """Shapes of all that goes in, and where it lies, without a device that could hold it."""
     cfg, mesh = T.Config(), mesh_of(8)
     found, grads = T.programs(cfg, mesh, T.PLAIN), [f"grads{i}" for i in range(6)]
-    assert list(found) == [*grads, "anvil", "adam", "event2", "event4", "finish", "eval"]
+    assert list(found) == [
+        *grads,
+        "anvil",
+        "adamtied",
+        "adam",
+        "event2",
+        "event4",
+        "finish",
+        "eval",
+    ]
     shapes = (16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576), (40_960, 0)
     shapes = dict(zip(grads, (*shapes, (16_384, 0)), strict=True)) | {"eval": (262_144, 0)}
     for name, (t, candidates) in shapes.items():
