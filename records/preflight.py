@@ -32,9 +32,9 @@ compiler's own copies between memory and chip are counted, but take no time: the
 Predictions of a compiler are not measurements. What there is to hold them against: made of
 estimates and bundles alone for an earlier JAX port the prediction was 0.295 s a step where its log
 has 0.307 s at 1024 tokens a row, 0.502 s for 0.424 s at 2048, and 667 s for the 612 s of its whole
-run. Use them to
-rank changes, and quote ratios. Of hardware other than v6e there are no predictions, only memory and
-collectives: libtpu writes no estimates for some, and H100's compiler makes none.
+run. Use them to rank changes, and quote ratios. Of hardware other than v6e there are no
+predictions, only memory and collectives: libtpu writes no estimates for some, and H100's compiler
+makes none.
 
 The tables, for one execution on one device:
 
@@ -47,10 +47,9 @@ The tables, for one execution on one device:
               ids that the softmax runs over), none for attention's scores; "counted" is the
               compiler's count on one device: no kernels, loops once
     Mcycles   estimated, with those of the kernels, which the next column has
-    ms, memory, of peak   predicted; what of it memory decides; the model's FLOP in that time, of the
-              peak in bfloat16
-    links, hidden, moves   ms of what is said above; the share of all the links' time that other
-              work hides
+    ms, memory, of peak   predicted; what of it memory decides; the model's FLOP in that time, of
+              the peak in bfloat16
+    links, hidden, moves   ms of what is said above; the share of all time of links that work hides
     by component   Mcycles of all three above, GB, and the least that the matrix unit (none known of
               kernels) and memory would need, in Mcycles; how many times the larger of these it is
     visits    of the blocks that windows reach, those that attention kernels visit if documents have
@@ -262,8 +261,8 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate for one execution; 0 if it makes none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        """The compiler's estimate for one execution; 0 if it makes none, or says 2^63 - 1."""
+        found = re.search(r'"estimated_cycles":"(\d{1,18})"', self.rest)
         return int(found[1]) if found else 0
 
     @property
@@ -601,7 +600,7 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
                 now = free
         spent = one.times * work(one)
         now, worked = now + spent, worked + spent
-    return total, max(now, free) - worked
+    return total, max(0.0, min(total, max(now, free) - worked))
 
 
 def kernel_bundles(schedule: str) -> tuple[int, int]:

@@ -164,6 +164,12 @@ def test_walk_counts_a_loop_of_unknown_length_once_and_says_so():
     assert notes == {"loop while.1, of unknown length, is counted once"}
 
 
+def test_an_estimate_that_is_none_counts_as_none():
+    """libtpu writes the largest integer for what it offloads to a SparseCore."""
+    instructions, _ = run(HLO.replace('"20000"', f'"{2**63 - 1}"'))
+    assert {one.name: one.cycles for one in instructions}["last"] == 0
+
+
 def test_instructions_keep_their_attributes_over_line_breaks():
     instructions, _ = run(HLO)
     kernel = next(one for one in instructions if one.name == "attend.4")
@@ -471,6 +477,20 @@ def test_every_trip_of_a_loop_hides_the_same(kind):
     body = start + PART + work("w", 30) + done
     assert played(loop, body) == (500, 350)
     assert played(work("w0", 1000) + loop, body) == (500, 350)
+
+
+def test_work_that_is_started_counts_where_it_starts():
+    """As if nothing went on beside it: scatters on a SparseCore, of which little is known."""
+    other = "(f32[8]{0}, f32[8]{0}) call-start(%p), to_apply=%work_in"
+    start, done = KINDS["plain"]
+    entry = f"o = {other}; s = {start};" + work("w", 30) + "od = f32[8] call-done(%o);"
+    assert played(f"{entry} d = {done};") == (100, 70)
+    text = HLO.replace(
+        "%pick = f32[8,4]{1,0} conditional(%x), branch_computations={%cheap, %dear, \
+%cheap}",
+        "%pick = f32[8,4]{1,0} call-start(%x), to_apply=%dear",
+    )
+    assert {one.name: one.cycles for one in run(text)[0]}["c.2"] == 300
 
 
 def test_what_awaits_something_unknown_waits_for_all():
