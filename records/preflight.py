@@ -741,20 +741,34 @@ def stack_frames(text: str) -> dict[str, list[str]]:
     return found
 
 
-def component(one: Instruction, frames: dict[str, list[str]], left: int = 9) -> str:
-    """Which of COMPONENTS an instruction belongs to: by a matmul that it fuses, then by itself; one
-    that the compiler has added, such as a copy, to what reads its result."""
+def component(one: Instruction, frames: dict[str, list[str]]) -> str:
+    """Which of COMPONENTS an instruction belongs to: by a matmul that it fuses, then by itself.
+
+    One that the compiler has added, such as a copy, belongs to what uses it, or to what made it.
+    """
+
+    def named(x) -> str | None:
+        fused = [*x.inner.values()] if x.op == "fusion" and x.inner else []
+        matmuls = [y for y in fused if y.op in ("dot", "convolution")]
+        for source in (*matmuls, x, *(y for y in fused if y.root)):
+            frame = re.search(r"stack_frame_id=(\d+)", source.rest)
+            if functions := frame and frames.get(frame[1]):
+                parts = (PART_OF.get(name.split(".")[0]) for name in functions)
+                return next(filter(None, parts), "other")
+        return None
+
+    def users(x):
+        return [y for y in x.scope.values() if x.name in y.operands]
+
     if one.transfer or one.holds("AsyncCollectiveDone"):
         return "collectives"
-    inner = [*one.inner.values()] if one.op == "fusion" and one.inner else []
-    matmuls = [x for x in inner if x.op in ("dot", "convolution")]
-    for source in (*matmuls, one, *(x for x in inner if x.root)):
-        frame = re.search(r"stack_frame_id=(\d+)", source.rest)
-        if functions := frame and frames.get(frame[1]):
-            parts = (PART_OF.get(name.split(".")[0]) for name in functions)
-            return next(filter(None, parts), "other")
-    users = (x for x in one.scope.values() if left and one.name in x.operands)
-    return next((component(x, frames, left - 1) for x in users), "other")
+    for ahead in (users, Instruction.inputs):
+        found = [one]
+        for _ in range(9):
+            if parts := [part for part in map(named, found) if part]:
+                return parts[0]
+            found = [y for x in found[:9] for y in ahead(x)]
+    return "other"
 
 
 def analyse(compiled, mesh, schedules: Path) -> dict:
@@ -966,10 +980,10 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["settings"] = changes or None
     row |= analyse(compiled, mesh, schedules)
-    ours = any(function.startswith("window_") for function in row["kernels"])
     row |= {"visits": None, "visit_ms": None}
-    if ours and name.startswith("grads"):
-        row["visits"] = visits(cfg, name, mesh.size, row["kernels"], hardware(kind).clock)
+    ours, clock = any(x.startswith("window_") for x in row["kernels"]), hardware(kind).clock
+    if ours and clock and name.startswith("grads"):
+        row["visits"] = visits(cfg, name, mesh.size, row["kernels"], clock)
         each = [found["ms"] for found in row["visits"]]
         row["visit_ms"] = None if None in each else sum(each)
     seconds = (row["predicted_ms"] or 0) / 1e3
@@ -992,15 +1006,13 @@ def whole_run(rows: list[dict]) -> dict:
         each = [(row.get(key), row["steps"]) for row in rows]
         return None if None in [ms for ms, _ in each] else sum(ms * n for ms, n in each) / 1e3
 
-    tables = [row.get("components") for row in training]
+    def in_all(part, key):
+        return sum(row["steps"] * row["components"][part][key] for row in training)
+
     parts = None
-    if all(tables):
-        keys = tables[0]["other"]
-        parts = {
-            part: {key: sum(row["steps"] * row["components"][part][key] for row in training)
-                   for key in keys}
-            for part in COMPONENTS
-        }  # fmt: skip
+    if all(row.get("components") for row in training):
+        keys = training[0]["components"]["other"]
+        parts = {part: {key: in_all(part, key) for key in keys} for part in COMPONENTS}
     totals = {
         "train_seconds": seconds("predicted_ms", training),
         "train_link_floor_seconds": seconds("link_floor_ms", training),
@@ -1075,7 +1087,7 @@ def lead(report: dict) -> str:
     lines = [f"The whole run on {where}: {total} = {parts}", tokens]
     if run["train_seconds"]:
         by_memory, linked = run["train_memory_seconds"], run["train_link_seconds"]
-        share, away = by_memory / run["train_seconds"], 1 - parts_of[1] / (linked or math.inf)
+        share, away = by_memory / run["train_seconds"], 1 - parts_of[1] / linked if linked else 0
         said = f"memory decides {by_memory:.1f} s, {share:.1%}, of what is predicted"
         lines.append(f"{said}; of {linked:.1f} s of links {away:.1%} are hidden")
     if run["visit_seconds"] is not None:
