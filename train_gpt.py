@@ -4478,6 +4478,11 @@ class Plan:
             return slice(half, self.block), slice(0, half)
         return slice(0, self.block), slice(0, self.block)
 
+    def earliest(self, starts_bt):
+        """The block in which the document of each block's first token begins [b, blocks]: no block
+        before that one is visited."""
+        return starts_bt[:, :: self.block] // self.block
+
     def name(self, direction: str) -> str:
         """A name that tells kernels of different work apart, in profiles and in dumps."""
         _, h, v, _ = self.sizes
@@ -4498,6 +4503,17 @@ class Plan:
         if array is None:
             return (None,)
         return array, (1, array.shape[1], self.block), lambda b, i, *_: (b, 0, at(i))
+
+
+def window_plan(heads: Heads, t: int, interpret: bool = False) -> Plan:
+    """The Plan for rows of `t` tokens."""
+    heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
+    return Plan(heads, math.gcd(t, 256), interpret)
+
+
+def visits(i, j: int, earliest):
+    """Whether block i of the queries visits block i - j of the keys, see Plan.earliest."""
+    return i - j >= earliest
 
 
 def times(a, b, transpose: bool = False):
@@ -4670,7 +4686,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
 
         look_back(0)
         for j in range(1, slots):
-            pl.when(i - j >= r.earliest[r.row, i])(functools.partial(look_back, j))
+            pl.when(visits(i, j, r.earliest[r.row, i]))(functools.partial(look_back, j))
         for lanes in tiles(n * v):
             ys = []
             for c, _ in heads_in(lanes, v):
@@ -4788,7 +4804,8 @@ def window_backward(plan: Plan, kept, y_grad):
         look_back(r, 0, first, mean)
         for j in range(1, slots):
             visit = functools.partial(look_back, r, j, first, mean)
-            pl.when((r.i - j >= r.earliest[r.row, newest(r.i)]) & (r.i < blocks))(visit)
+            seen = visits(r.i, j, r.earliest[r.row, newest(r.i)])
+            pl.when(seen & (r.i < blocks))(visit)
 
         # What the first blocks that leave write is overwritten by block 0, which comes after them.
         # The last steps have no block i: they repeat the last one, into a slot that nothing reads.
@@ -4917,9 +4934,7 @@ def attend_window(
             added_btd = jnp.concatenate(parts, axis=2)
         added_btd = jnp.pad(added_btd, ((0, 0), (0, 0), (2 * n * h, 0)))
         qkv_btp = mix((1.0, qkv_btp), (1.0, added_btd))
-    heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
-    plan = Plan(heads, math.gcd(t, 256), interpret)
-    starts = document_starts(segments_bt)
+    plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
     # Columns of a tile, of one or two heads; those that stand still turn with frequency 0.
     column, places = jnp.arange(LANES)[None], positions(t, heads)
     freqs = jnp.pad(freqs, (0, h // 2 - freqs.shape[0]))[column % (h // 2)]
@@ -4927,7 +4942,7 @@ def attend_window(
     tables = cos, jnp.where(column % h < h // 2, 1, -1) * sin
     others = {
         "starts": starts[:, None],
-        "earliest": starts[:, :: plan.block] // plan.block,
+        "earliest": plan.earliest(starts),
         "tables": jnp.concatenate(tables, axis=1).astype(qkv_btp.dtype)[None],
         "scale": jnp.reshape(scale, 1).astype(jnp.float32),
     }

@@ -11,22 +11,30 @@ packages that an error names. It takes minutes of a core for each program with g
 
 The figure that counts leads the report: seconds of the whole run, the sum of
 
-    predicted  the compiler's own estimate of cycles, over all that a program executes: loops as
-               often as they run, of a conditional the dearest branch. Pallas kernels, of which
-               the compiler makes none, are counted in bundles of their final schedules, times 1.77
-               to be on its scale: an upper bound, since blocks count that documents let them skip.
-    links      what the device with the fewest links sends in collectives, at the link's rate; of an
-               all-to-all what crosses the busiest cut through the mesh, if that takes longer: each
-               byte goes all the way, and through the middle of a v6e-8 two links carry half of all.
-               A floor, from bytes; nothing that hides it behind computation is known to be there.
-    moves      bytes of gathers, scatters and sorts without an estimate, at the memory's rate. A
-               floor.
+    predicted  of each instruction the longer of two: the compiler's estimate of its cycles, and its
+               bytes at the rate at which memory has been measured. Loops count as often as they
+               run, of a conditional the dearest branch. Pallas kernels, of which the compiler makes
+               no estimate, are counted in bundles of their final schedules, times 1.77 to be on its
+               scale: an upper bound, since blocks count that documents let them skip.
+    links      the time in which devices only send and receive. A collective takes what the device
+               with the fewest links sends, at the link's rate; an all-to-all what crosses the
+               busiest cut through the mesh, if that is longer: each byte goes all the way, and
+               through the middle of a v6e-8 two links carry half of all. The schedule is played:
+               links carry one collective after the other; what is started goes on beside other
+               instructions until one awaits it; all else holds them up.
+    moves      bytes of what has no estimate, gathers, scatters and sorts above all, at the memory's
+               rate. A floor.
 
-Predictions of a compiler are not measurements. What there is to hold them against: made the same
-way for an earlier JAX port the prediction was 0.295 s a step where its log has 0.307 s at 1024
-tokens a row, 0.502 s for 0.424 s at 2048, and 667 s for the 612 s of its whole run. Use them to
-rank changes, and quote ratios. Of hardware other than v6e there are no predictions, only memory and
-collectives: libtpu writes no estimates for some, and H100's compiler makes none.
+Bytes are those of operands and results that lie in memory, tiles filled up, none of what stays on
+the chip; of slices, gathers and updates in place, fused or not, only the rows that they touch. The
+compiler's own copies between memory and chip are counted, but take no time: they go on beside work.
+
+Predictions of a compiler are not measurements. What there is to hold them against: made of
+estimates and bundles alone for an earlier JAX port the prediction was 0.295 s a step where its log
+has 0.307 s at 1024 tokens a row, 0.502 s for 0.424 s at 2048, and 667 s for the 612 s of its whole
+run. Use them to rank changes, and quote ratios. Of hardware other than v6e there are no
+predictions, only memory and collectives: libtpu writes no estimates for some, and H100's compiler
+makes none.
 
 The tables, for one execution on one device:
 
@@ -39,8 +47,13 @@ The tables, for one execution on one device:
               ids that the softmax runs over), none for attention's scores; "counted" is the
               compiler's count on one device: no kernels, loops once
     Mcycles   estimated, with those of the kernels, which the next column has
-    ms, of peak   Mcycles in time; the model's FLOP in that time, of the peak in bfloat16
-    links, moves  ms of what is said above
+    ms, memory, of peak   predicted; what of it memory decides; the model's FLOP in that time, of
+              the peak in bfloat16
+    links, hidden, moves   ms of what is said above; the share of all time of links that work hides
+    by component   Mcycles of all three above, GB, and the least that the matrix unit (none known of
+              kernels) and memory would need, in Mcycles; how many times the larger of these it is
+    visits    of the blocks that windows reach, those that attention kernels visit if documents have
+              typical lengths, and the ms that they are faster then: in no other figure
     MB        of whole buffers that cross the network: before a reduce-scatter, after an all-gather;
               "sent" by one device
 
@@ -55,6 +68,7 @@ one row for each program, "predicted": totals of the run (of all programs only),
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -71,6 +85,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
 import jax
+import numpy as np
 
 import train_gpt as T
 
@@ -109,21 +124,47 @@ NOBODY_HOME = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 # Estimated cycles per bundle: the same MLP has 5.29 M of them in XLA's fusions and 2.99 M bundles.
+# Of all 86 fusions with large matmuls in the record's first gradients it is 1.51, of half of them
+# 1.06 to 2.06; of fusions that memory bounds it says nothing: they wait, and issue few bundles.
 KERNEL_FACTOR = 1.77
+CALLS = "call", "call-start", "async-start"
+RENAMES = "bitcast", "get-tuple-element", "tuple", "opt-barrier"
+# What takes no time itself, and custom calls that take none.
+FREE = *RENAMES, "parameter", "constant", "after-all", "partition-id", "while", "conditional"
+NO_WORK = "ConcatBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"
+NO_WORK += "PrepareAsyncCallStart", "PrepareAsyncCallDone"
+# Those that need all of an operand for any part of their result.
+WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
+# What functions of train_gpt.py do, for the table by component; the innermost that is named counts.
+COMPONENTS = {
+    "attention kernels": "attend_window window_forward window_backward attend_heads attend_triton",
+    "projections": "attention projection",
+    "MLP": "mlp squared_relu lean_squared_relu",
+    "head and loss": "loss_sums val_loss_sum fused_cross_entropy_backward",
+    "mixes and norms": "forward weighted_sum_backward",
+    "tables, exchange": "look_up candidate_head signed_sum fetch exchange sum_rows scatter_rows "
+    "sum_requests in_largest",
+    "optimizer": "update_step finish_step",
+    "collectives": "",
+    "other": "",
+}
+PART_OF = {name: part for part, names in COMPONENTS.items() for name in names.split()}
 COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
 
 
 class Hardware(NamedTuple):
-    """One device of a kind, by its maker's data sheet; None for what has not been looked up."""
+    """One device of a kind, by its maker's data sheet where nothing else is said; None for what has
+    not been looked up."""
 
     memory: int | None = None  # bytes that programs and state can have together
-    hbm: float | None = None  # bytes/s to and from memory
+    hbm: float | None = None  # bytes/s to and from memory, measured if that is known
     link: float | None = None  # bytes/s that leave through one link
     clock: float | None = None  # Hz of the compiler's cycles
 
 
 HARDWARE = {  # by device kind; its peak FLOP/s stand in train_gpt.py
-    "TPU v6 lite": Hardware(int(31.25 * 2**30), 1.64e12, 56e9, 1.75e9),
+    # Of a v6e's memory 1,185 GB/s have been measured and published; its data sheet has 1,638.
+    "TPU v6 lite": Hardware(int(31.25 * 2**30), 1.185e12, 56e9, 1.75e9),
     # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
     "NVIDIA H100 80GB HBM3": Hardware(int(0.75 * 81_559 * 2**20), 3.35e12, 450e9),
 }
@@ -203,52 +244,105 @@ def all_to_all_load(devices) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
-class Instruction(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
     """One instruction of an optimized program, and how often it runs."""
 
     name: str
     shape: str  # of its result, as text
     op: str
     rest: str  # operands, then attributes
+    root: bool
+    fused: bool  # part of a fusion's computation
+    scope: dict = dataclasses.field(repr=False)  # name -> Instruction of its computation
+    inner: dict | None = dataclasses.field(repr=False)  # the same of the computation that it calls
     times: int = 1
     in_loop: bool = False
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate for one execution; 0 if it makes none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        """The compiler's estimate for one execution; 0 if it makes none, or says 2^63 - 1."""
+        found = re.search(r'"estimated_cycles":"(\d{1,18})"', self.rest)
         return int(found[1]) if found else 0
 
     @property
-    def collective(self) -> str | None:
-        """Which of COLLECTIVES it is. A TPU's reduce-scatter can be a fusion of another name."""
-        if self.op == "fusion" and self.called("calls").startswith("all-reduce-scatter"):
-            return "reduce-scatter"
-        return next((kind for kind in COLLECTIVES if self.op in (kind, f"{kind}-start")), None)
+    def kernel(self) -> bool:
+        """Whether it is a Pallas kernel for TPUs."""
+        return self.op == "custom-call" and '"tpu_custom_call"' in self.rest
 
     def called(self, key: str) -> str:
         """The name after `key=`, or ""."""
         found = re.search(rf"\b{key}=%?([\w.\-]+)", self.rest)
         return found[1] if found else ""
 
+    @functools.cached_property
     def operands(self) -> list[str]:
         """Names of the operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
 
+    def inputs(self) -> list["Instruction"]:
+        """The operands that are instructions of the same computation, without what only renames."""
+        found = []
+        for one in (self.scope[name] for name in self.operands if name in self.scope):
+            found += one.inputs() if one.op in RENAMES else [one]
+        return found
+
+    @functools.cached_property
+    def transfer(self) -> "Instruction | None":
+        """The collective that it is, or that it executes or starts in a computation of its own.
+
+        A TPU's compiler also makes one of three kinds of fusions: one that starts it, some that do
+        other work in the meantime (they count as that work), and one that waits for its end.
+        """
+        if any(self.op in (kind, f"{kind}-start") for kind in COLLECTIVES):
+            return self
+        carries = self.op in ("fusion", "call-start", "async-start") and self.inner
+        beside = self.called("calls").startswith("async_collective_fusion")
+        if not carries or beside or self.holds("AsyncCollectiveDone"):
+            return None
+        return next((one.transfer for one in self.inner.values() if one.transfer), None)
+
+    def holds(self, target: str) -> bool:
+        """Whether it is a fusion with a custom call of this kind."""
+        fused = self.inner.values() if self.op == "fusion" and self.inner else ()
+        return any(f'custom_call_target="{target}"' in one.rest for one in fused)
+
+    @property
+    def starts(self) -> bool:
+        """Whether what it begins goes on while others run."""
+        return self.op.endswith("-start") or self.holds("AsyncCollectiveStart")
+
+    @property
+    def awaits(self) -> bool:
+        """Whether it waits for what another one has started."""
+        return self.op.endswith("-done") or self.holds("AsyncCollectiveDone")
+
+    @property
+    def collective(self) -> str | None:
+        """Which of COLLECTIVES it is. A TPU's reduce-scatter can be a fusion of another name."""
+        if self.transfer and self.called("calls").startswith("all-reduce-scatter"):
+            return "reduce-scatter"
+        return self.transfer and self.transfer.op.removesuffix("-start")
+
 
 def hlo_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
     """({computation: {name: Instruction}}, name of the entry) of an HLO module as text."""
-    found, entry = {}, ""
-    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\) -> .* \{\n)", text)[1:]:
-        head = re.match(r"(ENTRY )?%?([\w.\-]+) ", block)
-        lines = re.findall(
-            r"^ +(?:ROOT )?%?([^\s=]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*(?:\n(?!\}$|  ).*)*)",
+    blocks = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\) -> .* \{\n)", text)[1:]
+    heads = [re.match(r"(ENTRY )?%?([\w.\-]+) ", block) for block in blocks]
+    found = {head[2]: {} for head in heads}
+    fused = {*re.findall(r" fusion\(.*?\bcalls=%?([\w.\-]+)", text)}
+    for head, block in zip(heads, blocks, strict=True):
+        scope = found[head[2]]
+        for root, name, *line in re.findall(
+            r"^ +(ROOT )?%?([^\s=]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*(?:\n(?!\}$|  ).*)*)",
             block,
             re.MULTILINE,
-        )
-        found[head[2]] = {line[0]: Instruction(*line) for line in lines}
-        entry = head[2] if head[1] else entry
-    return found, entry
+        ):
+            called = re.search(r"\b(?:calls|to_apply)=%?([\w.\-]+)", line[2])
+            inner = called and found.get(called[1])
+            place = {"root": bool(root), "fused": head[2] in fused, "scope": scope}
+            scope[name] = Instruction(name, *line, **place, inner=inner)
+    return found, next((head[2] for head in heads if head[1]), "")
 
 
 def loop_trips(one: Instruction, computations) -> int | None:
@@ -258,23 +352,23 @@ def loop_trips(one: Instruction, computations) -> int | None:
     condition = computations[one.called("condition")]
     for test in condition.values():
         if test.op == "compare" and "direction=LT" in test.rest:
-            bound = condition.get(test.operands()[1])
+            bound = condition.get(test.operands[1])
             if bound is not None and bound.op == "constant":
                 return int(bound.rest.split(")")[0])
     return None
 
 
-def walk(text: str, notes: set):
-    """Yield (Instruction, its computation) for all that a program executes.
+def walk(computations, entry: str, notes: set, price=lambda one: one.cycles):
+    """Yield all Instructions that a program executes, in their order.
 
-    Loops multiply `times`; of a conditional the dearest branch counts; of fusions only those
-    without an estimate are entered. What makes the sum doubtful goes into `notes`.
+    Loops multiply `times`; of a conditional the branch with the highest price counts; fusions are
+    one instruction. What makes the sum doubtful goes into `notes`.
     """
-    computations, entry = hlo_computations(text)
 
     def visit(name, times, in_loop):
         for one in computations[name].values():
-            yield one._replace(times=times, in_loop=in_loop), computations[name]
+            one = dataclasses.replace(one, times=times, in_loop=in_loop)
+            yield one
             if one.op == "while":
                 trips = loop_trips(one, computations)
                 if trips is None:
@@ -282,68 +376,231 @@ def walk(text: str, notes: set):
                 yield from visit(one.called("body"), times * (trips or 1), True)
             elif one.op == "conditional":
                 names = re.findall(r"%([\w.\-]+)", one.rest.split("), ", 1)[1])
+                names = [name for name in names if name in computations]
                 branches = [list(visit(name, times, in_loop)) for name in names]
-                yield from max(branches, key=lambda branch: sum(x.cycles for x, _ in branch))
-            elif one.op in ("call", "fusion", "async-start") and not (one.cycles or one.collective):
+                yield from max(branches, key=lambda found: sum(x.times * price(x) for x in found))
+            elif one.op in CALLS and not one.transfer:
                 yield from visit(one.called("to_apply") or one.called("calls"), times, in_loop)
 
     return visit(entry, 1, False)
 
 
-def array_bytes(shape: str, op: str = "") -> int:
-    """Bytes of all arrays in an HLO type; of a -start's, without its u32[] for bookkeeping."""
-    if op.endswith("-start"):
-        shape = shape.replace("u32[]", "")
-    total = 0
-    for dtype, sides in re.findall(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]", shape):
+class Array(NamedTuple):
+    """One array of an HLO type."""
+
+    count: int  # of its numbers
+    size: int  # bytes of these
+    stored: int  # bytes in memory, with what fills up tiles; 0 if it is kept on the chip
+
+
+def arrays(shape: str) -> list[Array]:
+    """The arrays of an HLO type. Of a layout {1,0:T(8,128)S(1)} T is the tile, S where it is."""
+    found = []
+    for dtype, sides, layout in re.findall(
+        r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](?:\{([^}]*)\})?", shape
+    ):
         bits = re.search(r"\d+", dtype)  # pred has none
-        total += math.prod(map(int, filter(None, sides.split(",")))) * int(bits[0] if bits else 8)
-    return total // 8
+        bits, sides = int(bits[0]) if bits else 8, [int(x) for x in sides.split(",") if x]
+        count, order = math.prod(sides), [int(x) for x in layout.split(":")[0].split(",") if x]
+        tile = re.search(r"T\(([\d,]+)\)", layout)
+        if tile and order:
+            for axis, side in zip(order, reversed(tile[1].split(",")), strict=False):
+                sides[axis] = -(-sides[axis] // int(side)) * int(side)
+        stored = 0 if "S(" in layout else -(-math.prod(sides) * bits // 8)
+        found.append(Array(count, -(-count * bits // 8), stored))
+    return found
+
+
+def array_bytes(shape: str) -> int:
+    """Bytes of all arrays in an HLO type."""
+    return sum(array.size for array in arrays(shape))
+
+
+def numbers(one: Instruction) -> int:
+    """How many numbers its result has."""
+    return sum(array.count for array in arrays(one.shape))
+
+
+def updates(one: Instruction) -> int:
+    """How many numbers a dynamic-update-slice or a scatter writes."""
+    names = one.operands[1:2] if one.op == "dynamic-update-slice" else one.operands
+    names = names[-(len(names) // 2) :] if one.op == "scatter" else names
+    return sum(numbers(one.scope[name]) for name in names if name in one.scope)
+
+
+def in_place(one: Instruction) -> bool:
+    """Whether it writes into an array that is there already: not one that its fusion has made."""
+    if one.op not in ("dynamic-update-slice", "scatter"):
+        return False
+    base = one.scope.get(one.operands[0])
+    while base is not None and base.op in RENAMES and base.operands:
+        base = one.scope.get(base.operands[0])
+    return base is None or base.op == "parameter" or not one.fused
+
+
+def reads(one: Instruction, wanted: int) -> list[int]:
+    """How many numbers of each operand `one` reads if `wanted` of its result are."""
+    sizes = [numbers(one.scope[x]) if x in one.scope else 0 for x in one.operands]
+    if one.op == "fusion" and one.inner:
+        taken = fused_reads(one.inner, wanted)
+        return [min(size, taken.get(at, 0)) for at, size in enumerate(sizes)]
+    if one.op in ("slice", "dynamic-slice", "gather"):
+        return [min(sizes[0], wanted), *sizes[1:]] if sizes else []
+    if one.op in ("dynamic-update-slice", "scatter") and in_place(one):
+        bases = 1 if one.op == "dynamic-update-slice" else (len(sizes) - 1) // 2
+        old = updates(one) // bases if one.op == "scatter" else 0  # it adds to what is there
+        return [min(size, old) for size in sizes[:bases]] + sizes[bases:]
+    if one.op in WHOLE:
+        return sizes
+    return [min(size, wanted) for size in sizes]
+
+
+def fused_reads(inner: dict[str, Instruction], wanted: int) -> Counter:
+    """{number of a parameter: how many of its numbers a fused computation needs}."""
+    need, found = Counter(), Counter()
+    for one in reversed(inner.values()):
+        asked = min(wanted if one.root else need[one.name], numbers(one))
+        if one.op == "parameter":
+            found[int(one.rest.split(")")[0])] = asked
+        elif asked:
+            for name, count in zip(one.operands, reads(one, asked), strict=True):
+                need[name] += count
+    return found
+
+
+def writes(one: Instruction) -> list[int]:
+    """How many numbers of each array of its result `one` writes."""
+    if one.op == "fusion" and one.inner:
+        return next(writes(x) for x in one.inner.values() if x.root)
+    if one.op == "tuple":
+        return [n for x in one.operands for n in writes(one.scope[x])]
+    if one.op in RENAMES and len(one.operands) == 1 and one.operands[0] in one.scope:
+        before = one.scope[one.operands[0]]
+        if numbers(before) == numbers(one):
+            return writes(before)
+    return [updates(one)] if in_place(one) else [array.count for array in arrays(one.shape)]
+
+
+def memory_bytes(one: Instruction) -> int:
+    """Bytes that one execution reads from memory and writes there; none of a collective."""
+    if one.op in FREE or one.awaits or one.transfer or one.op in CALLS:
+        return 0
+    if one.op == "custom-call" and any(f'"{target}"' in one.rest for target in NO_WORK):
+        return 0
+    results = arrays(one.shape)
+    if one.starts:  # a copy to or from the chip: (what it makes, what of) or the other way around
+        size = min(array.size for array in results[:2])
+        return sum(min(size, array.stored) for array in results[:2])
+    if one.kernel:  # an operand that is given several times, or is also a result, counts once
+        aliased = {int(x) for x in re.findall(r"\{[\d, ]*\}: \((\d+),", one.rest)}
+        names = {x for at, x in enumerate(one.operands) if at not in aliased and x in one.scope}
+        given = [array for name in names for array in arrays(one.scope[name].shape)]
+        return sum(array.stored for array in results + given)
+    total = 0
+    for name, count in zip(one.operands, reads(one, numbers(one)), strict=True):
+        for array in arrays(one.scope[name].shape) if name in one.scope else ():
+            total += array.stored * min(count, array.count) / max(array.count, 1)
+    written = writes(one)
+    if len(written) != len(results):
+        written = [array.count for array in results]
+    for count, array in zip(written, results, strict=True):
+        total += array.stored * count / max(array.count, 1)
+    return round(total)
+
+
+def matmul_flops(one: Instruction) -> int:
+    """FLOP of the matmuls of an instruction or of what it fuses, as dots or as convolutions.
+
+    Each of b m k n: twice the root of the sizes of both operands and the result, if what all three
+    share (b) is taken out once.
+    """
+    if one.op == "fusion" and one.inner:
+        return sum(matmul_flops(x) for x in one.inner.values())
+    if one.op not in ("dot", "convolution") or not {*one.operands[:2]} <= {*one.scope}:
+        return 0
+    shapes = *(one.scope[x].shape for x in one.operands[:2]), one.shape
+    sides = [[int(n) for n in re.findall(r"\d+", x[x.index("[") : x.index("]")])] for x in shapes]
+    if labels := re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.rest):
+        places = [[at.index(x) for at in labels.groups()] for x in labels[1] if x.isdigit()]
+        shared = [{side[i] for side, i in zip(sides, at, strict=True)} for at in places]
+        shared = [sizes.pop() for sizes in shared if len(sizes) == 1]
+    else:
+        axes = re.search(r"lhs_batch_dims=\{([\d,]*)\}", one.rest)
+        shared = [sides[0][int(x)] for x in axes[1].split(",")] if axes else []
+    return 2 * math.isqrt(math.prod(map(math.prod, sides)) // math.prod(shared))
+
+
+def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
+    """(bytes of the whole buffer of a collective, those that a device sends).
+
+    The buffer is that before a reduce-scatter, after the others. Of it each device must send, or
+    receive, (n-1)/n; for an all-reduce, which is both, twice that.
+    """
+    kind, inside = one.collective, one.transfer
+    groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", inside.rest)
+    n = devices if groups is None else int(groups[2] or len(groups[1].split(",")))
+    whole = inside.op.endswith("-start") and kind != "all-reduce"  # operands and results
+    size = array_bytes(inside.shape.replace("u32[]", "") if whole else inside.shape)
+    if whole:
+        size = size * n // (n + 1) if kind in ("reduce-scatter", "all-gather") else size // 2
+    elif inside.op == "reduce-scatter":
+        size *= n
+    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
+    return size, round(size * share)
 
 
 def collectives(instructions, devices: int) -> dict[str, dict]:
-    """{kind: {count, bytes, largest_bytes, in_loop, sent_bytes}} of what one device executes.
-
-    Bytes are those of the whole buffer: before a reduce-scatter, after the others. Of these each
-    device must send, or receive, (n-1)/n; for an all-reduce, which is both, twice that.
-    """
+    """{kind: {count, bytes, largest_bytes, in_loop, sent_bytes}} of what one device executes."""
     found = {}
-    for one, _ in instructions:
-        kind = one.collective
-        if kind is None:
+    for one in instructions:
+        if not one.collective:
             continue
-        groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", one.rest)
-        n = devices if groups is None else int(groups[2] or len(groups[1].split(",")))
-        size, cut = array_bytes(one.shape, one.op), kind in ("reduce-scatter", "all-gather")
-        if one.op.endswith("-start") and kind != "all-reduce":  # its type has operands and results
-            size = size * n // (n + 1) if cut else size // 2
-        elif kind == "reduce-scatter":
-            size *= n
-        sent = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
+        size, sent = sent_bytes(one, devices)
         empty = {"count": 0, "bytes": 0, "largest_bytes": 0, "sent_bytes": 0, "in_loop": False}
-        row = found.setdefault(kind, empty)
+        row = found.setdefault(one.collective, empty)
         row["count"] += one.times
         row["bytes"] += one.times * size
-        row["sent_bytes"] += round(one.times * size * sent)
+        row["sent_bytes"] += one.times * sent
         row["largest_bytes"] = max(row["largest_bytes"], size)
         row["in_loop"] |= one.in_loop
     return found
 
 
-def moved_bytes(instructions) -> int:
-    """Bytes that gathers, scatters and sorts without an estimate read and write at least.
+def link_seconds(instructions, work, cross) -> tuple[float, float]:
+    """(seconds that collectives take, those in which nothing else is done): a play of the schedule.
 
-    A gather reads rows and writes them; a scatter reads updates, and reads and writes their rows.
+    work(one), cross(one): seconds of one execution of its own, and in the links, which carry one
+    collective after the other. Those that are started go on until an instruction awaits them;
+    others, and what awaits something unknown, hold everything up. Loops are played once with all
+    times multiplied: every trip is alike.
     """
-    total = 0
-    for one, scope in instructions:
-        if one.op in ("gather", "sort") and not one.cycles:
-            total += one.times * 2 * array_bytes(one.shape)
-        elif one.op == "scatter" and not one.cycles:
-            names = one.operands()
-            updates = names[-(len(names) // 2) :]  # after the arrays and one array of places
-            total += one.times * 3 * sum(array_bytes(scope[name].shape) for name in updates)
-    return total
+
+    def start_of(one) -> str | None:
+        """What it awaits; found through fusions that do other work in the meantime."""
+        for x in one.inputs():
+            if x.starts:
+                return x.name
+            between = x.op.endswith("-update") or "async_collective_fusion" in x.called("calls")
+            if between and (name := start_of(x)):
+                return name
+        return None
+
+    now = free = worked = total = 0.0  # the time; when the links are free
+    ends = dict.fromkeys((start_of(one) for one in instructions if one.awaits), 0.0)
+    for one in instructions:
+        if one.awaits:
+            name = start_of(one)
+            now = max(now, ends[name] if name else free)
+        elif one.transfer:
+            took = one.times * cross(one)
+            total, free = total + took, max(free, now) + took
+            if one.starts and one.name in ends:
+                ends[one.name] = free
+            else:
+                now = free
+        spent = one.times * work(one)
+        now, worked = now + spent, worked + spent
+    return total, max(0.0, min(total, max(now, free) - worked))
 
 
 def kernel_bundles(schedule: str) -> tuple[int, int]:
@@ -402,33 +659,116 @@ def schedule_dump():
                 os.environ["LIBTPU_INIT_ARGS"] = before
 
 
-def kernel_cycles(instructions, folder: Path, notes: set) -> int | None:
-    """Cycles of a program's Pallas kernels, on the scale of the estimates for the rest.
+class Kernel(NamedTuple):
+    """What the schedule of a Pallas kernel tells."""
+
+    bundles: int
+    skipped: list[int] = []  # bundles of each region that a step of its grid may skip
+
+
+def skipped_bundles(schedule: str) -> list[int]:
+    """Bundles of the large regions that a predicate may skip, in order: of pl.when, in our kernels.
+
+    A branch to region N is there to skip what goes on to the end of region N - 1.
+    """
+    head = r"^ *(?:0x)?([0-9a-f]+) +(?:[A-Z]{2})? *:[ >]*\{"
+    _, *parts = re.split(head, schedule, flags=re.MULTILINE)
+    bundles = [(int(at, 16), text) for at, text in zip(parts[::2], parts[1::2], strict=True)]
+    ends = {int(n): at for at, text in bundles for n in re.findall(r"End region (\d+)", text)}
+    found = []
+    for at, text in bundles:
+        for target in re.findall(r"sbr\.rel \(.*?target = \$region(\d+)", text):
+            size = ends.get(int(target) - 1, 0) - at
+            found += [size] if 100 < size < len(bundles) / 2 else []
+    return found
+
+
+def read_kernels(instructions, folder: Path, notes: set) -> dict[str, Kernel] | None:
+    """{name: Kernel} of a program's Pallas kernels.
 
     From the schedules in `folder`, which it empties; of two under one name the later counts, for
     the one before may be of a program that did not fit. Equal kernels are compiled once, under the
     name of one of them. None if one has no schedule: libtpu was loaded before schedule_dump.
     """
-    kernels = {one.name: one for one, _ in instructions if '"tpu_custom_call"' in one.rest}
+    kernels = {one.name: one for one in instructions if one.kernel}
     code = {x: re.findall(r'"body":"(.*?)"', one.rest) or x for x, one in kernels.items()}
-    function = {name: re.sub(r"[.\d]+$", "", name) for name in kernels}
-    counts, total = {}, 0
+    found, all_ = {}, {}
     for path in sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
         if name and name[1] in kernels:
-            counts[name[1]], unknown = kernel_bundles(path.read_text(errors="replace"))
+            text = path.read_text(errors="replace")
+            bundles, unknown = kernel_bundles(text)
+            found[name[1]] = Kernel(bundles, skipped_bundles(text))
             if unknown:
                 notes.add(f"kernel {name[1]}: {unknown} loops of unknown length counted once")
         path.unlink()
-    for name, one in kernels.items():
-        same_code = [counts[x] for x in counts if code[x] == code[name]]
-        same_function = [counts[x] for x in counts if function[x] == function[name]]
+    for name in kernels:
+        same_code = [found[x] for x in found if code[x] == code[name]]
+        same_function = [found[x] for x in found if function_of(x) == function_of(name)]
         equal = same_code or same_function
         if not equal:
             notes.add(f"kernel {name} has no schedule: no prediction")
             return None
-        total += one.times * counts.get(name, max(equal))
-    return round(total * KERNEL_FACTOR)
+        all_[name] = found.get(name) or max(equal)
+    return all_
+
+
+def function_of(name: str) -> str:
+    """The name of a kernel without the numbers that tell its calls apart."""
+    return re.sub(r"(\.\d+)+$", "", name)
+
+
+def stack_frames(text: str) -> dict[str, list[str]]:
+    """{stack_frame_id: functions, innermost first} of an HLO module as text.
+
+    A frame names its parent by the number of that plus 1; the outermost one names itself.
+    """
+
+    def section(name):
+        found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        return dict(x.split(" ", 1) for x in found[1].splitlines()) if found else {}
+
+    def field(line, key):
+        return re.search(rf"{key}=(\d+)", line)[1]
+
+    names, places = section("FunctionNames"), section("FileLocations")
+    frames, found = section("StackFrames"), {}
+    for number in sorted(frames, key=int):  # parents come first
+        place = places[field(frames[number], "file_location_id")]
+        parent = str(int(field(frames[number], "parent_frame_id")) - 1)
+        function = names[field(place, "function_name_id")].strip('"')
+        found[number] = [function, *found.get(parent, [])]
+    return found
+
+
+def component(one: Instruction, frames: dict[str, list[str]]) -> str:
+    """Which of COMPONENTS an instruction belongs to: by a matmul that it fuses, then by itself.
+
+    One that the compiler has added, such as a copy, belongs to what uses it, or to what made it.
+    """
+
+    def named(x) -> str | None:
+        fused = [*x.inner.values()] if x.op == "fusion" and x.inner else []
+        matmuls = [y for y in fused if y.op in ("dot", "convolution")]
+        for source in (*matmuls, x, *(y for y in fused if y.root)):
+            frame = re.search(r"stack_frame_id=(\d+)", source.rest)
+            if functions := frame and frames.get(frame[1]):
+                parts = (PART_OF.get(name.split(".")[0]) for name in functions)
+                return next(filter(None, parts), "other")
+        return None
+
+    def users(x):
+        return [y for y in x.scope.values() if x.name in y.operands]
+
+    if one.transfer or one.holds("AsyncCollectiveDone"):
+        return "collectives"
+    for ahead in (users, Instruction.inputs):
+        found = [one]
+        for _ in range(9):
+            if parts := [part for part in map(named, found) if part]:
+                return parts[0]
+            found = [y for x in found[:9] for y in ahead(x)]
+    return "other"
 
 
 def analyse(compiled, mesh, schedules: Path) -> dict:
@@ -437,26 +777,75 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
     None stands for what is not known. "flops" is the compiler's own count, which leaves out kernels
     and takes the body of a loop once.
     """
-    devices, notes = [*mesh.devices.flat], set()
-    known = hardware(devices[0].device_kind)
-    instructions = [*walk(compiled.as_text(), notes)]
-    found = collectives(instructions, mesh.size)
-    sent = sum(row["sent_bytes"] for row in found.values())
-    kernels = kernel_cycles(instructions, schedules, notes)
-    cycles = sum(one.times * one.cycles for one, _ in instructions)
-    cycles = cycles + kernels if cycles and kernels is not None else None
-    links, across = link_count(devices) or 1, found.get("all-to-all", {"bytes": 0, "sent_bytes": 0})
-    middle = across["bytes"] * all_to_all_load(devices) - across["sent_bytes"] / links
-    loaded = sent / links + max(0, middle)  # bytes of the busiest link
+    devices, notes, text = [*mesh.devices.flat], set(), compiled.as_text()
+    known, peak = hardware(devices[0].device_kind), T.peak_flops(devices[0].device_kind)
+    (computations, entry), frames = hlo_computations(text), stack_frames(text)
+    every = (one for scope in computations.values() for one in scope.values())
+    kernels = read_kernels(every, schedules, notes)
+    links, load = link_count(devices) or 1, all_to_all_load(devices)
+
+    def cycles(one) -> int:
+        bundles = kernels[one.name].bundles if one.kernel and kernels else 0
+        return round(bundles * KERNEL_FACTOR) or one.cycles
+
+    def seconds(one) -> tuple[float, float]:
+        """By cycles and by memory: copies that go on beside other work take none of either."""
+        moves = known.hbm and not one.starts
+        computed = cycles(one) / known.clock if known.clock else 0.0
+        return computed, memory_bytes(one) / known.hbm if moves else 0.0
+
+    def work(one) -> float:
+        return max(seconds(one))
+
+    def cross(one) -> float:
+        size, sent = sent_bytes(one, mesh.size)
+        across = size * load if one.collective == "all-to-all" else 0.0
+        return max(sent / links, across) / known.link if known.link else 0.0
+
+    instructions = [*walk(computations, entry, notes, work)]
+    linked, alone = link_seconds(instructions, work, cross)
+    estimated = sum(one.times * one.cycles for one in instructions)
+    parts = {part: Counter() for part in COMPONENTS}
+    spent, calls = Counter(), {}
+    for one in instructions:
+        computed, moving = seconds(one)
+        took, part = one.times * max(computed, moving), parts[component(one, frames)]
+        spent["predicted" if computed else "moved"] += took
+        spent["by memory"] += took if moving > computed > 0 else 0.0
+        part["seconds"] += took
+        part["bytes"] += one.times * memory_bytes(one)
+        part["flops"] += one.times * matmul_flops(one)
+        if one.kernel and kernels:
+            call = {"calls": 0, "cycles": 0, "skipped": kernels[one.name].skipped}
+            call = calls.setdefault(function_of(one.name), call)
+            call["calls"] += one.times
+            call["cycles"] += one.times * cycles(one)
+    parts["collectives"]["seconds"] += alone
+    own, clock = sum(call["cycles"] for call in calls.values()), known.clock
+    told = bool(estimated and clock) and kernels is not None
+    table = {
+        part: {
+            "cycles": round(x["seconds"] * clock),
+            "bytes": x["bytes"],
+            "flops": x["flops"],
+            "matrix_cycles": round(x["flops"] / peak * clock),
+            "memory_cycles": round(x["bytes"] / known.hbm * clock),
+        }
+        for part, x in (parts.items() if told and peak else ())
+    }
     return {
         "flops": (compiled.cost_analysis() or {}).get("flops"),
         "bytes": T.program_bytes(compiled),
-        "collectives": found,
-        "estimated_cycles": cycles,
-        "kernel_cycles": cycles and kernels,
-        "predicted_ms": cycles and known.clock and 1e3 * cycles / known.clock,
-        "link_floor_ms": known.link and 1e3 * loaded / known.link,
-        "moved_floor_ms": known.hbm and 1e3 * moved_bytes(instructions) / known.hbm,
+        "collectives": collectives(instructions, mesh.size),
+        "estimated_cycles": estimated + own if told else None,
+        "kernel_cycles": own if told else None,
+        "predicted_ms": 1e3 * spent["predicted"] if told else None,
+        "memory_ms": 1e3 * spent["by memory"] if told else None,
+        "link_ms": known.link and 1e3 * linked,
+        "link_floor_ms": known.link and 1e3 * alone,
+        "moved_floor_ms": known.hbm and 1e3 * spent["moved"],
+        "components": table or None,
+        "kernels": calls,
         "notes": sorted(notes),
     }
 
@@ -519,6 +908,53 @@ def about(cfg: T.Config, name: str) -> dict:
     }
 
 
+# Lengths of documents: log-normal with this mean and deviation of the logarithm, as FineWeb's.
+DOCUMENTS = 1050, 1.0
+
+
+def typical_starts(cfg: T.Config, stage: T.Stage) -> np.ndarray:
+    """Where the documents of a batch's tokens begin in their rows, int32 [rows, t], as documents of
+    typical lengths fill rows of `stage` in plan_packed's order."""
+    (mean, deviation), draw = DOCUMENTS, np.random.default_rng(0)
+    tokens = np.zeros((stage.rows, stage.row_tokens + 1), np.int32)
+    for row in tokens:
+        at = 0
+        while at < row.size:
+            row[at] = 1  # BOS
+            length = draw.lognormal(math.log(mean) - deviation**2 / 2, deviation)
+            at += max(2, min(round(length), stage.doc_cap or row.size))
+    return np.asarray(T.document_starts(T.segment_ids(tokens[:, :-1], 1, cfg.attention_cap)))
+
+
+def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) -> list[dict]:
+    """Of a program with gradients, by kind of layer and window: the share of the blocks that
+    windows reach which typical documents make attention visit, and the ms that are less for it.
+
+    As T.visits, the kernels' rule, has it. None as ms: not all schedules say what a visit takes.
+    """
+    stage = cfg.stages[T.grads_shapes(cfg)[int(name.removeprefix("grads"))][0]]
+    rows, starts, found = stage.rows, typical_starts(cfg, stage), {}
+    for i in cfg.layers_with("attends"):
+        heads = T.heads_of(cfg, i, stage.windows)
+        plan = T.window_plan(heads, stage.row_tokens)
+        earliest = plan.earliest(starts)
+        blocks = np.arange(earliest.shape[1])
+        seen = [int(T.visits(blocks, j, earliest).sum()) for j in range(plan.slots)]
+        saved = 0
+        for direction, steps in (("forward", blocks.size), ("backward", blocks.size + plan.delay)):
+            regions = kernels.get(plan.name(direction), {"skipped": []})["skipped"]
+            known = len(regions) == plan.slots - 1 and saved is not None
+            less = (size * (rows * steps - n) for size, n in zip(regions, seen[1:], strict=False))
+            saved = saved + sum(less) if known else None
+        row = {"attends": cfg.layers[i].attends, "window": heads.window, "layers": 0, "ms": 0.0}
+        row = found.setdefault((cfg.layers[i].attends, heads.window), row)
+        row["share"] = sum(seen) / (rows * blocks.size * plan.slots)
+        row["layers"] += 1
+        less = None if saved is None else 1e3 * saved * KERNEL_FACTOR / devices / clock
+        row["ms"] = None if None in (less, row["ms"]) else row["ms"] + less
+    return [*found.values()]
+
+
 def model_flops(cfg: T.Config, name: str, of: dict) -> float:
     """Model FLOPs of a program, which takes what `about` says, on all devices."""
     if not of["tokens_per_step"]:
@@ -545,6 +981,12 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["settings"] = changes or None
     row |= analyse(compiled, mesh, schedules)
+    row |= {"visits": None, "visit_ms": None}
+    ours, clock = any(x.startswith("window_") for x in row["kernels"]), hardware(kind).clock
+    if ours and clock and name.startswith("grads"):
+        row["visits"] = visits(cfg, name, mesh.size, row["kernels"], clock)
+        each = [found["ms"] for found in row["visits"]]
+        row["visit_ms"] = None if None in each else sum(each)
     seconds = (row["predicted_ms"] or 0) / 1e3
     known = seconds and peak
     row["utilization"] = row["model_flops"] / (mesh.size * peak * seconds) if known else None
@@ -565,6 +1007,13 @@ def whole_run(rows: list[dict]) -> dict:
         each = [(row.get(key), row["steps"]) for row in rows]
         return None if None in [ms for ms, _ in each] else sum(ms * n for ms, n in each) / 1e3
 
+    def in_all(part, key):
+        return sum(row["steps"] * row["components"][part][key] for row in training)
+
+    parts = None
+    if all(row.get("components") for row in training):
+        keys = training[0]["components"]["other"]
+        parts = {part: {key: in_all(part, key) for key in keys} for part in COMPONENTS}
     totals = {
         "train_seconds": seconds("predicted_ms", training),
         "train_link_floor_seconds": seconds("link_floor_ms", training),
@@ -579,6 +1028,10 @@ def whole_run(rows: list[dict]) -> dict:
     return {
         "sum_seconds": sum(totals.values()) if known else None,
         **totals,
+        "train_memory_seconds": seconds("memory_ms", training),
+        "train_link_seconds": seconds("link_ms", training),
+        "visit_seconds": seconds("visit_ms", grads),
+        "components": parts,
         "eval_seconds": seconds("predicted_ms", evals),
         "loader_tokens_per_second": rate,
         "model_flops": sum(row["model_flops"] * row["steps"] for row in grads),
@@ -600,6 +1053,21 @@ def line(name: str, *cells) -> str:
     return f"{name:8}" + "".join(f" {cell:>8}" for cell in cells)
 
 
+def by_component(name: str, parts: dict) -> list[str]:
+    """Rows of the table by component: those that take any time, and their sum."""
+    keys = "cycles", "bytes", "matrix_cycles", "memory_cycles"
+    parts = {part: row for part, row in parts.items() if row["cycles"] or row["bytes"]}
+    whole = {key: sum(row[key] for row in parts.values()) for key in keys}
+    lines = []
+    for part, row in (parts | {"all": whole}).items():
+        cells = [f"{row[key] / 1e6:,.2f}" for key in keys]
+        cells[1] = f"{row['bytes'] / 1e9:,.2f}"
+        floor = max(row["matrix_cycles"], row["memory_cycles"])
+        cells.append(f"{row['cycles'] / floor:.2f}" if floor > 1e-3 * row["cycles"] else "-")
+        lines.append(f"{name:8} {part:17}" + "".join(f" {cell:>13}" for cell in cells))
+    return lines
+
+
 def lead(report: dict) -> str:
     """The figure that counts, and what else there is to say about the whole run."""
     run, where = report["predicted"], f"{report['devices']} x {report['device_kind']}"
@@ -608,7 +1076,8 @@ def lead(report: dict) -> str:
     if run is None:
         return f"Some programs on {where}; the sum for a run needs all (no --program)\n  {spent}"
     keys = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
-    parts = zip(("predicted", "links", "moves"), (run[key] for key in keys), strict=True)
+    parts_of = [run[key] for key in keys]
+    parts = zip(("predicted", "links", "moves"), parts_of, strict=True)
     parts = " + ".join(f"{name} {number(seconds)}" for name, seconds in parts)
     total = "unknown" if run["sum_seconds"] is None else f"{run['sum_seconds']:.1f} s"
     flops, peak = run["model_flops"], T.peak_flops(report["device_kind"])
@@ -617,6 +1086,14 @@ def lead(report: dict) -> str:
         share = flops / (report["devices"] * peak * run["train_seconds"])
         tokens += f", {share:.1%} of the peak in what is predicted"
     lines = [f"The whole run on {where}: {total} = {parts}", tokens]
+    if run["train_seconds"]:
+        by_memory, linked = run["train_memory_seconds"], run["train_link_seconds"]
+        share, away = by_memory / run["train_seconds"], 1 - parts_of[1] / linked if linked else 0
+        said = f"memory decides {by_memory:.1f} s, {share:.1%}, of what is predicted"
+        lines.append(f"{said}; of {linked:.1f} s of links {away:.1%} are hidden")
+    if run["visit_seconds"] is not None:
+        less = f"{run['visit_seconds']:.1f} s less"
+        lines.append(f"{less} if attention skips what documents of typical lengths let it skip")
     if validation := run["eval_seconds"]:
         lines.append(f"validation {validation:.1f} s, while the clock stands still")
     if rate := run["loader_tokens_per_second"]:
@@ -629,7 +1106,11 @@ def describe(report: dict) -> str:
     rows = report["variants"]
     programs = [f"{'program':8} {'':72} {'times':>8} {'seconds':>8}"]
     memory = [line("GiB", "args", "temps", "peak", "+ state")]
-    costs = [line("", "TFLOP", "counted", "Mcycles", "kernels", "ms", "of peak", "links", "moves")]
+    heads = "TFLOP", "counted", "Mcycles", "kernels", "ms", "memory", "of peak"
+    costs = [line("", *heads, "links", "hidden", "moves")]
+    heads = "Mcycles", "GB", "matrix unit", "memory", "x the floor"
+    parts = [f"{'by component':26}" + "".join(f" {head:>13}" for head in heads)]
+    seen = ["visits   of what windows reach, with documents of typical lengths; ms less for it"]
     sent = [line("network", "", "", "count", "MB", "largest", "sent", "in loop")]
     for row in rows:
         name, settings = row["name"], row["settings"]
@@ -641,21 +1122,30 @@ def describe(report: dict) -> str:
         memory.append(line(name, *sizes) + how)
         flops = number(row["model_flops"], ".1f", 1e12), number(row["flops"], ".2f", 1e12)
         cycles = (number(row.get(key), ".1f", 1e6) for key in ("estimated_cycles", "kernel_cycles"))
-        spent = number(row.get("predicted_ms")), number(row.get("utilization"), ".1%")
-        floors = number(row.get("link_floor_ms")), number(row.get("moved_floor_ms"))
+        spent = number(row.get("predicted_ms")), number(row.get("memory_ms"))
+        used, links, alone = (row.get(x) for x in ("utilization", "link_ms", "link_floor_ms"))
+        away = number(1 - alone / links if links else None, ".1%")
+        floors = number(used, ".1%"), number(alone), away, number(row.get("moved_floor_ms"))
         costs.append(line(name, *flops, *cycles, *spent, *floors))
+        parts += by_component(name, row["components"]) if row.get("components") else []
+        for found in row.get("visits") or ():
+            kind = f"{found['layers']} layers {found['attends']}, window {found['window']:,}"
+            seen.append(f"{name:8} {kind:32} {found['share']:>8.1%} {number(found['ms']):>8}")
         for kind, found in row.get("collectives", {}).items():
             keys = "bytes", "largest_bytes", "sent_bytes"
             size = (f"{found[key] / 1e6:,.1f}" for key in keys)
             loop = "yes" if found["in_loop"] else "no"
             sent.append(f"{name:8} {kind:17}" + line("", found["count"], *size, loop)[8:])
+    if report["predicted"] and (whole := report["predicted"]["components"]):
+        parts += by_component("the run", whole)
+    seen, parts = (table if len(table) > 1 else [] for table in (seen, parts))
     notes = [f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())]
     legend = (
         "Predicted by the compiler, not measured, and of kernels an upper bound; for one execution "
         "on one\ndevice, but TFLOP on all. What the columns mean, and how far to trust them: the "
         "docstring of\nrecords/preflight.py."
     )
-    tables = (programs, memory, costs, sent, notes, [legend])
+    tables = (programs, memory, costs, parts, seen, sent, notes, [legend])
     return "\n\n".join([lead(report), *("\n".join(table) for table in tables if table)])
 
 

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import ROOT
 from jax.sharding import NamedSharding
@@ -106,6 +107,9 @@ backend_config={"custom_call_config":{"body":"AAA"}}
 
 ENTRY %main.5_spmd (x: f32[8,4], table.1: bf16[100,16]) -> f32[8,4] {
   %x = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %table.1 = bf16[100,16]{1,0} parameter(1)
+  %ids.1 = s32[8]{0} parameter(2)
+  %zeros.1 = f32[100,16]{1,0} parameter(3)
   %while.2 = (s32[]{:T(128)}, f32[8,4]{1,0}) while(%x), condition=%outer_condition, \
 body=%outer_body, backend_config={"known_trip_count":{"n":"3"}}
   %attend.4 = (f32[8,4]{1,0}, /*index=1*/f32[8]{0}) custom-call(%x), \
@@ -115,9 +119,10 @@ custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
   %attend.5 = f32[8,4]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
 backend_config={"custom_call_config":{"body":"AAA"}}
   %pick = f32[8,4]{1,0} conditional(%x), branch_computations={%cheap, %dear, %cheap}
-  %rows.1 = bf16[8,16]{1,0} fusion(%table.1), kind=kCustom, calls=%gather_in
-  %table_grad = f32[100,16]{1,0} fusion(%rows.1), kind=kCustom, calls=%scatter_in
-  %sort = (s32[8]{0:T(1024)S(1)}, s32[8]{0}) sort(%a, %b), dimensions={0}, to_apply=%add
+  %rows.1 = bf16[8,16]{1,0} fusion(%table.1, %ids.1), kind=kCustom, calls=%gather_in
+  %table_grad = f32[100,16]{1,0} fusion(%zeros.1, %ids.1, %rows.1), kind=kCustom, \
+calls=%scatter_in
+  %sort = (s32[8]{0:T(1024)S(1)}, s32[8]{0}) sort(%ids.1, %ids.1), dimensions={0}, to_apply=%add
   %fusion.8 = f32[128]{0:T(1024)S(1)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3
   %reduce_scatter.2 = f32[4]{0} reduce-scatter(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
   %all-gather-start = (f32[2]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]
@@ -136,34 +141,40 @@ backend_config={"estimated_cycles":"20000"}
 
 def run(text: str):
     notes = set()
-    return list(preflight.walk(text, notes)), notes
+    return list(preflight.walk(*preflight.hlo_computations(text), notes)), notes
 
 
 def test_walk_multiplies_loops_and_takes_the_dearest_branch():
-    """5 times (condition) in 3 times (attributes); what is in fusions with an estimate is not."""
+    """5 times (condition) in 3 times (attributes); a fusion is one instruction."""
     instructions, notes = run(HLO)
-    cycles = {one.name: (one.cycles, one.times) for one, _ in instructions}
+    cycles = {one.name: (one.cycles, one.times) for one in instructions}
     assert {name: x for name, x in cycles.items() if x[0]} == {
         "tiny": (7, 15),
         "c.2": (300, 1),
         "last": (20_000, 1),
     }
-    assert {one.name for one, _ in instructions if one.in_loop} >= {"tiny", "attend.3", "while.1"}
-    assert not {one.name for one, _ in instructions if one.in_loop} & {"attend.4", "x", "while.2"}
+    assert {one.name for one in instructions if one.in_loop} >= {"tiny", "attend.3", "while.1"}
+    assert not {one.name for one in instructions if one.in_loop} & {"attend.4", "x", "while.2"}
     assert notes == set()
 
 
 def test_walk_counts_a_loop_of_unknown_length_once_and_says_so():
     instructions, notes = run(HLO.replace("direction=LT", "direction=NE"))
-    assert {one.name: one.times for one, _ in instructions}["tiny"] == 3
+    assert {one.name: one.times for one in instructions}["tiny"] == 3
     assert notes == {"loop while.1, of unknown length, is counted once"}
+
+
+def test_an_estimate_that_is_none_counts_as_none():
+    """libtpu writes the largest integer for what it offloads to a SparseCore."""
+    instructions, _ = run(HLO.replace('"20000"', f'"{2**63 - 1}"'))
+    assert {one.name: one.cycles for one in instructions}["last"] == 0
 
 
 def test_instructions_keep_their_attributes_over_line_breaks():
     instructions, _ = run(HLO)
-    kernel = next(one for one, _ in instructions if one.name == "attend.4")
+    kernel = next(one for one in instructions if one.name == "attend.4")
     assert kernel.shape == "(f32[8,4]{1,0}, /*index=1*/f32[8]{0})"
-    assert '"body":"BBB"' in kernel.rest and kernel.operands() == ["x"]
+    assert '"body":"BBB"' in kernel.rest and kernel.operands == ["x"]
 
 
 def test_collectives_of_all_spellings():
@@ -183,9 +194,378 @@ def test_collectives_of_all_spellings():
     assert found["collective-permute"]["sent_bytes"] == 24
 
 
+# Bytes of what has no estimate in HLO: the gather's rows there and back; the scatter's, of float32,
+# there and back, and the updates, of bfloat16; both with their ids; the sort's, of which half stays
+# on the chip.
+MOVED = (2 * 256 + 32) + (2 * 512 + 256 + 32) + (2 * 32 + 32)
+
+
 def test_bytes_of_gathers_scatters_and_sorts():
-    """Rows there and back, updates once and their rows twice, keys there and back."""
-    assert preflight.moved_bytes(run(HLO)[0]) == 2 * 8 * 16 * 2 + 3 * 8 * 16 * 4 + 2 * 2 * 8 * 4
+    found = {one.name: preflight.memory_bytes(one) for one in run(HLO)[0] if not one.cycles}
+    found = {name: size for name, size in found.items() if size and "attend" not in name}
+    assert found == {"rows.1": 544, "table_grad": 1312, "sort": 96} and sum(found.values()) == MOVED
+
+
+# A program whose one instruction is filled in; fused computations of the kinds that TPUs have.
+BYTES = """HloModule m, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%inner (i: bf16[64,128]) -> f32[64,128] {
+  %i = bf16[64,128]{1,0} parameter(0)
+  ROOT %wide.i = f32[64,128]{1,0} convert(%i)
+}
+
+%slices (p: bf16[64,128], q: s32[]) -> f32[8,128] {
+  %p = bf16[64,128]{1,0} parameter(0)
+  %q = s32[] parameter(1)
+  %wide = f32[64,128]{1,0} fusion(%p), kind=kLoop, calls=%inner
+  %left = f32[8,128]{1,0} slice(%wide), slice={[0:8], [0:128]}
+  %right = f32[8,128]{1,0} dynamic-slice(%wide, %q, %q), dynamic_slice_sizes={8,128}
+  ROOT %r = f32[8,128]{1,0} add(%left, %right)
+}
+
+%gathers (p.2: bf16[64,128], q.2: s32[8]) -> bf16[8,128] {
+  %p.2 = bf16[64,128]{1,0} parameter(0)
+  %q.2 = s32[8]{0} parameter(1)
+  %known = s32[8]{0} custom-call(%q.2), custom_call_target="AssumeGatherIndicesInBound"
+  %g = bf16[8,128]{1,0} gather(%p.2, %known), offset_dims={1}
+  ROOT %r.2 = bf16[8,128]{1,0} bitcast(%g)
+}
+
+%both (p.3: bf16[64,128], q.3: s32[8]) -> bf16[8] {
+  %p.3 = bf16[64,128]{1,0} parameter(0)
+  %q.3 = s32[8]{0} parameter(1)
+  %g.3 = bf16[8,128]{1,0} gather(%p.3, %q.3), offset_dims={1}
+  %all = bf16[8,128]{1,0} reduce(%p.3, %q.3), dimensions={0}, to_apply=%sum
+  ROOT %r.3 = bf16[8,128]{1,0} add(%g.3, %all)
+}
+
+%updates (p.4: bf16[64,128], q.4: bf16[8,128], n: s32[]) -> (bf16[64,128], bf16[8,128]) {
+  %p.4 = bf16[64,128]{1,0} parameter(0)
+  %q.4 = bf16[8,128]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %cast = bf16[64,128]{1,0} bitcast(%p.4)
+  %u = bf16[64,128]{1,0} dynamic-update-slice(%cast, %q.4, %n, %n)
+  ROOT %r.4 = (bf16[64,128]{1,0}, bf16[8,128]{1,0}) tuple(%u, %q.4)
+}
+
+%fresh (q.5: bf16[8,128], n.5: s32[]) -> bf16[64,128] {
+  %q.5 = bf16[8,128]{1,0} parameter(0)
+  %n.5 = s32[] parameter(1)
+  %zero = bf16[] constant(0)
+  %zeros = bf16[64,128]{1,0} broadcast(%zero), dimensions={}
+  ROOT %u.5 = bf16[64,128]{1,0} dynamic-update-slice(%zeros, %q.5, %n.5, %n.5)
+}
+
+ENTRY %main (x: bf16[64,128]) -> f32[] {
+  %x = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %near = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %ids = s32[8]{0} parameter(2)
+  %n.0 = s32[] parameter(3)
+  %row = bf16[8,128]{1,0} parameter(4)
+  ROOT %one = INSTRUCTION
+}
+"""
+X, ROW = 64 * 128 * 2, 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("instruction", "size"),
+    [
+        ("bf16[64,128]{1,0} add(%x, %x)", 3 * X),
+        ("bf16[64,128]{1,0:S(1)} add(%x, %near)", X),  # what is on the chip
+        ("f32[64,6]{1,0:T(8,128)} add(%near, %near)", 64 * 128 * 4),  # tiles are filled up
+        ("f32[64,6]{0,1:T(8,128)} add(%near, %near)", 128 * 8 * 4),
+        ("bf16[8192]{0} bitcast(%x)", 0),
+        ("(bf16[64,128]{1,0}, s32[]) tuple(%x, %n.0)", 0),
+        ("bf16[64,128]{1,0} get-tuple-element(%x), index=0", 0),
+        ("bf16[8,128]{1,0} slice(%x), slice={[0:8], [0:128]}", 2 * ROW),
+        ("bf16[8,128]{1,0} gather(%x, %ids), offset_dims={1}", 2 * ROW + 32),
+        ("bf16[64,128]{1,0} dynamic-update-slice(%x, %row, %n.0, %n.0)", 2 * ROW + 8),
+        ("f32[8,128]{1,0} fusion(%x, %n.0), kind=kLoop, calls=%slices", 2 * ROW + 2 * ROW + 4),
+        ("bf16[8,128]{1,0} fusion(%x, %ids), kind=kCustom, calls=%gathers", 2 * ROW + 32),
+        ("bf16[8,128]{1,0} fusion(%near, %ids), kind=kCustom, calls=%gathers", ROW + 32),
+        ("bf16[8,128]{1,0} fusion(%x, %ids), kind=kLoop, calls=%both", X + ROW + 32),
+        (
+            "(bf16[64,128]{1,0}, bf16[8,128]{1,0:S(1)}) fusion(%x, %row, %n.0), calls=%updates",
+            2 * ROW + 4,
+        ),
+        ("bf16[64,128]{1,0} fusion(%row, %n.0), kind=kLoop, calls=%fresh", X + ROW + 4),
+        ("(bf16[64,128]{1,0:S(1)}, bf16[64,128]{1,0}, u32[]{:S(2)}) copy-start(%x)", X),
+        ("((bf16[64,128]{1,0}), bf16[8,128]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%x)", ROW),
+        ("bf16[64,128]{1,0} copy-done(%x)", 0),
+        ('bf16[64,128]{1,0} custom-call(%x, %x), custom_call_target="ConcatBitcast"', 0),
+        (
+            'bf16[64,128]{1,0} custom-call(%x, %x, %near), custom_call_target="tpu_custom_call"',
+            2 * X,
+        ),
+        (
+            'bf16[64,128]{1,0} custom-call(%x, %row), custom_call_target="tpu_custom_call", '
+            "output_to_operand_aliasing={{}: (0, {})}",
+            X + ROW,
+        ),
+        ("bf16[512,128]{1,0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}", 0),
+    ],
+)
+def test_bytes_in_memory_of_an_instruction(instruction, size):
+    *_, one = run(BYTES.replace("INSTRUCTION", instruction))[0]
+    assert one.name == "one" and preflight.memory_bytes(one) == size
+
+
+@pytest.mark.parametrize(
+    ("instruction", "flops"),
+    [
+        ("f32[8,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 1),
+        ("f32[8,16]{1,0} convolution(%a, %b), dim_labels=bf_io->bf", 1),
+        ("f32[16,8]{1,0} convolution(%b, %a), dim_labels=fb_oi->bf", 1),
+        ("f32[8,3,16]{2,0,1} convolution(%a1, %b3), window={size=3 pad=2_2 rhs_reversal=1}, "
+         "dim_labels=b0f_0io->b0f", 3),
+        ("f32[8,1,16]{2,0,1} convolution(%a3, %b3), window={size=3}, dim_labels=b0f_0io->b0f", 3),
+        ("f32[8,3,16]{2,0,1} convolution(%a3, %b3), window={size=3 pad=2_2 lhs_dilate=2}, "
+         "dim_labels=b0f_0io->b0f", 3),
+        ("f32[3,8,16]{2,1,0} dot(%a3, %b3), lhs_batch_dims={1}, lhs_contracting_dims={2}", 3),
+        ("f32[8,16]{1,0} add(%a, %b)", 0),
+    ],
+)  # fmt: skip
+def test_flops_of_matmuls(instruction, flops):
+    """As dots and as convolutions: of b x k and k x n, 8 x 4 x 16, alone and three times."""
+    text = "ENTRY %main (a: f32[8,4]) -> f32[] {\n  %a = f32[8,4]{1,0} parameter(0)\n"
+    for name, sides in (("b", "4,16"), ("a1", "8,1,4"), ("a3", "8,3,4"), ("b3", "3,4,16")):
+        text += f"  %{name} = f32[{sides}]{{1,0}} parameter(1)\n"
+    *_, one = run(f"HloModule m\n\n{text}  ROOT %one = {instruction}\n}}\n")[0]
+    assert preflight.matmul_flops(one) == flops * 2 * 8 * 4 * 16
+
+
+# ------------------------------------------------------------------------------------------------
+# What of the links is hidden
+# ------------------------------------------------------------------------------------------------
+
+GATHER = "all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}"
+SCHEDULED = f"""HloModule m, is_scheduled=true
+
+%called (p: f32[8]) -> f32[64] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %g.1 = f32[64]{{0}} {GATHER}
+}}, execution_thread="sparsecore"
+
+%work_in (p.2: f32[8]) -> f32[8] {{
+  ROOT %p.2 = f32[8]{{0}} parameter(0)
+}}
+
+%start_in (p.3: f32[8]) -> (f32[8], f32[64]) {{
+  %p.3 = f32[8]{{0}} parameter(0)
+  %g.3 = f32[64]{{0}} {GATHER}
+  ROOT %s.3 = (f32[8], f32[64]) custom-call(%g.3), custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion.4 (p.4: f32[8]) -> (f32[8], f32[64], f32[8]) {{
+  %p.4 = f32[8]{{0}} parameter(0)
+  %g.4 = f32[64]{{0}} {GATHER}
+  ROOT %t.4 = (f32[8], f32[64], f32[8]) tuple(%p.4, %g.4, %p.4)
+}}
+
+%done_in (p.5: f32[8]) -> f32[64] {{
+  %p.5 = f32[8]{{0}} parameter(0)
+  %g.5 = f32[64]{{0}} {GATHER}
+  ROOT %d.5 = f32[64] custom-call(%p.5, %g.5), custom_call_target="AsyncCollectiveDone"
+}}
+
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]) parameter(0)
+BODY
+}}
+
+%condition (t.2: (s32[], f32[8])) -> pred[] {{
+  ROOT %t.2 = (s32[], f32[8]) parameter(0)
+}}
+
+ENTRY %main (p.9: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+ENTRY
+}}
+"""
+KINDS = {  # (start, done), after what another kind of compiler or another setting writes
+    "plain": (
+        f"(f32[8]{{0}}, f32[64]{{0}}) {GATHER.replace('gather', 'gather-start')}",
+        "f32[64]{0} all-gather-done(%s)",
+    ),
+    "call": (
+        "((f32[8]{0}, token[]), f32[64]{0}) call-start(%p), to_apply=%called",
+        "f32[64]{0} call-done(%s)",
+    ),
+    "async": (
+        "((f32[8]{0}), f32[64]{0}) async-start(%p), calls=%called",
+        "f32[64]{0} async-done(%s)",
+    ),
+    "fusion": (
+        "(f32[8], f32[64]) fusion(%p), kind=kCustom, calls=%start_in",
+        "f32[64]{0} fusion(%part), kind=kCustom, calls=%done_in",
+    ),
+}
+
+
+def played(entry: str, body: str = "") -> tuple[float, float]:
+    """(seconds of links, those in the open); a collective takes 100, `w` 30 or as it says."""
+    lines = []
+    for line in (body or entry, entry):
+        parts = (part.strip() for part in line.split(";") if part.strip())
+        lines.append("\n".join(f"  %{part}" for part in parts))
+    text = SCHEDULED.replace("BODY", lines[0]).replace("\nENTRY\n", f"\n{lines[1]}\n")
+    instructions, notes = run(text)
+    assert not notes
+    assert {one.collective for one in instructions} <= {None, "all-gather"}
+    count = sum(one.times for one in instructions if one.collective)
+    total, alone = preflight.link_seconds(instructions, lambda one: one.cycles, lambda one: 100)
+    assert total == 100 * count
+    return total, alone
+
+
+def work(name: str, cycles: int, of: str = "p", calls: str = "work_in") -> str:
+    shape = "(f32[8], f32[64], f32[8])" if calls.startswith("async") else "f32[8]{0}"
+    cost = f'backend_config={{"estimated_cycles":"{cycles}"}}'
+    return f"{name} = {shape} fusion(%{of}), kind=kLoop, calls=%{calls}, {cost};"
+
+
+PART = "part = f32[8] get-tuple-element(%s), index=0;"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_are_hidden_behind_what_is_between_start_and_done(kind):
+    start, done = (f"{name} = {text};" for name, text in zip("sd", KINDS[kind], strict=True))
+    before, after = work("w0", 70), work("w1", 70)
+    assert played(before + start + PART + done + after) == (100, 100), "nothing between"
+    assert played(start + PART + work("w", 30) + done + after) == (100, 70)
+    assert played(start + PART + work("w", 130) + done) == (100, 0)
+    assert played(start + PART + work("w", 130)) == (100, 100), "nothing awaits it"
+    rename = "r = (f32[8], f32[64]) bitcast(%s);"
+    renamed = done.replace("%s", "%r")
+    assert played(start + PART + rename + work("w", 30) + renamed) == (100, 70)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_links_carry_one_collective_after_the_other(kind):
+    start, done = (f"{name} = {text};" for name, text in zip("sd", KINDS[kind], strict=True))
+    second = start.replace("s =", "s2 =", 1)
+    last = done.replace("d =", "d2 =").replace("%part", "%part2").replace("%s)", "%s2)")
+    other = PART.replace("part", "part2").replace("%s", "%s2")
+    between = start + second + PART + other + work("w", 130)
+    assert played(between + done + last) == (200, 70)
+    assert played(between + last + done) == (200, 70)
+    now = f"now = f32[64]{{0}} {GATHER};"
+    assert played(start + PART + work("w", 30) + now + done) == (200, 170), "it waits for both"
+    assert played(now + start + PART + work("w", 30) + done) == (200, 170)
+
+
+def test_fusions_that_work_beside_a_collective_are_no_collectives():
+    start, done = (f"{name} = {text};" for name, text in zip("sd", KINDS["fusion"], strict=True))
+    part = PART.replace("part", "begun")
+    step = work("step", 60, "begun", "async_collective_fusion.4")
+    rest = "part = f32[8] get-tuple-element(%step), index=0;"
+    assert played(start + part + step + rest + done) == (100, 40)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trip_of_a_loop_hides_the_same(kind):
+    start, done = (f"{name} = {text};" for name, text in zip("sd", KINDS[kind], strict=True))
+    loop = "l = (s32[], f32[8]) while(%p), condition=%condition, body=%body, "
+    loop += 'backend_config={"known_trip_count":{"n":"5"}};'
+    body = start + PART + work("w", 30) + done
+    assert played(loop, body) == (500, 350)
+    assert played(work("w0", 1000) + loop, body) == (500, 350)
+
+
+def test_work_that_is_started_counts_where_it_starts():
+    """As if nothing went on beside it: scatters on a SparseCore, of which little is known."""
+    other = "(f32[8]{0}, f32[8]{0}) call-start(%p), to_apply=%work_in"
+    start, done = KINDS["plain"]
+    entry = f"o = {other}; s = {start};" + work("w", 30) + "od = f32[8] call-done(%o);"
+    assert played(f"{entry} d = {done};") == (100, 70)
+    branches = "conditional(%x), branch_computations={%cheap, %dear, %cheap}"
+    text = HLO.replace(branches, "call-start(%x), to_apply=%cheap")
+    cycles = {one.name: one.cycles for one in run(text)[0]}
+    assert cycles["c.1"] == 10 and "c.2" not in cycles
+
+
+def test_what_awaits_something_unknown_waits_for_all():
+    """Such as what the trip of a loop before has started."""
+    start, done = KINDS["plain"]
+    lost, known = f"d = {done.replace('%s', '%p')};", f"d1 = {done};"
+    assert played(f"s = {start};" + work("w", 30) + lost + known) == (100, 70)
+
+
+# ------------------------------------------------------------------------------------------------
+# Components
+# ------------------------------------------------------------------------------------------------
+
+NAMES_OF_FRAMES = ["train", "forward.<locals>.block", "norm", "attention", "look_up", "mlp", "step"]
+PLACES = "".join(
+    f"{n} {{file_name_id=1 function_name_id={n} line={n}}}\n" for n in range(1, 8)
+)  # fmt: skip
+FRAMES = f"""HloModule m, is_scheduled=true
+
+FileNames
+1 "train_gpt.py"
+
+FunctionNames
+{"".join(f'{n} "{name}"' + chr(10) for n, name in enumerate(NAMES_OF_FRAMES, 1))}
+FileLocations
+{PLACES}
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+3 {{file_location_id=3 parent_frame_id=3}}
+4 {{file_location_id=4 parent_frame_id=3}}
+5 {{file_location_id=3 parent_frame_id=5}}
+6 {{file_location_id=5 parent_frame_id=2}}
+7 {{file_location_id=7 parent_frame_id=2}}
+8 {{file_location_id=6 parent_frame_id=3}}
+
+%fused (p: f32[8,8]) -> f32[8,8] {{
+  %p = f32[8,8]{{1,0}} parameter(0)
+  %m = f32[8,8]{{1,0}} convolution(%p, %p), dim_labels=bf_io->bf, metadata={{stack_frame_id=8}}
+  ROOT %n = f32[8,8]{{1,0}} negate(%m), metadata={{stack_frame_id=3}}
+}}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %far = (f32[8,8]{{1,0:S(1)}}, f32[8,8]{{1,0}}, u32[]{{:S(2)}}) copy-start(%x)
+  %near = f32[8,8]{{1,0:S(1)}} copy-done(%far)
+  %norms = f32[8,8]{{1,0}} negate(%x), metadata={{stack_frame_id=3}}
+  %heads = f32[8,8]{{1,0}} negate(%x), metadata={{stack_frame_id=5}}
+  %rows = f32[8,8]{{1,0}} negate(%x), metadata={{op_name="a" stack_frame_id=6}}
+  %others = f32[8,8]{{1,0}} negate(%x), metadata={{stack_frame_id=7}}
+  %turned = f32[8,8]{{0,1}} copy(%x)
+  %all = f32[64,8]{{1,0}} all-gather(%turned), dimensions={{0}}, metadata={{stack_frame_id=3}}
+  %back = f32[64,8]{{0,1}} copy(%heads)
+  ROOT %up = f32[8,8]{{1,0}} fusion(%near), kind=kOutput, calls=%fused, \
+metadata={{stack_frame_id=3}}
+}}
+"""
+
+
+def test_components_are_those_of_the_innermost_function_that_is_named():
+    """norm has no component of its own; a fusion has that of its matmul, a copy that of its use."""
+    frames = preflight.stack_frames(FRAMES)
+    assert frames["5"] == ["norm", "attention", "forward.<locals>.block", "train"]
+    assert frames["1"] == ["train"] and len(frames) == 8
+    found = {one.name: preflight.component(one, frames) for one in run(FRAMES)[0][1:]}
+    assert found == {
+        **{"far": "MLP", "near": "MLP", "up": "MLP"},
+        **{"norms": "mixes and norms", "heads": "projections", "rows": "tables, exchange"},
+        **{"others": "other", "all": "collectives", "turned": "mixes and norms"},
+        "back": "projections",  # nothing uses it
+    }
+    assert preflight.stack_frames(HLO) == {}
+
+
+def test_functions_with_components_are_those_of_the_trainer():
+    assert all(callable(getattr(T, name)) for name in preflight.PART_OF)
+    assert {*preflight.PART_OF.values()} < {*preflight.COMPONENTS}
 
 
 @pytest.mark.parametrize(
@@ -244,6 +624,65 @@ def test_kernel_bundles_counts_loops_that_depend_on_data_once():
     assert preflight.kernel_bundles("") == (0, 0)
 
 
+def test_regions_that_a_kernel_may_skip():
+    """Two of 200 and 150 bundles; not the small one, nor the one that jumps over nearly all."""
+    bundle = "{:#6x}   : > {{ %s1 = smov 0 {}}} {}\n"
+    regions = {5: (800, "9"), 100: (300, "12"), 400: (550, "15"), 600: (620, "18")}
+    ends = {stop: f"/* End region {int(n) - 1} :: End region 70 */" for stop, n in regions.values()}
+    starts = {
+        at: f";;  %20 = sbr.rel (!%p3) target = $region{n} " for at, (_, n) in regions.items()
+    }
+    text = "".join(bundle.format(at, starts.get(at, ""), ends.get(at, "")) for at in range(900))
+    assert preflight.skipped_bundles(text) == [200, 150] and preflight.skipped_bundles("") == []
+
+
+SPEEDRUN = T.PRESETS["speedrun"]
+
+
+def test_visits_are_those_of_the_kernels(monkeypatch):
+    """Counted in what attention sees: a block is visited if the document of its first query began
+    in the other block or before it. Short documents make it fewer."""
+    stage = SPEEDRUN.stages[0]
+    starts = preflight.typical_starts(SPEEDRUN, stage)
+    assert starts.shape == (stage.rows, stage.row_tokens) and (starts[:, 0] == 0).all()
+    lengths = np.diff(np.flatnonzero((starts == np.arange(starts.shape[1])).ravel()))
+    assert (
+        lengths.max() <= min(stage.doc_cap, SPEEDRUN.attention_cap) and 400 < lengths.mean() < 1050
+    )
+    regions = {"window_forward": [300, 100], "window_backward": [600, 200]}
+    heads = T.heads_of(SPEEDRUN, SPEEDRUN.layers_with("attends")[-1], stage.windows)
+    plan = T.window_plan(heads, stage.row_tokens)
+    assert (
+        plan.slots == 3 and SPEEDRUN.layers[SPEEDRUN.layers_with("attends")[-1]].attends == "long"
+    )
+    kernels = {
+        plan.name(way): {"skipped": regions[f"window_{way}"]} for way in ("forward", "backward")
+    }
+    found = {
+        row["attends"]: row for row in preflight.visits(SPEEDRUN, "grads0", 8, kernels, 1.75e9)
+    }
+    assert {*found} == {"paired", "short", "long"}
+    assert sum(row["layers"] for row in found.values()) == len(SPEEDRUN.layers_with("attends"))
+    assert found["short"]["ms"] is None, "its schedules are not known"
+    seen = [0, 0, 0]
+    for row in starts:
+        for i in range(0, row.size, 256):
+            for j in range(3):
+                seen[j] += i - 256 * j >= row[i] // 256 * 256
+    blocks = starts.size // 256
+    assert found["long"]["share"] == pytest.approx(sum(seen) / (3 * blocks))
+    less = sum(900 // 3**k * (blocks - n) for k, n in enumerate(seen[1:]))
+    more = plan.delay * stage.rows * 800  # steps of the backward pass that have no queries
+    each = 1e3 * 1.77 * (less + more) / 8 / 1.75e9
+    assert found["long"]["ms"] == pytest.approx(found["long"]["layers"] * each)
+    monkeypatch.setattr(preflight, "DOCUMENTS", (100, 0.1))
+    short = {
+        row["attends"]: row for row in preflight.visits(SPEEDRUN, "grads0", 8, kernels, 1.75e9)
+    }
+    assert short["long"]["share"] < found["long"]["share"] < 1
+    assert short["long"]["ms"] > found["long"]["ms"]
+
+
 @pytest.fixture
 def schedules(tmp_path):
     """Two kernels' schedules and what else libtpu leaves there."""
@@ -259,20 +698,24 @@ def schedules(tmp_path):
     return tmp_path
 
 
+def issued(text: str, schedules, notes: set) -> int:
+    """Of all kernels of a program."""
+    instructions, _ = run(text)
+    found = preflight.read_kernels(instructions, schedules, notes)
+    return sum(one.times * found[one.name].bundles for one in instructions if one.kernel)
+
+
 def test_kernels_without_a_schedule_count_as_those_with_the_same_code(schedules):
     """attend.3 three times, attend.4, and attend.5, which is attend.3 under another name."""
     notes = set()
-    cycles = preflight.kernel_cycles(run(HLO)[0], schedules, notes)
-    assert cycles == round(1.77 * (3 * 100 + 40 + 100)) and not notes
+    assert issued(HLO, schedules, notes) == 3 * 100 + 40 + 100 and not notes
     assert list(schedules.iterdir()) == []
 
 
 def test_kernels_with_other_code_count_as_the_dearest_of_the_same_function(schedules):
     head, tail = HLO.split("%attend.5 = ")
-    instructions, _ = run(f"{head}%attend.5 = {tail.replace('AAA', 'CCC')}")
-    assert preflight.kernel_cycles(instructions, schedules, set()) == round(
-        1.77 * (3 * 100 + 40 + 100)
-    )
+    text = f"{head}%attend.5 = {tail.replace('AAA', 'CCC')}"
+    assert issued(text, schedules, set()) == 3 * 100 + 40 + 100
 
 
 def test_of_two_schedules_under_one_name_the_later_counts(schedules):
@@ -282,18 +725,15 @@ def test_of_two_schedules_under_one_name_the_later_counts(schedules):
         path.write_text(bundles * "     0   :  { %s1 = smov 0 }\n")
         now = path.stat().st_mtime + seconds
         os.utime(path, (now, now))
-    cycles = preflight.kernel_cycles(run(HLO)[0], schedules, set())
-    assert cycles == round(1.77 * (3 * 100 + 70 + 100))
+    assert issued(HLO, schedules, set()) == 3 * 100 + 70 + 100
 
 
 def test_no_schedule_means_no_prediction(tmp_path):
     notes = set()
-    assert preflight.kernel_cycles(run(HLO)[0], tmp_path, notes) is None
+    assert preflight.read_kernels(run(HLO)[0], tmp_path, notes) is None
     assert notes == {"kernel attend.3 has no schedule: no prediction"}
-    assert (
-        preflight.kernel_cycles(run(HLO.replace("tpu_custom_call", "Other"))[0], tmp_path, set())
-        == 0
-    )
+    none = run(HLO.replace("tpu_custom_call", "Other"))[0]
+    assert preflight.read_kernels(none, tmp_path, set()) == {}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -380,7 +820,7 @@ def test_every_program_of_the_run_has_a_row_with_all_of_the_contract(absent, tmp
     assert [row["tokens_per_step"] for row in rows] == [256, 512, 512, *[0] * 6, 512]
     keys = "name steps tokens_per_step compile_seconds flops bytes resident_bytes "
     keys += "device_bytes_limit hlo estimated_cycles kernel_cycles predicted_ms link_floor_ms "
-    keys += "moved_floor_ms what settings"
+    keys += "moved_floor_ms what settings memory_ms link_ms components kernels visits visit_ms"
     for row in rows:
         assert {*keys.split()} <= {*row}
         assert row["bytes"] == {
@@ -393,9 +833,16 @@ def test_every_program_of_the_run_has_a_row_with_all_of_the_contract(absent, tmp
         across = row["collectives"]["all-to-all"]  # of which as much as all crosses two links
         sent += 2 * across["bytes"] - across["sent_bytes"]
         assert row["link_floor_ms"] == pytest.approx(sent / 2 / 56e6)
-        moved = preflight.moved_bytes(run(LARGE)[0])
-        assert row["moved_floor_ms"] == pytest.approx(moved / 1.64e9)
-        assert row["settings"] is None and row["notes"] == []
+        assert row["moved_floor_ms"] == pytest.approx(MOVED / 1.185e9)
+        assert row["link_ms"] == pytest.approx(row["link_floor_ms"]), "nothing is hidden"
+        assert row["settings"] is None and row["notes"] == [] and row["visits"] is None
+        spent = row["predicted_ms"] + row["link_floor_ms"] + row["moved_floor_ms"]
+        parts = row["components"]
+        assert sum(x["cycles"] for x in parts.values()) == pytest.approx(spent * 1.75e6, abs=9)
+        assert row["memory_ms"] == 0 < parts["collectives"]["cycles"]
+        assert row["kernels"] == {
+            "attend": {"calls": 5, "cycles": pytest.approx(KERNELS, abs=2), "skipped": []}
+        }
         assert (tmp_path / "new" / "dump" / row["hlo"]).read_text() == LARGE
     few, some, all_ = (T.flops_per_token(CFG, step) for step in (0, 3, 6))
     assert few < some < all_
@@ -459,6 +906,9 @@ def test_the_report_leads_with_the_sum_of_the_whole_run(absent, tmp_path):
     assert {key: run[key] for key in want} == pytest.approx(want)
     assert min(want.values()) > 0
     total = sum(list(want.values())[:3])
+    cycles = sum(part["cycles"] for part in run["components"].values())
+    assert cycles == pytest.approx(1.75e9 * total, rel=1e-5)
+    assert run["train_link_seconds"] == pytest.approx(want["train_link_floor_seconds"])
     assert run["sum_seconds"] == pytest.approx(total) and total < 0.1
     updates = sum(TIMES[name] for name in T.updates(CFG)) / CFG.steps
     assert run["loader_tokens_per_second"] == pytest.approx(  # the largest batch
@@ -469,11 +919,11 @@ def test_the_report_leads_with_the_sum_of_the_whole_run(absent, tmp_path):
     assert max(map(len, report.splitlines())) <= 100
 
 
-def test_the_sum_of_a_long_run_is_printed_in_seconds(absent, monkeypatch):
-    """With a chip a thousand times slower."""
-    lines, slow = [], preflight.Hardware(int(31.25 * GIB), 1.64e3, 56e3, 1.75e6)
+def test_the_sum_of_a_long_run_is_printed_in_seconds(absent, monkeypatch, tmp_path):
+    """With a chip many times slower, whose memory then decides of what has few cycles."""
+    lines, slow = [], preflight.Hardware(int(31.25 * GIB), 1.185e5, 56e3, 1.75e6)
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, slow)
-    preflight.preflight(CFG, "v6e-8", say=lines.append)
+    preflight.preflight(CFG, "v6e-8", dump=tmp_path, say=lines.append)
     head = lines[-1].strip().splitlines()[0]
     numbers = re.fullmatch(
         r"The whole run on 8 x cpu: ([\d.]+) s = predicted ([\d.]+) \+ links ([\d.]+) "
@@ -481,7 +931,14 @@ def test_the_sum_of_a_long_run_is_printed_in_seconds(absent, monkeypatch):
         head,
     )
     total, *parts = map(float, numbers.groups())
-    assert parts[0] == pytest.approx(24 * CYCLES / 1.75e6, abs=0.05) and min(parts) > 0.1
+    rows = report_of(tmp_path)["variants"]
+    want = sum(row["steps"] * row["predicted_ms"] for row in rows if row["name"] != "eval") / 1e3
+    assert parts[0] == pytest.approx(want, abs=0.05) and min(parts) > 0.1
+    by_memory = sum(15 * 256 + 256 if row["name"] != "eval" else 0 for row in rows)
+    least = 24 * (CYCLES - KERNELS) / 1.75e6
+    assert least < want < least + 24 * (by_memory + 10_000) / 1.185e5
+    assert rows[0]["memory_ms"] > 1e3 * (15 * 256 + 256) / 1.185e5  # tiny, c.2, and kernels
+    assert "memory decides" in lines[-1]
     assert total == pytest.approx(sum(parts), abs=0.2)
 
 
@@ -508,6 +965,12 @@ def test_the_tables_show_each_program_and_its_figures(absent):
     assert tables["GiB"][1].split() == ["grads0", "0.00", "1.00", "3.00", f"{state:.2f}"]
     row = next(line.split() for line in tables["TFLOP"] if line.startswith("anvil"))
     assert row[1:6] == ["0.0", "5.00", f"{CYCLES / 1e6:.1f}", "0.0", f"{CYCLES / 1.75e6:.1f}"]
+    parts = [line for line in tables["by"][1:] if line.startswith("anvil")]
+    assert [line[9:26].strip() for line in parts] == ["collectives", "other", "all"]
+    used = [float(line.split()[-5]) for line in parts]
+    assert used == pytest.approx([0, CYCLES / 1e6, CYCLES / 1e6], abs=0.01)
+    assert tables["by"][-1].startswith("the run  all ")
+    assert "visits" not in tables, "no kernels that skip blocks"
     kinds = dict(line.split()[1:3] for line in tables["network"][1:6])
     want = {"all-gather": "4", "reduce-scatter": "2", "all-reduce": "1", "collective-permute": "1"}
     assert kinds == want | {"all-to-all": "3"}
@@ -760,12 +1223,12 @@ def float32_matmuls(text: str, size: int, parameters: set[int]) -> list[str]:
 
     In a fusion what counts is the fusion's result: within it, sums are float32 in any case.
     """
-    found, computations = [], preflight.hlo_computations(text)[0]
-    for one, scope in preflight.walk(text, set()):
-        inside = computations[one.called("calls")] if one.op == "fusion" else scope
+    found, (computations, entry) = [], preflight.hlo_computations(text)
+    for one in preflight.walk(computations, entry, set()):
+        inside = one.inner if one.op == "fusion" else one.scope
         matmuls = [x for x in inside.values() if x.op in ("dot", "convolution")]
         matmuls = matmuls if one.op == "fusion" else [x for x in matmuls if x.name == one.name]
-        shapes = [inside[name].shape for x in matmuls for name in x.operands()]
+        shapes = [inside[name].shape for x in matmuls for name in x.operands]
         shapes += [one.shape] * bool(matmuls)
         counts = [elements(shape, "f32") for shape in shapes]
         if any(n >= size and n not in parameters for n in counts):
