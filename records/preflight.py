@@ -596,7 +596,7 @@ def number(value, form=".1f", unit=1.0) -> str:
 
 def line(name: str, *cells) -> str:
     """A row of a table: the program, then cells of 8 characters."""
-    return f"{name:8}" + "".join(f" {cell:>8}" for cell in cells)
+    return f"{name:9}" + "".join(f" {cell:>8}" for cell in cells)
 
 
 def lead(report: dict) -> str:
@@ -626,14 +626,14 @@ def lead(report: dict) -> str:
 def describe(report: dict) -> str:
     """The report of preflight as totals and tables, at most 100 columns wide."""
     rows = report["variants"]
-    programs = [f"{'program':8} {'':72} {'times':>8} {'seconds':>8}"]
+    programs = [f"{'program':9} {'':72} {'times':>8} {'seconds':>8}"]
     memory = [line("GiB", "args", "temps", "peak", "+ state")]
     costs = [line("", "TFLOP", "counted", "Mcycles", "kernels", "ms", "of peak", "links", "moves")]
     sent = [line("network", "", "", "count", "MB", "largest", "sent", "in loop")]
     for row in rows:
         name, settings = row["name"], row["settings"]
         seconds = f"{row['compile_seconds']:.0f}"
-        programs.append(f"{name:8} {row['what']:72} {row['steps']:>8,} {seconds:>8}")
+        programs.append(f"{name:9} {row['what']:72} {row['steps']:>8,} {seconds:>8}")
         sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
         sizes = [number(size, ".2f", 2**30) for size in (*sizes, row["resident_bytes"])]
         how = "  with " + " ".join(f"{k}={v}" for k, v in settings.items()) if settings else ""
@@ -647,7 +647,7 @@ def describe(report: dict) -> str:
             keys = "bytes", "largest_bytes", "sent_bytes"
             size = (f"{found[key] / 1e6:,.1f}" for key in keys)
             loop = "yes" if found["in_loop"] else "no"
-            sent.append(f"{name:8} {kind:17}" + line("", found["count"], *size, loop)[8:])
+            sent.append(f"{name:9} {kind:17}" + line("", found["count"], *size, loop)[9:])
     notes = [f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())]
     legend = (
         "Predicted by the compiler, not measured, and of kernels an upper bound; for one execution "
