@@ -495,7 +495,10 @@ def about(cfg: T.Config, name: str) -> dict:
         changed = T.updated(cfg, name) if name in steps else changed
         what = "averages" if name == "finish" else "update"
         what += f" of {len(changed)} parameters, {sum(table[x].count for x in changed):,} numbers"
-        if steps.get(name, 1) > 1:
+        span = T.events(cfg).get(name)
+        if span:
+            what += f", {len(span)} steps of stages {span[0]}-{span[-1]}"
+        elif steps.get(name, 1) > 1:
             what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
     batch, row, windows, targets, ids = cfg.val_batch, cfg.val_row, cfg.val_windows, 1, 0

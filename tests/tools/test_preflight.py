@@ -377,7 +377,7 @@ def test_every_program_of_the_run_has_a_row_with_all_of_the_contract(absent, tmp
     assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
     rows = report["variants"]
     assert [(row["name"], row["steps"]) for row in rows] == [*TIMES.items()]
-    assert [row["tokens_per_step"] for row in rows] == [256, 512, 512, 0, 0, 0, 0, 0, 512]
+    assert [row["tokens_per_step"] for row in rows] == [256, 512, 512, 0, 0, 0, 0, 0, 0, 512]
     keys = "name steps tokens_per_step compile_seconds flops bytes resident_bytes "
     keys += "device_bytes_limit hlo estimated_cycles kernel_cycles predicted_ms link_floor_ms "
     keys += "moved_floor_ms what settings"
@@ -422,7 +422,7 @@ def test_rows_say_what_their_program_is(absent, tmp_path):
     banks = [row.count for row in table.values() if row.optimizer == "anvil"]
     assert said["anvil"] == f"update of {len(banks)} parameters, {sum(banks):,} numbers"
     rare = table["value_tables"].count + table["ngram_table"].count
-    assert said["event4_11"] == f"update of 2 parameters, {rare:,} numbers, every 4 steps"
+    assert said["event4_11"] == f"update of 2 parameters, {rare:,} numbers, 4 steps of stages 1-1"
     averaged = [row.count for row in table.values() if row.tails]
     assert said["finish"] == f"averages of {len(averaged)} parameters, {sum(averaged):,} numbers"
     assert len({*said.values()}) == len(NAMES)
@@ -531,7 +531,7 @@ def test_a_program_that_is_compiled_with_less_at_a_time_says_so(absent, tmp_path
     absent["grads1"] = Compiled(), {"micro_tokens": 64, "recompute": True}
     assert preflight.preflight(CFG, "v6e-8", dump=tmp_path, say=lines.append) is True
     settings = [row["settings"] for row in report_of(tmp_path)["variants"]]
-    assert settings == [None, {"micro_tokens": 64, "recompute": True}, *[None] * 7]
+    assert settings == [None, {"micro_tokens": 64, "recompute": True}, *[None] * 8]
     (line,) = [line for line in lines[-1].splitlines() if "recompute" in line]
     assert line.startswith("grads1 ") and line.endswith("  with micro_tokens=64 recompute=True")
 
