@@ -400,7 +400,7 @@ def test_every_program_of_the_run_has_a_row_with_all_of_the_contract(absent, tmp
     few, some, all_ = (T.flops_per_token(CFG, step) for step in (0, 3, 6))
     assert few < some < all_
     assert [row["model_flops"] for row in rows] == pytest.approx(
-        [256 * few, 512 * some, 512 * all_, 0, 0, 0, 0, 0, 512 * all_ / 3]
+        [256 * few, 512 * some, 512 * all_, 0, 0, 0, 0, 0, 0, 512 * all_ / 3]
     )
     assert report["predicted"]["model_flops"] == pytest.approx(T.total_flops(CFG))
     used = 256 * few / (8e12 * CYCLES / 1.75e9)
