@@ -1384,6 +1384,26 @@ def is_event(cfg: Config, step: int) -> bool:
     return event_count(cfg, step + 1) > event_count(cfg, step)
 
 
+def widest(cfg: Config, stage: int) -> int:
+    """The largest stage up to this one, whose room events have for n-gram rows of this one."""
+    return max(range(stage + 1), key=lambda i: cfg.stages[i].batch_tokens)
+
+
+def event_of(cfg: Config, step: int) -> tuple[str, tuple[int, ...]]:
+    """(program, `widest` stages of the steps it sums) of an event at the end of `step`: event4_12
+    sums four steps, from stage 1 to stage 2. With room for the largest stage always, two programs
+    would do in place of the record's five, but send up to three times the rows that there are."""
+    count = cfg.event_every[step >= cfg.event_change]
+    span = tuple(widest(cfg, stage_index(cfg, i)) for i in range(step + 1 - count, step + 1))
+    return f"event{count}_{span[0]}{span[-1]}", span
+
+
+@functools.cache
+def events(cfg: Config) -> dict[str, tuple[int, ...]]:
+    """Every event_of of the run, once."""
+    return dict(event_of(cfg, step) for step in range(cfg.steps) if is_event(cfg, step))
+
+
 def event_span(cfg: Config, step: int) -> float:
     """Steps of an event at `step`, over those of the first: betas ** this, decay * this."""
     return cfg.event_every[step >= cfg.event_change] / cfg.event_every[0]
@@ -1859,16 +1879,10 @@ def grads_step(
     whole = {name: copies[name] for name in grads}  # tables padded, dtypes
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
-    grads["ngram_table"] = in_largest(cfg, wanted, len(table)), in_largest(cfg, fetched, 0)
+    room = capacity(cfg, cfg.stages[widest(cfg, at)].batch_tokens, len(wanted)) - wanted.shape[1]
+    wanted = jnp.pad(wanted, ((0, 0), (0, room)), constant_values=len(table))
+    grads["ngram_table"] = wanted, jnp.pad(fetched, ((0, 0), (0, room), (0, 0)))
     return grads, lax.psum(total / stage.batch_tokens, AXIS)
-
-
-def in_largest(cfg: Config, x, fill: int):
-    """x [devices, c, ...] with as many c as the largest stage has, so that all can wait for one
-    update; `fill` in those that are added."""
-    size = max(capacity(cfg, stage.batch_tokens, len(x)) for stage in cfg.stages)
-    edges = [(0, 0), (0, size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, edges, constant_values=fill)
 
 
 def update_step(cfg: Config, tied: bool, state, due, hyper: Hyper):
@@ -1952,7 +1966,7 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
     """
     grads = grads_shapes(cfg).index((stage_index(cfg, step), candidate_count(cfg, step)))
     adam_too = (adam_program(cfg, step),) * is_adam_step(cfg, step)
-    event_too = (f"event{cfg.event_every[step >= cfg.event_change]}",) * is_event(cfg, step)
+    event_too = event_of(cfg, step)[:1] if is_event(cfg, step) else ()
     return f"grads{grads}", "anvil", *adam_too, *event_too
 
 
@@ -1964,10 +1978,10 @@ def adam_program(cfg: Config, step: int) -> str:
 
 def updates(cfg: Config) -> dict[str, int]:
     """Name of each update -> steps whose gradients it sums."""
-    events = {f"event{steps}": steps for steps in cfg.event_every}
+    rare = {name: len(span) for name, span in events(cfg).items()}
     steps = range(cfg.adam_every - 1, max(cfg.steps, cfg.adam_every), cfg.adam_every)
     adams = dict.fromkeys(adam_program(cfg, step) for step in steps)
-    return {"anvil": 1, **dict.fromkeys(adams, cfg.adam_every), **events}
+    return {"anvil": 1, **dict.fromkeys(adams, cfg.adam_every), **rare}
 
 
 def updated(cfg: Config, update: str) -> list[str]:
@@ -1994,15 +2008,12 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         each = leaf((count, t), jnp.int32, AXIS)
         return Rows(*arrays, Aims(ids, each, each)), leaf(wanted, jnp.int32, AXIS)
 
-    def grads(name, steps):
+    def grads(name, stage):
         if name not in copies:  # the rows that were fetched of it
-            size = max(capacity(cfg, stage.batch_tokens, mesh.size) for stage in cfg.stages)
-            shape = mesh.size**2, size
-            one = leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
-        else:
-            x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
-            one = leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
-        return (one,) * steps
+            shape = mesh.size**2, capacity(cfg, cfg.stages[stage].batch_tokens, mesh.size)
+            return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
+        x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
+        return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
 
     state, specs = abstract_state(cfg, mesh), copy_specs(cfg)
     copies = jax.eval_shape(functools.partial(compute_copies, cfg), state["params"])
@@ -2017,7 +2028,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         args = *model, *rows(stage.rows, stage.row_tokens, candidates), hyper
         found[f"grads{i}"] = Program(step, args, (P(AXIS), P()))
     for update, steps in updates(cfg).items():
-        due = {name: grads(name, steps) for name in updated(cfg, update)}
+        span = events(cfg).get(update, (0,) * steps)
+        due = {name: tuple(grads(name, i) for i in span) for name in updated(cfg, update)}
         step = functools.partial(update_step, cfg, update == "adamtied")
         args = state, due, hyper
         changed = {name: specs[name] for name in due if name in specs}
@@ -2534,7 +2546,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
 
     Consumes the state; the real one is made after it, anew from the seed.
     """
-    hyper, known = put_hyper(cfg, 0, mesh), vocabulary(cfg, [])
+    hyper, known, fetched = put_hyper(cfg, 0, mesh), vocabulary(cfg, []), {}
 
     def dummy(rows, t):
         return np.full((rows, t + 1), cfg.bos, np.uint16)
@@ -2547,8 +2559,11 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
             rows = rows._replace(aims=rows.aims._replace(candidates=put(ids, mesh, P(AXIS))))
         table = state["params"]["ngram_table"]
         grads, _ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
+        fetched[widest(cfg, at)] = grads["ngram_table"]
     for update, steps in updates(cfg).items():
         due = {name: (grads[name],) * steps for name in updated(cfg, update)}
+        if update in events(cfg):
+            due["ngram_table"] = tuple(fetched[i] for i in events(cfg)[update])
         state, *_ = compiled[update](state, due, hyper)
     state, _ = compiled["finish"](state)
     rows, wanted = val_rows(cfg, mesh, known, dummy(cfg.val_batch // cfg.val_row, cfg.val_row))
@@ -3058,18 +3073,18 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     """Bytes on a device in use beside the arguments of the program `name` while it runs.
 
     The training state beside gradients and validation, but for the n-gram table, which they take;
-    the copies beside updates; and the gradients that wait for Adam and for the longest event.
+    the copies beside updates; and the gradients that wait for Adam and for the largest event.
     """
     found, steps, waits = programs(cfg, mesh, PLAIN), updates(cfg), []
-    order = "anvil", "adam", "event"
+    adam = "adam" if "adam" in steps else "adamtied"
+    largest = max(events(cfg), key=lambda x: device_bytes(found[x].args[1]), default=adam)
     state, stays = found["finish"].args[0], found["eval"].args[0]
     if name not in (*steps, "finish"):
         params = {x: leaf for x, leaf in state["params"].items() if x != "ngram_table"}
         stays = state | {"params": params}
-    for i, kind in enumerate(order):
-        update = [x for x in steps if x.startswith(kind)][-1]  # the longest event
+    for i, update in enumerate(("anvil", adam, largest)):
         # Those of later updates wait whole while one runs; beside other programs not this step's.
-        later = name.startswith(order[:i])
+        later = name.startswith(("anvil", "adam")[:i])
         count = later * steps[update] if name in steps else steps[update] - 1
         waits += [grads[:count] for grads in found[update].args[1].values()]
     return device_bytes((stays, waits))

@@ -885,7 +885,10 @@ def about(cfg: T.Config, name: str) -> dict:
         what = {"finish": "averages", "adamtied": "tied update"}
         what = what.get(name, "update")
         what += f" of {len(changed)} parameters, {sum(table[x].count for x in changed):,} numbers"
-        if steps.get(name, 1) > 1:
+        span = T.events(cfg).get(name)
+        if span:
+            what += f", {len(span)} steps of stages {span[0]}-{span[-1]}"
+        elif steps.get(name, 1) > 1:
             what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
     batch, row, windows, targets, ids = cfg.val_batch, cfg.val_row, cfg.val_windows, 1, 0
@@ -1050,7 +1053,7 @@ def number(value, form=".1f", unit=1.0) -> str:
 
 def line(name: str, *cells) -> str:
     """A row of a table: the program, then cells of 8 characters."""
-    return f"{name:8}" + "".join(f" {cell:>8}" for cell in cells)
+    return f"{name:9}" + "".join(f" {cell:>8}" for cell in cells)
 
 
 def by_component(name: str, parts: dict) -> list[str]:
@@ -1104,7 +1107,7 @@ def lead(report: dict) -> str:
 def describe(report: dict) -> str:
     """The report of preflight as totals and tables, at most 100 columns wide."""
     rows = report["variants"]
-    programs = [f"{'program':8} {'':72} {'times':>8} {'seconds':>8}"]
+    programs = [f"{'program':9} {'':72} {'times':>8} {'seconds':>8}"]
     memory = [line("GiB", "args", "temps", "peak", "+ state")]
     heads = "TFLOP", "counted", "Mcycles", "kernels", "ms", "memory", "of peak"
     costs = [line("", *heads, "links", "hidden", "moves")]
@@ -1115,7 +1118,7 @@ def describe(report: dict) -> str:
     for row in rows:
         name, settings = row["name"], row["settings"]
         seconds = f"{row['compile_seconds']:.0f}"
-        programs.append(f"{name:8} {row['what']:72} {row['steps']:>8,} {seconds:>8}")
+        programs.append(f"{name:9} {row['what']:72} {row['steps']:>8,} {seconds:>8}")
         sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
         sizes = [number(size, ".2f", 2**30) for size in (*sizes, row["resident_bytes"])]
         how = "  with " + " ".join(f"{k}={v}" for k, v in settings.items()) if settings else ""
@@ -1135,7 +1138,7 @@ def describe(report: dict) -> str:
             keys = "bytes", "largest_bytes", "sent_bytes"
             size = (f"{found[key] / 1e6:,.1f}" for key in keys)
             loop = "yes" if found["in_loop"] else "no"
-            sent.append(f"{name:8} {kind:17}" + line("", found["count"], *size, loop)[8:])
+            sent.append(f"{name:9} {kind:17}" + line("", found["count"], *size, loop)[9:])
     if report["predicted"] and (whole := report["predicted"]["components"]):
         parts += by_component("the run", whole)
     seen, parts = (table if len(table) > 1 else [] for table in (seen, parts))

@@ -104,6 +104,17 @@ def spread(cfg: T.Config, grads: dict, mesh) -> dict:
     return {name: one(name, np.asarray(x)) for name, x in grads.items()}
 
 
+def fitting(program: T.Program, due: dict) -> dict:
+    """`due` with as many n-gram rows of each step as the update takes: what `requests` has beyond
+    them only fills up."""
+    if "ngram_table" not in due:
+        return due
+    sizes = [ids.shape[1] for ids, _ in program.args[1]["ngram_table"]]
+    found = [*zip(due["ngram_table"], sizes, strict=True)]
+    assert not any(np.any(x[:, n:]) for (_, x), n in found)
+    return due | {"ngram_table": tuple((ids[:, :n], x[:, :n]) for (ids, x), n in found)}
+
+
 def requests(cfg: T.Config, grad, share: int, mesh):
     """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
     n, size = mesh.size, max(T.capacity(cfg, s.batch_tokens, mesh.size) for s in cfg.stages)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, lay, mesh_of, quick_compilation, spread
+from programs import QUICK, fitting, lay, mesh_of, quick_compilation, spread
 
 import train_gpt as T
 
@@ -474,6 +474,7 @@ class Training:
             missing = T.updates(self.cfg)[name] - len(next(iter(due.values())))
             for n, found in due.items():  # a scenario may begin in the middle: zeros before it
                 due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
+            due = fitting(T.programs(self.cfg, self.mesh, T.PLAIN)[name], due)
             step_of = program(self.cfg, self.devices, name)
             self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed

@@ -18,14 +18,14 @@ from conftest import BOS, small_config
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import CFG, lay, mesh_of, programs_of, quick, quick_compilation, spread
+from programs import CFG, fitting, lay, mesh_of, programs_of, quick, quick_compilation, spread
 
 import train_gpt as T
 
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
 BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
-UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "adamtied", "event2")}
+UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "adamtied", "event4_11")}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
 # On 8 devices with one row of 32 tokens at a time: four micro-batches for each step, and the logits
@@ -89,7 +89,7 @@ def random_due(cfg, mesh, update):
         grads = {n: x.astype(cfg.dtype) if TABLE[n].sharded else x for n, x in grads.items()}
         grads = spread(cfg, {name: grads[name] for name in found}, mesh)
         found = {name: (*found[name], grad) for name, grad in grads.items()}
-    return found
+    return fitting(T.programs(cfg, mesh, T.PLAIN)[update], found)
 
 
 def hyper_on(cfg, step, mesh, **changes):
@@ -474,8 +474,9 @@ def test_a_collective_inside_the_loop_would_be_found():
         ("anvil", 0, 0, 1, 0),  # the norm
         ("adam", 2, 2, 16 + 1, 0),
         ("adamtied", 1, 1, 16 + 1, 0),
-        ("event2", 1, 1, 1, 2 * 2),  # for each step which rows of the n-gram table, and gradients
-        ("event4", 1, 1, 1, 4 * 2),
+        # of the n-gram table for each step the rows that were fetched, and their gradients
+        ("event2_00", 1, 1, 1, 2 * 2),
+        ("event4_00", 1, 1, 1, 4 * 2),
         ("finish", 3, 0, 5 * 2, 0),  # norms before and after
         ("eval", 2 + PIECES, 0, 1, 2),
     ],
@@ -658,8 +659,8 @@ def test_a_step_is_its_gradients_and_one_to_three_updates():
         ("anvil",),
         ("anvil", "adam"),
         ("anvil", "adamtied"),
-        ("anvil", "adamtied", "event2"),
-        ("anvil", "adamtied", "event4"),
+        ("anvil", "adamtied", "event2_00"),
+        ("anvil", "adamtied", "event4_11"),
     )
     want = [updates[i] for i in (0, 3, 0, 3, 0, 2, 0, 4, 0, 1)]
     assert [names[1:] for names in steps] == want
@@ -695,9 +696,9 @@ def test_gradients_wait_for_their_update_and_no_longer(every, events, change):
 
 def test_every_parameter_has_one_update():
     updated = {name: T.updated(T.Config(), name) for name in T.updates(T.Config())}
-    anvil, adam, event = updated["anvil"], updated["adam"], updated["event2"]
-    assert anvil == ["qk_bank", "vo_bank", "mlp_bank"]
-    assert adam == updated["adamtied"] and event == updated["event4"]
+    anvil, adam, event = updated["anvil"], updated["adam"], updated["event2_00"]
+    assert anvil == ["qk_bank", "vo_bank", "mlp_bank"] and adam == updated["adamtied"]
+    assert all(updated[name] == event for name in T.events(T.Config()))
     assert event == ["value_tables", "ngram_table"]
     assert sorted(anvil + adam + event) == sorted(T.param_table(T.Config()))
 
@@ -706,16 +707,8 @@ def test_programs_of_the_record_on_eight_devices():
     """Shapes of all that goes in, and where it lies, without a device that could hold it."""
     cfg, mesh = T.Config(), mesh_of(8)
     found, grads = T.programs(cfg, mesh, T.PLAIN), [f"grads{i}" for i in range(6)]
-    assert list(found) == [
-        *grads,
-        "anvil",
-        "adamtied",
-        "adam",
-        "event2",
-        "event4",
-        "finish",
-        "eval",
-    ]
+    updates = "anvil", "adamtied", "adam", *T.events(cfg)
+    assert list(found) == [*grads, *updates, "finish", "eval"]
     shapes = (16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576), (40_960, 0)
     shapes = dict(zip(grads, (*shapes, (16_384, 0)), strict=True)) | {"eval": (262_144, 0)}
     for name, (t, candidates) in shapes.items():
@@ -742,9 +735,23 @@ def test_programs_of_the_record_on_eight_devices():
         (48, 256, 768), cfg.dtype, P(T.AXIS)
     )  # fmt: skip
     assert (gates.shape, gates.dtype) == ((8 * 2, 64, 768), np.float32)
-    (ids, rows), *_ = found["event4"].args[1]["ngram_table"]  # as many as the largest stage needs
-    room = T.capacity(cfg, 393_216, 8)
-    assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
+    for name, stages in T.events(cfg).items():  # as many rows as the largest stage so far needs
+        for (ids, rows), i in zip(found[name].args[1]["ngram_table"], stages, strict=True):
+            room = T.capacity(cfg, (131_072, 262_144, 393_216)[i], 8)
+            assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
+
+
+def test_the_events_of_the_record():
+    """Each is of steps that follow each other, whose stages its program is made for."""
+    cfg, made, waiting = T.Config(), Counter(), []
+    for step in range(cfg.steps):
+        waiting.append(min(T.stage_index(cfg, step), 2))  # the last two are smaller than the third
+        if T.is_event(cfg, step):
+            name = T.programs_of(cfg, step)[-1]
+            assert T.events(cfg)[name] == tuple(waiting)
+            made[name], waiting = made[name] + 1, []
+    events = {"event2_00": 160, "event2_11": 8, "event4_11": 86, "event4_12": 1, "event4_22": 127}
+    assert made == events and [*T.events(cfg)] == [*events]
 
 
 @pytest.mark.parametrize("name", T.programs(CFG, mesh_of(2), T.PLAIN))
@@ -766,7 +773,7 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
             name: (x if name in BANKS else (2 * x[0], *x[1:]), dtype)
             for name, (x, dtype) in copies.items()
         }
-        size = T.capacity(cfg, 8 * 64, 2)
+        size = T.capacity(cfg, 8 * (32 if name == "grads0" else 64), 2)
         grads["ngram_table"] = ((4, size), np.dtype("int32")), ((4, size, 32), cfg.dtype)
         want = grads, number
     else:
