@@ -143,7 +143,7 @@ COMPONENTS = {
     "head and loss": "loss_sums val_loss_sum fused_cross_entropy_backward",
     "mixes and norms": "forward weighted_sum_backward",
     "tables, exchange": "look_up candidate_head signed_sum fetch exchange sum_rows scatter_rows "
-    "sum_requests in_largest",
+    "sum_requests stream grads_step",
     "optimizer": "update_step finish_step",
     "collectives": "",
     "other": "",
