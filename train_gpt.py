@@ -1634,15 +1634,20 @@ def adam_rows(table, square, rows, lr, decay, count, betas, eps):
     has ids from len(table) on, and is left out. Rows that nobody read stay as they are. The mean
     squares decay at every event, read or not: 21 MB of eight devices each, less than to keep books
     on missed events. The table has no float32 master; new rows are rounded to nearest.
+
+    What changes is added and not put in place: a v6e's SparseCores add rows to a table, but putting
+    them there is left to the TensorCore, which takes 91 bundles for a row of bfloat16, 21 ms or
+    more for 411,136 of them. The difference of two rows is exact but where they are far apart.
     """
     (ids, grad), b2 = rows, betas[1]
-    grad, square = grad.astype(jnp.float32), b2 * square
-    mean_square = square.at[ids].get(mode="clip") + (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+    square, more = b2 * square, (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+    mean_square = square.at[ids].get(mode="clip") + more
     size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
-    old = table.at[ids].get(mode="clip").astype(jnp.float32)
-    new = descend(old, size[:, None] * grad, lr * lr * decay).astype(table.dtype)
-    put = {"mode": "drop", "unique_indices": True}
-    return table.at[ids].set(new, **put), square.at[ids].set(mean_square, **put)
+    old = table.at[ids].get(mode="clip")
+    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay)
+    own = {"mode": "drop", "unique_indices": True}
+    table = table.at[ids].add(new.astype(table.dtype) - old, **own)
+    return table, square.at[ids].add(more, **own)
 
 
 def adam_numbers(cfg: Config, row: Param, hyper: Hyper) -> dict:
@@ -1802,23 +1807,23 @@ def fetch(table_rd, wanted_kc):
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
 
-def sum_requests(parts, size: int):
-    """What adam_rows takes, (ids [r], summed gradients [r, d]), of this device's `size` rows.
+def sum_requests(parts, size: int, add_rows: Callable):
+    """What adam_rows takes, (ids [r], summed gradients float32 [r, d]), of this device's `size`
+    rows.
 
     `parts` has of each step since the last update the rows wanted [devices, c] and their gradients
     [devices, c, d]. Each goes to the row's owner, once; there those of one row, from several steps
-    and devices, are summed in float32: sorted, they stand together.
+    and devices, are summed by Kernels.add_rows: sorted, equal ids stand together.
     """
     ids = jnp.concatenate([exchange(wanted).reshape(-1) for wanted, _ in parts])
     grads = jnp.concatenate([exchange(x).reshape(-1, x.shape[-1]) for _, x in parts])
-    order = jnp.argsort(ids)
-    ids, count = ids[order], len(ids)
+    places = jnp.arange(len(ids))
+    ids, order = lax.sort((ids, places), num_keys=1)
     run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
-    same = {"num_segments": count, "indices_are_sorted": True}
-    total = jax.ops.segment_sum(grads[order].astype(jnp.float32), run, **same)
-    first = jax.ops.segment_min(ids, run, **same)
-    fills = jnp.arange(count) > run[-1]
-    return jnp.where(fills, size + jnp.arange(count), first), total
+    _, run_of_each = lax.sort((order, run), num_keys=1)
+    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run_of_each, [grads])
+    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
+    return jnp.where(places > run[-1], size + places, first), total
 
 
 def grads_step(
@@ -1885,7 +1890,7 @@ def grads_step(
     return grads, lax.psum(total / stage.batch_tokens, AXIS)
 
 
-def update_step(cfg: Config, tied: bool, state, due, hyper: Hyper):
+def update_step(cfg: Config, kernels: Kernels, tied: bool, state, due, hyper: Hyper):
     """(state, compute copies of what changed, norm of the gradient) after an update of `due`.
     While `tied`, the gradient of the embedding is added to the head's.
 
@@ -1902,8 +1907,10 @@ def update_step(cfg: Config, tied: bool, state, due, hyper: Hyper):
         if name in joined:
             continue
         if table[name].optimizer == "rows":
-            reduced[name] = sum_requests(grads, len(state["params"][name]))
-            cut += jnp.sum(jnp.square(reduced[name][1]))
+            size = len(state["params"][name])
+            reduced[name] = sum_requests(grads, size, kernels.add_rows)
+            # By rows, as adam_rows has it, too: XLA then computes both in one pass.
+            cut += cfg.width * jnp.sum(jnp.mean(jnp.square(reduced[name][1]), axis=1))
             continue
         others = (due[other] for other, to in joined.items() if to == name)
         total = sum(grad.astype(jnp.float32) for grad in itertools.chain(grads, *others))
@@ -2030,7 +2037,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     for update, steps in updates(cfg).items():
         span = events(cfg).get(update, (0,) * steps)
         due = {name: tuple(grads(name, i) for i in span) for name in updated(cfg, update)}
-        step = functools.partial(update_step, cfg, update == "adamtied")
+        step = functools.partial(update_step, cfg, kernels, update == "adamtied")
         args = state, due, hyper
         changed = {name: specs[name] for name in due if name in specs}
         found[update] = Program(step, args, (state_specs, changed, P()), donates=(0,))
@@ -2046,10 +2053,14 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
 # (counted in record 77's program for an absent H100). Of XLA's own Triton matmuls one does not
 # compile, in mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2); libraries have all.
 # On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
-# TensorCore computes; without these options every collective of a program stands in the open.
+# TensorCore computes; without these options every collective of a program stands in the open. They
+# also add rows to tables.
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all"
 COMPILER_OPTIONS = {
-    "tpu": {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in OFFLOADED},
+    "tpu": {
+        **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
+    },
     "gpu": {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
 }
 
@@ -5090,7 +5101,7 @@ def meetings(ids_r, rows: int, block: int):
     keys = lax.sort(keys | jnp.arange(ids_r.size, dtype=jnp.uint32), is_stable=False)
     order = (keys & (2**bits - 1)).astype(jnp.int32)
     edges = jnp.arange(tiles + 1, dtype=jnp.uint32) << bits
-    starts = jnp.sum(keys[None] < edges[:, None], axis=1, dtype=jnp.int32)
+    starts = jnp.searchsorted(keys, edges).astype(jnp.int32)
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
     ends = jnp.cumsum(last - first + 1)

@@ -188,7 +188,7 @@ def test_ngrams_are_fetched_and_their_gradients_go_back_to_their_rows():
         fetched = T.fetch(table, wanted)
         summed = T.scatter_rows(jnp.zeros_like(fetched), places, [grads])
         parts = [(wanted, summed[None])] * 2  # as of two steps
-        return fetched[places], T.sum_requests(parts, len(table))
+        return fetched[places], T.sum_requests(parts, len(table), T.scatter_rows)
 
     mesh = T.make_mesh(cfg, [DEVICES["cuda"]])
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)

@@ -355,7 +355,7 @@ def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monk
         wanted[name] = parts.sum((0, 1))
     cut = {name: P(T.AXIS) if name in SHARDED else P() for name in due}
     update = jax.shard_map(
-        lambda due: T.update_step(cfg, False, None, due, None),
+        lambda due: T.update_step(cfg, T.PLAIN, False, None, due, None),
         mesh=mesh,
         in_specs=P(T.AXIS),
         out_specs=({"params": cut}, {name: T.copy_specs(cfg)[name] for name in due}, P()),
@@ -394,7 +394,7 @@ def test_rows_that_were_fetched_get_the_sum_of_their_gradients():
         grads = jnp.asarray(grads.reshape(16, size, 3), jnp.bfloat16)
         parts.append((wanted.reshape(16, size), grads))
     summed = jax.shard_map(
-        lambda parts: T.sum_requests(parts, share),
+        lambda parts: T.sum_requests(parts, share, T.scatter_rows),
         mesh=mesh, in_specs=P(T.AXIS), out_specs=P(T.AXIS), check_vma=False,
     )  # fmt: skip
     ids, grads = (np.split(np.asarray(x), 4) for x in quick(summed, parts))
