@@ -13,17 +13,18 @@ The figure that counts leads the report: seconds of the whole run, the sum of
 
     predicted  of each instruction the longer of two: the compiler's estimate of its cycles, and its
                bytes at the rate at which memory has been measured. Loops count as often as they
-               run, of a conditional the dearest branch. Pallas kernels, of which the compiler makes
-               no estimate, are counted in bundles of their final schedules, times 1.77 to be on its
-               scale: an upper bound, since blocks count that documents let them skip.
+               run, of a conditional the dearest branch. What the compiler makes no estimate of,
+               Pallas kernels, gathers, scatters and sorts, is counted in bundles of its final
+               schedule, times 1.77 to be on its scale: of kernels an upper bound, since blocks
+               count that documents let them skip.
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the link's rate; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer: each byte goes all the way, and
                through the middle of a v6e-8 two links carry half of all. The schedule is played:
                links carry one collective after the other; what is started goes on beside other
                instructions until one awaits it; all else holds them up.
-    moves      bytes of what has no estimate, gathers, scatters and sorts above all, at the memory's
-               rate. A floor.
+    moves      bytes of what has neither, above all what SparseCores do, at the memory's rate. A
+               floor.
 
 Bytes are those of operands and results that lie in memory, tiles filled up, none of what stays on
 the chip; of slices, gathers and updates in place, fused or not, only the rows that they touch. The
@@ -683,25 +684,31 @@ def skipped_bundles(schedule: str) -> list[int]:
     return found
 
 
-def read_kernels(instructions, folder: Path, notes: set) -> dict[str, Kernel] | None:
-    """{name: Kernel} of a program's Pallas kernels.
+def read_schedules(instructions, folder: Path, notes: set) -> dict[str, Kernel] | None:
+    """{name: Kernel} of a program's Pallas kernels, and of what else has a schedule, but no
+    estimate: gathers, scatters and sorts.
 
     From the schedules in `folder`, which it empties; of two under one name the later counts, for
     the one before may be of a program that did not fit. Equal kernels are compiled once, under the
     name of one of them. None if one has no schedule: libtpu was loaded before schedule_dump.
     """
-    kernels = {one.name: one for one in instructions if one.kernel}
-    code = {x: re.findall(r'"body":"(.*?)"', one.rest) or x for x, one in kernels.items()}
-    found, all_ = {}, {}
+    untold = {one.name: one for one in instructions if one.kernel or not one.cycles}
+    kernels = {name: one for name, one in untold.items() if one.kernel}
+    code = {x: re.findall(r'"body":"(.*?)"', one.rest) or x for x, one in untold.items()}
+    found, open_loops = {}, 0
     for path in sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
-        if name and name[1] in kernels:
+        if name and name[1] in untold:
             text = path.read_text(errors="replace")
             bundles, unknown = kernel_bundles(text)
             found[name[1]] = Kernel(bundles, skipped_bundles(text))
-            if unknown:
+            if unknown and name[1] in kernels:
                 notes.add(f"kernel {name[1]}: {unknown} loops of unknown length counted once")
+            open_loops += bool(unknown) and name[1] not in kernels
         path.unlink()
+    if open_loops:
+        notes.add(f"{open_loops} gathers, scatters and sorts: loops of unknown length counted once")
+    all_ = dict(found)
     for name in kernels:
         same_code = [found[x] for x in found if code[x] == code[name]]
         same_function = [found[x] for x in found if function_of(x) == function_of(name)]
@@ -781,12 +788,12 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
     known, peak = hardware(devices[0].device_kind), T.peak_flops(devices[0].device_kind)
     (computations, entry), frames = hlo_computations(text), stack_frames(text)
     every = (one for scope in computations.values() for one in scope.values())
-    kernels = read_kernels(every, schedules, notes)
+    kernels = read_schedules(every, schedules, notes)
     links, load = link_count(devices) or 1, all_to_all_load(devices)
 
     def cycles(one) -> int:
-        bundles = kernels[one.name].bundles if one.kernel and kernels else 0
-        return round(bundles * KERNEL_FACTOR) or one.cycles
+        bundles = kernels[one.name].bundles if one.name in (kernels or ()) else 0
+        return one.cycles or round(bundles * KERNEL_FACTOR)
 
     def seconds(one) -> tuple[float, float]:
         """By cycles and by memory: copies that go on beside other work take none of either."""

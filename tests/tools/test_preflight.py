@@ -701,7 +701,7 @@ def schedules(tmp_path):
 def issued(text: str, schedules, notes: set) -> int:
     """Of all kernels of a program."""
     instructions, _ = run(text)
-    found = preflight.read_kernels(instructions, schedules, notes)
+    found = preflight.read_schedules(instructions, schedules, notes)
     return sum(one.times * found[one.name].bundles for one in instructions if one.kernel)
 
 
@@ -730,10 +730,10 @@ def test_of_two_schedules_under_one_name_the_later_counts(schedules):
 
 def test_no_schedule_means_no_prediction(tmp_path):
     notes = set()
-    assert preflight.read_kernels(run(HLO)[0], tmp_path, notes) is None
+    assert preflight.read_schedules(run(HLO)[0], tmp_path, notes) is None
     assert notes == {"kernel attend.3 has no schedule: no prediction"}
     none = run(HLO.replace("tpu_custom_call", "Other"))[0]
-    assert preflight.read_kernels(none, tmp_path, set()) == {}
+    assert preflight.read_schedules(none, tmp_path, set()) == {}
 
 
 # ------------------------------------------------------------------------------------------------
