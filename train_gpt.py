@@ -1743,10 +1743,8 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 
 def copy_specs(cfg: Config) -> dict[str, P]:
     """How the copies lie on the mesh: those of banks are cut, all others whole."""
-    table = param_table(cfg).items()
-    specs = {n: P(AXIS) if row.optimizer == "anvil" else P() for n, row in table}
-    del specs["ngram_table"]
-    return specs | {"signs": P()}
+    kinds = {name: row.optimizer for name, row in param_table(cfg).items()} | {"signs": ""}
+    return {n: P(AXIS) if x == "anvil" else P() for n, x in kinds.items() if x != "rows"}
 
 
 def stream(cfg: Config, copies):
@@ -2000,8 +1998,9 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     """Name -> Program: the gradients of each stage and number of candidates, the updates, the
     averaging at the end, validation.
 
-    Copies are whole on every device, the state is cut, and each device keeps the gradients of its
-    own rows (in one array, [devices * n, ...] for a parameter [n, ...]) until an update takes them.
+    Copies are whole on every device, but for those of banks: these are cut, and so is the state.
+    Each device keeps the gradients of its own rows (in one array, [devices * n, ...] for a
+    parameter [n, ...]; of banks its share of the sum) until an update takes them.
     """
 
     def leaf(shape, dtype, *axes):

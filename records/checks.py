@@ -215,7 +215,7 @@ PROGRAM = {"name": f'"{WORD}"', "steps": N, "tokens_per_step": N, "resident_byte
 PROGRAM |= {"bytes": {"peak": N, "*": f"{N}|null"}, **dict.fromkeys(SUMS.values(), f"{REAL}|null")}
 PREDICTION = {"preset": f'"{WORD}"', "versions": VERSIONS, "device_kind": HARDWARE, "devices": N}
 PREDICTION |= {"total_steps": N, "total_tokens": N, "variants": [PROGRAM], "*": ANY}
-PREDICTION |= {"predicted": {"*": f"{REAL}|null"}}
+PREDICTION |= {"predicted": {"components?": ANY, "*": f"{REAL}|null"}}
 
 
 def expect(value, shape):

@@ -61,15 +61,17 @@ The tables, for one execution on one device:
 A program that does not fit as it is asked for is compiled with the next of train_gpt.py's settings,
 as in a run (recompute, then smaller micro-batches): the report says with what, and its row has it
 as `settings`, which is null otherwise.
---dump DIR keeps the optimized programs and preflight.json: {"preset", "command", "versions",
-"target", "device_kind", "devices", "links", "kernels", "total_steps", "total_tokens", "variants":
-one row for each program, "predicted": totals of the run (of all programs only), "compile_seconds",
-"cpu_seconds"}. What is not known is null.
+--dump DIR keeps the optimized programs and preflight.json: {"preset", "command", "made_of": a hash
+of source and config, "versions", "target", "device_kind", "devices", "links", "kernels",
+"total_steps", "total_tokens", "variants": one row for each program, "predicted": totals of the run
+(of all programs only), "compile_seconds", "cpu_seconds"}. What is not known is null. Rows that are
+there stay if they are made of the same: two calls with other programs can share the work.
 """
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import json
 import math
@@ -1178,10 +1180,12 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
     """Compile the run's programs for absent hardware, report what they need; whether they fit.
 
     All of them, or those in `names`. With `dump`, preflight.json and the optimized HLO of each
-    program go there.
+    program go there; programs that stand there already, made of the same, stay in the report.
     """
     if dump:
         T.make_folder(dump, "--dump")
+    read = [Path(module.__file__).read_bytes() for module in (T, sys.modules[__name__])]
+    made_of = hashlib.sha256(b"".join([*read, repr((cfg, target)).encode()])).hexdigest()
     with schedule_dump() as schedules:
         devices = absent_devices(target)
         mesh = T.make_mesh(cfg, devices)
@@ -1191,13 +1195,21 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
         for name in names:
             if name not in every:
                 raise T.UserError(f"--program {name}: there are {', '.join(every)}")
-        rows, cpu = [], sum(os.times()[:4])  # of this process and of those that it starts
+        rows = {}
         for name in names or every:
-            rows.append(preflight_row(cfg, mesh, kernels, name, schedules, dump, say))
-            say(f"{name} compiled in {rows[-1]['compile_seconds']:.0f} s")
+            cpu = sum(os.times()[:4])  # of this process and of those that it starts
+            rows[name] = preflight_row(cfg, mesh, kernels, name, schedules, dump, say)
+            rows[name]["cpu_seconds"] = round(sum(os.times()[:4]) - cpu, 1)
+            say(f"{name} compiled in {rows[name]['compile_seconds']:.0f} s")
+    if dump and (dump / "preflight.json").exists():
+        before = json.loads((dump / "preflight.json").read_text())
+        if (before.get("made_of"), before["versions"]) == (made_of, T.versions()):
+            rows = {row["name"]: row for row in before["variants"]} | rows
+    rows = [rows[name] for name in every if name in rows]
     report = {
         "preset": cfg.preset,
         "command": command,
+        "made_of": made_of,
         "versions": T.versions(),
         "target": target,
         "device_kind": devices[0].device_kind,
@@ -1209,7 +1221,7 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
         "variants": rows,
         "predicted": whole_run(rows) if len(rows) == len(every) else None,
         "compile_seconds": round(sum(row["compile_seconds"] for row in rows), 1),
-        "cpu_seconds": round(sum(os.times()[:4]) - cpu, 1),
+        "cpu_seconds": round(sum(row["cpu_seconds"] for row in rows), 1),
     }
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")

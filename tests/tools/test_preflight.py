@@ -954,6 +954,18 @@ def test_some_programs_have_their_rows_and_no_sum(absent, tmp_path, capsys):
     assert "these fit the 31.25 GiB of a device" in out.splitlines()
 
 
+def test_programs_can_be_shared_among_calls(absent, tmp_path):
+    """Rows of other programs stay if they are made of the same; with all of them there is a sum."""
+    for names in (NAMES[2:], ["grads0"], ["grads1"]):
+        preflight.preflight(CFG, "v6e-8", names, tmp_path, say=list().append)
+    report = report_of(tmp_path)
+    assert [row["name"] for row in report["variants"]] == NAMES
+    assert report["predicted"]["sum_seconds"] > 0
+    assert report["cpu_seconds"] == sum(row["cpu_seconds"] for row in report["variants"])
+    preflight.preflight(replace(CFG, seed=1), "v6e-8", ["adam"], tmp_path, say=list().append)
+    assert [row["name"] for row in report_of(tmp_path)["variants"]] == ["adam"]
+
+
 def test_the_tables_show_each_program_and_its_figures(absent):
     lines = []
     preflight.preflight(CFG, "v6e-8", say=lines.append)
