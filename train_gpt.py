@@ -6,8 +6,8 @@
 
 `speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
-PyTorch program of record 92. Predicted by the TPU's compiler: 106 s on a v6e-8; nobody has timed it
-yet. The run in outline, its real loop stands at the end of Part I:
+PyTorch program of record 92. Predicted from the TPU's compiler: about 100 s on a v6e-8; nobody has
+timed it yet. The run in outline, its real loop stands at the end of Part I:
 
     state = init(seed); copies = bfloat16(state.params)        # Parameters
     for step in range(1194):
@@ -894,7 +894,7 @@ class Kernels(NamedTuple):
     squared_relu: Callable
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
-    blend: Callable  # sums with weights of each token
+    blend: Callable  # the weighted sums of mudd_mix
 
 
 def gate(x_btd, weights_ng):
@@ -940,7 +940,7 @@ def token_gates(params, cfg: Config, j: int, x_btd) -> dict:
     return {key: lanes[..., at] for key, at in gate_lanes(cfg)[j].items()}
 
 
-def gated_values(params, cfg: Config, kernels: Kernels, i: int, x_btd, values_btd):
+def gated_values(params, cfg: Config, i: int, x_btd, values_btd):
     """What layer `i` adds to its v: the tokens' rows of its value table, each head's by a gate.
 
     2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row, half and
@@ -949,7 +949,7 @@ def gated_values(params, cfg: Config, kernels: Kernels, i: int, x_btd, values_bt
     weights_ng = params["value_gate"][cfg.layers_with("values").index(i)]
     half = weights_ng.shape[1] // 2
     looks_btg = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
-    return kernels.blend(None, 2 * gate(looks_btg, weights_ng)[:, :, None], (values_btd,))
+    return mix((spread(2 * gate(looks_btg, weights_ng), values_btd), values_btd))
 
 
 def post_lambdas(params, cfg: Config, i: int):
@@ -1012,9 +1012,7 @@ MUDD_LANES = 14  # of mudd_layer; mudd_mix has one for each source, at most as m
 MUDD_SCALE = 0.1  # of what the small MLPs of both return: a learning rate in effect
 
 
-def mudd_layer(
-    params, kernels: Kernels, i: int, x, start, source, values, ngram, attend: Callable, feed
-):
+def mudd_layer(params, i: int, x, start, source, values, ngram, attend: Callable, feed: Callable):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
 
     Fourteen numbers for each token, from its stream: what of the start of the stream, of the source
@@ -1025,8 +1023,8 @@ def mudd_layer(
     """
     lanes, _ = lanes_mlp(params, "mudd", 0, x)
     mu = jnp.split(MUDD_SCALE * lanes, MUDD_LANES, axis=-1)  # [b, t, 1] each
-    own = kernels.blend(None, MUDD_SCALE * lanes[:, :, None, 6:8], (values,))
-    added = mix((mu[0], start), (mu[1], source), (mu[2], x), (1.0, own))
+    own = spread(jnp.concatenate(mu[6:8], axis=-1), values)
+    added = mix((mu[0], start), (mu[1], source), (mu[2], x), (own, values))
     x = mix((1 + mu[5], x), (mu[3], start), (mu[4], source))
     y = attend(i, norm(source), added)
     x = mix((mu[8], x), (mu[9], y), (mu[10], start), (mu[11], ngram))
@@ -1048,10 +1046,9 @@ def mudd_mix(params, kernels: Kernels, x_btd, sources):
 
 
 def blend(x_btd, weights_btkg, sources):
-    """x + the sources, each of their features by the weight of its group: arrays [b, t, d]. If x is
-    None, without it."""
-    terms = [] if x_btd is None else [(1.0, x_btd)]
-    return mix(*terms, *((spread(weights_btkg[:, :, k], y), y) for k, y in enumerate(sources)))
+    """x + the sources, each of their features by the weight of its group: arrays [b, t, d]."""
+    terms = ((spread(weights_btkg[:, :, k], y), y) for k, y in enumerate(sources))
+    return mix((1.0, x_btd), *terms)
 
 
 def forward(
@@ -1091,8 +1088,9 @@ def forward(
         if layer.attends:
             seen, added = norm(outputs[cfg.source] if i > cfg.source else x), None
             if layer.values:
-                rows = values[cfg.layers_with("values").index(i)]
-                added = gated_values(params, cfg, kernels, i, seen, rows)
+                added = gated_values(
+                    params, cfg, i, seen, values[cfg.layers_with("values").index(i)]
+                )
             terms.append((1.0, attend(i, seen, added)))
         if layer.x0:
             terms.append((gates["x0", i], x0))
@@ -1104,8 +1102,7 @@ def forward(
 
     def last_block(x):
         i, source = cfg.depth - 1, outputs[cfg.source]
-        arrays = x, start, source, values[-1], ngram
-        return mudd_layer(params, kernels, i, *arrays, attend, feed)
+        return mudd_layer(params, i, x, start, source, values[-1], ngram, attend, feed)
 
     if cfg.recompute:  # keep only what goes from layer to layer
         block, last_block = jax.checkpoint(block, static_argnums=0), jax.checkpoint(last_block)
@@ -5009,19 +5006,18 @@ def run_weighted(name: str, body, x, weights_btkg, sources, outputs: int, sums: 
     """run_kernel over blocks of tokens, which `body` has as x, y0, y1, ... [block, d], with w, of
     pack_weights, and hot, of spreaders. It writes out0, out1, ... like x, and with `sums` those of
     packed weights, [block, lanes] float32."""
-    d, dtype = sources[0].shape[-1], sources[0].dtype
-    w = pack_weights(weights_btkg, dtype)
+    d, w = x.shape[-1], pack_weights(weights_btkg, x.dtype)
     tokens, lanes = w.shape[0], w.shape[1] // 2
     block = math.gcd(tokens, WEIGHTED_BLOCK)
 
     def tiled(width):
         return (block, width), lambda _, i: (i, 0)
 
-    inputs = {"x": (None if x is None else x.reshape(tokens, d), *tiled(d))}
+    inputs = {"x": (x.reshape(tokens, d), *tiled(d))}
     inputs |= {f"y{j}": (y.reshape(tokens, d), *tiled(d)) for j, y in enumerate(sources)}
-    hot = spreaders(*weights_btkg.shape[2:], lanes, d, dtype)
+    hot = spreaders(*weights_btkg.shape[2:], lanes, d, x.dtype)
     inputs |= {"w": (w, *tiled(2 * lanes)), "hot": (hot, hot.shape, lambda _, i: (0, 0, 0))}
-    like = jax.ShapeDtypeStruct((tokens, d), dtype)
+    like = jax.ShapeDtypeStruct((tokens, d), x.dtype)
     out = {f"out{j}": (like, *tiled(d)) for j in range(outputs)}
     summed = jax.ShapeDtypeStruct((tokens, lanes), jnp.float32) if sums else None
     out["sums"] = summed, *tiled(lanes)
@@ -5033,26 +5029,25 @@ def weighted_sum(x_btd, weights_btkg, sources, interpret=False):
     """blend in one TPU kernel, and one for its gradients."""
 
     def body(r):
-        total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
+        total = r.x[...].astype(jnp.float32)
         for j in range(len(sources)):
             y = getattr(r, f"y{j}")[...].astype(jnp.float32)
             total += times(r.w[...], r.hot[j]) * y
         r.out0[...] = total.astype(r.out0.dtype)
 
     out = run_weighted("weighted_sum", body, x_btd, weights_btkg, sources, 1, False, interpret)
-    return out["out0"].reshape(sources[0].shape)
+    return out["out0"].reshape(x_btd.shape)
 
 
 def weighted_sum_forward(x_btd, weights_btkg, sources, interpret):
     """weighted_sum, and what its gradients take."""
-    kept = None if x_btd is None else (), weights_btkg, sources
-    return weighted_sum(x_btd, weights_btkg, sources, interpret), kept
+    return weighted_sum(x_btd, weights_btkg, sources, interpret), (weights_btkg, sources)
 
 
 def weighted_sum_backward(interpret, kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
-    no_x, weights_btkg, sources = kept[0] is None, *kept[1:]
+    weights_btkg, sources = kept
 
     def body(r):
         grad = r.x[...].astype(jnp.float32)
@@ -5068,7 +5063,7 @@ def weighted_sum_backward(interpret, kept, grad_btd):
     out = run_weighted(name, body, grad_btd, weights_btkg, sources, count, True, interpret)
     d_sources = tuple(out[f"out{j}"].reshape(grad_btd.shape) for j in range(count))
     d_weights = out["sums"][:, : math.prod(weights_btkg.shape[2:])].reshape(weights_btkg.shape)
-    return None if no_x else grad_btd, d_weights, d_sources
+    return grad_btd, d_weights, d_sources
 
 
 weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)

@@ -113,18 +113,14 @@ def test_more_tokens_and_rows_than_fit_32_bits_are_refused():
         T.sum_rows(table, ids, [rows])
 
 
-@pytest.mark.parametrize("with_x", [True, False])
 @pytest.mark.parametrize("dtype, off", [(jnp.float32, 1e-6), (jnp.bfloat16, 6e-3)])
 @pytest.mark.parametrize(
     ("shape", "groups", "count"),
     [((1, 512, 768), 12, 10), ((2, 384, 256), 4, 5), ((3, 40, 128), 2, 1), ((1, 7, 128), 64, 3)],
 )
-def test_a_sum_with_weights_of_each_token_and_its_gradients(
-    shape, groups, count, dtype, off, with_x
-):
+def test_a_sum_with_weights_of_each_token_and_its_gradients(shape, groups, count, dtype, off):
     """One block and many, blocks that 256 tokens do not fill, weights in a tile and in two."""
     x, *sources = (jnp.asarray(RNG.standard_normal(shape), dtype) for _ in range(count + 1))
-    x = x if with_x else None
     weights = jnp.asarray(RNG.standard_normal((*shape[:2], count, groups)), jnp.float32)
     down = RNG.standard_normal(shape).astype(np.float32)
 

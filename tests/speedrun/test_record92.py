@@ -263,7 +263,7 @@ def watch(patch, seen: dict) -> T.Kernels:
     note("token_gates", lambda args, out: (keep("gates_of", args[3]), keep("gates", joined(out))))
     note("mlp", lambda args, out: keep("mid", next(x for x, y in norms if y is args[4])))
     note("attention", lambda args, out: keep("attn_branch", out))
-    note("mudd_layer", lambda args, out: (keep("cache9", args[3]), keep("cache7", args[5])))
+    note("mudd_layer", lambda args, out: (keep("cache9", args[2]), keep("cache7", args[4])))
     note("mudd_mix", lambda args, out: (keep("last", args[2]), keep("mixed", out)))
 
     def attending(q, k, v, *rest):
