@@ -1272,15 +1272,17 @@ def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
     assert report["kernels"] == "attention, weighted sums and gradients of tables for TPUs"
     assert len(kernels((tmp_path / grads["hlo"]).read_text())) >= 2 * 2
     assert 0 < grads["kernel_cycles"] < grads["estimated_cycles"]
-    assert 0 < grads["predicted_ms"] < 10 and grads["notes"] == [] and update["kernel_cycles"] == 0
-    assert {*grads["collectives"]} == {"all-reduce", "all-to-all"}
-    assert {*update["collectives"]} >= {"reduce-scatter", "all-gather"}
+    assert 0 < grads["predicted_ms"] < 10 and update["kernel_cycles"] == 0
+    assert all("unknown length" in note for row in report["variants"] for note in row["notes"])
+    banks = {"reduce-scatter", "all-gather"}
+    assert {*grads["collectives"]} == {"all-reduce", "all-to-all", *banks}
+    assert {*update["collectives"]} == {"all-reduce"}
     assert {*event["collectives"]} >= {"reduce-scatter", "all-gather", "all-to-all"}
     assert {*last["collectives"]} >= {"all-gather", "all-reduce"}
     for row in (grads, event):  # as much as all of it crosses each link in the middle
-        across = row["collectives"]["all-to-all"]
-        least = 1e3 * across["bytes"] / 56e9
-        assert 1 <= row["link_floor_ms"] / least < 2 or row is event
+        least = 1e3 * row["collectives"]["all-to-all"]["bytes"] / 56e9
+        assert least <= row["link_ms"] and 0 < row["link_floor_ms"] <= row["link_ms"]
+    assert grads["link_floor_ms"] < 0.9 * grads["link_ms"], "banks cross beside work"
     assert "these fit the 31.25 GiB of a device" in printed
 
 
