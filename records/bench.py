@@ -193,8 +193,8 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
         name, kind, tokens = row["name"], row["tokens"], cfg.stages[row["stage"]].batch_tokens
         event = cfg.event_every[step >= cfg.event_change]
         updates = {"anvil": 1, T.adam_program(cfg, step): cfg.adam_every}
-        rare = f"event{event}_{2 * str(T.widest(cfg, row['stage']))}"
-        updates |= {rare: event} if rare in compiled else {}  # none lies within a short stage
+        within = (T.widest(cfg, row["stage"]),) * event  # a short stage has no such event
+        updates |= {x: event for x, stages in T.events(cfg).items() if stages == within}
         supply = itertools.cycle(batches)
         times = time_chunks(event, functools.partial(run, name, updates, supply))
         if not math.isfinite(times["loss"]):
