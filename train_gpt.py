@@ -891,7 +891,7 @@ class Kernels(NamedTuple):
     """The five places where Part III may put something faster: the same up to rounding."""
 
     attend: Callable  # attend_heads with an attention
-    squared_relu: Callable
+    add_mlp: Callable  # half a layer
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
     blend: Callable  # the weighted sums of mudd_mix
@@ -995,17 +995,18 @@ def squared_relu(z):
     return jnp.square(jax.nn.relu(z))
 
 
-def mlp(params, cfg: Config, kernels: Kernels, i: int, x_btd):
-    """What the MLPs of layer `i` add to the stream, their weight included: ReLU squared.
+def add_mlp(x_btd, up_fd, down_fd, keep, weight, act: Callable = squared_relu):
+    """keep x + weight act(norm(x) up^T) down, of two numbers and both weights [f, d]."""
+    return mix((keep, x_btd), (1.0, act(norm(x_btd) @ up_fd.T) @ mix((weight, down_fd))))
 
-    Two MLPs on the same input are one of twice the width (in record 92 a layer has given its MLP
-    to the next one).
-    """
+
+def mlp(params, cfg: Config, kernels: Kernels, i: int, x_btd, keep=0.0):
+    """keep x + what the MLPs of layer `i` add to the stream, their weight included: two, where in
+    record 92 a layer has given its MLP to the next one, are one of twice the width."""
     slots, bank = mlp_slots(cfg, i), params["mlp_bank"]
     up_fd = jnp.concatenate([bank[slot] for slot in slots])
     down_fd = jnp.concatenate([bank[slot_count(cfg) + slot] for slot in slots])
-    down_fd = mix((post_lambdas(params, cfg, i)[1], down_fd))
-    return kernels.squared_relu(x_btd @ up_fd.T) @ down_fd
+    return kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(params, cfg, i)[1])
 
 
 MUDD_LANES = 14  # of mudd_layer; mudd_mix has one for each source, at most as many
@@ -1028,8 +1029,7 @@ def mudd_layer(params, i: int, x, start, source, values, ngram, attend: Callable
     x = mix((1 + mu[5], x), (mu[3], start), (mu[4], source))
     y = attend(i, norm(source), added)
     x = mix((mu[8], x), (mu[9], y), (mu[10], start), (mu[11], ngram))
-    h = norm(x)
-    return mix((mu[12], x), (mu[13], feed(i, h))), h
+    return mix((mu[12], x), (mu[13], feed(i, x))), norm(x)
 
 
 def mudd_mix(params, kernels: Kernels, x_btd, sources):
@@ -1074,9 +1074,9 @@ def forward(
             more = added, gates, segments_bt, windows, hyper
             return attention(params, cfg, kernels, i, x, *more)
 
-    def feed(i: int, x):
+    def feed(i: int, x, keep=0.0):
         with jax.named_scope(f"mlp{i}"):
-            return mlp(params, cfg, kernels, i, x)
+            return mlp(params, cfg, kernels, i, x, keep)
 
     def block(i: int, x):
         layer = cfg.layers[i]
@@ -1096,9 +1096,8 @@ def forward(
             terms.append((gates["x0", i], x0))
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
-        x = mix(*terms)
-        more = [(1.0, feed(i, norm(x)))] if layer.mlps else []
-        return mix((resid[i, 1], x), *more)
+        x, keep = mix(*terms), resid[i, 1]
+        return feed(i, x, keep) if layer.mlps else mix((keep, x))
 
     def last_block(x):
         i, source = cfg.depth - 1, outputs[cfg.source]
@@ -1262,7 +1261,7 @@ def scatter_rows(grad_vd, ids, rows):
 
 
 PLAIN = Kernels(
-    functools.partial(attend_heads, attend_plain), squared_relu, cross_entropy, scatter_rows, blend
+    functools.partial(attend_heads, attend_plain), add_mlp, cross_entropy, scatter_rows, blend
 )
 
 
@@ -4177,14 +4176,15 @@ SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours 
 def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(the Kernels for one of the run's devices, why these: a line for the log).
 
-    The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention and the gradients
-    of tables have kernels for TPUs since v5 and attention for NVIDIA GPUs since Ampere; where one
-    of their conditions fails, the plain form does the work, and the line says which.
+    The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, MLPs, weighted
+    sums and the gradients of tables have kernels for TPUs since v5 and attention for NVIDIA GPUs
+    since Ampere; where one of their conditions fails, the plain form does the work, and the line
+    says which.
     """
     if cfg.kernels == "plain":
         return PLAIN, "plain, as asked for"
-    chosen = PLAIN._replace(squared_relu=lean_squared_relu, cross_entropy=fused_cross_entropy)
-    kind, h = device.device_kind, cfg.head_width
+    chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
+    kind, h, others = device.device_kind, cfg.head_width, ""
     rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
     window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
     window = min(window, max(rows))
@@ -4206,10 +4206,15 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         ]
         if not any(fails for fails, _ in for_tables):
             chosen = chosen._replace(add_rows=sum_rows, blend=weighted_sum)
+            others = "weighted sums and gradients of tables for TPUs"
+            hidden = {cfg.mlp_width * len(mlp_slots(cfg, i)) for i in range(cfg.depth)} - {0}
+            fits = all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden)
+            if fits and cfg.dtype == jnp.bfloat16:
+                chosen, others = chosen._replace(add_mlp=fused_mlp), f"MLPs, {others}"
         apart = f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
         tiled = h != LANES or cfg.heads % 2, apart
         conditions = [*for_tables, tiled, (ring > KERNEL_VMEM * 0.7, large), bounded]
-        attend, served = attend_window, "attention, weighted sums and gradients of tables for TPUs"
+        attend, served = attend_window, f"attention, {others}"
     elif device.platform == "gpu":
         triton = importlib.util.find_spec("jax.experimental.pallas.triton")
         conditions = [
@@ -4223,10 +4228,9 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         attend, served = functools.partial(attend_heads, attend_triton), "attention for NVIDIA GPUs"
     else:
         return chosen, f"plain attention: there are no kernels for a {device.platform}"
-    others = ", weighted sums and gradients of tables for TPUs" if chosen.blend != blend else ""
     for fails, why in conditions:
         if fails:
-            return chosen, f"plain attention{others}: {why}"
+            return chosen, ", ".join(filter(None, ["plain attention", others])) + f": {why}"
     return chosen._replace(attend=attend), served
 
 
@@ -4365,6 +4369,11 @@ lean_squared_relu.defvjp(
 )
 
 
+def lean_mlp(*args):
+    """add_mlp with lean_squared_relu."""
+    return add_mlp(*args, act=lean_squared_relu)
+
+
 def document_starts(segments_bt):
     """The place in its row where the document of each token begins, int32 [b, t]."""
     begins = jnp.pad(segments_bt[:, 1:] != segments_bt[:, :-1], ((0, 0), (1, 0)))
@@ -4407,9 +4416,10 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
     Its `row` (of the batch) and `i` (block of it) are the place in the grid, all i of a row first.
 
     inputs: name -> (array, block shape, index map); outputs: name -> (shape with dtype, block
-    shape, index map); scratch in VMEM: name -> (shape, dtype). An input or output that is None is
-    left out, and None for the body. `scalars`, name -> array, are there before the first block.
-    Returns {name: output}.
+    shape, index map); scratch in VMEM: name -> (shape, dtype). Blocks lie twice in VMEM, to come
+    and go behind the work; what has no block shape is there as a whole, once, for all blocks. An
+    input or output that is None is left out, and None for the body. `scalars`, name -> array, are
+    there before the first block. Returns {name: output}.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -4418,6 +4428,11 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
     given = {key: x for key, x in inputs.items() if key not in absent}
     outputs = {key: x for key, x in outputs.items() if key not in absent}
     names = [*scalars, *given, *outputs, *scratch]
+
+    def spec(x, *block):
+        if block:
+            return pl.BlockSpec(*block)
+        return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
     def kernel(*refs):
         place = {"row": pl.program_id(0), "i": pl.program_id(1)}
@@ -4428,8 +4443,8 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
-            in_specs=[pl.BlockSpec(*x[1:]) for x in given.values()],
-            out_specs=[pl.BlockSpec(*x[1:]) for x in outputs.values()],
+            in_specs=[spec(*x) for x in given.values()],
+            out_specs=[spec(*x) for x in outputs.values()],
             scratch_shapes=[pltpu.VMEM(*x) for x in scratch.values()],
         ),
         out_shape=[x[0] for x in outputs.values()],
@@ -4972,6 +4987,115 @@ def attend_window(
     gates = None if gates_btn is None else gates_btn.swapaxes(1, 2)
     arrays = {"qkv": qkv_btp, "shares": shares, "gates": gates}
     return window_attention(plan, arrays | jax.tree.map(lax.stop_gradient, others))
+
+
+# ------------------------------------------------------------------------------------------------
+# MLPs for TPUs
+# ------------------------------------------------------------------------------------------------
+# XLA makes seven fusions of add_mlp and its gradients, and compiles most of them anew for every
+# layer; of kernels there are few for all layers. Weights, and float32 sums of their gradients, stay
+# in VMEM (55 MiB for 2816 hidden units, with a block) while blocks of tokens come by; hidden units
+# go to memory once, for the way back. Norm, ReLU^2, sums and roundings are done while the matrix
+# unit works: 0.93 M bundles for 16,384 tokens, both ways, where six matmuls must have 0.81 and
+# XLA's fusions have 1.22. Predicted for such a layer: 1.73 M cycles instead of 1.85; four compile
+# in 36 s of a core instead of 76. All of the record's gradients: 27.1 M bundles instead of 29.5,
+# but 54.3 M predicted cycles instead of 53.9, as kernels' bundles count 1.77 there.
+
+
+def mlp_block(d: int, f: int) -> int:
+    """Tokens of a block of fused_mlp, at most, for d features and f hidden units; 0 if none fit.
+
+    The way back has in VMEM, in bfloat16: weights and their gradients once, also as float32 sums;
+    of each token x, z and the gradients of x and y twice, and what the compiler keeps beside them.
+    """
+    room = KERNEL_VMEM - 16 * f * d
+    return next((block for block in (512, 256, 128) if block * (28 * d + 10 * f) <= room), 0)
+
+
+def run_mlp(name: str, body, arrays, others, outputs, whole, scratch, interpret: bool):
+    """run_kernel over blocks of tokens of x, `others` and `outputs`: arrays or shapes [r, columns].
+
+    `arrays`: x, both weights, which `body` has as a whole, as the outputs `whole`, and scales [2].
+    """
+    x_rd, up_fd, down_fd, scales = arrays
+    block = math.gcd(x_rd.shape[0], mlp_block(*up_fd.shape[::-1]))
+
+    def tiled(arrays):
+        return {k: (x, (block, x.shape[1]), lambda _, i, __: (i, 0)) for k, x in arrays.items()}
+
+    inputs = tiled({"x": x_rd} | others) | {"up": (up_fd,), "down": (down_fd,)}
+    outputs = tiled(outputs) | {key: (x,) for key, x in whole.items()}
+    grid, scalars = (1, x_rd.shape[0] // block), {"scales": scales}
+    return run_kernel(name, body, grid, scalars, inputs, outputs, scratch, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def fused_mlp(x_btd, up_fd, down_fd, keep, weight, interpret=False):
+    """add_mlp in one TPU kernel, and one for its gradients: see mlp_block for what fits.
+
+    d and f must be multiples of 128. `interpret` runs the kernels on a CPU, for tests.
+    """
+    return fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=False)[0]
+
+
+def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True):
+    """fused_mlp, and what its gradients take."""
+
+    def body(r):
+        z = times(norm(r.x[...]), r.up[...], transpose=True).astype(r.x.dtype)
+        if save:
+            r.z[...] = z
+        y = times(squared_relu(z), r.down[...])
+        r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
+
+    x_rd = x_btd.reshape(-1, x_btd.shape[-1])
+    arrays = x_rd, up_fd, down_fd, jnp.stack([jnp.float32(keep), jnp.float32(weight)])
+    z = jax.ShapeDtypeStruct((x_rd.shape[0], up_fd.shape[0]), x_rd.dtype)
+    outputs = {"y": jax.ShapeDtypeStruct(x_rd.shape, x_rd.dtype)} | ({"z": z} if save else {})
+    out = run_mlp("mlp", body, arrays, {}, outputs, {}, {}, interpret)
+    return out["y"].reshape(x_btd.shape), (arrays, out.get("z"))
+
+
+def fused_mlp_backward(interpret, kept, y_grad):
+    """Gradients of all arguments.
+
+    Every block rounds the weights' sums into the outputs, though only the last one's stay: behind
+    matmuls that costs nothing. Of keep and weight there are sums for each feature.
+    """
+    arrays, z_rf = kept
+    shape, dtype = arrays[1].shape, z_rf.dtype
+
+    def body(r):
+        def add(ref, value):
+            ref[...] = jnp.where(r.i == 0, 0.0, ref[...]) + value
+            return ref[...]
+
+        x, grad, down = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad, r.down))
+        normed, norm_grad = jax.vjp(norm, x)
+        root = jax.nn.relu(r.z[...])  # of the hidden units: half of their slope
+        h_grad = times((2 * r.scales[1] * grad).astype(dtype), r.down[...], transpose=True)
+        z_grad = root * h_grad.astype(dtype)
+        up_sum = add(r.up_sum, times(z_grad.T, normed.astype(dtype)))
+        down_sum = add(r.down_sum, times(jnp.square(root).T, r.grad[...]))
+        (x_grad,) = norm_grad(times(z_grad, r.up[...]))
+        r.x_grad[...] = (r.scales[0] * grad + x_grad).astype(dtype)
+        r.up_grad[...] = up_sum.astype(dtype)
+        r.down_grad[...] = (r.scales[1] * down_sum).astype(dtype)
+        add(r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
+        r.weight_grad[...] = jnp.sum(down_sum * down, axis=0, keepdims=True)
+
+    like = jax.ShapeDtypeStruct(shape, dtype)
+    sums = jax.ShapeDtypeStruct((1, shape[1]), jnp.float32)
+    whole = {"up_grad": like, "down_grad": like, "keep_grad": sums, "weight_grad": sums}
+    scratch = dict.fromkeys(("up_sum", "down_sum"), (shape, jnp.float32))
+    others, x_grad = {"grad": y_grad.reshape(arrays[0].shape), "z": z_rf}, arrays[0]
+    out = run_mlp("mlp_grads", body, arrays, others, {"x_grad": x_grad}, whole, scratch, interpret)
+    x_grad = out["x_grad"].reshape(y_grad.shape)
+    scales = jnp.sum(out["keep_grad"]), jnp.sum(out["weight_grad"])
+    return x_grad, out["up_grad"], out["down_grad"], *scales
+
+
+fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 
 # ------------------------------------------------------------------------------------------------

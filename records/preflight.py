@@ -13,10 +13,10 @@ The figure that counts leads the report: seconds of the whole run, the sum of
 
     predicted  of each instruction the longer of two: the compiler's estimate of its cycles, and its
                bytes at the rate at which memory has been measured. Loops count as often as they
-               run, of a conditional the dearest branch. What the compiler makes no estimate of,
-               Pallas kernels, gathers, scatters and sorts, is counted in bundles of its final
-               schedule, times 1.77 to be on its scale: of kernels an upper bound, since blocks
-               count that documents let them skip.
+               run, of a conditional the dearest branch. What the compiler makes no estimate of
+               is counted in bundles of its final schedule: of Pallas kernels times 1.12, and no
+               step of theirs shorter than 0.36 us (an upper bound, since blocks count that
+               documents let them skip), of gathers, scatters and sorts times 1.77.
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the link's rate; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer: each byte goes all the way, and
@@ -126,10 +126,20 @@ NOBODY_HOME = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another preflight may run beside this one
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
-# Estimated cycles per bundle: the same MLP has 5.29 M of them in XLA's fusions and 2.99 M bundles.
-# Of all 86 fusions with large matmuls in the record's first gradients it is 1.51, of half of them
-# 1.06 to 2.06; of fusions that memory bounds it says nothing: they wait, and issue few bundles.
-KERNEL_FACTOR = 1.77
+# Cycles per bundle of a Pallas kernel, whose blocks come and go behind its work. Kernels of which
+# times are published, compiled again: JAX's guide to matmuls with Pallas took 9.15 M cycles of a v5e
+# for 9.00 M bundles (blocks of 512 x 1024 x 1024, an eighth of a millisecond for the call included),
+# and 9.20 M with a ReLU; JAX's flash attention in AXLearn's benchmark on a v4 took, for each head
+# more, 1.09 of its bundles forward with all that stands around it, and both ways as long as its
+# bundles where it computes and its bytes where it only moves blocks. 1.12 is the most that XLA's own
+# estimates have where the matrix unit decides (0.88 to 1.12 of the bundles of such fusions).
+KERNEL_FACTOR = 1.12
+# What a step of a kernel's grid takes at least: the guide's matmul in blocks of 128 has 185 bundles
+# a step, and takes 0.36 us for each of 32,768 steps, and 0.35 of 262,144: it waits for its blocks.
+STEP_SECONDS = 0.36e-6
+# Cycles per bundle of what else XLA makes no estimate of: gathers, scatters and sorts, which wait
+# for rows. It is the ratio of estimates to bundles in MLPs, which wait for memory (1.8 to 2.4).
+WAITING_FACTOR = 1.77
 CALLS = "call", "call-start", "async-start"
 RENAMES = "bitcast", "get-tuple-element", "tuple", "opt-barrier"
 # What takes no time itself, and custom calls that take none.
@@ -606,8 +616,9 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
     return total, max(0.0, min(total, max(now, free) - worked))
 
 
-def kernel_bundles(schedule: str) -> tuple[int, int]:
-    """(instruction bundles that a Pallas kernel issues, loops of unknown length, counted once).
+def kernel_bundles(schedule: str) -> tuple[int, int, int]:
+    """(instruction bundles that a Pallas kernel issues, steps of its outermost loops, which is that
+    over its grid, loops of unknown length, counted once).
 
     In the text of its final schedule a bundle has an address, `LB` where a loop's body begins, a
     `>` for each loop around it (some are missing inside), and the constant in a loop's exit test.
@@ -620,14 +631,15 @@ def kernel_bundles(schedule: str) -> tuple[int, int]:
     for i in reversed(range(len(depths) - 1)):
         if marks[i + 1] != "LB":
             depths[i] = max(depths[i], depths[i + 1])
-    open_loops, unknown = [[0, 1]], 0  # from outside in: bundles, trips
+    open_loops, steps, unknown = [[0, 1]], 0, 0  # from outside in: bundles, trips
 
     def close(depth: int):
-        nonlocal unknown
+        nonlocal steps, unknown
         while len(open_loops) > depth + 1:
             bundles, trips = open_loops.pop()
             unknown += trips is None
             open_loops[-1][0] += bundles * (trips or 1)
+            steps += (trips or 1) * (len(open_loops) == 1)
 
     for mark, depth, bundle in zip(marks, depths, texts, strict=True):
         close(depth - (mark == "LB"))
@@ -640,7 +652,7 @@ def kernel_bundles(schedule: str) -> tuple[int, int]:
             if waiting:
                 waiting[-1][1] = int(trips)
     close(0)
-    return open_loops[0][0], unknown
+    return open_loops[0][0], steps, unknown
 
 
 @contextlib.contextmanager
@@ -666,6 +678,7 @@ class Kernel(NamedTuple):
     """What the schedule of a Pallas kernel tells."""
 
     bundles: int
+    steps: int  # of its grid
     skipped: list[int] = []  # bundles of each region that a step of its grid may skip
 
 
@@ -702,8 +715,8 @@ def read_schedules(instructions, folder: Path, notes: set) -> dict[str, Kernel] 
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
         if name and name[1] in untold:
             text = path.read_text(errors="replace")
-            bundles, unknown = kernel_bundles(text)
-            found[name[1]] = Kernel(bundles, skipped_bundles(text))
+            bundles, steps, unknown = kernel_bundles(text)
+            found[name[1]] = Kernel(bundles, steps, skipped_bundles(text))
             if unknown and name[1] in kernels:
                 notes.add(f"kernel {name[1]}: {unknown} loops of unknown length counted once")
             open_loops += bool(unknown) and name[1] not in kernels
@@ -793,14 +806,19 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
     kernels = read_schedules(every, schedules, notes)
     links, load = link_count(devices) or 1, all_to_all_load(devices)
 
-    def cycles(one) -> int:
-        bundles = kernels[one.name].bundles if one.name in (kernels or ()) else 0
-        return one.cycles or round(bundles * KERNEL_FACTOR)
+    def cycles(one, factor=KERNEL_FACTOR) -> int:
+        found = (kernels or {}).get(one.name)
+        if one.cycles or not found:
+            return one.cycles
+        if not one.kernel:
+            return round(found.bundles * WAITING_FACTOR)
+        waits = found.steps * STEP_SECONDS * (known.clock or 0.0)
+        return round(max(found.bundles * factor, waits))
 
-    def seconds(one) -> tuple[float, float]:
+    def seconds(one, *factor) -> tuple[float, float]:
         """By cycles and by memory: copies that go on beside other work take none of either."""
         moves = known.hbm and not one.starts
-        computed = cycles(one) / known.clock if known.clock else 0.0
+        computed = cycles(one, *factor) / known.clock if known.clock else 0.0
         return computed, memory_bytes(one) / known.hbm if moves else 0.0
 
     def work(one) -> float:
@@ -825,6 +843,7 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
         part["bytes"] += one.times * memory_bytes(one)
         part["flops"] += one.times * matmul_flops(one)
         if one.kernel and kernels:
+            spent["slack"] += one.times * (max(seconds(one, WAITING_FACTOR)) - work(one))
             call = {"calls": 0, "cycles": 0, "skipped": kernels[one.name].skipped}
             call = calls.setdefault(function_of(one.name), call)
             call["calls"] += one.times
@@ -850,6 +869,7 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
         "kernel_cycles": own if told else None,
         "predicted_ms": 1e3 * spent["predicted"] if told else None,
         "memory_ms": 1e3 * spent["by memory"] if told else None,
+        "slack_ms": 1e3 * spent["slack"] if told else None,
         "link_ms": known.link and 1e3 * linked,
         "link_floor_ms": known.link and 1e3 * alone,
         "moved_floor_ms": known.hbm and 1e3 * spent["moved"],
@@ -1041,6 +1061,7 @@ def whole_run(rows: list[dict]) -> dict:
         "sum_seconds": sum(totals.values()) if known else None,
         **totals,
         "train_memory_seconds": seconds("memory_ms", training),
+        "slack_seconds": seconds("slack_ms", training),
         "train_link_seconds": seconds("link_ms", training),
         "visit_seconds": seconds("visit_ms", grads),
         "components": parts,
@@ -1106,6 +1127,9 @@ def lead(report: dict) -> str:
     if run["visit_seconds"] is not None:
         less = f"{run['visit_seconds']:.1f} s less"
         lines.append(f"{less} if attention skips what documents of typical lengths let it skip")
+    if run["slack_seconds"] is not None:
+        more = f"{run['slack_seconds']:.1f} s more"
+        lines.append(f"{more} if bundles of kernels took {WAITING_FACTOR} cycles, not {KERNEL_FACTOR}")
     if validation := run["eval_seconds"]:
         lines.append(f"validation {validation:.1f} s, while the clock stands still")
     if rate := run["loader_tokens_per_second"]:
@@ -1153,8 +1177,8 @@ def describe(report: dict) -> str:
     seen, parts = (table if len(table) > 1 else [] for table in (seen, parts))
     notes = [f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())]
     legend = (
-        "Predicted by the compiler, not measured, and of kernels an upper bound; for one execution "
-        "on one\ndevice, but TFLOP on all. What the columns mean, and how far to trust them: the "
+        "Predicted by the compiler, not measured, with all blocks that windows reach; for one execution "
+        "\non one device, but TFLOP on all. What the columns mean, and how far to trust them: the "
         "docstring of\nrecords/preflight.py."
     )
     tables = (programs, memory, costs, parts, seen, sent, notes, [legend])

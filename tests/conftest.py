@@ -31,6 +31,7 @@ What protects what:
         test_attention      attention on TPUs and GPUs, interpreted, and lowered for either
         test_tables         gradients of the tables, weighted sums
         test_loss_kernels   the loss with its own gradient, the lean ReLU^2
+        test_mlp            MLPs
         test_choice         which kernels a device gets, and the reason in the log
         test_gpu            (--gpu) all of it on an NVIDIA GPU
     tools/                  data/, records/ and the README's commands

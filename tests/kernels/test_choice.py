@@ -13,7 +13,8 @@ import train_gpt as T
 
 RECORD = T.PRESETS["speedrun"]
 SMALL = small_config()
-TPU_KERNELS = "attention, weighted sums and gradients of tables for TPUs"
+TABLES = "weighted sums and gradients of tables for TPUs"
+TPU_KERNELS = f"attention, MLPs, {TABLES}"
 GPU_KERNELS = "attention for NVIDIA GPUs"
 
 
@@ -35,7 +36,8 @@ def names(kernels: T.Kernels) -> set[str]:
     return found
 
 
-EVERYWHERE = {"lean_squared_relu", "fused_cross_entropy"}
+EVERYWHERE = {"lean_mlp", "fused_cross_entropy"}
+ON_TPU = {"fused_mlp", "fused_cross_entropy", "sum_rows", "weighted_sum"}  # and attention
 
 
 def with_row(tokens: int, stage: int = 2) -> T.Config:
@@ -66,7 +68,7 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
 @pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU v5 lite", "TPU v5p", "TPU7x"])
 def test_the_record_has_attention_and_tables_of_its_own_on_tpus_since_v5(kind):
     kernels, reason = T.pick_kernels(RECORD, tpu(kind))
-    assert names(kernels) == EVERYWHERE | {"attend_window", "sum_rows", "weighted_sum"}
+    assert names(kernels) == ON_TPU | {"attend_window"}
     assert reason == TPU_KERNELS
 
 
@@ -145,10 +147,28 @@ def test_a_tpu_has_no_kernel_at_all_where_tiles_do_not_fit(cfg, device, reason):
         (with_scores(8, 50), "scores up to 50 could overflow without a running maximum"),
     ],
 )
-def test_a_tpu_has_the_kernel_for_tables_alone_where_only_attention_does_not_fit(cfg, reason):
+def test_a_tpu_has_the_other_kernels_where_only_attention_does_not_fit(cfg, reason):
     kernels, said = T.pick_kernels(cfg, tpu())
-    assert names(kernels) == EVERYWHERE | {"sum_rows", "weighted_sum"}
-    assert said == f"plain attention, weighted sums and gradients of tables for TPUs: {reason}"
+    if cfg.compute_dtype == "float32":
+        assert names(kernels) == EVERYWHERE | {"sum_rows", "weighted_sum"}
+        assert said == f"plain attention, {TABLES}: {reason}"
+    else:
+        assert names(kernels) == ON_TPU
+        assert said == f"plain attention, MLPs, {TABLES}: {reason}"
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        replace(RECORD, mlp_width=2880),  # no multiple of 128
+        replace(RECORD, mlp_width=4096),  # layer 9 has two: 8192
+        replace(RECORD, compute_dtype="float32"),
+    ],
+)
+def test_a_tpu_has_no_kernel_for_mlps_alone_where_only_they_do_not_fit(cfg):
+    kernels, said = T.pick_kernels(cfg, tpu())
+    assert names(kernels) == EVERYWHERE | {"attend_window", "sum_rows", "weighted_sum"}
+    assert said == f"attention, {TABLES}"
 
 
 @pytest.mark.parametrize(

@@ -257,11 +257,9 @@ def watch(patch, seen: dict) -> T.Kernels:
     def joined(gates):
         return jnp.concatenate(list(gates.values()), axis=-1)
 
-    norms = []  # (stream, normed)
-    note("norm", lambda args, out: norms.append((args[0], out)))
     note("smear", lambda args, out: keep("smeared", out))
     note("token_gates", lambda args, out: (keep("gates_of", args[3]), keep("gates", joined(out))))
-    note("mlp", lambda args, out: keep("mid", next(x for x, y in norms if y is args[4])))
+    note("mlp", lambda args, out: keep("mid", args[4]))
     note("attention", lambda args, out: keep("attn_branch", out))
     note("mudd_layer", lambda args, out: (keep("cache9", args[2]), keep("cache7", args[4])))
     note("mudd_mix", lambda args, out: (keep("last", args[2]), keep("mixed", out)))
