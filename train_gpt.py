@@ -960,7 +960,8 @@ def post_lambdas(params, cfg: Config, i: int):
 def projection(params, cfg: Config, i: int, heads: Heads):
     """Weights [p, d] from the input of layer `i` to q, k, v: the first rows of each head's."""
     n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
-    qk = params["qk_bank"][n * at : n * (at + 1)].reshape(2 * n, -1, d)[:, : heads.qk_width]
+    qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
+    qk = qk.reshape(2 * n, -1, d)[:, : heads.qk_width]
     v = params["vo_bank"][2 * at].reshape(n, -1, d)[:, : heads.v_width]
     weights_pd = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
     return mix((params["qkv_lambda"][i], weights_pd))
@@ -1001,8 +1002,7 @@ def add_mlp(x_btd, up_fd, down_fd, keep, weight, act: Callable = squared_relu):
 
 
 def mlp(params, cfg: Config, kernels: Kernels, i: int, x_btd, keep=0.0):
-    """keep x + what the MLPs of layer `i` add to the stream, their weight included: two, where in
-    record 92 a layer has given its MLP to the next one, are one of twice the width."""
+    """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
     slots, bank = mlp_slots(cfg, i), params["mlp_bank"]
     up_fd = jnp.concatenate([bank[slot] for slot in slots])
     down_fd = jnp.concatenate([bank[slot_count(cfg) + slot] for slot in slots])
@@ -1743,31 +1743,33 @@ def copy_specs(cfg: Config) -> dict[str, P]:
     return {n: P(AXIS) if x == "anvil" else P() for n, x in kinds.items() if x != "rows"}
 
 
-def stream(cfg: Config, copies):
-    """(the copies with whole banks, a function from the gradients of those to this device's shares
-    of their sum over devices, in the dtype of the copies).
+def stream(cfg: Config, copies, first):
+    """(`first`, the copies with whole banks, a function from the gradients of those to this
+    device's shares of their sum over devices, in the dtype of the copies).
 
-    Both cross the network while the model computes: XLA starts a collective as soon as it can and
-    waits for its result as late (FSDP, Zhao et al. 2023). Lookups in tables begin a step, and their
-    gradients end it, so there is nothing to hide behind: the update of a table reduces its gradient
-    and gathers its copy, and not in every step.
+    Banks cross the network while the model computes, both ways, and after `first`, which it begins
+    with: XLA starts a collective as soon as it can and waits for its result as late (FSDP, Zhao et
+    al. 2023). Lookups in tables begin a step, and their gradients end it, so there is nothing to
+    hide behind: the update of a table reduces its gradient and gathers its copy, not in every step.
 
-    MLPs cross in pieces of one matrix of each device, so that the first need not wait for all: the
-    bank is a list then. (Also, of slices of one bank XLA would add up gradients that are padded to
-    all of it: 1.3 M cycles predicted, in pieces 0.5.)
+    MLPs cross in pieces of one matrix of each device: the first need not wait for all. Whole banks
+    are lists of matrices, made by lax.split, whose transpose joins gradients: those of slices XLA
+    pads to the whole bank and adds up.
     """
     specs = copy_specs(cfg)
     cut = {name: x for name, x in copies.items() if specs[name] == P(AXIS)}
+    first, cut = lax.optimization_barrier((first, cut))
+
+    def split(bank):
+        return lax.split(bank, (1,) * len(bank))
 
     def gather(name, x):
-        if name != "mlp_bank":
-            return GATHER(x)
-        pieces = [GATHER(x[k : k + 1]) for k in range(len(x))]
-        return [pieces[m % len(x)][m // len(x)] for m in range(len(x) * len(pieces[0]))]
+        pieces = [split(GATHER(part)) for part in (split(x) if name == "mlp_bank" else [x])]
+        return [matrix[0] for matrices in zip(*pieces, strict=True) for matrix in matrices]
 
     # The transpose of all-gather is reduce-scatter.
     whole, reduce = jax.vjp(lambda cut: {name: gather(name, x) for name, x in cut.items()}, cut)
-    return copies | whole, lambda grads: reduce({name: grads[name] for name in cut})[0]
+    return first, copies | whole, lambda grads: reduce({name: grads[name] for name in cut})[0]
 
 
 def sign_pool(cfg: Config, seed):
@@ -1793,24 +1795,23 @@ def exchange(x):
     return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
 
 
-def fetch(table_rd, wanted_kc):
+def fetch(table_rd, asked_kc):
     """The rows that this device wants of the n-gram table [devices * c, d]; `table_rd` is its share
-    of it, `wanted_kc` what it wants of device k's share: row numbers there, from len(table_rd) on
-    where it wants no more."""
-    rows_kcd = table_rd.at[exchange(wanted_kc)].get(mode="clip")
+    of it, `asked_kc` what device k wants of this share, row numbers, from len(table_rd) on where it
+    wants no more: the exchange of what all want."""
+    rows_kcd = table_rd.at[asked_kc].get(mode="clip")
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
 
 def sum_requests(parts, size: int, add_rows: Callable):
-    """What adam_rows takes, (ids [r], summed gradients float32 [r, d]), of this device's `size`
-    rows.
+    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
 
-    `parts` has of each step since the last update the rows wanted [devices, c] and their gradients
-    [devices, c, d]. Each goes to the row's owner, once; there those of one row, from several steps
-    and devices, are summed by Kernels.add_rows: sorted, equal ids stand together.
+    `parts` has of each step since the last update the rows that all devices wanted [devices, c] and
+    their gradients [devices, c, d]. Those of one row, from several steps and devices, are summed by
+    Kernels.add_rows: sorted, equal ids stand together.
     """
-    ids = jnp.concatenate([exchange(wanted).reshape(-1) for wanted, _ in parts])
-    grads = jnp.concatenate([exchange(x).reshape(-1, x.shape[-1]) for _, x in parts])
+    ids = jnp.concatenate([wanted.reshape(-1) for wanted, _ in parts])
+    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
     places = jnp.arange(len(ids))
     ids, order = lax.sort((ids, places), num_keys=1)
     run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
@@ -1827,16 +1828,16 @@ def grads_step(
     Of banks a device returns its share of the sum over all: see stream.
 
     Of the stage and candidates number `shape` in grads_shapes. `table` is this device's share of
-    the n-gram table, `wanted` see fetch; the gradient of what was fetched is a pair, see
-    sum_requests. Over micro-batches gradients are summed in float32. Tables take part only with the
-    rows that tokens look up: add_rows adds the gradients of those rows to the table's. The gradient
-    is that of the summed loss of a row, averaged over the rows of the batch, as in the original: it
-    grows with the length of a row from stage to stage, while the moments remember the old size.
+    the n-gram table, `wanted` [1, devices, c] the rows that it wants of each device's share. Their
+    gradients go to the owners, with what those were asked for: a pair, see sum_requests. Over
+    micro-batches gradients are summed in float32. Tables take part only with the rows that tokens
+    look up: add_rows adds the gradients of those rows to the table's. The gradient is that of the
+    summed loss of a row, averaged over the rows of the batch, as in the original: it grows with the
+    length of a row from stage to stage, while the moments remember the old size.
     """
     (wanted,), (at, sampled) = wanted, grads_shapes(cfg)[shape]
-    # In this order: the model begins with the rows, and with a bank only in its first layer.
-    fetched, copies = lax.optimization_barrier((fetch(table, wanted), copies))
-    (copies, reduce), signs = stream(cfg, copies), copies["signs"]
+    asked, signs = exchange(wanted), copies["signs"]
+    fetched, copies, reduce = stream(cfg, copies, fetch(table, asked))
     stage, by_row = cfg.stages[at], TABLES if sampled else TABLES[:-1]
     weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
     tables = unpadded(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
@@ -1874,14 +1875,27 @@ def grads_step(
     alone = len(batches.tokens) == 1  # a loop of one would keep XLA from leaving out the zeros
     one = jax.tree.map(lambda x: x[0], batches)
     total, grads = (add(start, one) if alone else lax.scan(add, start, batches))[0]
-    fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*wanted.shape, -1)
+    fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*asked.shape, -1)
     whole = {name: copies[name] for name in grads}  # tables padded, dtypes
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
-    room = capacity(cfg, cfg.stages[widest(cfg, at)].batch_tokens, len(wanted)) - wanted.shape[1]
-    wanted = jnp.pad(wanted, ((0, 0), (0, room)), constant_values=len(table))
-    grads["ngram_table"] = wanted, jnp.pad(fetched, ((0, 0), (0, room), (0, 0)))
+    # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
+    room = capacity(cfg, cfg.stages[widest(cfg, at)].batch_tokens, len(asked)) - asked.shape[1]
+    asked = jnp.pad(asked, ((0, 0), (0, room)), constant_values=len(table))
+    grads["ngram_table"] = asked, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
     return grads, lax.psum(total / stage.batch_tokens, AXIS)
+
+
+def reduce_scatter(x):
+    """This device's rows of the sum over devices of x [rows, d].
+
+    In parts of up to 13 MB a device, with a multiple of 32 rows: those a v6e's SparseCores take, so
+    that they cross beside other work (of the tables of values 2.4 ms of an event did not).
+    """
+    share, size = len(x) // lax.axis_size(AXIS), x[0].size * x.dtype.itemsize
+    fits = (n for n in range(1, 9) if share % (32 * n) == 0 and share // n * size <= 13e6)
+    cut = x.reshape(len(x) // share, next(fits, 1), -1, *x.shape[1:])
+    return jnp.concatenate([lax.psum_scatter(cut[:, n], AXIS) for n in range(cut.shape[1])])
 
 
 def update_step(cfg: Config, kernels: Kernels, tied: bool, state, due, hyper: Hyper):
@@ -1910,7 +1924,7 @@ def update_step(cfg: Config, kernels: Kernels, tied: bool, state, due, hyper: Hy
         total = sum(grad.astype(jnp.float32) for grad in itertools.chain(grads, *others))
         if table[name].sharded:
             if table[name].optimizer != "anvil":  # of those the shares are summed already
-                total = lax.psum_scatter(total.astype(cfg.dtype), AXIS, tiled=True)
+                total = reduce_scatter(total.astype(cfg.dtype))
             reduced[name] = total.astype(jnp.float32)
             cut += jnp.sum(jnp.square(reduced[name]))
         else:
@@ -1930,9 +1944,8 @@ def finish_step(cfg: Config, state):
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, rows: "Rows", wanted, hyper: Hyper):
     """The summed loss on the next token of a batch of validation rows, in nats."""
-    copies = stream(cfg, copies)[0]
-    params = unpadded(cfg, {n: x for n, x in copies.items() if n != "signs"})
-    params["ngrams"] = fetch(table, wanted[0])
+    fetched, copies, _ = stream(cfg, copies, fetch(table, exchange(wanted[0])))
+    params = unpadded(cfg, {n: x for n, x in copies.items() if n != "signs"}) | {"ngrams": fetched}
 
     def loss(rows):
         tokens = rows.tokens.astype(jnp.int32)
@@ -4419,7 +4432,8 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
     shape, index map); scratch in VMEM: name -> (shape, dtype). Blocks lie twice in VMEM, to come
     and go behind the work; what has no block shape is there as a whole, once, for all blocks. An
     input or output that is None is left out, and None for the body. `scalars`, name -> array, are
-    there before the first block. Returns {name: output}.
+    there before the first block. Returns {name: output}. XLA may put none of these arrays into VMEM
+    ahead: it would do so in some calls, and libtpu compile the kernel anew for each such choice.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -4438,6 +4452,10 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
         place = {"row": pl.program_id(0), "i": pl.program_id(1)}
         body(types.SimpleNamespace(**dict(zip(names, refs, strict=True)), **absent, **place))
 
+    arrays, shapes = ([x[0] for x in each.values()] for each in (given, outputs))
+    if not interpret:
+        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+        shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
     results = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -4447,13 +4465,13 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
             out_specs=[spec(*x) for x in outputs.values()],
             scratch_shapes=[pltpu.VMEM(*x) for x in scratch.values()],
         ),
-        out_shape=[x[0] for x in outputs.values()],
+        out_shape=shapes,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * len(grid), vmem_limit_bytes=KERNEL_VMEM
         ),
         interpret=interpret,
         name=name,
-    )(*scalars.values(), *(x[0] for x in given.values()))
+    )(*scalars.values(), *arrays)
     return dict(zip(outputs, results, strict=True))
 
 

@@ -127,12 +127,12 @@ NOBODY_HOME = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 # Cycles per bundle of a Pallas kernel, whose blocks come and go behind its work. Kernels of which
-# times are published, compiled again: JAX's guide to matmuls with Pallas took 9.15 M cycles of a v5e
-# for 9.00 M bundles (blocks of 512 x 1024 x 1024, an eighth of a millisecond for the call included),
-# and 9.20 M with a ReLU; JAX's flash attention in AXLearn's benchmark on a v4 took, for each head
-# more, 1.09 of its bundles forward with all that stands around it, and both ways as long as its
-# bundles where it computes and its bytes where it only moves blocks. 1.12 is the most that XLA's own
-# estimates have where the matrix unit decides (0.88 to 1.12 of the bundles of such fusions).
+# times are published, compiled again: JAX's guide to matmuls with Pallas took 9.15 M cycles of a
+# v5e for 9.00 M bundles (blocks of 512 x 1024 x 1024, 0.12 ms of the call included), and 9.20 M
+# with a ReLU; JAX's flash attention in AXLearn's benchmark on a v4 took, for each head more, 1.09
+# times its bundles forward, all that stands around it included, and both ways as long as its
+# bundles where it computes and its bytes where it only moves blocks. 1.12 is the most that XLA's
+# own estimates have where the matrix unit decides (0.88 to 1.12 of the bundles of such fusions).
 KERNEL_FACTOR = 1.12
 # What a step of a kernel's grid takes at least: the guide's matmul in blocks of 128 has 185 bundles
 # a step, and takes 0.36 us for each of 32,768 steps, and 0.35 of 262,144: it waits for its blocks.
@@ -1128,8 +1128,10 @@ def lead(report: dict) -> str:
         less = f"{run['visit_seconds']:.1f} s less"
         lines.append(f"{less} if attention skips what documents of typical lengths let it skip")
     if run["slack_seconds"] is not None:
-        more = f"{run['slack_seconds']:.1f} s more"
-        lines.append(f"{more} if bundles of kernels took {WAITING_FACTOR} cycles, not {KERNEL_FACTOR}")
+        more = (
+            f"{run['slack_seconds']:.1f} s more if bundles of kernels took {WAITING_FACTOR} cycles"
+        )
+        lines.append(f"{more}, not {KERNEL_FACTOR}")
     if validation := run["eval_seconds"]:
         lines.append(f"validation {validation:.1f} s, while the clock stands still")
     if rate := run["loader_tokens_per_second"]:
@@ -1177,9 +1179,9 @@ def describe(report: dict) -> str:
     seen, parts = (table if len(table) > 1 else [] for table in (seen, parts))
     notes = [f"{row['name']}: {note}" for row in rows for note in row.get("notes", ())]
     legend = (
-        "Predicted by the compiler, not measured, with all blocks that windows reach; for one execution "
-        "\non one device, but TFLOP on all. What the columns mean, and how far to trust them: the "
-        "docstring of\nrecords/preflight.py."
+        "Predicted by the compiler, not measured, with all blocks that windows reach; for one "
+        "execution\non one device, but TFLOP on all. What the columns mean, and how far to trust "
+        "them: the docstring\nof records/preflight.py."
     )
     tables = (programs, memory, costs, parts, seen, sent, notes, [legend])
     return "\n\n".join([lead(report), *("\n".join(table) for table in tables if table)])

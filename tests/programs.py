@@ -125,8 +125,8 @@ def requests(cfg: T.Config, grad, share: int, mesh):
         own = read[read // share == owner]
         for device in range(n):
             mine = own[(own - device) % n < 2] if n > 1 else own
-            wanted[device, owner, : len(mine)] = mine % share
-            parts[device, owner, : len(mine)] = grad[mine] / min(n, 2)
+            wanted[owner, device, : len(mine)] = mine % share
+            parts[owner, device, : len(mine)] = grad[mine] / min(n, 2)
     arrays = wanted.reshape(n * n, size), parts.reshape(n * n, size, -1)
     return tuple(T.put(x, mesh, jax.P(T.AXIS)) for x in arrays)
 

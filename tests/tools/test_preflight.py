@@ -742,7 +742,7 @@ def test_no_schedule_means_no_prediction(tmp_path):
 
 GIB = 2**30
 LARGE = HLO.replace("20000", "2000000")
-KERNELS = 4 * round(1.12 * 100) + round(1.12 * 40)  # cycles, of the schedules that `compile_` leaves
+KERNELS = 4 * 112 + 45  # cycles, of the schedules that `compile_` leaves: at 1.12 for a bundle
 CYCLES = 2_000_000 + 300 + 15 * 7 + KERNELS
 
 
@@ -820,7 +820,8 @@ def test_every_program_of_the_run_has_a_row_with_all_of_the_contract(absent, tmp
     assert [row["tokens_per_step"] for row in rows] == [256, 512, 512, *[0] * 7, 512]
     keys = "name steps tokens_per_step compile_seconds flops bytes resident_bytes "
     keys += "device_bytes_limit hlo estimated_cycles kernel_cycles predicted_ms link_floor_ms "
-    keys += "moved_floor_ms what settings memory_ms slack_ms link_ms components kernels visits visit_ms"
+    keys += "moved_floor_ms what settings memory_ms slack_ms link_ms components kernels visits "
+    keys += "visit_ms"
     for row in rows:
         assert {*keys.split()} <= {*row}
         assert row["bytes"] == {
@@ -835,7 +836,7 @@ def test_every_program_of_the_run_has_a_row_with_all_of_the_contract(absent, tmp
         assert row["link_floor_ms"] == pytest.approx(sent / 2 / 56e6)
         assert row["moved_floor_ms"] == pytest.approx(MOVED / 1.185e9)
         assert row["link_ms"] == pytest.approx(row["link_floor_ms"]), "nothing is hidden"
-        slack = 4 * (177 - 112) + round(1.77 * 40) - round(1.12 * 40)
+        slack = 4 * (177 - 112) + 71 - 45
         assert row["slack_ms"] == pytest.approx(slack / 1.75e6)
         assert row["settings"] is None and row["notes"] == [] and row["visits"] is None
         spent = row["predicted_ms"] + row["link_floor_ms"] + row["moved_floor_ms"]
@@ -990,7 +991,8 @@ def test_the_tables_show_each_program_and_its_figures(absent):
     want = {"all-gather": "4", "reduce-scatter": "2", "all-reduce": "1", "collective-permute": "1"}
     assert kinds == want | {"all-to-all": "3"}
     assert [line.split()[-1] for line in tables["network"][1:3]] == ["yes", "no"]
-    assert "not measured" in lines[-1] and "0.0 s more if bundles of kernels" in lines[-1]
+    assert "not measured" in lines[-1]
+    assert "0.0 s more if a bundle of kernels took 1.77 cycles, not 1.12" in lines[-1]
 
 
 def test_memory_beside_a_program_counts_to_the_last_byte(absent, monkeypatch):
@@ -1075,14 +1077,14 @@ def test_programs_are_compiled_as_a_run_compiles_them(monkeypatch, tmp_path):
 
 
 def test_what_an_exchange_sends_is_found_in_a_real_program(monkeypatch, tmp_path):
-    """An event sends the rows wanted and their gradients, of both steps; not in a loop."""
+    """Gradients send which rows are wanted, the rows, and their gradients back; not in a loop."""
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices()[:2])
     with quick_compilation():
-        preflight.preflight(CFG, "v6e-8", ["event2_00"], tmp_path, say=list().append)
+        preflight.preflight(CFG, "v6e-8", ["grads0"], tmp_path, say=list().append)
     (row,) = report_of(tmp_path)["variants"]
     places = 2 * T.capacity(CFG, CFG.stages[0].batch_tokens, 2)
     found = row["collectives"]["all-to-all"]
-    assert found["bytes"] == 2 * places * (4 + 4 * CFG.width) and not found["in_loop"]
+    assert found["bytes"] == places * (4 + 2 * 4 * CFG.width) and not found["in_loop"]
     assert found["sent_bytes"] == found["bytes"] // 2
 
 
@@ -1279,11 +1281,11 @@ def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
     banks = {"reduce-scatter", "all-gather"}
     assert {*grads["collectives"]} == {"all-reduce", "all-to-all", *banks}
     assert {*update["collectives"]} == {"all-reduce"}
-    assert {*event["collectives"]} >= {"reduce-scatter", "all-gather", "all-to-all"}
+    assert {*event["collectives"]} >= {"reduce-scatter", "all-gather"}
     assert {*last["collectives"]} >= {"all-gather", "all-reduce"}
-    for row in (grads, event):  # as much as all of it crosses each link in the middle
-        least = 1e3 * row["collectives"]["all-to-all"]["bytes"] / 56e9
-        assert least <= row["link_ms"] and 0 < row["link_floor_ms"] <= row["link_ms"]
+    least = 1e3 * grads["collectives"]["all-to-all"]["bytes"] / 56e9
+    assert least <= grads["link_ms"], "as much as all of it crosses each link in the middle"
+    assert 0 < grads["link_floor_ms"] and event["link_floor_ms"] <= event["link_ms"]
     assert grads["link_floor_ms"] < 0.9 * grads["link_ms"], "banks cross beside work"
     assert "these fit the 31.25 GiB of a device" in printed
 
@@ -1339,18 +1341,17 @@ def test_gradients_of_the_record_use_the_kernels_and_bfloat16(record, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grads0", *MOST])
 def test_collectives_of_the_record_are_the_expected_ones(record, name):
-    """Gradients stay where they are made, an update scatters and gathers them. The rows of n-grams
-    and their gradients are exchanged. Nothing is in a loop."""
+    """Gradients of tables stay where they are made, an update scatters and gathers them. The rows
+    of n-grams and their gradients are exchanged. Nothing is in a loop."""
     row, found = record[name][0], dict(record[name][0]["collectives"])
     assert not any(x["in_loop"] for x in found.values())
     across, d = found.pop("all-to-all", {"bytes": 0})["bytes"], 2 * RECORD.width
-    if name.startswith("grads"):  # numbers of rows, rows; and the loss
-        assert across == 8 * T.capacity(RECORD, row["tokens_per_step"], 8) * (4 + d)
+    if name.startswith("grads"):  # numbers of rows, rows, gradients of these; and the loss
+        assert across == 8 * T.capacity(RECORD, row["tokens_per_step"], 8) * (4 + 2 * d)
         assert sum(x["bytes"] for x in found.values()) < 1000
         return
-    table, sizes = T.param_table(RECORD), [stage.batch_tokens for stage in RECORD.stages]
-    rooms = [T.capacity(RECORD, sizes[i], 8) for i in T.events(RECORD).get(name, ())]
-    assert across == 8 * sum(rooms) * (4 + d)
+    table = T.param_table(RECORD)
+    assert across == 0
     changed = [table[x] for x in T.updated(RECORD, name) if table[x].optimizer != "rows"]
     numbers = [math.prod(T.padded(x.shape, x, 8)) for x in changed if x.sharded]
     small = sum(x.count for x in changed if not x.sharded)
