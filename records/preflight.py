@@ -1128,10 +1128,8 @@ def lead(report: dict) -> str:
         less = f"{run['visit_seconds']:.1f} s less"
         lines.append(f"{less} if attention skips what documents of typical lengths let it skip")
     if run["slack_seconds"] is not None:
-        more = (
-            f"{run['slack_seconds']:.1f} s more if bundles of kernels took {WAITING_FACTOR} cycles"
-        )
-        lines.append(f"{more}, not {KERNEL_FACTOR}")
+        more = f"{run['slack_seconds']:.1f} s more if a bundle of kernels took"
+        lines.append(f"{more} {WAITING_FACTOR} cycles, not {KERNEL_FACTOR}")
     if validation := run["eval_seconds"]:
         lines.append(f"validation {validation:.1f} s, while the clock stands still")
     if rate := run["loader_tokens_per_second"]:
