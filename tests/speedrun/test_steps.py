@@ -408,6 +408,29 @@ def test_rows_that_were_fetched_get_the_sum_of_their_gradients():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "parts"),
+    [
+        (96, 40_000, 3),  # 15 MB a device: thirds have 32 rows
+        (64, 40_000, 1),  # 10 MB
+        (96, 20_000, 1),
+        (33, 99_000, 1),  # 13.07 MB, and no part has a multiple of 32 rows
+    ],
+)
+def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take(rows, width, parts):
+    mesh = mesh_of(2)
+    x = np.random.default_rng(rows).integers(-9, 9, (2 * 2 * rows, width)).astype(np.float32)
+    both = jax.shard_map(
+        lambda x: (T.reduce_scatter(x), lax.psum_scatter(x, T.AXIS, tiled=True)),
+        mesh=mesh, in_specs=P(T.AXIS), out_specs=P(T.AXIS), check_vma=False,
+    )  # fmt: skip
+    got, want = quick(both, x)
+    np.testing.assert_array_equal(got, want)
+    assert got.shape == (2 * rows, width)
+    text = jax.jit(both).lower(x).as_text()
+    assert text.count('"stablehlo.reduce_scatter"') == parts + 1
+
+
 PIECES = T.padded(TABLE["mlp_bank"].shape, TABLE["mlp_bank"], 8)[0] // 8
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 

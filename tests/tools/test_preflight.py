@@ -1293,7 +1293,7 @@ def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
 # What the programs of the whole record took before (jax 0.10.2, libtpu 0.0.42), largest first, and
 # what they may take: Mcycles of one step on one device, and GiB at the peak.
 RECORD = T.PRESETS["speedrun"]
-MOST = {"anvil": (1.9, 8.3), "adam": (1.7, 8.76), "event4_22": (21.1, 11.71)}
+MOST = {"anvil": (1.9, 8.3), "adam": (1.7, 8.76), "event4_22": (21.0, 11.68)}
 
 
 @pytest.fixture(scope="module")
@@ -1352,10 +1352,12 @@ def test_collectives_of_the_record_are_the_expected_ones(record, name):
         return
     table = T.param_table(RECORD)
     assert across == 0
-    changed = [table[x] for x in T.updated(RECORD, name) if table[x].optimizer != "rows"]
+    # Gradients send rows of n-grams, and reduce and gather what anvil updates.
+    elsewhere = "rows", "anvil"
+    changed = [table[x] for x in T.updated(RECORD, name) if table[x].optimizer not in elsewhere]
     numbers = [math.prod(T.padded(x.shape, x, 8)) for x in changed if x.sharded]
     small = sum(x.count for x in changed if not x.sharded)
-    for kind in ("reduce-scatter", "all-gather"):
+    for kind in ("reduce-scatter", "all-gather") if numbers else ():
         assert sum(numbers) * 2 <= found[kind]["bytes"] <= 1.01 * sum(numbers) * 2  # bfloat16
         assert found[kind]["largest_bytes"] <= 1.01 * max(numbers) * 2
     others = sum(x["bytes"] for kind, x in found.items() if kind == "all-reduce")
