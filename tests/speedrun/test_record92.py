@@ -661,9 +661,10 @@ def test_training_steps(scenario, devices):
     """Two rows a step, through our own programs: their candidates, the exchange of n-gram rows,
     events of two and four steps, another stage, a change of YaRN, the untying.
 
-    Of `cadence` on two devices the first two steps: in its first event, without history and at a
-    high rate, 34 numbers of the value tables whose gradients are rounding go another way, and at
-    the fourth step after that the loss differs by 3e-3.
+    Of `cadence` the first two steps tell exactly. Then comes its first event, without history and
+    at a high rate: of 786,432 numbers of the value tables some whose gradients are rounding (1e-6
+    where the largest is 0.6) go another way by 1.5; 2 or 34 of them, as the rounding has it. The
+    loss of the fourth step after that then differs by up to 3e-3, norms of small vectors by 1 %.
     """
     golden, train = arrays("train"), facts("train")
     about, exact = train["scenarios"][scenario], train["float32_vs_float64"][scenario]
@@ -673,8 +674,8 @@ def test_training_steps(scenario, devices):
     cfg = replace(cfg, stages=tuple(stages))
     run = Training(cfg, devices, tied(originals("small")), case_parts("stage0").signs)
     offsets, prefix_v = T.first_place(cfg).offsets, arrays("model")["prefix_table"]
-    end = 2 if (scenario, devices) == ("cadence", 2) else None
-    for at, fact in enumerate(about["steps"][:end]):
+    for at, fact in enumerate(about["steps"]):
+        rounded = scenario == "cadence" and at >= 2
         step, count = fact["step"], T.candidate_count(cfg, fact["step"])
         assert T.stage_at(cfg, step).windows == tuple(fact["windows"])
         tokens = np.empty((train["ranks"], train["row_tokens"] + 1), np.uint16)
@@ -689,7 +690,7 @@ def test_training_steps(scenario, devices):
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
         wanted, places = T.request(cfg, tokens[:, :-1], devices)
         grads, loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)
-        limit = max(1e-6, 4 * exact["row_loss_sums_per_step"][at])
+        limit = 5e-3 if rounded else max(1e-6, 4 * exact["row_loss_sums_per_step"][at])
         assert loss == pytest.approx(sum(exact["row_loss_sums_float64"][at]), rel=limit), step
         run.update(step, grads)
         for name, x in back(cfg, T.unpadded(cfg, run.state["params"])).items():
@@ -697,6 +698,7 @@ def test_training_steps(scenario, devices):
             norm = np.linalg.norm(x.astype(np.float64))
             # Adam enlarges the rounding of gradients near zero, and some numbers learn fast.
             limit = 1e-4 if x.size > 100 else max(1e-4, 4 * exact["weights"])
+            limit = (2e-4 if x.size > 100 else 0.02) if rounded else limit
             assert norm == pytest.approx(want, rel=limit), (name, step)
 
 
