@@ -6,7 +6,7 @@
 
 `speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
-PyTorch program of record 92. Predicted from the TPU's compiler: about 100 s on a v6e-8; nobody has
+PyTorch program of record 92. Predicted from the TPU's compiler: about 80 s on a v6e-8; nobody has
 timed it yet. The run in outline, its real loop stands at the end of Part I:
 
     state = init(seed); copies = bfloat16(state.params)        # Parameters
@@ -5017,8 +5017,8 @@ def attend_window(
 # in VMEM (55 MiB for 2816 hidden units, with a block) while blocks of tokens come by; hidden units
 # go to memory once, for the way back. Norm, ReLU^2, sums and roundings are done while the matrix
 # unit works: 0.93 M bundles for 16,384 tokens, both ways, where six matmuls must have 0.81 and
-# XLA's fusions have 1.22. Predicted: 1.05 M cycles instead of 1.85 for such a layer, 25.7 ms
-# instead of 28.6 for the record's first gradients, of the run 7 s; and four layers compile in 36 s
+# XLA's fusions have 1.22. Predicted: 1.05 M cycles instead of 1.85 for such a layer compiled alone;
+# 2.8 ms less for all of the record's first gradients, of the run 7 s. Four layers compile in 36 s
 # of a core instead of 76.
 
 

@@ -230,9 +230,9 @@ def leaderboard(root: Path, records: list[C.Record]) -> str:
 
 No measurements and no records: what `preflight.py` says of hardware on which nobody has timed this
 trainer yet. `predicted` is the computation, of each instruction the longer of two: the compiler's
-estimate, or of a kernel 1.12 cycles for each bundle that it issues, and its bytes at the rate of
-the memory; `links` is the time in which devices only send and receive, `moves` the least that what
-has no estimate takes. What counts is their sum, `in all`.
+estimate, or 1.12 cycles for each bundle that a kernel issues (1.77 for gathers, scatters and
+sorts), and its bytes at the rate of the memory; `links` is the time in which devices only send and
+receive, `moves` the least that what has no estimate takes. What counts is their sum, `in all`.
 
 {predicted_table(root)}
 {MARKERS[1]}"""

@@ -138,7 +138,7 @@ KERNEL_FACTOR = 1.12
 # a step, and takes 0.36 us for each of 32,768 steps, and 0.35 of 262,144: it waits for its blocks.
 STEP_SECONDS = 0.36e-6
 # Cycles per bundle of what else XLA makes no estimate of: gathers, scatters and sorts, which wait
-# for rows. It is the ratio of estimates to bundles in MLPs, which wait for memory (1.8 to 2.4).
+# for rows: the ratio of estimates to bundles in an MLP of the earlier port, which waits for memory.
 WAITING_FACTOR = 1.77
 CALLS = "call", "call-start", "async-start"
 RENAMES = "bitcast", "get-tuple-element", "tuple", "opt-barrier"
