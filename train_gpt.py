@@ -6,7 +6,7 @@
 
 `speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
-PyTorch program of record 92. Predicted from the TPU's compiler: about 80 s on a v6e-8; nobody has
+PyTorch program of record 92. Predicted from the TPU's compiler: about 84 s on a v6e-8; nobody has
 timed it yet. The run in outline, its real loop stands at the end of Part I:
 
     state = init(seed); copies = bfloat16(state.params)        # Parameters
@@ -147,11 +147,17 @@ class Stage:
     # Each entry of these two holds for an equal part of the stage.
     prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix
     candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
+    room: int = 0  # rows are filled up to this length, to share a program; 0: they are not
 
     @property
     def rows(self) -> int:
         """Rows of one global batch."""
         return self.batch_tokens // self.row_tokens
+
+    @property
+    def space(self) -> int:
+        """Length of a row on the devices."""
+        return max(self.row_tokens, self.room)
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,8 @@ class Config:
               (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
         Stage(426 / 1174, 393_216, 49_152, 3072, (640, 1408), 1.73,
               candidates=(14_336, 14_336, 24_576)),
-        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(20 / 24)),
+        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(20 / 24),
+              room=49_152),
         Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
     )
     # fmt: on
@@ -791,13 +798,12 @@ def exclude_self(y_btnv, v_btnv, lanes_btn):
 
 
 def attend_heads(
-    attend: Callable, heads, qkv_btp, *, added_btd, xsa_btn, gates_btn, segments_bt, freqs, scale
+    attend: Callable, heads, qkv_btp, *, xsa_btn, gates_btn, segments_bt, freqs, scale
 ):
-    """QK norm, rotation, added values, attention, XSA and gates of one layer: [b, t, n v_width].
+    """QK norm, rotation, attention, XSA and gates of one layer: [b, t, n v_width].
 
-    `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `added_btd` is added to v, of
-    which a narrow head takes the first half of its share. `xsa_btn`: see exclude_self; `gates_btn`:
-    factors on the outputs of heads. Each of the three may be None. `attend` has the contract of
+    `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `xsa_btn`: see exclude_self;
+    `gates_btn`: factors on the outputs of heads. Either may be None. `attend` has the contract of
     attend_plain. This is the plain form of Kernels.attend; a kernel may do all of it at once.
     """
     b, t, _ = qkv_btp.shape
@@ -807,8 +813,6 @@ def attend_heads(
     q, k = rope(norm(q), *tables), rope(norm(k), *tables)
     if heads.offset:
         k = key_offset(k)
-    if added_btd is not None:
-        v = mix((1.0, v), (1.0, added_btd.reshape(b, t, n, -1)[..., : heads.v_width]))
     if heads.paired:
         twice_bt = jnp.repeat(segments_bt, 2, axis=1)
         y = attend(*(pair_heads(x) for x in (q, k, v)), twice_bt, heads.window, scale)
@@ -888,13 +892,15 @@ def sign_ids(x_bt, rows: int, xp=jnp):
 
 
 class Kernels(NamedTuple):
-    """The five places where Part III may put something faster: the same up to rounding."""
+    """The seven places where Part III may put something faster: the same up to rounding."""
 
     attend: Callable  # attend_heads with an attention
+    project: Callable  # the matmul before it, and the one after
     add_mlp: Callable  # half a layer
+    small_mlp: Callable  # that makes gates
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
-    blend: Callable  # the weighted sums of mudd_mix
+    blend: Callable  # sums with weights of each token
 
 
 def gate(x_btd, weights_ng):
@@ -920,29 +926,40 @@ def spread(weights_btg, x_btd):
     return jnp.matmul(weights_btg, one_hot_gd, precision=lax.Precision.HIGHEST)
 
 
-def lanes_mlp(params, name: str, j: int, x_btd):
-    """(lanes W2 gelu(W1 x) + b2, hidden gelu(W1 x)), float32: small MLP `j` of "gate" or "mudd".
+def project(x_btd, weights_pd, added=None, normed: bool = False):
+    """W x, or W norm(x), for each token: [b, t, p]; `added` [b, t, k] is added to the last of p."""
+    y_btp = (norm(x_btd) if normed else x_btd) @ weights_pd.T
+    if added is None:
+        return y_btp
+    others = y_btp.shape[-1] - added.shape[-1]
+    return mix((1.0, y_btp), (1.0, jnp.pad(added, ((0, 0), (0, 0), (others, 0)))))
 
-    64 hidden units that see the whole token, for all its gates at once (record 85; they saved 7 %
-    of the tokens, with a larger n-gram table and a correction of attention that is gone again). W2
-    starts at zero: at first the lanes are the biases.
+
+def gelu(x):
+    """x times the probability that a normal number is below x (Hendrycks and Gimpel 2016)."""
+    return x * (0.5 + 0.5 * lax.erf(x * math.sqrt(0.5)))
+
+
+def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
+    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, l]."""
+    w1_hd = w1_hd.astype(x_btd.dtype)
+    hidden_bth = jnp.matmul(x_btd, w1_hd.T, preferred_element_type=jnp.float32)
+    return gelu(hidden_bth) @ w2_lh.T + b2_l[None, None]
+
+
+def token_gates(params, cfg: Config, kernels: Kernels, j: int, x_btd) -> dict:
+    """The gates of one half of the layers: a key of gate_lanes -> [b, t, lanes], of any sign.
+
+    From 64 hidden units that see the whole token, for all its gates at once (record 85; they saved
+    7 % of the tokens, with a larger n-gram table and a correction of attention that is gone again).
+    W2 starts at zero: at first the lanes are the biases.
     """
-    w1, w2, b2 = (params[f"{name}_{part}"][j] for part in ("w1", "w2", "b2"))
-    hidden = jnp.matmul(x_btd, w1.T.astype(x_btd.dtype), preferred_element_type=jnp.float32)
-    # Kept out of the matmuls: with gelu in them they take a seventh of libtpu's time for a program.
-    hidden = jax.nn.gelu(lax.optimization_barrier(hidden), approximate=False)
-    hidden = lax.optimization_barrier(hidden)
-    return hidden @ w2.T + b2[None, None], hidden
-
-
-def token_gates(params, cfg: Config, j: int, x_btd) -> dict:
-    """The gates of one half of the layers: a key of gate_lanes -> [b, t, lanes], of any sign."""
-    lanes, _ = lanes_mlp(params, "gate", j, x_btd)
-    lanes = params["gate_scale"][0] * lanes
+    weights = (params[f"gate_{part}"][j] for part in ("w1", "w2", "b2"))
+    lanes = params["gate_scale"][0] * kernels.small_mlp(x_btd, *weights)
     return {key: lanes[..., at] for key, at in gate_lanes(cfg)[j].items()}
 
 
-def gated_values(params, cfg: Config, i: int, x_btd, values_btd):
+def gated_values(params, cfg: Config, kernels: Kernels, i: int, x_btd, values_btd):
     """What layer `i` adds to its v: the tokens' rows of its value table, each head's by a gate.
 
     2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row, half and
@@ -951,7 +968,7 @@ def gated_values(params, cfg: Config, i: int, x_btd, values_btd):
     weights_ng = params["value_gate"][cfg.layers_with("values").index(i)]
     half = weights_ng.shape[1] // 2
     looks_btg = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
-    return mix((spread(2 * gate(looks_btg, weights_ng), values_btd), values_btd))
+    return kernels.blend(None, 2 * gate(looks_btg, weights_ng)[:, :, None], (values_btd,))
 
 
 def post_lambdas(params, cfg: Config, i: int):
@@ -970,18 +987,21 @@ def projection(params, cfg: Config, i: int, heads: Heads):
 
 
 def attention(
-    params, cfg: Config, kernels, i: int, x_btd, added_btd, gates, segments_bt, windows, hyper
+    params, cfg: Config, kernels, i: int, x_btd, added_btd, to, gates, segments_bt, windows, hyper
 ):
-    """What the attention of layer `i` adds to the stream, its weight included, from normed input.
+    """What the attention of layer `i` reads in norm(x), by its weight, added to the array `to`.
 
-    `added_btd` is added to its v, or None; `gates` as of token_gates.
+    `added_btd` is added to its v, of which a narrow head takes the first half of its share. Either
+    may be None. `gates` as of token_gates.
     """
     d, at, heads = cfg.width, cfg.layers_with("attends").index(i), heads_of(cfg, i, windows)
     wide = cfg.layers[i].attends == "long"
+    if added_btd is not None:
+        shares = jnp.split(added_btd, cfg.heads, axis=-1)
+        added_btd = jnp.concatenate([x[..., : heads.v_width] for x in shares], axis=-1)
     y_btp = kernels.attend(
         heads,
-        x_btd @ projection(params, cfg, i, heads).T,
-        added_btd=added_btd,
+        kernels.project(x_btd, projection(params, cfg, i, heads), added_btd, normed=True),
         xsa_btn=gates.get(("xsa", i)),
         gates_btn=gates.get(("gated", i)),
         segments_bt=segments_bt,
@@ -990,7 +1010,7 @@ def attention(
     )
     w_o = params["vo_bank"][2 * at + 1].reshape(d, cfg.heads, -1)[..., : heads.v_width]
     weight = post_lambdas(params, cfg, i)[0] * params["o_lambda"][i]
-    return y_btp @ mix((weight, w_o.reshape(d, -1))).T
+    return kernels.project(y_btp, mix((weight, w_o.reshape(d, -1))), to)
 
 
 def squared_relu(z):
@@ -1015,7 +1035,7 @@ MUDD_LANES = 14  # of mudd_layer; mudd_mix has one for each source, at most as m
 MUDD_SCALE = 0.1  # of what the small MLPs of both return: a learning rate in effect
 
 
-def mudd_layer(params, i: int, x, start, source, values, ngram, attend: Callable, feed: Callable):
+def mudd_layer(params, kernels: Kernels, i: int, x, start, source, values, ngram, attend, feed):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
 
     Fourteen numbers for each token, from its stream: what of the start of the stream, of the source
@@ -1024,13 +1044,15 @@ def mudd_layer(params, i: int, x, start, source, values, ngram, attend: Callable
     attention, start and n-gram vector (8-11), the stream and the MLP (12, 13). (MUDD, Xiao et al.
     2025; record 81: 5 % fewer tokens.) attend(i, x, added) and feed(i, x) are attention and mlp.
     """
-    lanes, _ = lanes_mlp(params, "mudd", 0, x)
+    lanes = kernels.small_mlp(x, *(params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2")))
     mu = jnp.split(MUDD_SCALE * lanes, MUDD_LANES, axis=-1)  # [b, t, 1] each
-    own = spread(jnp.concatenate(mu[6:8], axis=-1), values)
-    added = mix((mu[0], start), (mu[1], source), (mu[2], x), (own, values))
-    x = mix((1 + mu[5], x), (mu[3], start), (mu[4], source))
-    y = attend(i, norm(source), added)
-    x = mix((mu[8], x), (mu[9], y), (mu[10], start), (mu[11], ngram))
+    # For either half of the features:
+    weights_btk2 = jnp.stack([jnp.concatenate([*mu[:3], mu[n]], axis=-1) for n in (6, 7)], axis=-1)
+    added = kernels.blend(None, weights_btk2, (start, source, x, values))
+    y = attend(i, source, added)
+    # The stream before attention, (1 + mu[5]) x + mu[3] start + mu[4] source, times mu[8].
+    before = (mu[8] * (1 + mu[5]), x), (mu[8] * mu[3] + mu[10], start), (mu[8] * mu[4], source)
+    x = mix(*before, (mu[9], y), (mu[11], ngram))
     return mix((mu[12], x), (mu[13], feed(i, x))), norm(x)
 
 
@@ -1041,16 +1063,19 @@ def mudd_mix(params, kernels: Kernels, x_btd, sources):
     too (record 81 with five sources; record 92's ten are worth .006 of loss). At first it only
     takes out half of the output that later attentions have read (as records 40 and 77 did).
     """
-    lanes, hidden = lanes_mlp(params, "mudd", 1, x_btd)
-    deltas = jnp.einsum("bth,kgh->btkg", hidden, params["mudd_w2g"][: len(sources)])
-    weights_btkg = MUDD_SCALE * (lanes[..., : len(sources), None] + deltas)
+    k, (w1, w2, b2) = len(sources), (params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
+    w2g = params["mudd_w2g"][:k]
+    both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
+    lanes = kernels.small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))
+    deltas_btkg = lanes[..., k:].reshape(*lanes.shape[:2], k, -1)
+    weights_btkg = MUDD_SCALE * (lanes[..., :k, None] + deltas_btkg)
     return kernels.blend(x_btd, weights_btkg, sources)
 
 
 def blend(x_btd, weights_btkg, sources):
-    """x + the sources, each of their features by the weight of its group: arrays [b, t, d]."""
+    """x, if given, + the sources, each of their features by the weight of its group: [b, t, d]."""
     terms = ((spread(weights_btkg[:, :, k], y), y) for k, y in enumerate(sources))
-    return mix((1.0, x_btd), *terms)
+    return mix(*([] if x_btd is None else [(1.0, x_btd)]), *terms)
 
 
 def forward(
@@ -1067,13 +1092,13 @@ def forward(
     """
     resid, values, ngram = params["resid_lambdas"], rows["value_tables"], rows["ngram"]
     x0 = norm(smear(rows["embed"], params["smear_gate"], params["smear_lambda"][0]))
-    gates = token_gates(params, cfg, 0, x0)
+    gates = token_gates(params, cfg, kernels, 0, x0)
     x = start = mix((1.0, x0), (gates["ngram", 0], ngram))
     outputs = []
 
-    def attend(i: int, x, added):
+    def attend(i: int, x, added, to=None):
         with jax.named_scope(f"attention{i}"):
-            more = added, gates, segments_bt, windows, hyper
+            more = added, to, gates, segments_bt, windows, hyper
             return attention(params, cfg, kernels, i, x, *more)
 
     def feed(i: int, x, keep=0.0):
@@ -1087,29 +1112,29 @@ def forward(
             terms = [(1.0, x), (amount, outputs[cfg.skip[0]])]
         else:
             terms = [(resid[i, 0], x)]
-        if layer.attends:
-            seen, added = norm(outputs[cfg.source] if i > cfg.source else x), None
-            if layer.values:
-                added = gated_values(
-                    params, cfg, i, seen, values[cfg.layers_with("values").index(i)]
-                )
-            terms.append((1.0, attend(i, seen, added)))
         if layer.x0:
             terms.append((gates["x0", i], x0))
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
-        x, keep = mix(*terms), resid[i, 1]
-        return feed(i, x, keep) if layer.mlps else mix((keep, x))
+        seen, added = outputs[cfg.source] if i > cfg.source else x, None
+        if layer.values:
+            own = values[cfg.layers_with("values").index(i)]
+            added = gated_values(params, cfg, kernels, i, norm(seen), own)
+        x = mix(*terms)
+        if layer.attends:
+            x = attend(i, seen, added, x)
+        return feed(i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
 
     def last_block(x):
         i, source = cfg.depth - 1, outputs[cfg.source]
-        return mudd_layer(params, i, x, start, source, values[-1], ngram, attend, feed)
+        more = start, source, values[-1], ngram, attend, feed
+        return mudd_layer(params, kernels, i, x, *more)
 
     if cfg.recompute:  # keep only what goes from layer to layer
         block, last_block = jax.checkpoint(block, static_argnums=0), jax.checkpoint(last_block)
     for i in range(cfg.depth - 1):
         if i == cfg.skip[0] + 1:
-            gates |= token_gates(params, cfg, 1, x)
+            gates |= token_gates(params, cfg, kernels, 1, x)
         x = block(i, x)
         outputs.append(x)
     before, (x, h) = x, last_block(x)
@@ -1118,7 +1143,7 @@ def forward(
     return norm(mudd_mix(params, kernels, x, sources))
 
 
-TABLES = ("embed", "value_tables", "ngrams", "head")  # by row; the head if softmax is sampled
+TABLES = ("embed", "value_tables", "ngrams")  # whose rows tokens look up; of the head, softmax
 
 
 def table_ids(tokens_bt, places_bit) -> dict[str, jax.Array]:
@@ -1155,17 +1180,17 @@ def cap_logits(z, cfg: Config):
     return a * jax.nn.sigmoid((z.astype(jnp.float32) + b) / c)
 
 
-def targets_ahead(aims, weights_k, prefix_weight=None):
+def targets_ahead(aims, weights_k, row_tokens, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k].
 
-    Target j of token i is the one after token i + j (record 53). What lies beyond the row has
-    weight 0; documents do not matter. With a `prefix_weight` one more: the longest token that the
-    next token begins with, where there is one (record 88: it saved 1 % of the tokens).
+    Target j of token i is the one after token i + j (record 53). What lies beyond the `row_tokens`
+    of a row has weight 0; documents do not matter. With a `prefix_weight` one more: the longest
+    token that the next one begins with, where there is one (record 88: it saved 1 % of the tokens).
     """
     t, targets, weights = aims.targets.shape[1], [], []
     for j in range(weights_k.shape[0]):
         targets.append(jnp.pad(aims.targets[:, j:], ((0, 0), (0, j))))
-        inside_t = jnp.arange(t) < t - j
+        inside_t = jnp.arange(t) < row_tokens - j
         weights.append(jnp.broadcast_to(inside_t * weights_k[j], targets[-1].shape))
     if prefix_weight is not None:
         targets.append(jnp.maximum(aims.prefixes, 0))
@@ -1196,15 +1221,17 @@ def chunk_losses(x_cd, head_vd, targets_ck, cfg: Config):
 def add_losses(totals, losses_ck, weights_ck):
     """The two sums of cross_entropy, with those of a chunk."""
     weighted, plain = totals
-    return weighted + jnp.sum(losses_ck * weights_ck), plain + jnp.sum(losses_ck[:, 0])
+    plain += jnp.sum(jnp.where(weights_ck[:, 0] > 0, losses_ck[:, 0], 0.0))
+    return weighted + jnp.sum(losses_ck * weights_ck), plain
 
 
 def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
 
-    Features [r, d], head [v, d], targets int and weights float [r, k]. Works through cfg.loss_chunk
-    tokens at a time, whose logits are formed again on the way back: those of 49,152 tokens would
-    take 9.9 GB in float32.
+    Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
+    is 0, as beyond the end of a row, counts in neither. Works through cfg.loss_chunk tokens at a
+    time, whose logits are formed again on the way back: those of 49,152 tokens would take 9.9 GB in
+    float32.
     """
 
     @jax.checkpoint
@@ -1227,16 +1254,14 @@ def candidate_head(head_vd, candidates_bp):
     return head_vd.at[candidates_bp].get(mode="promise_in_bounds")
 
 
-def loss_sums(
-    params, rows, segments_bt, aims, cfg, kernels, windows, hyper, weights_k, prefix_weight=None
-):
-    """cross_entropy of whole rows, over the vocabulary or rows["head"], see candidate_head."""
-    x_btd = forward(params, rows, segments_bt, cfg, kernels, windows, hyper)
-    arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
-    if "head" not in rows:
+def loss_sums(x_btd, head, aims, cfg: Config, kernels: Kernels, *weights):
+    """cross_entropy of features, with `weights` as of targets_ahead, over a `head` [v, d] for all
+    or [b, p, d], see candidate_head."""
+    arrays = x_btd, *targets_ahead(aims, *weights)
+    if head.ndim == 2:
         x_rd, targets_rk, weights_rk = (a.reshape(-1, a.shape[-1]) for a in arrays)
-        return kernels.cross_entropy(x_rd, params["head"], targets_rk, weights_rk, cfg)
-    each = zip(arrays[0], rows["head"], *arrays[1:], strict=True)
+        return kernels.cross_entropy(x_rd, head, targets_rk, weights_rk, cfg)
+    each = zip(arrays[0], head, *arrays[1:], strict=True)
     sums = (kernels.cross_entropy(*row, cfg) for row in each)
     return tuple(map(sum, zip(*sums, strict=True)))
 
@@ -1250,20 +1275,28 @@ def val_loss_sum(params, rows, segments_bt, next_bt, cfg: Config, kernels: Kerne
     return kernels.cross_entropy(x_rd, params["head"], targets_rk, weights_rk, cfg)[1]
 
 
-def scatter_rows(grad_vd, ids, rows):
+def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     """The gradient of a lookup: to row ids[i] of `grad_vd`, the gradient so far, add token i's row.
 
     Several tables [v / n, d] may lie in `grad_vd`, one under the other, that share the ids [...];
-    then `rows` holds n arrays [..., d]. (In no fixed order on a GPU: last bits may differ.)
+    then `rows` holds n arrays [..., d]. Whether ids are known to ascend may help to do it faster.
+    (In no fixed order on a GPU: last bits may differ.)
     """
     for n, x in enumerate(rows):
-        at = ids + n * (grad_vd.shape[0] // len(rows))
-        grad_vd = grad_vd.at[at].add(x.astype(grad_vd.dtype), mode="promise_in_bounds")
+        at = grad_vd.at[ids + n * (grad_vd.shape[0] // len(rows))]
+        x = x.astype(grad_vd.dtype)
+        grad_vd = at.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
     return grad_vd
 
 
 PLAIN = Kernels(
-    functools.partial(attend_heads, attend_plain), add_mlp, cross_entropy, scatter_rows, blend
+    functools.partial(attend_heads, attend_plain),
+    project,
+    add_mlp,
+    small_mlp,
+    cross_entropy,
+    scatter_rows,
+    blend,
 )
 
 
@@ -1342,12 +1375,20 @@ def candidate_count(cfg: Config, step: int) -> int:
     return part_of_stage(cfg, step, stage_at(cfg, step).candidates)
 
 
-def grads_shapes(cfg: Config) -> list[tuple[int, int]]:
-    """(stage, candidates) of each program for gradients; step s has that of (its stage, its count).
+def grads_stages(cfg: Config) -> list[tuple[int, ...]]:
+    """The stages of each program for gradients: those whose rows, windows and targets have one
+    shape, and whose events one room. In the record four programs, of four minutes of a core each,
+    have six kinds of steps; the stage that is filled up takes 1.2 s longer, predicted."""
+    found = {}
+    for i, stage in enumerate(cfg.stages):
+        shape = stage.space, stage.windows, len(stage.weights), any(stage.prefix)
+        found.setdefault((*shape, event_room(cfg, i)), []).append(i)
+    return [tuple(stages) for stages in found.values()]
 
-    Everything else of a stage's shapes is the same at all of its steps: six programs in the record.
-    """
-    return [(i, n) for i, stage in enumerate(cfg.stages) for n in dict.fromkeys(stage.candidates)]
+
+def softmaxes(cfg: Config, stages: tuple[int, ...]) -> list[int]:
+    """The numbers of candidates in these stages: so many branches their program has."""
+    return [*dict.fromkeys(n for i in stages for n in cfg.stages[i].candidates)]
 
 
 def is_tied(cfg: Config, step: int) -> bool:
@@ -1382,17 +1423,17 @@ def is_event(cfg: Config, step: int) -> bool:
     return event_count(cfg, step + 1) > event_count(cfg, step)
 
 
-def widest(cfg: Config, stage: int) -> int:
-    """The largest stage up to this one, whose room events have for n-gram rows of this one."""
-    return max(range(stage + 1), key=lambda i: cfg.stages[i].batch_tokens)
+def event_room(cfg: Config, stage: int) -> int:
+    """The stage that events have the room of for n-gram rows of this one: of the first itself, of
+    all later ones the largest. Events of the record so have three programs instead of five."""
+    return stage and max(range(len(cfg.stages)), key=lambda i: cfg.stages[i].space)
 
 
 def event_of(cfg: Config, step: int) -> tuple[str, tuple[int, ...]]:
-    """(program, `widest` stages of the steps it sums) of an event at the end of `step`: event4_12
-    sums four steps, from stage 1 to stage 2. With room for the largest stage always, two programs
-    would do in place of the record's five, but send up to three times the rows that there are."""
+    """(program, event_room of the steps it sums) of an event at the end of `step`: event4_22 sums
+    four steps with the room of stage 2."""
     count = cfg.event_every[step >= cfg.event_change]
-    span = tuple(widest(cfg, stage_index(cfg, i)) for i in range(step + 1 - count, step + 1))
+    span = tuple(event_room(cfg, stage_index(cfg, i)) for i in range(step + 1 - count, step + 1))
     return f"event{count}_{span[0]}{span[-1]}", span
 
 
@@ -1491,12 +1532,16 @@ class Hyper(NamedTuple):
     scales: np.ndarray  # [2] of q k^T, narrow and wide
     weights: np.ndarray  # [k] of the losses; k as in the stage that has most, so that shapes stay
     prefix: np.ndarray  # weight of the loss on the prefix
+    row_tokens: np.ndarray  # what lies beyond them in a row does not count
+    softmax: np.ndarray  # which of the program's softmaxes
     ticks: np.ndarray  # [4] rates of TAILS; 0: no tick
 
 
 def hyper_at(cfg: Config, step: int) -> Hyper:
     """The Hyper of `step`."""
-    (narrow, wide), scales = yarn(cfg, stage_index(cfg, step))
+    at = stage_index(cfg, step)
+    (narrow, wide), scales = yarn(cfg, at)
+    branches = next(softmaxes(cfg, stages) for stages in grads_stages(cfg) if at in stages)
     weights = np.zeros(max(len(stage.weights) for stage in cfg.stages))
     now = loss_weights(cfg, step)
     weights[: len(now)] = now
@@ -1512,6 +1557,8 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
         scales,
         weights,
         prefix_weight(cfg, step),
+        cfg.stages[at].row_tokens,
+        branches.index(candidate_count(cfg, step)),
         tick_rates(cfg, step),
     )
     return Hyper(*(np.asarray(value, np.float32) for value in values))
@@ -1817,58 +1864,73 @@ def sum_requests(parts, size: int, add_rows: Callable):
     places = jnp.arange(len(ids))
     ids, order = lax.sort((ids, places), num_keys=1)
     run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
-    _, run_of_each = lax.sort((order, run), num_keys=1)
-    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run_of_each, [grads])
+    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
     first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
     return jnp.where(places > run[-1], size + places, first), total
 
 
 def grads_step(
-    cfg: Config, kernels: Kernels, shape: int, copies, table, rows: "Rows", wanted, hyper: Hyper
+    cfg: Config, kernels: Kernels, stages: tuple, copies, table, rows: "Rows", wanted, hyper: Hyper
 ):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices).
     Of banks a device returns its share of the sum over all: see stream.
 
-    Of the stage and candidates number `shape` in grads_shapes. `table` is this device's share of
-    the n-gram table, `wanted` [1, devices, c] the rows that it wants of each device's share. Their
-    gradients go to the owners, with what those were asked for: a pair, see sum_requests. Over
-    micro-batches gradients are summed in float32. Tables take part only with the rows that tokens
-    look up: add_rows adds the gradients of those rows to the table's. The gradient is that of the
-    summed loss of a row, averaged over the rows of the batch, as in the original: it grows with the
-    length of a row from stage to stage, while the moments remember the old size.
+    Of one of `stages`, see grads_stages. `table` is this device's share of the n-gram table,
+    `wanted` [1, devices, c] the rows that it wants of each device's share. Their gradients go to
+    the owners, with what those were asked for: a pair, see sum_requests. Over micro-batches
+    gradients are summed in float32. Tables take part only with the rows that tokens look up:
+    add_rows adds the gradients of those rows to the table's. The gradient is that of the summed
+    loss of a row, averaged over the rows of the batch, as in the original: it grows with the length
+    of a row from stage to stage, while the moments remember the old size.
     """
-    (wanted,), (at, sampled) = wanted, grads_shapes(cfg)[shape]
-    asked, signs = exchange(wanted), copies["signs"]
+    (wanted,), at = wanted, stages[0]
+    asked, signs, stage = exchange(wanted), copies["signs"], cfg.stages[at]
     fetched, copies, reduce = stream(cfg, copies, fetch(table, asked))
-    stage, by_row = cfg.stages[at], TABLES if sampled else TABLES[:-1]
+    by_row = *TABLES, "head"
     weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
     tables = unpadded(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
     tables["ngrams"] = fetched
     weights_k = hyper.weights[: len(stage.weights)]
     prefix = hyper.prefix if any(stage.prefix) else None
 
-    def loss(weights, found, rows):
+    def features(weights, found, rows):
         # Banks keep their padding, since matrices are taken by number: to cut it off would be a
         # pass over their gradients, 1.2 of 235 M cycles predicted for record 77's on a v6e-8.
-        params = weights if sampled else weights | unpadded(cfg, {"head": weights["head"]})
         found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
-        args = segments, rows.aims, cfg, kernels, stage.windows, hyper, weights_k, prefix
-        sums = loss_sums(params, found, *args)
-        return sums[0] / stage.rows, sums[1]
+        return forward(weights, found, segments, cfg, kernels, stage.windows, hyper)
+
+    def softmax(count: int, x_btd, aims):
+        """(gradients of x and of the head, plain sum of losses) with so many candidates."""
+
+        def loss(x_btd, head):
+            more = weights_k, hyper.row_tokens, prefix
+            weighted, plain = loss_sums(x_btd, head, aims, cfg, kernels, *more)
+            return weighted / stage.rows, plain
+
+        with jax.named_scope(f"softmax{count}"):
+            head_vd, ids = tables["head"], aims.candidates[:, :count]
+            # As float32: XLA gathers rows of targets out of that 40 % faster than out of bfloat16.
+            head = candidate_head(head_vd, ids).astype(jnp.float32) if count else head_vd
+            (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
+            if count:
+                zeros, alone = jnp.zeros(head_vd.shape, jnp.float32), len(ids) == 1
+                grad = kernels.add_rows(zeros, ids, [grad.astype(head_vd.dtype)], ascending=alone)
+            return x_grad, grad.astype(head_vd.dtype), plain
 
     def add(carry, rows):
         total, grads = carry
         tokens = rows.tokens[:, :-1].astype(jnp.int32)
         ids, found = table_ids(tokens, rows.places), look_up(cfg, tables, tokens, rows.places)
-        if sampled:
-            ids["head"] = rows.aims.candidates
-            found["head"] = candidate_head(tables["head"], ids["head"])
-        backward = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        (_, plain), (d_weights, d_rows) = backward(weights, found, rows)
-        sums = {name: grads[name] for name in weights}
-        summed = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, d_weights)
-        for name in by_row:
+        x_btd, backward = jax.vjp(lambda *args: features(*args, rows), weights, found)
+        branches = [functools.partial(softmax, n) for n in softmaxes(cfg, stages)]
+        which = hyper.softmax.astype(jnp.int32)
+        x_grad, head_grad, plain = lax.switch(which, branches, x_btd, rows.aims)
+        d_weights, d_rows = backward(x_grad)
+        sums = {name: grads[name] for name in (*weights, "head")}
+        more = d_weights | {"head": head_grad}
+        summed = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, more)
+        for name in TABLES:
             summed[name] = kernels.add_rows(grads[name], ids[name], jax.tree.leaves(d_rows[name]))
         return (total + plain, summed), None
 
@@ -1882,10 +1944,11 @@ def grads_step(
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = capacity(cfg, cfg.stages[widest(cfg, at)].batch_tokens, len(asked)) - asked.shape[1]
+    largest = stage.rows * cfg.stages[event_room(cfg, at)].space
+    room = capacity(cfg, largest, len(asked)) - asked.shape[1]
     asked = jnp.pad(asked, ((0, 0), (0, room)), constant_values=len(table))
     grads["ngram_table"] = asked, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
-    return grads, lax.psum(total / stage.batch_tokens, AXIS)
+    return grads, lax.psum(total / (stage.rows * hyper.row_tokens), AXIS)
 
 
 def reduce_scatter(x):
@@ -1980,7 +2043,8 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
     Gradients wait on the device that made them for the update that sums those of several steps
     (record 39: tables are noisy and want larger batches). So they cross the network only then.
     """
-    grads = grads_shapes(cfg).index((stage_index(cfg, step), candidate_count(cfg, step)))
+    at = stage_index(cfg, step)
+    grads = next(i for i, stages in enumerate(grads_stages(cfg)) if at in stages)
     adam_too = (adam_program(cfg, step),) * is_adam_step(cfg, step)
     event_too = event_of(cfg, step)[:1] if is_event(cfg, step) else ()
     return f"grads{grads}", "anvil", *adam_too, *event_too
@@ -2006,8 +2070,8 @@ def updated(cfg: Config, update: str) -> list[str]:
 
 
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: the gradients of each stage and number of candidates, the updates, the
-    averaging at the end, validation.
+    """Name -> Program: the gradients of each of grads_stages, the updates, the averaging at the
+    end, validation.
 
     Copies are whole on every device, but for those of banks: these are cut, and so is the state.
     Each device keeps the gradients of its own rows (in one array, [devices * n, ...] for a
@@ -2027,7 +2091,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
 
     def grads(name, stage):
         if name not in copies:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(cfg, cfg.stages[stage].batch_tokens, mesh.size)
+            tokens = cfg.rows * cfg.stages[stage].space
+            shape = mesh.size**2, capacity(cfg, tokens, mesh.size)
             return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
         x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
         return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
@@ -2040,9 +2105,9 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     hyper = jax.tree.map(lambda x: leaf(x.shape, x.dtype), hyper)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, state)
     found = {}
-    for i, (at, candidates) in enumerate(grads_shapes(cfg)):
-        stage, step = cfg.stages[at], functools.partial(grads_step, cfg, kernels, i)
-        args = *model, *rows(stage.rows, stage.row_tokens, candidates), hyper
+    for i, stages in enumerate(grads_stages(cfg)):
+        stage, step = cfg.stages[stages[0]], functools.partial(grads_step, cfg, kernels, stages)
+        args = *model, *rows(stage.rows, stage.space, max(softmaxes(cfg, stages))), hyper
         found[f"grads{i}"] = Program(step, args, (P(AXIS), P()))
     for update, steps in updates(cfg).items():
         span = events(cfg).get(update, (0,) * steps)
@@ -2329,7 +2394,7 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
 class Aims(NamedTuple):
     """What the tokens of a batch are to predict, as places among their row's candidates."""
 
-    candidates: np.ndarray  # int32 [b, p] ids; p = 0: all ids are, and a place is an id
+    candidates: np.ndarray  # int32 [b, p] ids, and 0 where there are fewer; none: all ids are
     targets: np.ndarray  # int32 [b, t] the next token; the one after it is the next one's target
     prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
 
@@ -2437,11 +2502,19 @@ def next_batch(
     cfg: Config, devices: int, stream: TokenStream, known: Vocabulary, step: int, place: Place
 ):
     """(Rows, wanted, next place) of `step`, in numpy: from these arguments alone."""
-    tokens, cursor = next_rows(stream, place.cursor, stage_at(cfg, step))
-    count = candidate_count(cfg, step)
+    stage, count = stage_at(cfg, step), candidate_count(cfg, step)
+    tokens, cursor = next_rows(stream, place.cursor, stage)
     each = zip(tokens, place.offsets, strict=True)
     aims, offsets = zip(*(aim(row, o, count, known.prefix_v) for row, o in each), strict=True)
-    aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
+    ids, targets, prefixes = (np.stack(x) for x in zip(*aims, strict=True))
+
+    def filled(x, size, value):
+        return np.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
+
+    # As long as the program has it: what follows a row is beginnings of documents without weight.
+    most = max(next(softmaxes(cfg, x) for x in grads_stages(cfg) if stage_index(cfg, step) in x))
+    ids, tokens = filled(ids, most, 0), filled(tokens, stage.space + 1, cfg.bos)
+    aims = Aims(ids, filled(targets, stage.space, 0), filled(prefixes, stage.space, -1))
     hashed = known.hashed_v[tokens[:, :-1]]
     wanted, places = request(cfg, hashed, devices)
     return Rows(tokens, hashed, places, aims), wanted, Place(cursor, offsets)
@@ -2572,15 +2645,15 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
     def dummy(rows, t):
         return np.full((rows, t + 1), cfg.bos, np.uint16)
 
-    for i, (at, count) in enumerate(grads_shapes(cfg)):
-        tokens = dummy(cfg.stages[at].rows, cfg.stages[at].row_tokens)
+    for i, stages in enumerate(grads_stages(cfg)):
+        at, most = stages[0], max(softmaxes(cfg, stages))
+        tokens = dummy(cfg.stages[at].rows, cfg.stages[at].space)
         rows, wanted = val_rows(cfg, mesh, known, tokens)
-        if count:
-            ids = np.tile(np.arange(count, dtype=np.int32), (len(tokens), 1))
-            rows = rows._replace(aims=rows.aims._replace(candidates=put(ids, mesh, P(AXIS))))
+        ids = np.tile(np.arange(most, dtype=np.int32), (len(tokens), 1))
+        rows = rows._replace(aims=rows.aims._replace(candidates=put(ids, mesh, P(AXIS))))
         table = state["params"]["ngram_table"]
         grads, _ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
-        fetched[widest(cfg, at)] = grads["ngram_table"]
+        fetched[event_room(cfg, at)] = grads["ngram_table"]
     for update, steps in updates(cfg).items():
         due = {name: (grads[name],) * steps for name in updated(cfg, update)}
         if update in events(cfg):
@@ -2796,11 +2869,14 @@ def rules(c: Config):
         yield at + "row_tokens", s.row_tokens > 0, "it must be positive"
         whole = s.batch_tokens > 0 and s.batch_tokens % s.row_tokens == 0
         yield at + "batch_tokens", whole, f"a multiple of row_tokens={s.row_tokens}"
+        room = s.room == 0 or s.room >= s.row_tokens
+        yield at + "room", room, f"0 or a length from row_tokens={s.row_tokens} on"
         yield at + "doc_cap", s.doc_cap >= 0, "0 (plain rows) or a length in tokens"
         yield at + "windows", min(s.windows) > 0, "two lengths in tokens"
         yield at + "lr_factor", s.lr_factor >= 0, "0 or more"
-        some = 0 < many <= s.row_tokens and min(s.weights) >= 0
-        yield at + "weights", some, f"1 to row_tokens={s.row_tokens} numbers, 0 or more"
+        some = 0 < many <= s.row_tokens and min(s.weights) >= 0 < s.weights[0]
+        those = f"1 to row_tokens={s.row_tokens} numbers, 0 or more, the first above 0"
+        yield at + "weights", some, those
         yield at + "prefix", s.prefix and min(s.prefix) >= 0, "one number or more, 0 or more"
         few = s.candidates and all(0 <= n <= c.vocab for n in s.candidates)
         yield at + "candidates", few, f"one number or more, 0 (all) to vocab={c.vocab}"
@@ -3144,9 +3220,9 @@ def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
     """
     if not name.startswith("grads"):
         return [{}]
-    stage = cfg.stages[grads_shapes(cfg)[int(name.removeprefix("grads"))][0]]
-    rows = micro_rows(cfg, stage.rows // mesh.size, stage.row_tokens)
-    ways = [{"micro_tokens": k * stage.row_tokens, "recompute": True} for k in rows]
+    stage = cfg.stages[grads_stages(cfg)[int(name.removeprefix("grads"))][0]]
+    rows = micro_rows(cfg, stage.rows // mesh.size, stage.space)
+    ways = [{"micro_tokens": k * stage.space, "recompute": True} for k in rows]
     return [{}, *(ways[1:] if cfg.recompute else ways)]
 
 
@@ -4008,13 +4084,14 @@ def show(cfg: Config) -> str:
         count, decay = f"{row.count:,}", f"{row.decay:.3g}"
         lines.append(form(name, shape, count, row.program, rates, decay, betas))
     lines.append(f"{'total':13} {'':>14} {sum(row.count for row in table.values()):14,}")
-    form = "{:>10} {:>7} {:>6} {:>7} {:>9} {:>10} {:>12} {:>9}  {}".format
+    form = "{:>10} {:>7} {:>14} {:>7} {:>9} {:>10} {:>12} {:>9}  {}".format
     heads = "steps", "batch", "row", "doc cap", "windows", "lr", "attn scales", "M tokens"
     lines.append("\n" + form(*heads, "loss weights, prefix, candidates"))
     for i, s in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
         lr = f"{lr_scale(cfg, first):.3g}..{lr_scale(cfg, end - 1):.3g}"
-        cells = f"{first}..{end - 1}", s.batch_tokens, s.row_tokens, s.doc_cap or "-"
+        row = f"{s.row_tokens} of {s.room}" if s.room else s.row_tokens
+        cells = f"{first}..{end - 1}", s.batch_tokens, row, s.doc_cap or "-"
         scales = "/".join(f"{x:.4f}" for x in yarn(cfg, i)[1])
         cells += "/".join(map(str, s.windows)), lr, scales
         tokens = f"{(end - first) * s.batch_tokens / 1e6:.1f}"
@@ -4191,16 +4268,16 @@ SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours 
 def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(the Kernels for one of the run's devices, why these: a line for the log).
 
-    The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, MLPs, weighted
-    sums and the gradients of tables have kernels for TPUs since v5 and attention for NVIDIA GPUs
-    since Ampere; where one of their conditions fails, the plain form does the work, and the line
-    says which.
+    The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, projections,
+    MLPs, weighted sums and the gradients of tables have kernels for TPUs since v5 and attention for
+    NVIDIA GPUs since Ampere; where one of their conditions fails, the plain form does the work, and
+    the line says which.
     """
     if cfg.kernels == "plain":
         return PLAIN, "plain, as asked for"
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
-    rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
+    rows = [*(stage.space for stage in cfg.stages), cfg.val_row]
     window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
     window = min(window, max(rows))
     # Conditions are pairs: whether one fails, and what then is wrong.
@@ -4222,10 +4299,13 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         if not any(fails for fails, _ in for_tables):
             chosen = chosen._replace(add_rows=sum_rows, blend=weighted_sum)
             others = "weighted sums and gradients of tables for TPUs"
+            narrow = cfg.dtype == jnp.bfloat16
             hidden = {cfg.mlp_width * len(mlp_slots(cfg, i)) for i in range(cfg.depth)} - {0}
-            fits = all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden)
-            if fits and cfg.dtype == jnp.bfloat16:
+            if narrow and all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden):
                 chosen, others = chosen._replace(add_mlp=fused_mlp), f"MLPs, {others}"
+            if narrow and 24 * cfg.width**2 + 40 * TOKEN_BLOCK * cfg.width <= KERNEL_VMEM:
+                chosen = chosen._replace(project=fused_projection, small_mlp=fused_small_mlp)
+                others = f"projections, {others}"
         apart = f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
         tiled = h != LANES or cfg.heads % 2, apart
         conditions = [*for_tables, tiled, (ring > KERNEL_VMEM * 0.7, large), bounded]
@@ -4267,7 +4347,7 @@ def squash(z, cfg: Config):
     return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
-def token_losses(x_cd, head_vd, targets_ck, cfg: Config):
+def token_losses(x_cd, head_vd, wide_vd, targets_ck, cfg: Config):
     """(losses in nats [c, k], logits [c, v] before the cap, sums of exponentials [c]) as float32.
 
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
@@ -4283,14 +4363,13 @@ def token_losses(x_cd, head_vd, targets_ck, cfg: Config):
     half = cfg.logit_cap[0] / 2
 
     def logits(x_cd, head_vd, dtype=jnp.float32):
-        w_vd = head_vd.astype(x_cd.dtype)
-        return jnp.matmul(x_cd, w_vd.T, preferred_element_type=dtype).astype(jnp.float32)
+        return jnp.matmul(x_cd, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
 
     narrow = functools.partial(logits, dtype=x_cd.dtype)
     z_cv = lax.platform_dependent(x_cd, head_vd, cuda=narrow, default=logits)
     sum_c = jnp.sum(jnp.exp(half * squash(z_cv, cfg)), axis=1)
     z_ck = [
-        jnp.sum(x_cd.astype(jnp.float32) * head_vd[targets_ck[:, k]].astype(jnp.float32), axis=1)
+        jnp.sum(x_cd.astype(jnp.float32) * wide_vd[targets_ck[:, k]], axis=1)
         for k in range(targets_ck.shape[1])
     ]
     losses_ck = jnp.log(sum_c)[:, None] - half * squash(jnp.stack(z_ck, axis=1), cfg)
@@ -4327,7 +4406,7 @@ def loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Conf
     miss_cv = jnp.exp(a / 2 * squashed_cv) * factor_c[:, None] - hit_cv
     grad_cv = (miss_cv * (1 - jnp.square(squashed_cv))).astype(x_cd.dtype)
     d_head_vd = jnp.matmul(grad_cv.T, x_cd, preferred_element_type=jnp.float32)
-    return grad_cv @ head_vd.astype(x_cd.dtype), d_head_vd
+    return grad_cv @ head_vd, d_head_vd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -4348,10 +4427,13 @@ def fused_cross_entropy_forward(x_rd, head_vd, targets_rk, weights_rk, cfg: Conf
     def add(carry, chunk):
         totals, d_head = carry
         x_cd, targets_ck, weights_ck = chunk
-        losses_ck, z_cv, sum_c = token_losses(x_cd, head_vd, targets_ck, cfg)
-        dx_cd, more = loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg)
+        losses_ck, z_cv, sum_c = token_losses(x_cd, narrow_vd, wide_vd, targets_ck, cfg)
+        dx_cd, more = loss_gradients(z_cv, sum_c, x_cd, narrow_vd, targets_ck, weights_ck, cfg)
         return (add_losses(totals, losses_ck, weights_ck), d_head + more), dx_cd
 
+    wide_vd, narrow_vd = lax.optimization_barrier(
+        (head_vd.astype(jnp.float32), head_vd.astype(x_rd.dtype))
+    )
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
     (totals, d_head), dx = lax.scan(add, start, in_chunks(cfg, x_rd, targets_rk, weights_rk))
@@ -4793,6 +4875,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     return saved.pop("y"), (arrays, saved)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def window_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, shares and gates; other arrays have none.
 
@@ -4975,22 +5058,15 @@ def turns(places_tc, freqs):
 
 
 def attend_window(
-    heads, qkv_btp, *, added_btd, xsa_btn, gates_btn, segments_bt, freqs, scale, interpret=False
+    heads, qkv_btp, *, xsa_btn, gates_btn, segments_bt, freqs, scale, interpret=False
 ):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding.
 
     Needs heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128
-    tokens (see pick_kernels). XLA adds `added_btd` where the projection leaves the matrix unit. No
+    tokens (see pick_kernels). No
     gradients of `freqs` and `scale`. `interpret` runs the kernel on a CPU, for tests.
     """
-    t, n, h, v = segments_bt.shape[1], heads.count, heads.qk_width, heads.v_width
-    if added_btd is not None:
-        full = added_btd.shape[2] // n
-        if v < full:
-            parts = [added_btd[..., x : x + v] for x in range(0, n * full, full)]
-            added_btd = jnp.concatenate(parts, axis=2)
-        added_btd = jnp.pad(added_btd, ((0, 0), (0, 0), (2 * n * h, 0)))
-        qkv_btp = mix((1.0, qkv_btp), (1.0, added_btd))
+    t, h = segments_bt.shape[1], heads.qk_width
     plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
     # Columns of a tile, of one or two heads; those that stand still turn with frequency 0.
     column, places = jnp.arange(LANES)[None], positions(t, heads)
@@ -5010,16 +5086,176 @@ def attend_window(
 
 
 # ------------------------------------------------------------------------------------------------
-# MLPs for TPUs
+# Projections and MLPs for TPUs
 # ------------------------------------------------------------------------------------------------
-# XLA makes seven fusions of add_mlp and its gradients, and compiles most of them anew for every
-# layer; of kernels there are few for all layers. Weights, and float32 sums of their gradients, stay
-# in VMEM (55 MiB for 2816 hidden units, with a block) while blocks of tokens come by; hidden units
-# go to memory once, for the way back. Norm, ReLU^2, sums and roundings are done while the matrix
-# unit works: 0.93 M bundles for 16,384 tokens, both ways, where six matmuls must have 0.81 and
-# XLA's fusions have 1.22. Predicted: 1.05 M cycles instead of 1.85 for such a layer compiled alone;
-# 2.8 ms less for all of the record's first gradients, of the run 7 s. Four layers compile in 36 s
-# of a core instead of 76.
+# XLA makes three fusions of a matmul and its gradients, and compiles most of them anew for every
+# layer, the larger ones for 5 to 10 s; of kernels there are few for all layers. Weights, and
+# float32 sums of their gradients, stay in VMEM while blocks of tokens come by, and what stands
+# around the matmuls is done while the matrix unit works. With projections and small MLPs as kernels
+# (and blend for the value gates) the record's first gradients compile in 224 s of a core instead of
+# 545; they take 4 % longer, predicted, since XLA fused more of the mixes into its matmuls.
+#
+# MLPs, with norm, ReLU^2 and residual, have 55 MiB in VMEM for 2816 hidden units; these go to
+# memory once, for the way back. 0.93 M bundles for 16,384 tokens, both ways, where six matmuls must
+# have 0.81 and XLA's fusions have 1.22. Predicted: 1.05 M cycles instead of 1.85 for such a layer
+# compiled alone; 2.8 ms less for all of the record's first gradients, of the run 7 s.
+
+TOKEN_BLOCK = 256  # tokens: of projections, and of weighted sums (21 arrays, twice each: 16 MiB)
+
+
+def flat(x):
+    """Arrays [..., d] as [r, d]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def like(x):
+    """Shape and dtype of an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def run_blocks(name: str, body, block: int, tiled, whole, interpret, scratch=(), scalars=()):
+    """run_kernel over blocks of `block` tokens, or of fewer that divide them.
+
+    `tiled` and `whole`: (inputs, outputs) [r, columns] by name, outputs as shapes. Of the first
+    `body` has a block of rows, of the second all.
+    """
+    tokens = next(len(x) for x in tiled[0].values() if x is not None)
+    block = math.gcd(tokens, block)
+
+    def cut(x):
+        return (None,) if x is None else (x, (block, x.shape[1]), lambda _, i, *__: (i, 0))
+
+    inputs, outputs = (
+        {k: cut(x) for k, x in some.items()} | {k: (x,) for k, x in all_.items()}
+        for some, all_ in zip(tiled, whole, strict=True)
+    )
+    args = dict(scalars), inputs, outputs, dict(scratch), interpret
+    return run_kernel(name, body, (1, tokens // block), *args)
+
+
+def add_block(r, ref, value):
+    """Add what a block gives to a sum over blocks, which is returned."""
+    ref[...] = jnp.where(r.i == 0, 0.0, ref[...]) + value
+    return ref[...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def fused_projection(x_btd, weights_pd, added=None, normed: bool = False, interpret: bool = False):
+    """project in one TPU kernel, and one for its gradients.
+
+    The width and p must be multiples of 128, and p - k too. In VMEM: the weights, on the way back
+    also their gradients in float32 and rounded: 14 MiB for q, k and v of 768 features. 0.38 M
+    bundles for these and 16,384 tokens, both ways, where three matmuls must have 0.33.
+    """
+    return fused_projection_forward(x_btd, weights_pd, added, normed, interpret)[0]
+
+
+# This kernel and those of gradients are traced once, by jit: with every call's own lines in it,
+# libtpu would not know calls from different places for the same kernel, and compile it for each.
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def fused_projection_forward(x_btd, weights_pd, added, normed, interpret):
+    """fused_projection, and what its gradients take: of `added` the shape alone."""
+    others = len(weights_pd) - (0 if added is None else added.shape[-1])
+
+    def body(r):
+        x = norm(r.x[...]) if normed else r.x[...]
+        if others:
+            y = times(x, r.weights[:others], transpose=True)
+            r.y[:, :others] = y.astype(r.y.dtype)
+        if added is not None:
+            y = times(x, r.weights[others:], transpose=True) + r.added[...].astype(jnp.float32)
+            r.y[:, others:] = y.astype(r.y.dtype)
+
+    x_rd, add_rk = flat(x_btd), None if added is None else flat(added)
+    y = jax.ShapeDtypeStruct((len(x_rd), len(weights_pd)), x_rd.dtype)
+    tiled, whole = ({"x": x_rd, "added": add_rk}, {"y": y}), ({"weights": weights_pd}, {})
+    y = run_blocks("projection", body, TOKEN_BLOCK, tiled, whole, interpret)["y"]
+    kept = x_rd, weights_pd, None if added is None else add_rk[:0]
+    return y.reshape(*x_btd.shape[:-1], -1), kept
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fused_projection_backward(normed, interpret, kept, y_grad):
+    """Gradients of x, of the weights and of what was added."""
+    x_rd, weights_pd, added = kept
+
+    def body(r):
+        x, x_grad = r.x[...], times(r.grad[...], r.weights[...])
+        if normed:
+            x, norm_grad = jax.vjp(norm, x.astype(jnp.float32))
+            (x_grad,) = norm_grad(x_grad)
+        r.x_grad[...] = x_grad.astype(r.x.dtype)
+        total = add_block(r, r.sum, times(r.grad[...].T, x.astype(r.x.dtype)))
+        r.weights_grad[...] = total.astype(r.weights_grad.dtype)
+
+    tiled = {"x": x_rd, "grad": flat(y_grad)}, {"x_grad": like(x_rd)}
+    whole = {"weights": weights_pd}, {"weights_grad": like(weights_pd)}
+    scratch = {"sum": (weights_pd.shape, jnp.float32)}
+    out = run_blocks("projection_grads", body, TOKEN_BLOCK, tiled, whole, interpret, scratch)
+    x_grad = out["x_grad"].reshape(*y_grad.shape[:-1], -1)
+    return x_grad, out["weights_grad"], None if added is None else y_grad[..., -added.shape[1] :]
+
+
+fused_projection.defvjp(fused_projection_forward, fused_projection_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def fused_small_mlp(x_btd, w1_hd, w2_lh, b2_l, interpret=False):
+    """small_mlp in one TPU kernel, and one for its gradients, which form the hidden units again.
+
+    All is in VMEM but x, lanes and their gradients, and hidden units are rounded to the dtype of x
+    before the second matmul. 0.1 M bundles for 16,384 tokens, both ways; as XLA's fusions the four
+    of the record took a sixth of the time to compile its gradients.
+    """
+    return fused_small_mlp_forward(x_btd, w1_hd, w2_lh, b2_l, interpret)[0]
+
+
+def fused_small_mlp_forward(x_btd, w1_hd, w2_lh, b2_l, interpret):
+    """fused_small_mlp, and what its gradients take."""
+
+    def body(r):
+        hidden = gelu(times(r.x[...], r.w1[...], transpose=True)).astype(r.x.dtype)
+        r.y[...] = times(hidden, r.w2[...], transpose=True) + r.b2[...]
+
+    x_rd = flat(x_btd)
+    weights = {"w1": w1_hd.astype(x_rd.dtype), "w2": w2_lh.astype(x_rd.dtype)}
+    y = jax.ShapeDtypeStruct((len(x_rd), len(b2_l)), jnp.float32)
+    tiled, whole = ({"x": x_rd}, {"y": y}), (weights | {"b2": b2_l[None]}, {})
+    y = run_blocks("small_mlp", body, TOKEN_BLOCK, tiled, whole, interpret)["y"]
+    return y.reshape(*x_btd.shape[:-1], -1), (x_rd, weights)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fused_small_mlp_backward(interpret, kept, y_grad):
+    """Gradients of all arguments."""
+    x_rd, weights = kept
+
+    def body(r):
+        x, dtype = r.x[...], r.x.dtype
+        hidden, slope = jax.vjp(gelu, times(x, r.w1[...], transpose=True))
+        (z_grad,) = slope(times(r.grad[...].astype(dtype), r.w2[...]))
+        z_grad = z_grad.astype(dtype)
+        r.x_grad[...] = times(z_grad, r.w1[...]).astype(dtype)
+        add_block(r, r.w1_grad, times(z_grad.T, x))
+        add_block(r, r.w2_grad, times(r.grad[...].T.astype(dtype), hidden.astype(dtype)))
+        add_block(r, r.b2_grad, jnp.sum(r.grad[...], axis=0, keepdims=True))
+
+    shapes = {"w1": weights["w1"].shape, "w2": weights["w2"].shape, "b2": (1, y_grad.shape[-1])}
+    sums = {f"{k}_grad": jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
+    tiled = {"x": x_rd, "grad": flat(y_grad)}, {"x_grad": like(x_rd)}
+    args = body, TOKEN_BLOCK, tiled, (weights, sums), interpret
+    out = run_blocks("small_mlp_grads", *args)
+    x_grad = out["x_grad"].reshape(*y_grad.shape[:-1], -1)
+    return x_grad, out["w1_grad"], out["w2_grad"], out["b2_grad"][0]
+
+
+fused_small_mlp.defvjp(fused_small_mlp_forward, fused_small_mlp_backward)
+
+
+def mlp_part(d: int, f: int) -> int:
+    """How many of the hidden units fused_mlp takes at a time: all where blocks are large, else half
+    of them, as of the record's layer with two MLPs: 18 s of a core to compile become 10."""
+    return f if mlp_block(d, f) == 512 or f % (2 * LANES) else f // 2
 
 
 def mlp_block(d: int, f: int) -> int:
@@ -5032,23 +5268,6 @@ def mlp_block(d: int, f: int) -> int:
     return next((block for block in (512, 256, 128) if block * (28 * d + 10 * f) <= room), 0)
 
 
-def run_mlp(name: str, body, arrays, others, outputs, whole, scratch, interpret: bool):
-    """run_kernel over blocks of tokens of x, `others` and `outputs`: arrays or shapes [r, columns].
-
-    `arrays`: x, both weights, which `body` has as a whole, as the outputs `whole`, and scales [2].
-    """
-    x_rd, up_fd, down_fd, scales = arrays
-    block = math.gcd(x_rd.shape[0], mlp_block(*up_fd.shape[::-1]))
-
-    def tiled(arrays):
-        return {k: (x, (block, x.shape[1]), lambda _, i, __: (i, 0)) for k, x in arrays.items()}
-
-    inputs = tiled({"x": x_rd} | others) | {"up": (up_fd,), "down": (down_fd,)}
-    outputs = tiled(outputs) | {key: (x,) for key, x in whole.items()}
-    grid, scalars = (1, x_rd.shape[0] // block), {"scales": scales}
-    return run_kernel(name, body, grid, scalars, inputs, outputs, scratch, interpret)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def fused_mlp(x_btd, up_fd, down_fd, keep, weight, interpret=False):
     """add_mlp in one TPU kernel, and one for its gradients: see mlp_block for what fits.
@@ -5058,58 +5277,81 @@ def fused_mlp(x_btd, up_fd, down_fd, keep, weight, interpret=False):
     return fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=False)[0]
 
 
+def in_parts(add: Callable, total, shape: tuple[int, int]):
+    """`total` after total = add(part, total) for the parts of the hidden units, see mlp_part."""
+    from jax.experimental import pallas as pl
+
+    f, size = shape[0], mlp_part(*shape[::-1])
+    if size == f:
+        return add(slice(None), total)
+
+    def one(n, total):
+        return add(pl.ds(pl.multiple_of(n * size, LANES), size), total)
+
+    return lax.fori_loop(0, f // size, one, total)
+
+
 def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True):
     """fused_mlp, and what its gradients take."""
 
     def body(r):
-        z = times(norm(r.x[...]), r.up[...], transpose=True).astype(r.x.dtype)
-        if save:
-            r.z[...] = z
-        y = times(squared_relu(z), r.down[...])
+        normed = norm(r.x[...])
+
+        def add(part, y):
+            z = times(normed, r.up[part], transpose=True).astype(r.x.dtype)
+            if save:
+                r.z[:, part] = z
+            return y + times(squared_relu(z), r.down[part])
+
+        y = in_parts(add, jnp.zeros(r.y.shape, jnp.float32), up_fd.shape)
         r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
 
-    x_rd = x_btd.reshape(-1, x_btd.shape[-1])
-    arrays = x_rd, up_fd, down_fd, jnp.stack([jnp.float32(keep), jnp.float32(weight)])
-    z = jax.ShapeDtypeStruct((x_rd.shape[0], up_fd.shape[0]), x_rd.dtype)
-    outputs = {"y": jax.ShapeDtypeStruct(x_rd.shape, x_rd.dtype)} | ({"z": z} if save else {})
-    out = run_mlp("mlp", body, arrays, {}, outputs, {}, {}, interpret)
-    return out["y"].reshape(x_btd.shape), (arrays, out.get("z"))
+    x_rd, weights = flat(x_btd), {"up": up_fd, "down": down_fd}
+    scales = {"scales": jnp.stack([jnp.float32(keep), jnp.float32(weight)])}
+    z = {"z": jax.ShapeDtypeStruct((len(x_rd), len(up_fd)), x_rd.dtype)} if save else {}
+    tiled, block = ({"x": x_rd}, {"y": like(x_rd)} | z), mlp_block(*up_fd.shape[::-1])
+    out = run_blocks("mlp", body, block, tiled, (weights, {}), interpret, scalars=scales)
+    return out["y"].reshape(x_btd.shape), (x_rd, weights, scales, out.get("z"))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def fused_mlp_backward(interpret, kept, y_grad):
     """Gradients of all arguments.
 
     Every block rounds the weights' sums into the outputs, though only the last one's stay: behind
     matmuls that costs nothing. Of keep and weight there are sums for each feature.
     """
-    arrays, z_rf = kept
-    shape, dtype = arrays[1].shape, z_rf.dtype
+    x_rd, weights, scales, z_rf = kept
+    (f, d), dtype = weights["up"].shape, z_rf.dtype
 
     def body(r):
-        def add(ref, value):
-            ref[...] = jnp.where(r.i == 0, 0.0, ref[...]) + value
-            return ref[...]
-
-        x, grad, down = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad, r.down))
+        x, grad = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad))
         normed, norm_grad = jax.vjp(norm, x)
-        root = jax.nn.relu(r.z[...])  # of the hidden units: half of their slope
-        h_grad = times((2 * r.scales[1] * grad).astype(dtype), r.down[...], transpose=True)
-        z_grad = root * h_grad.astype(dtype)
-        up_sum = add(r.up_sum, times(z_grad.T, normed.astype(dtype)))
-        down_sum = add(r.down_sum, times(jnp.square(root).T, r.grad[...]))
-        (x_grad,) = norm_grad(times(z_grad, r.up[...]))
-        r.x_grad[...] = (r.scales[0] * grad + x_grad).astype(dtype)
-        r.up_grad[...] = up_sum.astype(dtype)
-        r.down_grad[...] = (r.scales[1] * down_sum).astype(dtype)
-        add(r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
-        r.weight_grad[...] = jnp.sum(down_sum * down, axis=0, keepdims=True)
+        normed, twice = normed.astype(dtype), (2 * r.scales[1] * grad).astype(dtype)
 
-    like = jax.ShapeDtypeStruct(shape, dtype)
-    sums = jax.ShapeDtypeStruct((1, shape[1]), jnp.float32)
-    whole = {"up_grad": like, "down_grad": like, "keep_grad": sums, "weight_grad": sums}
-    scratch = dict.fromkeys(("up_sum", "down_sum"), (shape, jnp.float32))
-    others, x_grad = {"grad": y_grad.reshape(arrays[0].shape), "z": z_rf}, arrays[0]
-    out = run_mlp("mlp_grads", body, arrays, others, {"x_grad": x_grad}, whole, scratch, interpret)
+        def add(part, sums):
+            x_grad, weight_grad = sums
+            root = jax.nn.relu(r.z[:, part])  # of the hidden units: half of their slope
+            z_grad = root * times(twice, r.down[part], transpose=True).astype(dtype)
+            up_sum = add_block(r, r.up_sum.at[part], times(z_grad.T, normed))
+            down_sum = add_block(r, r.down_sum.at[part], times(jnp.square(root).T, r.grad[...]))
+            r.up_grad[part] = up_sum.astype(dtype)
+            r.down_grad[part] = (r.scales[1] * down_sum).astype(dtype)
+            along = down_sum * r.down[part].astype(jnp.float32)
+            weight_grad += jnp.sum(along, axis=0, keepdims=True)
+            return x_grad + times(z_grad, r.up[part]), weight_grad
+
+        zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros((1, d), jnp.float32)
+        x_grad, r.weight_grad[...] = in_parts(add, zeros, (f, d))
+        r.x_grad[...] = (r.scales[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
+        add_block(r, r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
+
+    sums = dict.fromkeys(("keep_grad", "weight_grad"), jax.ShapeDtypeStruct((1, d), jnp.float32))
+    sums |= dict.fromkeys(("up_grad", "down_grad"), jax.ShapeDtypeStruct((f, d), dtype))
+    scratch = dict.fromkeys(("up_sum", "down_sum"), ((f, d), jnp.float32))
+    tiled = {"x": x_rd, "grad": flat(y_grad), "z": z_rf}, {"x_grad": like(x_rd)}
+    args = tiled, (weights, sums), interpret, scratch, scales
+    out = run_blocks("mlp_grads", body, mlp_block(d, f), *args)
     x_grad = out["x_grad"].reshape(y_grad.shape)
     scales = jnp.sum(out["keep_grad"]), jnp.sum(out["weight_grad"])
     return x_grad, out["up_grad"], out["down_grad"], *scales
@@ -5126,8 +5368,6 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 # tile of columns, and a matrix of zeros and ones, one for each source, spreads its share of them
 # over the features. Predicted for mudd_mix and its gradients, 16,384 tokens: 1.3 M cycles instead
 # of 3.3, 16 MB of temporaries instead of 460, and a third of the time to compile.
-
-WEIGHTED_BLOCK = 256  # tokens; 11 arrays in and 10 out of 768 features, twice each: 16 MiB
 
 
 def pack_weights(weights_btkg, dtype):
@@ -5147,25 +5387,19 @@ def spreaders(k: int, g: int, lanes: int, d: int, dtype):
 
 
 def run_weighted(name: str, body, x, weights_btkg, sources, outputs: int, sums: bool, interpret):
-    """run_kernel over blocks of tokens, which `body` has as x, y0, y1, ... [block, d], with w, of
-    pack_weights, and hot, of spreaders. It writes out0, out1, ... like x, and with `sums` those of
-    packed weights, [block, lanes] float32."""
-    d, w = x.shape[-1], pack_weights(weights_btkg, x.dtype)
-    tokens, lanes = w.shape[0], w.shape[1] // 2
-    block = math.gcd(tokens, WEIGHTED_BLOCK)
-
-    def tiled(width):
-        return (block, width), lambda _, i: (i, 0)
-
-    inputs = {"x": (x.reshape(tokens, d), *tiled(d))}
-    inputs |= {f"y{j}": (y.reshape(tokens, d), *tiled(d)) for j, y in enumerate(sources)}
-    hot = spreaders(*weights_btkg.shape[2:], lanes, d, x.dtype)
-    inputs |= {"w": (w, *tiled(2 * lanes)), "hot": (hot, hot.shape, lambda _, i: (0, 0, 0))}
-    like = jax.ShapeDtypeStruct((tokens, d), x.dtype)
-    out = {f"out{j}": (like, *tiled(d)) for j in range(outputs)}
-    summed = jax.ShapeDtypeStruct((tokens, lanes), jnp.float32) if sums else None
-    out["sums"] = summed, *tiled(lanes)
-    return run_kernel(name, body, (1, tokens // block), {}, inputs, out, {}, interpret)
+    """run_blocks, in which `body` has x, y0, y1, ... [block, d], with w, of pack_weights, and hot,
+    of spreaders; `x` may be None. It writes out0, out1, ... like y0, and with `sums` the sums of
+    packed weights, float32 [block, lanes].
+    """
+    w, y0 = pack_weights(weights_btkg, sources[0].dtype), flat(sources[0])
+    lanes = w.shape[1] // 2
+    arrays = {"x": None if x is None else flat(x), "w": w}
+    arrays |= {f"y{j}": flat(y) for j, y in enumerate(sources)}
+    hot = spreaders(*weights_btkg.shape[2:], lanes, y0.shape[1], y0.dtype)
+    summed = jax.ShapeDtypeStruct((len(y0), lanes), jnp.float32) if sums else None
+    out = {f"out{j}": like(y0) for j in range(outputs)} | {"sums": summed}
+    args = body, TOKEN_BLOCK, (arrays, out), ({"hot": hot}, {}), interpret
+    return run_blocks(name, *args)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -5173,25 +5407,26 @@ def weighted_sum(x_btd, weights_btkg, sources, interpret=False):
     """blend in one TPU kernel, and one for its gradients."""
 
     def body(r):
-        total = r.x[...].astype(jnp.float32)
+        total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
         for j in range(len(sources)):
             y = getattr(r, f"y{j}")[...].astype(jnp.float32)
             total += times(r.w[...], r.hot[j]) * y
         r.out0[...] = total.astype(r.out0.dtype)
 
     out = run_weighted("weighted_sum", body, x_btd, weights_btkg, sources, 1, False, interpret)
-    return out["out0"].reshape(x_btd.shape)
+    return out["out0"].reshape(sources[0].shape)
 
 
 def weighted_sum_forward(x_btd, weights_btkg, sources, interpret):
     """weighted_sum, and what its gradients take."""
-    return weighted_sum(x_btd, weights_btkg, sources, interpret), (weights_btkg, sources)
+    y = weighted_sum(x_btd, weights_btkg, sources, interpret)
+    return y, (None if x_btd is None else x_btd[:0], weights_btkg, sources)
 
 
 def weighted_sum_backward(interpret, kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
-    weights_btkg, sources = kept
+    x_btd, weights_btkg, sources = kept
 
     def body(r):
         grad = r.x[...].astype(jnp.float32)
@@ -5207,7 +5442,7 @@ def weighted_sum_backward(interpret, kept, grad_btd):
     out = run_weighted(name, body, grad_btd, weights_btkg, sources, count, True, interpret)
     d_sources = tuple(out[f"out{j}"].reshape(grad_btd.shape) for j in range(count))
     d_weights = out["sums"][:, : math.prod(weights_btkg.shape[2:])].reshape(weights_btkg.shape)
-    return grad_btd, d_weights, d_sources
+    return None if x_btd is None else grad_btd, d_weights, d_sources
 
 
 weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
@@ -5226,30 +5461,38 @@ weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
 ROW_TILE, ROW_BLOCK = 256, 256  # rows of a table, and tokens, that meet in one matmul
 
 
-def meetings(ids_r, rows: int, block: int):
-    """(order, tile, block): tokens sorted by tile, and which tile meets which block at each step.
+def sorted_ids(ids_r, rows: int):
+    """(ids below `rows` in ascending order, which of them each was).
 
-    A tile is ROW_TILE of the `rows` of a table; `order` int32 [r] sorts the tokens, which are cut
-    into blocks. Every tile has a step even if no token uses it. As tiles and blocks rise together,
-    there are tiles + blocks - 1 steps at most; those that are left over have a block past the last.
-    Tile and place of a token fit one integer: sorting that is all the sorting there is.
+    As one integer where id and place fit 32 bits; two arrays take twice as long, 10 s of a core to
+    compile instead of 4. To gather ids by place would take seven times as long.
     """
-    tiles, blocks, bits = -(-rows // ROW_TILE), ids_r.size // block, (ids_r.size - 1).bit_length()
-    keys = (ids_r // ROW_TILE).astype(jnp.uint32) << bits
-    keys = lax.sort(keys | jnp.arange(ids_r.size, dtype=jnp.uint32), is_stable=False)
-    order = (keys & (2**bits - 1)).astype(jnp.int32)
-    edges = jnp.arange(tiles + 1, dtype=jnp.uint32) << bits
-    starts = jnp.searchsorted(keys, edges).astype(jnp.int32)
+    places, bits = jnp.arange(ids_r.size, dtype=jnp.uint32), (ids_r.size - 1).bit_length()
+    if rows << bits > 2**32:
+        return lax.sort((ids_r, places.astype(jnp.int32)), num_keys=1, is_stable=False)
+    keys = lax.sort(ids_r.astype(jnp.uint32) << bits | places, is_stable=False)
+    return (keys >> bits).astype(jnp.int32), (keys & (2**bits - 1)).astype(jnp.int32)
+
+
+def meetings(ids_r, rows: int, block: int):
+    """(tile, block): which tile meets which block at each step.
+
+    A tile is ROW_TILE of the `rows` of a table; the tokens, whose ids ascend, are cut into blocks.
+    Every tile has a step even if no token uses it. As tiles and blocks rise together,
+    there are tiles + blocks - 1 steps at most; those that are left over have a block past the last.
+    """
+    tiles, blocks = -(-rows // ROW_TILE), ids_r.size // block
+    starts = jnp.searchsorted(ids_r, jnp.arange(tiles + 1) * ROW_TILE).astype(jnp.int32)
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
     ends = jnp.cumsum(last - first + 1)
     step = jnp.arange(tiles + blocks - 1, dtype=jnp.int32)
     tile = jnp.minimum(jnp.sum(ends[None] <= step[:, None], axis=1, dtype=jnp.int32), tiles - 1)
-    return order, tile, jnp.minimum(last[tile] + 1 + step - ends[tile], blocks)
+    return tile, jnp.minimum(last[tile] + 1 + step - ends[tile], blocks)
 
 
-def sum_rows(table_vd, ids, rows, interpret=False):
-    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`.
+def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = False):
+    """scatter_rows in one TPU kernel, with sums rounded to the narrower dtype, of table or rows.
 
     A step builds the one-hot matrix [tile, block] of a meeting, multiplies each table's rows of
     the block by it, and adds up in VMEM; there are also the block and the tile, twice each: 11 MiB
@@ -5263,11 +5506,12 @@ def sum_rows(table_vd, ids, rows, interpret=False):
     from jax.experimental import pallas as pl
 
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, ROW_BLOCK)
-    if 2 * (v // n // ROW_TILE + 2) * ids.size >= 2**32:
-        raise UserError(
-            f"{ids.size} tokens and {v // n} rows do not fit 32 bits: use a smaller micro_tokens"
-        )
-    order, tile, at = meetings(ids.reshape(-1), v // n, block)
+    dtype = min(table_vd.dtype, rows[0].dtype, key=lambda dtype: dtype.itemsize)
+    ids, rows = ids.reshape(-1).astype(jnp.int32), [x.reshape(-1, d) for x in rows]
+    if not ascending:
+        ids, order = sorted_ids(ids, v // n)
+        rows = [x[order] for x in rows]
+    tile, at = meetings(ids, v // n, block)
     steps, blocks = tile.size, ids.size // block
 
     def body(r):
@@ -5282,9 +5526,9 @@ def sum_rows(table_vd, ids, rows, interpret=False):
         @pl.when(r.at[r.i] < blocks)
         def add():
             row = tile * ROW_TILE + lax.broadcasted_iota(jnp.int32, (ROW_TILE, block), 0)
-            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(rows[0].dtype)
+            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(dtype)
             for k in range(n):
-                r.total[k] += times(hot, getattr(r, f"rows{k}")[...])
+                r.total[k] += times(hot, getattr(r, f"rows{k}")[...].astype(dtype))
 
         @pl.when(ends)
         def store():
@@ -5293,11 +5537,12 @@ def sum_rows(table_vd, ids, rows, interpret=False):
     def block_at(_, i, tile, at):
         return jnp.minimum(at[i], blocks - 1), 0
 
-    ids = ids.reshape(-1)[order].reshape(blocks, 1, block)
-    inputs = {"ids": (ids, (1, 1, block), lambda *args: (*block_at(*args), 0))}
+    inputs = {
+        "ids": (ids.reshape(blocks, 1, block), (1, 1, block), lambda *args: (*block_at(*args), 0))
+    }
     for k, x in enumerate(rows):
-        inputs[f"rows{k}"] = x.reshape(-1, d)[order], (block, d), block_at
-    sums = jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype)
+        inputs[f"rows{k}"] = x, (block, d), block_at
+    sums = jax.ShapeDtypeStruct((n, v // n, d), dtype)
     outputs = {"sums": (sums, (n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))}
     total = {"total": ((n, ROW_TILE, d), jnp.float32)}
     scalars = {"tile": tile, "at": at}

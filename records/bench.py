@@ -78,10 +78,13 @@ class RandomTokens:
         return np.where(self.rng.random(count) < 1 / DOCUMENT, np.uint16(self.bos), ids)
 
 
-def step_of(cfg: T.Config, name: str) -> tuple[int, int]:
-    """(a step amid those of a program for gradients, how many it has in the whole run)."""
-    steps = [step for step in range(cfg.steps) if T.programs_of(cfg, step)[0] == name]
-    return steps[len(steps) // 2] if steps else 0, len(steps)
+def kinds_of_steps(cfg: T.Config) -> dict[tuple[int, int], list[int]]:
+    """{(stage, candidates): its steps}: what makes gradients take their time."""
+    kinds = {}
+    for step in range(cfg.steps):
+        kind = T.stage_index(cfg, step), T.candidate_count(cfg, step)
+        kinds.setdefault(kind, []).append(step)
+    return kinds
 
 
 def step_batches(cfg: T.Config, mesh, step: int, stream=None, words=()) -> list[T.Batch]:
@@ -158,11 +161,12 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     say(f"kernels: {reason}")
 
     work = []
-    for i, (at, candidates) in enumerate(T.grads_shapes(cfg)):
-        step, count = step_of(cfg, f"grads{i}")
-        for kind, source in streams.items() if count else ():
+    for (at, candidates), steps in kinds_of_steps(cfg).items():
+        step = steps[len(steps) // 2]
+        for kind, source in streams.items():
             batches = step_batches(cfg, mesh, step, *source)  # not compiled yet: they may be few
-            row = {"stage": at, "candidates": candidates, "name": f"grads{i}", "steps": count}
+            row = {"stage": at, "candidates": candidates, "steps": len(steps)}
+            row["name"] = T.programs_of(cfg, step)[0]
             work.append((step, row | {"tokens": kind}, batches))
     compiled, built = T.compile_all(cfg, mesh, kernels, say)
     seed = np.uint32(cfg.seed)
@@ -193,7 +197,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
         name, kind, tokens = row["name"], row["tokens"], cfg.stages[row["stage"]].batch_tokens
         event = cfg.event_every[step >= cfg.event_change]
         updates = {"anvil": 1, T.adam_program(cfg, step): cfg.adam_every}
-        within = (T.widest(cfg, row["stage"]),) * event  # a short stage has no such event
+        within = (T.event_room(cfg, row["stage"]),) * event  # a short stage has no such event
         updates |= {x: event for x, stages in T.events(cfg).items() if stages == within}
         supply = itertools.cycle(batches)
         times = time_chunks(event, functools.partial(run, name, updates, supply))

@@ -151,7 +151,8 @@ WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
 # What functions of train_gpt.py do, for the table by component; the innermost that is named counts.
 COMPONENTS = {
     "attention kernels": "attend_window window_forward window_backward attend_heads attend_triton",
-    "projections": "attention projection",
+    "projections": "attention projection project fused_projection_forward "
+    "fused_projection_backward",
     "MLP": "mlp squared_relu lean_squared_relu",
     "head and loss": "loss_sums val_loss_sum fused_cross_entropy_backward",
     "mixes and norms": "forward weighted_sum_backward",
@@ -371,12 +372,17 @@ def loop_trips(one: Instruction, computations) -> int | None:
     return None
 
 
-def walk(computations, entry: str, notes: set, price=lambda one: one.cycles):
+def walk(computations, entry: str, notes: set, price=lambda one: one.cycles, shares=None):
     """Yield all Instructions that a program executes, in their order.
 
-    Loops multiply `times`; of a conditional the branch with the highest price counts; fusions are
-    one instruction. What makes the sum doubtful goes into `notes`.
+    Loops multiply `times`; fusions are one instruction. Of a conditional whose branches are named
+    softmaxN each counts for its share of the executions, shares[N]; of others the one with the
+    highest price. What makes the sum doubtful goes into `notes`.
     """
+
+    def softmax(name):
+        ops = "".join(one.rest for one in computations[name].values())
+        return {int(n) for n in re.findall(r"/softmax(\d+)/", ops)}
 
     def visit(name, times, in_loop):
         for one in computations[name].values():
@@ -390,6 +396,11 @@ def walk(computations, entry: str, notes: set, price=lambda one: one.cycles):
             elif one.op == "conditional":
                 names = re.findall(r"%([\w.\-]+)", one.rest.split("), ", 1)[1])
                 names = [name for name in names if name in computations]
+                known = [softmax(name) for name in names]
+                if shares and all(len(x) == 1 for x in known):
+                    for name, (n,) in zip(names, known, strict=True):
+                        yield from visit(name, times * shares[n], in_loop)
+                    continue
                 branches = [list(visit(name, times, in_loop)) for name in names]
                 yield from max(branches, key=lambda found: sum(x.times * price(x) for x in found))
             elif one.op in CALLS and not one.transfer:
@@ -793,8 +804,9 @@ def component(one: Instruction, frames: dict[str, list[str]]) -> str:
     return "other"
 
 
-def analyse(compiled, mesh, schedules: Path) -> dict:
-    """What a compiled program tells of one execution on one device, for its row.
+def analyse(compiled, mesh, schedules: Path, shares: dict[int, float] | None = None) -> dict:
+    """What a compiled program tells of one execution on one device, for its row: of the mean one,
+    where `shares` of the executions take their branch each, see walk.
 
     None stands for what is not known. "flops" is the compiler's own count, which leaves out kernels
     and takes the body of a loop once.
@@ -829,7 +841,7 @@ def analyse(compiled, mesh, schedules: Path) -> dict:
         across = size * load if one.collective == "all-to-all" else 0.0
         return max(sent / links, across) / known.link if known.link else 0.0
 
-    instructions = [*walk(computations, entry, notes, work)]
+    instructions = [*walk(computations, entry, notes, work, shares)]
     linked, alone = link_seconds(instructions, work, cross)
     estimated = sum(one.times * one.cycles for one in instructions)
     parts = {part: Counter() for part in COMPONENTS}
@@ -905,6 +917,17 @@ def executions(cfg: T.Config) -> Counter:
     return counts
 
 
+def steps_of(cfg: T.Config, name: str) -> list[int]:
+    """The steps that execute a program for gradients."""
+    return [step for step in range(cfg.steps) if T.programs_of(cfg, step)[0] == name]
+
+
+def softmax_shares(cfg: T.Config, name: str) -> dict[int, float]:
+    """{candidates: share of the executions of a program for gradients with so many}."""
+    counts = Counter(T.candidate_count(cfg, step) for step in steps_of(cfg, name))
+    return {n: count / counts.total() for n, count in counts.items()}
+
+
 def about(cfg: T.Config, name: str) -> dict:
     """What a program takes, for its row of preflight.json; "what" says it for a reader."""
     table, steps = T.param_table(cfg), T.updates(cfg)
@@ -920,19 +943,22 @@ def about(cfg: T.Config, name: str) -> dict:
         elif steps.get(name, 1) > 1:
             what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
-    batch, row, windows, targets, ids = cfg.val_batch, cfg.val_row, cfg.val_windows, 1, 0
+    batch, row, windows, targets, ids = cfg.val_batch, cfg.val_row, cfg.val_windows, 1, []
     if name != "eval":
-        at, ids = T.grads_shapes(cfg)[int(name.removeprefix("grads"))]
-        stage = cfg.stages[at]
-        batch, row, windows = stage.batch_tokens, stage.row_tokens, stage.windows
-        targets = len(stage.weights) + any(stage.prefix)
-    what = f"{batch:,} tokens, rows of {row:,}, windows {windows[0]}/{windows[1]}"
-    if targets > 1 or ids:
-        what += f", {targets} target{'s' * (targets > 1)}" + (f" of {ids:,} ids" if ids else "")
+        steps = steps_of(cfg, name)
+        stages = T.grads_stages(cfg)[int(name.removeprefix("grads"))]
+        stage, ids = cfg.stages[stages[0]], T.softmaxes(cfg, stages)
+        total = sum(T.stage_at(cfg, step).batch_tokens for step in steps)
+        mean = total / max(len(steps), 1)
+        batch = int(mean) if mean.is_integer() else mean
+        row, windows, targets = stage.space, stage.windows, len(stage.weights) + any(stage.prefix)
+    what = f"{batch:,.0f} tokens, rows of {row:,}, windows {windows[0]}/{windows[1]}"
+    if targets > 1 or any(ids):
+        what += f", {targets} targets of " if targets > 1 else ", "
+        what += "/".join(f"{n:,}" if n else "all" for n in ids) + " ids"
     return {
         "what": what,
         "tokens_per_step": batch,
-        "batch_tokens": batch,
         "row_tokens": row,
         "windows": windows,
         "targets": targets,
@@ -948,7 +974,7 @@ def typical_starts(cfg: T.Config, stage: T.Stage) -> np.ndarray:
     """Where the documents of a batch's tokens begin in their rows, int32 [rows, t], as documents of
     typical lengths fill rows of `stage` in plan_packed's order."""
     (mean, deviation), draw = DOCUMENTS, np.random.default_rng(0)
-    tokens = np.zeros((stage.rows, stage.row_tokens + 1), np.int32)
+    tokens = np.zeros((stage.rows, stage.space + 1), np.int32)
     for row in tokens:
         at = 0
         while at < row.size:
@@ -964,11 +990,11 @@ def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) 
 
     As T.visits, the kernels' rule, has it. None as ms: not all schedules say what a visit takes.
     """
-    stage = cfg.stages[T.grads_shapes(cfg)[int(name.removeprefix("grads"))][0]]
+    stage = cfg.stages[T.grads_stages(cfg)[int(name.removeprefix("grads"))][0]]
     rows, starts, found = stage.rows, typical_starts(cfg, stage), {}
     for i in cfg.layers_with("attends"):
         heads = T.heads_of(cfg, i, stage.windows)
-        plan = T.window_plan(heads, stage.row_tokens)
+        plan = T.window_plan(heads, stage.space)
         earliest = plan.earliest(starts)
         blocks = np.arange(earliest.shape[1])
         seen = [int(T.visits(blocks, j, earliest).sum()) for j in range(plan.slots)]
@@ -987,14 +1013,14 @@ def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) 
     return [*found.values()]
 
 
-def model_flops(cfg: T.Config, name: str, of: dict) -> float:
-    """Model FLOPs of a program, which takes what `about` says, on all devices."""
-    if not of["tokens_per_step"]:
-        return 0.0
-    alike = (dataclasses.replace(s, candidates=(of["candidates"],)) for s in cfg.stages)
-    each = T.flops_per_token(dataclasses.replace(cfg, stages=tuple(alike)), 0)
-    passes = 1 / 3 if name == "eval" else 1  # a forward pass only
-    return passes * each * of["tokens_per_step"]
+def model_flops(cfg: T.Config, name: str) -> float:
+    """Model FLOPs of a mean execution of a program, on all devices."""
+    if name == "eval":  # a forward pass only, over the whole vocabulary
+        whole = tuple(dataclasses.replace(s, candidates=(0,)) for s in cfg.stages)
+        return T.flops_per_token(dataclasses.replace(cfg, stages=whole), 0) / 3 * cfg.val_batch
+    steps = steps_of(cfg, name)
+    each = (T.flops_per_token(cfg, step) * T.stage_at(cfg, step).batch_tokens for step in steps)
+    return sum(each) / max(len(steps), 1)
 
 
 def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | None, say) -> dict:
@@ -1003,7 +1029,7 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
     limit, peak = hardware(kind).memory, T.peak_flops(kind)
     of = about(cfg, name)
     row = {"name": name, "steps": executions(cfg)[name], **of}
-    row["model_flops"] = model_flops(cfg, name, of)
+    row["model_flops"] = model_flops(cfg, name)
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
     row |= {"device_bytes_limit": limit, "settings": None, "hlo": None}
     try:
@@ -1012,7 +1038,7 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
         return row | refused(error) | {"compile_seconds": round(time.perf_counter() - start, 1)}
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["settings"] = changes or None
-    row |= analyse(compiled, mesh, schedules)
+    row |= analyse(compiled, mesh, schedules, softmax_shares(cfg, name))
     row |= {"visits": None, "visit_ms": None}
     ours, clock = any(x.startswith("window_") for x in row["kernels"]), hardware(kind).clock
     if ours and clock and name.startswith("grads"):

@@ -93,10 +93,9 @@ def test_there_is_one_way_to_update_and_to_validate(name):
 
 def test_a_device_takes_one_row_of_the_record_and_cannot_take_less():
     for devices in (1, 8):
-        for i, (stage, _) in list(enumerate(T.grads_shapes(RECORD)))[1:5]:
-            row = RECORD.stages[stage].row_tokens
+        for i, row in ((1, 32_768), (2, 49_152)):
             assert ways(RECORD, f"grads{i}", devices) == [(False, 49_152), (True, row)]
-    for name in ("grads0", "grads5"):
+    for name in ("grads0", "grads3"):
         assert ways(RECORD, name) == [(False, 49_152), (True, 32_768), (True, 16_384)]
 
 
@@ -302,7 +301,7 @@ SMALL += 98_304 + 2944 + 46 + 1
         ("grads0", {}, lambda state, copies, adam, event: state + adam + 3 * event),
         ("eval", {}, lambda state, copies, adam, event: state + adam + 3 * event),
         (
-            "grads5",
+            "grads3",
             {"adam_every": 1, "event_every": (1, 1)},
             lambda state, copies, adam, event: state,
         ),
@@ -315,7 +314,7 @@ SMALL += 98_304 + 2944 + 46 + 1
         ("adam", {}, lambda state, copies, adam, event: copies + 4 * event),
         ("adamtied", {}, lambda state, copies, adam, event: copies + 4 * event),
         ("event2_00", {}, lambda state, copies, adam, event: copies),
-        ("event4_11", {}, lambda state, copies, adam, event: copies),
+        ("event4_22", {}, lambda state, copies, adam, event: copies),
         ("finish", {}, lambda state, copies, adam, event: copies + adam + 3 * event),
     ],
 )

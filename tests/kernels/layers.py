@@ -46,24 +46,23 @@ KINDS = {"narrow": 1, "paired": 2, "long": 3}  # -> a layer of the record: of al
 def record_layer(kind: str, windows: tuple[int, int]) -> tuple[T.Heads, str]:
     """(Heads, parts as layer_shapes takes them) of a layer of the record with these windows."""
     one = RECORD.layers[KINDS[kind]]
-    parts = {"added": one.values, "xsa": one.xsa, "gates": one.gated}
+    parts = {"xsa": one.xsa, "gates": one.gated}
     heads = T.heads_of(RECORD, KINDS[kind], windows)
     return heads, " ".join(name for name, has in parts.items() if has)
 
 
 def layer_shapes(heads: T.Heads, b: int, t: int, parts: str, dtype, sharding=None):
-    """What layer_inputs draws, as shapes with dtypes; added, xsa and gates only if in `parts`.
+    """What layer_inputs draws, as shapes with dtypes; xsa and gates only if in `parts`.
 
     As in the record, heads with the key offset are whole, in q and k at least, and stand still in
     half of their columns; others are half a head.
     """
-    n, h, full = heads.count, heads.qk_width, heads.qk_width * (2 - heads.offset)
+    n, h = heads.count, heads.qk_width
 
     def shape(*sides, dtype=np.float32):
         return jax.ShapeDtypeStruct(sides, dtype, sharding=sharding)
 
-    more = {"added": shape(b, t, n * full, dtype=dtype), "xsa": shape(b, t, n)}
-    more["gates"] = shape(b, t, n)
+    more = {"xsa": shape(b, t, n), "gates": shape(b, t, n)}
     arrays = {"qkv": shape(b, t, n * (2 * h + heads.v_width), dtype=dtype)}
     arrays |= {name: more[name] for name in parts.split()}
     freqs = shape(h // 4 if heads.offset else h // 2)
@@ -82,8 +81,6 @@ def layer_inputs(heads: T.Heads, t: int, parts: str, dtype):
         times[:, 10:12], times[:, 20:22] = 0.0, 5e-6
         v, times = 2 * heads.count * heads.qk_width, jnp.asarray(times, dtype)
         arrays["qkv"] = arrays["qkv"].at[..., v:].multiply(times)
-        if "added" in arrays:
-            arrays["added"] *= times
         arrays["xsa"] *= np.where(times < 1, 1e-4, 1)  # or gradients of v would be 1e4 there
     out_grad = jnp.asarray(rng.standard_normal(out_grad.shape), dtype).astype(np.float32)
     # Of few bits, so that angles are exact: of others a rounded angle of 400 is off by 2e-5.
@@ -97,7 +94,6 @@ def layer(attend, heads: T.Heads):
     def run(arrays, segments, freqs):
         return attend(
             *(heads, arrays["qkv"]),
-            added_btd=arrays.get("added"),
             xsa_btn=arrays.get("xsa"),
             gates_btn=arrays.get("gates"),
             segments_bt=segments,
@@ -122,7 +118,7 @@ def layer_with_gradients(attend, heads: T.Heads):
 
 
 def run_layer(attend, heads: T.Heads, *inputs, jit=jit) -> dict[str, np.ndarray]:
-    """{"y": output, "q", "k", "v", "added", "xsa", "gates": gradients of those there are}."""
+    """{"y": output, "q", "k", "v", "xsa", "gates": gradients of those there are}."""
     grads, y = jax.device_get(jit(layer_with_gradients(attend, heads))(*inputs))
     qk = heads.count * heads.qk_width
     d_qkv = np.split(grads.pop("qkv"), (qk, 2 * qk), axis=-1)

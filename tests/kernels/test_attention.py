@@ -331,10 +331,10 @@ def assert_same_layer(attend, heads: T.Heads, parts: str, inputs):
 @pytest.mark.parametrize(
     "t, heads, parts",
     [
-        (128, T.Heads(2, 16, 32, 101, paired=True), "added xsa gates"),
-        pytest.param(256, T.Heads(2, 32, 16, 150), "added xsa", marks=slow),
-        pytest.param(384, T.Heads(1, 32, 32, 129, offset=True), "added gates", marks=slow),
-        pytest.param(128, paired(2, 100), "added", marks=slow),
+        (128, T.Heads(2, 16, 32, 101, paired=True), "xsa gates"),
+        pytest.param(256, T.Heads(2, 32, 16, 150), "xsa", marks=slow),
+        pytest.param(384, T.Heads(1, 32, 32, 129, offset=True), "gates", marks=slow),
+        pytest.param(128, paired(2, 100), "", marks=slow),
         pytest.param(384, narrow(2, 10_000), "xsa", marks=slow),
         pytest.param(384, long(1, 0), "", marks=slow),
     ],
@@ -359,22 +359,22 @@ def test_tile_times_has_a_line_for_every_kernel(monkeypatch, capsys):
 window_heads = functools.partial(T.attend_window, interpret=True)
 
 LAYERS = [  # (row, heads, parts); a block is gcd(row, 256) tokens
-    (384, narrow(2, 150), "added xsa"),  # three blocks; of the first only its last half
-    (384, long(2, 256), "added xsa gates"),  # exactly two blocks back
+    (384, narrow(2, 150), "xsa"),  # three blocks; of the first only its last half
+    (384, long(2, 256), "xsa gates"),  # exactly two blocks back
     # six heads, or each head would meet heads of its own half of a tile alone
-    (384, paired(6, 201), "added"),
+    (384, paired(6, 201), ""),
     (256, narrow(2, 1000, v_width=128), ""),  # beyond the row, which is one block
 ]
 MORE_LAYERS = [
     *((384, long(1, w), "gates") for w in (0, 1, 127, 128, 129, 257)),
     *((384, narrow(2, w), "xsa") for w in (0, 1, 127, 128, 129, 257)),
-    *((384, paired(2, w), "added") for w in (0, 1, 254, 255, 256, 257)),
+    *((384, paired(2, w), "") for w in (0, 1, 254, 255, 256, 257)),
     (384, paired(4, 300), ""),
-    (384, paired(6, 300, v_width=64), "added xsa gates"),
-    (768, paired(6, 384), "added"),  # the record's width
-    (512, long(6, 384), "added gates"),
-    (512, narrow(6, 128), "added xsa"),
-    (512, T.Heads(2, 128, 64, 100, offset=True), "added"),
+    (384, paired(6, 300, v_width=64), "xsa gates"),
+    (768, paired(6, 384), ""),  # the record's width
+    (512, long(6, 384), "gates"),
+    (512, narrow(6, 128), "xsa"),
+    (512, T.Heads(2, 128, 64, 100, offset=True), ""),
     (512, T.Heads(2, 64, 128, 100, offset=True), ""),
     (128, narrow(2, 5), ""),
 ]
@@ -398,7 +398,7 @@ def test_window_computes_a_layer_forward_and_backward(t, heads, parts):
 )
 def test_window_in_16_bits_is_as_exact_as_they_are(heads):
     """The plain form on the same rounded inputs, in float32; 2^-9 is the error of one rounding."""
-    arrays, *rest = layer_inputs(heads, 512, "added xsa gates", jnp.bfloat16)
+    arrays, *rest = layer_inputs(heads, 512, "xsa gates", jnp.bfloat16)
     wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
     want = run_layer(T.PLAIN.attend, heads, wide, *rest)
     for name, x in run_layer(window_heads, heads, arrays, *rest).items():

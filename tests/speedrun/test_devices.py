@@ -1,6 +1,7 @@
 """A whole training gives the same numbers on any number of devices."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,3 +51,17 @@ def test_training_is_the_same(training, devices):
             assert np.any(x), (kind, name)
             error = np.linalg.norm(state[kind][name] - x) / np.linalg.norm(x)
             assert error < 2e-5, (kind, name)  # 5e-6 was seen
+
+
+@pytest.mark.slow
+def test_stages_train_the_same_in_one_program_and_in_two(shards):
+    """Also where rows are filled up: to share a program, or without need."""
+    *others, first, last = CFG.stages
+    alike = replace(last, windows=first.windows)
+    answers = []
+    for stage, programs in ((alike, 2), (replace(alike, room=128), 3)):
+        cfg = replace(CFG, stages=(*others, first, stage))
+        assert len(T.grads_stages(cfg)) == programs
+        compiled = programs_of(cfg, 2)
+        answers.append(run_steps(cfg, mesh_of(2), compiled, shards, words=WORDS, ends=True))
+    assert_same_training(*answers)

@@ -28,15 +28,20 @@ def test_logits_are_capped_in_float32(dtype, cap):
     assert got.min() > 0 and got.max() <= cap[0]
 
 
+@pytest.mark.parametrize("beyond", [0, 3])  # what fills up rows for the program of longer ones
 @pytest.mark.parametrize("prefix", [None, 0.25])
 @pytest.mark.parametrize("t, weights", [(7, [1.0, 0.5, 0.25]), (7, [0.3]), (3, [1.0, 0.5, 0.25])])
-def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix):
+def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix, beyond):
     rng = np.random.default_rng(0)
-    next_bt, prefixes = (rng.integers(low, 48, (2, t)).astype(np.int32) for low in (0, -20))
+    next_bt, prefixes = (rng.integers(n, 48, (2, t + beyond)).astype(np.int32) for n in (0, -20))
+    prefixes[:, t:] = -1
     aims, k = T.Aims(None, next_bt, prefixes), len(weights)
-    targets, got = jit(lambda a, w: T.targets_ahead(a, w, prefix))(aims, np.float32(weights))
-    assert targets.shape == got.shape == (2, t, k + bool(prefix)) and targets.dtype == jnp.int32
-    for row, token, ahead in np.ndindex(2, t, k):
+    targets, got = jit(lambda *args: T.targets_ahead(*args, prefix))(
+        aims, np.float32(weights), np.float32(t)
+    )
+    shape = 2, t + beyond, k + bool(prefix)
+    assert targets.shape == got.shape == shape and targets.dtype == jnp.int32
+    for row, token, ahead in np.ndindex(2, t + beyond, k):
         if token + ahead < t:
             assert targets[row, token, ahead] == next_bt[row, token + ahead]
             assert got[row, token, ahead] == np.float32(weights[ahead])
@@ -63,7 +68,7 @@ def loss_inputs(tokens: int, k: int = 3):
 def exact_sums(x, head, targets, weights, cfg) -> tuple[float, float]:
     """(weighted, plain) sums."""
     losses = np.take_along_axis(reference.losses(x, head, cfg), targets, axis=1)
-    return float(np.sum(losses * weights)), float(np.sum(losses[:, 0]))
+    return float(np.sum(losses * weights)), float(np.sum(losses[weights[:, 0] > 0, 0]))
 
 
 def exact_gradients(x, head, targets, weights, cfg):

@@ -64,6 +64,7 @@ def config(size: str, block: int = 16, row: int = 192, rows: int = 8, **changes)
             windows=tuple(w // 128 * block for w in stage.windows),
             row_tokens=row,
             batch_tokens=rows * row,
+            room=0,
             candidates=tuple(min(n, 512 + 64 * i) for i, n in enumerate(stage.candidates)),
         )
         for stage in RECORD.stages
@@ -258,10 +259,13 @@ def watch(patch, seen: dict) -> T.Kernels:
         return jnp.concatenate(list(gates.values()), axis=-1)
 
     note("smear", lambda args, out: keep("smeared", out))
-    note("token_gates", lambda args, out: (keep("gates_of", args[3]), keep("gates", joined(out))))
+    note("token_gates", lambda args, out: (keep("gates_of", args[4]), keep("gates", joined(out))))
     note("mlp", lambda args, out: keep("mid", args[4]))
-    note("attention", lambda args, out: keep("attn_branch", out))
-    note("mudd_layer", lambda args, out: (keep("cache9", args[2]), keep("cache7", args[4])))
+    note(
+        "attention",
+        lambda args, out: keep("attn_branch", out - (0 if args[6] is None else args[6])),
+    )
+    note("mudd_layer", lambda args, out: (keep("cache9", args[3]), keep("cache7", args[5])))
     note("mudd_mix", lambda args, out: (keep("last", args[2]), keep("mixed", out)))
 
     def attending(q, k, v, *rest):
@@ -302,10 +306,12 @@ def outcome(name: str):
                 args = params, rows, segments, tokens[:, 1:], cfg, kernels, hyper
                 return T.val_loss_sum(*args), seen
             segments = T.segment_ids(inputs, cfg.bos, cfg.attention_cap)
+            args = params, rows, segments, cfg, kernels, tuple(c.windows), hyper
+            head = params["head"]
             if aims.candidates.size:
-                rows["head"] = T.candidate_head(params["head"], aims.candidates)
-            args = params, rows, segments, aims, cfg, kernels, tuple(c.windows), hyper
-            return T.loss_sums(*args, weights, prefix)[0], seen
+                head = T.candidate_head(head, aims.candidates)
+            args = T.forward(*args), head, aims, cfg, kernels, weights, c.row_tokens, prefix
+            return T.loss_sums(*args)[0], seen
 
     # Full width is worth the optimizations: it computes for longer than it compiles.
     jit = functools.partial(jax.jit, compiler_options=None if c.config == "full" else QUICK)
@@ -687,6 +693,9 @@ def test_training_steps(scenario, devices):
         aims, offsets = zip(*(T.aim(row, o, count, prefix_v) for row, o in each), strict=True)
         digests = [sha256(x.candidates) for x in aims if count]
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
+        stages = next(x for x in T.grads_stages(cfg) if T.stage_index(cfg, step) in x)
+        most = max(T.softmaxes(cfg, stages))
+        aims = (x._replace(candidates=np.pad(x.candidates, (0, most - count))) for x in aims)
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
         wanted, places = T.request(cfg, tokens[:, :-1], devices)
         grads, loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)

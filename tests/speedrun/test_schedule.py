@@ -178,11 +178,43 @@ def test_more_entries_than_steps_of_a_stage():
     assert [T.candidate_count(cfg, step) for step in range(3)] == [0, 0, 40]
 
 
-def test_a_program_for_each_stage_and_number_of_candidates():
-    shapes = [(0, 10_240), (1, 10_240), (2, 14_336), (2, 24_576), (3, 0), (4, 0)]
-    assert T.grads_shapes(RECORD) == shapes
+def test_stages_of_the_record_share_programs_with_a_branch_for_each_softmax():
+    stages = T.grads_stages(RECORD)
+    assert stages == [(0,), (1,), (2, 3), (4,)]
+    softmaxes = [[10_240], [10_240], [14_336, 24_576, 0], [0]]
+    assert [T.softmaxes(RECORD, x) for x in stages] == softmaxes
     for step in range(RECORD.steps):
-        assert (T.stage_index(RECORD, step), T.candidate_count(RECORD, step)) in shapes
+        i = next(i for i, x in enumerate(stages) if T.stage_index(RECORD, step) in x)
+        assert T.programs_of(RECORD, step)[0] == f"grads{i}"
+        hyper = T.hyper_at(RECORD, step)
+        assert softmaxes[i][int(hyper.softmax)] == T.candidate_count(RECORD, step)
+        assert hyper.row_tokens == T.stage_at(RECORD, step).row_tokens
+
+
+def test_stages_share_a_program_only_if_their_shapes_agree():
+    first = T.Stage(0.5, 256, 32, 0, (8, 32), room=64)
+    other = T.Stage(0.5, 512, 64, 0, (8, 32))
+
+    def programs(**changes):
+        stages = first, replace(other, **changes)
+        return T.grads_stages(small_config(steps=4, extension=0, stages=stages))
+
+    assert programs() == [(0, 1)] == programs(candidates=(40,)) == programs(lr_factor=2.0)
+    apart = [(0,), (1,)]
+    assert programs(windows=(8, 31)) == apart == programs(room=65) == programs(prefix=(0.1,))
+    assert programs(weights=(1.0, 0.5), weights_end=(1.0, 0.5)) == apart
+
+
+def test_the_first_stage_shares_no_program_where_events_have_another_room():
+    """Its gradients of n-grams would not fit the events of later stages."""
+    first = T.Stage(0.25, 256, 32, 0, (8, 32), room=64)
+    alike, largest = T.Stage(0.25, 512, 64, 0, (8, 32)), T.Stage(0.5, 768, 96, 0, (8, 32))
+    cfg = small_config(steps=4, extension=0, stages=(first, alike, largest))
+    assert [T.event_room(cfg, i) for i in range(3)] == [0, 2, 2]
+    assert T.grads_stages(cfg) == [(0,), (1,), (2,)]
+    cfg = small_config(steps=4, extension=0, stages=(replace(first, room=96), largest, alike))
+    assert [T.event_room(cfg, i) for i in range(3)] == [0, 0, 0]
+    assert T.grads_stages(cfg) == [(0, 1), (2,)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -403,7 +435,7 @@ def test_hyper_is_the_schedule_in_float32(step):
 def test_hyper_has_the_same_shapes_at_every_step(cfg):
     """So that no step recompiles a program; weights are padded to those of the widest stage."""
     quarter, widest = cfg.head_width // 4, max(len(stage.weights) for stage in cfg.stages)
-    shapes = [()] * 7 + [(quarter,), (quarter,), (2,), (widest,), (), (4,)]
+    shapes = [()] * 7 + [(quarter,), (quarter,), (2,), (widest,), (), (), (), (4,)]
     for step in range(cfg.steps):
         hyper = T.hyper_at(cfg, step)
         assert all(type(x) is np.ndarray and x.dtype == np.float32 for x in hyper)

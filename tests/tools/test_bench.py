@@ -329,10 +329,14 @@ def test_random_rows_have_as_many_ids_as_half_of_their_candidates():
 
 def test_a_program_is_timed_amid_its_steps():
     """So with the event that most of them have."""
-    assert [bench.step_of(CFG, name) for name in NAMES] == [(1, 3), (4, 3), (7, 2)]
-    found = [bench.step_of(T.PRESETS["speedrun"], f"grads{i}") for i in range(6)]
-    assert found == [(160, 320), (500, 361), (823, 284), (1036, 142), (1140, 67), (1184, 20)]
-    assert bench.step_of(replace(CFG, stages=(CFG.stages[0],)), "grads7") == (0, 0)
+    kinds = {(0, 48): [0, 1, 2], (1, 72): [3, 4, 5], (2, 0): [6, 7]}
+    assert bench.kinds_of_steps(CFG) == kinds
+    found = bench.kinds_of_steps(T.PRESETS["speedrun"])
+    counts = {kind: (steps[len(steps) // 2], len(steps)) for kind, steps in found.items()}
+    assert counts == {
+        **{(0, 10_240): (160, 320), (1, 10_240): (500, 361), (2, 14_336): (823, 284)},
+        **{(2, 24_576): (1036, 142), (3, 0): (1140, 67), (4, 0): (1184, 20)},
+    }
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])

@@ -491,6 +491,29 @@ def test_work_that_is_started_counts_where_it_starts():
     assert cycles["c.1"] == 10 and "c.2" not in cycles
 
 
+def test_branches_named_by_softmax_count_for_their_share_of_the_executions():
+    """Others as the dearest one."""
+    text = HLO.replace("{%cheap, %dear, %cheap}", "{%dear, %cheap}")
+    for name, count in (("c.1", 48), ("c.2", 0)):
+        op = f'negate(%{name}), metadata={{op_name="jit(step)/cond/softmax{count}/neg"}}'
+        text = text.replace(f"negate(%{name})", op)
+    computations, entry = preflight.hlo_computations(text)
+
+    def times(shares):
+        found = preflight.walk(computations, entry, set(), shares=shares)
+        return {one.name: one.times for one in found if one.name in ("c.1", "c.2")}
+
+    assert times({48: 0.75, 0: 0.25}) == {"c.1": 0.75, "c.2": 0.25}
+    assert times(None) == {"c.2": 1}
+
+
+def test_softmaxes_of_a_program_have_the_shares_of_its_steps():
+    shares = preflight.softmax_shares(RECORD, "grads2")
+    assert shares == {14_336: 284 / 493, 24_576: 142 / 493, 0: 67 / 493}
+    tokens = (426 * 393_216 + 67 * 327_680) / 493
+    assert preflight.about(RECORD, "grads2")["tokens_per_step"] == tokens
+
+
 def test_what_awaits_something_unknown_waits_for_all():
     """Such as what the trip of a loop before has started."""
     start, done = KINDS["plain"]
@@ -863,11 +886,11 @@ def test_rows_say_what_their_program_is(absent, tmp_path):
     rows, table = {row["name"]: row for row in report_of(tmp_path)["variants"]}, T.param_table(CFG)
     said = {name: row["what"] for name, row in rows.items()}
     assert said["grads0"] == "256 tokens, rows of 32, windows 8/32, 3 targets of 48 ids"
-    assert said["grads1"] == "512 tokens, rows of 64, windows 16/64, 1 target of 72 ids"
-    assert said["grads2"] == "512 tokens, rows of 64, windows 16/64"
+    assert said["grads1"] == "512 tokens, rows of 64, windows 16/64, 72 ids"
+    assert said["grads2"] == "512 tokens, rows of 64, windows 24/64"
     assert said["eval"] == "512 tokens, rows of 64, windows 24/64"
-    shape = {"batch_tokens": 256, "row_tokens": 32, "windows": [8, 32], "targets": 3}
-    shape |= {"candidates": 48}
+    shape = {"tokens_per_step": 256, "row_tokens": 32, "windows": [8, 32], "targets": 3}
+    shape |= {"candidates": [48]}
     assert {key: rows["grads0"][key] for key in shape} == shape
     banks = [row.count for row in table.values() if row.optimizer == "anvil"]
     assert said["anvil"] == f"update of {len(banks)} parameters, {sum(banks):,} numbers"
@@ -875,17 +898,16 @@ def test_rows_say_what_their_program_is(absent, tmp_path):
     assert said["event4_11"] == f"update of 2 parameters, {rare:,} numbers, 4 steps of stages 1-1"
     averaged = [row.count for row in table.values() if row.tails]
     assert said["finish"] == f"averages of {len(averaged)} parameters, {sum(averaged):,} numbers"
-    assert len({*said.values()}) == len(NAMES)
+    assert len({*said.values()}) >= len(NAMES) - 1  # two events may sum steps of the same stages
 
 
 def test_what_the_programs_of_the_record_are_fits_its_column(absent):
-    names = [f"grads{i}" for i in range(len(T.grads_shapes(RECORD)))]
+    names = [f"grads{i}" for i in range(len(T.grads_stages(RECORD)))]
     names += [*T.updates(RECORD), "finish", "eval"]
     assert max(len(preflight.about(RECORD, name)["what"]) for name in names) <= 72
     counts, found = preflight.executions(RECORD), 0
-    for name in names[:-6]:
-        of = preflight.about(RECORD, name)
-        found += counts[name] * preflight.model_flops(RECORD, name, of)
+    for name in names[:4]:
+        found += counts[name] * preflight.model_flops(RECORD, name)
     assert found == pytest.approx(T.total_flops(RECORD)) and sum(counts.values()) < 4000
     assert counts["anvil"] == RECORD.steps == 2 * (counts["adamtied"] + counts["adam"])
     summed = sum(len(stages) * counts[name] for name, stages in T.events(RECORD).items())
@@ -1332,7 +1354,7 @@ def test_gradients_of_the_record_use_the_kernels_and_bfloat16(record, name):
     """Forward and backward kernels in each layer that attends; weight gradients may be float32."""
     row, text = record[name]
     assert len(kernels(text)) >= 2 * len(RECORD.layers_with("attends"))
-    tokens = row["tokens_per_step"] // 8
+    tokens = row["row_tokens"]
     sizes = {math.prod(param.shape) for param in T.param_table(RECORD).values()}
     assert float32_matmuls(text, tokens * RECORD.width, sizes) == []
 
@@ -1471,7 +1493,7 @@ def on_h100(name: str):
 
 @cuda_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grads4", "anvil", "adam", "event4_22", "eval"])
+@pytest.mark.parametrize("name", ["grads2", "anvil", "adam", "event4_22", "eval"])
 def test_the_record_fits_an_h100(name):
     memory = preflight.hardware("NVIDIA H100 80GB HBM3").memory
     assert GIB < on_h100(name)[0] < memory < 80e9
@@ -1480,7 +1502,7 @@ def test_the_record_fits_an_h100(name):
 @cuda_compiler
 @pytest.mark.slow
 def test_every_layer_that_attends_has_our_three_kernels():
-    found = [one for one in on_h100("grads4")[1] if H100_KERNEL in one.rest]
+    found = [one for one in on_h100("grads2")[1] if H100_KERNEL in one.rest]
     assert len(found) == 3 * len(FOUR.layers_with("attends"))
 
 
@@ -1488,16 +1510,16 @@ def test_every_layer_that_attends_has_our_three_kernels():
 @pytest.mark.slow
 def test_no_float32_logits_are_stored():
     """[4096, 50304] in bfloat16 twice: logits, and their gradients."""
-    stored = [one.shape for one in on_h100("grads4")[1] if "[4096,50304]" in one.shape]
+    stored = [one.shape for one in on_h100("grads2")[1] if "[4096,50304]" in one.shape]
     assert len(stored) >= 2 and not any("f32[4096,50304]" in shape for shape in stored)
 
 
 @cuda_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "least"), [("grads4", 4), ("adam", 4)])
+@pytest.mark.parametrize(("name", "least"), [("grads2", 4), ("adam", 4)])
 def test_banks_cross_the_network_beside_gradients_and_tables_beside_updates(name, least):
     kinds = {one.collective for one in on_h100(name)[1]} - {None}
-    exchanged = {"all-to-all"} if name == "grads4" else set()  # rows of n-grams
+    exchanged = {"all-to-all"} if name == "grads2" else set()  # rows of n-grams
     assert kinds == {"all-reduce", "all-gather", "reduce-scatter"} | exchanged
     program = on_h100(name)[2]
     names = [*program]
