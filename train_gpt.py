@@ -1386,6 +1386,11 @@ def grads_stages(cfg: Config) -> list[tuple[int, ...]]:
     return [tuple(stages) for stages in found.values()]
 
 
+def sharing(cfg: Config, step: int) -> tuple[int, ...]:
+    """The stages that share the program for gradients of `step`."""
+    return next(stages for stages in grads_stages(cfg) if stage_index(cfg, step) in stages)
+
+
 def softmaxes(cfg: Config, stages: tuple[int, ...]) -> list[int]:
     """The numbers of candidates in these stages: so many branches their program has."""
     return [*dict.fromkeys(n for i in stages for n in cfg.stages[i].candidates)]
@@ -1539,9 +1544,7 @@ class Hyper(NamedTuple):
 
 def hyper_at(cfg: Config, step: int) -> Hyper:
     """The Hyper of `step`."""
-    at = stage_index(cfg, step)
-    (narrow, wide), scales = yarn(cfg, at)
-    branches = next(softmaxes(cfg, stages) for stages in grads_stages(cfg) if at in stages)
+    (narrow, wide), scales = yarn(cfg, stage_index(cfg, step))
     weights = np.zeros(max(len(stage.weights) for stage in cfg.stages))
     now = loss_weights(cfg, step)
     weights[: len(now)] = now
@@ -1557,8 +1560,8 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
         scales,
         weights,
         prefix_weight(cfg, step),
-        cfg.stages[at].row_tokens,
-        branches.index(candidate_count(cfg, step)),
+        stage_at(cfg, step).row_tokens,
+        softmaxes(cfg, sharing(cfg, step)).index(candidate_count(cfg, step)),
         tick_rates(cfg, step),
     )
     return Hyper(*(np.asarray(value, np.float32) for value in values))
@@ -1927,8 +1930,8 @@ def grads_step(
         which = hyper.softmax.astype(jnp.int32)
         x_grad, head_grad, plain = lax.switch(which, branches, x_btd, rows.aims)
         d_weights, d_rows = backward(x_grad)
-        sums = {name: grads[name] for name in (*weights, "head")}
         more = d_weights | {"head": head_grad}
+        sums = {name: grads[name] for name in more}
         summed = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, more)
         for name in TABLES:
             summed[name] = kernels.add_rows(grads[name], ids[name], jax.tree.leaves(d_rows[name]))
@@ -2043,8 +2046,7 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
     Gradients wait on the device that made them for the update that sums those of several steps
     (record 39: tables are noisy and want larger batches). So they cross the network only then.
     """
-    at = stage_index(cfg, step)
-    grads = next(i for i, stages in enumerate(grads_stages(cfg)) if at in stages)
+    grads = grads_stages(cfg).index(sharing(cfg, step))
     adam_too = (adam_program(cfg, step),) * is_adam_step(cfg, step)
     event_too = event_of(cfg, step)[:1] if is_event(cfg, step) else ()
     return f"grads{grads}", "anvil", *adam_too, *event_too
@@ -2512,7 +2514,7 @@ def next_batch(
         return np.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
 
     # As long as the program has it: what follows a row is beginnings of documents without weight.
-    most = max(next(softmaxes(cfg, x) for x in grads_stages(cfg) if stage_index(cfg, step) in x))
+    most = max(softmaxes(cfg, sharing(cfg, step)))
     ids, tokens = filled(ids, most, 0), filled(tokens, stage.space + 1, cfg.bos)
     aims = Aims(ids, filled(targets, stage.space, 0), filled(prefixes, stage.space, -1))
     hashed = known.hashed_v[tokens[:, :-1]]
@@ -4303,6 +4305,7 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
             hidden = {cfg.mlp_width * len(mlp_slots(cfg, i)) for i in range(cfg.depth)} - {0}
             if narrow and all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden):
                 chosen, others = chosen._replace(add_mlp=fused_mlp), f"MLPs, {others}"
+            # q, k and v at once: weights, gradients and their float32 sums; a block of tokens.
             if narrow and 24 * cfg.width**2 + 40 * TOKEN_BLOCK * cfg.width <= KERNEL_VMEM:
                 chosen = chosen._replace(project=fused_projection, small_mlp=fused_small_mlp)
                 others = f"projections, {others}"
@@ -5478,8 +5481,8 @@ def meetings(ids_r, rows: int, block: int):
     """(tile, block): which tile meets which block at each step.
 
     A tile is ROW_TILE of the `rows` of a table; the tokens, whose ids ascend, are cut into blocks.
-    Every tile has a step even if no token uses it. As tiles and blocks rise together,
-    there are tiles + blocks - 1 steps at most; those that are left over have a block past the last.
+    Every tile has a step even if no token uses it. As tiles and blocks rise together, there are
+    tiles + blocks - 1 steps at most; those that are left over have a block past the last.
     """
     tiles, blocks = -(-rows // ROW_TILE), ids_r.size // block
     starts = jnp.searchsorted(ids_r, jnp.arange(tiles + 1) * ROW_TILE).astype(jnp.int32)
@@ -5492,7 +5495,7 @@ def meetings(ids_r, rows: int, block: int):
 
 
 def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = False):
-    """scatter_rows in one TPU kernel, with sums rounded to the narrower dtype, of table or rows.
+    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`.
 
     A step builds the one-hot matrix [tile, block] of a meeting, multiplies each table's rows of
     the block by it, and adds up in VMEM; there are also the block and the tile, twice each: 11 MiB
@@ -5506,8 +5509,7 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
     from jax.experimental import pallas as pl
 
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, ROW_BLOCK)
-    dtype = min(table_vd.dtype, rows[0].dtype, key=lambda dtype: dtype.itemsize)
-    ids, rows = ids.reshape(-1).astype(jnp.int32), [x.reshape(-1, d) for x in rows]
+    ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
     if not ascending:
         ids, order = sorted_ids(ids, v // n)
         rows = [x[order] for x in rows]
@@ -5526,9 +5528,9 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
         @pl.when(r.at[r.i] < blocks)
         def add():
             row = tile * ROW_TILE + lax.broadcasted_iota(jnp.int32, (ROW_TILE, block), 0)
-            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(dtype)
+            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(rows[0].dtype)
             for k in range(n):
-                r.total[k] += times(hot, getattr(r, f"rows{k}")[...].astype(dtype))
+                r.total[k] += times(hot, getattr(r, f"rows{k}")[...])
 
         @pl.when(ends)
         def store():
@@ -5542,7 +5544,7 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
     }
     for k, x in enumerate(rows):
         inputs[f"rows{k}"] = x, (block, d), block_at
-    sums = jax.ShapeDtypeStruct((n, v // n, d), dtype)
+    sums = jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype)
     outputs = {"sums": (sums, (n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))}
     total = {"total": ((n, ROW_TILE, d), jnp.float32)}
     scalars = {"tile": tile, "at": at}

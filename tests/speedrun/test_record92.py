@@ -693,8 +693,7 @@ def test_training_steps(scenario, devices):
         aims, offsets = zip(*(T.aim(row, o, count, prefix_v) for row, o in each), strict=True)
         digests = [sha256(x.candidates) for x in aims if count]
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
-        stages = next(x for x in T.grads_stages(cfg) if T.stage_index(cfg, step) in x)
-        most = max(T.softmaxes(cfg, stages))
+        most = max(T.softmaxes(cfg, T.sharing(cfg, step)))
         aims = (x._replace(candidates=np.pad(x.candidates, (0, most - count))) for x in aims)
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
         wanted, places = T.request(cfg, tokens[:, :-1], devices)
