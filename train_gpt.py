@@ -1377,12 +1377,12 @@ def candidate_count(cfg: Config, step: int) -> int:
 
 def grads_stages(cfg: Config) -> list[tuple[int, ...]]:
     """The stages of each program for gradients: those whose rows, windows and targets have one
-    shape, and whose events one room. In the record four programs, of four minutes of a core each,
-    have six kinds of steps; the stage that is filled up takes 1.2 s longer, predicted."""
+    shape. In the record four programs, of four minutes of a core each, have six kinds of steps; the
+    stage that is filled up takes 1.2 s longer, predicted."""
     found = {}
     for i, stage in enumerate(cfg.stages):
         shape = stage.space, stage.windows, len(stage.weights), any(stage.prefix)
-        found.setdefault((*shape, event_room(cfg, i)), []).append(i)
+        found.setdefault(shape, []).append(i)
     return [tuple(stages) for stages in found.values()]
 
 
@@ -1412,12 +1412,17 @@ def is_adam_step(cfg: Config, step: int) -> bool:
     return (step + 1) % cfg.adam_every == 0
 
 
+def event_steps(cfg: Config, step: int) -> int:
+    """How many steps the event of `step` sums: event_every[0], from event_change on [1]."""
+    return cfg.event_every[step >= cfg.event_change]
+
+
 def event_count(cfg: Config, steps: int) -> int:
     """How many events there are in the first `steps` steps: updates of n-gram and value tables.
 
-    An event sums the gradients of event_every[0] steps, from event_change on of event_every[1]
-    (record 92). Few tokens read a row, so it needs large batches, later larger ones; and each row
-    that was read crosses the network once an event.
+    An event sums the gradients of some steps (record 92: of 2, later of 4). Few tokens read a row,
+    so it needs large batches, later larger ones; and each row that was read crosses the network
+    once an event.
     """
     often, seldom = cfg.event_every
     return min(steps, cfg.event_change) // often + max(steps - cfg.event_change, 0) // seldom
@@ -1428,29 +1433,15 @@ def is_event(cfg: Config, step: int) -> bool:
     return event_count(cfg, step + 1) > event_count(cfg, step)
 
 
-def event_room(cfg: Config, stage: int) -> int:
-    """The stage that events have the room of for n-gram rows of this one: of the first itself, of
-    all later ones the largest. Events of the record so have three programs instead of five."""
-    return stage and max(range(len(cfg.stages)), key=lambda i: cfg.stages[i].space)
-
-
-def event_of(cfg: Config, step: int) -> tuple[str, tuple[int, ...]]:
-    """(program, event_room of the steps it sums) of an event at the end of `step`: event4_22 sums
-    four steps with the room of stage 2."""
-    count = cfg.event_every[step >= cfg.event_change]
-    span = tuple(event_room(cfg, stage_index(cfg, i)) for i in range(step + 1 - count, step + 1))
-    return f"event{count}_{span[0]}{span[-1]}", span
-
-
-@functools.cache
-def events(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """Every event_of of the run, once."""
-    return dict(event_of(cfg, step) for step in range(cfg.steps) if is_event(cfg, step))
-
-
 def event_span(cfg: Config, step: int) -> float:
     """Steps of an event at `step`, over those of the first: betas ** this, decay * this."""
-    return cfg.event_every[step >= cfg.event_change] / cfg.event_every[0]
+    return event_steps(cfg, step) / cfg.event_every[0]
+
+
+def event_room(cfg: Config) -> int:
+    """Tokens of a step that events have room for: those of the largest stage, so that there is one
+    program for each number of steps."""
+    return max(stage.rows * stage.space for stage in cfg.stages)
 
 
 def every(period: int, step: int) -> bool:
@@ -1947,8 +1938,7 @@ def grads_step(
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    largest = stage.rows * cfg.stages[event_room(cfg, at)].space
-    room = capacity(cfg, largest, len(asked)) - asked.shape[1]
+    room = capacity(cfg, event_room(cfg), len(asked)) - asked.shape[1]
     asked = jnp.pad(asked, ((0, 0), (0, room)), constant_values=len(table))
     grads["ngram_table"] = asked, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
     return grads, lax.psum(total / (stage.rows * hyper.row_tokens), AXIS)
@@ -2048,7 +2038,7 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
     """
     grads = grads_stages(cfg).index(sharing(cfg, step))
     adam_too = (adam_program(cfg, step),) * is_adam_step(cfg, step)
-    event_too = event_of(cfg, step)[:1] if is_event(cfg, step) else ()
+    event_too = (f"event{event_steps(cfg, step)}",) * is_event(cfg, step)
     return f"grads{grads}", "anvil", *adam_too, *event_too
 
 
@@ -2060,7 +2050,8 @@ def adam_program(cfg: Config, step: int) -> str:
 
 def updates(cfg: Config) -> dict[str, int]:
     """Name of each update -> steps whose gradients it sums."""
-    rare = {name: len(span) for name, span in events(cfg).items()}
+    sums = [event_steps(cfg, step) for step in range(cfg.steps) if is_event(cfg, step)]
+    rare = {f"event{count}": count for count in sums}
     steps = range(cfg.adam_every - 1, max(cfg.steps, cfg.adam_every), cfg.adam_every)
     adams = dict.fromkeys(adam_program(cfg, step) for step in steps)
     return {"anvil": 1, **dict.fromkeys(adams, cfg.adam_every), **rare}
@@ -2091,10 +2082,9 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         each = leaf((count, t), jnp.int32, AXIS)
         return Rows(*arrays, Aims(ids, each, each)), leaf(wanted, jnp.int32, AXIS)
 
-    def grads(name, stage):
+    def grads(name):
         if name not in copies:  # the rows that were fetched of it
-            tokens = cfg.rows * cfg.stages[stage].space
-            shape = mesh.size**2, capacity(cfg, tokens, mesh.size)
+            shape = mesh.size**2, capacity(cfg, event_room(cfg), mesh.size)
             return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
         x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
         return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
@@ -2112,8 +2102,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         args = *model, *rows(stage.rows, stage.space, max(softmaxes(cfg, stages))), hyper
         found[f"grads{i}"] = Program(step, args, (P(AXIS), P()))
     for update, steps in updates(cfg).items():
-        span = events(cfg).get(update, (0,) * steps)
-        due = {name: tuple(grads(name, i) for i in span) for name in updated(cfg, update)}
+        due = {name: (grads(name),) * steps for name in updated(cfg, update)}
         step = functools.partial(update_step, cfg, kernels, update == "adamtied")
         args = state, due, hyper
         changed = {name: specs[name] for name in due if name in specs}
@@ -2642,7 +2631,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
 
     Consumes the state; the real one is made after it, anew from the seed.
     """
-    hyper, known, fetched = put_hyper(cfg, 0, mesh), vocabulary(cfg, []), {}
+    hyper, known = put_hyper(cfg, 0, mesh), vocabulary(cfg, [])
 
     def dummy(rows, t):
         return np.full((rows, t + 1), cfg.bos, np.uint16)
@@ -2655,11 +2644,8 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
         rows = rows._replace(aims=rows.aims._replace(candidates=put(ids, mesh, P(AXIS))))
         table = state["params"]["ngram_table"]
         grads, _ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
-        fetched[event_room(cfg, at)] = grads["ngram_table"]
     for update, steps in updates(cfg).items():
         due = {name: (grads[name],) * steps for name in updated(cfg, update)}
-        if update in events(cfg):
-            due["ngram_table"] = tuple(fetched[i] for i in events(cfg)[update])
         state, *_ = compiled[update](state, due, hyper)
     state, _ = compiled["finish"](state)
     rows, wanted = val_rows(cfg, mesh, known, dummy(cfg.val_batch // cfg.val_row, cfg.val_row))
@@ -3176,7 +3162,8 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     """
     found, steps, waits = programs(cfg, mesh, PLAIN), updates(cfg), []
     adam = "adam" if "adam" in steps else "adamtied"
-    largest = max(events(cfg), key=lambda x: device_bytes(found[x].args[1]), default=adam)
+    rare = [name for name in steps if name.startswith("event")]
+    largest = max(rare, key=steps.get, default=adam)
     state, stays = found["finish"].args[0], found["eval"].args[0]
     if name not in (*steps, "finish"):
         params = {x: leaf for x, leaf in state["params"].items() if x != "ngram_table"}

@@ -195,10 +195,8 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     say(line("program", "tokens", *head))
     for step, row, batches in work:
         name, kind, tokens = row["name"], row["tokens"], cfg.stages[row["stage"]].batch_tokens
-        event = cfg.event_every[step >= cfg.event_change]
-        updates = {"anvil": 1, T.adam_program(cfg, step): cfg.adam_every}
-        within = (T.event_room(cfg, row["stage"]),) * event  # a short stage has no such event
-        updates |= {x: event for x, stages in T.events(cfg).items() if stages == within}
+        event = T.event_steps(cfg, step)
+        updates = {"anvil": 1, T.adam_program(cfg, step): cfg.adam_every, f"event{event}": event}
         supply = itertools.cycle(batches)
         times = time_chunks(event, functools.partial(run, name, updates, supply))
         if not math.isfinite(times["loss"]):

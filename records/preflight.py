@@ -937,10 +937,7 @@ def about(cfg: T.Config, name: str) -> dict:
         what = {"finish": "averages", "adamtied": "tied update"}
         what = what.get(name, "update")
         what += f" of {len(changed)} parameters, {sum(table[x].count for x in changed):,} numbers"
-        span = T.events(cfg).get(name)
-        if span:
-            what += f", {len(span)} steps of stages {span[0]}-{span[-1]}"
-        elif steps.get(name, 1) > 1:
+        if steps.get(name, 1) > 1:
             what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
     batch, row, windows, targets, ids = cfg.val_batch, cfg.val_row, cfg.val_windows, 1, []

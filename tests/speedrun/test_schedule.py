@@ -205,18 +205,6 @@ def test_stages_share_a_program_only_if_their_shapes_agree():
     assert programs(weights=(1.0, 0.5), weights_end=(1.0, 0.5)) == apart
 
 
-def test_the_first_stage_shares_no_program_where_events_have_another_room():
-    """Its gradients of n-grams would not fit the events of later stages."""
-    first = T.Stage(0.25, 256, 32, 0, (8, 32), room=64)
-    alike, largest = T.Stage(0.25, 512, 64, 0, (8, 32)), T.Stage(0.5, 768, 96, 0, (8, 32))
-    cfg = small_config(steps=4, extension=0, stages=(first, alike, largest))
-    assert [T.event_room(cfg, i) for i in range(3)] == [0, 2, 2]
-    assert T.grads_stages(cfg) == [(0,), (1,), (2,)]
-    cfg = small_config(steps=4, extension=0, stages=(replace(first, room=96), largest, alike))
-    assert [T.event_room(cfg, i) for i in range(3)] == [0, 0, 0]
-    assert T.grads_stages(cfg) == [(0, 1), (2,)]
-
-
 # ------------------------------------------------------------------------------------------------
 # Adam's steps, events, and the end of the tie
 # ------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import train_gpt as T
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
 BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
-UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "adamtied", "event4_11")}
+UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "adamtied", "event4")}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
 # On 8 devices with one row of 32 tokens at a time: four micro-batches for each step, and the logits
@@ -526,8 +526,8 @@ def test_a_collective_inside_the_loop_would_be_found():
         ("anvil", 0, 0, 1, 0),  # the norm
         ("adam", 2, 2, 16 + 1, 0),
         ("adamtied", 1, 1, 16 + 1, 0),
-        ("event2_00", 1, 1, 1, 0),
-        ("event4_00", 1, 1, 1, 0),
+        ("event2", 1, 1, 1, 0),
+        ("event4", 1, 1, 1, 0),
         ("finish", 3, 0, 5 * 2, 0),  # norms before and after
         ("eval", 2 + PIECES, 0, 1, 2),
     ],
@@ -714,8 +714,8 @@ def test_a_step_is_its_gradients_and_one_to_three_updates():
         ("anvil",),
         ("anvil", "adam"),
         ("anvil", "adamtied"),
-        ("anvil", "adamtied", "event2_00"),
-        ("anvil", "adamtied", "event4_11"),
+        ("anvil", "adamtied", "event2"),
+        ("anvil", "adamtied", "event4"),
     )
     want = [updates[i] for i in (0, 3, 0, 3, 0, 2, 0, 4, 0, 1)]
     assert [names[1:] for names in steps] == want
@@ -751,9 +751,9 @@ def test_gradients_wait_for_their_update_and_no_longer(every, events, change):
 
 def test_every_parameter_has_one_update():
     updated = {name: T.updated(T.Config(), name) for name in T.updates(T.Config())}
-    anvil, adam, event = updated["anvil"], updated["adam"], updated["event2_00"]
+    anvil, adam, event = updated["anvil"], updated["adam"], updated["event2"]
     assert anvil == ["qk_bank", "vo_bank", "mlp_bank"] and adam == updated["adamtied"]
-    assert all(updated[name] == event for name in T.events(T.Config()))
+    assert event == updated["event4"]
     assert event == ["value_tables", "ngram_table"]
     assert sorted(anvil + adam + event) == sorted(T.param_table(T.Config()))
 
@@ -762,7 +762,7 @@ def test_programs_of_the_record_on_eight_devices():
     """Shapes of all that goes in, and where it lies, without a device that could hold it."""
     cfg, mesh = T.Config(), mesh_of(8)
     found, grads = T.programs(cfg, mesh, T.PLAIN), [f"grads{i}" for i in range(4)]
-    updates = "anvil", "adamtied", "adam", *T.events(cfg)
+    updates = "anvil", "adamtied", "adam", "event2", "event4"
     assert list(found) == [*grads, *updates, "finish", "eval"]
     shapes = (16_384, 10_240), (32_768, 10_240), (49_152, 24_576), (16_384, 0)
     shapes = dict(zip(grads, shapes, strict=True)) | {"eval": (262_144, 0)}
@@ -790,25 +790,22 @@ def test_programs_of_the_record_on_eight_devices():
         (48, 256, 768), cfg.dtype, P(T.AXIS)
     )  # fmt: skip
     assert (gates.shape, gates.dtype) == ((8 * 2, 64, 768), np.float32)
-    for name, stages in T.events(
-        cfg
-    ).items():  # as many rows as the first or the largest stage needs
-        for (ids, rows), i in zip(found[name].args[1]["ngram_table"], stages, strict=True):
-            room = T.capacity(cfg, (131_072, None, 393_216)[i], 8)
+    for name in ("event2", "event4"):
+        room = T.capacity(cfg, 393_216, 8)  # the largest stage's
+        for ids, rows in found[name].args[1]["ngram_table"]:
             assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
 
 
 def test_the_events_of_the_record():
-    """Each is of steps that follow each other, whose room its program has."""
-    cfg, made, waiting = T.Config(), Counter(), []
+    """Each is of steps that follow each other, as many as its program takes."""
+    cfg, made, waiting = T.Config(), Counter(), 0
     for step in range(cfg.steps):
-        waiting.append(2 if T.stage_index(cfg, step) else 0)
+        waiting += 1
         if T.is_event(cfg, step):
             name = T.programs_of(cfg, step)[-1]
-            assert T.events(cfg)[name] == tuple(waiting)
-            made[name], waiting = made[name] + 1, []
-    events = {"event2_00": 160, "event2_22": 8, "event4_22": 214}
-    assert made == events and [*T.events(cfg)] == [*events]
+            assert T.updates(cfg)[name] == waiting
+            made[name], waiting = made[name] + 1, 0
+    assert made == {"event2": 168, "event4": 214}
 
 
 @pytest.mark.parametrize("name", T.programs(CFG, mesh_of(2), T.PLAIN))
@@ -830,7 +827,7 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
             name: (x if name in BANKS else (2 * x[0], *x[1:]), dtype)
             for name, (x, dtype) in copies.items()
         }
-        size = T.capacity(cfg, 8 * (32 if name == "grads0" else 64), 2)
+        size = T.capacity(cfg, 8 * 64, 2)
         grads["ngram_table"] = ((4, size), np.dtype("int32")), ((4, size, 32), cfg.dtype)
         want = grads, number
     else:
