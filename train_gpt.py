@@ -6,7 +6,7 @@
 
 `speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
-PyTorch program of record 92. Predicted from the TPU's compiler: about 84 s on a v6e-8; nobody has
+PyTorch program of record 92. Predicted from the TPU's compiler: about 85 s on a v6e-8; nobody has
 timed it yet. The run in outline, its real loop stands at the end of Part I:
 
     state = init(seed); copies = bfloat16(state.params)        # Parameters
@@ -50,6 +50,7 @@ import argparse
 import ast
 import bisect
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -154,10 +155,21 @@ class Stage:
         """Rows of one global batch."""
         return self.batch_tokens // self.row_tokens
 
-    @property
-    def space(self) -> int:
-        """Length of a row on the devices."""
-        return max(self.row_tokens, self.room)
+    def lengths(self, devices: int) -> list[int]:
+        """Tokens in each row of a batch on so many devices. More devices than rows have a row each,
+        shorter ones; rows without tokens, the last, only give each device as many."""
+        count = max(self.rows, devices)
+        each = [(self.batch_tokens + i) // count for i in range(count)]
+        return each[::-1] + [0] * (-count % devices)
+
+    def space(self, devices: int) -> int:
+        """How long a row is there: filled up to `room`, and a shorter one of more devices to whole
+        blocks of 256, which kernels take at a time."""
+        length = max(self.row_tokens, self.room)
+        if devices <= self.rows:
+            return length
+        part = -(-length * self.rows // devices)
+        return -(-part // 256) * 256 if part > 256 else part
 
 
 @dataclass(frozen=True)
@@ -283,6 +295,10 @@ class Config:
         """Rows of a batch, in every stage: each has its own walk through the vocabulary."""
         return self.stages[0].rows
 
+    def val_count(self, devices: int) -> int:
+        """Rows of val_row tokens that so many devices validate at a time, as many on each."""
+        return -(-max(self.val_batch // self.val_row, devices) // devices) * devices
+
     @property
     def dtype(self) -> jnp.dtype:
         """compute_dtype as a dtype."""
@@ -310,8 +326,59 @@ class Config:
         return self.tokens_after(self.steps)
 
 
+# fmt: off
 PRESETS = {
     "speedrun": Config(),
+    # the speedrun's second track: 16 layers of width 1024, to 2.92. Its records are older than 92;
+    # what stands here is of that one, with a schedule of our own that nobody has run yet
+    "medium": Config(
+        preset="medium",
+        layers=(
+            Layer("paired", x0=True, ngram=True),
+            Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
+            Layer("paired", values=True, x0=True),
+            Layer("short", narrow=True, xsa=True),
+            Layer("long", xsa=True, gated=True),
+            Layer(x0=True, ngram=True),
+            Layer("paired", x0=True, ngram=True),
+            Layer("short", narrow=True),
+            Layer(),
+            Layer("paired", x0=True),
+            Layer(x0=True, mlps=0),
+            Layer("short", narrow=True, values=True),
+            Layer(ngram=True),
+            Layer("short", narrow=True, values=True),
+            Layer(ngram=True),
+            Layer("long", values=True, gated=True),
+        ),
+        width=1024,
+        heads=8,
+        mlp_width=3840,
+        skip=(4, 8),
+        source=10,
+        steps=4640,
+        extension=40,
+        stages=(
+            Stage(0.2, 131_072, 16_384, 896, (128, 384), 1.0,
+                  (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
+            Stage(0.2, 262_144, 32_768, 2048, (384, 896), 1.52,
+                  (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
+            Stage(0.2, 393_216, 49_152, 3072, (640, 1408), 1.73,
+                  candidates=(14_336, 14_336, 24_576)),
+            Stage(0.4, 524_288, 65_536, 3072, (768, 1664), 2.0),
+            Stage(0.0, 131_072, 16_384, 3072, (896, 1920)),
+        ),
+        lr_anvil=0.017,
+        lr_adam=0.006,
+        momentum_warmup=300,
+        rails_step=2000,
+        event_change=1312,
+        tail=1160,
+        tail_average=972,
+        val_windows=(896, 2560),
+        target=2.92,
+        micro_tokens=65_536,
+    ),
     # the same ideas at toy size, for a few minutes on two cores; lengths in proportion to 320 steps
     "tiny": Config(
         preset="tiny",
@@ -361,6 +428,7 @@ PRESETS = {
         sample_tokens=80,
     ),
 }
+# fmt: on
 
 
 # ------------------------------------------------------------------------------------------------
@@ -436,6 +504,16 @@ class Param:
     def count(self) -> int:
         """How many numbers it has."""
         return math.prod(self.shape)
+
+    def pieces(self, devices: int) -> int:
+        """In how many pieces, stretches of rows, each matrix of a bank lies on so many devices: in
+        one, unless that would leave devices without a matrix. So what crosses the network is not
+        mostly padding: 138 MB of MLPs on a v6e-256, instead of 1.1 GB."""
+        if self.optimizer != "anvil" or devices < 2 * self.shape[0]:
+            return 1
+        sides = devices, self.shape[1], max(self.shape[1:])  # rows, and lanes of equalize
+        most = devices // self.shape[0]
+        return next(k for k in range(most, 0, -1) if not any(side % k for side in sides))
 
 
 def constant(value) -> Callable:
@@ -585,9 +663,14 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 def padded(shape: tuple[int, ...], row: Param, cuts: int) -> tuple[int, ...]:
     """`shape` as it lies on `cuts` devices: rows of zeros make what is sharded divisible.
 
-    The record's 42, 14 and 24 matrices are 48, 16 and 24 on eight devices, which so own whole ones.
+    The record's 42, 14 and 24 matrices are 48, 16 and 24 on eight devices, which so own whole ones;
+    on 64 they are 42, 56 quarters and 48 halves, and 64 with zeros.
     """
-    return (-(-shape[0] // cuts) * cuts, *shape[1:]) if row.sharded else shape
+    if not row.sharded:
+        return shape
+    k = row.pieces(cuts)
+    shape = shape if k == 1 else (shape[0] * k, shape[1] // k, *shape[2:])
+    return (-(-shape[0] // cuts) * cuts, *shape[1:])
 
 
 def grown(x, rows: int):
@@ -624,6 +707,7 @@ def init_state(cfg: Config, cuts: int, seed):
         salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
         start = row.init(jax.random.fold_in(key, salt), row.shape)
         zeros = state["params"][name]
+        start = start.reshape(-1, *zeros.shape[1:]) if row.sharded else start  # in Param.pieces
         state["params"][name] = grown(start, len(zeros)).astype(zeros.dtype)
     return state
 
@@ -1180,18 +1264,17 @@ def cap_logits(z, cfg: Config):
     return a * jax.nn.sigmoid((z.astype(jnp.float32) + b) / c)
 
 
-def targets_ahead(aims, weights_k, row_tokens, prefix_weight=None):
+def targets_ahead(aims, weights_k, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k].
 
-    Target j of token i is the one after token i + j (record 53). What lies beyond the `row_tokens`
-    of a row has weight 0; documents do not matter. With a `prefix_weight` one more: the longest
+    Target j of token i is the one after token i + j (record 53). What lies beyond the length of a
+    row has weight 0; documents do not matter. With a `prefix_weight` one more: the longest
     token that the next one begins with, where there is one (record 88: it saved 1 % of the tokens).
     """
     t, targets, weights = aims.targets.shape[1], [], []
     for j in range(weights_k.shape[0]):
         targets.append(jnp.pad(aims.targets[:, j:], ((0, 0), (0, j))))
-        inside_t = jnp.arange(t) < row_tokens - j
-        weights.append(jnp.broadcast_to(inside_t * weights_k[j], targets[-1].shape))
+        weights.append((jnp.arange(t)[None] < aims.lengths[:, None] - j) * weights_k[j])
     if prefix_weight is not None:
         targets.append(jnp.maximum(aims.prefixes, 0))
         weights.append((aims.prefixes >= 0) * prefix_weight)
@@ -1266,13 +1349,10 @@ def loss_sums(x_btd, head, aims, cfg: Config, kernels: Kernels, *weights):
     return tuple(map(sum, zip(*sums, strict=True)))
 
 
-def val_loss_sum(params, rows, segments_bt, next_bt, cfg: Config, kernels: Kernels, hyper):
+def val_loss_sum(params, rows, segments_bt, aims, cfg: Config, kernels: Kernels, hyper):
     """Summed loss on the next token over the whole vocabulary, in nats: what a run is judged by."""
     x_btd = forward(params, rows, segments_bt, cfg, kernels, cfg.val_windows, hyper)
-    targets_rk = next_bt.reshape(-1, 1)
-    weights_rk = jnp.ones(targets_rk.shape, jnp.float32)
-    x_rd = x_btd.reshape(-1, cfg.width)
-    return kernels.cross_entropy(x_rd, params["head"], targets_rk, weights_rk, cfg)[1]
+    return loss_sums(x_btd, params["head"], aims, cfg, kernels, jnp.ones(1))[1]
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
@@ -1381,7 +1461,7 @@ def grads_stages(cfg: Config) -> list[tuple[int, ...]]:
     stage that is filled up takes 1.2 s longer, predicted."""
     found = {}
     for i, stage in enumerate(cfg.stages):
-        shape = stage.space, stage.windows, len(stage.weights), any(stage.prefix)
+        shape = stage.space(1), stage.windows, len(stage.weights), any(stage.prefix)
         found.setdefault(shape, []).append(i)
     return [tuple(stages) for stages in found.values()]
 
@@ -1438,10 +1518,10 @@ def event_span(cfg: Config, step: int) -> float:
     return event_steps(cfg, step) / cfg.event_every[0]
 
 
-def event_room(cfg: Config) -> int:
+def event_room(cfg: Config, devices: int) -> int:
     """Tokens of a step that events have room for: those of the largest stage, so that there is one
     program for each number of steps."""
-    return max(stage.rows * stage.space for stage in cfg.stages)
+    return max(len(s.lengths(devices)) * s.space(devices) for s in cfg.stages)
 
 
 def every(period: int, step: int) -> bool:
@@ -1528,7 +1608,7 @@ class Hyper(NamedTuple):
     scales: np.ndarray  # [2] of q k^T, narrow and wide
     weights: np.ndarray  # [k] of the losses; k as in the stage that has most, so that shapes stay
     prefix: np.ndarray  # weight of the loss on the prefix
-    row_tokens: np.ndarray  # what lies beyond them in a row does not count
+    tokens: np.ndarray  # of a batch
     softmax: np.ndarray  # which of the program's softmaxes
     ticks: np.ndarray  # [4] rates of TAILS; 0: no tick
 
@@ -1551,7 +1631,7 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
         scales,
         weights,
         prefix_weight(cfg, step),
-        stage_at(cfg, step).row_tokens,
+        stage_at(cfg, step).batch_tokens,
         softmaxes(cfg, sharing(cfg, step)).index(candidate_count(cfg, step)),
         tick_rates(cfg, step),
     )
@@ -1629,18 +1709,40 @@ def anvil(cfg: Config, param, fast, slow, square, grad, hyper: Hyper, row: Param
 
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL takes that of two_rails and equalizes it.
-    Bank, gradient and its averages are [l, rows, cols], `square` [l, lanes]: this device's whole
-    matrices. Weights decay only where the slow average shrinks them or leaves them (cautious, after
-    Liang et al. 2024; record 43), by lr * scale * lr * decay. What narrow heads never read has no
-    gradient, so it only decays.
+    Bank, gradient and its averages are [l, rows, cols], `square` [l, lanes]: this device's
+    matrices, or its piece of one, see of_matrices. Weights decay only where the slow average
+    shrinks them or leaves them (cautious, after Liang et al. 2024; record 43), by lr * scale * lr *
+    decay. What narrow heads never read has no gradient, so it only decays.
     """
     update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
+    update, square = (of_matrices(x, row) for x in (update.astype(cfg.dtype), square))
     update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     update, square = equalize(update, square, cfg.equalize_rate)
+    update, square = (own_piece(x, row) for x in (update, square))
     shrinks = slow * param >= 0
     lr = hyper.lr * row.lr
-    rate = lr * my_share(row.scale, len(param))[:, None, None]
+    scale = np.repeat(row.scale, row.pieces(lax.axis_size(AXIS)))
+    rate = lr * my_share(scale, len(param))[:, None, None]
     return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
+
+
+def of_matrices(x, row: Param):
+    """Whole matrices [1, rows, ...] of this device's pieces [1, rows / k, ...], see Param.pieces;
+    the k neighbours that have those of one all do its work, which would leave them idle."""
+    n, k = lax.axis_size(AXIS), row.pieces(lax.axis_size(AXIS))
+    if k == 1:
+        return x
+    neighbours = [[*range(i, i + k)] for i in range(0, n, k)]
+    return GATHER(x, axis=1, axis_index_groups=neighbours)
+
+
+def own_piece(x, row: Param):
+    """The piece that this device keeps of of_matrices."""
+    k = row.pieces(lax.axis_size(AXIS))
+    if k == 1:
+        return x
+    size = x.shape[1] // k
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) % k * size, size, 1)
 
 
 def my_share(values, mine: int):
@@ -1799,20 +1901,22 @@ def stream(cfg: Config, copies, first):
     al. 2023). Lookups in tables begin a step, and their gradients end it, so there is nothing to
     hide behind: the update of a table reduces its gradient and gathers its copy, not in every step.
 
-    MLPs cross in pieces of one matrix of each device: the first need not wait for all. Whole banks
+    MLPs cross in parts of one matrix of each device: the first need not wait for all. Whole banks
     are lists of matrices, made by lax.split, whose transpose joins gradients: those of slices XLA
     pads to the whole bank and adds up.
     """
-    specs = copy_specs(cfg)
+    specs, table = copy_specs(cfg), param_table(cfg)
     cut = {name: x for name, x in copies.items() if specs[name] == P(AXIS)}
     first, cut = lax.optimization_barrier((first, cut))
 
-    def split(bank):
-        return lax.split(bank, (1,) * len(bank))
+    def split(bank, k=1):
+        return lax.split(bank, (k,) * (len(bank) // k))
 
     def gather(name, x):
-        pieces = [split(GATHER(part)) for part in (split(x) if name == "mlp_bank" else [x])]
-        return [matrix[0] for matrices in zip(*pieces, strict=True) for matrix in matrices]
+        k = table[name].pieces(lax.axis_size(AXIS))
+        parts = [split(GATHER(part), k) for part in (split(x) if name == "mlp_bank" else [x])]
+        matrices = itertools.chain.from_iterable(zip(*parts, strict=True))
+        return [matrix.reshape(-1, matrix.shape[-1]) for matrix in matrices]
 
     # The transpose of all-gather is reduce-scatter.
     whole, reduce = jax.vjp(lambda cut: {name: gather(name, x) for name, x in cut.items()}, cut)
@@ -1902,8 +2006,7 @@ def grads_step(
         """(gradients of x and of the head, plain sum of losses) with so many candidates."""
 
         def loss(x_btd, head):
-            more = weights_k, hyper.row_tokens, prefix
-            weighted, plain = loss_sums(x_btd, head, aims, cfg, kernels, *more)
+            weighted, plain = loss_sums(x_btd, head, aims, cfg, kernels, weights_k, prefix)
             return weighted / stage.rows, plain
 
         with jax.named_scope(f"softmax{count}"):
@@ -1942,10 +2045,10 @@ def grads_step(
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = capacity(cfg, event_room(cfg), len(asked)) - asked.shape[1]
+    room = capacity(cfg, event_room(cfg, len(asked)), len(asked)) - asked.shape[1]
     asked = jnp.pad(asked, ((0, 0), (0, room)), constant_values=len(table))
     grads["ngram_table"] = asked, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
-    return grads, lax.psum(total / (stage.rows * hyper.row_tokens), AXIS)
+    return grads, lax.psum(total / hyper.tokens, AXIS)
 
 
 def reduce_scatter(x):
@@ -2014,7 +2117,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, rows: "Rows", wanted
         found = look_up(cfg, params, tokens[:, :-1], rows.places)
         found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
         segments = segment_ids(tokens[:, :-1], cfg.bos)
-        return val_loss_sum(params, found, segments, tokens[:, 1:], cfg, kernels, hyper)
+        return val_loss_sum(params, found, segments, rows.aims, cfg, kernels, hyper)
 
     return lax.psum(jnp.sum(lax.map(loss, micro_batches(cfg, rows))), AXIS)
 
@@ -2080,16 +2183,17 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
     def rows(count, t, candidates=0):
-        shapes = (count, t + 1), (count, t), (count, 2, t), (count, candidates)
-        dtypes = jnp.uint16, jnp.uint16, jnp.int32, jnp.int32
-        *arrays, ids = (leaf(x, dtype, AXIS) for x, dtype in zip(shapes, dtypes, strict=True))
+        shapes = (count, t + 1), (count, t), (count, 2, t), (count, candidates), (count,)
+        dtypes = jnp.uint16, jnp.uint16, jnp.int32, jnp.int32, jnp.int32
+        found = (leaf(x, dtype, AXIS) for x, dtype in zip(shapes, dtypes, strict=True))
+        *arrays, ids, lengths = found
         wanted = mesh.size, mesh.size, capacity(cfg, count * t, mesh.size)
         each = leaf((count, t), jnp.int32, AXIS)
-        return Rows(*arrays, Aims(ids, each, each)), leaf(wanted, jnp.int32, AXIS)
+        return Rows(*arrays, Aims(ids, each, each, lengths)), leaf(wanted, jnp.int32, AXIS)
 
     def grads(name):
         if name not in copies:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(cfg, event_room(cfg), mesh.size)
+            shape = mesh.size**2, capacity(cfg, event_room(cfg, mesh.size), mesh.size)
             return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
         x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
         return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
@@ -2104,7 +2208,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     found = {}
     for i, stages in enumerate(grads_stages(cfg)):
         stage, step = cfg.stages[stages[0]], functools.partial(grads_step, cfg, kernels, stages)
-        args = *model, *rows(stage.rows, stage.space, max(softmaxes(cfg, stages))), hyper
+        count, most = len(stage.lengths(mesh.size)), max(softmaxes(cfg, stages))
+        args = *model, *rows(count, stage.space(mesh.size), most), hyper
         found[f"grads{i}"] = Program(step, args, (P(AXIS), P()))
     for update, steps in updates(cfg).items():
         due = {name: (grads(name),) * steps for name in updated(cfg, update)}
@@ -2114,7 +2219,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         found[update] = Program(step, args, (state_specs, changed, P()), donates=(0,))
     step, changed = functools.partial(finish_step, cfg), {name: specs[name] for name in copies}
     found["finish"] = Program(step, (state,), (state_specs, changed), donates=(0,))
-    args = *model, *rows(cfg.val_batch // cfg.val_row, cfg.val_row), hyper
+    args = *model, *rows(cfg.val_count(mesh.size), cfg.val_row), hyper
     # Outside the clock: 50 s less to wait for the compiler, 2 s more for the validation at the end.
     found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, P(), hurried=True)
     return found
@@ -2126,8 +2231,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
 # compile, in mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2); libraries have all.
 # On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
 # TensorCore computes; without these options every collective of a program stands in the open. They
-# also add rows to tables.
-OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all"
+# also add rows to tables. (2d and nd: what the first two are on slices of more than eight chips.)
+OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 COMPILER_OPTIONS = {
     "tpu": {
         **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
@@ -2243,51 +2348,66 @@ class TokenStream:
         return np.flatnonzero(self.read(int(self.ends[number]) - size, size) == self.bos)
 
 
-def plain_rows(stream: TokenStream, cursor: int, rows: int, t: int):
-    """(uint16 [rows, t+1], next cursor): neighbouring rows share one token, none is left out."""
-    tokens = stream.read(cursor, rows * t + 1)
-    return np.lib.stride_tricks.sliding_window_view(tokens, t + 1)[::t], cursor + rows * t
+def plan_plain(cursor: int, lengths: list[int]):
+    """What plan_packed gives, of rows that follow each other in the stream, wherever documents
+    begin: neighbours share one token, none is left out."""
+    ends = [cursor + end for end in itertools.accumulate(lengths)]
+    pieces = [(i, end - n, end + 1) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))]
+    return [piece for piece in pieces if lengths[piece[0]]], ends[-1]
 
 
-def plan_packed(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: int):
+def plan_packed(stream: TokenStream, cursor: int, lengths: list[int], doc_cap: int):
     """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch.
 
     A piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the
-    row is full; the rest of a cut document is passed over. Rows are filled in order with t+1
-    tokens each (t inputs and the last target). A shard with too few documents left for the whole
-    batch is left for the next one. This is the original speedrun's order on eight devices; ours
-    does not depend on the number of devices.
+    row is full; the rest of a cut document is passed over. Rows are filled in order, one of t
+    tokens with t+1 (t inputs and the last target). A shard with too few documents left for the
+    whole batch is left for the next one. This is the original speedrun's order on eight devices;
+    ours is that on any number up to eight.
     """
     while True:
         number, base = stream.shard_at(cursor)
         starts = stream.documents(number)
         stops = np.append(starts[1:], stream.sizes[number])[: len(starts)]
         first = int(np.searchsorted(starts, cursor - base))
-        pieces, row, room = [], 0, t + 1
+        pieces, row, room = [], 0, lengths[0] + 1
         # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
         for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
             stop = min(stop, start + doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
             room -= stop - start
             if room == 0:
-                row, room = row + 1, t + 1
-                if row == rows:
+                row += 1
+                if row == len(lengths) or not lengths[row]:
                     return pieces, base + stop
+                room = lengths[row] + 1
         cursor = int(stream.ends[number])
 
 
-def packed_rows(stream: TokenStream, cursor: int, rows: int, t: int, doc_cap: int):
-    """(uint16 [rows, t+1], next cursor) as planned by plan_packed."""
-    pieces, cursor = plan_packed(stream, cursor, rows, t, doc_cap)
-    tokens = np.concatenate([stream.read(start, stop - start) for _, start, stop in pieces])
-    return tokens.reshape(rows, t + 1), cursor
-
-
-def next_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """(uint16 [rows, t+1], next cursor) of a global batch of `stage`, from the cursor alone."""
+def plan_rows(stream: TokenStream, cursor: int, stage: Stage, devices: int):
+    """The plan of a global batch of `stage`, from the cursor alone."""
     if stage.doc_cap:
-        return packed_rows(stream, cursor, stage.rows, stage.row_tokens, stage.doc_cap)
-    return plain_rows(stream, cursor, stage.rows, stage.row_tokens)
+        return plan_packed(stream, cursor, stage.lengths(devices), stage.doc_cap)
+    return plan_plain(cursor, stage.lengths(devices))
+
+
+def read_rows(stream: TokenStream, pieces, lengths: list[int], here: slice = slice(None)):
+    """The rows `here` of a plan, uint16 [rows, longest + 1]; beyond their tokens there is BOS."""
+    numbers = range(len(lengths))[here]
+    tokens = np.full((len(numbers), max(lengths) + 1), stream.bos, np.uint16)
+    for row, own in itertools.groupby(pieces, key=lambda piece: piece[0]):
+        if row in numbers:
+            found = np.concatenate([stream.read(start, stop - start) for _, start, stop in own])
+            tokens[row - numbers.start, : len(found)] = found
+    return tokens
+
+
+def next_rows(
+    stream: TokenStream, cursor: int, stage: Stage, devices: int = 1, here: slice = slice(None)
+):
+    """(rows `here` of a global batch of `stage`, see read_rows; next cursor), from the cursor."""
+    pieces, after = plan_rows(stream, cursor, stage, devices)
+    return read_rows(stream, pieces, stage.lengths(devices), here), after
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2397,18 +2517,20 @@ class Aims(NamedTuple):
     candidates: np.ndarray  # int32 [b, p] ids, and 0 where there are fewer; none: all ids are
     targets: np.ndarray  # int32 [b, t] the next token; the one after it is the next one's target
     prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
+    lengths: np.ndarray  # int32 [b] tokens of a row; what lies beyond them does not count
 
 
 def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
     """(Aims of a row of t+1 tokens without their axis b, next offset)."""
-    targets_t, vocab = row[1:], len(prefix_v)
+    targets_t, vocab, length = row[1:], len(prefix_v), np.int32(len(row) - 1)
     if not count:
-        return Aims(np.empty(0, np.int32), targets_t.astype(np.int32), prefix_v[targets_t]), offset
+        places = targets_t.astype(np.int32), prefix_v[targets_t]
+        return Aims(np.empty(0, np.int32), *places, length), offset
     ids, offset = candidates(targets_t, offset, count, vocab)
     place = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
     place[ids] = np.arange(count)
-    aims = Aims(ids.astype(np.int32), place[targets_t], place[prefix_v[targets_t]])
-    return aims, offset
+    places = place[targets_t], place[prefix_v[targets_t]]
+    return Aims(ids.astype(np.int32), *places, length), offset
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2421,6 +2543,7 @@ class Place(NamedTuple):
 
     cursor: int  # in the stream
     offsets: tuple[int, ...]  # in the walk, of each row of a batch
+    first: int = 0  # the row that they begin with: a process has those of its own rows
 
 
 def first_place(cfg: Config) -> Place:
@@ -2428,8 +2551,18 @@ def first_place(cfg: Config) -> Place:
     return Place(0, tuple(cfg.vocab * r // cfg.rows for r in range(cfg.rows)))
 
 
+def place_on(cfg: Config, mesh: Mesh, saved: Place) -> Place:
+    """A whole `saved` place as this process goes on from it. Where a batch now has another number
+    of rows, their walks begin evenly apart again, from where the first one stood."""
+    offsets, lengths = saved.offsets, cfg.stages[0].lengths(mesh.size)
+    rows, here = np.count_nonzero(lengths), own_part(mesh, len(lengths))
+    if len(offsets) != rows:
+        offsets = tuple((offsets[0] + cfg.vocab * r // rows) % cfg.vocab for r in range(rows))
+    return Place(saved.cursor, offsets[here], here.start)
+
+
 class Rows(NamedTuple):
-    """What the devices get of a batch, all cut over them by rows."""
+    """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
 
     tokens: jax.Array  # uint16 [rows, t+1]
     hashed: jax.Array  # uint16 [rows, t]: what n-gram hashes see of the first t
@@ -2456,15 +2589,17 @@ def capacity(cfg: Config, batch_tokens: int, devices: int) -> int:
     return min(most, math.ceil((most / devices + 5 * math.sqrt(most / devices)) / 8) * 8)
 
 
-def request(cfg: Config, hashed, devices: int) -> tuple[np.ndarray, np.ndarray]:
-    """(wanted [devices, devices, c], places [rows, 2, t]) of a batch: the n-gram rows of each
-    device's tokens, every different one once, by owner, and where each token then finds its two.
+def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(wanted [mine, devices, c], places [rows, 2, t]) of `mine` (0: all) of the devices: the
+    n-gram rows of each one's tokens, every different one once, by owner, and where each token then
+    finds its two.
 
     Owners have equal stretches of the table. UserError if one is asked for more than fits.
     """
+    mine = mine or devices
     table = param_table(cfg)["ngram_table"]
     share = padded(table.shape, table, devices)[0] // devices
-    size, ngrams = capacity(cfg, hashed.size, devices), cfg.ngram_rows
+    size, ngrams = capacity(cfg, hashed.size // mine * devices, devices), cfg.ngram_rows
 
     def of_device(rows):
         ids = table_places(ngram_ids(rows, ngrams, np), ngrams)
@@ -2482,15 +2617,21 @@ def request(cfg: Config, hashed, devices: int) -> tuple[np.ndarray, np.ndarray]:
         return wanted, places.reshape(ids.shape).swapaxes(0, 1)
 
     with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
-        parts = pool.map(of_device, np.split(hashed, devices))
+        parts = pool.map(of_device, np.split(hashed, mine))
     wanted, places = zip(*parts, strict=True)
     return np.stack(wanted), np.concatenate(places)
 
 
+def own_part(mesh: Mesh, count: int) -> slice:
+    """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
+    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    first, each = mine.index(True), count // mesh.size
+    return slice(first * each, (first + sum(mine)) * each)
+
+
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`: of several hosts each sends its own devices their part."""
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
 def put_hyper(cfg: Config, step: int, mesh: Mesh) -> Hyper:
@@ -2499,25 +2640,29 @@ def put_hyper(cfg: Config, step: int, mesh: Mesh) -> Hyper:
 
 
 def next_batch(
-    cfg: Config, devices: int, stream: TokenStream, known: Vocabulary, step: int, place: Place
+    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, place: Place
 ):
-    """(Rows, wanted, next place) of `step`, in numpy: from these arguments alone."""
-    stage, count = stage_at(cfg, step), candidate_count(cfg, step)
-    tokens, cursor = next_rows(stream, place.cursor, stage)
-    each = zip(tokens, place.offsets, strict=True)
-    aims, offsets = zip(*(aim(row, o, count, known.prefix_v) for row, o in each), strict=True)
-    ids, targets, prefixes = (np.stack(x) for x in zip(*aims, strict=True))
+    """(Rows, wanted, next place) of `step` in numpy, from these arguments alone: what this process
+    has of them. All plan the whole batch, from where documents begin, and read their own rows."""
+    stage, count, most = stage_at(cfg, step), candidate_count(cfg, step), sharing(cfg, step)
+    lengths, space, most = stage.lengths(mesh.size), stage.space(mesh.size), softmaxes(cfg, most)
+    here = own_part(mesh, len(lengths))
+    tokens, cursor = next_rows(stream, place.cursor, stage, mesh.size, here)
+    each = itertools.zip_longest(tokens, lengths[here], place.offsets, fillvalue=0)
+    each = [aim(row[: n + 1], offset, count, known.prefix_v) for row, n, offset in each]
+    aims, offsets = zip(*each, strict=True)
+    after = Place(cursor, offsets[: len(place.offsets)], place.first)
+    ids, targets, prefixes, counted = zip(*aims, strict=True)
 
-    def filled(x, size, value):
-        return np.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=value)
+    def filled(rows, size, value):
+        return np.stack([np.pad(x, (0, size - len(x)), constant_values=value) for x in rows])
 
     # As long as the program has it: what follows a row is beginnings of documents without weight.
-    most = max(softmaxes(cfg, sharing(cfg, step)))
-    ids, tokens = filled(ids, most, 0), filled(tokens, stage.space + 1, cfg.bos)
-    aims = Aims(ids, filled(targets, stage.space, 0), filled(prefixes, stage.space, -1))
+    ids, tokens = filled(ids, max(most), 0), filled(tokens, space + 1, cfg.bos)
+    aims = Aims(ids, filled(targets, space, 0), filled(prefixes, space, -1), np.array(counted))
     hashed = known.hashed_v[tokens[:, :-1]]
-    wanted, places = request(cfg, hashed, devices)
-    return Rows(tokens, hashed, places, aims), wanted, Place(cursor, offsets)
+    wanted, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    return Rows(tokens, hashed, places, aims), wanted, after
 
 
 def train_batches(
@@ -2529,20 +2674,19 @@ def train_batches(
     """
     known = vocabulary(cfg, words)
     for now in range(step, cfg.steps):
-        *arrays, place = next_batch(cfg, mesh.size, stream, known, now, place)
+        *arrays, place = next_batch(cfg, mesh, stream, known, now, place)
         arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
         yield Batch(*arrays, put_hyper(cfg, now, mesh), place)
 
 
-def val_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens):
-    """(Rows, wanted) of validation rows uint16 [b, t+1] on the devices: they aim at everything."""
-    hashed = known.hashed_v[tokens[:, :-1]]
-    wanted, places = request(cfg, hashed, mesh.size)
-    unused = np.zeros(hashed.shape, np.int32)
-    aims = Aims(np.empty((len(tokens), 0), np.int32), unused, unused)
-    return jax.tree.map(
-        lambda x: put(x, mesh, P(AXIS)), (Rows(tokens, hashed, places, aims), wanted)
-    )
+def val_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, lengths):
+    """(Rows, wanted) on the devices of validation rows uint16 [b, t+1] that this process has, with
+    so many tokens that count: they aim at everything."""
+    hashed, next_bt = known.hashed_v[tokens[:, :-1]], tokens[:, 1:].astype(np.int32)
+    wanted, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    aims = Aims(np.empty((len(tokens), 0), np.int32), next_bt, next_bt, np.int32(lengths))
+    rows = Rows(tokens, hashed, places, aims)
+    return jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, wanted))
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
@@ -2642,22 +2786,23 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
     """
     hyper, known = put_hyper(cfg, 0, mesh), vocabulary(cfg, [])
 
-    def dummy(rows, t):
-        return np.full((rows, t + 1), cfg.bos, np.uint16)
+    def dummy(count, t):
+        count = len(range(count)[own_part(mesh, count)])
+        tokens = np.full((count, t + 1), cfg.bos, np.uint16)
+        return count, *val_rows(cfg, mesh, known, tokens, [t] * count)
 
     for i, stages in enumerate(grads_stages(cfg)):
-        at, most = stages[0], max(softmaxes(cfg, stages))
-        tokens = dummy(cfg.stages[at].rows, cfg.stages[at].space)
-        rows, wanted = val_rows(cfg, mesh, known, tokens)
-        ids = np.tile(np.arange(most, dtype=np.int32), (len(tokens), 1))
-        rows = rows._replace(aims=rows.aims._replace(candidates=put(ids, mesh, P(AXIS))))
+        stage, most = cfg.stages[stages[0]], max(softmaxes(cfg, stages))
+        count, rows, wanted = dummy(len(stage.lengths(mesh.size)), stage.space(mesh.size))
+        ids = put(np.tile(np.arange(most, dtype=np.int32), (count, 1)), mesh, P(AXIS))
+        rows = rows._replace(aims=rows.aims._replace(candidates=ids))
         table = state["params"]["ngram_table"]
         grads, _ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
     for update, steps in updates(cfg).items():
         due = {name: (grads[name],) * steps for name in updated(cfg, update)}
         state, *_ = compiled[update](state, due, hyper)
     state, _ = compiled["finish"](state)
-    rows, wanted = val_rows(cfg, mesh, known, dummy(cfg.val_batch // cfg.val_row, cfg.val_row))
+    _, rows, wanted = dummy(cfg.val_count(mesh.size), cfg.val_row)
     table = state["params"]["ngram_table"]
     jax.block_until_ready((state, compiled["eval"](copies, table, rows, wanted, hyper)))
 
@@ -2667,9 +2812,14 @@ def evaluate(
 ) -> float:
     """Mean loss in nats over the first val_tokens of the validation split, after `step` steps."""
     hyper, sums = put_hyper(cfg, max(step - 1, 0), mesh), []
-    for start in range(0, cfg.val_tokens, cfg.val_batch):
-        tokens, _ = plain_rows(stream, start, cfg.val_batch // cfg.val_row, cfg.val_row)
-        sums.append(program(copies, table, *val_rows(cfg, mesh, known, tokens), hyper))
+    count, whole = cfg.val_count(mesh.size), cfg.val_tokens // cfg.val_row
+    here = own_part(mesh, count)
+    for first in range(0, whole, count):
+        lengths = [cfg.val_row * (i < whole) for i in range(first, first + count)]
+        pieces, _ = plan_plain(first * cfg.val_row, lengths)
+        tokens = read_rows(stream, pieces, lengths, here)
+        rows = val_rows(cfg, mesh, known, tokens, lengths[here])
+        sums.append(program(copies, table, *rows, hyper))
     return float(np.sum([np.asarray(x, np.float64) for x in sums])) / cfg.val_tokens
 
 
@@ -2687,10 +2837,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     (--profile), demonstrate (end of `tiny`).
     """
     mesh, first = make_mesh(cfg), saved.step if saved else 0
-    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
+    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
     folder = data_folder(cfg, say)
     stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
-    shards = check_tokens(cfg, stream, val_stream)
+    shards = check_tokens(cfg, stream, val_stream, mesh.size)
     facts = run_facts(cfg, mesh, command, reason) | {"data": shards}
     log = open_log(cfg, facts, folder, out, saved, profile, say)
     compiled, facts = compile_all(cfg, mesh, kernels, say)
@@ -2702,7 +2852,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     state = load_state(mesh, saved) if saved else init(seed)
     copies = jax.block_until_ready(copy(state["params"], seed))
     clock, last_saved, waiting, pending = log.clock, first, {}, None
-    place, known = saved.place if saved else first_place(cfg), vocabulary(cfg, words)
+    place = place_on(cfg, mesh, saved.place if saved else first_place(cfg))
+    known = vocabulary(cfg, words)
     batches = train_batches(cfg, mesh, stream, words, first, place)
 
     def report():
@@ -2974,19 +3125,19 @@ STARTED = time.time() - 60  # a clock of files may be late
 DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text.py: what they are
 
 
-def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
+def cursor_after(cfg: Config, train: TokenStream, steps: int, devices: int = 1) -> int:
     """Where the rows of the first `steps` steps end; UserError if there are too few tokens, or if
     a row has more different ones than candidates (read are those in which that can be)."""
     cursor = 0
     for step in range(steps):
         stage, count, rows = stage_at(cfg, step), candidate_count(cfg, step), ()
+        lengths = stage.lengths(devices)
         try:
-            if 0 < count < stage.row_tokens:
-                rows, cursor = next_rows(train, cursor, stage)
-            elif stage.doc_cap:
-                cursor = plan_packed(train, cursor, stage.rows, stage.row_tokens, stage.doc_cap)[1]
+            if 0 < count < max(lengths):
+                rows, cursor = next_rows(train, cursor, stage, devices)
             else:
-                cursor += stage.batch_tokens
+                cursor = plan_rows(train, cursor, stage, devices)[1]
+            if not stage.doc_cap:
                 train.shard_at(cursor)
         except UserError:
             raise UserError(
@@ -2995,8 +3146,10 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
                 "get more shards, or lower --set steps="
             ) from None
         try:
-            for row in rows if np.max(rows, initial=0) < cfg.vocab else ():  # see check_ids
-                candidates(row[1:], 0, count, cfg.vocab)
+            for row, n in (
+                zip(rows, lengths, strict=False) if np.max(rows, initial=0) < cfg.vocab else ()
+            ):
+                candidates(row[1 : n + 1], 0, count, cfg.vocab)  # of unknown ids see check_ids
         except UserError as error:
             raise UserError(f"step {step}, of stage {stage_index(cfg, step)}: {error}") from None
     train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
@@ -3012,13 +3165,15 @@ def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
         )
 
 
-def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
+def check_tokens(
+    cfg: Config, train: TokenStream, val: TokenStream, devices: int = 1
+) -> dict[str, dict]:
     """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
 
     UserError unless every token is there and is a known id. (That the system's file cache is warm
     then is as after any download.)
     """
-    cursor = cursor_after(cfg, train, cfg.steps)
+    cursor = cursor_after(cfg, train, cfg.steps, devices)
     if len(val) <= cfg.val_tokens:
         raise UserError(
             f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
@@ -3126,22 +3281,20 @@ def run_tool(name: str) -> dict:
 
 def make_mesh(cfg: Config, devices=None) -> Mesh:
     """The one-axis mesh over `devices` (default: the first cfg.devices, process by process)."""
-    if devices is None:
-        devices = sorted(all_devices(), key=lambda device: device.process_index)
+    devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
     count = cfg.devices or len(devices)
     if jax.process_count() > 1 and count != len(devices):
         raise UserError(f"devices={count} is for a process alone: several use all {len(devices)}")
     if count > len(devices):
         raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
-    batches = {"stages.0.batch_tokens": cfg.rows, "val_batch": cfg.val_batch // cfg.val_row}
-    common = math.gcd(*batches.values())
-    for name, rows in batches.items():
-        if rows % count:
-            fit = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-            raise UserError(
-                f"{name} has {rows} rows, which {count} devices cannot share equally: "
-                f"use --set devices=N with a divisor of {common} ({fit}), or a larger {name}"
-            )
+    for i, stage in enumerate(cfg.stages):
+        if stage.batch_tokens // count < len(stage.weights):
+            few = f"stages.{i}.batch_tokens={stage.batch_tokens} are too few for {count} devices"
+            raise UserError(f"{few}: use --set devices=N with less, or a larger batch")
+    processes = [device.process_index for device in devices]
+    each = [processes.count(i) for i in sorted({*processes})]
+    if len({*each}) > 1:
+        raise UserError(f"the processes have {each} devices: start all with as many")
     return Mesh(np.array(devices[:count]), (AXIS,))
 
 
@@ -3219,8 +3372,8 @@ def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
     if not name.startswith("grads"):
         return [{}]
     stage = cfg.stages[grads_stages(cfg)[int(name.removeprefix("grads"))][0]]
-    rows = micro_rows(cfg, stage.rows // mesh.size, stage.space)
-    ways = [{"micro_tokens": k * stage.space, "recompute": True} for k in rows]
+    count, space = len(stage.lengths(mesh.size)) // mesh.size, stage.space(mesh.size)
+    ways = [{"micro_tokens": k * space, "recompute": True} for k in micro_rows(cfg, count, space)]
     return [{}, *(ways[1:] if cfg.recompute else ways)]
 
 
@@ -3285,6 +3438,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
 KEPT = 2  # the newest checkpoints of a run; older ones are deleted
 PART_SECONDS = 120  # that process 0 waits for the rows of the others
+OFFSETS = "place.offsets."  # then the first row of those that follow
 PIECE = 2**27  # bytes that a host holds at a time of the n-gram table, which may have 65 GB
 
 
@@ -3309,38 +3463,53 @@ def keeps_end(cfg: Config) -> bool:
     return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
+def stored(cfg: Config, kind: str, name: str) -> tuple[int, ...]:
+    """The shape that checkpoints give to part of a state: of banks, which other numbers of devices
+    cut into other pieces, all numbers in a line."""
+    row = param_table(cfg)[name]
+    shape = map_state(cfg, lambda shape, dtype, row: shape)[kind][name]
+    return (math.prod(shape),) if row.optimizer == "anvil" else shape
+
+
 def own_rows(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
     """({name: array} on the host, iterator over more of such pairs) of what this process writes.
 
-    Names are kind.name.first_row. Of what is cut, a process has the rows of its devices, without
-    padding; of what every device has, process 0 has the first replica. The n-gram table comes by
-    the iterator, in pieces of PIECE bytes that leave the devices one by one, so they must keep it
-    until its end. All else is copied, and all these transfers begin before one is waited for.
+    Names are kind.name.first_row; see `stored`. Of what is cut, a process has the rows of its
+    devices, without padding; of what every device has, process 0 has the first replica. The n-gram
+    table comes by the iterator, in pieces of PIECE bytes that leave the devices one by one, so they
+    must keep it until its end. All else is copied, and all these transfers begin before one is
+    waited for.
     """
     copied, table = [], []
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
-        row = param_table(cfg)[name]
+        row, shape = param_table(cfg)[name], stored(cfg, kind, name)
         for shard in array.addressable_shards:
-            first = shard.index[0].start or 0
-            rows = min(len(shard.data), row.shape[0] - first)
+            each = math.prod(array.shape[1:]) // math.prod(shape[1:])  # stored rows in one
+            first = (shard.index[0].start or 0) * each
+            rows = min(len(shard.data) * each, shape[0] - first)
             if shard.replica_id == 0 and rows > 0:
                 large = kind == "params" and row.optimizer == "rows"
-                (table if large else copied).append((f"{kind}.{name}", first, rows, shard.data))
+                part = f"{kind}.{name}", first, rows, shard.data, shape[1:]
+                (table if large else copied).append(part)
 
     def pieces():
-        for name, first, rows, data in table:
+        for name, first, rows, data, _ in table:
             size = max(1, PIECE * len(data) // data.nbytes)
             for at in range(0, rows, size):
                 count = min(size, rows - at)
                 part = data if len(data) <= size else lax.dynamic_slice_in_dim(data, at, count)
                 yield f"{name}.{first + at}", np.asarray(part)[:count]
 
-    for *_, data in copied:
+    for *_, data, _ in copied:
         data.copy_to_host_async()
     # A copy stays when the state is donated; of a CPU's arrays numpy would give a view.
     copy = np.array if jax.default_backend() == "cpu" else np.asarray
-    return {f"{name}.{first}": copy(data)[:rows] for name, first, rows, data in copied}, pieces()
+    found = {
+        f"{name}.{first}": copy(data).reshape(-1, *width)[:rows]
+        for name, first, rows, data, width in copied
+    }
+    return found, pieces()
 
 
 @contextlib.contextmanager
@@ -3423,8 +3592,12 @@ def read_checkpoint(folder: Path) -> Saved:
         with zipfile.ZipFile(folder / f"{process}.npz") as file:
             if name := file.testzip():
                 raise ValueError(f"{name} in {process}.npz is not as it was written")
-    cfg, (cursor, offsets) = config_from_json(meta.pop("config")), meta.pop("place")
-    return Saved(folder=folder, cfg=cfg, place=Place(cursor, tuple(offsets)), **meta)
+    cfg, offsets = config_from_json(meta.pop("config")), {}
+    for process in range(meta["processes"]):
+        file = np.load(folder / f"{process}.npz")
+        offsets |= {int(x[len(OFFSETS) :]): file[x] for x in file.files if x.startswith(OFFSETS)}
+    offsets = np.concatenate([part for _, part in sorted(offsets.items())]).tolist()
+    return Saved(folder=folder, cfg=cfg, place=Place(meta.pop("cursor"), tuple(offsets)), **meta)
 
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
@@ -3461,20 +3634,22 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
         for member in file.files:
             name, _, first = member.rpartition(".")
             places.setdefault(name, []).append((int(first), process, member))
-    wanted, table = abstract_state(saved.cfg, mesh), param_table(saved.cfg)
+    wanted = abstract_state(saved.cfg, mesh)
     read = functools.lru_cache(1)(lambda process, member: files[process][member])  # for neighbours
     put_rows = jax.jit(lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
 
     def load(path, leaf):
-        name, width = ".".join(key.key for key in path), leaf.shape[1:]
+        kind, name = (key.key for key in path)
+        (rows, *width), name = stored(saved.cfg, kind, name), f"{kind}.{name}"
+        each = math.prod(leaf.shape[1:]) // math.prod(width)  # stored rows in one of the leaf
         parts = sorted(places.get(name, []))
-        ends = [*(first for first, _, _ in parts[1:]), table[path[1].key].shape[0]]
-        stored = np.dtype(np.uint16) if leaf.dtype == jnp.bfloat16 else leaf.dtype
+        ends = [*(first for first, _, _ in parts[1:]), rows]
+        dtype = np.dtype(np.uint16) if leaf.dtype == jnp.bfloat16 else leaf.dtype
         if not parts or parts[0][0] != 0:
             raise UserError(f"{saved.folder} lacks rows of {name}: use another checkpoint")
 
         def share(device, index):
-            start, stop, _ = index[0].indices(leaf.shape[0])
+            start, stop, _ = (each * x for x in index[0].indices(leaf.shape[0]))
             size = (stop - start, *width)  # with zeros where there is padding
             large = math.prod(size) * leaf.dtype.itemsize > PIECE
             zeros = functools.partial(jnp.zeros, device=device) if large else np.zeros
@@ -3484,14 +3659,15 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
                 if low >= high:
                     continue
                 array, shape = read(process, member), (end - first, *width)
-                if (array.dtype, array.shape) != (stored, shape):
-                    is_one = f"is {array.dtype}{[*array.shape]}, not {stored}{[*shape]}"
+                if (array.dtype, array.shape) != (dtype, shape):
+                    is_one = f"is {array.dtype}{[*array.shape]}, not {dtype}{[*shape]}"
                     raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
-                rows = array[low - first : high - first].view(leaf.dtype)
+                found = array[low - first : high - first].view(leaf.dtype)
                 if large:
-                    out = put_rows(out, rows, low - start, 0).block_until_ready()
+                    out = put_rows(out, found, low - start, 0).block_until_ready()
                 else:
-                    out[low - start : high - start] = rows
+                    out[low - start : high - start] = found
+            out = out.reshape(-1, *leaf.shape[1:])
             return jax.device_put(out, device).block_until_ready()
 
         shares = leaf.sharding.addressable_devices_indices_map(leaf.shape)
@@ -3528,7 +3704,9 @@ class Saver:
         began, go_on = time.perf_counter(), threading.Event()
         if self.thread:
             self.thread.join()
-        (copies, pieces), meta = own_rows(self.cfg, state), self.log.meta(step, place)
+        (copies, pieces), meta = own_rows(self.cfg, state), self.log.meta(step, place.cursor)
+        if place.offsets:
+            copies[f"{OFFSETS}{place.first}"] = np.array(place.offsets)
 
         def rows():
             yield from pieces
@@ -3665,7 +3843,12 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     if compile(SOURCE, __file__, "exec", dont_inherit=True) != RUNNING:
         raise UserError("train_gpt.py was changed while it started: start it again")
     device = mesh.devices.flat[0]
-    options = COMPILER_OPTIONS.get(device.platform, {})
+    choices = {"kernels": reason, "compiler_options": COMPILER_OPTIONS.get(device.platform, {})}
+    if mesh.size > cfg.rows:  # not what the recipe says
+        choices["rows"] = {
+            "count": mesh.size,
+            "tokens": [x.lengths(mesh.size)[0] for x in cfg.stages],
+        }
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
@@ -3677,7 +3860,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         | {"count": mesh.size, "processes": jax.process_count()},
         "host": host(),
         "environment": environment(),
-        "choices": {"kernels": reason, "compiler_options": options},
+        "choices": choices,
     }
 
 
@@ -3764,11 +3947,11 @@ class RunLog:
         for file in self.files.values():
             self.attempt(os.fsync, file.fileno())
 
-    def meta(self, step: int, place: Place) -> dict:
+    def meta(self, step: int, cursor: int) -> dict:
         """What a checkpoint says beside its arrays."""
         sizes = {name: file.tell() + len(self.kept[name]) for name, file in self.files.items()}
         facts = {key: self.facts[key] for key in ("config", "data", "source_sha256")}
-        now = {"step": step, "train_time_ms": self.clock.ms(), "place": place}
+        now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": cursor}
         return {**now, "logs": sizes, **facts}
 
     def line(self, step: int, kind: str, loss: float, shown: str = "", **more) -> str:
@@ -3903,6 +4086,9 @@ def open_log(
     if saved and jax.process_index() == 0:
         set_aside(saved)
     say(f"run {folder} on {on}; kernels: {facts['choices']['kernels']}")
+    if rows := facts["choices"].get("rows"):
+        tokens = ", ".join(map(str, rows["tokens"]))
+        say(f"a batch is cut into {rows['count']} rows, not {cfg.rows}: of {tokens} tokens")
     if saved:
         say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
@@ -3933,7 +4119,8 @@ def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float, s
 # Signals and hosts: several processes, each with its own devices, that run the same programs
 # ------------------------------------------------------------------------------------------------
 
-HEARTBEAT_SECONDS = 30  # jax ends all processes when one has given no sign of life for so long
+BEAT_SECONDS = 2  # between signs of life of a process
+HEARTBEAT_SECONDS = 30  # all end when one has given none for so long
 JOIN_SECONDS = 300  # that a process waits for the others at the start
 
 
@@ -4016,12 +4203,94 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         jax.distributed.initialize(
             *(coordinator, processes, process_id),
             initialization_timeout=2 * JOIN_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS + 15,  # Watch says more clearly who is gone
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
     finally:
         timer.cancel()
+
+
+class Watch:
+    """Signs of life of all processes, by the table that jax's service, in process 0, keeps for
+    them: where one has none, its collectives would wait for ever on TPUs and GPUs.
+
+    All others end with a line that names it, and status 2. jax would end them too, later and with
+    its own stack: at once where process 0 is gone, so that is said when jax aborts.
+    """
+
+    now: "Watch | None" = None  # that of this process, if there are others
+
+    def __init__(self):
+        from jax._src import distributed  # there is no public way to the table
+
+        self.table, self.service = distributed.global_state.client, distributed.global_state
+        began, count = time.monotonic(), jax.process_count()
+        self.words = {i: ("", began) for i in range(count)}  # process -> its last, when it was new
+        self.left, self.name = threading.Event(), socket.gethostname()
+        Watch.now = self
+        self.tell("0")
+        threading.Thread(target=self.beat, daemon=True).start()
+        # Not by Python's signal: its handlers run in the main thread, which is somewhere in jax.
+        self.abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: self.aborted())
+        ctypes.CDLL(None).signal(int(signal.SIGABRT), self.abort)
+
+    def tell(self, word: str):
+        """A word of this process to all, after the name of its host."""
+        key = f"alive/{jax.process_index()}"
+        self.table.key_value_set(key, f"{self.name} {word}", allow_overwrite=True)
+
+    def beat(self):
+        """Tell and hear, until this process has left."""
+        for beat in itertools.count(1):
+            if self.left.wait(BEAT_SECONDS):
+                return
+            try:
+                self.tell(str(beat))
+                for key, word in self.table.key_value_dir_get("alive/"):
+                    process = int(key.rpartition("/")[2])
+                    if word != self.words[process][0]:
+                        self.words[process] = word, time.monotonic()
+            except jax.errors.JaxRuntimeError:
+                self.aborted()
+            if gone := self.gone():
+                self.end(gone)
+
+    def gone(self) -> str:
+        """Who has given no sign of life for HEARTBEAT_SECONDS, or has said that it ends."""
+        late = time.monotonic() - HEARTBEAT_SECONDS
+        said = ((i, word.rpartition(" ")[2], at) for i, (word, at) in self.words.items())
+        found = (i for i, word, at in said if word == "ends" or (at < late and word != "left"))
+        return ", ".join(map(self.known_as, found))
+
+    def known_as(self, process: int) -> str:
+        """A process, with its host if that is known."""
+        name = self.words[process][0].partition(" ")[0]
+        return f"process {process}" + f" on {name}" * bool(name)
+
+    def aborted(self):
+        """What to do when jax aborts, or its service does not answer: process 0 has ended, unless
+        somebody listens there."""
+        host, _, port = (self.service.coordinator_address or ":0").rpartition(":")
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), port), 2):
+            self.end(self.gone() or f"jax in {self.known_as(jax.process_index())}")
+        self.end(self.gone() or self.known_as(0))
+
+    def end(self, who: str):
+        """End with a line; not if this process is at its end anyway."""
+        if not self.left.is_set():
+            self.left.set()
+            cure = "start all of them again, or --resume the run, also with fewer"
+            tell(f"error: {who} has ended, or does not answer: {cure}", sys.stderr)
+            if jax.process_index() == 0:  # the others should find out before its service ends
+                time.sleep(3 * BEAT_SECONDS)
+            os._exit(2)
+
+    def leave(self, word: str = "left"):
+        """No more signs of life, which is well, but for "ends": then the others end, too."""
+        self.left.set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.tell(word)
 
 
 def check_port(coordinator: str):
@@ -4054,6 +4323,8 @@ def from_first(text: str) -> str:
 
 def alone(status: int) -> int:
     """`status`; one of several processes ends with it at once: a farewell waits for the others."""
+    if Watch.now:
+        Watch.now.leave("ends")
     if jax.distributed.is_initialized():
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed at the start
             with contextlib.suppress(OSError):
@@ -4204,6 +4475,8 @@ def run(argv: list[str], command: str):
         resolve(args, lambda line: None)  # what is wrong with it is said before others wait
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # before anything else asks jax: without a backend this is one line
+    if jax.distributed.is_initialized():
+        Watch()
     say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume is None:
         saved, cfg = None, resolve(args, say)
@@ -4213,6 +4486,8 @@ def run(argv: list[str], command: str):
         moved = {"devices": 0 if many else saved.cfg.devices, "data": args.data or saved.cfg.data}
         cfg = validate(overridden(dataclasses.replace(saved.cfg, **moved), args.set))
     train(cfg, Path(args.out), command, saved, args.profile, say)
+    if Watch.now:
+        Watch.now.leave()
 
 
 def report_errors(do: Callable) -> int:
@@ -4222,6 +4497,8 @@ def report_errors(do: Callable) -> int:
     try:
         return do() or 0
     except Stopped as stop:
+        if Watch.now:
+            Watch.now.leave()
         tell(stop)
         return 128 + stop.number
     except KeyboardInterrupt:
@@ -4235,6 +4512,8 @@ def report_errors(do: Callable) -> int:
         elif jax.distributed.is_initialized() and not isinstance(error, UserError):
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 traceback.print_exc()
+            if Watch.now:  # who has ended is known soon, and then said
+                time.sleep(HEARTBEAT_SECONDS + 3 * BEAT_SECONDS)
             line = f"the devices failed: {line}"
             hint = "(if another process has ended, start all of them again, or --resume the run)"
         elif not isinstance(error, UserError | OSError):
@@ -4263,8 +4542,8 @@ def main(argv=None) -> int:
 SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours fits
 
 
-def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """(the Kernels for one of the run's devices, why these: a line for the log).
+def pick_kernels(cfg: Config, device, devices: int = 1) -> tuple[Kernels, str]:
+    """(the Kernels for one of the run's `devices`, why these: a line for the log).
 
     The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, projections,
     MLPs, weighted sums and the gradients of tables have kernels for TPUs since v5 and attention for
@@ -4275,7 +4554,7 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         return PLAIN, "plain, as asked for"
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
-    rows = [*(stage.space for stage in cfg.stages), cfg.val_row]
+    rows = [*(stage.space(devices) for stage in cfg.stages), cfg.val_row]
     window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
     window = min(window, max(rows))
     # Conditions are pairs: whether one fails, and what then is wrong.

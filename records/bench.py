@@ -93,15 +93,19 @@ def step_batches(cfg: T.Config, mesh, step: int, stream=None, words=()) -> list[
     All have the Hyper of `step`. `words` are the bytes of the tokens, if that is known. Rows of
     random tokens are not packed and documents not cut.
     """
-    known, place, batches = T.vocabulary(cfg, [*words]), T.first_place(cfg), []
+    known, place, batches = (
+        T.vocabulary(cfg, [*words]),
+        T.place_on(cfg, mesh, T.first_place(cfg)),
+        [],
+    )
     tokens = stream or RandomTokens(cfg, T.candidate_count(cfg, step))
     uncut = tuple(dataclasses.replace(stage, doc_cap=0) for stage in cfg.stages)
     cut = cfg if stream else dataclasses.replace(cfg, stages=uncut)
     for _ in range(BATCHES):
         if stream:
-            rows, _ = T.next_rows(stream, place.cursor, T.stage_at(cfg, step))
+            rows, _ = T.next_rows(stream, place.cursor, T.stage_at(cfg, step), mesh.size)
             T.check_ids(cfg, stream.paths[0].parent, rows)
-        *arrays, place = T.next_batch(cut, mesh.size, tokens, known, step, place)
+        *arrays, place = T.next_batch(cut, mesh, tokens, known, step, place)
         arrays = jax.tree.map(lambda x: T.put(x, mesh, jax.P(T.AXIS)), arrays)
         batches.append(T.Batch(*arrays, T.put_hyper(cfg, step, mesh), place))
     return batches
@@ -143,7 +147,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     mesh = T.make_mesh(cfg)
     device, parts, whole = mesh.devices.flat[0], parts or mesh.size, cfg
     cfg, peak = part_of(cfg, mesh.size, parts), T.peak_flops(device.device_kind)
-    kernels, reason = T.pick_kernels(cfg, device)
+    kernels, reason = T.pick_kernels(cfg, device, mesh.size)
     facts = T.run_facts(whole, mesh, command, reason) | {"parts": parts}
     if dump:
         T.make_folder(dump, "--dump")

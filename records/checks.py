@@ -125,6 +125,7 @@ TRACKS = {
         processes=1,
     ),
     "steps": Track("FineWeb to 3.28 in the fewest steps", batch_tokens=524_288),
+    "medium": Track("FineWeb to 2.92 on any hardware, each kind by itself", target=2.92),
 }
 # What the track `steps` fixes beside the batch: the architecture of the preset `speedrun`.
 ARCHITECTURE = {
@@ -194,7 +195,12 @@ FACTS = {  # run.json; in older ones choices and settings are missing
     "versions": VERSIONS,
     "devices": DEVICES,
     "host": {"cpu": HARDWARE, "cores": SOME, "platform": TEXT},
-    "choices?": {"kernels": TEXT, "compiler_options": table(WORD, f"{REAL}|{TEXT}|{FLAG}")},
+    "choices?": {
+        "kernels": TEXT,
+        "compiler_options": table(WORD, f"{REAL}|{TEXT}|{FLAG}"),
+        # of more devices than the recipe has rows
+        "rows?": {"count": SOME, "tokens": rf"\[{N}(?:, {N})*\]"},
+    },
     "environment": table(WORD, TEXT),
     "data": SHARDS,
     "compile_seconds": table(WORD, MS),

@@ -3,11 +3,12 @@
     pip install "jax[tpu]>=0.10.2,<0.12"
     python records/preflight.py TARGET [PRESET] [--set KEY=VALUE ...] [--dump DIR] [--program NAME]
 
-TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, or a TPU topology NAME:AxB that
-libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run is compiled by the
-real compiler, on any x86 machine, for devices that are absent: libtpu for TPUs; for GPUs the two
-packages that an error names. It takes minutes of a core for each program with gradients. With
---program only those programs are compiled. The exit status is 1 if a program does not fit.
+TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, h100x16 (two machines) or a TPU
+topology NAME:AxB that libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the
+run is compiled by the real compiler, on any x86 machine, for devices that are absent: libtpu for
+TPUs; for GPUs the two packages that an error names. It takes minutes of a core for each program
+with gradients. With --program only those programs are compiled. The exit status is 1 if a program
+does not fit.
 
 The figure that counts leads the report: seconds of the whole run, the sum of
 
@@ -20,7 +21,9 @@ The figure that counts leads the report: seconds of the whole run, the sum of
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the link's rate; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer: each byte goes all the way, and
-               through the middle of a v6e-8 two links carry half of all. The schedule is played:
+               through the middle of a v6e-8 two links carry half of all. (Of a v6e-256 rows and
+               columns close to rings.) Between two machines, what leaves one by the network cards
+               of all its GPUs, and of an all-to-all by a GPU's own. The schedule is played:
                links carry one collective after the other; what is started goes on beside other
                instructions until one awaits it; all else holds them up.
     moves      bytes of what has neither, above all what SparseCores do, at the memory's rate. A
@@ -100,7 +103,7 @@ TOPOLOGIES = {
     "v6e-64": "v6e:8x8",
     "v6e-256": "v6e:16x16",
 }
-GPU_TARGET = "h100x8"
+GPU_TARGETS = {"h100x8": "1x1x8", "h100x16": "1x2x8"}  # the latter: two machines
 # What the GPU compiler must know of an H100 SXM; figures of NVIDIA's data sheets.
 H100 = """
 device_description_str: "NVIDIA H100 80GB HBM3" platform_name: "CUDA"
@@ -174,13 +177,19 @@ class Hardware(NamedTuple):
     hbm: float | None = None  # bytes/s to and from memory, measured if that is known
     link: float | None = None  # bytes/s that leave through one link
     clock: float | None = None  # Hz of the compiler's cycles
+    network: float | None = None  # bytes/s that leave a machine for each of its devices
 
 
 HARDWARE = {  # by device kind; its peak FLOP/s stand in train_gpt.py
     # Of a v6e's memory 1,185 GB/s have been measured and published; its data sheet has 1,638.
     "TPU v6 lite": Hardware(int(31.25 * 2**30), 1.185e12, 56e9, 1.75e9),
     # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-    "NVIDIA H100 80GB HBM3": Hardware(int(0.75 * 81_559 * 2**20), 3.35e12, 450e9),
+    "NVIDIA H100 80GB HBM3": Hardware(
+        int(0.75 * 81_559 * 2**20),
+        3.35e12,
+        450e9,
+        network=50e9,  # a card of 400 Gbit/s for each
+    ),
 }
 
 
@@ -195,7 +204,7 @@ def hardware(kind: str) -> Hardware:
 
 
 def absent_devices(target: str) -> list:
-    """Devices for compilation only: a key of TOPOLOGIES, a TPU topology NAME:AxB, or GPU_TARGET.
+    """Devices for compilation only: a key of TOPOLOGIES or GPU_TARGETS, or a TPU's NAME:AxB.
 
     UserError if there is no such hardware, or no compiler for it.
     """
@@ -203,13 +212,13 @@ def absent_devices(target: str) -> list:
 
     for key, value in NOBODY_HOME.items():
         os.environ.setdefault(key, value)
-    known = f"use {', '.join((*TOPOLOGIES, GPU_TARGET))} or a TPU topology such as v5e:2x4"
+    known = f"use {', '.join((*TOPOLOGIES, *GPU_TARGETS))} or a TPU topology such as v5e:2x4"
     name = TOPOLOGIES.get(target, target)
-    if target == GPU_TARGET:
+    if target in GPU_TARGETS:
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
             parts = " ".join(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
             raise T.UserError(f"{target} needs the GPU compiler: pip install {parts}")
-        options = {"platform": "cuda", "topology_name": "h100", "topology": "1x1x8"}
+        options = {"platform": "cuda", "topology_name": "h100", "topology": GPU_TARGETS[target]}
         options["target_config"] = H100
     elif not re.fullmatch(r"\w+:\d+(x\d+)+", name):
         raise T.UserError(f"no such hardware as {target}: {known}")
@@ -217,7 +226,8 @@ def absent_devices(target: str) -> list:
         if importlib.util.find_spec("libtpu") is None:
             raise T.UserError(f'{target} needs the TPU compiler: pip install "jax[tpu]"')
         shape = [int(side) for side in name.split(":")[1].split("x")]
-        bounds = (*shape, *[1] * (3 - len(shape)))  # one host, as on a v6e-8 VM
+        whole = (*shape, *[1] * (3 - len(shape)))  # one host, as on a v6e-8 VM
+        bounds = whole if math.prod(shape) <= 8 else (2, 2, 1)  # on larger slices it has four chips
         options = {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": bounds}
     try:
         return topologies.get_topology_desc(**options).devices
@@ -227,12 +237,20 @@ def absent_devices(target: str) -> list:
 
 
 def link_count(devices) -> int:
-    """Links of the device that has fewest: at a corner of a TPU mesh, one for each axis.
-
-    In a v6e-256 axes close to rings, and each has two: there the floor of links is too high by 2.
-    """
+    """Links of the device that has fewest: at a corner of a TPU mesh, one for each axis; two where
+    that is a ring."""
     places = [getattr(device, "coords", (i,)) for i, device in enumerate(devices)]
-    return sum(len({*axis}) > 1 for axis in zip(*places, strict=True))
+    rings = hasattr(devices[0], "coords")
+    axes = [len({*axis}) for axis in zip(*places, strict=True)]
+    return sum((n > 1) + (rings and n >= RING) for n in axes)
+
+
+RING = 16  # chips along an axis of a v6e that closes to a ring: only a v6e-256 has them
+
+
+def machines(devices) -> int:
+    """On how many machines they are."""
+    return len({getattr(device, "process_index", 0) for device in devices})
 
 
 def all_to_all_load(devices) -> float:
@@ -247,7 +265,7 @@ def all_to_all_load(devices) -> float:
     places = [device.coords for device in devices if hasattr(device, "coords")]
     loads = [0.0]
     for axis in zip(*places, strict=True):
-        lines = len(places) / len({*axis})
+        lines = len(places) / len({*axis}) * (2 if len({*axis}) >= RING else 1)
         below = (sum(x < cut for x in axis) for cut in {*axis})
         loads += [a * (len(places) - a) / len(places) / lines for a in below]
     return max(loads)
@@ -817,6 +835,7 @@ def analyse(compiled, mesh, schedules: Path, shares: dict[int, float] | None = N
     every = (one for scope in computations.values() for one in scope.values())
     kernels = read_schedules(every, schedules, notes)
     links, load = link_count(devices) or 1, all_to_all_load(devices)
+    hosts = machines(devices)
 
     def cycles(one, factor=KERNEL_FACTOR) -> int:
         found = (kernels or {}).get(one.name)
@@ -839,7 +858,12 @@ def analyse(compiled, mesh, schedules: Path, shares: dict[int, float] | None = N
     def cross(one) -> float:
         size, sent = sent_bytes(one, mesh.size)
         across = size * load if one.collective == "all-to-all" else 0.0
-        return max(sent / links, across) / known.link if known.link else 0.0
+        inside = max(sent / links, across) / known.link if known.link else 0.0
+        if hosts == 1 or not known.network:
+            return inside
+        cards = 1 if one.collective == "all-to-all" else len(devices) / hosts
+        leaves = size * (1 - 1 / hosts) * (2 if one.collective == "all-reduce" else 1)
+        return max(inside, leaves / cards / known.network)
 
     instructions = [*walk(computations, entry, notes, work, shares)]
     linked, alone = link_seconds(instructions, work, cross)
@@ -909,11 +933,12 @@ def refused(error: Exception) -> dict:
 # ------------------------------------------------------------------------------------------------
 
 
-def executions(cfg: T.Config) -> Counter:
+def executions(cfg: T.Config, devices: int) -> Counter:
     """How many times each program runs in the whole run."""
     counts = Counter(name for step in range(cfg.steps) for name in T.programs_of(cfg, step))
     validations = 1 + sum(T.every(cfg.val_every, step) for step in range(cfg.steps))
-    counts["finish"], counts["eval"] = 1, validations * (cfg.val_tokens // cfg.val_batch)
+    rows = cfg.val_tokens // cfg.val_row
+    counts["finish"], counts["eval"] = 1, validations * -(-rows // cfg.val_count(devices))
     return counts
 
 
@@ -928,7 +953,7 @@ def softmax_shares(cfg: T.Config, name: str) -> dict[int, float]:
     return {n: count / counts.total() for n, count in counts.items()}
 
 
-def about(cfg: T.Config, name: str) -> dict:
+def about(cfg: T.Config, name: str, devices: int) -> dict:
     """What a program takes, for its row of preflight.json; "what" says it for a reader."""
     table, steps = T.param_table(cfg), T.updates(cfg)
     if name in (*steps, "finish"):
@@ -940,7 +965,8 @@ def about(cfg: T.Config, name: str) -> dict:
         if steps.get(name, 1) > 1:
             what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
-    batch, row, windows, targets, ids = cfg.val_batch, cfg.val_row, cfg.val_windows, 1, []
+    batch = min(cfg.val_count(devices) * cfg.val_row, cfg.val_tokens)
+    row, windows, targets, ids = cfg.val_row, cfg.val_windows, 1, []
     if name != "eval":
         steps = steps_of(cfg, name)
         stages = T.grads_stages(cfg)[int(name.removeprefix("grads"))]
@@ -948,7 +974,8 @@ def about(cfg: T.Config, name: str) -> dict:
         total = sum(T.stage_at(cfg, step).batch_tokens for step in steps)
         mean = total / max(len(steps), 1)
         batch = int(mean) if mean.is_integer() else mean
-        row, windows, targets = stage.space, stage.windows, len(stage.weights) + any(stage.prefix)
+        row, windows = stage.space(devices), stage.windows
+        targets = len(stage.weights) + any(stage.prefix)
     what = f"{batch:,.0f} tokens, rows of {row:,}, windows {windows[0]}/{windows[1]}"
     if targets > 1 or any(ids):
         what += f", {targets} targets of " if targets > 1 else ", "
@@ -967,11 +994,11 @@ def about(cfg: T.Config, name: str) -> dict:
 DOCUMENTS = 1050, 1.0
 
 
-def typical_starts(cfg: T.Config, stage: T.Stage) -> np.ndarray:
+def typical_starts(cfg: T.Config, stage: T.Stage, devices: int) -> np.ndarray:
     """Where the documents of a batch's tokens begin in their rows, int32 [rows, t], as documents of
     typical lengths fill rows of `stage` in plan_packed's order."""
     (mean, deviation), draw = DOCUMENTS, np.random.default_rng(0)
-    tokens = np.zeros((stage.rows, stage.space + 1), np.int32)
+    tokens = np.zeros((len(stage.lengths(devices)), stage.space(devices) + 1), np.int32)
     for row in tokens:
         at = 0
         while at < row.size:
@@ -988,10 +1015,11 @@ def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) 
     As T.visits, the kernels' rule, has it. None as ms: not all schedules say what a visit takes.
     """
     stage = cfg.stages[T.grads_stages(cfg)[int(name.removeprefix("grads"))][0]]
-    rows, starts, found = stage.rows, typical_starts(cfg, stage), {}
+    starts, found = typical_starts(cfg, stage, devices), {}
+    rows = len(starts)
     for i in cfg.layers_with("attends"):
         heads = T.heads_of(cfg, i, stage.windows)
-        plan = T.window_plan(heads, stage.space)
+        plan = T.window_plan(heads, stage.space(devices))
         earliest = plan.earliest(starts)
         blocks = np.arange(earliest.shape[1])
         seen = [int(T.visits(blocks, j, earliest).sum()) for j in range(plan.slots)]
@@ -1010,11 +1038,11 @@ def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) 
     return [*found.values()]
 
 
-def model_flops(cfg: T.Config, name: str) -> float:
-    """Model FLOPs of a mean execution of a program, on all devices."""
+def model_flops(cfg: T.Config, name: str, tokens: float) -> float:
+    """Model FLOPs of a mean execution of a program, on all devices; `tokens` are a validation's."""
     if name == "eval":  # a forward pass only, over the whole vocabulary
         whole = tuple(dataclasses.replace(s, candidates=(0,)) for s in cfg.stages)
-        return T.flops_per_token(dataclasses.replace(cfg, stages=whole), 0) / 3 * cfg.val_batch
+        return T.flops_per_token(dataclasses.replace(cfg, stages=whole), 0) / 3 * tokens
     steps = steps_of(cfg, name)
     each = (T.flops_per_token(cfg, step) * T.stage_at(cfg, step).batch_tokens for step in steps)
     return sum(each) / max(len(steps), 1)
@@ -1024,9 +1052,9 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
     """Compile a program; its row of preflight.json. Model FLOPs are those of all devices."""
     kind, start = mesh.devices.flat[0].device_kind, time.perf_counter()
     limit, peak = hardware(kind).memory, T.peak_flops(kind)
-    of = about(cfg, name)
-    row = {"name": name, "steps": executions(cfg)[name], **of}
-    row["model_flops"] = model_flops(cfg, name)
+    of = about(cfg, name, mesh.size)
+    row = {"name": name, "steps": executions(cfg, mesh.size)[name], **of}
+    row["model_flops"] = model_flops(cfg, name, of["tokens_per_step"])
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
     row |= {"device_bytes_limit": limit, "settings": None, "hlo": None}
     try:
@@ -1223,6 +1251,21 @@ def verdict(report: dict) -> tuple[bool, list[str]]:
     return True, [f"{which} fit {memory}" if limit < math.inf else "its memory is not known here"]
 
 
+def source_of(cfg: T.Config, target: str) -> str:
+    """A hash of all that a prediction is made of."""
+    read = [Path(module.__file__).read_bytes() for module in (T, sys.modules[__name__])]
+    return hashlib.sha256(b"".join([*read, repr((cfg, target)).encode()])).hexdigest()
+
+
+def kept(cfg: T.Config, target: str, dump: Path) -> dict[str, dict]:
+    """Name -> row of the programs that stand in `dump`, made of the same."""
+    if not (dump / "preflight.json").exists():
+        return {}
+    before = json.loads((dump / "preflight.json").read_text())
+    same = (before.get("made_of"), before["versions"]) == (source_of(cfg, target), T.versions())
+    return {row["name"]: row for row in before["variants"]} if same else {}
+
+
 def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", say=T.tell) -> bool:
     """Compile the run's programs for absent hardware, report what they need; whether they fit.
 
@@ -1231,12 +1274,11 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
     """
     if dump:
         T.make_folder(dump, "--dump")
-    read = [Path(module.__file__).read_bytes() for module in (T, sys.modules[__name__])]
-    made_of = hashlib.sha256(b"".join([*read, repr((cfg, target)).encode()])).hexdigest()
+    made_of = source_of(cfg, target)
     with schedule_dump() as schedules:
         devices = absent_devices(target)
         mesh = T.make_mesh(cfg, devices)
-        kernels, reason = T.pick_kernels(cfg, devices[0])
+        kernels, reason = T.pick_kernels(cfg, devices[0], mesh.size)
         say(f"kernels: {reason}")
         every = [*T.programs(cfg, mesh, kernels)]
         for name in names:
@@ -1248,10 +1290,8 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
             rows[name] = preflight_row(cfg, mesh, kernels, name, schedules, dump, say)
             rows[name]["cpu_seconds"] = round(sum(os.times()[:4]) - cpu, 1)
             say(f"{name} compiled in {rows[name]['compile_seconds']:.0f} s")
-    if dump and (dump / "preflight.json").exists():
-        before = json.loads((dump / "preflight.json").read_text())
-        if (before.get("made_of"), before["versions"]) == (made_of, T.versions()):
-            rows = {row["name"]: row for row in before["variants"]} | rows
+    if dump:
+        rows = kept(cfg, target, dump) | rows
     rows = [rows[name] for name in every if name in rows]
     report = {
         "preset": cfg.preset,
@@ -1282,7 +1322,9 @@ def main(argv=None) -> int:
 
     def run():
         parser = T.Parser(prog="preflight.py", description=__doc__.split("\n")[0])
-        parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 or the like")
+        parser.add_argument(
+            "target", metavar="TARGET", help="v6e-8, v6e-64, h100x8, v5e:2x4 or the like"
+        )
         T.add_config_options(parser)
         parser.add_argument("--dump", metavar="DIR", help="keep preflight.json and the programs")
         parser.add_argument(

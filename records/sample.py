@@ -33,7 +33,7 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
     """
     cfg, run_dir = dataclasses.replace(cfg, devices=1), saved.folder.parents[1]
     mesh, now = T.make_mesh(cfg), max(saved.step - 1, 0)  # the schedule's step
-    kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
+    kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(saved.cfg.seed))
     known = T.vocabulary(cfg, T.token_bytes(cfg, run_dir))

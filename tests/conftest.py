@@ -11,7 +11,7 @@ What protects what:
         test_steps          gradients in any micro-batches, whatever the padding; collectives,
                             donation, dtypes; validation
         test_golden         the losses of 12 steps to five digits, with and without kernels
-        test_devices        a whole training gives the same numbers on 1, 2, 4 and 8 devices
+        test_devices        a whole training gives the same numbers on 1 to 32 devices
         test_record92       the original: losses, gradients, optimizers, averages, schedule
         test_record92_data  the original: its rows of tokens, hashes, candidates, prefixes
         test_data           shards, packing against a walk over every token, batches, prefetch

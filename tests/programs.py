@@ -76,7 +76,7 @@ def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
     def one(name, x):
         row = T.param_table(cfg)[name]
         whole = np.zeros(T.padded(x.shape, row, mesh.size), x.dtype)
-        whole[: len(x)] = x
+        whole.reshape(-1)[: x.size] = x.reshape(-1)
         return T.put(whole, mesh, jax.P(T.AXIS) if row.sharded else jax.P())
 
     return {name: one(name, np.asarray(x)) for name, x in arrays.items()}
@@ -117,7 +117,7 @@ def fitting(program: T.Program, due: dict) -> dict:
 
 def requests(cfg: T.Config, grad, share: int, mesh):
     """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
-    n, size = mesh.size, max(T.capacity(cfg, s.batch_tokens, mesh.size) for s in cfg.stages)
+    n, size = mesh.size, T.capacity(cfg, T.event_room(cfg, mesh.size), mesh.size)
     wanted = np.full((n, n, size), share, np.int32)
     parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
     read = np.flatnonzero(np.any(grad, axis=1))
@@ -150,7 +150,7 @@ def programs_of(cfg: T.Config, devices: int) -> dict:
     """All programs of a run, as T.compile_all makes them."""
     if key(cfg, devices) not in BUILT:
         mesh = mesh_of(devices)
-        kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
+        kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0], devices)
         with quick_compilation():
             BUILT[key(cfg, devices)] = T.compile_all(cfg, mesh, kernels, lambda line: None)
     return BUILT[key(cfg, devices)][0]
@@ -171,7 +171,8 @@ def run_steps(
         copies = T.start_copies(cfg, mesh)(state["params"], seed)
     words = words or [bytes([i]) for i in range(min(cfg.bos, 256))]
     stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
-    batches = T.train_batches(cfg, mesh, stream, words, 0, T.first_place(cfg))
+    place = T.place_on(cfg, mesh, T.first_place(cfg))
+    batches = T.train_batches(cfg, mesh, stream, words, 0, place)
     for step, batch in enumerate(islice(batches, steps)):
         grads_of, *updates = T.programs_of(cfg, step)
         args = copies, state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
@@ -187,7 +188,12 @@ def run_steps(
         model = compiled["eval"], copies | changed, state["params"]["ngram_table"]
         val = T.TokenStream(folder, "val", cfg.bos)
         losses.append(T.evaluate(cfg, mesh, *model, cfg.steps, val, T.vocabulary(cfg, words)))
-    return losses, {k: jax.device_get(T.unpadded(cfg, arrays)) for k, arrays in state.items()}
+    shapes = T.map_state(cfg, lambda shape, dtype, row: np.zeros(shape, dtype))
+
+    def whole(x, like):
+        return np.asarray(x).reshape(-1)[: like.size].reshape(like.shape)
+
+    return losses, jax.tree.map(whole, state, shapes)
 
 
 def assert_same_training(got, want):

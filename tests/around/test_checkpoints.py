@@ -27,7 +27,10 @@ import train_gpt as T
 CFG = replace(programs.CFG, compute_dtype="bfloat16")  # as the n-gram table then is
 PLACE = T.Place(1234, (5, 0, 77, 3, 100, 1, 2, 4))
 META = {"train_time_ms": 1.5, "logs": {"log.txt": 7}, "data": {}, "source_sha256": "0"}
-META |= {"config": asdict(CFG), "place": PLACE}
+META |= {"config": asdict(CFG), "cursor": PLACE.cursor}
+
+
+OFFSETS = np.array(PLACE.offsets)
 
 
 def quiet(line):
@@ -46,7 +49,10 @@ def numbers(seed: int = 0, cfg=CFG) -> dict[str, np.ndarray]:
 
 
 def stored(found: dict) -> dict:
-    """The same as it lies in a checkpoint, which has the bits of bfloat16 as numbers."""
+    """The same as it lies in a checkpoint, which has the bits of bfloat16 as numbers, and all the
+    numbers of a bank in a line."""
+    found = {name: x.reshape(-1) if "_bank" in name else x for name, x in found.items()}
+    found["place.offsets"] = OFFSETS
     short = {name: x for name, x in found.items() if x.dtype.itemsize == 2}
     assert [*short] == ["params.ngram_table"]
     return found | {name: x.view(np.uint16) for name, x in short.items()}
@@ -69,7 +75,7 @@ def rows_of(state) -> dict[str, np.ndarray]:
 
 def write(folder, step: int, found: dict, devices: int = 8):
     """A checkpoint of one process with so many devices."""
-    rows = rows_of(state_of(found, mesh_of(devices)))
+    rows = rows_of(state_of(found, mesh_of(devices))) | {f"{T.OFFSETS}0": OFFSETS}
     T.write_checkpoint(folder, rows.items(), META | {"step": step})
 
 
@@ -84,7 +90,7 @@ def as_process(number: int, of: int = 2):
 
 def write_as_two(folder, step: int, found: dict, devices: int = 8):
     """A checkpoint of two processes: of what is cut, each has the rows of half of the devices."""
-    own, counts = ([], []), Counter()
+    own, counts = [[(f"{T.OFFSETS}{i}", OFFSETS[i : i + 4])] for i in (0, 4)], Counter()
     for member, x in rows_of(state_of(found, mesh_of(devices))).items():
         name = member.rpartition(".")[0]
         own[counts[name] >= devices // 2].append((member, x))
@@ -125,28 +131,30 @@ def test_members_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(f
             assert file[member].dtype == want[name].dtype
     assert each.keys() == want.keys()
     assert {name.split(".")[0] for name in each} == {
-        *("params", "first", "second", "fast", "slow", "equaliser"), *T.TAILS
+        *("params", "first", "second", "fast", "slow", "equaliser", "place"), *T.TAILS
     }  # fmt: skip
     # 104 rows on 8 devices are 13 each; of the last device's, 10 are of the table
     assert each["first.embed"] == [*((13 * i, 13) for i in range(7)), (91, 10)]
     # of 522 rows each device has 66, the last one 60; their second moments lie as they do
     assert each["params.ngram_table"] == [*((66 * i, 66) for i in range(7)), (462, 60)]
     assert each["second.ngram_table"] == each["params.ngram_table"]
-    # of 16 matrices 6 are padding
-    assert each["slow.mlp_bank"] == [(2 * i, 2) for i in range(5)]
+    # of 16 matrices 6 are padding; they have 4,096 numbers
+    assert each["slow.mlp_bank"] == [(8192 * i, 8192) for i in range(5)]
+    assert each["place.offsets"] == [(0, 8)]
     assert each["params.smear_gate"] == [(0, 1)]
     with np.load(folder / "8/0.npz") as first, np.load(folder / "8/1.npz") as second:
         assert "params.embed.39" in first.files and "params.embed.52" in second.files
         assert "params.smear_gate.0" in first.files
-        assert {name.split(".")[1] for name in second.files} == {
+        assert {name.split(".")[1] for name in second.files} == {"offsets"} | {
             name for name, row in table.items() if row.sharded
         }
 
 
 def test_what_is_read_says_all_that_was_written(folder):
     saved = T.read_checkpoint(folder / "8")
-    want = {key: value for key, value in META.items() if key != "config"}
-    assert saved == T.Saved(folder=folder / "8", cfg=CFG, step=8, processes=2, **want)
+    want = {key: value for key, value in META.items() if key not in ("config", "cursor")}
+    want |= {"cfg": CFG, "step": 8, "place": PLACE, "processes": 2}
+    assert saved == T.Saved(folder=folder / "8", **want)
     assert type(saved.place) is T.Place
     for step in (6, 8):
         assert_same_arrays(arrays(folder / str(step)), stored(numbers(step)))
@@ -166,7 +174,8 @@ def test_any_number_of_devices_reads_what_any_number_has_written(folder, tmp_pat
     for got, same in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
         assert (got.dtype, got.sharding) == (same.dtype, same.sharding)
         np.testing.assert_array_equal(got, same)  # zeros where there is padding
-    T.write_checkpoint(tmp_path / "again", rows_of(state).items(), META | {"step": step})
+    rows = rows_of(state) | {f"{T.OFFSETS}0": OFFSETS}
+    T.write_checkpoint(tmp_path / "again", rows.items(), META | {"step": step})
     assert_same_arrays(arrays(tmp_path / f"again/{step}"), stored(numbers(step)))
 
 
@@ -196,6 +205,7 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch, devices):
     with peak_below(half):
         copies, pieces = T.own_rows(cfg, state)
         meta = META | {"step": 2, "config": asdict(cfg)}
+        copies[f"{T.OFFSETS}0"] = OFFSETS
         T.write_checkpoint(tmp_path, chain(pieces, copies.items()), meta)
     with zipfile.ZipFile(tmp_path / "2/0.npz") as file:
         sizes = [x.file_size for x in file.infolist() if x.filename.startswith("params.ngram")]
@@ -211,6 +221,7 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch, devices):
 def test_what_is_copied_of_the_state_stays():
     """The next step takes the memory of the state while the thread of the Saver still writes."""
     state, want = state_of(numbers(), mesh_of(2)), numbers()
+    want = {name: x.reshape(-1) if "_bank" in name else x for name, x in want.items()}
     copies, pieces = T.own_rows(CFG, state)
     table = [piece.copy() for _, piece in pieces]
     spoil = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 0 - 1, x), donate_argnums=0)
@@ -238,7 +249,7 @@ def test_training_waits_until_the_table_is_written_and_no_longer(tmp_path, monke
 
     log = SimpleNamespace(
         folder=tmp_path,
-        meta=lambda step, place: META | {"step": step, "place": place},
+        meta=lambda step, cursor: META | {"step": step, "cursor": cursor},
         sync=lambda: None,
         write=lambda name, line: written.append(line),
     )
@@ -247,7 +258,7 @@ def test_training_waits_until_the_table_is_written_and_no_longer(tmp_path, monke
         saver.save(2, state, PLACE)
         assert written == ["params.ngram_table.0", "params.ngram_table.261"]
         goes_on.set()
-    assert not saver.missing and {*rows_of(state)} == {*written[:-1]}
+    assert not saver.missing and {*rows_of(state), "place.offsets.0"} == {*written[:-1]}
     size = (tmp_path / "checkpoints/2/0.npz").stat().st_size / 1e6
     assert re.fullmatch(
         rf"checkpoint:2 held the loop for [\d.]+ms, {size:.1f} MB written in [\d.]+s", written[-1]

@@ -177,7 +177,7 @@ def test_gradients_are_the_same_whichever_setting_is_taken(monkeypatch, shards):
     table = T.param_table(CFG)
     params = {n: rng.normal(0, 0.3, row.shape).astype(np.float32) for n, row in table.items()}
     stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(CFG, [])
-    *batch, _ = T.next_batch(CFG, 1, stream, known, 0, T.first_place(CFG))
+    *batch, _ = T.next_batch(CFG, mesh, stream, known, 0, T.first_place(CFG))
     batch = jax.tree.map(lambda x: T.put(x, mesh, T.P(T.AXIS)), batch)
     laid = lay(CFG, params, mesh)
     copies = T.start_copies(CFG, mesh)(laid, np.uint32(0))

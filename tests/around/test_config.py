@@ -35,8 +35,8 @@ def test_every_preset_is_valid_on_every_device_count(name, devices):
     assert T.make_mesh(cfg).size == devices
 
 
-def test_there_are_two_presets_and_the_record_is_the_default():
-    assert {*T.PRESETS} - {"small"} == {"speedrun", "tiny"}
+def test_there_are_three_presets_and_the_record_is_the_default():
+    assert {*T.PRESETS} - {"small"} == {"speedrun", "medium", "tiny"}
     assert SPEEDRUN == T.Config()
 
 
@@ -469,12 +469,8 @@ def test_wrong_types_are_refused(changes, words):
     [
         ({"devices": 16}, "devices=16, but there are 8: use a smaller number or 0"),
         (
-            {"devices": 3},
-            r"stages.0.batch_tokens has 8 rows, which 3 .* a divisor of 8 \(1, 2, 4, 8\), or",
-        ),
-        (  # a number that both can share
-            {"val_batch": 64 * 4},
-            r"val_batch has 4 rows, which 8 .* a divisor of 4 \(1, 2, 4\), or a larger val_batch",
+            {"stages": (T.Stage(1.0, 8, 4, 0, (8, 32), 1.0, (1, 0.5), (1, 0)),), "extension": 0},
+            r"stages.0.batch_tokens=8 are too few for 8 devices: use --set devices=N with less, or",
         ),
     ],
 )
@@ -483,16 +479,14 @@ def test_device_counts_that_cannot_share_the_work_are_refused(changes, words):
         T.make_mesh(small_config(**changes))
 
 
-def test_any_number_of_devices_that_divides_the_rows_of_every_batch_will_do():
-    stages = tuple(replace(s, batch_tokens=6 * s.row_tokens) for s in STAGES)
-    cfg = small_config(stages=stages, val_batch=64 * 6, val_tokens=64 * 12)
-    assert [T.make_mesh(replace(cfg, devices=n)).size for n in (1, 2, 3, 6)] == [1, 2, 3, 6]
+def test_any_number_of_devices_will_do():
+    assert [T.make_mesh(small_config(devices=n)).size for n in range(1, 9)] == [*range(1, 9)]
 
 
 def test_an_unknown_preset_is_one_line_and_status_2(capsys):
     assert T.main(["sprint"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: unknown preset 'sprint'; there are: speedrun, tiny")
+    assert error.startswith("error: unknown preset 'sprint'; there are: speedrun, medium, tiny")
     assert error.count("\n") == 1
 
 

@@ -145,17 +145,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch_two(launch, *args, own=({}, {}), **settings):
-    """Two processes of one run, with 4 devices each."""
+def launch_all(launch, *args, count=2, own=({}, {}), **settings):
+    """Processes of one run, with 8 devices together."""
     where = f"127.0.0.1:{free_port()}"
-    group = "--coordinator", where, "--processes", 2, "--process-id"
-    return [launch(*args, *group, i, devices=4, **settings, **own[i]) for i in (0, 1)]
+    group = "--coordinator", where, "--processes", count, "--process-id"
+    own = [*own, *[{}] * count][:count]
+    each = enumerate({"devices": 8 // count} | settings | mine for mine in own)
+    return [launch(*args, *group, i, **settings) for i, settings in each]
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_stop_together_with_one_checkpoint(launch, shards, tmp_path):
     """SIGTERM to the second is the end of both; one process goes on from the files of both."""
-    both = launch_two(
+    both = launch_all(
         launch, "--out", tmp_path / "two", preset="brief", seconds=0.1, checkpoint_every=0
     )
     cfg = replace(BRIEF, steps=STEPS, val_every=10, checkpoint_every=0)
@@ -199,7 +201,7 @@ def on_eight(launch, tmp_path_factory):
 def of_two(launch, tmp_path_factory):
     """The folder of a run of two processes, and what they printed."""
     out = tmp_path_factory.mktemp("two")
-    both = launch_two(launch, "--out", out)
+    both = launch_all(launch, "--out", out)
     for process in both:
         assert ends(process) == 0, "".join(process.said + process.warned)
     return only(out), both
@@ -218,7 +220,7 @@ def test_two_processes_train_as_one_does(of_two, on_eight):
     assert re.sub(gloo, "", "".join(second.said[1:])) == ""
     with np.load(run / f"checkpoints/{STEPS}/1.npz") as file:
         names = {name.split(".")[1] for name in file.files}
-    assert names == {name for name, row in T.param_table(BRIEF).items() if row.sharded}
+    assert names == {n for n, row in T.param_table(BRIEF).items() if row.sharded} | {"offsets"}
     assert sum(line.startswith("step:") for line in first.said) == STEPS + 5
 
 
@@ -246,35 +248,80 @@ def test_run_of_one_process_resumes_in_two(launch, on_eight, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert ends(process) == 143
     run = only(tmp_path)
-    both = launch_two(launch, "--resume", run, seconds=0.1)
+    both = launch_all(launch, "--resume", run, seconds=0.1)
     wait_for(both[0], "^step:")
     both[1].send_signal(signal.SIGTERM)
     assert [ends(process) for process in both] == [143, 143]
     step = T.find_checkpoint(run).step
     assert 12 <= step < STEPS
-    both = launch_two(launch, "--resume", run)
+    both = launch_all(launch, "--resume", run)
     assert [ends(process) for process in both] == [0, 0]
     assert_close(result(run), on_eight)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_process_is_killed_the_other_ends_with_an_error(launch, of_two, tmp_path, victim):
-    both = launch_two(launch, "--out", tmp_path, seconds=0.1)
-    wait_for(both[0], "step:5/")
-    both[victim].kill()
-    began, other = time.monotonic(), both[1 - victim]
-    assert ends(other, 60) != 0 and time.monotonic() - began < 60
-    # Ours, or, where process 0 has ended, of the service of jax that it kept.
-    words = "^error: the devices failed: .*if another process has ended|another task died"
-    assert any(re.search(words, line) for line in other.warned), other.warned
+@pytest.mark.parametrize("victim", [0, 2])
+def test_when_one_of_four_is_killed_all_end_and_fewer_go_on(launch, on_eight, tmp_path, victim):
+    """Within a minute, with a line that says which; process 0 keeps the service that tells them."""
+    four = launch_all(launch, "--out", tmp_path, count=4, seconds=0.1)
+    wait_for(four[0], "step:15/")
+    four[victim].kill()
+    began, others = time.monotonic(), [x for i, x in enumerate(four) if i != victim]
+    name = f"process {victim} on {re.escape(socket.gethostname())}"
+    words = f"^error: {name} has ended, or does not answer: start all of them again, or --resume"
+    for process in others:
+        assert ends(process, 60) == 2 and time.monotonic() - began < 60
+        assert re.search(words, process.warned[-1]), process.warned
     run = only(tmp_path)
     assert all(T.read_checkpoint(run / f"checkpoints/{step}") for step in visible(run))
+    fewer = launch_all(launch, "--resume", run, count=2, devices=2)
+    assert [ends(process) for process in fewer] == [0, 0], fewer[0].warned
+    assert facts(run)["devices"] | {"kind": 0} == {
+        **{"kind": 0, "platform": "cpu", "count": 4, "processes": 2}
+    }
+    assert_close(result(run), on_eight)
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one_does(launch, on_eight, tmp_path):
+    """And each writes its own rows alone, of parameters and of where it stands in its data."""
+    four = launch_all(launch, "--out", tmp_path, count=4)
+    for process in four:
+        assert ends(process) == 0, "".join(process.said + process.warned)
+    run = only(tmp_path)
+    assert_close(result(run), on_eight)
+    for i in range(4):
+        with np.load(run / f"checkpoints/{STEPS}/{i}.npz") as file:
+            assert f"place.offsets.{2 * i}" in file.files
+            assert f"params.head.{26 * i}" in file.files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(8, 16), (16, 8)])
+def test_a_run_goes_on_with_rows_of_another_length(launch, of_two, tmp_path, before, after):
+    """Beyond eight devices a batch has as many rows as there are devices, which is said."""
+    process = launch("--out", tmp_path, devices=before)
+    assert ends(process) == 0, process.warned
+    whole = only(tmp_path)
+    copy = stopped_copy(whole, tmp_path / "copy")
+    again = launch("--resume", copy, devices=after)
+    assert ends(again) == 0, again.warned
+    got, want = result(copy)[0], result(whole)[0]
+    for key in ("train_loss", "val_loss"):
+        losses = [[line[key] for line in lines if key in line] for lines in (got, want)]
+        assert losses[0] != losses[1]
+        np.testing.assert_allclose(*losses, rtol=0.02)
+    cut = "a batch is cut into 16 rows, not 8: of 16, 32, 32 tokens"
+    said = [any(cut in line for line in x.said) for x in (process, again)]
+    assert said == [before == 16, after == 16]
+    rows = {"count": 16, "tokens": [16, 32, 32]}
+    assert facts(whole)["choices"].get("rows") == (rows if before == 16 else None)
+    assert facts(copy)["choices"].get("rows") == (rows if after == 16 else None)
 
 
 @pytest.mark.slow
 def test_processes_that_disagree_end_with_what_differs(launch, tmp_path):
-    both = launch_two(launch, "--out", tmp_path, own=({"seed": 0}, {"seed": 1}))
+    both = launch_all(launch, "--out", tmp_path, own=({"seed": 0}, {"seed": 1}))
     for process in both:
         assert ends(process, 60) == 2
     words = "^error: the processes differ in config's seed: make that equal on all hosts"

@@ -1,8 +1,10 @@
 """From shards to batches on the devices: what is read, and in which order."""
 
+import functools
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -109,8 +111,9 @@ def test_stream_without_shards_names_the_folder_and_the_fix(tmp_path):
 def test_plain_rows_leave_no_token_out_and_share_one_with_the_neighbour(tmp_path):
     parts = [documents(0, 70), documents(1, 80)]  # the first border lies inside the first batch
     stream, whole = stream_of(tmp_path, *parts), np.concatenate(parts)
-    first, cursor = T.plain_rows(stream, 5, 4, 16)
-    second, end = T.plain_rows(stream, cursor, 4, 16)
+    stage = T.Stage(1.0, 64, 16, 0, (1, 1))
+    first, cursor = T.next_rows(stream, 5, stage)
+    second, end = T.next_rows(stream, cursor, stage)
     rows = np.concatenate([first, second])
     assert (rows.shape, rows.dtype, cursor, end) == ((8, 17), np.uint16, 69, 133)
     np.testing.assert_array_equal(rows[:-1, -1], rows[1:, 0])
@@ -151,7 +154,7 @@ PACK_SHARDS = (  # many short documents, too few tokens for some batches, short 
 def test_plan_packed_agrees_with_a_walk_over_every_token(tmp_path, rows, t, doc_cap):
     stream, cursor, batches = stream_of(tmp_path, *PACK_SHARDS), 0, 0
     while (want := pack_slowly(PACK_SHARDS, cursor, rows, t, doc_cap)) is not None:
-        pieces, cursor = T.plan_packed(stream, cursor, rows, t, doc_cap)
+        pieces, cursor = T.plan_packed(stream, cursor, [t] * rows, doc_cap)
         got = [[] for _ in range(rows)]
         for row, start, stop in pieces:
             got[row].extend(range(start, stop))
@@ -159,25 +162,25 @@ def test_plan_packed_agrees_with_a_walk_over_every_token(tmp_path, rows, t, doc_
         batches += 1
     assert batches > 2 and cursor > len(PACK_SHARDS[0])  # some were beyond the first shard
     with pytest.raises(T.UserError, match="end at"):
-        T.plan_packed(stream, cursor, rows, t, doc_cap)
+        T.plan_packed(stream, cursor, [t] * rows, doc_cap)
 
 
 def test_packed_rows_by_hand(tmp_path):
     """Capped at 5, cut by the end of a row, a whole document, a lone BOS as the last target."""
     stream = stream_of(tmp_path, np.r_[1, 2, texts(7, 9, 2, 4, 3)].astype(np.uint16))
-    rows, cursor = T.packed_rows(stream, 0, 2, 7, 5)
+    rows, cursor = T.next_rows(stream, 0, T.Stage(1.0, 14, 7, 5, (1, 1)))
     assert rows.dtype == np.uint16
     assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS, 1, 2], [BOS, 1, BOS, 1, 2, 3, BOS, 1]]
     assert cursor == 2 + 7 + 9 + 2 + 4 + 2  # just after the last piece
-    rows, cursor = T.packed_rows(stream, 0, 1, 5, 5)
+    rows, cursor = T.next_rows(stream, 0, T.Stage(1.0, 5, 5, 5, (1, 1)))
     assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS]] and cursor == 2 + 7 + 1
 
 
 def test_plan_packed_leaves_a_shard_with_too_few_documents_for_the_next(tmp_path):
     stream = stream_of(tmp_path, texts(8, 8, 8), texts(8, 8, 8, 8))
-    pieces, cursor = T.plan_packed(stream, 0, 2, 7, 8)
+    pieces, cursor = T.plan_packed(stream, 0, [7] * 2, 8)
     assert (pieces, cursor) == ([(0, 0, 8), (1, 8, 16)], 16)
-    pieces, cursor = T.plan_packed(stream, cursor, 2, 7, 8)  # one left in the first shard
+    pieces, cursor = T.plan_packed(stream, cursor, [7] * 2, 8)  # one left in the first shard
     assert (pieces, cursor) == ([(0, 24, 32), (1, 32, 40)], 40)
 
 
@@ -185,8 +188,8 @@ def test_plan_packed_leaves_a_shard_with_too_few_documents_for_the_next(tmp_path
 def test_segment_ids_change_exactly_where_a_piece_begins(shards, doc_cap):
     stream, cursor = T.TokenStream(shards, "train", BOS), 0
     for _ in range(2):
-        pieces, _ = T.plan_packed(stream, cursor, 4, 64, doc_cap)
-        rows, cursor = T.packed_rows(stream, cursor, 4, 64, doc_cap)
+        pieces, _ = T.plan_packed(stream, cursor, [64] * 4, doc_cap)
+        rows, cursor = T.next_rows(stream, cursor, T.Stage(1.0, 256, 64, doc_cap, (1, 1)))
         ids = np.asarray(T.segment_ids(rows[:, :-1], BOS))
         lengths = [[b - a for r, a, b in pieces if r == row] for row in range(4)]
         borders = [(r, at) for r in range(4) for at in np.cumsum(lengths[r]).tolist() if at < 64]
@@ -196,13 +199,13 @@ def test_segment_ids_change_exactly_where_a_piece_begins(shards, doc_cap):
 
 def test_plain_rows_after_packed_ones_repeat_no_token(tmp_path):
     stream = stream_of(tmp_path, texts(8, 8, 8, 8))
-    pieces, cursor = T.plan_packed(stream, 0, 2, 7, 8)
+    pieces, cursor = T.plan_packed(stream, 0, [7] * 2, 8)
     assert cursor == max(stop for _, _, stop in pieces)
 
 
 def test_shard_without_documents_is_passed_over(tmp_path):
     stream = stream_of(tmp_path, np.ones(50, np.uint16), texts(8, 8))
-    assert T.plan_packed(stream, 0, 1, 7, 8)[0] == [(0, 50, 58)]
+    assert T.plan_packed(stream, 0, [7] * 1, 8)[0] == [(0, 50, 58)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -271,12 +274,10 @@ def test_batches_follow_the_stages(shards, eight):
     stream, place = T.TokenStream(shards, "train", BOS), T.first_place(CFG)
     known = T.vocabulary(CFG, WORDS)
     for step, batch in enumerate(eight):
-        cursor, offsets = place
-        if step < 3:
-            rows, cursor = T.plain_rows(stream, cursor, 8, 32)
-            assert cursor == 256 * (step + 1)
-        else:
-            rows, cursor = T.packed_rows(stream, cursor, 8, 64, 40)
+        cursor, offsets, _ = place
+        rows, cursor = T.next_rows(stream, cursor, T.stage_at(CFG, step))
+        assert rows.shape == ((8, 33) if step < 3 else (8, 65))
+        assert step >= 3 or cursor == 256 * (step + 1)
         np.testing.assert_array_equal(batch.rows.tokens, rows)
         np.testing.assert_array_equal(batch.rows.hashed, known.hashed_v[rows[:, :-1]])
         each = []
@@ -297,7 +298,81 @@ def test_batches_go_on_from_the_place_of_a_step(shards, eight, step):
 
 
 def test_rows_start_their_walks_evenly_apart():
-    assert T.first_place(CFG) == (0, (0, 12, 25, 37, 50, 63, 75, 88))
+    assert T.first_place(CFG) == (0, (0, 12, 25, 37, 50, 63, 75, 88), 0)
+
+
+@pytest.mark.parametrize("devices", [*range(1, 9), 12, 16, 24, 64])
+def test_a_batch_has_a_row_for_every_device_and_all_of_its_tokens(devices):
+    """The recipe's rows on up to eight; beyond, as many as there are devices, of equal lengths."""
+    for stage in (*CFG.stages, *T.PRESETS["speedrun"].stages):
+        lengths, space = stage.lengths(devices), stage.space(devices)
+        assert len(lengths) % devices == 0 and sum(lengths) == stage.batch_tokens
+        some = [n for n in lengths if n]
+        assert len(some) == max(8, devices) and max(some) - min(some) <= 1 <= min(some)
+        assert lengths == sorted(lengths, reverse=True)
+        assert devices > 8 or {*some} == {stage.row_tokens}
+        assert max(lengths) <= space and (space % 256 == 0 or space <= max(256, stage.row_tokens))
+        assert devices > 8 or space == max(stage.row_tokens, stage.room)
+        assert space < max(lengths) + 256 or stage.room
+
+
+def many(devices: int, processes: int):
+    """A mesh of so many devices of so many processes, none of which is there."""
+    each = [SimpleNamespace(process_index=i * processes // devices) for i in range(devices)]
+    here = [device for device in each if device.process_index == jax.process_index()]
+    return SimpleNamespace(size=devices, devices=np.array(each), local_devices=here)
+
+
+class Counting(T.TokenStream):
+    """Counts the tokens that are read."""
+
+    count = 0
+
+    def __init__(self, folder):
+        super().__init__(folder, "train", BOS)
+        self.documents(0), self.documents(1)  # to find where they begin takes all of a shard, once
+
+    def read(self, cursor, count):
+        self.count += count
+        return super().read(cursor, count)
+
+
+@pytest.mark.parametrize("devices, processes", [(8, 2), (8, 4), (6, 3), (16, 4), (12, 2)])
+def test_processes_make_their_own_rows_of_what_one_makes(shards, monkeypatch, devices, processes):
+    """And read no others; on more devices than rows, too, and where some rows are only filled."""
+    cfg, known = CFG, T.vocabulary(CFG, WORDS)
+    whole, parts = [], [[] for _ in range(processes)]
+    for process, into in ((0, whole), *enumerate(parts)):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        mesh, stream = many(devices, 1 if into is whole else processes), Counting(shards)
+        place = T.place_on(cfg, mesh, T.first_place(cfg))
+        for step in range(cfg.steps):
+            stream.count = 0
+            rows, wanted, place = T.next_batch(cfg, mesh, stream, known, step, place)
+            into.append((rows, wanted, place, stream.count))
+    for step, (rows, wanted, place, _) in enumerate(whole):
+        got = [part[step] for part in parts]
+        joined = jax.tree.map(lambda *x: np.concatenate(x), *(x[:2] for x in got))
+        assert_same(joined, (rows, wanted))
+        assert {x[2].cursor for x in got} == {place.cursor}
+        assert sum((x[2].offsets for x in got), ()) == place.offsets
+        lengths = T.stage_at(cfg, step).lengths(devices)
+        for i, (_, _, after, read) in enumerate(got):
+            mine = lengths[i * len(lengths) // processes :][: len(lengths) // processes]
+            assert read == sum(n + 1 for n in mine if n)
+            assert after.first == i * len(lengths) // processes
+
+
+def test_a_place_goes_on_with_another_number_of_rows():
+    """On as many it stands where it stood; else walks are evenly apart from that of the first."""
+    saved, mesh = T.Place(77, (5, 1, 2, 3, 4, 9, 6, 7)), functools.partial(many, processes=1)
+    assert all(T.place_on(CFG, mesh(n), saved) == saved for n in (1, 2, 3, 5, 8))
+    more = T.place_on(CFG, mesh(16), saved)
+    apart = tuple((5 + CFG.vocab * r // 16) % CFG.vocab for r in range(16))
+    assert (more.cursor, more.offsets) == (77, apart)
+    assert T.place_on(CFG, mesh(16), more) == more
+    back = T.place_on(CFG, mesh(4), more)
+    assert back.offsets == tuple((5 + x) % CFG.vocab for x in T.first_place(CFG).offsets)
 
 
 def test_request_refuses_more_ngrams_than_fit():
@@ -379,18 +454,9 @@ def test_prefixes_and_normal_forms_by_hand():
 # ------------------------------------------------------------------------------------------------
 
 
-def test_put_sends_each_device_its_part_and_asks_for_no_other():
-    """Of several processes each puts its own devices' rows of a batch that all have read."""
-
-    class Asked(np.ndarray):
-        def __getitem__(self, index):
-            asked.append(index)
-            return super().__getitem__(index)
-
-    asked, mesh = [], mesh_of(4)
-    rows = np.arange(8 * 3, dtype=np.uint16).reshape(8, 3)
-    cut, whole = T.put(rows.view(Asked), mesh, P(T.AXIS)), T.put(rows, mesh, P())
-    assert sorted(rows.start for rows, *_ in asked) == [0, 2, 4, 6]
+def test_put_sends_each_device_its_part():
+    mesh, rows = mesh_of(4), np.arange(8 * 3, dtype=np.uint16).reshape(8, 3)
+    cut, whole = T.put(rows, mesh, P(T.AXIS)), T.put(rows, mesh, P())
     for i, shard in enumerate(cut.addressable_shards):
         assert shard.device == jax.devices()[i]
         np.testing.assert_array_equal(shard.data, rows[2 * i : 2 * i + 2])

@@ -1,10 +1,14 @@
 """A whole training gives the same numbers on any number of devices."""
 
+import dataclasses
 import functools
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from programs import CFG, assert_same_training, mesh_of, programs_of, run_steps
 
 import train_gpt as T
@@ -39,7 +43,9 @@ def test_config_has_every_kind_of_step():
     assert rows["head"] % 2 and rows["ngram_table"] % 4 and rows["mlp_bank"] % 8
 
 
-@pytest.mark.parametrize("devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
+@pytest.mark.parametrize(
+    "devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 6)), 8]
+)
 def test_training_is_the_same(training, devices):
     """Losses, that of the validation too, and all of the state: but for the order of sums."""
     (losses, state), (want, alone) = training(devices), training(1)
@@ -51,6 +57,101 @@ def test_training_is_the_same(training, devices):
             assert np.any(x), (kind, name)
             error = np.linalg.norm(state[kind][name] - x) / np.linalg.norm(x)
             assert error < 2e-5, (kind, name)  # 5e-6 was seen
+
+
+@dataclass(frozen=True)
+class Cut(T.Stage):
+    """Cut into the rows of so many devices, on whatever number it runs."""
+
+    as_if: int = 8
+
+    def lengths(self, devices):
+        return super().lengths(self.as_if)
+
+    def space(self, devices):
+        return super().space(self.as_if)
+
+
+def as_on(devices: int, cfg=CFG) -> T.Config:
+    """A config that runs on one device what `cfg` does on so many."""
+    stages = (Cut(*dataclasses.astuple(stage), as_if=devices) for stage in cfg.stages)
+    return replace(cfg, stages=tuple(stages))
+
+
+# What run_steps gives on more devices than this process has, in a file.
+SCRIPT = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+devices, shards, out = sys.argv[1:]
+import conftest, jax, numpy as np
+jax.config.update("jax_num_cpu_devices", int(devices))
+from pathlib import Path
+from programs import CFG, mesh_of, programs_of, run_steps
+words = {WORDS!r}
+mesh = mesh_of(int(devices))
+losses, state = run_steps(
+    CFG, mesh, programs_of(CFG, mesh.size), Path(shards), words=words, ends=True
+)
+arrays = {{f"{{kind}}.{{name}}": x for kind, found in state.items() for name, x in found.items()}}
+np.savez(out, losses=losses, **arrays)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [12, 16, 32])
+def test_more_devices_than_rows_train_as_one_does_on_rows_as_short(shards, tmp_path, devices):
+    """On twelve, rows of a batch have two lengths, and are filled up to the longer one."""
+    command = [sys.executable, "-c", SCRIPT, str(devices), str(shards), str(tmp_path / "x.npz")]
+    subprocess.run(command, check=True, cwd=ROOT)
+    with np.load(tmp_path / "x.npz") as file:
+        losses, state = [*file["losses"]], {}
+        for name in (name for name in file.files if "." in name):
+            kind, _, name = name.partition(".")
+            state.setdefault(kind, {})[name] = file[f"{kind}.{name}"]
+    cfg = as_on(devices)
+    want = run_steps(cfg, mesh_of(1), programs_of(cfg, 1), shards, words=WORDS, ends=True)
+    assert_same_training((losses, state), want)
+    pieces = {x.pieces(devices) for x in T.param_table(CFG).values()}
+    assert max(pieces) == (4 if devices == 32 else 2), "some banks are cut into pieces"
+
+
+def test_matrices_in_pieces_train_as_whole_ones_do(shards):
+    """Few matrices on eight devices."""
+    layers = CFG.layers[0], T.Layer(x0=True, mlps=0), CFG.layers[-1]
+    cfg = replace(CFG, layers=layers, heads=2, source=1, skip=(0, 1))
+    pieces = {name: row.pieces(8) for name, row in T.param_table(cfg).items() if row.scale}
+    assert pieces == {"qk_bank": 2, "vo_bank": 2, "mlp_bank": 1}
+    answers = (run_steps(cfg, mesh_of(n), programs_of(cfg, n), shards, ends=True) for n in (1, 8))
+    assert_same_training(*answers)
+
+
+@pytest.mark.slow
+def test_a_shrunken_twin_of_medium_trains(shards):
+    """All of its layers and kinds of stages, by other numbers: so it is the same program."""
+    medium = T.PRESETS["medium"]
+    rows = [stage.row_tokens // 512 for stage in medium.stages]
+    stages = tuple(
+        replace(
+            stage,
+            **{"batch_tokens": 8 * t, "row_tokens": t, "doc_cap": t // 3, "windows": (t // 4, t)},
+            candidates=tuple(72 if n else 0 for n in stage.candidates),
+        )
+        for stage, t in zip(medium.stages, rows, strict=True)
+    )
+    same = "layers skip source adam_every event_every tied cooldown lr_floor".split()
+    twin = replace(
+        CFG,
+        **{name: getattr(medium, name) for name in same},
+        **{"width": 64, "heads": 8, "mlp_width": 240, "steps": 22, "extension": 2},
+        **{"stages": stages, "micro_tokens": 128, "val_every": 0, "attention_cap": 80},
+        **{"event_change": 8, "tail": 6, "tail_average": 5, "rails_step": 9},
+    )
+    assert len(T.grads_stages(twin)) == len(T.grads_stages(medium)) == 5
+    assert [*T.param_table(twin)] == [*T.param_table(medium)]
+    programs = programs_of(twin, 2)
+    losses, state = run_steps(twin, mesh_of(2), programs, shards, words=WORDS, ends=True)
+    assert np.isfinite(losses).all() and losses[-1] < np.log(twin.vocab) - 0.3
+    assert all(np.any(x) for x in state["params"].values())
 
 
 @pytest.mark.slow

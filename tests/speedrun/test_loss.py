@@ -35,10 +35,8 @@ def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix, 
     rng = np.random.default_rng(0)
     next_bt, prefixes = (rng.integers(n, 48, (2, t + beyond)).astype(np.int32) for n in (0, -20))
     prefixes[:, t:] = -1
-    aims, k = T.Aims(None, next_bt, prefixes), len(weights)
-    targets, got = jit(lambda *args: T.targets_ahead(*args, prefix))(
-        aims, np.float32(weights), np.float32(t)
-    )
+    aims, k = T.Aims(None, next_bt, prefixes, np.int32([t, t])), len(weights)
+    targets, got = jit(lambda *args: T.targets_ahead(*args, prefix))(aims, np.float32(weights))
     shape = 2, t + beyond, k + bool(prefix)
     assert targets.shape == got.shape == shape and targets.dtype == jnp.int32
     for row, token, ahead in np.ndindex(2, t + beyond, k):

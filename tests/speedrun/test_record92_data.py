@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, write_shard
+from programs import mesh_of
 
 import train_gpt as T
 
@@ -91,7 +92,7 @@ def batches(golden):
     """(Rows, wanted, place before, place after) of every step, one after the other."""
     found, place = [], T.first_place(CFG)
     for step in STEPS:
-        rows, wanted, after = T.next_batch(CFG, 8, golden.train, golden.known, step, place)
+        rows, wanted, after = T.next_batch(CFG, mesh_of(8), golden.train, golden.known, step, place)
         found.append((rows, wanted, place, after))
         place = after
     return found
@@ -111,7 +112,7 @@ def test_rows_and_the_pieces_they_are_made_of(golden, batches, step):
     assert sha256(rows.tokens, "<u2") == about["sha256_of_rows_uint16"]
     if f"step{step}/rows" in golden.arrays:
         np.testing.assert_array_equal(rows.tokens, golden.arrays[f"step{step}/rows"])
-    pieces, cursor = T.plan_packed(golden.train, place.cursor, 8, stage.row_tokens, stage.doc_cap)
+    pieces, cursor = T.plan_packed(golden.train, place.cursor, stage.lengths(8), stage.doc_cap)
     assert cursor == after.cursor
     bases = [golden.train.shard_at(start) for _, start, _ in pieces]
     assert {number for number, _ in bases} == {about["shard"]}
@@ -236,7 +237,8 @@ def test_hashes_whose_products_wrap_around(xp):
 def test_validation_rows(golden, batch):
     """Unaligned, every token; documents apart also where a row begins inside one."""
     t, rows = META["val"]["row_tokens"], META["val"]["global_tokens"] // META["val"]["row_tokens"]
-    got, cursor = T.plain_rows(golden.val, batch * rows * t, rows, t)
+    pieces, cursor = T.plan_plain(batch * rows * t, [t] * rows)
+    got = T.read_rows(golden.val, pieces, [t] * rows)
     assert (got.shape, cursor) == ((rows, t + 1), (batch + 1) * rows * t)
     ids = np.asarray(T.segment_ids(got[:, :-1].astype(np.int32), CFG.bos))
     for row, want in zip(ids, golden.arrays[f"val/{batch}/cu_seqlens"], strict=True):

@@ -188,7 +188,7 @@ def test_stages_of_the_record_share_programs_with_a_branch_for_each_softmax():
         assert T.programs_of(RECORD, step)[0] == f"grads{i}"
         hyper = T.hyper_at(RECORD, step)
         assert softmaxes[i][int(hyper.softmax)] == T.candidate_count(RECORD, step)
-        assert hyper.row_tokens == T.stage_at(RECORD, step).row_tokens
+        assert hyper.tokens == T.stage_at(RECORD, step).batch_tokens
 
 
 def test_stages_share_a_program_only_if_their_shapes_agree():

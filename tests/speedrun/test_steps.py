@@ -100,7 +100,7 @@ def hyper_on(cfg, step, mesh, **changes):
 def batch_of(cfg, step, mesh, shards):
     """(Rows, wanted) of a step from the start of the shards, as NumPy arrays and on the mesh."""
     stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(cfg, WORDS)
-    *arrays, _ = T.next_batch(cfg, mesh.size, stream, known, step, T.first_place(cfg))
+    *arrays, _ = T.next_batch(cfg, mesh, stream, known, step, T.first_place(cfg))
     return arrays, jax.tree.map(lambda x: T.put(x, mesh, P(T.AXIS)), arrays)
 
 
@@ -186,7 +186,9 @@ def toy_loss(features, head, aims, *_):
 @functools.cache
 def toy_autodiff(dtype):
     """((loss, other number), gradients) of all rows at once, in float32, lookups inside."""
-    inputs, aims = TOY_TOKENS[:, :-1], T.Aims(None, TOY_TOKENS[:, 1:].astype(np.int32), None)
+    t = TOY_TOKENS.shape[1] - 1
+    aims = T.Aims(None, TOY_TOKENS[:, 1:].astype(np.int32), None, np.full(len(TOY_TOKENS), t))
+    inputs = TOY_TOKENS[:, :-1]
     places = T.table_places(T.ngram_ids(inputs, CFG.ngram_rows, np), CFG.ngram_rows)
     copies = toy_copies(dtype)
     signs = copies.pop("signs")
@@ -220,7 +222,7 @@ def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(monkeypatch, m
     copies, inputs = toy_copies(dtype), TOY_TOKENS[:, :-1]
     wanted, places = T.request(cfg, inputs, 1)
     targets = TOY_TOKENS[:, 1:].astype(np.int32)
-    aims = T.Aims(np.empty((12, 0), np.int32), targets, 0 * targets)
+    aims = T.Aims(np.empty((12, 0), np.int32), targets, 0 * targets, np.full(12, 5, np.int32))
     rows, table = T.Rows(TOY_TOKENS, inputs, places, aims), copies.pop("ngram_table")
     grads, mean = quick(step, copies, table, rows, wanted, T.hyper_at(cfg, 0))
     (_, want), wanted = toy_autodiff(dtype)
@@ -253,7 +255,7 @@ def test_rows_filled_up_for_a_shared_program_have_the_same_gradients_and_loss(sh
     for c in (CFG, cfg):
         model = model_on(c, random_state(c)["params"], mesh)
         (rows, _), batch = batch_of(c, 0, mesh, shards)
-        assert rows.tokens.shape == (8, c.stages[0].space + 1)
+        assert rows.tokens.shape == (8, c.stages[0].space(8) + 1)
         grads, loss = program(c, 2, "grads0")(*model, *batch, hyper_on(c, 0, mesh))
         found.append(jax.device_get(grads) | {"loss": loss})
         found[-1]["ngram_table"] = dense(c, grads["ngram_table"], 2)
@@ -322,7 +324,7 @@ def test_padding_is_never_read(shards):
     mesh, found = mesh_of(8), []
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     (rows, _), batch = batch_of(CFG, 3, mesh, shards)
-    val = T.val_rows(CFG, mesh, T.vocabulary(CFG, WORDS), rows.tokens)
+    val = T.val_rows(CFG, mesh, T.vocabulary(CFG, WORDS), rows.tokens, [64] * 8)
     for padding in (0.0, np.nan):
         copies, table = jax.tree.map(np.array, model)
         for name in SHARDED:
@@ -354,7 +356,7 @@ def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows
     cfg = small_config(micro_tokens=micro_tokens)
     tokens = np.arange(rows * (row_tokens + 1), dtype=np.uint16).reshape(rows, -1)
     places = np.arange(rows * 2 * row_tokens).reshape(rows, 2, -1)
-    aims = T.Aims(np.empty((rows, 0)), tokens[:, 1:], tokens[:, 1:])
+    aims = T.Aims(np.empty((rows, 0)), tokens[:, 1:], tokens[:, 1:], np.full(rows, row_tokens))
     got = T.micro_batches(cfg, T.Rows(tokens, tokens[:, :-1], places, aims))
     assert got.tokens.shape == (rows // want, want, row_tokens + 1)
     assert got.aims.candidates.shape == (rows // want, want, 0)
@@ -770,7 +772,7 @@ def test_programs_of_the_record_on_eight_devices():
         copies, table, rows, wanted, hyper = found[name].args
         assert (rows.tokens.shape, rows.tokens.dtype) == ((8, t + 1), np.uint16)
         assert (rows.hashed.shape, rows.hashed.dtype) == ((8, t), np.uint16)
-        assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t)]
+        assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t), (8,)]
         assert rows.places.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(cfg, 8 * t, 8))
         assert (table.shape, table.dtype) == ((42_301_440, 768), cfg.dtype)
         cut = {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))}
@@ -918,17 +920,14 @@ def test_evaluate_does_not_depend_on_val_batch(val, direct_loss):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"devices": 3}, r"stages.0.batch_tokens has 8 rows, which 3 devices cannot share equally: "
-                         r"use --set devices=N with a divisor of 8"),
         ({"devices": 16}, r"devices=16, but there are 8: use a smaller number or 0"),
         (
-            {"stages": (T.Stage(1.0, 4 * 32, 32, 0, (8, 32)),), "extension": 0},
-            r"stages.0.batch_tokens has 4 rows, which 8 devices cannot share equally",
+            {"stages": (T.Stage(1.0, 8, 4, 0, (8, 32), 1, (1, 0.5), (1, 0)),), "extension": 0},
+            r"stages.0.batch_tokens=8 are too few for 8 devices",
         ),
-        ({"val_batch": 256}, r"val_batch has 4 rows, which 8 devices cannot share equally"),
     ],
-)  # fmt: skip
-def test_make_mesh_refuses_devices_that_cannot_share_the_work(changes, message):
+)
+def test_make_mesh_refuses_devices_that_are_not_there_or_without_work(changes, message):
     with pytest.raises(T.UserError, match=message):
         T.make_mesh(small_config(**changes))
 

@@ -1041,6 +1041,18 @@ def test_what_memory_forced_and_older_formats_are_accepted(tmp_path):
     assert C.read_run(old).facts == facts
 
 
+def test_a_run_on_more_devices_than_rows_says_how_they_were_cut(tmp_path):
+    (run,) = runs_of(tmp_path, losses=(GOOD,))
+    cut = json.loads((run / "run.json").read_text())["choices"]
+    cut |= {"rows": {"count": 16, "tokens": [64, 128, 192, 128]}}
+    edit_json(run / "run.json", choices=cut)
+    edit(run / "log.txt", r"\nchoices: .*", f"\nchoices: {json.dumps(cut)}")
+    assert C.read_run(run).facts["choices"] == cut
+    edit_json(run / "run.json", choices=cut | {"rows": {"count": 16, "tokens": "64"}})
+    with pytest.raises(C.Refused, match="tokens"):
+        C.read_run(run)
+
+
 def test_a_run_that_was_resumed_and_says_so_is_marked(original, tmp_path, capsys):
     root = empty(tmp_path / "records")
     runs = runs_of(tmp_path / "runs")

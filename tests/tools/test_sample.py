@@ -26,8 +26,9 @@ import sample
 def checkpoint(run_dir: Path, cfg: T.Config, step: int, state) -> T.Saved:
     """A checkpoint of `state` after `step` steps, as a run writes it."""
     meta = {"step": step, "train_time_ms": 1.0, "logs": {}, "data": {}, "source_sha256": ""}
-    meta |= {"place": T.first_place(cfg)}
+    meta |= {"cursor": 0}
     copies, pieces = T.own_rows(cfg, state)
+    copies[f"{T.OFFSETS}0"] = np.zeros(cfg.rows)
     meta |= {"config": asdict(cfg)}
     T.write_checkpoint(run_dir / "checkpoints", [*pieces, *copies.items()], meta)
     return T.find_checkpoint(run_dir)

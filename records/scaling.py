@@ -1,0 +1,177 @@
+"""How does a run scale? Predicted seconds on more and more devices, as a table and a plot.
+
+    pip install "jax[tpu]>=0.10.2,<0.12" matplotlib
+    python records/scaling.py --dump DIR [TARGET ...] [--batch N ...]
+
+For each TARGET of preflight.py (by default v6e-8, v6e-16, v6e-64 and v6e-256) and for batches of N
+times as many tokens as those of `speedrun` (by default 1 and 4; the same number of steps) every
+program of the run but validation is compiled, into DIR/TARGET-xN: a quarter of an hour of a core
+each. A program that stands there already, made of the same source, is not compiled again, and
+several calls can share the work. Then predicted/scaling.md, its scaling.json and scaling.png are
+made anew of all that DIR has; with --draw nothing is compiled.
+
+    in all       predicted seconds of training, with links in the open and moves, as preflight.py
+                 has them
+    links        the share of it in which devices only send and receive
+    efficiency   device seconds of the smallest slice over those of this one, for the same tokens
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import dataclasses
+
+import jax
+import preflight
+
+import train_gpt as T
+
+TARGETS = "v6e-8", "v6e-16", "v6e-64", "v6e-256"
+HERE = Path(__file__).resolve().parent / "predicted"
+KEYS = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
+
+
+def larger(cfg: T.Config, times: int) -> T.Config:
+    """`cfg` with batches of so many times as many rows."""
+    stages = (dataclasses.replace(s, batch_tokens=times * s.batch_tokens) for s in cfg.stages)
+    return T.validate(dataclasses.replace(cfg, stages=tuple(stages)))
+
+
+def compile_all(cfg: T.Config, target: str, dump: Path, say=T.tell):
+    """Compile what `dump` lacks of the programs of a run but for validation, one by one."""
+    devices = preflight.absent_devices(target)
+    mesh = T.make_mesh(cfg, devices)
+    names = [name for name in T.programs(cfg, mesh, T.PLAIN) if name != "eval"]
+    for name in names:
+        if name not in preflight.kept(cfg, target, dump):
+            preflight.preflight(cfg, target, [name], dump, say=lambda line: None)
+            say(f"{dump.name}: {name}")
+
+
+def row_of(report: dict, times: int) -> dict | None:
+    """What the table says of a preflight.json; None while programs are missing."""
+    rows = [row for row in report["variants"] if row["name"] != "eval"]
+    counts = preflight.executions(larger(T.PRESETS[report["preset"]], times), report["devices"])
+    if {row["name"] for row in rows} != {*counts} - {"eval"}:
+        return None
+    run = preflight.whole_run(rows)
+    peak = max((row["bytes"]["peak"] or 0) + row["resident_bytes"] for row in rows)
+    grads = [row for row in rows if row["name"].startswith("grads")]
+    return {
+        "target": report["target"],
+        "devices": report["devices"],
+        "batch": times,
+        "tokens": report["total_tokens"],
+        "row": min(row["row_tokens"] for row in grads),
+        **{key: run[key] for key in KEYS},
+        "in_all": run["sum_seconds"],
+        "gib": peak / 2**30,
+        "cpu_minutes": sum(row["cpu_seconds"] for row in rows) / 60,
+    }
+
+
+def efficiency(row: dict, rows: list[dict]) -> float | None:
+    """Of a row, against the one with the fewest devices for the same batch."""
+    least = min((x for x in rows if x["batch"] == row["batch"]), key=lambda x: x["devices"])
+    if None in (row["in_all"], least["in_all"]):
+        return None
+    return least["in_all"] * least["devices"] / (row["in_all"] * row["devices"])
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown."""
+    heads = "target", "batch", "tokens", "shortest row", "in all", "predicted", "links", "moves"
+    heads += "links, share", "efficiency", "GiB a device"
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for row in rows:
+        seconds = [row["in_all"], *(row[key] for key in KEYS)]
+        shown = ["unknown" if x is None else f"{x:.1f} s" for x in seconds]
+        share = row["in_all"] and f"{row[KEYS[1]] / row['in_all']:.0%}"
+        used = efficiency(row, rows)
+        cells = [row["target"], f"x {row['batch']}", f"{row['tokens'] / 1e6:,.0f} M"]
+        cells += [f"{row['row']:,}", f"**{shown[0]}**", *shown[1:], share or "-"]
+        cells += ["-" if used is None else f"{used:.0%}", f"{row['gib']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: list[dict], out: Path):
+    """Seconds, efficiency and the share of links over the number of devices."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in rows if row["in_all"] is not None]
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for batch in sorted({row["batch"] for row in rows}):
+        own = [row for row in rows if row["batch"] == batch]
+        x, label = [row["devices"] for row in own], f"batch x {batch}"
+        seconds = [row["in_all"] for row in own]
+        (line,) = axes[0].plot(x, seconds, "o-", label=label)
+        ideal = [seconds[0] * x[0] / n for n in x]
+        axes[0].plot(x, ideal, ":", color=line.get_color(), lw=1)
+        axes[1].plot(x, [100 * efficiency(row, rows) for row in own], "o-", label=label)
+        axes[2].plot(x, [100 * row[KEYS[1]] / row["in_all"] for row in own], "o-", label=label)
+    axes[0].set(ylabel="predicted seconds of the run (dotted: ideal)", yscale="log")
+    axes[1].set(ylabel="efficiency, %", ylim=(0, 105))
+    axes[2].set(ylabel="share of links in the open, %", ylim=(0, None))
+    for axis in axes:
+        axis.set(xlabel="devices", xscale="log")
+        axis.set_xticks(sorted({row["devices"] for row in rows}))
+        axis.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def write(dump: Path, out: Path) -> str:
+    """Make table and plot in `out` of all that `dump` has; the table."""
+    rows = []
+    for path in dump.glob("*/preflight.json"):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if row := row_of(report, int(path.parent.name.rpartition("-x")[2])):
+            rows.append(row | {"made_of": report["made_of"], "versions": report["versions"]})
+    if not rows:
+        raise T.UserError(f"{dump} has no run whose programs are all compiled: drop --draw")
+    rows.sort(key=lambda row: (row["batch"], row["devices"], row["target"]))
+    (out / "scaling.json").write_text(json.dumps(rows, indent=1) + "\n")
+    text = table(rows)
+    (out / "scaling.md").write_text(f"# Predicted, not measured\n\n{text}\n![](scaling.png)\n")
+    draw(rows, out / "scaling.png")
+    return text
+
+
+def main(argv=None) -> int:
+    """Run the command line; returns the exit status."""
+
+    def run():
+        parser = T.Parser(prog="scaling.py", description=__doc__.split("\n")[0])
+        parser.add_argument("targets", nargs="*", metavar="TARGET", help="as preflight.py's")
+        parser.add_argument("--dump", required=True, metavar="DIR", help="where programs are kept")
+        parser.add_argument("--batch", nargs="+", type=int, default=[1, 4], metavar="N")
+        parser.add_argument("--draw", action="store_true", help="compile nothing")
+        parser.add_argument("--out", default=HERE, type=Path, help=argparse.SUPPRESS)
+        args = parser.parse_args(argv)
+        jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
+        if min(args.batch) < 1:
+            raise T.UserError("--batch: numbers from 1 on")
+        for times in () if args.draw else args.batch:
+            for target in args.targets or TARGETS:
+                cfg = larger(T.PRESETS["speedrun"], times)
+                compile_all(cfg, target, Path(args.dump) / f"{target}-x{times}")
+        T.tell(write(Path(args.dump), args.out))
+        return 0
+
+    return T.report_errors(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
