@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, documents, write_shard
 from programs import CFG, assert_same_training, mesh_of, programs_of, run_steps
 
 import train_gpt as T
@@ -126,8 +126,10 @@ def test_matrices_in_pieces_train_as_whole_ones_do(shards):
 
 
 @pytest.mark.slow
-def test_a_shrunken_twin_of_medium_trains(shards):
+def test_a_shrunken_twin_of_medium_trains(tmp_path):
     """All of its layers and kinds of stages, by other numbers: so it is the same program."""
+    write_shard(tmp_path / "small_train_000001.bin", documents(1, 60_000))
+    write_shard(tmp_path / "small_val_000000.bin", documents(2, 2000))
     medium = T.PRESETS["medium"]
     rows = [stage.row_tokens // 512 for stage in medium.stages]
     stages = tuple(
@@ -149,7 +151,7 @@ def test_a_shrunken_twin_of_medium_trains(shards):
     assert len(T.grads_stages(twin)) == len(T.grads_stages(medium)) == 5
     assert [*T.param_table(twin)] == [*T.param_table(medium)]
     programs = programs_of(twin, 2)
-    losses, state = run_steps(twin, mesh_of(2), programs, shards, words=WORDS, ends=True)
+    losses, state = run_steps(twin, mesh_of(2), programs, tmp_path, words=WORDS, ends=True)
     assert np.isfinite(losses).all() and losses[-1] < np.log(twin.vocab) - 0.3
     assert all(np.any(x) for x in state["params"].values())
 
