@@ -2869,7 +2869,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         Saver(cfg, log) as saver,
     ):
         for step in range(first, cfg.steps + 1):
-            ends, signalled = step == cfg.steps, asked(step)
+            ends, signalled = step == cfg.steps, asked(step - first)
             progressed = not saved or step > first  # or this state and its loss are on the disk
             stops = ends or (signalled and not waiting)
             validates = ends or (every(cfg.val_every, step) and progressed)
@@ -3429,6 +3429,8 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     most = max(program_bytes(compiled[name])["peak"] + stay[name] for name in args)
     refuse_too_large(cfg, mesh, most, limit)
     changed = {name: way for name, way in changed.items() if way}
+    if Watch.now:  # the first collective would not wait for who compiles a minute longer
+        Watch.now.together("compiled")
     return compiled, {"compile_seconds": seconds, "settings": changed}
 
 
@@ -3864,6 +3866,18 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     }
 
 
+def how_rows_are_shared(cfg: Config, devices: int) -> str:
+    """What there is to say of that: if rows are cut, or some devices have none."""
+    each = -(-cfg.rows // devices)
+    used = -(-cfg.rows // each)
+    if devices > cfg.rows:
+        tokens = ", ".join(str(stage.lengths(devices)[0]) for stage in cfg.stages)
+        return f"a batch is cut into {devices} rows, not {cfg.rows}: of {tokens} tokens"
+    if used < devices:
+        return f"{devices} devices share {cfg.rows} rows, {each} each: no faster than {used}"
+    return ""
+
+
 class Stopped(Exception):
     """The run was asked to end early, and has saved where it is; `number` is that of the signal."""
 
@@ -4058,8 +4072,10 @@ def open_log(
     if profile and cfg.steps - first <= PROFILED.stop:
         raise UserError(f"--profile needs more than {PROFILED.stop} steps: raise --set steps=")
     same = {key: facts[key] for key in ("source_sha256", "versions", "data")}
-    same |= {f"config's {key}": value for key, value in facts["config"].items()}
-    agree({**same, "step to resume from": first})
+    config = {key: value for key, value in facts["config"].items() if key != "data"}  # its place
+    same |= {f"config's {key}": value for key, value in config.items()}
+    saved_as = [first, saved and (saved.train_time_ms, saved.place.cursor, saved.logs)]
+    agree({**same, "checkpoint to resume from": saved_as})
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     folder = saved.folder.parents[1] if saved else out / from_first(stamp)
     if saved and saved.data != facts["data"]:
@@ -4086,9 +4102,8 @@ def open_log(
     if saved and jax.process_index() == 0:
         set_aside(saved)
     say(f"run {folder} on {on}; kernels: {facts['choices']['kernels']}")
-    if rows := facts["choices"].get("rows"):
-        tokens = ", ".join(map(str, rows["tokens"]))
-        say(f"a batch is cut into {rows['count']} rows, not {cfg.rows}: of {tokens} tokens")
+    if shared := how_rows_are_shared(cfg, devices["count"]):
+        say(shared)
     if saved:
         say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
@@ -4131,7 +4146,8 @@ def ask_to_stop():
     Inside, SIGTERM, Ctrl-C and the end of the terminal (SIGHUP) ask; another one, a second or more
     later (some send the same one twice), ends the process at once. Of several processes the one
     that hears a signal tells jax by SIGTERM, which finds a step at which all can stop: each asks at
-    every step.
+    every step. Steps are those of this process, from 0 on: jax may name the next one that nobody
+    has asked about.
     """
     asked, before, agreed = [], {}, []  # (signal, time); signal -> handler
     one = jax.process_count() == 1
@@ -4196,6 +4212,11 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         tell(f"error: {word}: start them all, see --coordinator", sys.stderr)
         os._exit(2)
 
+    def refused():
+        tell("error: jax refuses this process: has each its own --process-id?", sys.stderr)
+        os._exit(2)
+
+    when_jax_aborts(refused)
     timer = threading.Timer(JOIN_SECONDS, give_up)
     timer.daemon = True
     timer.start()
@@ -4203,12 +4224,20 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         jax.distributed.initialize(
             *(coordinator, processes, process_id),
             initialization_timeout=2 * JOIN_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS + 15,  # Watch says more clearly who is gone
+            heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS
+            + 15,  # Watch says it sooner, and clearly
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
     finally:
         timer.cancel()
+
+
+def when_jax_aborts(do: Callable[[], None]):
+    """Call do() when jax aborts the process. Not by Python's signal: its handlers run in the main
+    thread, which then is somewhere in jax."""
+    when_jax_aborts.kept = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: do())
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), when_jax_aborts.kept)
 
 
 class Watch:
@@ -4225,20 +4254,23 @@ class Watch:
         from jax._src import distributed  # there is no public way to the table
 
         self.table, self.service = distributed.global_state.client, distributed.global_state
+        self.number = jax.process_index()  # jax cannot be asked any more when it aborts
         began, count = time.monotonic(), jax.process_count()
         self.words = {i: ("", began) for i in range(count)}  # process -> its last, when it was new
         self.left, self.name = threading.Event(), socket.gethostname()
         Watch.now = self
         self.tell("0")
         threading.Thread(target=self.beat, daemon=True).start()
-        # Not by Python's signal: its handlers run in the main thread, which is somewhere in jax.
-        self.abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: self.aborted())
-        ctypes.CDLL(None).signal(int(signal.SIGABRT), self.abort)
+        when_jax_aborts(self.aborted)
 
     def tell(self, word: str):
         """A word of this process to all, after the name of its host."""
-        key = f"alive/{jax.process_index()}"
-        self.table.key_value_set(key, f"{self.name} {word}", allow_overwrite=True)
+        word = f"{self.name} {word}"
+        self.table.key_value_set(f"alive/{self.number}", word, allow_overwrite=True)
+
+    def together(self, where: str):
+        """Wait until all are here, a day if need be: in a collective some would lose patience."""
+        self.table.wait_at_barrier(where, 86_400_000)
 
     def beat(self):
         """Tell and hear, until this process has left."""
@@ -4270,10 +4302,12 @@ class Watch:
 
     def aborted(self):
         """What to do when jax aborts, or its service does not answer: process 0 has ended, unless
-        somebody listens there."""
+        somebody listens there. At its own end a process has said what there is to say."""
+        if self.left.is_set():
+            os._exit(2)
         host, _, port = (self.service.coordinator_address or ":0").rpartition(":")
         with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), port), 2):
-            self.end(self.gone() or f"jax in {self.known_as(jax.process_index())}")
+            self.end(self.gone() or f"jax in {self.known_as(self.number)}")
         self.end(self.gone() or self.known_as(0))
 
     def end(self, who: str):
@@ -4282,7 +4316,7 @@ class Watch:
             self.left.set()
             cure = "start all of them again, or --resume the run, also with fewer"
             tell(f"error: {who} has ended, or does not answer: {cure}", sys.stderr)
-            if jax.process_index() == 0:  # the others should find out before its service ends
+            if self.number == 0:  # the others should find out before its service ends
                 time.sleep(3 * BEAT_SECONDS)
             os._exit(2)
 
@@ -4487,6 +4521,7 @@ def run(argv: list[str], command: str):
         cfg = validate(overridden(dataclasses.replace(saved.cfg, **moved), args.set))
     train(cfg, Path(args.out), command, saved, args.profile, say)
     if Watch.now:
+        Watch.now.together("end")  # process 0 may still write a checkpoint
         Watch.now.leave()
 
 
@@ -4498,6 +4533,7 @@ def report_errors(do: Callable) -> int:
         return do() or 0
     except Stopped as stop:
         if Watch.now:
+            Watch.now.together("end")
             Watch.now.leave()
         tell(stop)
         return 128 + stop.number

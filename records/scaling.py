@@ -18,6 +18,7 @@ made anew of all that DIR has; with --draw nothing is compiled.
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ import train_gpt as T
 
 TARGETS = "v6e-8", "v6e-16", "v6e-64", "v6e-256"
 HERE = Path(__file__).resolve().parent / "predicted"
+NAMED = re.compile(r"-x([1-9]\d*)$")  # folders of a dump
 KEYS = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
 
 
@@ -135,9 +137,9 @@ def draw(rows: list[dict], out: Path):
 def write(dump: Path, out: Path) -> str:
     """Make table and plot in `out` of all that `dump` has; the table."""
     rows = []
-    for path in dump.glob("*/preflight.json"):
+    for path in (x for x in dump.glob("*-x*/preflight.json") if NAMED.search(x.parent.name)):
         report = json.loads(path.read_text(encoding="utf-8"))
-        if row := row_of(report, int(path.parent.name.rpartition("-x")[2])):
+        if row := row_of(report, int(NAMED.search(path.parent.name)[1])):
             rows.append(row | {"made_of": report["made_of"], "versions": report["versions"]})
     if not rows:
         raise T.UserError(f"{dump} has no run whose programs are all compiled: drop --draw")

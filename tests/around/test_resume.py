@@ -549,11 +549,14 @@ def test_who_is_silent_or_ends_has_gone_but_not_who_has_left(monkeypatch):
     said, statuses, watch.left = [], [], threading.Event()
     monkeypatch.setattr(T, "tell", lambda line, stream: said.append(line))
     monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    watch.number = 1
     watch.end(watch.gone())
     watch.end("nobody")  # it has said so once
     assert statuses == [2] and len(said) == 1
     assert said[0].startswith("error: process 3 on d, process 4, process 5 on f has ended, or does")
+    watch.service = SimpleNamespace(coordinator_address=None)
+    watch.aborted()  # by jax, when this process ends anyway: without another word
+    assert statuses[1] == 2 and len(said) == 1
 
 
 def test_all_processes_have_the_name_that_process_0_has_chosen(as_processes):

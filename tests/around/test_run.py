@@ -297,6 +297,15 @@ def test_same_seed_same_run_and_other_seed_other_run(train, run, tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
+def test_what_is_said_of_rows_that_are_cut_or_leave_devices_idle():
+    said = [T.how_rows_are_shared(CFG, devices) for devices in (1, 2, 3, 4, 8)]
+    assert said == [""] * 5
+    said = T.how_rows_are_shared(CFG, 6)
+    assert said == "6 devices share 8 rows, 2 each: no faster than 4"
+    said = T.how_rows_are_shared(CFG, 12)
+    assert said == "a batch is cut into 12 rows, not 8: of 22, 43, 43 tokens"
+
+
 def test_nothing_compiles_while_the_clock_runs(run):
     compiled = [clock for name, clock in run.seen if name.startswith("/jax")]
     assert compiled.count(False) > 5, "the listener does not hear of compilations"

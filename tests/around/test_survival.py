@@ -241,7 +241,8 @@ def test_run_of_two_processes_resumes_in_one(launch, of_two, on_eight, tmp_path,
 
 
 @pytest.mark.slow
-def test_run_of_one_process_resumes_in_two(launch, on_eight, tmp_path):
+@pytest.mark.parametrize("when", ["^compiling", "^step:"])
+def test_run_of_one_process_resumes_in_two(launch, on_eight, tmp_path, when):
     """Which then end with SIGTERM to the second alone, and begin once more."""
     process = launch("--out", tmp_path, devices=8, seconds=0.02)
     wait_for(process, "step:12/")
@@ -249,7 +250,7 @@ def test_run_of_one_process_resumes_in_two(launch, on_eight, tmp_path):
     assert ends(process) == 143
     run = only(tmp_path)
     both = launch_all(launch, "--resume", run, seconds=0.1)
-    wait_for(both[0], "^step:")
+    wait_for(both[0], when)
     both[1].send_signal(signal.SIGTERM)
     assert [ends(process) for process in both] == [143, 143]
     step = T.find_checkpoint(run).step
@@ -317,6 +318,17 @@ def test_a_run_goes_on_with_rows_of_another_length(launch, of_two, tmp_path, bef
     rows = {"count": 16, "tokens": [16, 32, 32]}
     assert facts(whole)["choices"].get("rows") == (rows if before == 16 else None)
     assert facts(copy)["choices"].get("rows") == (rows if after == 16 else None)
+
+
+@pytest.mark.slow
+def test_a_number_that_another_process_has_is_one_line(launch, tmp_path):
+    where = f"127.0.0.1:{free_port()}"
+    group = "--out", tmp_path, "--coordinator", where, "--processes", 3, "--process-id"
+    three = [launch(*group, i) for i in (0, 1, 1)]
+    while not (ended := [process for process in three if process.poll() is not None]):
+        time.sleep(0.1)
+    words = "error: jax refuses this process: has each its own --process-id?\n"
+    assert ends(ended[0]) == 2 and ended[0].warned[-1] == words
 
 
 @pytest.mark.slow
