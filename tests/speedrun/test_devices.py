@@ -128,14 +128,15 @@ def test_matrices_in_pieces_train_as_whole_ones_do(shards):
 @pytest.mark.slow
 def test_a_shrunken_twin_of_medium_trains(tmp_path):
     """All of its layers and kinds of stages, by other numbers: so it is the same program."""
-    write_shard(tmp_path / "small_train_000001.bin", documents(1, 60_000))
+    write_shard(tmp_path / "small_train_000001.bin", documents(1, 120_000))
     write_shard(tmp_path / "small_val_000000.bin", documents(2, 2000))
     medium = T.PRESETS["medium"]
-    rows = [stage.row_tokens // 512 for stage in medium.stages]
+    rows = [stage.row_tokens // 256 for stage in medium.stages]
     stages = tuple(
         replace(
             stage,
-            **{"batch_tokens": 8 * t, "row_tokens": t, "doc_cap": t // 3, "windows": (t // 4, t)},
+            **{"batch_tokens": stage.rows * t, "row_tokens": t},
+            **{"doc_cap": t // 3, "windows": (t // 4, t)},
             candidates=tuple(72 if n else 0 for n in stage.candidates),
         )
         for stage, t in zip(medium.stages, rows, strict=True)
