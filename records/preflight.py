@@ -37,8 +37,8 @@ Predictions of a compiler are not measurements. What there is to hold them again
 estimates and bundles alone for an earlier JAX port the prediction was 0.295 s a step where its log
 has 0.307 s at 1024 tokens a row, 0.502 s for 0.424 s at 2048, and 667 s for the 612 s of its whole
 run. Use them to rank changes, and quote ratios. Of hardware other than v6e there are no
-predictions, only memory and collectives: libtpu writes no estimates for some, and H100's compiler
-makes none.
+predictions, only memory, collectives and the seconds that a run cannot go below: libtpu writes no
+estimates for some, and H100's compiler makes none.
 
 The tables, for one execution on one device:
 
@@ -1170,6 +1170,9 @@ def lead(report: dict) -> str:
         share = flops / (report["devices"] * peak * run["train_seconds"])
         tokens += f", {share:.1%} of the peak in what is predicted"
     lines = [f"The whole run on {where}: {total} = {parts}", tokens]
+    if run["sum_seconds"] is None and peak:
+        least = max(flops / report["devices"] / peak, sum(x or 0 for x in parts_of))
+        lines.append(f"no less than {least:.1f} s, by the rates of memory, links and matrix units")
     if run["train_seconds"]:
         by_memory, linked = run["train_memory_seconds"], run["train_link_seconds"]
         share, away = by_memory / run["train_seconds"], 1 - parts_of[1] / linked if linked else 0

@@ -1083,6 +1083,11 @@ def test_without_estimates_there_is_no_prediction(absent, tmp_path):
     assert report["predicted"]["train_link_floor_seconds"] > 0
     head = "The whole run on 8 x cpu: unknown = predicted - + links 0.0 + moves 0.0"
     assert lines[-1].strip().startswith(head) and "the loader" not in lines[-1]
+    run = report["predicted"] | {"train_link_floor_seconds": 2.0, "train_moved_floor_seconds": None}
+    for flops, least in ((0.0, 2.0), (8 * 989e12 * 3.0, 3.0)):
+        run["model_flops"] = flops
+        text = preflight.lead(report | {"predicted": run, "device_kind": "NVIDIA H100 80GB HBM3"})
+        assert f"no less than {least} s" in text
 
 
 def test_programs_are_compiled_as_a_run_compiles_them(monkeypatch, tmp_path):
