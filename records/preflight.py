@@ -684,20 +684,29 @@ def kernel_bundles(schedule: str) -> tuple[int, int, int]:
     return open_loops[0][0], steps, unknown
 
 
+dumps: list[Path] = []  # the folder of the schedule_dump that is open
+
+
 @contextlib.contextmanager
 def schedule_dump():
     """A temporary folder to which libtpu, when it is loaded inside, writes its final schedules.
 
-    All other passes are left out: they would be gigabytes, and twice the time.
+    Inside another one it is the same folder, for a process loads libtpu once. All other passes are
+    left out: they would be gigabytes, and twice the time.
     """
+    if dumps:
+        yield dumps[0]
+        return
     before = os.environ.get("LIBTPU_INIT_ARGS")
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         only = "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"
         os.environ["LIBTPU_INIT_ARGS"] = f"{before or ''} {flags} {only}".strip()
+        dumps.append(Path(folder))
         try:
-            yield Path(folder)
+            yield dumps[0]
         finally:
+            dumps.clear()
             os.environ.pop("LIBTPU_INIT_ARGS")
             if before is not None:
                 os.environ["LIBTPU_INIT_ARGS"] = before

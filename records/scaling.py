@@ -1,7 +1,7 @@
 """How does a run scale? Predicted seconds on more and more devices, as a table and a plot.
 
     pip install "jax[tpu]>=0.10.2,<0.12" matplotlib
-    python records/scaling.py --dump DIR [TARGET ...] [--batch N ...]
+    python records/scaling.py [TARGET ...] --dump DIR [--batch N ...]
 
 For each TARGET of preflight.py (by default v6e-8, v6e-16, v6e-64 and v6e-256) and for batches of N
 times as many tokens as those of `speedrun` (by default 1 and 4; the same number of steps) every
@@ -17,6 +17,7 @@ made anew of all that DIR has; with --draw nothing is compiled.
 """
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -165,8 +166,9 @@ def main(argv=None) -> int:
         jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
         if min(args.batch) < 1:
             raise T.UserError("--batch: numbers from 1 on")
-        for times in () if args.draw else args.batch:
-            for target in args.targets or TARGETS:
+        runs = () if args.draw else itertools.product(args.batch, args.targets or TARGETS)
+        with preflight.schedule_dump():
+            for times, target in runs:
                 cfg = larger(T.PRESETS["speedrun"], times)
                 compile_all(cfg, target, Path(args.dump) / f"{target}-x{times}")
         T.tell(write(Path(args.dump), args.out))

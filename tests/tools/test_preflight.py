@@ -1119,6 +1119,8 @@ def test_leaves_no_folder_and_no_flags_behind(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")
     with pytest.raises(KeyboardInterrupt), preflight.schedule_dump() as folder:
         assert os.environ["LIBTPU_INIT_ARGS"].startswith(f"--mine=1 --xla_jf_dump_to={folder}")
+        with preflight.schedule_dump() as inner:
+            assert inner == folder
         assert folder.is_dir()
         raise KeyboardInterrupt
     assert not folder.exists() and os.environ["LIBTPU_INIT_ARGS"] == "--mine=1"

@@ -1,6 +1,8 @@
 """The table and the plot of what more devices bring."""
 
+import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -106,3 +108,29 @@ def test_programs_of_other_sources_or_configs_count_as_missing(tmp_path):
     assert preflight.kept(CFG, "v6e-16", tmp_path) == {}
     assert preflight.kept(replace(CFG, seed=1), "v6e-8", tmp_path) == {}
     assert preflight.kept(CFG, "v6e-8", tmp_path / "nowhere") == {}
+
+
+# One program of a small run for two slices, as main compiles those of a run; argv: a folder.
+TWO_SLICES = """
+import dataclasses, sys
+sys.path[:0] = [".", "records"]
+import preflight, scaling, train_gpt as T
+tiny = T.PRESETS["tiny"]
+stages = [dataclasses.replace(s, batch_tokens=8 * 512, row_tokens=512) for s in tiny.stages]
+small = dataclasses.replace(tiny, preset="speedrun", compute_dtype="bfloat16", width=256, heads=2)
+T.PRESETS["speedrun"] = dataclasses.replace(small, stages=tuple(stages))
+compile_ = preflight.preflight
+preflight.preflight = lambda cfg, target, names, dump, say: (
+    names == ["grads0"] and compile_(cfg, target, names, dump, say=say))
+scaling.write = lambda *_: "written"
+assert scaling.main(["v6e-8", "v6e-16", "--dump", sys.argv[1], "--batch", "1"]) == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the TPU compiler")
+def test_one_process_reads_the_schedules_of_several_slices(tmp_path):
+    subprocess.run([sys.executable, "-c", TWO_SLICES, str(tmp_path)], cwd=ROOT, check=True)
+    for target in "v6e-8", "v6e-16":
+        (row,) = json.loads((tmp_path / f"{target}-x1/preflight.json").read_text())["variants"]
+        assert row["name"] == "grads0" and row["kernel_cycles"] > 0 and row["predicted_ms"] > 0
