@@ -1269,12 +1269,26 @@ def source_of(cfg: T.Config, target: str) -> str:
     return hashlib.sha256(b"".join([*read, repr((cfg, target)).encode()])).hexdigest()
 
 
+def report_in(folder: Path) -> dict | None:
+    """What preflight.json of a folder says; None without one. UserError if it is damaged."""
+    path = folder / "preflight.json"
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        report = None
+    if not (isinstance(report, dict) and {"made_of", "versions", "variants"} <= report.keys()):
+        raise T.UserError(f"{path} is no report: delete it") from None
+    return report
+
+
 def kept(cfg: T.Config, target: str, dump: Path) -> dict[str, dict]:
     """Name -> row of the programs that stand in `dump`, made of the same."""
-    if not (dump / "preflight.json").exists():
+    before = report_in(dump)
+    if before is None:
         return {}
-    before = json.loads((dump / "preflight.json").read_text())
-    same = (before.get("made_of"), before["versions"]) == (source_of(cfg, target), T.versions())
+    same = (before["made_of"], before["versions"]) == (source_of(cfg, target), T.versions())
     return {row["name"]: row for row in before["variants"]} if same else {}
 
 
@@ -1323,7 +1337,8 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
         "cpu_seconds": round(sum(row["cpu_seconds"] for row in rows), 1),
     }
     if dump:
-        (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
+        (dump / "unfinished.json").write_text(json.dumps(report, indent=1) + "\n")
+        os.replace(dump / "unfinished.json", dump / "preflight.json")
     fits, lines = verdict(report)
     say("\n" + "\n".join([describe(report), "", *lines]))
     return fits

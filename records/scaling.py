@@ -17,6 +17,7 @@ made anew of all that DIR has; with --draw nothing is compiled.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import re
@@ -34,6 +35,7 @@ import preflight
 import train_gpt as T
 
 TARGETS = "v6e-8", "v6e-16", "v6e-64", "v6e-256"
+BATCH = "times the tokens of a step; default: 1 4"
 HERE = Path(__file__).resolve().parent / "predicted"
 NAMED = re.compile(r"-x([1-9]\d*)$")  # folders of a dump
 KEYS = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
@@ -56,12 +58,15 @@ def compile_all(cfg: T.Config, target: str, dump: Path, say=T.tell):
             say(f"{dump.name}: {name}")
 
 
-def row_of(report: dict, times: int) -> dict | None:
-    """What the table says of a preflight.json; None while programs are missing."""
-    rows = [row for row in report["variants"] if row["name"] != "eval"]
-    counts = preflight.executions(larger(T.PRESETS[report["preset"]], times), report["devices"])
-    if {row["name"] for row in rows} != {*counts} - {"eval"}:
-        return None
+def row_of(report: dict, times: int) -> dict | str:
+    """What the table says of a preflight.json, or why it says nothing."""
+    cfg, rows = larger(T.PRESETS["speedrun"], times), report["variants"]
+    if (report["preset"], report["total_tokens"]) != ("speedrun", cfg.total_tokens):
+        return f"is not of speedrun with {times} times its batch"
+    rows = [row for row in rows if row["name"] != "eval"]
+    names = {*preflight.executions(cfg, report["devices"])} - {"eval"}
+    if missing := names - {row["name"] for row in rows}:
+        return f"lacks {', '.join(sorted(missing))}"
     run = preflight.whole_run(rows)
     peak = max((row["bytes"]["peak"] or 0) + row["resident_bytes"] for row in rows)
     grads = [row for row in rows if row["name"].startswith("grads")]
@@ -135,18 +140,28 @@ def draw(rows: list[dict], out: Path):
     plt.close(figure)
 
 
-def write(dump: Path, out: Path) -> str:
-    """Make table and plot in `out` of all that `dump` has; the table."""
+def write(dump: Path, out: Path, say=T.tell) -> str:
+    """Make table and plot in `out` of all that `dump` has; the table. Says what it leaves out."""
     rows = []
-    for path in (x for x in dump.glob("*-x*/preflight.json") if NAMED.search(x.parent.name)):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if row := row_of(report, int(NAMED.search(path.parent.name)[1])):
+    for path in sorted(dump.glob("*-x*")):
+        report, named = preflight.report_in(path), NAMED.search(path.name)
+        if report is None or not named or path.name != f"{report.get('target')}-x{named[1]}":
+            continue
+        try:
+            row = row_of(report, int(named[1]))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            raise T.UserError(f"{path / 'preflight.json'} is damaged: delete it") from None
+        if isinstance(row, str):
+            say(f"left out: {path.name} {row}")
+        else:
             rows.append(row | {"made_of": report["made_of"], "versions": report["versions"]})
     if not rows:
-        raise T.UserError(f"{dump} has no run whose programs are all compiled: drop --draw")
+        raise T.UserError(f"--dump {dump} has no run whose programs are all compiled")
     rows.sort(key=lambda row: (row["batch"], row["devices"], row["target"]))
     (out / "scaling.json").write_text(json.dumps(rows, indent=1) + "\n")
-    text = table(rows)
+    least = [next(x for x in rows if x["batch"] == n) for n in sorted({x["batch"] for x in rows})]
+    least = " and ".join(f"{row['target']} (batch x {row['batch']})" for row in least)
+    text = f"{table(rows)}\nEfficiency: device seconds of {least} over those of a slice.\n"
     (out / "scaling.md").write_text(f"# Predicted, not measured\n\n{text}\n![](scaling.png)\n")
     draw(rows, out / "scaling.png")
     return text
@@ -157,17 +172,31 @@ def main(argv=None) -> int:
 
     def run():
         parser = T.Parser(prog="scaling.py", description=__doc__.split("\n")[0])
-        parser.add_argument("targets", nargs="*", metavar="TARGET", help="as preflight.py's")
-        parser.add_argument("--dump", required=True, metavar="DIR", help="where programs are kept")
-        parser.add_argument("--batch", nargs="+", type=int, default=[1, 4], metavar="N")
+        parser.add_argument(
+            "targets",
+            nargs="*",
+            metavar="TARGET",
+            help="as preflight.py's; default: v6e-8 to v6e-256",
+        )
+        parser.add_argument("--dump", required=True, metavar="DIR", help="where programs are")
+        parser.add_argument("--batch", nargs="+", type=int, default=[1, 4], metavar="N", help=BATCH)
         parser.add_argument("--draw", action="store_true", help="compile nothing")
         parser.add_argument("--out", default=HERE, type=Path, help=argparse.SUPPRESS)
         args = parser.parse_args(argv)
         jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
         if min(args.batch) < 1:
             raise T.UserError("--batch: numbers from 1 on")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise T.UserError("the plot needs matplotlib: pip install matplotlib")
+        if args.draw and args.targets:
+            raise T.UserError("--draw takes all that --dump has: drop the targets")
+        if not args.draw:
+            T.make_folder(Path(args.dump), "--dump")
+        T.make_folder(args.out, "--out")
         runs = () if args.draw else itertools.product(args.batch, args.targets or TARGETS)
         with preflight.schedule_dump():
+            for target in () if args.draw else args.targets:
+                preflight.absent_devices(target)  # refuses a wrong one before hours of compiling
             for times, target in runs:
                 cfg = larger(T.PRESETS["speedrun"], times)
                 compile_all(cfg, target, Path(args.dump) / f"{target}-x{times}")

@@ -79,12 +79,80 @@ def test_a_run_whose_time_is_not_known_stands_without_it(tmp_path):
 
 
 def test_a_run_that_lacks_programs_is_not_in_the_table(tmp_path):
-    found = report(8, 1, 1.0)
+    found, lines = report(8, 1, 1.0), []
     found["variants"].pop()
-    assert scaling.row_of(found, 1) is None
     keep(tmp_path, found, 1)
     with pytest.raises(T.UserError, match="no run whose programs are all compiled"):
+        scaling.write(tmp_path, tmp_path, lines.append)
+    assert lines == ["left out: v6e-8-x1 lacks finish"]
+
+
+def test_folders_under_another_name_are_not_in_the_table(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = []
+    keep(tmp_path, report(8, 1, 1.0), 1)
+    keep(tmp_path, report(16, 1, 1.0), 4)
+    (tmp_path / "notes-x1").write_text("a file")
+    (tmp_path / "copy-x1").mkdir()
+    (tmp_path / "copy-x1/preflight.json").write_text(json.dumps(report(64, 1, 1.0)))
+    text = scaling.write(tmp_path, tmp_path, lines.append)
+    assert text.count("| v6e-8 |") == 1 and "v6e-16 |" not in text and "v6e-64 |" not in text
+    assert lines == ["left out: v6e-16-x4 is not of speedrun with 4 times its batch"]
+    assert "Efficiency: device seconds of v6e-8 (batch x 1) over" in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"preset"',
+        b"\xff",
+        b"[]",
+        b"{}",
+        {"made_of": None},
+        {"variants": [{}]},
+        {"devices": 0},
+    ],
+)
+def test_a_damaged_report_is_one_line(tmp_path, content):
+    if isinstance(content, dict):
+        found = report(8, 1, 1.0) | content
+        if found["made_of"] is None:
+            del found["made_of"]
+        content = json.dumps(found).encode()
+    (tmp_path / "v6e-8-x1").mkdir()
+    (tmp_path / "v6e-8-x1/preflight.json").write_bytes(content)
+    with pytest.raises(T.UserError, match=r"v6e-8-x1/preflight.json is .*: delete it"):
         scaling.write(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (
+            ["--dump", "{here}", "--draw", "v6e-8"],
+            "--draw takes all that --dump has: drop the targets",
+        ),
+        (["--dump", "{here}", "--draw"], "{here} has no run whose programs are all compiled"),
+        (["--dump", "{here}", "--batch", "0"], "--batch: numbers from 1 on"),
+        (["--dump", "{here}/file"], "--dump {here}/file: File exists: name another folder"),
+        (["--dump", "{here}", "v6e-8", "v6e-7"], "no such hardware as v6e-7"),
+    ],
+)
+def test_what_is_refused_before_hours_of_compiling(tmp_path, monkeypatch, capsys, argv, error):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(preflight, "preflight", None)
+    real = preflight.absent_devices
+
+    def absent(target):
+        return [] if target == "v6e-8" else real(target)
+
+    monkeypatch.setattr(preflight, "absent_devices", absent)
+    (tmp_path / "file").write_text("")
+    argv = [arg.replace("{here}", str(tmp_path)) for arg in argv]
+    assert scaling.main([*argv, "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and error.replace("{here}", str(tmp_path)) in line
 
 
 def test_what_stands_there_is_not_compiled_again(tmp_path, monkeypatch):
