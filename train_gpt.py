@@ -38,12 +38,6 @@ rows, windows and document lengths are all counted in tokens.
 Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
 param_table and its use in forward; a new kernel is a function in Part III that equals one of
 Kernels, with its conditions in pick_kernels.
-
-Sources beyond the speedrun, whose records are named where an idea stands: RoPE (Su et al. 2021),
-YaRN (Peng et al. 2023), QK norm (Henry et al. 2020), ReLU^2 (So et al. 2021), value residual (Zhou
-et al. 2024), MUDD (Xiao et al. 2025), Polar Express (Amsel et al. 2025), NorMuon (Li et al. 2025),
-cautious updates (Liang et al. 2024), multi-token prediction (Gloeckle et al. 2024), sampled softmax
-(Jean et al. 2015), ZeRO (Rajbhandari et al. 2020).
 """
 
 import argparse
@@ -52,6 +46,7 @@ import bisect
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -63,6 +58,7 @@ import os
 import platform
 import queue
 import re
+import resource
 import runpy
 import secrets
 import shlex
@@ -266,7 +262,7 @@ class Config:
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     data: str = "data/fineweb10B"
     devices: int = 0  # 0: all that there are
-    kernels: str = "auto"  # auto: those of Part III where they serve; plain: none
+    kernels: str = "auto"  # of Part III, where they serve; plain: none; attend,blend: only these
     micro_tokens: int = 49_152  # a device takes so many at a time (at least a row)
     recompute: bool = False  # layers again on the way back, instead of keeping their activations
     loss_chunk: int = 4096  # tokens whose logits exist at once
@@ -661,11 +657,7 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 
 
 def padded(shape: tuple[int, ...], row: Param, cuts: int) -> tuple[int, ...]:
-    """`shape` as it lies on `cuts` devices: rows of zeros make what is sharded divisible.
-
-    The record's 42, 14 and 24 matrices are 48, 16 and 24 on eight devices, which so own whole ones;
-    on 64 they are 42, 56 quarters and 48 halves, and 64 with zeros.
-    """
+    """`shape` as it lies on `cuts` devices: rows of zeros make what is sharded divisible."""
     if not row.sharded:
         return shape
     k = row.pieces(cuts)
@@ -950,10 +942,17 @@ def ngram_ids(x_bt, rows: int, xp=jnp):
     return xp.stack([bigram, half + trigram])
 
 
-def table_places(ids, rows: int):
-    """Where the rows `ids` of the n-gram table lie in the array that holds it: the halves are
-    interleaved, so that every device's share has as many of either."""
-    return 2 * (ids % (rows // 2)) + ids // (rows // 2)
+PLACE_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the golden ratio
+
+
+def table_places(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Where the rows `ids` of the n-gram table lie in the array that holds it, int64.
+
+    A multiplication spreads them (Knuth 1973), so that each device's share of the array is read as
+    often as any other's. In their order the ids of text are not even: products of small numbers do
+    not wrap. The first place is that of trigrams without history.
+    """
+    return (rows - 1 - ids.astype(np.int64)) * PLACE_FACTOR % rows
 
 
 def sign_ids(x_bt, rows: int, xp=jnp):
@@ -1313,8 +1312,7 @@ def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
 
     Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
     is 0, as beyond the end of a row, counts in neither. Works through cfg.loss_chunk tokens at a
-    time, whose logits are formed again on the way back: those of 49,152 tokens would take 9.9 GB in
-    float32.
+    time, whose logits are formed again on the way back.
     """
 
     @jax.checkpoint
@@ -1457,8 +1455,7 @@ def candidate_count(cfg: Config, step: int) -> int:
 
 def grads_stages(cfg: Config) -> list[tuple[int, ...]]:
     """The stages of each program for gradients: those whose rows, windows and targets have one
-    shape. In the record four programs, of four minutes of a core each, have six kinds of steps; the
-    stage that is filled up takes 1.2 s longer, predicted."""
+    shape. In the record four programs have six kinds of steps."""
     found = {}
     for i, stage in enumerate(cfg.stages):
         shape = stage.space(1), stage.windows, len(stage.weights), any(stage.prefix)
@@ -1524,11 +1521,6 @@ def event_room(cfg: Config, devices: int) -> int:
     return max(len(s.lengths(devices)) * s.space(devices) for s in cfg.stages)
 
 
-def every(period: int, step: int) -> bool:
-    """Whether something with this period (0: never) is due after `step` steps."""
-    return period > 0 and step % period == 0
-
-
 def is_due(period: int, last: int, step: int) -> bool:
     """Whether a multiple of `period` (0: never) lies after `last` and not after `step`."""
     return period > 0 and step // period > last // period
@@ -1577,9 +1569,9 @@ def tail_ticks(cfg: Config) -> tuple[dict[int, float], ...]:
     adam = (s for s in range(end) if is_adam_step(cfg, s) and s + cfg.adam_every > first)
     ticks = (
         {s: 1 - (1 - r_ema) ** min(cfg.adam_every, end - s) for s in adam},
-        {s: r_average for s in short if every(TAIL_EVERY, end - 1 - s)},
+        {s: r_average for s in short if (end - 1 - s) % TAIL_EVERY == 0},
         {s: r_average for s in short if is_event(cfg, s)},
-        {s: r_blend for s in long if every(TAIL_EVERY, end - 1 - s) or s == end - 2},
+        {s: r_blend for s in long if (end - 1 - s) % TAIL_EVERY == 0 or s == end - 2},
     )
     return tuple(at | {s: 1.0 for s in list(at)[:1]} for at in ticks)
 
@@ -1780,9 +1772,9 @@ def adam_rows(table, square, rows, lr, decay, count, betas, eps):
     squares decay at every event, read or not: 21 MB of eight devices each, less than to keep books
     on missed events. The table has no float32 master; new rows are rounded to nearest.
 
-    What changes is added and not put in place: a v6e's SparseCores add rows to a table, but putting
-    them there is left to the TensorCore, which takes 91 bundles for a row of bfloat16, 21 ms or
-    more for 411,136 of them. The difference of two rows is exact but where they are far apart.
+    What changes is added and not put in place: a v6e's SparseCores add rows to a table, but leave
+    putting them there to the slower TensorCore. The difference of two rows is exact but where they
+    are far apart.
     """
     (ids, grad), b2 = rows, betas[1]
     square, more = b2 * square, (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
@@ -1838,7 +1830,7 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
 # The run ends with an average of its last weights, which is less noisy than any of them: 0.020 of
 # loss in record 92, 0.002 where the learning rate falls to 0.15 and not to 0.3. The averages are
 # read and written at every update, with rate 0 where they do not tick, so that no step needs a
-# program of its own: 0.13 GB for each step of eight devices, 0.1 ms on a v6e.
+# program of its own.
 
 
 def tick(average, weight, rate):
@@ -1954,6 +1946,12 @@ def fetch(table_rd, asked_kc):
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
 
+def dropped_ngrams(places_bit):
+    """How many of a device's n-grams had no room in its requests: they have place 0, as the
+    trigrams of a row's first two tokens do, which have no history (see `request`)."""
+    return jnp.sum(places_bit == 0, dtype=jnp.float32) - places_bit[:, 1, :2].size
+
+
 def sum_requests(parts, size: int, add_rows: Callable):
     """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
 
@@ -1974,8 +1972,8 @@ def sum_requests(parts, size: int, add_rows: Callable):
 def grads_step(
     cfg: Config, kernels: Kernels, stages: tuple, copies, table, rows: "Rows", wanted, hyper: Hyper
 ):
-    """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices).
-    Of banks a device returns its share of the sum over all: see stream.
+    """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
+    dropped n-grams). Of banks a device returns its share of the sum over all: see stream.
 
     Of one of `stages`, see grads_stages. `table` is this device's share of the n-gram table,
     `wanted` [1, devices, c] the rows that it wants of each device's share. Their gradients go to
@@ -1997,7 +1995,7 @@ def grads_step(
 
     def features(weights, found, rows):
         # Banks keep their padding, since matrices are taken by number: to cut it off would be a
-        # pass over their gradients, 1.2 of 235 M cycles predicted for record 77's on a v6e-8.
+        # pass over their gradients.
         found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
         return forward(weights, found, segments, cfg, kernels, stage.windows, hyper)
@@ -2041,21 +2039,24 @@ def grads_step(
     one = jax.tree.map(lambda x: x[0], batches)
     total, grads = (add(start, one) if alone else lax.scan(add, start, batches))[0]
     fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*asked.shape, -1)
+    numbers = lax.psum(jnp.stack([total / hyper.tokens, dropped_ngrams(rows.places)]), AXIS)
+    # The exchange begins after them, or they would have to wait for its end.
+    fetched, numbers = lax.optimization_barrier((fetched, numbers))
     whole = {name: copies[name] for name in grads}  # tables padded, dtypes
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = capacity(cfg, event_room(cfg, len(asked)), len(asked)) - asked.shape[1]
+    room = capacity(event_room(cfg, len(asked)), len(asked)) - asked.shape[1]
     asked = jnp.pad(asked, ((0, 0), (0, room)), constant_values=len(table))
     grads["ngram_table"] = asked, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
-    return grads, lax.psum(total / hyper.tokens, AXIS)
+    return grads, *numbers
 
 
 def reduce_scatter(x):
     """This device's rows of the sum over devices of x [rows, d].
 
     In parts of up to 13 MB a device, with a multiple of 32 rows: those a v6e's SparseCores take, so
-    that they cross beside other work (of the tables of values 2.4 ms of an event did not).
+    that they cross beside other work.
     """
     share, size = len(x) // lax.axis_size(AXIS), x[0].size * x.dtype.itemsize
     fits = (n for n in range(1, 9) if share % (32 * n) == 0 and share // n * size <= 13e6)
@@ -2070,9 +2071,8 @@ def update_step(cfg: Config, kernels: Kernels, tied: bool, state, due, hyper: Hy
     due: name -> this device's gradients of the steps since the last update, a tuple. Each device
     receives the sum of its own share (reduce-scatter), updates it, and all gather the results,
     already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in the
-    original: half the bytes, and in bfloat16 partial sums that are rounded at every device. An
-    all_to_all would not round them, but half of it crosses the two links in the middle of a v6e-8:
-    19 ms instead of 9. The norm is that of the summed gradients of all parameters in `due`.
+    original: half the bytes, and in bfloat16 partial sums that are rounded at every device. The
+    norm is that of the summed gradients of all parameters in `due`.
     """
     table, reduced, cut, whole = param_table(cfg), {}, 0.0, 0.0
     joined = {name: row.tied_to for name, row in table.items() if tied and row.tied_to in due}
@@ -2108,7 +2108,7 @@ def finish_step(cfg: Config, state):
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, rows: "Rows", wanted, hyper: Hyper):
-    """The summed loss on the next token of a batch of validation rows, in nats."""
+    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
     fetched, copies, _ = stream(cfg, copies, fetch(table, exchange(wanted[0])))
     params = unpadded(cfg, {n: x for n, x in copies.items() if n != "signs"}) | {"ngrams": fetched}
 
@@ -2119,7 +2119,8 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, rows: "Rows", wanted
         segments = segment_ids(tokens[:, :-1], cfg.bos)
         return val_loss_sum(params, found, segments, rows.aims, cfg, kernels, hyper)
 
-    return lax.psum(jnp.sum(lax.map(loss, micro_batches(cfg, rows))), AXIS)
+    total = jnp.sum(lax.map(loss, micro_batches(cfg, rows)))
+    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(rows.places)]), AXIS))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2152,7 +2153,7 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
 
 def adam_program(cfg: Config, step: int) -> str:
     """Which program takes Adam's step. One of its own while head and embedding are one matrix: half
-    of what the two send, and one Adam step for both; 0.9 s of the record on a v6e-8, predicted."""
+    of what the two send, and one Adam step for both."""
     return "adamtied" if is_tied(cfg, step) else "adam"
 
 
@@ -2187,13 +2188,13 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         dtypes = jnp.uint16, jnp.uint16, jnp.int32, jnp.int32, jnp.int32
         found = (leaf(x, dtype, AXIS) for x, dtype in zip(shapes, dtypes, strict=True))
         *arrays, ids, lengths = found
-        wanted = mesh.size, mesh.size, capacity(cfg, count * t, mesh.size)
+        wanted = mesh.size, mesh.size, capacity(count * t, mesh.size)
         each = leaf((count, t), jnp.int32, AXIS)
         return Rows(*arrays, Aims(ids, each, each, lengths)), leaf(wanted, jnp.int32, AXIS)
 
     def grads(name):
         if name not in copies:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(cfg, event_room(cfg, mesh.size), mesh.size)
+            shape = mesh.size**2, capacity(event_room(cfg, mesh.size), mesh.size)
             return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
         x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
         return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
@@ -2210,7 +2211,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         stage, step = cfg.stages[stages[0]], functools.partial(grads_step, cfg, kernels, stages)
         count, most = len(stage.lengths(mesh.size)), max(softmaxes(cfg, stages))
         args = *model, *rows(count, stage.space(mesh.size), most), hyper
-        found[f"grads{i}"] = Program(step, args, (P(AXIS), P()))
+        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
     for update, steps in updates(cfg).items():
         due = {name: (grads(name),) * steps for name in updated(cfg, update)}
         step = functools.partial(update_step, cfg, kernels, update == "adamtied")
@@ -2221,22 +2222,26 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     found["finish"] = Program(step, (state,), (state_specs, changed), donates=(0,))
     args = *model, *rows(cfg.val_count(mesh.size), cfg.val_row), hyper
     # Outside the clock: 34 s less to wait for the compiler, 2 s more for the validation at the end.
-    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, P(), hurried=True)
+    step = functools.partial(eval_step, cfg, kernels)
+    found["eval"] = Program(step, args, (P(), P()), hurried=True)
     return found
 
 
 # XLA on GPUs leaves out the rounding to bfloat16 between operations that it can fuse, and so keeps
-# activations as float32: 17.65 GiB of temporaries instead of 16.31 in the record's largest stage
-# (counted in record 77's program for an absent H100). Of XLA's own Triton matmuls one does not
-# compile, in mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2); libraries have all.
+# activations as float32, which take more memory. Of its own Triton matmuls one does not compile, in
+# mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2); libraries have all.
 # On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
 # TensorCore computes; without these options every collective of a program stands in the open. They
 # also add rows to tables. (2d and nd: what the first two are on slices of more than eight chips.)
+# They do not read rows, as libtpu would have it since jax 0.11.1: small gathers get slower by that
+# (jax issue 40553), and no prediction was made with it.
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 COMPILER_OPTIONS = {
     "tpu": {
         **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
         "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
+        "xla_tpu_offload_gather_to_sparsecore": False,
+        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
     },
     "gpu": {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
 }
@@ -2579,14 +2584,16 @@ class Batch(NamedTuple):
     after: Place  # where the next batch begins; on the host
 
 
-def capacity(cfg: Config, batch_tokens: int, devices: int) -> int:
+def capacity(batch_tokens: int, devices: int) -> int:
     """How many rows of the n-gram table a device can fetch from another for its part of a batch.
 
-    Hashes spread n-grams evenly: five standard deviations above the mean of as many different rows
-    as there can be, two of each token. Repeated ones are fetched once, so there is room to spare.
+    Every different n-gram is fetched once. Of the two of each of t tokens of English text up to
+    (1300 / t)^0.06 are different, which leaves 4 to 10 % to spare (measured: records/NOTES.md), and
+    owners have their shares of them but for chance: five standard deviations.
     """
-    most = 2 * batch_tokens // devices
-    return min(most, math.ceil((most / devices + 5 * math.sqrt(most / devices)) / 8) * 8)
+    tokens = batch_tokens // devices
+    mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
+    return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
 
 
 def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -2594,26 +2601,24 @@ def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarra
     n-gram rows of each one's tokens, every different one once, by owner, and where each token then
     finds its two.
 
-    Owners have equal stretches of the table. UserError if one is asked for more than fits.
+    Owners have equal stretches of the table. What does not fit into the request to one of them
+    finds the row of trigrams without history, the first of the first owner's, which every row of
+    tokens asks for; dropped_ngrams counts such n-grams.
     """
     mine = mine or devices
     table = param_table(cfg)["ngram_table"]
     share = padded(table.shape, table, devices)[0] // devices
-    size, ngrams = capacity(cfg, hashed.size // mine * devices, devices), cfg.ngram_rows
+    size, ngrams = capacity(hashed.size // mine * devices, devices), cfg.ngram_rows
 
     def of_device(rows):
         ids = table_places(ngram_ids(rows, ngrams, np), ngrams)
         different, which = np.unique(ids, return_inverse=True)
         owner, row = np.divmod(different, share)
         slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
-        if slot.max() >= size:
-            raise UserError(
-                f"{slot.max() + 1:,} n-grams of a batch lie with one device, and {size:,} is all "
-                "there is room for: raise --set ngram_rows="
-            )
+        fits = slot < size
         wanted = np.full((devices, size), share, np.int32)
-        wanted[owner, slot] = row
-        places = (owner * size + slot).astype(np.int32)[which]
+        wanted[owner[fits], slot[fits]] = row[fits]
+        places = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
         return wanted, places.reshape(ids.shape).swapaxes(0, 1)
 
     with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
@@ -2797,7 +2802,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
         ids = put(np.tile(np.arange(most, dtype=np.int32), (count, 1)), mesh, P(AXIS))
         rows = rows._replace(aims=rows.aims._replace(candidates=ids))
         table = state["params"]["ngram_table"]
-        grads, _ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
+        grads, *_ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
     for update, steps in updates(cfg).items():
         due = {name: (grads[name],) * steps for name in updated(cfg, update)}
         state, *_ = compiled[update](state, due, hyper)
@@ -2809,9 +2814,10 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
 
 def evaluate(
     cfg: Config, mesh: Mesh, program, copies, table, step: int, stream: TokenStream, known
-) -> float:
-    """Mean loss in nats over the first val_tokens of the validation split, after `step` steps."""
-    hyper, sums = put_hyper(cfg, max(step - 1, 0), mesh), []
+) -> tuple[float, int]:
+    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
+    dropped n-grams)."""
+    hyper, results = put_hyper(cfg, max(step - 1, 0), mesh), []
     count, whole = cfg.val_count(mesh.size), cfg.val_tokens // cfg.val_row
     here = own_part(mesh, count)
     for first in range(0, whole, count):
@@ -2819,8 +2825,9 @@ def evaluate(
         pieces, _ = plan_plain(first * cfg.val_row, lengths)
         tokens = read_rows(stream, pieces, lengths, here)
         rows = val_rows(cfg, mesh, known, tokens, lengths[here])
-        sums.append(program(copies, table, *rows, hyper))
-    return float(np.sum([np.asarray(x, np.float64) for x in sums])) / cfg.val_tokens
+        results.append(program(copies, table, *rows, hyper))
+    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
+    return float(total) / cfg.val_tokens, int(dropped)
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
@@ -2872,7 +2879,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             ends, signalled = step == cfg.steps, asked(step - first)
             progressed = not saved or step > first  # or this state and its loss are on the disk
             stops = ends or (signalled and not waiting)
-            validates = ends or (every(cfg.val_every, step) and progressed)
+            validates = ends or (is_due(cfg.val_every, step - 1, step) and progressed)
             if validates or stops:
                 report()
                 if ends:
@@ -2883,9 +2890,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 clock.stop()
                 if validates:
                     model = compiled["eval"], copies, state["params"]["ngram_table"]
-                    val_loss = evaluate(cfg, mesh, *model, step, val_stream, known)
+                    val_loss, dropped = evaluate(cfg, mesh, *model, step, val_stream, known)
                     check_unchanged(shards, stream, val_stream)
-                    log.validated(step, val_loss)
+                    log.validated(step, val_loss, dropped)
                 if stops:
                     keeps = keeps_end(cfg) if ends else progressed
                     if keeps:
@@ -2898,7 +2905,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             batch = next(supply)
             grads_of, *due_updates = programs_of(cfg, step)
             args, norms = (batch.rows, batch.wanted, batch.hyper), {}
-            grads, loss = compiled[grads_of](copies, state["params"]["ngram_table"], *args)
+            table = state["params"]["ngram_table"]
+            grads, loss, dropped = compiled[grads_of](copies, table, *args)
             if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
                 report()
                 saver.save(step, state, place)  # copied while the devices compute gradients
@@ -2911,7 +2919,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 copies |= changed
                 del due
             report()  # of the step before, while this one runs: no step waits for its loss
-            pending, place = (step + 1, loss, norms), batch.after
+            pending, place = (step + 1, loss, dropped, norms), batch.after
     log.end(step, signalled, saver.missing)
     if cfg.sample_tokens:
         demonstrate(cfg, log.folder, val_stream, val_loss, say)
@@ -2938,7 +2946,6 @@ MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, b
 CHOICES = {
     "encoding": ("gpt2", "bytes", "bpe"),
     "compute_dtype": ("bfloat16", "float32"),
-    "kernels": ("auto", "plain"),
     "checkpoint_end": ("auto", "always", "never"),
     "ngram_ids": ("normalised", "raw"),
 }
@@ -2962,6 +2969,9 @@ def rules(c: Config):
         yield name, getattr(c, name) in choices, " or ".join(choices)
     yield "preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'"
     yield "data", c.data and "\0" not in c.data, "the name of a folder"
+    named = {*c.kernels.split(",")} <= {*Kernels._fields}
+    some = f"auto, plain, or some of {','.join(Kernels._fields)}"
+    yield "kernels", named or c.kernels in ("auto", "plain"), some
     yield "adam_eps", np.float32(c.adam_eps) > 0, "it must not be 0 in float32"
     yield "rope_base", c.rope_base >= 1, "1 or more"
     cap = "a (0 to 64: its exponentials are summed in float32), b, and c above 0"
@@ -3455,6 +3465,7 @@ class Saved(NamedTuple):
     data: dict  # the answer of check_tokens
     source_sha256: str
     processes: int  # each of which has written a file
+    dropped_ngrams: int  # on the way
 
 
 def keeps_end(cfg: Config) -> bool:
@@ -3769,8 +3780,8 @@ def host() -> dict:
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
         model = found[1].strip() if found else model
-    whole = not hasattr(os, "sched_getaffinity")  # not on every system
-    cores = os.cpu_count() if whole else len(os.sched_getaffinity(0))
+    limited = hasattr(os, "sched_getaffinity")  # not on every system
+    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
     return {"cpu": model, "cores": cores, "platform": platform.platform()}
 
 
@@ -3797,10 +3808,6 @@ def memory_peak_mib() -> float:
     peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
     if peak:
         return peak / 2**20
-    try:
-        import resource
-    except ImportError:  # Windows has no such module
-        return math.nan
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
@@ -3965,13 +3972,14 @@ class RunLog:
     def meta(self, step: int, cursor: int) -> dict:
         """What a checkpoint says beside its arrays."""
         sizes = {name: file.tell() + len(self.kept[name]) for name, file in self.files.items()}
-        facts = {key: self.facts[key] for key in ("config", "data", "source_sha256")}
-        now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": cursor}
-        return {**now, "logs": sizes, **facts}
+        kept = "config", "data", "source_sha256", "dropped_ngrams"
+        facts = {key: self.facts[key] for key in kept} | {"logs": sizes}
+        return facts | {"step": step, "train_time_ms": self.clock.ms(), "cursor": cursor}
 
-    def line(self, step: int, kind: str, loss: float, shown: str = "", **more) -> str:
-        """A loss after `step` steps into both files; the line, in the original speedrun's format.
+    def line(self, step: int, kind: str, loss: float, dropped: int, shown="", **more) -> str:
+        """Write a loss after `step` steps, and how many n-grams found no room, into both files.
 
+        Returns the line, in the original speedrun's format.
         UserError if the run has diverged: no finite loss, or twice that of a uniform guess.
         """
         if not loss < 2 * math.log(self.cfg.vocab):
@@ -3983,11 +3991,13 @@ class RunLog:
         average = f"step_avg:{ms / max(step, 1):.2f}ms"
         line = f"step:{step}/{self.cfg.steps} {shown}train_time:{ms:.0f}ms {average}"
         fields = {"step": step, kind: round(loss, 6), "train_time_ms": round(ms, 3)}
+        fields |= {"tokens": tokens, "dropped_ngrams": dropped}
+        self.facts["dropped_ngrams"] += dropped
         self.write("log.txt", line)
-        self.write("metrics.jsonl", json.dumps({**fields, "tokens": tokens, **more}))
+        self.write("metrics.jsonl", json.dumps(fields | more))
         return line
 
-    def trained(self, step: int, loss: jax.Array, norms: dict[str, jax.Array]):
+    def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict[str, jax.Array]):
         """Wait for the loss of the step that makes `step` steps; the next one is under way.
 
         `norms` of the gradient come with the updates: ANVIL's at every step, others at their own.
@@ -3998,7 +4008,8 @@ class RunLog:
             for update, x in norms.items()
             if np.isfinite(x)
         }
-        line = self.line(step, "train_loss", loss, lr=lr_scale(self.cfg, step - 1), **found)
+        found["lr"] = lr_scale(self.cfg, step - 1)
+        line = self.line(step, "train_loss", loss, int(dropped), **found)
         if step % self.cfg.log_every and step != self.first + 1:
             return
         ms, tokens = self.clock.ms(), self.cfg.tokens_after(step)
@@ -4011,9 +4022,9 @@ class RunLog:
         self.say(f"{line} train_loss:{loss:.4f} {speed:,.0f} tok/s{mfu} eta:{eta:.0f}s")
         self.mark = ms, tokens
 
-    def validated(self, step: int, loss: float):
+    def validated(self, step: int, loss: float, dropped: int):
         """Write down the validation loss after `step` steps; the clock stands still."""
-        self.say(self.line(step, "val_loss", loss, f"val_loss:{loss:.4f} "))
+        self.say(self.line(step, "val_loss", loss, dropped, f"val_loss:{loss:.4f} "))
         self.progress(step, val_loss=round(loss, 6))
 
     def progress(self, step: int, **facts):
@@ -4031,6 +4042,7 @@ class RunLog:
             of = f"{step} of {self.cfg.steps} steps"
             raise Stopped(f"stopped after {of}; to continue: {again}", asked)
         peak, target, loss = memory_peak_mib(), self.cfg.target, self.facts["val_loss"]
+        self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
         met, seconds = "met" if loss <= target else "MISSED", self.clock.ms() / 1000
@@ -4044,18 +4056,15 @@ class RunLog:
 
 
 def claim(run_dir: Path, name: str):
-    """Open a file of a run to append to it, locked if the system can; UserError if another process
+    """Open a file of a run to append to it, locked if its disk can; UserError if another process
     has it. The system takes the lock back when this process ends or closes the file."""
     file = open(run_dir / name, "ab", buffering=0)
-    with contextlib.suppress(ImportError):  # Windows has no such module
-        import fcntl
-
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(f"another process writes {run_dir}: wait for it, or end it") from None
-        except OSError:  # a file system without locks
-            pass
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f"another process writes {run_dir}: wait for it, or end it") from None
+    except OSError:  # a file system without locks
+        pass
     return file
 
 
@@ -4088,7 +4097,8 @@ def open_log(
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "settings": {}}
     facts |= {"steps": first, "tokens": cfg.tokens_after(first)}
     facts |= {"train_time_ms": round(saved.train_time_ms, 3) if saved else 0.0, "val_loss": None}
-    facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
+    facts |= {"dropped_ngrams": saved.dropped_ngrams if saved else 0, "target": cfg.target}
+    facts |= {"resumed": bool(saved), "finished": False}
     rule, devices = "=" * 100, facts["devices"]
     on = f"{devices['count']} x {devices['kind']}"
     about = [*(f"{k} {v}" for k, v in facts["versions"].items()), f"{on} ({devices['platform']})"]
@@ -4169,9 +4179,8 @@ def ask_to_stop():
         return agreed[0] if agreed else 0
 
     numbers = [signal.SIGINT, *[signal.SIGTERM] * one]
-    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
-    if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # what `nohup` asks for
-        numbers.append(hangup)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # what `nohup` asks for
+        numbers.append(signal.SIGHUP)
     if threading.current_thread() is threading.main_thread():
         before |= {number: signal.signal(number, ask) for number in numbers}
     try:
@@ -4581,15 +4590,27 @@ SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours 
 
 
 def pick_kernels(cfg: Config, device, devices: int = 1) -> tuple[Kernels, str]:
-    """(the Kernels for one of the run's `devices`, why these: a line for the log).
+    """(the Kernels for one of the run's `devices`, why these: a line for the log)."""
+    if cfg.kernels == "plain":
+        return PLAIN, "plain, as asked for"
+    found, reason = serving_kernels(cfg, device, devices)
+    if cfg.kernels == "auto":
+        return found, reason
+    names = cfg.kernels.split(",")
+    found = PLAIN._replace(**{name: getattr(found, name) for name in names})
+    lacks = [name for name in names if getattr(found, name) is getattr(PLAIN, name)]
+    but = f", but plain {','.join(lacks)}" if lacks else ""
+    return found, f"{cfg.kernels}, as asked for{but} (auto: {reason})"
+
+
+def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
+    """(all Kernels that serve there, which these are: a line for the log).
 
     The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, projections,
     MLPs, weighted sums and the gradients of tables have kernels for TPUs since v5 and attention for
     NVIDIA GPUs since Ampere; where one of their conditions fails, the plain form does the work, and
     the line says which.
     """
-    if cfg.kernels == "plain":
-        return PLAIN, "plain, as asked for"
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
     rows = [*(stage.space(devices) for stage in cfg.stages), cfg.val_row]
@@ -4668,9 +4689,8 @@ def token_losses(x_cd, head_vd, wide_vd, targets_ck, cfg: Config):
 
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
     while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [c, v]
-    goes to memory. The logits of the targets come once more, from their rows of the head: 12.2 M
-    cycles predicted for v6e (49,152 tokens, one target, 50,304 entries; 0.2 M more are the bytes of
-    the look-up), 18.7 M when they are picked out of [c, v] by comparison.
+    goes to memory. The logits of the targets come once more, from their rows of the head: to pick
+    them out of [c, v] by comparison takes half as long again.
 
     On an NVIDIA GPU matmuls are a library's, and the product does go to memory: in the dtype of x,
     as in the original, 0.4 GB a chunk instead of 0.8. The sums are then those of rounded logits,
@@ -4731,8 +4751,7 @@ def fused_cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
 
     On the way back the logits would have to be either kept or computed again. Only the weighted sum
     has a gradient, with respect to x and head; without gradients, in validation, it is the plain
-    form. Predicted for v6e, 49,152 tokens and one target, in M cycles: 48.9 for 50,304 rows of the
-    head (three matmuls at peak are 21.7; by autodiff with recomputed logits 72.6), 14.5 for 14,336.
+    form.
     """
     return cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg)
 
@@ -4771,7 +4790,7 @@ fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_back
 def lean_squared_relu(z):
     """squared_relu, whose slope is 2 sqrt(h), so that z need not be kept beside h.
 
-    On an absent H100 that saves 2.6 of 15.6 GiB for 49,152 tokens; on a TPU XLA finds it by itself.
+    That saves a sixth of an H100's temporaries; on a TPU XLA finds it by itself.
     """
     return squared_relu(z)
 
@@ -4810,9 +4829,7 @@ def document_starts(segments_bt):
 #
 # The hardware's tiles have 128 columns: one wide head, or two narrow ones, which are normed,
 # rotated and stored together. The matrix unit, 256 wide, takes as long for the scores of narrow
-# heads, but less for what stands. Predicted for 49,152 tokens and six heads, both ways, in M cycles
-# (of 571 us): 4.0 with 64 columns in q, k and v at a window of 640, 5.2 with 128 in v and paired,
-# 7.9 with 128 in all at 1408; around the kernels, projections included, 2.4 to 3.5.
+# heads, but less for what stands.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
@@ -5364,7 +5381,7 @@ def turns(places_tc, freqs):
     """cos and sin [t, c] of places * freqs, of places that rise evenly from row to row.
 
     From those of every 128th place and of the first 128, by the addition theorem: cosines of all
-    places and columns take a v6e 0.5 M cycles for 16,384 tokens, predicted, more than some layers.
+    places and columns would take a v6e longer than some layers.
     """
     some = places_tc[::128, None], places_tc[None, :128] - places_tc[:1, None]
     angles = [x.astype(jnp.float32) * freqs[None] for x in some]
@@ -5408,13 +5425,11 @@ def attend_window(
 # layer, the larger ones for 5 to 10 s; of kernels there are few for all layers. Weights, and
 # float32 sums of their gradients, stay in VMEM while blocks of tokens come by, and what stands
 # around the matmuls is done while the matrix unit works. With projections and small MLPs as kernels
-# (and blend for the value gates) the record's first gradients compile in 224 s of a core instead of
-# 545; they take 4 % longer, predicted, since XLA fused more of the mixes into its matmuls.
+# (and blend for the value gates) gradients compile in less than half of the time; they take a
+# little longer, since XLA fused more of the mixes into its matmuls.
 #
 # MLPs, with norm, ReLU^2 and residual, have 55 MiB in VMEM for 2816 hidden units; these go to
-# memory once, for the way back. 0.93 M bundles for 16,384 tokens, both ways, where six matmuls must
-# have 0.81 and XLA's fusions have 1.22. Predicted: 1.05 M cycles instead of 1.85 for such a layer
-# compiled alone; 2.8 ms less for all of the record's first gradients, of the run 7 s.
+# memory once, for the way back.
 
 TOKEN_BLOCK = 256  # tokens: of projections, and of weighted sums (21 arrays, twice each: 16 MiB)
 
@@ -5682,8 +5697,7 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 # XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way
 # back. In one kernel a block of tokens stays in VMEM for all sources. The weights come packed in a
 # tile of columns, and a matrix of zeros and ones, one for each source, spreads its share of them
-# over the features. Predicted for mudd_mix and its gradients, 16,384 tokens: 1.3 M cycles instead
-# of 3.3, 16 MB of temporaries instead of 460, and a third of the time to compile.
+# over the features.
 
 
 def pack_weights(weights_btkg, dtype):
@@ -5771,8 +5785,7 @@ weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
 # float32 because a frequent id comes up thousands of times. On a TPU one-hot matrices do better:
 # where tokens are sorted by id, a tile of table rows meets few blocks of tokens, and each meeting
 # is one small matmul. Sums are float32, every row of the table is written once, rounded, and there
-# are no zeros. Predicted for the record's tables and 49,152 tokens: 2.7 M cycles, of which 0.9 are
-# for the 102,784 rows that were fetched for n-grams. (XLA's estimates leave scatters out.)
+# are no zeros.
 
 ROW_TILE, ROW_BLOCK = 256, 256  # rows of a table, and tokens, that meet in one matmul
 

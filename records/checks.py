@@ -179,6 +179,7 @@ STEP = rf"step:({N})/({N}) (?:val_loss:({N}\.[0-9]{{4}}) )?train_time:({N})ms"
 STEP = re.compile(rf"{STEP} step_avg:({N}\.[0-9]{{2}})ms")
 SAVED = rf"checkpoint:({N}) held the loop for {N}\.[0-9]ms, {N}\.[0-9] MB"
 SAVED = re.compile(rf"{SAVED} written in {N}\.[0-9]{{2}}s")
+DROPPED = re.compile(f"n-grams that found no room: ({N})")
 PEAK = re.compile(rf"peak memory allocated: (?:{N}|nan) MiB")
 RUN_ID = re.compile(rf"[0-9]{{8}}-[0-9]{{6}}-({WORD})-s({N})-[0-9a-f]{{6}}")
 
@@ -208,9 +209,11 @@ FACTS = {  # run.json; in older ones choices and settings are missing
     **{"run_id": f'"{WORD}"', "preset": f'"{WORD}"', "seed": N, "command": COMMAND},
     **{"source_sha256": f'"{HASH}"', "steps": N, "tokens": N, "train_time_ms": MS},
     **{"val_loss": f"{LOSS}|null", "target": REAL, "resumed": FLAG, "finished": FLAG},
+    "dropped_ngrams?": N,
 }
-VALIDATED = {"step": N, "val_loss": LOSS, "train_time_ms": MS, "tokens": N}  # in metrics.jsonl
-TRAINED = {"step": N, "train_loss": LOSS, "train_time_ms": MS, "tokens": N, "lr": REAL}
+LINE = {"step": N, "train_time_ms": MS, "tokens": N, "dropped_ngrams?": N}  # of metrics.jsonl
+VALIDATED = LINE | {"val_loss": LOSS}
+TRAINED = LINE | {"train_loss": LOSS, "lr": REAL}
 TRAINED |= dict.fromkeys(("grad_norm?", "grad_norm_adam?", "grad_norm_event?"), REAL)
 RECORD = {"track": f'"{WORD}"', "name": '"[A-Za-z0-9-]{1,60}"', "by": PROSE, "what": PROSE}
 RECORD |= {"beats": f'null|"{WORD}"', "result": ANY}
@@ -239,7 +242,8 @@ def expect(value, shape):
     elif isinstance(shape, list) and isinstance(value, list):
         for i, part in enumerate(value, 1):
             with about(f"{i}"):
-                expect(part, next((x for x in shape if {*x} <= {*part}), shape[-1]))
+                fits = (x for x in shape if {name for name in x if name[-1] != "?"} <= {*part})
+                expect(part, next(fits, shape[-1]))
     else:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         right = isinstance(shape, str) and text.isprintable() and re.fullmatch(shape, text, re.A)
@@ -396,7 +400,9 @@ def check_steps(run: Run, lines: list[str]):
     """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
     facts, metrics, total, rows = run.facts, run.metrics, run.facts["config"]["steps"], []
     ended = bool(lines and PEAK.fullmatch(lines[-1]))
-    for line in lines[: len(lines) - ended]:
+    lines = lines[: len(lines) - ended]
+    dropped = DROPPED.fullmatch(lines[-1]) if ended and lines else None
+    for line in lines[:-1] if dropped else lines:
         row, saved = STEP.fullmatch(line), SAVED.fullmatch(line)
         right = row or (saved and rows and int(saved[1]) <= int(rows[-1][1]))
         need(bool(right), f"log.txt: no line of the trainer: {line:.80}")
@@ -418,6 +424,9 @@ def check_steps(run: Run, lines: list[str]):
         need(got == want, f"metrics.jsonl: {reason}")
     some = {"grad_norm" in row for row in metrics if "train_loss" in row}
     need(len(some) == 1, "metrics.jsonl: some steps have a grad_norm, and some have none")
+    counts = sum(row.get("dropped_ngrams", 0) for row in metrics), facts.get("dropped_ngrams", 0)
+    same = {*counts} == {int(dropped[1]) if dropped else 0}
+    need(same, "log.txt, metrics.jsonl and run.json disagree on n-grams that found no room")
 
     for row, fields in zip(rows, metrics, strict=True):
         step, validates = int(row[1]), row[3] is not None

@@ -945,7 +945,7 @@ def refused(error: Exception) -> dict:
 def executions(cfg: T.Config, devices: int) -> Counter:
     """How many times each program runs in the whole run."""
     counts = Counter(name for step in range(cfg.steps) for name in T.programs_of(cfg, step))
-    validations = 1 + sum(T.every(cfg.val_every, step) for step in range(cfg.steps))
+    validations = 1 + sum(T.is_due(cfg.val_every, step - 1, step) for step in range(cfg.steps))
     rows = cfg.val_tokens // cfg.val_row
     counts["finish"], counts["eval"] = 1, validations * -(-rows // cfg.val_count(devices))
     return counts

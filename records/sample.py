@@ -39,11 +39,9 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
     known = T.vocabulary(cfg, T.token_bytes(cfg, run_dir))
 
     @jax.jit
-    def next_token(copies, table, tokens_t, hashed_t, last, key):
-        tokens_bt, hashed_bt = tokens_t[None], hashed_t[None]
+    def next_token(copies, table, tokens_bt, hashed_bt, places_bit, last, key):
         # The table is whole here: its rows are looked up in place of what a device would fetch.
-        ids = T.table_places(T.ngram_ids(hashed_bt, cfg.ngram_rows), cfg.ngram_rows)
-        rows = T.look_up(cfg, copies | {"ngrams": table}, tokens_bt, ids.swapaxes(0, 1))
+        rows = T.look_up(cfg, copies | {"ngrams": table}, tokens_bt, places_bit)
         rows["ngram"] = T.signed_sum(cfg, copies["signs"], rows["ngrams"], hashed_bt)
         segments_bt, hyper = T.segment_ids(tokens_bt, cfg.bos), T.hyper_at(cfg, now)
         x_btd = T.forward(copies, rows, segments_bt, cfg, kernels, cfg.val_windows, hyper)
@@ -59,8 +57,11 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
     key = jax.random.key(cfg.seed)
     for i in range(count):
         recent = tokens[-length:]
-        row = np.array(recent + [cfg.bos] * (length - len(recent)), np.int32)
-        args = row, known.hashed_v[row], len(recent) - 1, jax.random.fold_in(key, i)
+        row = np.array([recent + [cfg.bos] * (length - len(recent))], np.int32)
+        hashed = known.hashed_v[row]
+        ids = T.ngram_ids(hashed, cfg.ngram_rows, np)
+        places = T.table_places(ids, cfg.ngram_rows).astype(np.int32).swapaxes(0, 1)
+        args = row, hashed, places, len(recent) - 1, jax.random.fold_in(key, i)
         tokens.append(int(next_token(copies, params["ngram_table"], *args)))
         if tokens[-1] == cfg.bos:
             break

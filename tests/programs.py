@@ -117,7 +117,7 @@ def fitting(program: T.Program, due: dict) -> dict:
 
 def requests(cfg: T.Config, grad, share: int, mesh):
     """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
-    n, size = mesh.size, T.capacity(cfg, T.event_room(cfg, mesh.size), mesh.size)
+    n, size = mesh.size, T.capacity(T.event_room(cfg, mesh.size), mesh.size)
     wanted = np.full((n, n, size), share, np.int32)
     parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
     read = np.flatnonzero(np.any(grad, axis=1))
@@ -176,7 +176,7 @@ def run_steps(
     for step, batch in enumerate(islice(batches, steps)):
         grads_of, *updates = T.programs_of(cfg, step)
         args = copies, state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
-        grads, loss = compiled[grads_of](*args)
+        grads, loss, _ = compiled[grads_of](*args)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
             due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
@@ -187,7 +187,8 @@ def run_steps(
         state, changed = compiled["finish"](state)
         model = compiled["eval"], copies | changed, state["params"]["ngram_table"]
         val = T.TokenStream(folder, "val", cfg.bos)
-        losses.append(T.evaluate(cfg, mesh, *model, cfg.steps, val, T.vocabulary(cfg, words)))
+        known = T.vocabulary(cfg, words)
+        losses.append(T.evaluate(cfg, mesh, *model, cfg.steps, val, known)[0])
     shapes = T.map_state(cfg, lambda shape, dtype, row: np.zeros(shape, dtype))
 
     def whole(x, like):

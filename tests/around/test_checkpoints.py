@@ -27,7 +27,7 @@ import train_gpt as T
 CFG = replace(programs.CFG, compute_dtype="bfloat16")  # as the n-gram table then is
 PLACE = T.Place(1234, (5, 0, 77, 3, 100, 1, 2, 4))
 META = {"train_time_ms": 1.5, "logs": {"log.txt": 7}, "data": {}, "source_sha256": "0"}
-META |= {"config": asdict(CFG), "cursor": PLACE.cursor}
+META |= {"config": asdict(CFG), "cursor": PLACE.cursor, "dropped_ngrams": 5}
 
 
 OFFSETS = np.array(PLACE.offsets)

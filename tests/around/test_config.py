@@ -306,7 +306,7 @@ BAD_SETTINGS = [
     ("bos=-1", ["bos=-1", "0 to real_tokens-1=96"]),
     ("encoding=utf8", ["encoding='utf8'", "gpt2 or bytes or bpe"]),
     ("compute_dtype=float16", ["compute_dtype='float16'", "bfloat16 or float32"]),
-    ("kernels=fast", ["kernels='fast'", "auto or plain"]),
+    ("kernels=fast", ["kernels='fast'", "auto, plain, or some of attend,"]),
     ("checkpoint_end=maybe", ["checkpoint_end='maybe'", "auto or always or never"]),
     ("recompute=layers", ["recompute=layers", "like False (bool)"]),
     ("recompute=2", ["recompute=2", "like False (bool)"]),

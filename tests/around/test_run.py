@@ -33,6 +33,7 @@ from training import (
 import train_gpt as T
 
 RULE = b"=" * 100 + b"\n"
+COMMON = "step", "train_time_ms", "tokens", "dropped_ngrams"  # in every line of metrics.jsonl
 TRAIN_LINE = re.compile(r"step:(\d+)/8 train_time:(\d+)ms step_avg:(\d+\.\d\d)ms")
 VAL_LINE = re.compile(
     r"step:(\d+)/8 val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
@@ -140,7 +141,8 @@ def test_environment_is_what_jax_listens_to(monkeypatch):
 
 
 def test_log_has_every_step_once_in_the_original_speedruns_format(run):
-    *steps, last = last_lines(run)
+    *steps, dropped, last = last_lines(run)
+    assert dropped == "n-grams that found no room: 0" and facts(run.dir)["dropped_ngrams"] == 0
     assert re.fullmatch(r"peak memory allocated: \d+ MiB", last)
     trained = [match for line in steps if (match := TRAIN_LINE.fullmatch(line))]
     validated = [match for line in steps if (match := VAL_LINE.fullmatch(line))]
@@ -153,7 +155,7 @@ def test_log_has_every_step_once_in_the_original_speedruns_format(run):
 
 def test_times_in_the_log_grow_and_the_average_is_per_step(run):
     times, steps, averages = [], [], []
-    for line in last_lines(run)[:-1]:
+    for line in last_lines(run)[:-2]:
         steps.append(max(int(line[5 : line.index("/")]), 1))
         times.append(int(re.search(r"train_time:(\d+)ms", line)[1]))
         averages.append(float(re.search(r"step_avg:([\d.]+)ms", line)[1]))
@@ -163,7 +165,7 @@ def test_times_in_the_log_grow_and_the_average_is_per_step(run):
 
 
 def test_metrics_agree_with_the_log(run):
-    lines = last_lines(run)[:-1]
+    lines = last_lines(run)[:-2]
     assert len(run.metrics) == len(lines)
     tokens = np.cumsum([0] + [T.stage_at(CFG, step).batch_tokens for step in range(8)]).tolist()
     for fields, line in zip(run.metrics, lines, strict=True):
@@ -172,12 +174,12 @@ def test_metrics_agree_with_the_log(run):
         shown = int(re.search(r"train_time:(\d+)ms", line)[1])
         assert abs(shown - ms) < 0.501  # the metrics' ms are rounded too, to thousandths
         if match := VAL_LINE.fullmatch(line):
-            assert set(fields) == {"step", "val_loss", "train_time_ms", "tokens"}
+            assert {*fields} == {*COMMON, "val_loss"}
             assert float(match[2]) == pytest.approx(fields["val_loss"], abs=0.5e-4 + 1e-6)
         else:
             norms = ["grad_norm"] + ["grad_norm_adam"] * T.is_adam_step(CFG, step - 1)
             norms += ["grad_norm_event"] * T.is_event(CFG, step - 1)
-            assert {*fields} == {"step", "train_loss", "train_time_ms", "tokens", "lr", *norms}
+            assert {*fields} == {*COMMON, "train_loss", "lr", *norms}
             assert all(0 < fields[name] < 1e4 for name in norms)
             assert fields["lr"] == T.lr_scale(CFG, step - 1)
 
@@ -210,6 +212,7 @@ def test_run_json_has_exactly_these_facts(run):
         "tokens": 3 * 256 + 5 * 512,
         "val_loss": run.metrics[-1]["val_loss"],
         "train_time_ms": run.metrics[-1]["train_time_ms"],
+        "dropped_ngrams": 0,
         "target": 10.0,
         "resumed": False,
         "finished": True,
@@ -248,12 +251,13 @@ def test_terminal_has_the_first_step_and_every_log_every_th(train, tmp_path):
 def test_utilization_is_of_the_peak_of_all_devices(tmp_path, kind, share):
     cfg, said, now = replace(CFG, steps=100), [], [0.0]
     devices = {"kind": kind, "count": 4}
-    log = T.RunLog(cfg, tmp_path / "run", {"devices": devices}, None, said.append)
+    start = {"devices": devices, "dropped_ngrams": 0}
+    log = T.RunLog(cfg, tmp_path / "run", start, None, said.append)
     log.clock = SimpleNamespace(ms=lambda: now[0])
     # A hundred times as long as four devices at their peak take for the tokens of ten steps.
     flops = T.flops_per_token(cfg, 9) * cfg.tokens_after(10)
     now[0] = 100 * 1000 * flops / (4 * 756e12)
-    log.trained(10, jax.numpy.float32(1), {"anvil": jax.numpy.float32(math.inf)})
+    log.trained(10, np.float32(1), np.float32(0), {"anvil": np.float32(math.inf)})
     assert "grad_norm" not in metrics(tmp_path / "run")[0]  # which JSON cannot have
     assert re.findall(r"mfu:(\S+)", said[-1]) == [share] * bool(share)
 
@@ -310,6 +314,49 @@ def test_nothing_compiles_while_the_clock_runs(run):
     compiled = [clock for name, clock in run.seen if name.startswith("/jax")]
     assert compiled.count(False) > 5, "the listener does not hear of compilations"
     assert compiled.count(True) == 0
+
+
+def test_a_batch_whose_ngrams_all_have_one_owner_trains_on(train, tmp_path, monkeypatch):
+    """Eight devices count what finds no room, over a resume too; one, which has room for all,
+    trains as if the owners were asked for equally many."""
+    cfg, seen = replace(BRIEF, ngram_rows=2**15, devices=1), []
+    real = T.ngram_ids
+
+    def noted(x_bt, rows, xp=jax.numpy):
+        ids = real(x_bt, rows, xp)
+        if xp is np:
+            seen.append(np.unique(ids))
+        return ids
+
+    monkeypatch.setattr(T, "ngram_ids", noted)
+    want = train(cfg, tmp_path / "even")
+    last = cfg.ngram_rows - 1  # of trigrams without history, which has the first place
+    used = np.setdiff1d(np.concatenate(seen), last)
+    order = [last, *used, *np.setdiff1d(np.arange(last), used)]
+    moved = np.argsort(order)
+    assert moved[used].max() < cfg.ngram_rows // 8
+    monkeypatch.setattr(T, "table_places", lambda ids, rows: moved[ids])
+    one = train(cfg, tmp_path / "one")
+    np.testing.assert_allclose(train_losses(one), train_losses(want), rtol=2e-6)
+    assert facts(one)["val_loss"] == pytest.approx(facts(want)["val_loss"], rel=2e-6)
+    assert facts(one)["dropped_ngrams"] == facts(want)["dropped_ngrams"] == 0
+
+    cfg = replace(cfg, devices=8)
+    eight = train(cfg, tmp_path / "eight")
+    counts = {row["step"]: row["dropped_ngrams"] for row in metrics(eight) if "lr" in row}
+    total = sum(row["dropped_ngrams"] for row in metrics(eight))
+    assert min(counts.values()) > 0 and facts(eight)["finished"] is True
+    assert facts(eight)["dropped_ngrams"] == total < 2 * (cfg.total_tokens + cfg.val_tokens)
+    assert f"\nn-grams that found no room: {total}\n" in (eight / "log.txt").read_text()
+    np.testing.assert_allclose(train_losses(eight), train_losses(one), atol=0.05)
+    kept = json.loads((eight / "checkpoints/2/meta.json").read_text())["checkpoint"]
+    at_the_start = metrics(eight)[0]["dropped_ngrams"]  # of the validation before all steps
+    assert kept["dropped_ngrams"] == at_the_start + counts[1] + counts[2]
+    shutil.rmtree(eight / "checkpoints/4")
+    saved = T.find_checkpoint(eight)
+    assert saved.step == 2
+    again = train(cfg, tmp_path, saved=saved)
+    assert again == eight and facts(eight)["dropped_ngrams"] == total
 
 
 def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
@@ -570,8 +617,8 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(
 ):
     """Also if that is being written when the loss of the next step arrives."""
 
-    def losses(self, step, now, norms, real=T.RunLog.trained):
-        return real(self, step, np.float32(loss) if step == 5 else now, norms)
+    def losses(self, step, now, *more, real=T.RunLog.trained):
+        return real(self, step, np.float32(loss) if step == 5 else now, *more)
 
     def slowly(*args, real=T.write_checkpoint):
         time.sleep(0.2)

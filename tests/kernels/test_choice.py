@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 from conftest import small_config
+from jax.experimental import pallas as pl
+from jax.extend.core import jaxprs_in_params
+from programs import mesh_of
 
 import train_gpt as T
 
@@ -100,6 +103,26 @@ def test_plain_kernels_are_those_of_part_one(device):
     kernels, reason = T.pick_kernels(replace(RECORD, kernels="plain"), device)
     assert kernels is T.PLAIN and names(kernels) == set()
     assert reason == "plain, as asked for"
+
+
+@pytest.mark.parametrize("name", T.Kernels._fields)
+def test_each_kernel_can_be_had_by_itself_and_left_out(name):
+    """So that a chip can tell which one is slow."""
+    all_of_them, _ = T.pick_kernels(RECORD, tpu())
+    one, reason = T.pick_kernels(replace(RECORD, kernels=name), tpu())
+    assert one == T.PLAIN._replace(**{name: getattr(all_of_them, name)}) != T.PLAIN
+    assert reason == f"{name}, as asked for (auto: {TPU_KERNELS})"
+    others = ",".join(field for field in T.Kernels._fields if field != name)
+    rest, _ = T.pick_kernels(T.override(RECORD, "kernels", others), tpu())
+    assert rest == all_of_them._replace(**{name: getattr(T.PLAIN, name)}) != all_of_them
+
+
+def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
+    kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,add_mlp,blend"), gpu())
+    assert names(kernels) == {"attend_triton", "lean_mlp"}
+    assert reason == (
+        "attend,add_mlp,blend, as asked for, but plain blend (auto: attention for NVIDIA GPUs)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,3 +289,58 @@ def test_the_largest_window_that_a_tpu_is_given_stays_within_its_vmem():
     plan = T.Plan(T.Heads(6, 128, 128, served[-1], offset=True), 256)
     assert 60 * 2**20 < plan.ring_bytes("bfloat16") < 70 * 2**20
     assert served == [*range(256, served[-1] + 1, 256)] and served[-1] >= 2560
+
+
+# ------------------------------------------------------------------------------------------------
+# Operands
+# ------------------------------------------------------------------------------------------------
+
+
+def kernel_calls(jaxpr):
+    """All calls of kernels in a jaxpr and in those that it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from kernel_calls(inner)
+
+
+def unread(call) -> list[int]:
+    """The operands of a kernel that neither it nor a choice of its blocks reads."""
+    mapping, kernel = call.params["grid_mapping"], call.params["jaxpr"]
+    scalars = mapping.num_index_operands
+    read = {id(x) for eqn in kernel.eqns for x in eqn.invars}
+    for block in mapping.block_mappings:  # these take the place in the grid, and then the scalars
+        choice = block.index_map_jaxpr.jaxpr
+        used = {id(x) for eqn in choice.eqns for x in eqn.invars}
+        refs = choice.invars[len(choice.invars) - scalars :] if scalars else []
+        read |= {id(x) for x, ref in zip(kernel.invars, refs, strict=False) if id(ref) in used}
+    operands = kernel.invars[: scalars + mapping.num_inputs]
+    return [i for i, x in enumerate(operands) if id(x) not in read]
+
+
+def test_an_operand_that_is_not_read_would_be_found():
+    def kernel(x_ref, y_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    x = jax.ShapeDtypeStruct((8, 128), "float32")
+    call = pl.pallas_call(kernel, out_shape=x)
+    (found,) = kernel_calls(jax.make_jaxpr(call)(x, x).jaxpr)
+    assert unread(found) == [1]
+
+
+@pytest.mark.parametrize("device", [tpu(), gpu()], ids=["tpu", "gpu"])
+def test_no_kernel_has_an_operand_that_it_does_not_read(device):
+    """Of such kernels libtpu 0.0.43 to 0.0.45 can read zeros from memory (jax issue 39744)."""
+    mesh = mesh_of(8)
+    kernels, _ = T.pick_kernels(RECORD, device, 8)
+    found, calls = T.programs(RECORD, mesh, kernels), []
+    for name in ("grads0", "event4", "eval"):  # which have all kernels, with their gradients
+        step, args, out, *_ = found[name]
+        specs = jax.tree.map(lambda x: x.sharding.spec, args)
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        calls += kernel_calls(jax.make_jaxpr(step)(*args).jaxpr)
+    assert len(calls) > 20
+    found = [(call.params["jaxpr"].debug_info.func_src_info, unread(call)) for call in calls]
+    assert [x for x in found if x[1]] == []

@@ -35,7 +35,7 @@ def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
 @functools.cache
 def compiled(cfg: T.Config, windows):
     def run(params, tokens):
-        places = T.table_places(T.ngram_ids(tokens, cfg.ngram_rows), cfg.ngram_rows)
+        places = T.ngram_ids(tokens, cfg.ngram_rows)  # the table is random, so in any order
         tables = params | {"ngrams": params["ngram_table"]}
         rows = T.look_up(cfg, tables, tokens, places.swapaxes(0, 1))
         rows["ngram"] = T.signed_sum(cfg, T.sign_pool(cfg, 0), rows["ngrams"], tokens)

@@ -137,11 +137,11 @@ class Log:
     def __init__(self, clock, folder):
         self.clock, self.folder, self.losses, self.val_losses = clock, folder, [], {}
 
-    def trained(self, step, loss, norms):
+    def trained(self, step, loss, dropped, norms):
         self.losses.append(float(loss))
         assert step == len(self.losses)
 
-    def validated(self, step, loss):
+    def validated(self, step, loss, dropped):
         self.val_losses[step] = loss
 
     def __getattr__(self, name):

@@ -291,7 +291,8 @@ def outcome(name: str):
     tokens, inputs = jnp.asarray(c.tokens[None]), jnp.asarray(c.tokens[None, :-1])
     aims = T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
     weights, prefix = jnp.asarray(c.mtp or [1.0], jnp.float32), c.prefix_weight or None
-    places = T.table_places(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows).swapaxes(0, 1)
+    places = T.table_places(T.ngram_ids(inputs, cfg.ngram_rows, np), cfg.ngram_rows)
+    places = places.swapaxes(0, 1)
 
     def loss(params):
         seen = {}

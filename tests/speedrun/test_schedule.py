@@ -257,9 +257,9 @@ def test_never_tied_and_always_tied(tied, always, every):
 
 
 def test_something_with_a_period():
-    assert [step for step in range(9) if T.every(4, step)] == [0, 4, 8]
-    assert [step for step in range(3) if T.every(1, step)] == [0, 1, 2]
-    assert not any(T.every(0, step) for step in range(9))
+    assert [step for step in range(9) if T.is_due(4, step - 1, step)] == [0, 4, 8]
+    assert [step for step in range(3) if T.is_due(1, step - 1, step)] == [0, 1, 2]
+    assert not any(T.is_due(0, step - 1, step) for step in range(9))
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_gradients_do_not_depend_on_micro_tokens_and_recompute(shards, change):
         batch_of(CFG, 0, mesh, shards),
     )
     args = *model, *batch, hyper_on(CFG, 0, mesh)
-    (want, wanted), (got, loss) = (program(c, 1, "grads0")(*args) for c in (CFG, cfg))
+    (want, wanted, _), (got, loss, _) = (program(c, 1, "grads0")(*args) for c in (CFG, cfg))
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
     for name in TABLE:
         one, two = (
@@ -224,7 +224,8 @@ def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(monkeypatch, m
     targets = TOY_TOKENS[:, 1:].astype(np.int32)
     aims = T.Aims(np.empty((12, 0), np.int32), targets, 0 * targets, np.full(12, 5, np.int32))
     rows, table = T.Rows(TOY_TOKENS, inputs, places, aims), copies.pop("ngram_table")
-    grads, mean = quick(step, copies, table, rows, wanted, T.hyper_at(cfg, 0))
+    grads, mean, dropped = quick(step, copies, table, rows, wanted, T.hyper_at(cfg, 0))
+    assert dropped == 0
     (_, want), wanted = toy_autodiff(dtype)
     assert mean == want / 128 == targets.sum() / 128 and mean.dtype == jnp.float32
     assert grads.keys() == wanted.keys()
@@ -256,7 +257,7 @@ def test_rows_filled_up_for_a_shared_program_have_the_same_gradients_and_loss(sh
         model = model_on(c, random_state(c)["params"], mesh)
         (rows, _), batch = batch_of(c, 0, mesh, shards)
         assert rows.tokens.shape == (8, c.stages[0].space(8) + 1)
-        grads, loss = program(c, 2, "grads0")(*model, *batch, hyper_on(c, 0, mesh))
+        grads, loss, _ = program(c, 2, "grads0")(*model, *batch, hyper_on(c, 0, mesh))
         found.append(jax.device_get(grads) | {"loss": loss})
         found[-1]["ngram_table"] = dense(c, grads["ngram_table"], 2)
     want, got = found
@@ -275,7 +276,8 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
     params = random_state(WIDE)["params"]
     (rows, _), batch = batch_of(WIDE, 0, mesh, shards)
     model = model_on(WIDE, params, mesh)
-    got, loss = program(WIDE, 8, "grads0")(*model, *batch, hyper_on(WIDE, 0, mesh, weights=weights))
+    hyper = hyper_on(WIDE, 0, mesh, weights=weights)
+    got, loss, _ = program(WIDE, 8, "grads0")(*model, *batch, hyper)
     inputs, targets, aims = rows.tokens[:, :-1], rows.tokens[:, 1:].astype(np.int32), rows.aims
     places = T.table_places(T.ngram_ids(rows.hashed, WIDE.ngram_rows, np), WIDE.ngram_rows)
     prefixes = np.take_along_axis(aims.candidates, np.maximum(aims.prefixes, 0), 1)
@@ -512,7 +514,8 @@ def test_a_collective_inside_the_loop_would_be_found():
             x = copies["embed"][rows.tokens[:, :-1]]
             return total + lax.psum(jnp.sum(x), T.AXIS), None
 
-        return table, lax.scan(add, jnp.zeros(()), T.micro_batches(WIDE, rows))[0]
+        total, _ = lax.scan(add, jnp.zeros(()), T.micro_batches(WIDE, rows))
+        return table, total, total
 
     with quick_compilation():
         hlo = T.lower(like._replace(step=reduce_each), mesh).compile().as_text()
@@ -773,14 +776,14 @@ def test_programs_of_the_record_on_eight_devices():
         assert (rows.tokens.shape, rows.tokens.dtype) == ((8, t + 1), np.uint16)
         assert (rows.hashed.shape, rows.hashed.dtype) == ((8, t), np.uint16)
         assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t), (8,)]
-        assert rows.places.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(cfg, 8 * t, 8))
+        assert rows.places.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(8 * t, 8))
         assert (table.shape, table.dtype) == ((42_301_440, 768), cfg.dtype)
         cut = {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))}
         assert cut == {P(T.AXIS)}
         assert copies["qk_bank"].shape == (48, 256, 768) and copies["qk_bank"].dtype == cfg.dtype
         assert {x.sharding.spec for x in jax.tree.leaves(hyper)} == {P()}
         assert {name: x.sharding.spec for name, x in copies.items()} == T.copy_specs(cfg)
-        assert found[name].out == (P() if name == "eval" else (P(T.AXIS), P()))
+        assert found[name].out == ((P(),) if name == "eval" else (P(T.AXIS), P())) + (P(),)
         assert found[name].donates == ()
     for name, steps in T.updates(cfg).items():
         state, due, _ = found[name].args
@@ -793,7 +796,7 @@ def test_programs_of_the_record_on_eight_devices():
     )  # fmt: skip
     assert (gates.shape, gates.dtype) == ((8 * 2, 64, 768), np.float32)
     for name in ("event2", "event4"):
-        room = T.capacity(cfg, 393_216, 8)  # the largest stage's
+        room = T.capacity(393_216, 8)  # the largest stage's
         for ids, rows in found[name].args[1]["ngram_table"]:
             assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
 
@@ -821,7 +824,7 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
     }
     assert copies.pop("signs")[1] == "int8"
     assert copies["head"] == ((102, 32), "bfloat16") and copies["gate_w1"][1] == "float32"
-    number = (), np.dtype("float32")  # a loss or a norm
+    number = (), np.dtype("float32")  # a loss, a norm, or a count of n-grams
     if name in T.updates(cfg):
         want = state, {n: copies[n] for n in T.updated(cfg, name) if n in copies}, number
     elif name.startswith("grads"):  # each device's, one above the other
@@ -829,11 +832,11 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
             name: (x if name in BANKS else (2 * x[0], *x[1:]), dtype)
             for name, (x, dtype) in copies.items()
         }
-        size = T.capacity(cfg, 8 * 64, 2)
+        size = T.capacity(8 * 64, 2)
         grads["ngram_table"] = ((4, size), np.dtype("int32")), ((4, size, 32), cfg.dtype)
-        want = grads, number
+        want = grads, number, number
     else:
-        want = number if name == "eval" else (state, copies)
+        want = (number, number) if name == "eval" else (state, copies)
     assert about(out) == want
 
 
@@ -898,7 +901,7 @@ def test_evaluate_is_the_plain_mean_over_the_first_val_tokens(val, direct_loss):
     mesh, known = mesh_of(8), T.vocabulary(CFG, WORDS)
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     for done in (0, 3, 8):
-        got = T.evaluate(CFG, mesh, programs_of(CFG, 8)["eval"], *model, done, val, known)
+        got, _ = T.evaluate(CFG, mesh, programs_of(CFG, 8)["eval"], *model, done, val, known)
         assert got == pytest.approx(direct_loss[done], rel=1e-6), done  # float32 sums of 512 losses
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))
     assert direct_loss[0] == direct_loss[3] != pytest.approx(direct_loss[8], rel=1e-5)
@@ -908,7 +911,7 @@ def test_evaluate_does_not_depend_on_val_batch(val, direct_loss):
     cfg, mesh = replace(CFG, val_batch=1024), mesh_of(8)
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     args = *model, 3, val, T.vocabulary(CFG, WORDS)
-    got = T.evaluate(cfg, mesh, program(cfg, 8, "eval"), *args)
+    got, _ = T.evaluate(cfg, mesh, program(cfg, 8, "eval"), *args)
     assert got == pytest.approx(direct_loss[3], rel=1e-6)
 
 

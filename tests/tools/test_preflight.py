@@ -1109,7 +1109,7 @@ def test_what_an_exchange_sends_is_found_in_a_real_program(monkeypatch, tmp_path
     with quick_compilation():
         preflight.preflight(CFG, "v6e-8", ["grads0"], tmp_path, say=list().append)
     (row,) = report_of(tmp_path)["variants"]
-    places = 2 * T.capacity(CFG, CFG.stages[0].batch_tokens, 2)
+    places = 2 * T.capacity(CFG.stages[0].batch_tokens, 2)
     found = row["collectives"]["all-to-all"]
     assert found["bytes"] == places * (4 + 2 * 4 * CFG.width) and not found["in_loop"]
     assert found["sent_bytes"] == found["bytes"] // 2
@@ -1376,7 +1376,7 @@ def test_collectives_of_the_record_are_the_expected_ones(record, name):
     across, d = found.pop("all-to-all", {"bytes": 0})["bytes"], 2 * RECORD.width
     table = T.param_table(RECORD)
     if name.startswith("grads"):  # numbers of rows, rows, gradients of these; banks; and the loss
-        assert across == 8 * T.capacity(RECORD, row["tokens_per_step"], 8) * (4 + 2 * d)
+        assert across == 8 * T.capacity(row["tokens_per_step"], 8) * (4 + 2 * d)
         changed = [x for x in table.values() if x.optimizer == "anvil"]
     else:
         assert across == 0

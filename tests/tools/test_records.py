@@ -1017,7 +1017,7 @@ def test_rules_that_the_tool_repeats_are_those_of_the_presets():
         assert plan[-1] == (cfg.steps, True, cfg.total_tokens)
         want = np.cumsum([0] + [T.stage_at(cfg, step).batch_tokens for step in range(cfg.steps)])
         assert all(tokens == want[step] for step, _, tokens in plan)
-        validations = 1 + sum(T.every(cfg.val_every, step) for step in range(cfg.steps))
+        validations = 1 + sum(T.is_due(cfg.val_every, step - 1, step) for step in range(cfg.steps))
         assert sum(validates for _, validates, _ in plan) == validations
 
 

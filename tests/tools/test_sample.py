@@ -26,7 +26,7 @@ import sample
 def checkpoint(run_dir: Path, cfg: T.Config, step: int, state) -> T.Saved:
     """A checkpoint of `state` after `step` steps, as a run writes it."""
     meta = {"step": step, "train_time_ms": 1.0, "logs": {}, "data": {}, "source_sha256": ""}
-    meta |= {"cursor": 0}
+    meta |= {"cursor": 0, "dropped_ngrams": 0}
     copies, pieces = T.own_rows(cfg, state)
     copies[f"{T.OFFSETS}0"] = np.zeros(cfg.rows)
     meta |= {"config": asdict(cfg)}
