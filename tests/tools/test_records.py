@@ -5,6 +5,7 @@ this repository are checked too: they were written by older trainers.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -833,6 +834,16 @@ TAMPERED = {
     ),
     "a field missing": (lambda record, run: write_json(run / "run.json", {}), "is missing"),
 }
+
+
+@pytest.mark.parametrize("towards", [0, math.inf])
+def test_predictions_of_a_python_that_adds_otherwise_are_accepted(records, towards):
+    path = records / "predicted/v6e-8/preflight.json"
+    totals = json.loads(path.read_text())["predicted"]
+    for name in {*C.SUMS, "sum_seconds"}:
+        totals[name] = math.nextafter(totals[name], towards)
+    edit_json(path, predicted=totals)
+    assert tool(records, "check") == 0
 
 
 @pytest.mark.parametrize("way", TAMPERED)
