@@ -28,21 +28,9 @@ def test_an_mlp_and_its_gradients_are_the_plain_ones(shape, f, keep, dtype, off)
     x, down = (jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
     weights = [jnp.asarray(rng.standard_normal((f, d)) / d**0.5, dtype) for _ in range(2)]
     inputs = x, *weights, jnp.float32(keep), jnp.float32(0.6)
-
-    def run(function):
-        def total(*inputs):
-            y = function(*inputs)
-            return jnp.sum(y.astype(jnp.float32) * (x + down)), y
-
-        backward = jax.value_and_grad(total, argnums=range(5), has_aux=True)
-        (_, y), grads = jit(backward)(*inputs)
-        return y, *grads
-
     fused = partial(T.fused_mlp, interpret=True)
-    got, want = run(fused), run(T.add_mlp)
-    np.testing.assert_array_equal(got[0], jit(fused)(*inputs))
-    for y, z in zip(got, want, strict=True):
-        assert y.dtype == z.dtype and y.shape == z.shape and distance(y, z) < off
+    y = alike(fused, T.add_mlp, inputs, x + down, off)
+    np.testing.assert_array_equal(y, jit(fused)(*inputs))
 
 
 def test_an_mlp_in_parts_is_the_plain_one(monkeypatch):
@@ -66,20 +54,21 @@ def test_blocks_are_the_largest_of_which_the_way_back_fits_the_vmem():
 
 
 def alike(function, plain, inputs, down, off):
-    """Outputs and gradients of both are the same, up to rounding."""
+    """The output of `function`; it and its gradients are those of `plain` up to rounding.
 
-    def run(function):
-        def total(*inputs):
-            y = function(*inputs)
-            return jnp.sum(y.astype(jnp.float32) * down), y
+    `plain` computes in float32: in bfloat16 XLA for CPUs, from jax 0.11 on, gives an MLP's second
+    matrix gradients that are up to 0.0125 away from those, while the kernel's are 0.0037.
+    """
 
-        backward = jax.value_and_grad(total, argnums=range(len(inputs)), has_aux=True)
-        (_, y), grads = jit(backward)(*inputs)
-        return y, *jax.tree.leaves(grads)
+    def run(function, *inputs):
+        y, gradients = jax.vjp(function, *inputs)
+        return y, *gradients(down.astype(y.dtype))
 
-    for y, z in zip(run(function), run(plain), strict=True):
-        assert y.dtype == z.dtype and y.shape == z.shape
-        assert distance(y, z) < off
+    got, like = jit(partial(run, function))(*inputs), jax.eval_shape(partial(run, plain), *inputs)
+    want = jit(partial(run, plain))(*(x.astype(np.float32) for x in inputs))
+    for y, z, shape in zip(got, want, like, strict=True):
+        assert y.dtype == shape.dtype and y.shape == shape.shape and distance(y, z) < off
+    return got[0]
 
 
 NARROW = pytest.param(jnp.bfloat16, 0.01, marks=pytest.mark.slow)
