@@ -459,7 +459,12 @@ def test_layers_of_the_record_can_be_lowered(platform, attend, call, count, kind
     """To the languages of Mosaic and Triton, whose rules an interpreted kernel need not keep."""
     heads, parts = record_layer(kind, RECORD.stages[0].windows)
     shapes = layer_shapes(heads, 1, 49_152, parts, jnp.bfloat16)
-    traced = jax.jit(layer_with_gradients(attend, heads)).trace(*shapes)
+    device = {"tpu": "TPU v6 lite", "cuda": "NVIDIA H100"}[platform]  # jax 0.11 asks which GPU
+    mesh = jax.sharding.AbstractMesh(
+        (), (), abstract_device=jax.sharding.AbstractDevice(device, None, platform)
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(layer_with_gradients(attend, heads)).trace(*shapes)
     assert traced.lower(lowering_platforms=(platform,)).as_text().count(call) == count
 
 
