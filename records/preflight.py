@@ -1,6 +1,6 @@
 """Will a run compile, fit and be fast on hardware that is not here?
 
-    pip install "jax[tpu]>=0.10.2,<0.12"
+    pip install -r requirements.txt "jax[tpu]"
     python records/preflight.py TARGET [PRESET] [--set KEY=VALUE ...] [--dump DIR] [--program NAME]
 
 TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, h100x16 (two machines) or a TPU

@@ -1,6 +1,6 @@
 """How does a run scale? Predicted seconds on more and more devices, as a table and a plot.
 
-    pip install "jax[tpu]>=0.10.2,<0.12" matplotlib
+    pip install -r requirements.txt "jax[tpu]" matplotlib
     python records/scaling.py [TARGET ...] --dump DIR [--batch N ...]
 
 For each TARGET of preflight.py (by default v6e-8, v6e-16, v6e-64 and v6e-256) and for batches of N
