@@ -3421,7 +3421,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     args = {name: program.args for name, program in programs(cfg, mesh, kernels).items()}
     stay = {name: resident_bytes(cfg, mesh, name) for name in args}
     least = max(device_bytes(args[name]) + stay[name] for name in args)
-    # Nobody should wait for the compiler to hear this. Beside its arrays, 72 GiB on one device, the
+    # Nobody should wait for the compiler to hear this. Beside its arrays, 71 GiB on one device, the
     # record needs up to 17 GiB, or less in its next settings.
     refuse_too_large(cfg, mesh, least, limit, room=0.25)
 

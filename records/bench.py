@@ -183,7 +183,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
         for step in range(1, steps + 1):
             batch, before = next(supply), loss
             args = state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
-            grads, loss = compiled[grads_of](copies, *args)
+            grads, loss, _ = compiled[grads_of](copies, *args)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
             del grads, args  # or they would lie beside the updates and the next step
             for update in (name for name, every in updates.items() if step % every == 0):

@@ -66,7 +66,7 @@ def calls(monkeypatch):
                 out = new_state(), {x: object() for x in due}, np.float32(1)
                 call = SimpleNamespace(name=name, took=first, made=out)
             else:
-                out = {x: object() for x in T.param_table(cfg)}, made.loss
+                out = {x: object() for x in T.param_table(cfg)}, made.loss, np.float32(0)
                 table, rows, wanted, _ = rest
                 call = SimpleNamespace(name=name, took=dict(first), tokens=rows.tokens, made=out)
                 call.table, call.wanted = table, wanted
