@@ -474,11 +474,11 @@ def test_help_names_every_option(main, capsys):
     assert all(f"--{name}" in out for name in OPTIONS)
 
 
-def run_script(*argv):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train_gpt.py"), *argv], env=env, capture_output=True, text=True
-    )
+def run_script(*argv, flags=(), script=ROOT / "train_gpt.py", **variables):
+    """What `python FLAGS SCRIPT ARGV` with these variables leads to."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+    command = [sys.executable, *map(str, (*flags, script, *argv))]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
 def test_script_shows_the_default_preset():
@@ -506,3 +506,12 @@ def test_script_ends_with_status_2_and_one_line():
     done = run_script("tiny", "--set", "steps=0")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "error: steps=0 is not valid: it must be positive\n"
+
+
+def test_a_profiler_may_run_the_script(data, tmp_path):
+    """Which then is what sys.modules has as __main__; the tools in data/ find their trainer."""
+    profiled = {"flags": ["-m", "cProfile", "-o", tmp_path / "profile"]}
+    assert "preset = 'tiny'" in run_script("--show", **profiled).stdout
+    argv = [*SMALL, "--set=encoding=bpe", "--data", data, "--out", tmp_path / "logs"]
+    line = run_script(*argv, **profiled).stderr
+    assert line.startswith("error: ") and T.MERGES in line and "make the data again" in line

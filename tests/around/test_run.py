@@ -120,14 +120,6 @@ def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
         assert f"{name}: {json.dumps(facts(run.dir)[name])}" in lines
 
 
-def test_source_that_was_changed_while_it_started_is_refused(train, tmp_path, monkeypatch):
-    """Else the log would have another one than what runs."""
-    monkeypatch.setattr(T, "SOURCE", T.SOURCE + "\nprint()\n")
-    with pytest.raises(T.UserError, match="was changed while it started: start it again"):
-        train(CFG, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_environment_is_what_jax_listens_to(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--flag")
     monkeypatch.setenv("NCCL_ALGO", "Ring")

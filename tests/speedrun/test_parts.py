@@ -151,6 +151,7 @@ class Log:
 def test_part_one_alone_trains_the_same_losses(monkeypatch, tmp_path, shards):
     """Its source and stand-ins for what `train` takes from elsewhere, against the whole file."""
     alone = ModuleType("part_one")
+    alone.__file__ = T.__file__
     monkeypatch.setitem(sys.modules, "part_one", alone)
     exec(compile("\n".join(LINES[: FIRST[1]]), "part_one", "exec"), vars(alone))
     stage, log = replace(CFG.stages[0], share=1.0), Log(alone.Clock(), tmp_path)
