@@ -3631,6 +3631,13 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     raise UserError(f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>")
 
 
+def is_finished(run_dir: Path) -> bool:
+    """Whether its run.json says so, with or without a checkpoint of the end."""
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        return json.loads((run_dir / "run.json").read_text())["finished"] is True
+    return False
+
+
 def set_aside(saved: Saved):
     """Rename the later checkpoints, which were passed over: no resume must go on from them."""
     folder = saved.folder.parent
@@ -4516,6 +4523,8 @@ def run(argv: list[str], command: str):
     if args.show:
         print(show(resolve(args)), flush=True)
         return
+    if args.resume is not None and is_finished(Path(args.resume)):
+        raise UserError(f"{args.resume} is finished: there is nothing to resume")
     if args.coordinator is not None and args.preset is not None:
         resolve(args, lambda line: None)  # what is wrong with it is said before others wait
     join_hosts(args.coordinator, args.processes, args.process_id)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from conftest import documents, write_shard
 from programs import BUILT, key, programs_of, quick_compilation
-from training import BRIEF, arrays, assert_same_arrays
+from training import BRIEF, arrays, assert_same_arrays, unfinished
 
 import train_gpt as T
 
@@ -156,7 +156,9 @@ def metrics(run: Path) -> dict:
 def interrupted(base, folder: Path, *steps: int) -> Path:
     """A copy of the run as if it had ended with these checkpoints."""
     without = shutil.ignore_patterns(*{"2", "4"} - {*map(str, steps)})
-    return Path(shutil.copytree(base.dir, folder / "run", ignore=without))
+    run = Path(shutil.copytree(base.dir, folder / "run", ignore=without))
+    unfinished(run)
+    return run
 
 
 def assert_same_end(base, run: Path, logs: bool = True):

@@ -26,6 +26,7 @@ from training import (
     steps_of,
     train_losses,
     trained,
+    unfinished,
     without_times,
 )
 
@@ -60,6 +61,7 @@ def back_to(run, step: int) -> T.Saved:
     for folder in (run / "checkpoints").iterdir():
         if int(folder.name) > step:
             shutil.rmtree(folder)
+    unfinished(run)
     return T.find_checkpoint(run)
 
 
@@ -176,7 +178,25 @@ def test_resumed_run_loads_inside_the_clock_too(train, copy, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_finished_run_is_not_resumed(train, copy):
+@pytest.mark.parametrize("kept", [[2, 4, 8], [4], []])
+def test_finished_run_is_not_resumed(copy, capsys, monkeypatch, kept):
+    """Whichever checkpoints it has kept, and before it would wait for other processes."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: pytest.fail("waits"))
+    for folder in (copy / "checkpoints").iterdir():
+        if int(folder.name) not in kept:
+            shutil.rmtree(folder)
+    before = {path: path.is_file() and path.read_bytes() for path in copy.rglob("*")}
+    group = "--coordinator=localhost:1", "--processes=2", "--process-id=1"
+    for more in ((), group):
+        assert T.main(["--resume", str(copy), *more]) == 2
+        line = f"error: {copy} is finished: there is nothing to resume\n"
+        assert capsys.readouterr() == ("", line)
+    assert {path: path.is_file() and path.read_bytes() for path in copy.rglob("*")} == before
+
+
+def test_a_run_whose_last_checkpoint_alone_was_written_is_not_resumed(train, copy):
+    """The process ended before run.json could say that the run has; no step is left."""
+    unfinished(copy)
     before = (copy / "run.json").read_bytes()
     saved = T.find_checkpoint(copy)
     with pytest.raises(T.UserError, match="is finished: there is nothing to resume"):

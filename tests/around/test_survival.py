@@ -25,6 +25,7 @@ from training import (
     metrics,
     steps_of,
     trained,
+    unfinished,
     without_times,
 )
 
@@ -228,6 +229,7 @@ def stopped_copy(run, folder):
     """A copy of a finished run as it was before its last event."""
     copy = shutil.copytree(run, folder / "run")
     shutil.rmtree(copy / f"checkpoints/{STEPS}")
+    unfinished(copy)
     assert T.find_checkpoint(copy).step == STEPS - 4
     return copy
 

@@ -82,6 +82,12 @@ def facts(run: Path) -> dict:
     return json.loads((run / "run.json").read_text())
 
 
+def unfinished(run: Path):
+    """Let run.json say that the run has not ended yet."""
+    text = json.dumps(facts(run) | {"finished": False}, indent=1)
+    (run / "run.json").write_text(f"{text}\n")
+
+
 def steps_of(run: Path) -> list[str]:
     """The names in the folder of a run's checkpoints: their steps, if all is well."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
