@@ -255,7 +255,8 @@ def read_text(path: Path) -> str:
     """A file of printable characters, tabs and line feeds, the last of which is its end."""
     info = path.lstat()
     need(stat.S_ISREG(info.st_mode), "it is no file")  # to read a pipe may never end
-    need(info.st_size <= 2**26, "it is larger than 64 MiB")
+    # 4,640 steps of the largest preset leave less than 2 MB; to read far more takes minutes.
+    need(info.st_size <= 2**22, "it is larger than 4 MiB")
     text = path.read_bytes().decode()
     odd = [f"U+{ord(x):04X}" for x in {*text} - {*"\n\t"} if not x.isprintable()]
     need(not odd, f"it has the character {', '.join(sorted(odd)[:9])}")

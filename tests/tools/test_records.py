@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -855,6 +856,16 @@ def test_a_record_that_was_tampered_with_is_refused(records, capsys, way):
     said = refusal(records, capsys)
     assert re.search(reason, said), said
     assert re.match(r"refused: (cpu/\S+_First|predicted/v6e-8|tokens\.json): ", said)
+
+
+@pytest.mark.parametrize("name", C.FILES)
+def test_a_file_of_many_lines_is_refused_at_once(records, capsys, name):
+    """By its size: the trainer's largest runs leave a fourth of that."""
+    run = next((records / "cpu").glob("*_First/*-s0-*"))
+    (run / name).write_text("0\n" * 6_500_000)
+    began = time.process_time()
+    assert refusal(records, capsys).endswith(f"{name}: it is larger than 4 MiB")
+    assert time.process_time() - began < 3
 
 
 def test_losses_that_are_not_good_enough(records, tmp_path, capsys):
