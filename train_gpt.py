@@ -3273,17 +3273,14 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     except ImportError as error:
         raise UserError(f"{error}: pip install -r requirements.txt") from None
     if (has := encoding.eot_token) < cfg.bos and cfg.encoding == "bpe":
-        raise UserError(
-            f"{folder}: its {MERGES} is of {has} tokens, bos={cfg.bos}: of other shards"
-        )
+        raise UserError(f"{folder}: {MERGES} is of {has} tokens, bos={cfg.bos}: of other shards")
     return [encoding.decode_single_token_bytes(i) for i in range(min(has, cfg.bos))]
 
 
 def run_tool(name: str) -> dict:
     """The names that a script beside this file defines; it imports this module as train_gpt."""
-    itself = types.ModuleType("train_gpt")  # a profiler may be what sys.modules has as __main__
-    vars(itself).update(globals())
-    sys.modules.setdefault("train_gpt", itself)
+    # Not sys.modules[__name__]: under a profiler that is the profiler.
+    sys.modules.setdefault("train_gpt", types.SimpleNamespace(**globals()))
     return runpy.run_path(str(Path(__file__).resolve().parent / name))
 
 
@@ -3853,17 +3850,13 @@ def total_flops(cfg: Config) -> float:
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
-    """What the figures of a run or a benchmark stand on: source, versions, machine, config.
-
-    `reason` is what pick_kernels says of its choice.
-    """
+    """What the figures of a run or a benchmark stand on: source, versions, machine, config, and the
+    `reason` that pick_kernels gives for its choice."""
     device = mesh.devices.flat[0]
     choices = {"kernels": reason, "compiler_options": COMPILER_OPTIONS.get(device.platform, {})}
     if mesh.size > cfg.rows:  # not what the recipe says
-        choices["rows"] = {
-            "count": mesh.size,
-            "tokens": [x.lengths(mesh.size)[0] for x in cfg.stages],
-        }
+        tokens = [stage.lengths(mesh.size)[0] for stage in cfg.stages]
+        choices["rows"] = {"count": mesh.size, "tokens": tokens}
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
@@ -4218,7 +4211,6 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     if coordinator is None and not several:
         return
     tell(f"waiting for the other processes, up to {JOIN_SECONDS} s; Ctrl-C ends")
-
     if process_id == 0:
         check_port(coordinator)
 
@@ -4239,8 +4231,7 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         jax.distributed.initialize(
             *(coordinator, processes, process_id),
             initialization_timeout=2 * JOIN_SECONDS,
-            heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS
-            + 15,  # Watch says it sooner, and clearly
+            heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS + 15,  # Watch says it sooner
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
@@ -4479,7 +4470,8 @@ def overridden(cfg: Config, items: list[str]) -> Config:
 
 def parse_args(argv):
     """The command line as a namespace; UserError for what does not go together."""
-    parser = Parser(prog="train_gpt.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    about = (__doc__ or "").split("\n")[0]  # python -OO leaves no docstrings
+    parser = Parser(prog="train_gpt.py", description=about, allow_abbrev=False)
     add_config_options(parser)
     option = parser.add_argument
     option("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")

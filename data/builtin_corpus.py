@@ -305,7 +305,7 @@ def build(out_dir: Path) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out", type=folder_name, default=DEFAULT_OUT, help="default: data/builtin"
     )

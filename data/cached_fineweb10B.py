@@ -71,7 +71,7 @@ def download(path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "shards",
         nargs="?",

@@ -371,7 +371,7 @@ def publish(whole: Path, out: Path) -> None:
 
 def parse_args(argv: list[str] | None):
     """The command line as a namespace; UserError if a value makes no sense."""
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help=".txt, .md, .jsonl; also .gz, .xz")
     add("--out", required=True, type=folder_name, metavar="DIR", help="where the shards go")

@@ -230,7 +230,7 @@ def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
 
     def run():
-        parser = T.Parser(prog="bench.py", description=__doc__.split("\n")[0])
+        parser = T.Parser(prog="bench.py", description=(__doc__ or "").split("\n")[0])
         T.add_config_options(parser)
         parser.add_argument("--parts", type=int, default=0, metavar="N", help="devices that share")
         parser.add_argument("--dump", metavar="DIR", help="keep the figures as bench.json")

@@ -677,7 +677,7 @@ def parse_args(argv):
     """The command line as a namespace; `arguments` is what stands after the first --."""
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
-    parser = Parser(prog="leaderboard.py", description=__doc__.split("\n")[0])
+    parser = Parser(prog="leaderboard.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--records", type=path, default=HERE, help="this folder, if another")
     commands = parser.add_subparsers(dest="what_to_do", help="none: print the standings")
     one = commands.add_parser("add", help="collect runs into a record")

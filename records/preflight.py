@@ -1348,7 +1348,7 @@ def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
 
     def run():
-        parser = T.Parser(prog="preflight.py", description=__doc__.split("\n")[0])
+        parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
         parser.add_argument(
             "target", metavar="TARGET", help="v6e-8, v6e-64, h100x8, v5e:2x4 or the like"
         )

@@ -93,7 +93,7 @@ def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
 
     def run():
-        parser = T.Parser(prog="sample.py", description=__doc__.split("\n")[0])
+        parser = T.Parser(prog="sample.py", description=(__doc__ or "").split("\n")[0])
         parser.add_argument("run_dir", metavar="RUN_DIR", help="as train_gpt.py left it")
         parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue")
         args = parser.parse_args(argv)

@@ -171,7 +171,7 @@ def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
 
     def run():
-        parser = T.Parser(prog="scaling.py", description=__doc__.split("\n")[0])
+        parser = T.Parser(prog="scaling.py", description=(__doc__ or "").split("\n")[0])
         parser.add_argument(
             "targets",
             nargs="*",

@@ -474,11 +474,11 @@ def test_help_names_every_option(main, capsys):
     assert all(f"--{name}" in out for name in OPTIONS)
 
 
-def run_script(*argv, flags=(), script=ROOT / "train_gpt.py", **variables):
+def run_script(*argv, flags=(), script=ROOT / "train_gpt.py", cwd=None, **variables):
     """What `python FLAGS SCRIPT ARGV` with these variables leads to."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
     command = [sys.executable, *map(str, (*flags, script, *argv))]
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True)
 
 
 def test_script_shows_the_default_preset():
@@ -515,3 +515,19 @@ def test_a_profiler_may_run_the_script(data, tmp_path):
     argv = [*SMALL, "--set=encoding=bpe", "--data", data, "--out", tmp_path / "logs"]
     line = run_script(*argv, **profiled).stderr
     assert line.startswith("error: ") and T.MERGES in line and "make the data again" in line
+
+
+TOOL_HELP = ("records/bench.py", "records/sample.py", "records/preflight.py", "records/scaling.py")
+TOOL_HELP += ("records/leaderboard.py", "data/tokenize_text.py", "data/cached_fineweb10B.py")
+TOOL_HELP += ("data/builtin_corpus.py", "train_gpt.py")
+
+
+@pytest.mark.parametrize("script", TOOL_HELP)
+def test_without_docstrings_the_scripts_work(script):
+    """As by python -OO."""
+    done = run_script("--help", flags=["-OO"], script=ROOT / script)
+    assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
+
+
+def test_without_docstrings_a_run_is_shown():
+    assert "preset = 'tiny'" in run_script("--show", flags=["-OO"]).stdout

@@ -235,7 +235,7 @@ PARTS = {"check": check, "tiles": tiles, "bench": bench, "train": train, "profil
 
 def parse_args(argv):
     """The command line as a namespace; UserError for what cannot be done here."""
-    parser = T.Parser(prog="on_gpu.py", description=__doc__.split("\n")[0])
+    parser = T.Parser(prog="on_gpu.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", metavar="OUT", help="a folder for what it finds")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--data", metavar="DIR", help="a folder of GPT-2 tokens")

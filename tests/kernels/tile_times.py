@@ -79,7 +79,7 @@ def milliseconds(run, arrays, calls: int) -> float:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--small", action="store_true", help="128 tokens, interpreted on a CPU")
     small = parser.parse_args(argv).small
     calls = 1 if small else 10
