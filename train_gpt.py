@@ -91,6 +91,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+jax.config.update("jax_enable_x64", False)  # whatever JAX_ENABLE_X64 says
+
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)  # shares made whole
 

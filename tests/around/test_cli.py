@@ -531,3 +531,10 @@ def test_without_docstrings_the_scripts_work(script):
 
 def test_without_docstrings_a_run_is_shown():
     assert "preset = 'tiny'" in run_script("--show", flags=["-OO"]).stdout
+
+
+def test_numbers_of_64_bits_are_off():
+    """Also where jax was told to have them: they would compile to other programs, or to none."""
+    code = "import jax, train_gpt; assert jax.numpy.arange(3).dtype == 'int32', 'x64'"
+    done = run_script(flags=["-c"], script=code, cwd=ROOT, JAX_ENABLE_X64="1")
+    assert done.returncode == 0, done.stderr
