@@ -3280,10 +3280,14 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
 
 
 def run_tool(name: str) -> dict:
-    """The names that a script beside this file defines; it imports this module as train_gpt."""
+    """The names that a script beside this file defines, which imports this module as train_gpt;
+    UserError if this file was copied without it."""
+    path = Path(__file__).resolve().parent / name
+    if not path.exists():
+        raise UserError(f"no {path}: copy the repository's folder {path.parent.name}/ there")
     # Not sys.modules[__name__]: under a profiler that is the profiler.
     sys.modules.setdefault("train_gpt", types.SimpleNamespace(**globals()))
-    return runpy.run_path(str(Path(__file__).resolve().parent / name))
+    return runpy.run_path(str(path))
 
 
 # ------------------------------------------------------------------------------------------------

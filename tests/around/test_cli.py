@@ -1,8 +1,10 @@
 """The command line: what is wrong is said in one line, with status 2, before anything is made."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -538,3 +540,16 @@ def test_numbers_of_64_bits_are_off():
     code = "import jax, train_gpt; assert jax.numpy.arange(3).dtype == 'int32', 'x64'"
     done = run_script(flags=["-c"], script=code, cwd=ROOT, JAX_ENABLE_X64="1")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--data", "there"]], ids=["no data", "data"])
+def test_the_script_alone_says_what_is_missing(data, tmp_path, more):
+    """Copied without its folders."""
+    script = Path(shutil.copy(ROOT / "train_gpt.py", tmp_path))
+    shutil.copytree(data, tmp_path / "there")
+    done = run_script(*SMALL, *more, "--out=logs", script=script, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    name = "shards" if more else "builtin_corpus"
+    there = "copy the repository's folder data/ there"
+    assert done.stderr == f"error: no {script.parent}/data/{name}.py: {there}\n"
+    assert not (tmp_path / "logs").exists()

@@ -153,7 +153,7 @@ def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkey
         stream_of(folder, documents(1, 50), split="val")
         (folder / T.MERGES).write_text("[]")
 
-    monkeypatch.setattr(T.runpy, "run_path", lambda path: {"build": build, "path": path})
+    monkeypatch.setattr(T, "run_tool", {"data/builtin_corpus.py": {"build": build}}.get)
     cfg, demo = T.PRESETS["tiny"], tmp_path / "data/builtin"
     for _ in range(2):
         assert T.data_folder(cfg, said.append).resolve() == demo
