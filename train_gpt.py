@@ -1520,8 +1520,7 @@ def event_span(cfg: Config, step: int) -> float:
 
 
 def event_room(cfg: Config, devices: int) -> int:
-    """Tokens of a step that events have room for: those of the largest stage, so that there is one
-    program for each number of steps."""
+    """Tokens of a step that all events have room for: those of the largest stage."""
     return max(len(s.lengths(devices)) * s.space(devices) for s in cfg.stages)
 
 
@@ -2156,8 +2155,7 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
 
 
 def adam_program(cfg: Config, step: int) -> str:
-    """Which program takes Adam's step. One of its own while head and embedding are one matrix: half
-    of what the two send, and one Adam step for both."""
+    """Which program takes Adam's step: one of its own while head and embedding are one matrix."""
     return "adamtied" if is_tied(cfg, step) else "adam"
 
 
@@ -3428,8 +3426,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     args = {name: program.args for name, program in programs(cfg, mesh, kernels).items()}
     stay = {name: resident_bytes(cfg, mesh, name) for name in args}
     least = max(device_bytes(args[name]) + stay[name] for name in args)
-    # Nobody should wait for the compiler to hear this. Beside its arrays, 71 GiB on one device, the
-    # record needs up to 17 GiB, or less in its next settings.
+    # Nobody should wait for the compiler to hear this.
     refuse_too_large(cfg, mesh, least, limit, room=0.25)
 
     def build(name):

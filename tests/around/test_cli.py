@@ -127,7 +127,10 @@ TOOLS = "sample", "preflight", "bench", "dump", "prompt"  # have moved to record
         (["--set", "extension=9999"], "extension=9999 is not valid: fewer than steps="),
         (["--set", "stages.0.weights_end=()"], "stages.0.weights_end=() is not valid: as many as"),
         (["--set", "encoding=morse"], "encoding='morse' is not valid: gpt2 or bytes or bpe"),
-        (["--set", "kernels=magic"], "kernels='magic' is not valid: auto, plain, or some of attend,"),
+        (
+            ["--set", "kernels=magic"],
+            "kernels='magic' is not valid: auto, plain, or some of attend,",
+        ),
         (["--set", "attention=xla"], "unknown key 'attention' in --set; valid keys: preset, seed"),
         (["--set", "recompute=layers"], "--set recompute=layers: recompute takes a value like"),
         (["--set", "checkpoint_end=no"], "checkpoint_end='no' is not valid: auto or always"),
