@@ -148,7 +148,6 @@ class Stage:
     # Each entry of these two holds for an equal part of the stage.
     prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix
     candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
-    room: int = 0  # rows are filled up to this length, to share a program; 0: they are not
 
     @property
     def rows(self) -> int:
@@ -163,12 +162,11 @@ class Stage:
         return each[::-1] + [0] * (-count % devices)
 
     def space(self, devices: int) -> int:
-        """How long a row is there: filled up to `room`, and a shorter one of more devices to whole
-        blocks of 256, which kernels take at a time."""
-        length = max(self.row_tokens, self.room)
+        """How long a row is there: a shorter one of more devices is filled up to whole blocks of
+        256, which kernels take at a time."""
         if devices <= self.rows:
-            return length
-        part = -(-length * self.rows // devices)
+            return self.row_tokens
+        part = -(-self.row_tokens * self.rows // devices)
         return -(-part // 256) * 256 if part > 256 else part
 
 
@@ -228,8 +226,7 @@ class Config:
               (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
         Stage(426 / 1174, 393_216, 49_152, 3072, (640, 1408), 1.73,
               candidates=(14_336, 14_336, 24_576)),
-        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(20 / 24),
-              room=49_152),
+        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(20 / 24)),
         Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
     )
     # fmt: on
@@ -505,16 +502,6 @@ class Param:
         """How many numbers it has."""
         return math.prod(self.shape)
 
-    def pieces(self, devices: int) -> int:
-        """In how many pieces, stretches of rows, each matrix of a bank lies on so many devices: in
-        one, unless that would leave devices without a matrix. So what crosses the network is not
-        mostly padding: 138 MB of MLPs on a v6e-256, instead of 1.1 GB."""
-        if self.optimizer != "anvil" or devices < 2 * self.shape[0]:
-            return 1
-        sides = devices, self.shape[1], max(self.shape[1:])  # rows, and lanes of equalize
-        most = devices // self.shape[0]
-        return next(k for k in range(most, 0, -1) if not any(side % k for side in sides))
-
 
 def constant(value) -> Callable:
     """An initializer: `value`, a number or an array, everywhere."""
@@ -664,8 +651,6 @@ def padded(shape: tuple[int, ...], row: Param, cuts: int) -> tuple[int, ...]:
     """`shape` as it lies on `cuts` devices: rows of zeros make what is sharded divisible."""
     if not row.sharded:
         return shape
-    k = row.pieces(cuts)
-    shape = shape if k == 1 else (shape[0] * k, shape[1] // k, *shape[2:])
     return (-(-shape[0] // cuts) * cuts, *shape[1:])
 
 
@@ -703,7 +688,6 @@ def init_state(cfg: Config, cuts: int, seed):
         salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
         start = row.init(jax.random.fold_in(key, salt), row.shape)
         zeros = state["params"][name]
-        start = start.reshape(-1, *zeros.shape[1:]) if row.sharded else start  # in Param.pieces
         state["params"][name] = grown(start, len(zeros)).astype(zeros.dtype)
     return state
 
@@ -979,12 +963,10 @@ def sign_ids(x_bt, rows: int, xp=jnp):
 
 
 class Kernels(NamedTuple):
-    """The seven places where Part III may put something faster: the same up to rounding."""
+    """The five places where Part III may put something faster: the same up to rounding."""
 
     attend: Callable  # attend_heads with an attention
-    project: Callable  # the matmul before it, and the one after
     add_mlp: Callable  # half a layer
-    small_mlp: Callable  # that makes gates
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
     blend: Callable  # sums with weights of each token
@@ -1042,7 +1024,7 @@ def token_gates(params, cfg: Config, kernels: Kernels, j: int, x_btd) -> dict:
     W2 starts at zero: at first the lanes are the biases.
     """
     weights = (params[f"gate_{part}"][j] for part in ("w1", "w2", "b2"))
-    lanes = params["gate_scale"][0] * kernels.small_mlp(x_btd, *weights)
+    lanes = params["gate_scale"][0] * small_mlp(x_btd, *weights)
     return {key: lanes[..., at] for key, at in gate_lanes(cfg)[j].items()}
 
 
@@ -1088,7 +1070,7 @@ def attention(
         added_btd = jnp.concatenate([x[..., : heads.v_width] for x in shares], axis=-1)
     y_btp = kernels.attend(
         heads,
-        kernels.project(x_btd, projection(params, cfg, i, heads), added_btd, normed=True),
+        project(x_btd, projection(params, cfg, i, heads), added_btd, normed=True),
         xsa_btn=gates.get(("xsa", i)),
         gates_btn=gates.get(("gated", i)),
         segments_bt=segments_bt,
@@ -1097,7 +1079,7 @@ def attention(
     )
     w_o = params["vo_bank"][2 * at + 1].reshape(d, cfg.heads, -1)[..., : heads.v_width]
     weight = post_lambdas(params, cfg, i)[0] * params["o_lambda"][i]
-    return kernels.project(y_btp, mix((weight, w_o.reshape(d, -1))), to)
+    return project(y_btp, mix((weight, w_o.reshape(d, -1))), to)
 
 
 def squared_relu(z):
@@ -1131,7 +1113,7 @@ def mudd_layer(params, kernels: Kernels, i: int, x, start, source, values, ngram
     attention, start and n-gram vector (8-11), the stream and the MLP (12, 13). (MUDD, Xiao et al.
     2025; record 81: 5 % fewer tokens.) attend(i, x, added) and feed(i, x) are attention and mlp.
     """
-    lanes = kernels.small_mlp(x, *(params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2")))
+    lanes = small_mlp(x, *(params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2")))
     mu = jnp.split(MUDD_SCALE * lanes, MUDD_LANES, axis=-1)  # [b, t, 1] each
     # For either half of the features:
     weights_btk2 = jnp.stack([jnp.concatenate([*mu[:3], mu[n]], axis=-1) for n in (6, 7)], axis=-1)
@@ -1153,7 +1135,7 @@ def mudd_mix(params, kernels: Kernels, x_btd, sources):
     k, (w1, w2, b2) = len(sources), (params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
     w2g = params["mudd_w2g"][:k]
     both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
-    lanes = kernels.small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))
+    lanes = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))
     deltas_btkg = lanes[..., k:].reshape(*lanes.shape[:2], k, -1)
     weights_btkg = MUDD_SCALE * (lanes[..., :k, None] + deltas_btkg)
     return kernels.blend(x_btd, weights_btkg, sources)
@@ -1373,9 +1355,7 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
 
 PLAIN = Kernels(
     functools.partial(attend_heads, attend_plain),
-    project,
     add_mlp,
-    small_mlp,
     cross_entropy,
     scatter_rows,
     blend,
@@ -1457,24 +1437,10 @@ def candidate_count(cfg: Config, step: int) -> int:
     return part_of_stage(cfg, step, stage_at(cfg, step).candidates)
 
 
-def grads_stages(cfg: Config) -> list[tuple[int, ...]]:
-    """The stages of each program for gradients: those whose rows, windows and targets have one
-    shape. In the record four programs have six kinds of steps."""
-    found = {}
-    for i, stage in enumerate(cfg.stages):
-        shape = stage.space(1), stage.windows, len(stage.weights), any(stage.prefix)
-        found.setdefault(shape, []).append(i)
-    return [tuple(stages) for stages in found.values()]
-
-
-def sharing(cfg: Config, step: int) -> tuple[int, ...]:
-    """The stages that share the program for gradients of `step`."""
-    return next(stages for stages in grads_stages(cfg) if stage_index(cfg, step) in stages)
-
-
-def softmaxes(cfg: Config, stages: tuple[int, ...]) -> list[int]:
-    """The numbers of candidates in these stages: so many branches their program has."""
-    return [*dict.fromkeys(n for i in stages for n in cfg.stages[i].candidates)]
+def grads_kinds(cfg: Config) -> list[tuple[int, int]]:
+    """(number of the stage, candidates) of each program for gradients, grads0 and so on."""
+    kinds = ((i, n) for i, stage in enumerate(cfg.stages) for n in stage.candidates)
+    return [*dict.fromkeys(kinds)]
 
 
 def is_tied(cfg: Config, step: int) -> bool:
@@ -1603,8 +1569,6 @@ class Hyper(NamedTuple):
     scales: np.ndarray  # [2] of q k^T, narrow and wide
     weights: np.ndarray  # [k] of the losses; k as in the stage that has most, so that shapes stay
     prefix: np.ndarray  # weight of the loss on the prefix
-    tokens: np.ndarray  # of a batch
-    softmax: np.ndarray  # which of the program's softmaxes
     ticks: np.ndarray  # [4] rates of TAILS; 0: no tick
 
 
@@ -1626,8 +1590,6 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
         scales,
         weights,
         prefix_weight(cfg, step),
-        stage_at(cfg, step).batch_tokens,
-        softmaxes(cfg, sharing(cfg, step)).index(candidate_count(cfg, step)),
         tick_rates(cfg, step),
     )
     return Hyper(*(np.asarray(value, np.float32) for value in values))
@@ -1705,39 +1667,17 @@ def anvil(cfg: Config, param, fast, slow, square, grad, hyper: Hyper, row: Param
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL takes that of two_rails and equalizes it.
     Bank, gradient and its averages are [l, rows, cols], `square` [l, lanes]: this device's
-    matrices, or its piece of one, see of_matrices. Weights decay only where the slow average
-    shrinks them or leaves them (cautious, after Liang et al. 2024; record 43), by lr * scale * lr *
-    decay. What narrow heads never read has no gradient, so it only decays.
+    matrices. Weights decay only where the slow average shrinks them or leaves them (cautious, after
+    Liang et al. 2024; record 43), by lr * scale * lr * decay. What narrow heads never read has no
+    gradient, so it only decays.
     """
     update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
-    update, square = (of_matrices(x, row) for x in (update.astype(cfg.dtype), square))
     update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     update, square = equalize(update, square, cfg.equalize_rate)
-    update, square = (own_piece(x, row) for x in (update, square))
     shrinks = slow * param >= 0
     lr = hyper.lr * row.lr
-    scale = np.repeat(row.scale, row.pieces(lax.axis_size(AXIS)))
-    rate = lr * my_share(scale, len(param))[:, None, None]
+    rate = lr * my_share(row.scale, len(param))[:, None, None]
     return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
-
-
-def of_matrices(x, row: Param):
-    """Whole matrices [1, rows, ...] of this device's pieces [1, rows / k, ...], see Param.pieces;
-    the k neighbours that have those of one all do its work, which would leave them idle."""
-    n, k = lax.axis_size(AXIS), row.pieces(lax.axis_size(AXIS))
-    if k == 1:
-        return x
-    neighbours = [[*range(i, i + k)] for i in range(0, n, k)]
-    return GATHER(x, axis=1, axis_index_groups=neighbours)
-
-
-def own_piece(x, row: Param):
-    """The piece that this device keeps of of_matrices."""
-    k = row.pieces(lax.axis_size(AXIS))
-    if k == 1:
-        return x
-    size = x.shape[1] // k
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) % k * size, size, 1)
 
 
 def my_share(values, mine: int):
@@ -1900,18 +1840,16 @@ def stream(cfg: Config, copies, first):
     are lists of matrices, made by lax.split, whose transpose joins gradients: those of slices XLA
     pads to the whole bank and adds up.
     """
-    specs, table = copy_specs(cfg), param_table(cfg)
+    specs = copy_specs(cfg)
     cut = {name: x for name, x in copies.items() if specs[name] == P(AXIS)}
     first, cut = lax.optimization_barrier((first, cut))
 
-    def split(bank, k=1):
-        return lax.split(bank, (k,) * (len(bank) // k))
+    def split(bank):
+        return lax.split(bank, (1,) * len(bank))
 
     def gather(name, x):
-        k = table[name].pieces(lax.axis_size(AXIS))
-        parts = [split(GATHER(part), k) for part in (split(x) if name == "mlp_bank" else [x])]
-        matrices = itertools.chain.from_iterable(zip(*parts, strict=True))
-        return [matrix.reshape(-1, matrix.shape[-1]) for matrix in matrices]
+        parts = [split(GATHER(part)) for part in (split(x) if name == "mlp_bank" else [x])]
+        return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
 
     # The transpose of all-gather is reduce-scatter.
     whole, reduce = jax.vjp(lambda cut: {name: gather(name, x) for name, x in cut.items()}, cut)
@@ -1973,12 +1911,12 @@ def sum_requests(parts, size: int, add_rows: Callable):
 
 
 def grads_step(
-    cfg: Config, kernels: Kernels, stages: tuple, copies, table, rows: "Rows", wanted, hyper: Hyper
+    cfg: Config, kernels: Kernels, kind: tuple, copies, table, rows: "Rows", wanted, hyper: Hyper
 ):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
     dropped n-grams). Of banks a device returns its share of the sum over all: see stream.
 
-    Of one of `stages`, see grads_stages. `table` is this device's share of the n-gram table,
+    `kind` is one of grads_kinds. `table` is this device's share of the n-gram table,
     `wanted` [1, devices, c] the rows that it wants of each device's share. Their gradients go to
     the owners, with what those were asked for: a pair, see sum_requests. Over micro-batches
     gradients are summed in float32. Tables take part only with the rows that tokens look up:
@@ -1986,7 +1924,7 @@ def grads_step(
     loss of a row, averaged over the rows of the batch, as in the original: it grows with the length
     of a row from stage to stage, while the moments remember the old size.
     """
-    (wanted,), at = wanted, stages[0]
+    (wanted,), (at, count) = wanted, kind
     asked, signs, stage = exchange(wanted), copies["signs"], cfg.stages[at]
     fetched, copies, reduce = stream(cfg, copies, fetch(table, asked))
     by_row = *TABLES, "head"
@@ -2003,31 +1941,28 @@ def grads_step(
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
         return forward(weights, found, segments, cfg, kernels, stage.windows, hyper)
 
-    def softmax(count: int, x_btd, aims):
-        """(gradients of x and of the head, plain sum of losses) with so many candidates."""
+    def softmax(x_btd, aims):
+        """(gradients of x and of the head, plain sum of losses)."""
 
         def loss(x_btd, head):
             weighted, plain = loss_sums(x_btd, head, aims, cfg, kernels, weights_k, prefix)
             return weighted / stage.rows, plain
 
-        with jax.named_scope(f"softmax{count}"):
-            head_vd, ids = tables["head"], aims.candidates[:, :count]
-            # As float32: XLA gathers rows of targets out of that 40 % faster than out of bfloat16.
-            head = candidate_head(head_vd, ids).astype(jnp.float32) if count else head_vd
-            (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
-            if count:
-                zeros, alone = jnp.zeros(head_vd.shape, jnp.float32), len(ids) == 1
-                grad = kernels.add_rows(zeros, ids, [grad.astype(head_vd.dtype)], ascending=alone)
-            return x_grad, grad.astype(head_vd.dtype), plain
+        head_vd, ids = tables["head"], aims.candidates
+        # As float32: XLA gathers rows of targets out of that 40 % faster than out of bfloat16.
+        head = candidate_head(head_vd, ids).astype(jnp.float32) if count else head_vd
+        (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
+        if count:
+            zeros, alone = jnp.zeros(head_vd.shape, jnp.float32), len(ids) == 1
+            grad = kernels.add_rows(zeros, ids, [grad.astype(head_vd.dtype)], ascending=alone)
+        return x_grad, grad.astype(head_vd.dtype), plain
 
     def add(carry, rows):
         total, grads = carry
         tokens = rows.tokens[:, :-1].astype(jnp.int32)
         ids, found = table_ids(tokens, rows.places), look_up(cfg, tables, tokens, rows.places)
         x_btd, backward = jax.vjp(lambda *args: features(*args, rows), weights, found)
-        branches = [functools.partial(softmax, n) for n in softmaxes(cfg, stages)]
-        which = hyper.softmax.astype(jnp.int32)
-        x_grad, head_grad, plain = lax.switch(which, branches, x_btd, rows.aims)
+        x_grad, head_grad, plain = softmax(x_btd, rows.aims)
         d_weights, d_rows = backward(x_grad)
         more = d_weights | {"head": head_grad}
         sums = {name: grads[name] for name in more}
@@ -2042,7 +1977,8 @@ def grads_step(
     one = jax.tree.map(lambda x: x[0], batches)
     total, grads = (add(start, one) if alone else lax.scan(add, start, batches))[0]
     fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*asked.shape, -1)
-    numbers = lax.psum(jnp.stack([total / hyper.tokens, dropped_ngrams(rows.places)]), AXIS)
+    mean = total / stage.batch_tokens
+    numbers = lax.psum(jnp.stack([mean, dropped_ngrams(rows.places)]), AXIS)
     # The exchange begins after them, or they would have to wait for its end.
     fetched, numbers = lax.optimization_barrier((fetched, numbers))
     whole = {name: copies[name] for name in grads}  # tables padded, dtypes
@@ -2138,7 +2074,6 @@ class Program(NamedTuple):
     args: tuple  # shapes, dtypes and shardings of its arguments
     out: tuple  # how its results lie on the mesh
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
-    hurried: bool = False  # compiled in less time, to be slower
 
 
 def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
@@ -2148,7 +2083,7 @@ def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
     Gradients wait on the device that made them for the update that sums those of several steps
     (record 39: tables are noisy and want larger batches). So they cross the network only then.
     """
-    grads = grads_stages(cfg).index(sharing(cfg, step))
+    grads = grads_kinds(cfg).index((stage_index(cfg, step), candidate_count(cfg, step)))
     adam_too = (adam_program(cfg, step),) * is_adam_step(cfg, step)
     event_too = (f"event{event_steps(cfg, step)}",) * is_event(cfg, step)
     return f"grads{grads}", "anvil", *adam_too, *event_too
@@ -2209,10 +2144,10 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     hyper = jax.tree.map(lambda x: leaf(x.shape, x.dtype), hyper)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, state)
     found = {}
-    for i, stages in enumerate(grads_stages(cfg)):
-        stage, step = cfg.stages[stages[0]], functools.partial(grads_step, cfg, kernels, stages)
-        count, most = len(stage.lengths(mesh.size)), max(softmaxes(cfg, stages))
-        args = *model, *rows(count, stage.space(mesh.size), most), hyper
+    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
+        stage, step = cfg.stages[at], functools.partial(grads_step, cfg, kernels, (at, candidates))
+        count = len(stage.lengths(mesh.size))
+        args = *model, *rows(count, stage.space(mesh.size), candidates), hyper
         found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
     for update, steps in updates(cfg).items():
         due = {name: (grads(name),) * steps for name in updated(cfg, update)}
@@ -2223,9 +2158,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     step, changed = functools.partial(finish_step, cfg), {name: specs[name] for name in copies}
     found["finish"] = Program(step, (state,), (state_specs, changed), donates=(0,))
     args = *model, *rows(cfg.val_count(mesh.size), cfg.val_row), hyper
-    # Outside the clock: 34 s less to wait for the compiler, 2 s more for the validation at the end.
-    step = functools.partial(eval_step, cfg, kernels)
-    found["eval"] = Program(step, args, (P(), P()), hurried=True)
+    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
     return found
 
 
@@ -2260,8 +2193,6 @@ def lower(program: Program, mesh: Mesh):
     )
     platform = mesh.devices.flat[0].platform
     options = COMPILER_OPTIONS.get(platform, {})
-    if program.hurried and platform == "tpu":
-        options = options | {"exec_time_optimization_effort": -1.0}
     step = jax.jit(step, donate_argnums=program.donates, compiler_options=options)
     return step.lower(*program.args)
 
@@ -2653,7 +2584,7 @@ def next_batch(
     has of them. All plan the whole batch, from where documents begin, and read their own rows."""
     stage, count = stage_at(cfg, step), candidate_count(cfg, step)
     lengths, space = stage.lengths(mesh.size), stage.space(mesh.size)
-    here, most = own_part(mesh, len(lengths)), max(softmaxes(cfg, sharing(cfg, step)))
+    here = own_part(mesh, len(lengths))
     tokens, cursor = next_rows(stream, place.cursor, stage, mesh.size, here)
     each = itertools.zip_longest(tokens, lengths[here], place.offsets, fillvalue=0)
     each = [aim(row[: n + 1], offset, count, known.prefix_v) for row, n, offset in each]
@@ -2665,8 +2596,9 @@ def next_batch(
         return np.stack([np.pad(x, (0, size - len(x)), constant_values=value) for x in rows])
 
     # As long as the program has it: what follows a row is beginnings of documents without weight.
-    ids, tokens = filled(ids, most, 0), filled(tokens, space + 1, cfg.bos)
-    aims = Aims(ids, filled(targets, space, 0), filled(prefixes, space, -1), np.array(counted))
+    tokens = filled(tokens, space + 1, cfg.bos)
+    targets, prefixes = filled(targets, space, 0), filled(prefixes, space, -1)
+    aims = Aims(np.stack(ids), targets, prefixes, np.array(counted))
     hashed = known.hashed_v[tokens[:, :-1]]
     wanted, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     return Rows(tokens, hashed, places, aims), wanted, after
@@ -2798,10 +2730,10 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
         tokens = np.full((count, t + 1), cfg.bos, np.uint16)
         return count, *val_rows(cfg, mesh, known, tokens, [t] * count)
 
-    for i, stages in enumerate(grads_stages(cfg)):
-        stage, most = cfg.stages[stages[0]], max(softmaxes(cfg, stages))
+    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
+        stage = cfg.stages[at]
         count, rows, wanted = dummy(len(stage.lengths(mesh.size)), stage.space(mesh.size))
-        ids = put(np.tile(np.arange(most, dtype=np.int32), (count, 1)), mesh, P(AXIS))
+        ids = put(np.tile(np.arange(candidates, dtype=np.int32), (count, 1)), mesh, P(AXIS))
         rows = rows._replace(aims=rows.aims._replace(candidates=ids))
         table = state["params"]["ngram_table"]
         grads, *_ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
@@ -3029,8 +2961,6 @@ def rules(c: Config):
         yield at + "row_tokens", s.row_tokens > 0, "it must be positive"
         whole = s.batch_tokens > 0 and s.batch_tokens % s.row_tokens == 0
         yield at + "batch_tokens", whole, f"a multiple of row_tokens={s.row_tokens}"
-        room = s.room == 0 or s.room >= s.row_tokens
-        yield at + "room", room, f"0 or a length from row_tokens={s.row_tokens} on"
         yield at + "doc_cap", s.doc_cap >= 0, "0 (plain rows) or a length in tokens"
         yield at + "windows", min(s.windows) > 0, "two lengths in tokens"
         yield at + "lr_factor", s.lr_factor >= 0, "0 or more"
@@ -3385,7 +3315,7 @@ def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
     """
     if not name.startswith("grads"):
         return [{}]
-    stage = cfg.stages[grads_stages(cfg)[int(name.removeprefix("grads"))][0]]
+    stage = cfg.stages[grads_kinds(cfg)[int(name.removeprefix("grads"))][0]]
     count, space = len(stage.lengths(mesh.size)) // mesh.size, stage.space(mesh.size)
     ways = [{"micro_tokens": k * space, "recompute": True} for k in micro_rows(cfg, count, space)]
     return [{}, *(ways[1:] if cfg.recompute else ways)]
@@ -3479,54 +3409,40 @@ def keeps_end(cfg: Config) -> bool:
     return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
-def stored(cfg: Config) -> dict[str, dict]:
-    """The shapes that checkpoints give to a state, kind -> name -> shape: of banks, which other
-    numbers of devices cut into other pieces, all numbers in a line."""
-
-    def leaf(shape, dtype, row):
-        return (math.prod(shape),) if row.optimizer == "anvil" else shape
-
-    return map_state(cfg, leaf)
-
-
 def own_rows(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
     """({name: array} on the host, iterator over more of such pairs) of what this process writes.
 
-    Names are kind.name.first_row; see `stored`. Of what is cut, a process has the rows of its
-    devices, without padding; of what every device has, process 0 has the first replica. The n-gram
+    Names are kind.name.first_row. Of what is cut, a process has the rows of its devices, without
+    padding; of what every device has, process 0 has the first replica. The n-gram
     table comes by the iterator, in pieces of PIECE bytes that leave the devices one by one, so they
     must keep it until its end. All else is copied, and all these transfers begin before one is
     waited for.
     """
-    copied, table, shapes = [], [], stored(cfg)
+    copied, table = [], []
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
-        row, shape = param_table(cfg)[name], shapes[kind][name]
+        row = param_table(cfg)[name]
         for shard in array.addressable_shards:
-            each = math.prod(array.shape[1:]) // math.prod(shape[1:])  # stored rows in one
-            first = (shard.index[0].start or 0) * each
-            rows = min(len(shard.data) * each, shape[0] - first)
+            first = shard.index[0].start or 0
+            rows = min(len(shard.data), row.shape[0] - first)
             if shard.replica_id == 0 and rows > 0:
                 large = kind == "params" and row.optimizer == "rows"
-                part = f"{kind}.{name}", first, rows, shard.data, shape[1:]
+                part = f"{kind}.{name}", first, rows, shard.data
                 (table if large else copied).append(part)
 
     def pieces():
-        for name, first, rows, data, _ in table:
+        for name, first, rows, data in table:
             size = max(1, PIECE * len(data) // data.nbytes)
             for at in range(0, rows, size):
                 count = min(size, rows - at)
                 part = data if len(data) <= size else lax.dynamic_slice_in_dim(data, at, count)
                 yield f"{name}.{first + at}", np.asarray(part)[:count]
 
-    for *_, data, _ in copied:
+    for *_, data in copied:
         data.copy_to_host_async()
     # A copy stays when the state is donated; of a CPU's arrays numpy would give a view.
     copy = np.array if jax.default_backend() == "cpu" else np.asarray
-    found = {
-        f"{name}.{first}": copy(data).reshape(-1, *width)[:rows]
-        for name, first, rows, data, width in copied
-    }
+    found = {f"{name}.{first}": copy(data)[:rows] for name, first, rows, data in copied}
     return found, pieces()
 
 
@@ -3659,14 +3575,13 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
         for member in file.files:
             name, _, first = member.rpartition(".")
             places.setdefault(name, []).append((int(first), process, member))
-    wanted, shapes = abstract_state(saved.cfg, mesh), stored(saved.cfg)
+    wanted = abstract_state(saved.cfg, mesh)
     read = functools.lru_cache(1)(lambda process, member: files[process][member])  # for neighbours
     put_rows = jax.jit(lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
 
     def load(path, leaf):
         kind, name = (key.key for key in path)
-        (rows, *width), name = shapes[kind][name], f"{kind}.{name}"
-        each = math.prod(leaf.shape[1:]) // math.prod(width)  # stored rows in one of the leaf
+        rows, name = param_table(saved.cfg)[name].shape[0], f"{kind}.{name}"
         parts = sorted(places.get(name, []))
         ends = [*(first for first, _, _ in parts[1:]), rows]
         dtype = np.dtype(np.uint16) if leaf.dtype == jnp.bfloat16 else leaf.dtype
@@ -3674,8 +3589,8 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
             raise UserError(f"{saved.folder} lacks rows of {name}: use another checkpoint")
 
         def share(device, index):
-            start, stop, _ = (each * x for x in index[0].indices(leaf.shape[0]))
-            size = (stop - start, *width)  # with zeros where there is padding
+            start, stop, _ = index[0].indices(leaf.shape[0])
+            size = (stop - start, *leaf.shape[1:])  # with zeros where there is padding
             large = math.prod(size) * leaf.dtype.itemsize > PIECE
             zeros = functools.partial(jnp.zeros, device=device) if large else np.zeros
             out = zeros(size, leaf.dtype)
@@ -3683,7 +3598,7 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
                 low, high = max(first, start), min(end, stop)
                 if low >= high:
                     continue
-                array, shape = read(process, member), (end - first, *width)
+                array, shape = read(process, member), (end - first, *leaf.shape[1:])
                 if (array.dtype, array.shape) != (dtype, shape):
                     is_one = f"is {array.dtype}{[*array.shape]}, not {dtype}{[*shape]}"
                     raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
@@ -3692,7 +3607,6 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
                     out = put_rows(out, found, low - start, 0).block_until_ready()
                 else:
                     out[low - start : high - start] = found
-            out = out.reshape(-1, *leaf.shape[1:])
             return jax.device_put(out, device).block_until_ready()
 
         shares = leaf.sharding.addressable_devices_indices_map(leaf.shape)
@@ -4405,8 +4319,7 @@ def show(cfg: Config) -> str:
     for i, s in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
         lr = f"{lr_scale(cfg, first):.3g}..{lr_scale(cfg, end - 1):.3g}"
-        row = f"{s.row_tokens} of {s.room}" if s.room else s.row_tokens
-        cells = f"{first}..{end - 1}", s.batch_tokens, row, s.doc_cap or "-"
+        cells = f"{first}..{end - 1}", s.batch_tokens, s.row_tokens, s.doc_cap or "-"
         scales = "/".join(f"{x:.4f}" for x in yarn(cfg, i)[1])
         cells += "/".join(map(str, s.windows)), lr, scales
         tokens = f"{(end - first) * s.batch_tokens / 1e6:.1f}"
@@ -4608,9 +4521,9 @@ def pick_kernels(cfg: Config, device, devices: int = 1) -> tuple[Kernels, str]:
 def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
     """(all Kernels that serve there, which these are: a line for the log).
 
-    The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, projections,
-    MLPs, weighted sums and the gradients of tables have kernels for TPUs since v5 and attention for
-    NVIDIA GPUs since Ampere; where one of their conditions fails, the plain form does the work, and
+    The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, MLPs, weighted
+    sums and the gradients of tables have kernels for TPUs since v5 and attention for NVIDIA GPUs
+    since Ampere; where one of their conditions fails, the plain form does the work, and
     the line says which.
     """
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
@@ -4641,10 +4554,6 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
             hidden = {cfg.mlp_width * len(mlp_slots(cfg, i)) for i in range(cfg.depth)} - {0}
             if narrow and all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden):
                 chosen, others = chosen._replace(add_mlp=fused_mlp), f"MLPs, {others}"
-            # q, k and v at once: weights, gradients and their float32 sums; a block of tokens.
-            if narrow and 24 * cfg.width**2 + 40 * TOKEN_BLOCK * cfg.width <= KERNEL_VMEM:
-                chosen = chosen._replace(project=fused_projection, small_mlp=fused_small_mlp)
-                others = f"projections, {others}"
         apart = f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
         tiled = h != LANES or cfg.heads % 2, apart
         conditions = [*for_tables, tiled, (ring > KERNEL_VMEM * 0.7, large), bounded]
@@ -5421,19 +5330,14 @@ def attend_window(
 
 
 # ------------------------------------------------------------------------------------------------
-# Projections and MLPs for TPUs
+# MLPs for TPUs
 # ------------------------------------------------------------------------------------------------
-# XLA makes three fusions of a matmul and its gradients, and compiles most of them anew for every
-# layer, the larger ones for 5 to 10 s; of kernels there are few for all layers. Weights, and
-# float32 sums of their gradients, stay in VMEM while blocks of tokens come by, and what stands
-# around the matmuls is done while the matrix unit works. With projections and small MLPs as kernels
-# (and blend for the value gates) gradients compile in less than half of the time; they take a
-# little longer, since XLA fused more of the mixes into its matmuls.
-#
-# MLPs, with norm, ReLU^2 and residual, have 55 MiB in VMEM for 2816 hidden units; these go to
-# memory once, for the way back.
+# XLA makes three fusions of a matmul and its gradients. In a kernel weights, and float32 sums of
+# their gradients, stay in VMEM while blocks of tokens come by, and norm, ReLU^2 and residual are
+# done while the matrix unit works: 55 MiB for 2816 hidden units, which go to memory once, for the
+# way back.
 
-TOKEN_BLOCK = 256  # tokens: of projections, and of weighted sums (21 arrays, twice each: 16 MiB)
+TOKEN_BLOCK = 256  # tokens of weighted sums (21 arrays, twice each: 16 MiB)
 
 
 def flat(x):
@@ -5470,119 +5374,6 @@ def add_block(r, ref, value):
     """Add what a block gives to a sum over blocks, which is returned."""
     ref[...] = jnp.where(r.i == 0, 0.0, ref[...]) + value
     return ref[...]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def fused_projection(x_btd, weights_pd, added=None, normed: bool = False, interpret: bool = False):
-    """project in one TPU kernel, and one for its gradients.
-
-    The width and p must be multiples of 128, and p - k too. In VMEM: the weights, on the way back
-    also their gradients in float32 and rounded: 14 MiB for q, k and v of 768 features. 0.38 M
-    bundles for these and 16,384 tokens, both ways, where three matmuls must have 0.33.
-    """
-    return fused_projection_forward(x_btd, weights_pd, added, normed, interpret)[0]
-
-
-# This kernel and those of gradients are traced once, by jit: with every call's own lines in it,
-# libtpu would not know calls from different places for the same kernel, and compile it for each.
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def fused_projection_forward(x_btd, weights_pd, added, normed, interpret):
-    """fused_projection, and what its gradients take: of `added` the shape alone."""
-    others = len(weights_pd) - (0 if added is None else added.shape[-1])
-
-    def body(r):
-        x = norm(r.x[...]) if normed else r.x[...]
-        if others:
-            y = times(x, r.weights[:others], transpose=True)
-            r.y[:, :others] = y.astype(r.y.dtype)
-        if added is not None:
-            y = times(x, r.weights[others:], transpose=True) + r.added[...].astype(jnp.float32)
-            r.y[:, others:] = y.astype(r.y.dtype)
-
-    x_rd, add_rk = flat(x_btd), None if added is None else flat(added)
-    y = jax.ShapeDtypeStruct((len(x_rd), len(weights_pd)), x_rd.dtype)
-    tiled, whole = ({"x": x_rd, "added": add_rk}, {"y": y}), ({"weights": weights_pd}, {})
-    y = run_blocks("projection", body, TOKEN_BLOCK, tiled, whole, interpret)["y"]
-    kept = x_rd, weights_pd, None if added is None else add_rk[:0]
-    return y.reshape(*x_btd.shape[:-1], -1), kept
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def fused_projection_backward(normed, interpret, kept, y_grad):
-    """Gradients of x, of the weights and of what was added."""
-    x_rd, weights_pd, added = kept
-
-    def body(r):
-        x, x_grad = r.x[...], times(r.grad[...], r.weights[...])
-        if normed:
-            x, norm_grad = jax.vjp(norm, x.astype(jnp.float32))
-            (x_grad,) = norm_grad(x_grad)
-        r.x_grad[...] = x_grad.astype(r.x.dtype)
-        total = add_block(r, r.sum, times(r.grad[...].T, x.astype(r.x.dtype)))
-        r.weights_grad[...] = total.astype(r.weights_grad.dtype)
-
-    tiled = {"x": x_rd, "grad": flat(y_grad)}, {"x_grad": like(x_rd)}
-    whole = {"weights": weights_pd}, {"weights_grad": like(weights_pd)}
-    scratch = {"sum": (weights_pd.shape, jnp.float32)}
-    out = run_blocks("projection_grads", body, TOKEN_BLOCK, tiled, whole, interpret, scratch)
-    x_grad = out["x_grad"].reshape(*y_grad.shape[:-1], -1)
-    return x_grad, out["weights_grad"], None if added is None else y_grad[..., -added.shape[1] :]
-
-
-fused_projection.defvjp(fused_projection_forward, fused_projection_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def fused_small_mlp(x_btd, w1_hd, w2_lh, b2_l, interpret=False):
-    """small_mlp in one TPU kernel, and one for its gradients, which form the hidden units again.
-
-    All is in VMEM but x, lanes and their gradients, and hidden units are rounded to the dtype of x
-    before the second matmul. 0.1 M bundles for 16,384 tokens, both ways; as XLA's fusions the four
-    of the record took a sixth of the time to compile its gradients.
-    """
-    return fused_small_mlp_forward(x_btd, w1_hd, w2_lh, b2_l, interpret)[0]
-
-
-def fused_small_mlp_forward(x_btd, w1_hd, w2_lh, b2_l, interpret):
-    """fused_small_mlp, and what its gradients take."""
-
-    def body(r):
-        hidden = gelu(times(r.x[...], r.w1[...], transpose=True)).astype(r.x.dtype)
-        r.y[...] = times(hidden, r.w2[...], transpose=True) + r.b2[...]
-
-    x_rd = flat(x_btd)
-    weights = {"w1": w1_hd.astype(x_rd.dtype), "w2": w2_lh.astype(x_rd.dtype)}
-    y = jax.ShapeDtypeStruct((len(x_rd), len(b2_l)), jnp.float32)
-    tiled, whole = ({"x": x_rd}, {"y": y}), (weights | {"b2": b2_l[None]}, {})
-    y = run_blocks("small_mlp", body, TOKEN_BLOCK, tiled, whole, interpret)["y"]
-    return y.reshape(*x_btd.shape[:-1], -1), (x_rd, weights)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def fused_small_mlp_backward(interpret, kept, y_grad):
-    """Gradients of all arguments."""
-    x_rd, weights = kept
-
-    def body(r):
-        x, dtype = r.x[...], r.x.dtype
-        hidden, slope = jax.vjp(gelu, times(x, r.w1[...], transpose=True))
-        (z_grad,) = slope(times(r.grad[...].astype(dtype), r.w2[...]))
-        z_grad = z_grad.astype(dtype)
-        r.x_grad[...] = times(z_grad, r.w1[...]).astype(dtype)
-        add_block(r, r.w1_grad, times(z_grad.T, x))
-        add_block(r, r.w2_grad, times(r.grad[...].T.astype(dtype), hidden.astype(dtype)))
-        add_block(r, r.b2_grad, jnp.sum(r.grad[...], axis=0, keepdims=True))
-
-    shapes = {"w1": weights["w1"].shape, "w2": weights["w2"].shape, "b2": (1, y_grad.shape[-1])}
-    sums = {f"{k}_grad": jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()}
-    tiled = {"x": x_rd, "grad": flat(y_grad)}, {"x_grad": like(x_rd)}
-    args = body, TOKEN_BLOCK, tiled, (weights, sums), interpret
-    out = run_blocks("small_mlp_grads", *args)
-    x_grad = out["x_grad"].reshape(*y_grad.shape[:-1], -1)
-    return x_grad, out["w1_grad"], out["w2_grad"], out["b2_grad"][0]
-
-
-fused_small_mlp.defvjp(fused_small_mlp_forward, fused_small_mlp_backward)
 
 
 def mlp_part(d: int, f: int) -> int:

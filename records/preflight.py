@@ -76,6 +76,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -154,8 +155,7 @@ WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
 # What functions of train_gpt.py do, for the table by component; the innermost that is named counts.
 COMPONENTS = {
     "attention kernels": "attend_window window_forward window_backward attend_heads attend_triton",
-    "projections": "attention projection project fused_projection_forward "
-    "fused_projection_backward",
+    "projections": "attention projection project",
     "MLP": "mlp squared_relu lean_squared_relu",
     "head and loss": "loss_sums val_loss_sum fused_cross_entropy_backward",
     "mixes and norms": "forward weighted_sum_backward",
@@ -390,17 +390,12 @@ def loop_trips(one: Instruction, computations) -> int | None:
     return None
 
 
-def walk(computations, entry: str, notes: set, price=lambda one: one.cycles, shares=None):
+def walk(computations, entry: str, notes: set, price=lambda one: one.cycles):
     """Yield all Instructions that a program executes, in their order.
 
-    Loops multiply `times`; fusions are one instruction. Of a conditional whose branches are named
-    softmaxN each counts for its share of the executions, shares[N]; of others the one with the
-    highest price. What makes the sum doubtful goes into `notes`.
+    Loops multiply `times`; fusions are one instruction. Of a conditional the branch with the
+    highest price counts. What makes the sum doubtful goes into `notes`.
     """
-
-    def softmax(name):
-        ops = "".join(one.rest for one in computations[name].values())
-        return {int(n) for n in re.findall(r"/softmax(\d+)/", ops)}
 
     def visit(name, times, in_loop):
         for one in computations[name].values():
@@ -413,13 +408,8 @@ def walk(computations, entry: str, notes: set, price=lambda one: one.cycles, sha
                 yield from visit(one.called("body"), times * (trips or 1), True)
             elif one.op == "conditional":
                 names = re.findall(r"%([\w.\-]+)", one.rest.split("), ", 1)[1])
-                names = [name for name in names if name in computations]
-                known = [softmax(name) for name in names]
-                if shares and all(len(x) == 1 for x in known):
-                    for name, (n,) in zip(names, known, strict=True):
-                        yield from visit(name, times * shares[n], in_loop)
-                    continue
-                branches = [list(visit(name, times, in_loop)) for name in names]
+                known = (name for name in names if name in computations)
+                branches = [list(visit(name, times, in_loop)) for name in known]
                 yield from max(branches, key=lambda found: sum(x.times * price(x) for x in found))
             elif one.op in CALLS and not one.transfer:
                 yield from visit(one.called("to_apply") or one.called("calls"), times, in_loop)
@@ -831,9 +821,8 @@ def component(one: Instruction, frames: dict[str, list[str]]) -> str:
     return "other"
 
 
-def analyse(compiled, mesh, schedules: Path, shares: dict[int, float] | None = None) -> dict:
-    """What a compiled program tells of one execution on one device, for its row: of the mean one,
-    where `shares` of the executions take their branch each, see walk.
+def analyse(compiled, mesh, schedules: Path) -> dict:
+    """What a compiled program tells of one execution on one device, for its row.
 
     None stands for what is not known. "flops" is the compiler's own count, which leaves out kernels
     and takes the body of a loop once.
@@ -874,7 +863,7 @@ def analyse(compiled, mesh, schedules: Path, shares: dict[int, float] | None = N
         leaves = size * (1 - 1 / hosts) * (2 if one.collective == "all-reduce" else 1)
         return max(inside, leaves / cards / known.network)
 
-    instructions = [*walk(computations, entry, notes, work, shares)]
+    instructions = [*walk(computations, entry, notes, work)]
     linked, alone = link_seconds(instructions, work, cross)
     estimated = sum(one.times * one.cycles for one in instructions)
     parts = {part: Counter() for part in COMPONENTS}
@@ -951,17 +940,6 @@ def executions(cfg: T.Config, devices: int) -> Counter:
     return counts
 
 
-def steps_of(cfg: T.Config, name: str) -> list[int]:
-    """The steps that execute a program for gradients."""
-    return [step for step in range(cfg.steps) if T.programs_of(cfg, step)[0] == name]
-
-
-def softmax_shares(cfg: T.Config, name: str) -> dict[int, float]:
-    """{candidates: share of the executions of a program for gradients with so many}."""
-    counts = Counter(T.candidate_count(cfg, step) for step in steps_of(cfg, name))
-    return {n: count / counts.total() for n, count in counts.items()}
-
-
 def about(cfg: T.Config, name: str, devices: int) -> dict:
     """What a program takes, for its row of preflight.json; "what" says it for a reader."""
     table, steps = T.param_table(cfg), T.updates(cfg)
@@ -975,20 +953,17 @@ def about(cfg: T.Config, name: str, devices: int) -> dict:
             what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
     batch = min(cfg.val_count(devices) * cfg.val_row, cfg.val_tokens)
-    row, windows, targets, ids = cfg.val_row, cfg.val_windows, 1, []
+    row, windows, targets, ids = cfg.val_row, cfg.val_windows, 1, 0
     if name != "eval":
-        steps = steps_of(cfg, name)
-        stages = T.grads_stages(cfg)[int(name.removeprefix("grads"))]
-        stage, ids = cfg.stages[stages[0]], T.softmaxes(cfg, stages)
-        total = sum(T.stage_at(cfg, step).batch_tokens for step in steps)
-        mean = total / max(len(steps), 1)
-        batch = int(mean) if mean.is_integer() else mean
+        at, ids = T.grads_kinds(cfg)[int(name.removeprefix("grads"))]
+        stage = cfg.stages[at]
+        batch = stage.batch_tokens
         row, windows = stage.space(devices), stage.windows
         targets = len(stage.weights) + any(stage.prefix)
-    what = f"{batch:,.0f} tokens, rows of {row:,}, windows {windows[0]}/{windows[1]}"
-    if targets > 1 or any(ids):
+    what = f"{batch:,} tokens, rows of {row:,}, windows {windows[0]}/{windows[1]}"
+    if targets > 1 or ids:
         what += f", {targets} targets of " if targets > 1 else ", "
-        what += "/".join(f"{n:,}" if n else "all" for n in ids) + " ids"
+        what += f"{ids:,} ids" if ids else "all ids"
     return {
         "what": what,
         "tokens_per_step": batch,
@@ -1023,7 +998,7 @@ def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) 
 
     As T.visits, the kernels' rule, has it. None as ms: not all schedules say what a visit takes.
     """
-    stage = cfg.stages[T.grads_stages(cfg)[int(name.removeprefix("grads"))][0]]
+    stage = cfg.stages[T.grads_kinds(cfg)[int(name.removeprefix("grads"))][0]]
     starts, found = typical_starts(cfg, stage, devices), {}
     rows = len(starts)
     for i in cfg.layers_with("attends"):
@@ -1048,13 +1023,12 @@ def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) 
 
 
 def model_flops(cfg: T.Config, name: str, tokens: float) -> float:
-    """Model FLOPs of a mean execution of a program, on all devices; `tokens` are a validation's."""
+    """Model FLOPs of a program with so many `tokens`, on all devices."""
     if name == "eval":  # a forward pass only, over the whole vocabulary
         whole = tuple(dataclasses.replace(s, candidates=(0,)) for s in cfg.stages)
         return T.flops_per_token(dataclasses.replace(cfg, stages=whole), 0) / 3 * tokens
-    steps = steps_of(cfg, name)
-    each = (T.flops_per_token(cfg, step) * T.stage_at(cfg, step).batch_tokens for step in steps)
-    return sum(each) / max(len(steps), 1)
+    steps = (step for step in range(cfg.steps) if T.programs_of(cfg, step)[0] == name)
+    return sum(T.flops_per_token(cfg, step) * tokens for step in itertools.islice(steps, 1))
 
 
 def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | None, say) -> dict:
@@ -1072,7 +1046,7 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
         return row | refused(error) | {"compile_seconds": round(time.perf_counter() - start, 1)}
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["settings"] = changes or None
-    row |= analyse(compiled, mesh, schedules, softmax_shares(cfg, name))
+    row |= analyse(compiled, mesh, schedules)
     row |= {"visits": None, "visit_ms": None}
     ours, clock = any(x.startswith("window_") for x in row["kernels"]), hardware(kind).clock
     if ours and clock and name.startswith("grads"):

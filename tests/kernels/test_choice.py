@@ -17,7 +17,7 @@ import train_gpt as T
 RECORD = T.PRESETS["speedrun"]
 SMALL = small_config()
 TABLES = "weighted sums and gradients of tables for TPUs"
-TPU_KERNELS = f"attention, projections, MLPs, {TABLES}"
+TPU_KERNELS = f"attention, MLPs, {TABLES}"
 GPU_KERNELS = "attention for NVIDIA GPUs"
 
 
@@ -30,7 +30,7 @@ def gpu(capability: str = "9.0", kind: str = "NVIDIA H100 80GB HBM3"):
 
 
 def names(kernels: T.Kernels) -> set[str]:
-    """What of the seven is not the plain form, with the attention of a GPU by its own name."""
+    """What of the five is not the plain form, with the attention of a GPU by its own name."""
     found = set()
     for part, plain in zip(kernels, T.PLAIN, strict=True):
         if part is not plain:
@@ -40,7 +40,7 @@ def names(kernels: T.Kernels) -> set[str]:
 
 
 EVERYWHERE = {"lean_mlp", "fused_cross_entropy"}
-FUSED = {"fused_mlp", "fused_cross_entropy", "fused_projection", "fused_small_mlp"}
+FUSED = {"fused_mlp", "fused_cross_entropy"}
 ON_TPU = FUSED | {"sum_rows", "weighted_sum"}  # and attention
 
 
@@ -178,7 +178,7 @@ def test_a_tpu_has_the_other_kernels_where_only_attention_does_not_fit(cfg, reas
         assert said == f"plain attention, {TABLES}: {reason}"
     else:
         assert names(kernels) == ON_TPU
-        assert said == f"plain attention, projections, MLPs, {TABLES}: {reason}"
+        assert said == f"plain attention, MLPs, {TABLES}: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -191,19 +191,8 @@ def test_a_tpu_has_the_other_kernels_where_only_attention_does_not_fit(cfg, reas
 )
 def test_a_tpu_has_no_kernel_for_mlps_alone_where_only_they_do_not_fit(cfg):
     kernels, said = T.pick_kernels(cfg, tpu())
-    others = ON_TPU - {"fused_mlp"} | {"lean_mlp", "attend_window"}
-    if cfg.compute_dtype == "float32":
-        assert names(kernels) == others - {"fused_projection", "fused_small_mlp"}
-        assert said == f"attention, {TABLES}"
-    else:
-        assert names(kernels) == others and said == f"attention, projections, {TABLES}"
-
-
-def test_a_tpu_has_no_kernel_for_projections_alone_where_they_are_too_wide():
-    cfg = replace(RECORD, width=2048, heads=16, mlp_width=1024)
-    kernels, said = T.pick_kernels(replace(cfg, val_windows=(128, 256)), tpu())
-    assert "projections" not in said and "fused_projection" not in names(kernels)
-    assert "fused_mlp" in names(kernels)
+    assert names(kernels) == ON_TPU - {"fused_mlp"} | {"lean_mlp", "attend_window"}
+    assert said == f"attention, {TABLES}"
 
 
 @pytest.mark.parametrize(

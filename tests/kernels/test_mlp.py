@@ -1,6 +1,5 @@
 """The kernels for MLPs against their plain twin and autodiff."""
 
-import re
 from functools import partial
 
 import jax
@@ -74,76 +73,7 @@ def alike(function, plain, inputs, down, off):
 NARROW = pytest.param(jnp.bfloat16, 0.01, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("shape", "p", "k", "normed"),
-    [
-        ((1, 768, 128), 384, 0, True),  # three blocks, nothing added
-        ((2, 320, 256), 384, 128, True),  # blocks of 128; added to the last third
-        ((1, 40, 128), 256, 256, False),  # one, of whatever there is; to all
-        pytest.param((3, 7, 128), 128, 128, True, marks=pytest.mark.slow),
-        pytest.param((1, 512, 128), 256, 0, False, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("dtype, off", [(jnp.float32, 1e-6), NARROW])
-def test_a_projection_and_its_gradients_are_the_plain_ones(shape, p, k, normed, dtype, off):
-    rng, d = np.random.default_rng(p), shape[-1]
-    x = rng.standard_normal(shape).astype(np.float32)
-    x[0, :2] = 0.0  # norm divides by a least size
-    weights = rng.standard_normal((p, d)) / d**0.5
-    added = [rng.standard_normal((*shape[:-1], k))] * (k > 0)
-    inputs = [jnp.asarray(y, dtype) for y in (x, weights, *added)]
-    down = rng.standard_normal((*shape[:-1], p)).astype(np.float32)
-
-    def run(function, *more):
-        return lambda x, w, *added: function(x, w, added[0] if added else None, normed, *more)
-
-    alike(run(T.fused_projection, True), run(T.project), inputs, down, off)
-
-
-@pytest.mark.parametrize(
-    ("shape", "lanes"),
-    [
-        ((1, 768, 128), 14),
-        ((2, 320, 256), 130),
-        pytest.param((1, 40, 128), 1, marks=pytest.mark.slow),
-        pytest.param((3, 7, 128), 14, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("dtype, off", [(jnp.float32, 1e-6), NARROW])
-def test_a_small_mlp_and_its_gradients_are_the_plain_ones(shape, lanes, dtype, off):
-    """Hidden units of any sign and size, 30 too, where GELU is a straight line."""
-    rng, d = np.random.default_rng(lanes), shape[-1]
-    x = rng.standard_normal(shape).astype(np.float32)
-    x[0, :2] *= np.float32([[0.0], [30.0]])
-    w1, w2, b2 = (rng.standard_normal(s).astype("f4") for s in ((64, d), (lanes, 64), lanes))
-    inputs = jnp.asarray(x, dtype), *(jnp.asarray(y) for y in (w1 / d**0.5, w2, b2))
-    down = rng.standard_normal((*shape[:-1], lanes)).astype(np.float32)
-    fused = partial(T.fused_small_mlp, interpret=True)
-    alike(fused, T.small_mlp, inputs, down, 2 * off)
-
-
 def test_gelu_is_that_of_jax():
     x = np.linspace(-8, 8, 4001, dtype=np.float32)
     want = np.asarray(jax.nn.gelu(x, approximate=False), np.float64)
     np.testing.assert_allclose(T.gelu(x), want, rtol=0, atol=1e-6)
-
-
-def test_equal_kernels_called_from_different_places_have_one_text():
-    """Or libtpu compiles each of them; what it gets is lowered here, not compiled."""
-    x, w, added = (
-        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 256, 128), (384, 128), (1, 256, 128))
-    )
-
-    def one(x, w, added):
-        return T.fused_projection(x, w, added, True)
-
-    def two(x, w, added):
-        return one(x, w, added)
-
-    def both(x, w, added):
-        first, second = (jax.vjp(f, x, w, added) for f in (one, two))
-        return first[1](first[0]), second[1](second[0])
-
-    text = jax.jit(both).trace(x, w, added).lower(lowering_platforms=("tpu",)).as_text()
-    kernels = re.findall(r'tpu_custom_call.*?backend_config = "(.*?)"', text)
-    assert len(kernels) >= 2 and len(set(kernels)) == 2

@@ -64,7 +64,6 @@ def config(size: str, block: int = 16, row: int = 192, rows: int = 8, **changes)
             windows=tuple(w // 128 * block for w in stage.windows),
             row_tokens=row,
             batch_tokens=rows * row,
-            room=0,
             candidates=tuple(min(n, 512 + 64 * i) for i, n in enumerate(stage.candidates)),
         )
         for stage in RECORD.stages
@@ -697,8 +696,6 @@ def test_training_steps(scenario, devices):
         aims, offsets = zip(*(T.aim(row, o, count, prefix_v) for row, o in each), strict=True)
         digests = [sha256(x.candidates) for x in aims if count]
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
-        most = max(T.softmaxes(cfg, T.sharing(cfg, step)))
-        aims = (x._replace(candidates=np.pad(x.candidates, (0, most - count))) for x in aims)
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
         wanted, places = T.request(cfg, tokens[:, :-1], devices)
         grads, loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)

@@ -178,31 +178,12 @@ def test_more_entries_than_steps_of_a_stage():
     assert [T.candidate_count(cfg, step) for step in range(3)] == [0, 0, 40]
 
 
-def test_stages_of_the_record_share_programs_with_a_branch_for_each_softmax():
-    stages = T.grads_stages(RECORD)
-    assert stages == [(0,), (1,), (2, 3), (4,)]
-    softmaxes = [[10_240], [10_240], [14_336, 24_576, 0], [0]]
-    assert [T.softmaxes(RECORD, x) for x in stages] == softmaxes
+def test_each_stage_and_softmax_of_the_record_has_a_program():
+    kinds = T.grads_kinds(RECORD)
+    assert kinds == [(0, 10_240), (1, 10_240), (2, 14_336), (2, 24_576), (3, 0), (4, 0)]
     for step in range(RECORD.steps):
-        i = next(i for i, x in enumerate(stages) if T.stage_index(RECORD, step) in x)
+        i = kinds.index((T.stage_index(RECORD, step), T.candidate_count(RECORD, step)))
         assert T.programs_of(RECORD, step)[0] == f"grads{i}"
-        hyper = T.hyper_at(RECORD, step)
-        assert softmaxes[i][int(hyper.softmax)] == T.candidate_count(RECORD, step)
-        assert hyper.tokens == T.stage_at(RECORD, step).batch_tokens
-
-
-def test_stages_share_a_program_only_if_their_shapes_agree():
-    first = T.Stage(0.5, 256, 32, 0, (8, 32), room=64)
-    other = T.Stage(0.5, 512, 64, 0, (8, 32))
-
-    def programs(**changes):
-        stages = first, replace(other, **changes)
-        return T.grads_stages(small_config(steps=4, extension=0, stages=stages))
-
-    assert programs() == [(0, 1)] == programs(candidates=(40,)) == programs(lr_factor=2.0)
-    apart = [(0,), (1,)]
-    assert programs(windows=(8, 31)) == apart == programs(room=65) == programs(prefix=(0.1,))
-    assert programs(weights=(1.0, 0.5), weights_end=(1.0, 0.5)) == apart
 
 
 # ------------------------------------------------------------------------------------------------
@@ -423,7 +404,7 @@ def test_hyper_is_the_schedule_in_float32(step):
 def test_hyper_has_the_same_shapes_at_every_step(cfg):
     """So that no step recompiles a program; weights are padded to those of the widest stage."""
     quarter, widest = cfg.head_width // 4, max(len(stage.weights) for stage in cfg.stages)
-    shapes = [()] * 7 + [(quarter,), (quarter,), (2,), (widest,), (), (), (), (4,)]
+    shapes = [()] * 7 + [(quarter,), (quarter,), (2,), (widest,), (), (4,)]
     for step in range(cfg.steps):
         hyper = T.hyper_at(cfg, step)
         assert all(type(x) is np.ndarray and x.dtype == np.float32 for x in hyper)
