@@ -2360,6 +2360,37 @@ class Vocabulary(NamedTuple):
     hashed_v: np.ndarray  # uint16: the id that stands for this one in n-gram hashes
 
 
+MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
+
+
+def encoding_words(encoding: str, folder: Path) -> list[bytes]:
+    """The bytes of every id but BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
+    merges in `folder`. UserError if they cannot be had."""
+    if encoding == "gpt2":
+        try:
+            import tiktoken
+
+            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
+        except ImportError as error:
+            raise UserError(f"{error}: pip install -r requirements.txt") from None
+        except Exception as error:
+            raise UserError(
+                f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
+                "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+            ) from None
+        return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+    words = [bytes([i]) for i in range(256)]
+    try:
+        merges = json.loads((folder / MERGES).read_text()) if encoding == "bpe" else []
+        words += [bytes.fromhex(merged) for merged in merges]
+        if len({*words, b""}) <= len(words) or not isinstance(merges, list):
+            raise ValueError("no list of different merges")
+    except (OSError, ValueError, TypeError) as error:
+        path = folder / MERGES
+        raise UserError(f"{path} cannot be used ({error}): make the data again") from None
+    return words
+
+
 def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
     """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88).
 
@@ -2399,6 +2430,14 @@ def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
         if form:
             table[i] = first.setdefault(form, i)
     return table
+
+
+def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
+    """The bytes of every id before BOS; UserError if they cannot be had."""
+    words = encoding_words(cfg.encoding, folder)
+    if (has := len(words)) < cfg.bos and cfg.encoding == "bpe":
+        raise UserError(f"{folder}: {MERGES} is of {has} tokens, bos={cfg.bos}: of other shards")
+    return words[: cfg.bos]
 
 
 def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
@@ -2772,10 +2811,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and the end
     that a signal asks for comes there too.
 
-    From Parts II and III: make_mesh, data_folder, check_tokens, check_unchanged, token_bytes (what
-    ids stand for), run_facts and open_log (what goes to the disk and the terminal), pick_kernels,
-    compile_all, load_state, Saver (checkpoints), keeps_end, ask_to_stop (signals), trace
-    (--profile), demonstrate (end of `tiny`).
+    From Parts II and III: make_mesh, data_folder, check_tokens, check_unchanged, run_facts and
+    open_log (what goes to the disk and the terminal), pick_kernels, compile_all, load_state, Saver
+    (checkpoints), keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
     """
     mesh, first = make_mesh(cfg), saved.step if saved else 0
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
@@ -3062,7 +3100,6 @@ def config_from_json(fields: dict) -> Config:
 # Data checks: every token that the run will read is there, before anything starts
 # ------------------------------------------------------------------------------------------------
 
-MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
 STARTED = time.time() - 60  # a clock of files may be late
 DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text.py: what they are
 
@@ -3194,17 +3231,6 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         several = f"several data sets ({', '.join(names)})"
         raise UserError(f"{folder} holds {several}: give each its own folder")
     return folder
-
-
-def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """The bytes of every token before BOS, by id; UserError if the encoding cannot be had."""
-    try:
-        encoding = run_tool("data/shards.py")["text_encoding"](cfg.encoding, folder)
-    except ImportError as error:
-        raise UserError(f"{error}: pip install -r requirements.txt") from None
-    if (has := encoding.eot_token) < cfg.bos and cfg.encoding == "bpe":
-        raise UserError(f"{folder}: {MERGES} is of {has} tokens, bos={cfg.bos}: of other shards")
-    return [encoding.decode_single_token_bytes(i) for i in range(min(has, cfg.bos))]
 
 
 def run_tool(name: str) -> dict:

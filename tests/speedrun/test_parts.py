@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from conftest import BOS, ROOT
+from conftest import ROOT
 from programs import CFG, mesh_of, programs_of, quick_compilation, run_steps
 
 import train_gpt as T
@@ -167,7 +167,6 @@ def test_part_one_alone_trains_the_same_losses(monkeypatch, tmp_path, shards):
         "data_folder": lambda cfg, say: Path(cfg.data),
         "pick_kernels": lambda cfg, device, devices: (alone.PLAIN, "plain"),
         "compile_all": compile_all,
-        "token_bytes": lambda cfg, folder: [bytes([i]) for i in range(BOS)],
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
         "ask_to_stop": lambda: contextlib.nullcontext(lambda step: ""),  # nobody asks
