@@ -77,3 +77,17 @@ def test_gelu_is_that_of_jax():
     x = np.linspace(-8, 8, 4001, dtype=np.float32)
     want = np.asarray(jax.nn.gelu(x, approximate=False), np.float64)
     np.testing.assert_allclose(T.gelu(x), want, rtol=0, atol=1e-6)
+
+
+def test_an_mlp_and_its_gradients_can_be_lowered_for_a_tpu():
+    """To the language of Mosaic, which has fewer functions than an interpreted kernel."""
+    shapes = (1, 256, 128), (384, 128), (384, 128)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    scales = [jax.ShapeDtypeStruct((), jnp.float32)] * 2
+
+    def both(*inputs):
+        y, gradients = jax.vjp(T.fused_mlp, *inputs)
+        return gradients(y)
+
+    lowered = jax.jit(both).trace(*arrays, *scales).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 2
