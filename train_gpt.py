@@ -4420,7 +4420,7 @@ def parse_args(argv):
     option("--show", action="store_true", help="config, parameters, stages; then exit")
     option("--resume", metavar="RUN_DIR", help="continue an interrupted run")
     option("--profile", action="store_true", help="trace a few steps")
-    option("--cache", metavar="DIR", help="persistent compilation cache")
+    option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
@@ -4443,6 +4443,25 @@ def parse_args(argv):
     return args
 
 
+def keep_programs(folder: str | None):
+    """Have jax keep compiled programs in `folder`, by default in the user's cache; "off": nowhere.
+
+    By default nothing is changed where jax has been told another folder, or this one cannot be.
+    """
+    if folder == "off" or (folder is None and "JAX_COMPILATION_CACHE_DIR" in os.environ):
+        return
+    own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(folder or f"{own}/train_gpt")
+    try:
+        make_folder(path, "--cache")
+    except UserError:
+        if folder:
+            raise
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 def run(argv: list[str], command: str):
     """Do what the command line says."""
     # Ctrl-C ends the process at once, but for training (ask_to_stop): in the compiler's threads, or
@@ -4450,10 +4469,7 @@ def run(argv: list[str], command: str):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `&`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     args = parse_args(argv)
-    if args.cache is not None:
-        make_folder(Path(args.cache), "--cache")
-        jax.config.update("jax_compilation_cache_dir", args.cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    keep_programs(args.cache)
     if args.show:
         print(show(resolve(args)), flush=True)
         return

@@ -58,6 +58,8 @@ if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, an
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     )
 
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # tests keep no programs
+
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

@@ -307,16 +307,37 @@ def test_cache_that_cannot_be_a_folder_is_refused(main, data, tmp_path):
     assert f"--cache {tmp_path}/file/deeper: " in line and "name another folder" in line
 
 
-def test_cache_is_a_folder_that_jax_uses(main, tmp_path, monkeypatch):
+@pytest.fixture
+def cached_in(main, monkeypatch):
+    """A function of options -> the folder in which jax then keeps programs."""
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before, seen = {name: getattr(jax.config, name) for name in names}, []
     monkeypatch.setattr(T, "train", lambda *_: seen.append(jax.config.jax_compilation_cache_dir))
-    try:
-        assert main("tiny", "--cache", tmp_path / "a/b")[0] == 0
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-    assert seen == [str(tmp_path / "a/b")] and (tmp_path / "a/b").is_dir()
+
+    def folder(*options):
+        assert main("tiny", *options)[0] == 0
+        return seen.pop()
+
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_programs_are_kept_where_the_user_says(cached_in, tmp_path):
+    assert cached_in("--cache", tmp_path / "a/b") == f"{tmp_path}/a/b"
+    assert (tmp_path / "a/b").is_dir()
+
+
+def test_programs_are_kept_in_the_users_cache_unless_it_cannot_be(cached_in, tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    assert cached_in() == before  # the variable of jax is set
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/file")
+    assert cached_in() == before
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/home")
+    assert cached_in("--cache", "off") == before and not (tmp_path / "home").exists()
+    assert cached_in() == f"{tmp_path}/home/train_gpt" and (tmp_path / "home/train_gpt").is_dir()
 
 
 def test_profile_of_a_run_that_is_too_short_is_refused(main, data, tmp_path):
