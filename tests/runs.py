@@ -58,7 +58,7 @@ def write_run(
     for step in range(steps + 1):
         ms = round(seconds * 1000 * step / steps + uneven[step], 3)
         line = f"step:{step}/{steps} {{}}train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        common = {"train_time_ms": ms, "tokens": tokens}
+        common = {"train_time_ms": ms, "tokens": tokens, "dropped_ngrams": int(step == 1)}
         if step:
             tokens = common["tokens"] = tokens + sizes[step - 1]
             lines.append(line.format(""))
@@ -89,12 +89,13 @@ def write_run(
         "tokens": tokens,
         "train_time_ms": metrics[-1]["train_time_ms"],
         "val_loss": metrics[-1]["val_loss"],
+        "dropped_ngrams": 1,
         "target": config["target"],
         "resumed": False,
         "finished": True,
     } | changes
     lines.append(f"checkpoint:{steps} held the loop for 5.1ms, 38.8 MB written in 0.17s")
-    lines.append("peak memory allocated: 1 MiB")
+    lines += ["n-grams that found no room: 1", "peak memory allocated: 1 MiB"]
     log = f"{source}\n{RULE}\n{head(facts)}\nconfig: {json.dumps(facts['config'])}\n{RULE}\n"
     (run_dir / "log.txt").write_text(log + "\n".join(lines) + "\n")
     write_metrics(run_dir, metrics)

@@ -748,6 +748,14 @@ TAMPERED = {
         lambda record, run: edit_json(run / "run.json", compile_seconds={"grads0": -1.2}),
         "run.json: compile_seconds: it cannot be",
     ),
+    "n-grams without room left out of run.json": (
+        lambda record, run: edit_json(run / "run.json", dropped_ngrams=0),
+        "log.txt, metrics.jsonl and run.json disagree on n-grams that found no room",
+    ),
+    "n-grams without room left out of the log": (
+        lambda record, run: edit(run / "log.txt", r"n-grams that found no room: 1\n", ""),
+        "log.txt, metrics.jsonl and run.json disagree on n-grams that found no room",
+    ),
     "fewer cores than none": (
         lambda record, run: in_all(
             record, lambda folder: edit_facts(folder, host=HOST | {"cores": -1})
