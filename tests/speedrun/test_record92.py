@@ -461,7 +461,9 @@ class Training:
         lengths = [tokens.shape[1] - 1] * len(tokens)
         args = T.val_rows(self.cfg, self.mesh, T.vocabulary(self.cfg, []), tokens, lengths)
         table, hyper = self.state["params"]["ngram_table"], self.hyper(self.cfg.steps - 1)
-        return float(program(self.cfg, self.devices, "eval")(self.copies, table, *args, hyper))
+        total, dropped = program(self.cfg, self.devices, "eval")(self.copies, table, *args, hyper)
+        assert dropped == 0
+        return float(total)
 
     def gradients(self, step: int, rows, wanted):
         """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
@@ -469,7 +471,8 @@ class Training:
         put = functools.partial(T.put, mesh=self.mesh, spec=T.P(T.AXIS))
         rows, wanted = jax.tree.map(put, (rows, wanted))
         args = self.copies, table, rows, wanted, self.hyper(step)
-        grads, loss = program(self.cfg, self.devices, name)(*args)
+        grads, loss, dropped = program(self.cfg, self.devices, name)(*args)
+        assert dropped == 0
         return grads, float(loss) * T.stage_at(self.cfg, step).batch_tokens
 
     def update(self, step: int, grads: dict):
