@@ -42,7 +42,6 @@ Kernels, with its conditions in pick_kernels.
 
 import argparse
 import ast
-import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -248,7 +247,8 @@ class Config:
     decay_adam: float = 0.005  # likewise
     adam_eps: float = 1e-10
     adam_every: int = 2  # steps whose gradients one Adam step sums; a device keeps all of them
-    # n-gram and value tables: one update ("event") sums so many steps, before and from a step on
+    # n-gram and value tables: an update sums the gradients of so many steps, before event_change
+    # and from that step on
     event_every: tuple[int, int] = (2, 4)
     event_change: int = 336
     tail: int = 298  # last steps, over which head, embedding and matrices are averaged
@@ -486,12 +486,14 @@ class Param:
     shape: tuple[int, ...]
     init: Callable  # (key, shape) -> float32 array
     optimizer: str  # anvil, adam, or rows (one second moment for each row of a table)
-    program: str  # which updates it: anvil (every step), adam, or event (seldom)
+    updated_by: str  # anvil (every step), adam, or tables (seldom)
     lr: float
     decay: float = 0.0  # a step takes lr * lr * decay of a weight, where it shrinks it
     betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
     scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
-    tails: tuple[tuple[str, float], ...] = ()  # averages of the last steps; how far it goes to each
+    averages: tuple[
+        tuple[str, float], ...
+    ] = ()  # (one of AVERAGES, how far it goes to that at last)
     rescaled: bool = False  # after that, to the norm it had before
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
     tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
@@ -573,13 +575,13 @@ def param_table(cfg: Config) -> dict[str, Param]:
     live = {slot for i in range(depth) for slot in mlp_slots(cfg, i)}
     up = [tall * (slot in live) for slot in range(slot_count(cfg))]
 
-    def table(rows, start, optimizer, program, lr, decay, betas, **more):
+    def table(rows, start, optimizer, updated_by, lr, decay, betas, **more):
         lr, decay = lr * cfg.lr_adam, decay * cfg.decay_adam
-        return Param((rows, d), start, optimizer, program, lr, decay, betas, **more)
+        return Param((rows, d), start, optimizer, updated_by, lr, decay, betas, **more)
 
-    def bank(shape, live, scale, *tails):
+    def bank(shape, live, scale, *averages):
         start, lr, decay = uniform(0.5 / math.sqrt(d), live), cfg.lr_anvil, cfg.decay_anvil
-        more = {"scale": scale, "tails": tails, "rescaled": True}
+        more = {"scale": scale, "averages": averages, "rescaled": True}
         return Param(shape, start, "anvil", "anvil", lr, decay, **more)
 
     def small(shape, start, lr, betas, decay=0):
@@ -587,25 +589,25 @@ def param_table(cfg: Config) -> dict[str, Param]:
         lr, decay = lr * cfg.lr_adam, decay * cfg.decay_adam
         return Param(shape, start, "adam", "adam", lr, decay, betas, sharded=False)
 
-    ema = {"tails": (("ema", 0.65),), "rescaled": True}
-    values, ngrams = {"tails": (("planes", 1.0),)}, {"dtype": cfg.compute_dtype}
+    ema = {"averages": (("ema", 0.65),), "rescaled": True}
+    values, ngrams = {"averages": (("planes", 1.0),)}, {"dtype": cfg.compute_dtype}
     replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)
     qk, vo, mlp = cfg.heads * attends, 2 * attends, 2 * len(up)
     hidden = uniform(1 / math.sqrt(3 * d), 2)  # of the MLPs of gates and mixing weights
     fast, slow = (0.9, 0.95), (0.9, 0.99)  # betas of mixing weights; of gates, other scalars
     return {
-        #                     rows        start   optimizer, program  lr  decay  betas
+        #                     rows        start   optimizer, updated by  lr  decay  betas
         "head": table(v, normal(0.005), "adam", "adam", 1, 150, (0.5, 0.95), **ema),
         "embed": table(
             v, normal(0.005), "adam", "adam", 1, 150, (0.5, 0.95), **ema, tied_to="head"
         ),
         "value_tables": table(
-            planes * v, normal(0.01), "adam", "event", 70, 5, (0.75, 0.95), **values
+            planes * v, normal(0.01), "adam", "tables", 70, 5, (0.75, 0.95), **values
         ),
         "ngram_table": table(
-            cfg.ngram_rows, constant(0.0), "rows", "event", 70, 5, (0, 0.95), **ngrams
+            cfg.ngram_rows, constant(0.0), "rows", "tables", 70, 5, (0, 0.95), **ngrams
         ),
-        #                shape       live  factors on lr_anvil   tails
+        #                shape       live  factors on lr_anvil   averages
         "qk_bank": bank((qk, 2 * h, d), qk, (1.0,) * qk, ("blend", 0.55)),
         "vo_bank": bank((vo, d, d), vo, (1.0,) * vo, *replaced),
         "mlp_bank": bank((mlp, f, d), len(up), (*up, *(2 * x for x in up)), *replaced),
@@ -633,14 +635,14 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     """The training state as a tree: kind -> name -> leaf(shape, dtype, Param).
 
     Kinds are "params", what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and
-    the mean square of each lane, of Adam mean and mean square) and the tail averages. A name stands
-    under the kinds that it has. All but the n-gram table is float32, and all is cut over the
-    devices like the parameter: each device updates its share (ZeRO).
+    the mean square of each lane, of Adam mean and mean square) and AVERAGES. A name stands under
+    the kinds that it has. All but the n-gram table is float32, and all is cut over the devices like
+    the parameter: each device updates its share (ZeRO).
     """
     state = {}
     for name, row in param_table(cfg).items():
         shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
-        shapes |= {tail: row.shape for tail, _ in row.tails}
+        shapes |= {average: row.shape for average, _ in row.averages}
         for kind, shape in shapes.items():
             dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
             state.setdefault(kind, {})[name] = leaf(shape, dtype, row)
@@ -1074,7 +1076,7 @@ def attention(
         xsa_btn=gates.get(("xsa", i)),
         gates_btn=gates.get(("gated", i)),
         segments_bt=segments_bt,
-        freqs=hyper.freqs_wide if wide else hyper.freqs_narrow,
+        freqs=hyper.freqs[int(wide)],
         scale=hyper.scales[int(wide)],
     )
     w_o = params["vo_bank"][2 * at + 1].reshape(d, cfg.heads, -1)[..., : heads.v_width]
@@ -1363,78 +1365,50 @@ PLAIN = Kernels(
 
 
 # ------------------------------------------------------------------------------------------------
-# Schedule: what holds at a given step. Plain Python; the devices get it as a Hyper.
+# Schedule: one table with a row for every step; the devices get a row of it as a Hyper
 # ------------------------------------------------------------------------------------------------
 
-
-def stage_index(cfg: Config, step: int) -> int:
-    """The number of the stage that `step` (from 0) belongs to."""
-    return bisect.bisect_right(cfg.boundaries[1:-1], step)
-
-
-def stage_at(cfg: Config, step: int) -> Stage:
-    """The stage that `step` (from 0) belongs to."""
-    return cfg.stages[stage_index(cfg, step)]
+AVERAGES = ("ema", "average", "planes", "blend")  # of the last weights; `finish` blends them in
+AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
+AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `planes` look back
 
 
-def lr_scale(cfg: Config, step: int) -> float:
-    """Learning rate of `step` as a share of the full one: its stage's factor, then the floor.
+class Hyper(NamedTuple):
+    """What changes from step to step without a new program: float32 arrays, sent with a batch.
 
-    Larger batches bear larger rates: the factors are about the root of the batch's growth. The
-    rate falls early (`cooldown`) but not far: tail averages do the rest.
+    What changes shapes or masks (rows, windows, how many targets and candidates) is static instead.
     """
-    flat = int((1 - cfg.cooldown) * cfg.scheduled)
-    falls = flat < step < cfg.scheduled
-    done = (step - flat) / (cfg.scheduled - flat) if falls else float(step >= cfg.scheduled)
-    return stage_at(cfg, step).lr_factor * (1 - done) + cfg.lr_floor * done
+
+    lr: np.ndarray  # factor on every learning rate
+    momentum: np.ndarray  # how far an update looks from the gradient to its average (Nesterov)
+    fast_beta: np.ndarray  # of the fast average of the gradient
+    fast_weight: np.ndarray  # of that average; the slow one has the rest
+    adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
+    table_count: np.ndarray  # table updates, likewise
+    table_span: np.ndarray  # steps that a table update sums, over those of the first updates
+    freqs: np.ndarray  # [2, h/4] rotary, radians per token, of half-wide and of whole heads
+    scales: np.ndarray  # [2] of q k^T, likewise
+    weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
+    prefix: np.ndarray  # weight of the loss on the prefix
+    average_rates: np.ndarray  # [4] of AVERAGES; 0: not updated
 
 
-def momentum(cfg: Config, step: int) -> float:
-    """How far the update looks from the gradient to its average: warm-up, plateau, cooldown.
+class Schedule(NamedTuple):
+    """What holds at each step: arrays with a row for every step."""
 
-    Early gradients turn too fast to be averaged for long; the last steps follow the last gradients.
-    """
-    low, high = cfg.momentum
-    up = min(1.0, step / cfg.momentum_warmup)
-    down = max(0, step - (cfg.steps - cfg.momentum_cooldown)) / max(cfg.momentum_cooldown, 1)
-    return low + (high - low) * min(up, 1 - down)
+    stage: np.ndarray  # number of its stage
+    candidates: np.ndarray  # ids that a row's softmax runs over; 0: the whole vocabulary
+    grads: np.ndarray  # number of its program for gradients, see grads_kinds
+    adam: np.ndarray  # whether it ends with an Adam step
+    tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
+    tied: np.ndarray  # whether head and embedding are one matrix when it updates them
+    hyper: Hyper  # in float64
 
-
-def rails(cfg: Config, step: int) -> tuple[float, float]:
-    """(beta of the gradient's fast average, its weight beside the slow one) (record 92).
-
-    At first the fast one is Muon's momentum, alone, and the slow one, which looks back 50 steps,
-    only fills. From rails_step on the update follows both: the last steps, and the drift of many.
-    """
-    return cfg.rail_fast if step >= cfg.rails_step else (momentum(cfg, step), 1.0)
-
-
-def loss_weights(cfg: Config, step: int) -> tuple[float, ...]:
-    """Weights of the losses on the next token, the one after, ...: linear within the stage."""
-    at = stage_index(cfg, step)
-    first, end = cfg.boundaries[at : at + 2]
-    done, stage = (step - first) / (end - first), cfg.stages[at]
-    return tuple(a + (b - a) * done for a, b in zip(stage.weights, stage.weights_end, strict=True))
-
-
-def part_of_stage(cfg: Config, step: int, entries: tuple):
-    """The one of a stage's `entries` that holds at `step`: each has an equal part of its steps."""
-    at = stage_index(cfg, step)
-    first, end = cfg.boundaries[at : at + 2]
-    return entries[(step - first) * len(entries) // (end - first)]
-
-
-def prefix_weight(cfg: Config, step: int) -> float:
-    """Weight of the loss on the next token's longest prefix that is a token too (record 88).
-
-    So " interaction" also teaches " interact": worth about ten steps, while the model is young.
-    """
-    return part_of_stage(cfg, step, stage_at(cfg, step).prefix)
-
-
-def candidate_count(cfg: Config, step: int) -> int:
-    """How many ids the softmax of `step` runs over; 0: the whole vocabulary. See `candidates`."""
-    return part_of_stage(cfg, step, stage_at(cfg, step).candidates)
+    def programs(self, step: int) -> tuple[str, ...]:
+        """The names of the programs of a step, in order."""
+        adam = ("adam_tied" if self.tied[step] else "adam",) if self.adam[step] else ()
+        tables = (f"tables{self.tables[step]}",) if self.tables[step] else ()
+        return f"grads{self.grads[step]}", "anvil", *adam, *tables
 
 
 def grads_kinds(cfg: Config) -> list[tuple[int, int]]:
@@ -1443,51 +1417,148 @@ def grads_kinds(cfg: Config) -> list[tuple[int, int]]:
     return [*dict.fromkeys(kinds)]
 
 
-def is_tied(cfg: Config, step: int) -> bool:
-    """Whether head and embedding are still one matrix when `step` updates them.
-
-    They part after an Adam step, so that no gradient is summed over both states: the first one at
-    or after the `tied` share of the schedule. In the record that is step 1175.
-    """
-    last = round(cfg.tied * cfg.scheduled)
-    last += -(last + 1) % cfg.adam_every
-    return cfg.tied > 0 and step <= last
+def stage_at(cfg: Config, step: int) -> Stage:
+    """The stage that `step` (from 0) belongs to."""
+    return cfg.stages[schedule(cfg).stage[step]]
 
 
-def is_adam_step(cfg: Config, step: int) -> bool:
-    """Whether `step` updates the Adam parameters: the last of every adam_every steps."""
-    return (step + 1) % cfg.adam_every == 0
+@functools.cache
+def schedule(cfg: Config) -> Schedule:
+    """The table of a run. In a stage a number is constant, linear, or has equal parts of it."""
+    step, end = np.arange(cfg.steps), cfg.scheduled
+    lengths = np.diff(cfg.boundaries)
+    stage = np.repeat(np.arange(len(cfg.stages)), lengths)
+    in_stage = step - np.array(cfg.boundaries)[stage]  # steps since the stage began
 
+    def of_stage(name: str) -> np.ndarray:
+        return np.array([getattr(s, name) for s in cfg.stages])[stage]
 
-def event_steps(cfg: Config, step: int) -> int:
-    """How many steps the event of `step` sums: event_every[0], from event_change on [1]."""
-    return cfg.event_every[step >= cfg.event_change]
+    def in_parts(name: str) -> np.ndarray:
+        entries = [getattr(cfg.stages[s], name) for s in stage]
+        parts = zip(entries, in_stage, lengths[stage], strict=True)
+        return np.array([e[at * len(e) // length] for e, at, length in parts])
 
+    # Larger batches bear larger rates: the factors of stages are about the root of the batch's
+    # growth. The rate falls early (`cooldown`), but not far: averages of the last weights do the
+    # rest.
+    flat = int((1 - cfg.cooldown) * end)
+    done = np.where(step < end, np.maximum(step - flat, 0) / max(end - flat, 1), 1.0)
+    lr = of_stage("lr_factor") * (1 - done) + cfg.lr_floor * done
 
-def event_count(cfg: Config, steps: int) -> int:
-    """How many events there are in the first `steps` steps: updates of n-gram and value tables.
+    # Early gradients turn too fast to be averaged for long; the last steps follow the last
+    # gradients.
+    low, high = cfg.momentum
+    up = np.minimum(step / cfg.momentum_warmup, 1)
+    last = cfg.steps - cfg.momentum_cooldown
+    down = np.maximum(step - last, 0) / max(cfg.momentum_cooldown, 1)
+    momentum = low + (high - low) * np.minimum(up, 1 - down)
 
-    An event sums the gradients of some steps (record 92: of 2, later of 4). Few tokens read a row,
-    so it needs large batches, later larger ones; and each row that was read crosses the network
-    once an event.
-    """
+    # At first the fast average of the gradient is Muon's momentum, alone, and the slow one, which
+    # looks back 50 steps, only fills. From rails_step on the update follows both: the last steps,
+    # and the drift of many (record 92).
+    fast_beta, fast_weight = np.where(
+        step >= cfg.rails_step, np.reshape(cfg.rail_fast, (2, 1)), (momentum, np.ones(cfg.steps))
+    )
+
+    # Few tokens read a row of a table, so its updates sum the gradients of 2 steps, later of 4
+    # (record 39: tables are noisy and want larger batches), and cross the network only then.
+    adam = (step + 1) % cfg.adam_every == 0
     often, seldom = cfg.event_every
-    return min(steps, cfg.event_change) // often + max(steps - cfg.event_change, 0) // seldom
+    since = np.where(step < cfg.event_change, step, step - cfg.event_change) + 1
+    each = np.where(step < cfg.event_change, often, seldom)
+    tables = np.where(since % each == 0, each, 0)
+
+    # Head and embedding part after an Adam step, so that no gradient is summed over both states:
+    # the first one at or after the `tied` share of the schedule. In the record that is step 1175.
+    last_tied = round(cfg.tied * end)
+    last_tied += -(last_tied + 1) % cfg.adam_every
+    tied = (step <= last_tied) & (cfg.tied > 0)
+
+    # As many weights as the stage with most has, so that shapes stay.
+    most = max(len(s.weights) for s in cfg.stages)
+    first, target = (
+        np.array([np.pad(getattr(s, name), (0, most - len(s.weights))) for s in cfg.stages])[stage]
+        for name in ("weights", "weights_end")
+    )
+    weights = first + (target - first) * (in_stage / lengths[stage])[:, None]
+
+    freqs, scales = (np.stack(x)[stage] for x in zip(*yarn(cfg), strict=True))
+    hyper = Hyper(
+        lr=lr,
+        momentum=momentum,
+        fast_beta=fast_beta,
+        fast_weight=fast_weight,
+        adam_count=step // cfg.adam_every + 1,
+        table_count=np.cumsum(tables > 0) - (tables > 0) + 1,
+        table_span=each / often,
+        freqs=freqs,
+        scales=scales,
+        weights=weights,
+        # " interaction" also teaches " interact", while the model is young (record 88).
+        prefix=in_parts("prefix"),
+        average_rates=average_rates(cfg, adam, tables),
+    )
+    candidates, kinds = in_parts("candidates"), grads_kinds(cfg)
+    grads = np.array([kinds.index(kind) for kind in zip(stage, candidates, strict=True)])
+    return Schedule(stage, candidates, grads, adam, tables, tied, hyper)
 
 
-def is_event(cfg: Config, step: int) -> bool:
-    """Whether `step` ends with an event."""
-    return event_count(cfg, step + 1) > event_count(cfg, step)
+def hyper_at(cfg: Config, step: int) -> Hyper:
+    """The Hyper of `step`."""
+    return Hyper(*(np.asarray(column[step], np.float32) for column in schedule(cfg).hyper))
 
 
-def event_span(cfg: Config, step: int) -> float:
-    """Steps of an event at `step`, over those of the first: betas ** this, decay * this."""
-    return event_steps(cfg, step) / cfg.event_every[0]
+def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each stage (frequencies float32 [2, h/4], attention scales [2]), of half-wide and of
+    whole heads.
+
+    YaRN (Peng et al. 2023): when the window grows (the short one for half-wide heads, the long one
+    for whole ones), dimensions that turn less than once within the old one slow down in proportion,
+    those that turn 32 times keep their frequency, and those between are interpolated. Attention
+    over more keys gets a little sharper.
+    """
+    # Every step is rounded to float32, as in the original.
+    start = (1 / cfg.rope_base) ** np.linspace(0, 1, cfg.head_width // 4, dtype=np.float32)
+    found = [(np.stack([start, start]), np.array(cfg.attn_scales))]
+    for before, after in itertools.pairwise(cfg.stages):
+        freqs, scales = (x.copy() for x in found[-1])
+        for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
+            if old != new:
+                turns = old * freqs[i] / np.float32(2 * math.pi)
+                keep = np.clip((turns - 1) / 31, 0, 1)
+                freqs[i] *= old / new + keep * (1 - old / new)
+                scales[i] *= 1 + 0.2 * math.log(new / old)
+        found.append((freqs, scales))
+    return found
 
 
-def event_room(cfg: Config, devices: int) -> int:
-    """Tokens of a step that all events have room for: those of the largest stage."""
-    return max(len(s.lengths(devices)) * s.space(devices) for s in cfg.stages)
+def average_rates(cfg: Config, adam, tables) -> np.ndarray:
+    """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average).
+
+    The first rate of each is 1: there the average starts as the weight. `ema` and `blend` cover the
+    last cfg.tail steps, `average` and `planes` the last cfg.tail_average.
+
+    `ema` is of head and embedding, which change only at Adam steps: it is updated only there, with
+    the rate of an update for each step until the next. So it starts one step before the record's,
+    from the same weights.
+    """
+    left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
+    long, short = left < cfg.tail, left < cfg.tail_average
+    every = left % AVERAGE_EVERY == 0
+    r_ema, r_blend = 2 / (cfg.tail + 1), min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
+    r_average = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
+    until_next = np.minimum(cfg.adam_every, left + 1)
+    ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
+    columns = (
+        ema * (1 - (1 - r_ema) ** until_next),
+        (short & every) * r_average,
+        (short & (tables > 0)) * r_average,
+        (long & (every | (left == 1))) * r_blend,
+    )
+    rates = np.stack(columns, axis=1)
+    used = rates.any(axis=0)
+    rates[np.argmax(rates > 0, axis=0)[used], np.flatnonzero(used)] = 1.0
+    return rates
 
 
 def is_due(period: int, last: int, step: int) -> bool:
@@ -1495,104 +1566,9 @@ def is_due(period: int, last: int, step: int) -> bool:
     return period > 0 and step // period > last // period
 
 
-@functools.cache
-def yarn(cfg: Config, stage: int) -> tuple[np.ndarray, np.ndarray]:
-    """(frequencies float32 [2, h/4], attention scales [2]) of a stage, of narrow and wide heads.
-
-    YaRN (Peng et al. 2023): when the window grows (the short one for narrow heads, the long one for
-    wide ones), dimensions that turn less than once within the old one slow down in proportion,
-    those that turn 32 times keep their frequency, and those between are interpolated. Attention
-    over more keys gets a little sharper.
-    """
-    # Every step is rounded to float32, as in the original.
-    start = (1 / cfg.rope_base) ** np.linspace(0, 1, cfg.head_width // 4, dtype=np.float32)
-    freqs, scales = np.stack([start, start]), np.array(cfg.attn_scales)
-    for before, after in zip(cfg.stages[:stage], cfg.stages[1 : stage + 1], strict=True):
-        for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
-            if old != new:
-                turns = old * freqs[i] / np.float32(2 * math.pi)
-                keep = np.clip((turns - 1) / 31, 0, 1)
-                freqs[i] *= old / new + keep * (1 - old / new)
-                scales[i] *= 1 + 0.2 * math.log(new / old)
-    return freqs, scales
-
-
-TAILS = ("ema", "average", "planes", "blend")  # the averages of the last weights
-TAIL_EVERY = 4  # steps between two ticks of the averages of a bank
-TAIL_MEMORY = 0.212  # share of tail_average that `average` and `planes` look back
-
-
-@functools.cache
-def tail_ticks(cfg: Config) -> tuple[dict[int, float], ...]:
-    """When and how much each of TAILS ticks: step -> r in average += r (weight - average).
-
-    The first tick of each has r = 1: there the average starts as the weight. `ema` and `blend`
-    cover the last cfg.tail steps, `average` and `planes` the last cfg.tail_average. A tick of `ema`
-    comes with an Adam step and stands for one at each step until the next, whose weights are the
-    same: so the first comes a step before the record's, with the same weights.
-    """
-    end, first = cfg.steps, max(cfg.steps - cfg.tail, 0)
-    long, short = range(first, end), range(max(end - cfg.tail_average, 0), end)
-    r_ema, r_blend = 2 / (cfg.tail + 1), min(2 / (cfg.tail // TAIL_EVERY + 1), 1)
-    r_average = min(TAIL_EVERY / (TAIL_MEMORY * max(cfg.tail_average, 1)), 1)
-    adam = (s for s in range(end) if is_adam_step(cfg, s) and s + cfg.adam_every > first)
-    ticks = (
-        {s: 1 - (1 - r_ema) ** min(cfg.adam_every, end - s) for s in adam},
-        {s: r_average for s in short if (end - 1 - s) % TAIL_EVERY == 0},
-        {s: r_average for s in short if is_event(cfg, s)},
-        {s: r_blend for s in long if (end - 1 - s) % TAIL_EVERY == 0 or s == end - 2},
-    )
-    return tuple(at | {s: 1.0 for s in list(at)[:1]} for at in ticks)
-
-
-def tick_rates(cfg: Config, step: int) -> tuple[float, ...]:
-    """The r of each of TAILS after `step`; 0: it does not tick."""
-    return tuple(at.get(step, 0.0) for at in tail_ticks(cfg))
-
-
-class Hyper(NamedTuple):
-    """What changes from step to step without a new program: float32 arrays, sent with a batch.
-
-    What changes shapes or masks (rows, windows, how many targets and candidates) is static instead.
-    All else of the schedule is here, or each step would be a program of its own.
-    """
-
-    lr: np.ndarray  # factor on every learning rate
-    momentum: np.ndarray
-    fast_beta: np.ndarray  # of the fast average of the gradient
-    fast_weight: np.ndarray  # of that average, beside the slow one
-    adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
-    event_count: np.ndarray  # events, likewise
-    event_span: np.ndarray
-    freqs_narrow: np.ndarray  # [h/4] rotary, radians per token, of heads with half wide q and k
-    freqs_wide: np.ndarray  # [h/4] of whole ones
-    scales: np.ndarray  # [2] of q k^T, narrow and wide
-    weights: np.ndarray  # [k] of the losses; k as in the stage that has most, so that shapes stay
-    prefix: np.ndarray  # weight of the loss on the prefix
-    ticks: np.ndarray  # [4] rates of TAILS; 0: no tick
-
-
-def hyper_at(cfg: Config, step: int) -> Hyper:
-    """The Hyper of `step`."""
-    (narrow, wide), scales = yarn(cfg, stage_index(cfg, step))
-    weights = np.zeros(max(len(stage.weights) for stage in cfg.stages))
-    now = loss_weights(cfg, step)
-    weights[: len(now)] = now
-    values = (
-        lr_scale(cfg, step),
-        momentum(cfg, step),
-        *rails(cfg, step),
-        step // cfg.adam_every + 1,
-        event_count(cfg, step) + 1,
-        event_span(cfg, step),
-        narrow,
-        wide,
-        scales,
-        weights,
-        prefix_weight(cfg, step),
-        tick_rates(cfg, step),
-    )
-    return Hyper(*(np.asarray(value, np.float32) for value in values))
+def table_room(cfg: Config, devices: int) -> int:
+    """Tokens of a step that all table updates have room for: those of the largest stage."""
+    return max(len(s.lengths(devices)) * s.space(devices) for s in cfg.stages)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1712,8 +1688,8 @@ def adam_rows(table, square, rows, lr, decay, count, betas, eps):
     (record 92; Adam's moments of its table would take 520 GB). `rows` are (ids int32 [r], summed
     gradients [r, d]) within this device's share of the table, no id twice; what only fills them up
     has ids from len(table) on, and is left out. Rows that nobody read stay as they are. The mean
-    squares decay at every event, read or not: 21 MB of eight devices each, less than to keep books
-    on missed events. The table has no float32 master; new rows are rounded to nearest.
+    squares decay at every update, read or not: 21 MB of eight devices each, less than to keep books
+    on missed updates. The table has no float32 master; new rows are rounded to nearest.
 
     What changes is added and not put in place: a v6e's SparseCores add rows to a table, but leave
     putting them there to the slower TensorCore. The difference of two rows is exact but where they
@@ -1731,10 +1707,11 @@ def adam_rows(table, square, rows, lr, decay, count, betas, eps):
 
 
 def adam_numbers(cfg: Config, row: Param, hyper: Hyper) -> dict:
-    """The numbers of an Adam step. An event that sums the gradients of twice as many steps forgets
-    as much as two events did: betas squared, decay doubled (record 92)."""
-    rare = row.program == "event"
-    span, count = (hyper.event_span, hyper.event_count) if rare else (1, hyper.adam_count)
+    """The numbers of an Adam step. A table update that sums the gradients of twice as many steps
+    forgets as much as two did: betas squared, decay doubled (record 92)."""
+    span, count = 1, hyper.adam_count
+    if row.updated_by == "tables":
+        span, count = hyper.table_span, hyper.table_count
     betas = tuple(beta**span for beta in row.betas)
     rate = {"lr": hyper.lr * row.lr, "decay": row.decay * span}
     return rate | {"count": count, "betas": betas, "eps": cfg.adam_eps}
@@ -1746,8 +1723,10 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
     Called inside shard_map. `grads` has the same share of the gradient summed over devices and, of
     all but the banks, over the steps since their last update; of the n-gram table the rows that
     adam_rows takes. While tied, the head's gradient contains that of the embedding, which has none
-    of its own: it is a copy of the head, and so are its moments (records 51, 53). After the update
-    the averages tick.
+    of its own: it is a copy of the head, and so are its moments (records 51, 53).
+
+    The averages are read and written at every update, with rate 0 where they do not change, so that
+    no step needs a program of its own.
     """
     new = {kind: dict(entries) for kind, entries in state.items()}
     for name, row in param_table(cfg).items():  # in this order: the head stands before its copy
@@ -1764,39 +1743,30 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
             after = step(*old, grads[name], **adam_numbers(cfg, row, hyper))
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
-        for tail, _ in row.tails:
-            rate = hyper.ticks[TAILS.index(tail)]
-            new[tail][name] = tick(state[tail][name], new["params"][name], rate)
+        for average, _ in row.averages:
+            rate, old = hyper.average_rates[AVERAGES.index(average)], state[average][name]
+            new[average][name] = old + rate * (new["params"][name] - old)
     return new
-
-
-# The run ends with an average of its last weights, which is less noisy than any of them: 0.020 of
-# loss in record 92, 0.002 where the learning rate falls to 0.15 and not to 0.3. The averages are
-# read and written at every update, with rate 0 where they do not tick, so that no step needs a
-# program of its own.
-
-
-def tick(average, weight, rate):
-    """A tail average after a step that left `weight`; a rate of 1 starts it there."""
-    return average + rate * (weight - average)
 
 
 def finish(cfg: Config, state):
     """The state whose weights are those to validate: blended with their averages, in the order of
-    Param.tails, and then rescaled to the norm they had before (of a bank: of all its matrices).
+    Param.averages, and then rescaled to the norm they had before (of a bank: of all its matrices).
 
-    Called inside shard_map, after the last step. An average is shorter than what it averages, since
-    the noise of the steps is gone from it; logits and the sums in the stream count on the length.
+    Called inside shard_map, after the last step. An average of the last weights is less noisy than
+    any of them: 0.020 of loss in record 92, 0.002 where the learning rate falls to 0.15 and not to
+    0.3. It is also shorter, since the noise of the steps is gone from it; logits and the sums in
+    the stream count on the length.
     """
 
     def norm(x):
         return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
 
-    params, ticks = dict(state["params"]), dict(zip(TAILS, tail_ticks(cfg), strict=True))
+    params, used = dict(state["params"]), schedule(cfg).hyper.average_rates.any(axis=0)
     for name, row in param_table(cfg).items():
-        for tail, share in row.tails:
-            if ticks[tail]:
-                params[name] += share * (state[tail][name] - params[name])
+        for average, share in row.averages:
+            if used[AVERAGES.index(average)]:
+                params[name] += share * (state[average][name] - params[name])
         if row.rescaled:
             before, after = norm(state["params"][name]), norm(params[name])
             params[name] *= jnp.where(after > 0, before / after, 1.0)
@@ -1985,7 +1955,7 @@ def grads_step(
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = capacity(event_room(cfg, len(asked)), len(asked)) - asked.shape[1]
+    room = capacity(table_room(cfg, len(asked)), len(asked)) - asked.shape[1]
     asked = jnp.pad(asked, ((0, 0), (0, room)), constant_values=len(table))
     grads["ngram_table"] = asked, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
     return grads, *numbers
@@ -2076,36 +2046,18 @@ class Program(NamedTuple):
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
 
 
-def programs_of(cfg: Config, step: int) -> tuple[str, ...]:
-    """The names of the programs of a step, in order: gradients, ANVIL, and at their steps Adam and
-    the event.
-
-    Gradients wait on the device that made them for the update that sums those of several steps
-    (record 39: tables are noisy and want larger batches). So they cross the network only then.
-    """
-    grads = grads_kinds(cfg).index((stage_index(cfg, step), candidate_count(cfg, step)))
-    adam_too = (adam_program(cfg, step),) * is_adam_step(cfg, step)
-    event_too = (f"event{event_steps(cfg, step)}",) * is_event(cfg, step)
-    return f"grads{grads}", "anvil", *adam_too, *event_too
-
-
-def adam_program(cfg: Config, step: int) -> str:
-    """Which program takes Adam's step: one of its own while head and embedding are one matrix."""
-    return "adamtied" if is_tied(cfg, step) else "adam"
-
-
 def updates(cfg: Config) -> dict[str, int]:
-    """Name of each update -> steps whose gradients it sums."""
-    sums = [event_steps(cfg, step) for step in range(cfg.steps) if is_event(cfg, step)]
-    rare = {f"event{count}": count for count in sums}
-    steps = range(cfg.adam_every - 1, max(cfg.steps, cfg.adam_every), cfg.adam_every)
-    adams = dict.fromkeys(adam_program(cfg, step) for step in steps)
-    return {"anvil": 1, **dict.fromkeys(adams, cfg.adam_every), **rare}
+    """Name of each update -> steps whose gradients it sums. They wait on the device that made them
+    for the update."""
+    names = dict.fromkeys(name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:])
+    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
+    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in names}
 
 
 def updated(cfg: Config, update: str) -> list[str]:
     """The parameters that the program `update` changes."""
-    return [name for name, row in param_table(cfg).items() if update.startswith(row.program)]
+    by = re.match("[a-z]+", update)[0]
+    return [name for name, row in param_table(cfg).items() if row.updated_by == by]
 
 
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
@@ -2131,7 +2083,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
 
     def grads(name):
         if name not in copies:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(event_room(cfg, mesh.size), mesh.size)
+            shape = mesh.size**2, capacity(table_room(cfg, mesh.size), mesh.size)
             return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
         x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
         return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
@@ -2151,7 +2103,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
     for update, steps in updates(cfg).items():
         due = {name: (grads(name),) * steps for name in updated(cfg, update)}
-        step = functools.partial(update_step, cfg, kernels, update == "adamtied")
+        step = functools.partial(update_step, cfg, kernels, update == "adam_tied")
         args = state, due, hyper
         changed = {name: specs[name] for name in due if name in specs}
         found[update] = Program(step, args, (state_specs, changed, P()), donates=(0,))
@@ -2621,7 +2573,7 @@ def next_batch(
 ):
     """(Rows, wanted, next place) of `step` in numpy, from these arguments alone: what this process
     has of them. All plan the whole batch, from where documents begin, and read their own rows."""
-    stage, count = stage_at(cfg, step), candidate_count(cfg, step)
+    stage, count = stage_at(cfg, step), schedule(cfg).candidates[step]
     lengths, space = stage.lengths(mesh.size), stage.space(mesh.size)
     here = own_part(mesh, len(lengths))
     tokens, cursor = next_rows(stream, place.cursor, stage, mesh.size, here)
@@ -2875,7 +2827,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             if profile:
                 trace(step - first, log.folder, pending)
             batch = next(supply)
-            grads_of, *due_updates = programs_of(cfg, step)
+            grads_of, *due_updates = schedule(cfg).programs(step)
             args, norms = (batch.rows, batch.wanted, batch.hyper), {}
             table = state["params"]["ngram_table"]
             grads, loss, dropped = compiled[grads_of](copies, table, *args)
@@ -3109,7 +3061,7 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int, devices: int = 1) 
     a row has more different ones than candidates (read are those in which that can be)."""
     cursor = 0
     for step in range(steps):
-        stage, count, rows = stage_at(cfg, step), candidate_count(cfg, step), ()
+        stage, count, rows = stage_at(cfg, step), schedule(cfg).candidates[step], ()
         lengths = stage.lengths(devices)
         try:
             if 0 < count < max(lengths):
@@ -3129,7 +3081,7 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int, devices: int = 1) 
             for row, n in zip(rows, lengths, strict=True) if known and len(rows) else ():
                 candidates(row[1 : n + 1], 0, count, cfg.vocab)
         except UserError as error:
-            raise UserError(f"step {step}, of stage {stage_index(cfg, step)}: {error}") from None
+            raise UserError(f"step {step}, of stage {schedule(cfg).stage[step]}: {error}") from None
     train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
 
@@ -3290,11 +3242,12 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     """Bytes on a device in use beside the arguments of the program `name` while it runs.
 
     The training state beside gradients and validation, but for the n-gram table, which they take;
-    the copies beside updates; and the gradients that wait for Adam and for the largest event.
+    the copies beside updates; and the gradients that wait for Adam and for
+    the largest table update.
     """
     found, steps, waits = programs(cfg, mesh, PLAIN), updates(cfg), []
-    adam = "adam" if "adam" in steps else "adamtied"
-    rare = [name for name in steps if name.startswith("event")]
+    adam = "adam" if "adam" in steps else "adam_tied"
+    rare = [name for name in steps if name.startswith("tables")]
     largest = max(rare, key=steps.get, default=adam)
     state, stays = found["finish"].args[0], found["eval"].args[0]
     if name not in (*steps, "finish"):
@@ -3783,7 +3736,7 @@ def flops_per_token(cfg: Config, step: int) -> float:
     heads = (heads_of(cfg, i, (0, 0)) for i in cfg.layers_with("attends"))
     columns = sum(2 * cfg.heads * (of.qk_width + of.v_width) for of in heads)
     columns += 2 * cfg.mlp_width * sum(layer.mlps for layer in cfg.layers)
-    return 6.0 * cfg.width * (columns + (candidate_count(cfg, step) or cfg.vocab))
+    return 6.0 * cfg.width * (columns + (schedule(cfg).candidates[step] or cfg.vocab))
 
 
 def total_flops(cfg: Config) -> float:
@@ -3945,11 +3898,11 @@ class RunLog:
         """
         loss, names = float(loss), {"anvil": "grad_norm", "adam": "grad_norm_adam"}
         found = {
-            names.get(update.removesuffix("tied"), "grad_norm_event"): float(f"{x:.6g}")
+            names.get(update.removesuffix("_tied"), "grad_norm_event"): float(f"{x:.6g}")
             for update, x in norms.items()
             if np.isfinite(x)
         }
-        found["lr"] = lr_scale(self.cfg, step - 1)
+        found["lr"] = float(schedule(self.cfg).hyper.lr[step - 1])
         line = self.line(step, "train_loss", loss, int(dropped), **found)
         if step % self.cfg.log_every and step != self.first + 1:
             return
@@ -4337,21 +4290,21 @@ def show(cfg: Config) -> str:
         rates = "/".join(f"{row.lr * scale:.3g}" for scale in sorted({*row.scale} - {0}) or [1])
         betas = "{}/{}".format(*row.betas) if any(row.betas) else ""
         count, decay = f"{row.count:,}", f"{row.decay:.3g}"
-        lines.append(form(name, shape, count, row.program, rates, decay, betas))
+        lines.append(form(name, shape, count, row.updated_by, rates, decay, betas))
     lines.append(f"{'total':13} {'':>14} {sum(row.count for row in table.values()):14,}")
     form = "{:>10} {:>7} {:>14} {:>7} {:>9} {:>10} {:>12} {:>9}  {}".format
     heads = "steps", "batch", "row", "doc cap", "windows", "lr", "attn scales", "M tokens"
     lines.append("\n" + form(*heads, "loss weights, prefix, candidates"))
     for i, s in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
-        lr = f"{lr_scale(cfg, first):.3g}..{lr_scale(cfg, end - 1):.3g}"
+        lr = "{:.3g}..{:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
         cells = f"{first}..{end - 1}", s.batch_tokens, s.row_tokens, s.doc_cap or "-"
-        scales = "/".join(f"{x:.4f}" for x in yarn(cfg, i)[1])
+        scales = "/".join(f"{x:.4f}" for x in yarn(cfg)[i][1])
         cells += "/".join(map(str, s.windows)), lr, scales
         tokens = f"{(end - first) * s.batch_tokens / 1e6:.1f}"
         lines.append(form(*cells, tokens, f"{s.weights} {s.weights_end} {s.prefix} {s.candidates}"))
     lines.append(f"learning rate falls from step {int((1 - cfg.cooldown) * cfg.scheduled)} on")
-    tied = sum(is_tied(cfg, step) for step in range(cfg.steps))
+    tied = schedule(cfg).tied.sum()
     lines.append(f"head and embedding tied up to step {tied - 1}" if tied else "never tied")
     total = f"{cfg.total_tokens:,} tokens, {total_flops(cfg):.3e} model FLOPs"
     return "\n".join([*lines, f"{cfg.steps} steps, {total}"])
@@ -4577,7 +4530,7 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
     uneven = next((row for row in rows if row % 128), None)
     even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     # Without a running maximum the largest score must be known to be small: that of normed q and k.
-    scales = np.stack([yarn(cfg, stage)[1] for stage in range(len(cfg.stages))])
+    scales = np.stack([scales for _, scales in yarn(cfg)])
     score = np.max(scales * (h // 2, h))
     high = f"scores up to {score:.0f} could overflow without a running maximum"
     bounded = score > MAX_SCORE, high

@@ -80,11 +80,9 @@ class RandomTokens:
 
 def kinds_of_steps(cfg: T.Config) -> dict[tuple[int, int], list[int]]:
     """{(stage, candidates): its steps}: what makes gradients take their time."""
-    kinds = {}
-    for step in range(cfg.steps):
-        kind = T.stage_index(cfg, step), T.candidate_count(cfg, step)
-        kinds.setdefault(kind, []).append(step)
-    return kinds
+    kinds, grads = T.grads_kinds(cfg), T.schedule(cfg).grads
+    found = ((kind, np.flatnonzero(grads == i).tolist()) for i, kind in enumerate(kinds))
+    return {kind: steps for kind, steps in found if steps}
 
 
 def step_batches(cfg: T.Config, mesh, step: int, stream=None, words=()) -> list[T.Batch]:
@@ -98,7 +96,7 @@ def step_batches(cfg: T.Config, mesh, step: int, stream=None, words=()) -> list[
         T.place_on(cfg, mesh, T.first_place(cfg)),
         [],
     )
-    tokens = stream or RandomTokens(cfg, T.candidate_count(cfg, step))
+    tokens = stream or RandomTokens(cfg, T.schedule(cfg).candidates[step])
     uncut = tuple(dataclasses.replace(stage, doc_cap=0) for stage in cfg.stages)
     cut = cfg if stream else dataclasses.replace(cfg, stages=uncut)
     for _ in range(BATCHES):
@@ -170,7 +168,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
         for kind, source in streams.items():
             batches = step_batches(cfg, mesh, step, *source)  # not compiled yet: they may be few
             row = {"stage": at, "candidates": candidates, "steps": len(steps)}
-            row["name"] = T.programs_of(cfg, step)[0]
+            row["name"] = T.schedule(cfg).programs(step)[0]
             work.append((step, row | {"tokens": kind}, batches))
     compiled, built = T.compile_all(cfg, mesh, kernels, say)
     seed = np.uint32(cfg.seed)
@@ -199,10 +197,11 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     say(line("program", "tokens", *head))
     for step, row, batches in work:
         name, kind, tokens = row["name"], row["tokens"], cfg.stages[row["stage"]].batch_tokens
-        event = T.event_steps(cfg, step)
-        updates = {"anvil": 1, T.adam_program(cfg, step): cfg.adam_every, f"event{event}": event}
+        summed = cfg.event_every[step >= cfg.event_change]
+        adam = "adam_tied" if T.schedule(cfg).tied[step] else "adam"
+        updates = {"anvil": 1, adam: cfg.adam_every, f"tables{summed}": summed}
         supply = itertools.cycle(batches)
-        times = time_chunks(event, functools.partial(run, name, updates, supply))
+        times = time_chunks(summed, functools.partial(run, name, updates, supply))
         if not math.isfinite(times["loss"]):
             raise T.UserError(
                 f"{name}: the loss on {kind} tokens is {times['loss']}, and the time of such "

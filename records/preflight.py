@@ -933,7 +933,7 @@ def refused(error: Exception) -> dict:
 
 def executions(cfg: T.Config, devices: int) -> Counter:
     """How many times each program runs in the whole run."""
-    counts = Counter(name for step in range(cfg.steps) for name in T.programs_of(cfg, step))
+    counts = Counter(name for step in range(cfg.steps) for name in T.schedule(cfg).programs(step))
     validations = 1 + sum(T.is_due(cfg.val_every, step - 1, step) for step in range(cfg.steps))
     rows = cfg.val_tokens // cfg.val_row
     counts["finish"], counts["eval"] = 1, validations * -(-rows // cfg.val_count(devices))
@@ -944,9 +944,9 @@ def about(cfg: T.Config, name: str, devices: int) -> dict:
     """What a program takes, for its row of preflight.json; "what" says it for a reader."""
     table, steps = T.param_table(cfg), T.updates(cfg)
     if name in (*steps, "finish"):
-        changed = [x for x, row in table.items() if row.tails or row.rescaled]
+        changed = [x for x, row in table.items() if row.averages or row.rescaled]
         changed = T.updated(cfg, name) if name in steps else changed
-        what = {"finish": "averages", "adamtied": "tied update"}
+        what = {"finish": "averages", "adam_tied": "tied update"}
         what = what.get(name, "update")
         what += f" of {len(changed)} parameters, {sum(table[x].count for x in changed):,} numbers"
         if steps.get(name, 1) > 1:
@@ -1027,7 +1027,7 @@ def model_flops(cfg: T.Config, name: str, tokens: float) -> float:
     if name == "eval":  # a forward pass only, over the whole vocabulary
         whole = tuple(dataclasses.replace(s, candidates=(0,)) for s in cfg.stages)
         return T.flops_per_token(dataclasses.replace(cfg, stages=whole), 0) / 3 * tokens
-    steps = (step for step in range(cfg.steps) if T.programs_of(cfg, step)[0] == name)
+    steps = (step for step in range(cfg.steps) if T.schedule(cfg).programs(step)[0] == name)
     return sum(T.flops_per_token(cfg, step) * tokens for step in itertools.islice(steps, 1))
 
 

@@ -117,7 +117,7 @@ def fitting(program: T.Program, due: dict) -> dict:
 
 def requests(cfg: T.Config, grad, share: int, mesh):
     """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
-    n, size = mesh.size, T.capacity(T.event_room(cfg, mesh.size), mesh.size)
+    n, size = mesh.size, T.capacity(T.table_room(cfg, mesh.size), mesh.size)
     wanted = np.full((n, n, size), share, np.int32)
     parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
     read = np.flatnonzero(np.any(grad, axis=1))
@@ -174,7 +174,7 @@ def run_steps(
     place = T.place_on(cfg, mesh, T.first_place(cfg))
     batches = T.train_batches(cfg, mesh, stream, words, 0, place)
     for step, batch in enumerate(islice(batches, steps)):
-        grads_of, *updates = T.programs_of(cfg, step)
+        grads_of, *updates = T.schedule(cfg).programs(step)
         args = copies, state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
         grads, loss, _ = compiled[grads_of](*args)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}

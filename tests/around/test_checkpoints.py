@@ -129,7 +129,7 @@ def test_members_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(f
             assert file[member].dtype == want[name].dtype
     assert each.keys() == want.keys()
     assert {name.split(".")[0] for name in each} == {
-        *("params", "first", "second", "fast", "slow", "equaliser", "place"), *T.TAILS
+        *("params", "first", "second", "fast", "slow", "equaliser", "place"), *T.AVERAGES
     }  # fmt: skip
     # 104 rows on 8 devices are 13 each; of the last device's, 10 are of the table
     assert each["first.embed"] == [*((13 * i, 13) for i in range(7)), (91, 10)]

@@ -86,7 +86,7 @@ def test_what_is_asked_for_is_where_it_begins():
     assert ways(replace(CFG, recompute=True, micro_tokens=1), "grads0") == [(True, 1)]
 
 
-@pytest.mark.parametrize("name", ["anvil", "adamtied", "event4", "finish", "eval"])
+@pytest.mark.parametrize("name", ["anvil", "adam_tied", "tables4", "finish", "eval"])
 def test_there_is_one_way_to_update_and_to_validate(name):
     assert T.settings(CFG, mesh_of(1), name) == [{}]
 
@@ -182,8 +182,8 @@ def test_gradients_are_the_same_whichever_setting_is_taken(monkeypatch, shards):
     laid = lay(CFG, params, mesh)
     copies = T.start_copies(CFG, mesh)(laid, np.uint32(0))
     args = copies, laid["ngram_table"], *batch, T.put_hyper(CFG, 0, mesh)
-    (want, loss), *others = (program(*args) for program in tried)
-    for grads, other in others:
+    (want, loss, _), *others = (program(*args) for program in tried)
+    for grads, other, _ in others:
         assert float(other) == pytest.approx(float(loss), rel=1e-6)
         found, wanted = (dict(x) for x in (grads, want))
         (rows, found["ngram_table"]), (same, wanted["ngram_table"]) = (
@@ -192,7 +192,8 @@ def test_gradients_are_the_same_whichever_setting_is_taken(monkeypatch, shards):
         np.testing.assert_array_equal(rows, same)
         for name in table:
             error = np.linalg.norm(found[name] - wanted[name]) / np.linalg.norm(wanted[name])
-            assert error < 1e-4, (name, error)  # 3e-5 was seen, of numbers that nearly cancel
+            # 5e-5 was seen; QK norm takes nearly all of the gradient of qkv_lambda: 3.4e-4 of the rest.
+            assert error < (1e-3 if name == "qkv_lambda" else 1e-4), (name, error)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def test_compile_all_says_what_it_does_and_what_memory_has_changed(monkeypatch):
     monkeypatch.setattr(T, "compile_fitting", fitting)
     monkeypatch.setattr(T, "memory_limit", lambda device: 10**9)
     programs, facts = T.compile_all(CFG, mesh_of(8), KERNELS, lines.append)
-    names = [*("grads0", "grads1", "grads2"), *("anvil", "adamtied", "adam"), "event2", "event4"]
+    names = ["grads0", "grads1", "grads2", "anvil", "adam_tied", "tables2", "adam", "tables4"]
     names += ["finish", "eval"]
     assert list(programs) == names and limits == {10**9}
     assert facts == {
@@ -312,9 +313,9 @@ SMALL += 98_304 + 2944 + 46 + 1
             lambda state, copies, adam, event: copies + 3 * adam + 6 * event,
         ),
         ("adam", {}, lambda state, copies, adam, event: copies + 4 * event),
-        ("adamtied", {}, lambda state, copies, adam, event: copies + 4 * event),
-        ("event2", {}, lambda state, copies, adam, event: copies),
-        ("event4", {}, lambda state, copies, adam, event: copies),
+        ("adam_tied", {}, lambda state, copies, adam, event: copies + 4 * event),
+        ("tables2", {}, lambda state, copies, adam, event: copies),
+        ("tables4", {}, lambda state, copies, adam, event: copies),
         ("finish", {}, lambda state, copies, adam, event: copies + adam + 3 * event),
     ],
 )

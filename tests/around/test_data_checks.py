@@ -89,7 +89,7 @@ def test_check_tokens_finds_a_row_with_more_different_tokens_than_candidates(tmp
 
 def test_rows_that_cannot_have_too_many_different_tokens_are_not_read(tmp_path, monkeypatch):
     for cfg in (CFG, T.PRESETS["tiny"]):
-        counts = [T.candidate_count(cfg, step) for step in range(cfg.steps)]
+        counts = [T.schedule(cfg).candidates[step] for step in range(cfg.steps)]
         rows = [T.stage_at(cfg, step).row_tokens for step in range(cfg.steps)]
         enough = [not n or n >= t for n, t in zip(counts, rows, strict=True)]
         assert any(counts) and all(enough), "the test says nothing"

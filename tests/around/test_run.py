@@ -169,11 +169,11 @@ def test_metrics_agree_with_the_log(run):
             assert {*fields} == {*COMMON, "val_loss"}
             assert float(match[2]) == pytest.approx(fields["val_loss"], abs=0.5e-4 + 1e-6)
         else:
-            norms = ["grad_norm"] + ["grad_norm_adam"] * T.is_adam_step(CFG, step - 1)
-            norms += ["grad_norm_event"] * T.is_event(CFG, step - 1)
+            norms = ["grad_norm"] + ["grad_norm_adam"] * bool(T.schedule(CFG).adam[step - 1])
+            norms += ["grad_norm_event"] * bool(T.schedule(CFG).tables[step - 1])
             assert {*fields} == {*COMMON, "train_loss", "lr", *norms}
             assert all(0 < fields[name] < 1e4 for name in norms)
-            assert fields["lr"] == T.lr_scale(CFG, step - 1)
+            assert fields["lr"] == T.schedule(CFG).hyper.lr[step - 1]
 
 
 def test_run_json_has_exactly_these_facts(run):

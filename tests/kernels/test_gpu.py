@@ -229,7 +229,7 @@ def losses(cfg: T.Config, device, folder) -> list[float]:
     stream, words = T.TokenStream(folder, "train", BOS), [bytes([i]) for i in range(BOS)]
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.first_place(cfg))
     for step, batch in enumerate(batches):
-        grads_of, *updates = T.programs_of(cfg, step)
+        grads_of, *updates = T.schedule(cfg).programs(step)
         args = copies, state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
         grads, loss = compiled[grads_of](*args)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}

@@ -243,7 +243,7 @@ def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
         rows, t = stage.rows, stage.row_tokens
         assert batch.rows.tokens.dtype == batch.rows.hashed.dtype == np.uint16
         assert batch.rows.tokens.shape == (rows, t + 1)
-        assert batch.rows.aims.candidates.shape == (rows, T.candidate_count(CFG, step))
+        assert batch.rows.aims.candidates.shape == (rows, T.schedule(CFG).candidates[step])
         for x in jax.tree.leaves((batch.rows, batch.wanted)):
             assert x.sharding == NamedSharding(mesh, P(T.AXIS))
             assert x.addressable_shards[0].data.shape == (x.shape[0] // devices, *x.shape[1:])
@@ -281,7 +281,7 @@ def test_batches_follow_the_stages(shards, eight):
         np.testing.assert_array_equal(batch.rows.hashed, known.hashed_v[rows[:, :-1]])
         each = []
         for r, row in enumerate(rows):
-            aims, offset = T.aim(row, offsets[r], T.candidate_count(CFG, step), known.prefix_v)
+            aims, offset = T.aim(row, offsets[r], T.schedule(CFG).candidates[step], known.prefix_v)
             each.append(offset)
             assert_same(jax.tree.map(lambda x, r=r: x[r], batch.rows.aims), aims)
         place = T.Place(cursor, tuple(each))

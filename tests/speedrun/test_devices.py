@@ -32,10 +32,10 @@ def training(shards):
 
 def test_config_has_every_kind_of_step():
     """So that the comparison below says something."""
-    programs = [T.programs_of(CFG, step) for step in range(CFG.steps)]
+    programs = [T.schedule(CFG).programs(step) for step in range(CFG.steps)]
     used = {name for names in programs for name in names}
     assert used == set(T.programs(CFG, mesh_of(1), T.PLAIN)) - {"finish", "eval"}
-    ticks = np.array([T.tick_rates(CFG, step) for step in range(CFG.steps)])
+    ticks = np.array([T.schedule(CFG).hyper.average_rates[step] for step in range(CFG.steps)])
     assert np.all(np.sum(ticks > 0, axis=0) >= 2)
     known = T.vocabulary(CFG, WORDS)
     assert np.any(known.prefix_v >= 0) and np.any(known.hashed_v != np.arange(CFG.vocab))

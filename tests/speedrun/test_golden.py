@@ -59,7 +59,7 @@ def losses(cfg: T.Config, folder: Path, steps: int = 12) -> list[float]:
     """The training losses of the first steps."""
     path = write_shard(folder / "golden_train_0.bin", golden_tokens(cfg.total_tokens + 1, cfg.bos))
     compiled = {name: program("auto", name) for name in T.updates(cfg)}
-    for name in {T.programs_of(cfg, step)[0] for step in range(steps)}:
+    for name in {T.schedule(cfg).programs(step)[0] for step in range(steps)}:
         compiled[name] = program(cfg.kernels, name)
     words = [bytes([i % 128]) * (1 + i // 128) for i in range(256)]  # half of them have a prefix
     found, _ = run_steps(cfg, mesh_of(1), compiled, path.parent, steps, words)

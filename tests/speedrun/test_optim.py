@@ -144,10 +144,3 @@ def test_a_zero_gradient_leaves_a_matrix_but_for_its_decay():
     new, fast, slow, square = quick(step, param, zero, zero, jnp.zeros((2, 6)), zero)
     np.testing.assert_allclose(new, param * (1 - 0.1 * 0.1 * 5.0), rtol=1e-6)
     assert not np.any(fast) and not np.any(slow) and not np.any(square)
-
-
-def test_ticks_of_an_average():
-    average, weights = np.float32(5.0), np.float32([1.0, 2.0, 4.0])
-    for weight, rate in zip(weights, (1.0, 0.5, 0.0), strict=True):
-        average = T.tick(average, weight, np.float32(rate))
-    assert average == 1.5

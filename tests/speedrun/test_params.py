@@ -46,7 +46,7 @@ ADAM_ROWS = {
     "gate_scale": ((1,), 0.1, 0, (0.9, 0.99)),
 }
 SMALL = {*ADAM_ROWS} - {*TABLES}
-TAILS = {
+AVERAGES = {
     "head": (("ema", 0.65),),
     "embed": (("ema", 0.65),),
     "value_tables": (("planes", 1.0),),
@@ -64,7 +64,7 @@ def test_the_table_is_complete():
 def test_rows_of_adam(name):
     row, (shape, rate, decay, betas) = T.param_table(RECORD)[name], ADAM_ROWS[name]
     assert (row.optimizer, row.shape) == ("rows" if name == "ngram_table" else "adam", shape)
-    assert row.program == ("event" if name in ("value_tables", "ngram_table") else "adam")
+    assert row.updated_by == ("tables" if name in ("value_tables", "ngram_table") else "adam")
     assert row.lr == pytest.approx(0.008 * rate, rel=1e-12)
     assert row.decay == pytest.approx(0.005 * decay, rel=1e-12)
     assert (row.betas, row.scale, row.count) == (betas, (), math.prod(shape))
@@ -79,7 +79,7 @@ def test_rows_of_anvil():
     assert (qk.shape, vo.shape) == ((7 * 2 * 3, 256, 768), (7 * 2, 768, 768))
     assert mlp.shape == (24, 2816, 768)
     for row in (qk, vo, mlp):
-        assert (row.optimizer, row.program, row.tied_to) == ("anvil", "anvil", "")
+        assert (row.optimizer, row.updated_by, row.tied_to) == ("anvil", "anvil", "")
         assert (row.lr, row.decay) == (0.023, 2.25)
     assert (qk.scale, vo.scale) == ((1.0,) * 42, (1.0,) * 14)
     tall = [math.sqrt(2816 / 768) * (slot != 7) for slot in range(12)]
@@ -89,8 +89,8 @@ def test_rows_of_anvil():
 @pytest.mark.parametrize("name", [*ADAM_ROWS, *BANKS])
 def test_what_is_averaged_at_the_end(name):
     row = T.param_table(RECORD)[name]
-    assert row.tails == TAILS.get(name, ())
-    assert row.rescaled == (name in TAILS and name != "value_tables")
+    assert row.averages == AVERAGES.get(name, ())
+    assert row.rescaled == (name in AVERAGES and name != "value_tables")
 
 
 def test_rates_and_decays_of_the_config_reach_their_rows():
@@ -230,7 +230,7 @@ def test_the_kinds_of_the_state():
     kinds["second"]["ngram_table"] = (1022,)
     kinds |= {kind: dict.fromkeys(BANKS, ...) for kind in ("fast", "slow")}
     kinds["equaliser"] = {"qk_bank": (16, 128), "vo_bank": (8, 128), "mlp_bank": (12, 256)}
-    for name, tails in TAILS.items():
+    for name, tails in AVERAGES.items():
         for tail, _ in tails:
             kinds.setdefault(tail, {})[name] = ...
     assert {kind: {*arrays} for kind, arrays in born(1).items()} == {

@@ -342,7 +342,7 @@ def test_what_goes_in(name):
     np.testing.assert_array_equal(ids[:, 0], golden["ngram_ids"])
     signs = T.sign_ids(inputs, c.cfg.sign_rows, np)
     np.testing.assert_array_equal(signs[:, 0], golden["sign_rows"])
-    for freqs, key in ((c.hyper.freqs_narrow, "yarn_narrow"), (c.hyper.freqs_wide, "yarn_wide")):
+    for freqs, key in zip(c.hyper.freqs, ("yarn_narrow", "yarn_wide"), strict=True):
         want = golden[key]  # of every dimension, those that stand still included
         check(key, np.pad(np.repeat(freqs, 2), (0, len(want) - 2 * len(freqs))), want, 3e-7)
     np.testing.assert_allclose(c.hyper.scales, c.attn_scale, rtol=3e-7)
@@ -447,12 +447,12 @@ class Training:
             self.copies = T.start_copies(cfg, self.mesh)(self.state["params"], np.uint32(0))
         if signs is not None:
             self.copies["signs"] = T.put(signs, self.mesh, T.P())
-        self.waiting, self.adams, self.events = {}, 0, 0
+        self.waiting, self.adams, self.table_updates = {}, 0, 0
 
     def hyper(self, step: int):
         """The Hyper of a step; the golden scenarios count updates from their own first one."""
         hyper = T.hyper_at(self.cfg, step)._replace(
-            adam_count=np.float32(self.adams + 1), event_count=np.float32(self.events + 1)
+            adam_count=np.float32(self.adams + 1), table_count=np.float32(self.table_updates + 1)
         )
         return jax.tree.map(lambda x: T.put(x, self.mesh, T.P()), hyper)
 
@@ -467,7 +467,7 @@ class Training:
 
     def gradients(self, step: int, rows, wanted):
         """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
-        name, table = T.programs_of(self.cfg, step)[0], self.state["params"]["ngram_table"]
+        name, table = T.schedule(self.cfg).programs(step)[0], self.state["params"]["ngram_table"]
         put = functools.partial(T.put, mesh=self.mesh, spec=T.P(T.AXIS))
         rows, wanted = jax.tree.map(put, (rows, wanted))
         args = self.copies, table, rows, wanted, self.hyper(step)
@@ -479,7 +479,7 @@ class Training:
         """All updates of a step with these gradients."""
         hyper = self.hyper(step)
         self.waiting = {n: (*self.waiting.get(n, ()), grad) for n, grad in grads.items()}
-        for name in T.programs_of(self.cfg, step)[1:]:
+        for name in T.schedule(self.cfg).programs(step)[1:]:
             due = {n: self.waiting.pop(n) for n in T.updated(self.cfg, name)}
             missing = T.updates(self.cfg)[name] - len(next(iter(due.values())))
             for n, found in due.items():  # a scenario may begin in the middle: zeros before it
@@ -488,8 +488,8 @@ class Training:
             step_of = program(self.cfg, self.devices, name)
             self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed
-        self.adams += T.is_adam_step(self.cfg, step)
-        self.events += T.is_event(self.cfg, step)
+        self.adams += T.schedule(self.cfg).adam[step]
+        self.table_updates += T.schedule(self.cfg).tables[step] > 0
 
     def kinds(self) -> dict[str, dict]:
         """The state without padding."""
@@ -522,8 +522,10 @@ def equalisers(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
 
 def check_ticks(run: Training, step: int, before: dict):
     """The averages ticked with the weights that the step has left, where an update was."""
-    updated = {n for name in T.programs_of(run.cfg, step)[1:] for n in T.updated(run.cfg, name)}
-    for tail, rate in zip(T.TAILS, T.tick_rates(run.cfg, step), strict=True):
+    updated = {
+        n for name in T.schedule(run.cfg).programs(step)[1:] for n in T.updated(run.cfg, name)
+    }
+    for tail, rate in zip(T.AVERAGES, T.schedule(run.cfg).hyper.average_rates[step], strict=True):
         for name, old in before[tail].items():
             change = rate * (np.asarray(run.state["params"][name]) - old)
             want = old + change if name in updated else old
@@ -549,9 +551,12 @@ def test_updates_of_every_group(scenario, devices):
     compared = set()
     for at, fact in enumerate(about["steps"]):
         step = fact["step"]
-        assert (fact["adam"], fact["event"]) == (T.is_adam_step(cfg, step), T.is_event(cfg, step))
-        assert fact["tied_during_update"] == T.is_tied(cfg, step)
-        averages = jax.device_get({tail: run.state[tail] for tail in T.TAILS})
+        assert (fact["adam"], fact["event"]) == (
+            T.schedule(cfg).adam[step],
+            T.schedule(cfg).tables[step] > 0,
+        )
+        assert fact["tied_during_update"] == T.schedule(cfg).tied[step]
+        averages = jax.device_get({tail: run.state[tail] for tail in T.AVERAGES})
         run.update(step, spread(cfg, ours(cfg, gradient("tiny", step)), run.mesh))
         check_ticks(run, step, averages)
         kinds = {"params": "w", "first": "m", "second": "v", "fast": "fast", "slow": "slow"}
@@ -585,14 +590,15 @@ AVERAGED = "head", "embed", "value_tables", "attn", "fc", "proj"
 
 
 def test_when_the_averages_tick():
-    golden, ours = arrays("tail"), dict(zip(T.TAILS, T.tail_ticks(RECORD), strict=True))
+    golden, ours = arrays("tail"), T.schedule(RECORD).hyper.average_rates
     for tail, tag in TAGS.items():
         steps, rates = (golden[f"ticks/{tag}/{x}"].tolist() for x in ("step", "rate"))
         if tail == "ema":  # theirs starts at step 896, with the weights that step 895 has left
             assert steps[0] == 896
             steps[0] = 895
-        assert list(ours[tail]) == steps
-        first, *others = ours[tail].values()
+        column = ours[:, T.AVERAGES.index(tail)]
+        assert np.flatnonzero(column).tolist() == steps
+        first, *others = column[steps]
         assert first == 1.0
         np.testing.assert_allclose(others, rates[1:], rtol=1e-12)
 
@@ -618,20 +624,20 @@ def test_averages_of_the_last_weights():
         return (base[name] + 0.1 * drawn(SEED * 1_000_000 + step * 100, name)).astype(np.float32)
 
     def weights(step):
-        adam = max(s for s in (step - 1, step) if T.is_adam_step(cfg, s))
-        event = max(s for s in range(step - 3, step + 1) if T.is_event(cfg, s))
+        adam = max(s for s in (step - 1, step) if T.schedule(cfg).adam[s])
+        event = max(s for s in range(step - 3, step + 1) if (T.schedule(cfg).tables[s] > 0))
         last = {"head": adam, "embed": adam, "value_tables": event}
         found = {name: moved(name, last.get(name, step)) for name in AVERAGED}
         return ours(cfg, rest | (tied(found) if step < 1177 else found))
 
     state = T.map_state(cfg, lambda shape, dtype, row: np.zeros(shape, dtype))
     for step in range(first, cfg.steps):
-        now, ticks = weights(step), T.hyper_at(cfg, step).ticks
-        updates = T.programs_of(cfg, step)[1:]
+        now, rates = weights(step), T.hyper_at(cfg, step).average_rates
+        updates = T.schedule(cfg).programs(step)[1:]
         for name in (name for update in updates for name in T.updated(cfg, update)):
-            for tail, _ in table[name].tails:
-                rate = ticks[T.TAILS.index(tail)]
-                state[tail][name] = T.tick(state[tail][name], now[name], rate)
+            for tail, _ in table[name].averages:
+                rate, old = rates[T.AVERAGES.index(tail)], state[tail][name]
+                state[tail][name] = old + rate * (now[name] - old)
         for tail, tag in TAGS.items():
             for name, x in back(cfg, state[tail]).items():
                 if f"acc/{step}/{tag}/{name}.norm" in golden:
@@ -688,7 +694,7 @@ def test_training_steps(scenario, devices):
     offsets, prefix_v = T.first_place(cfg).offsets, arrays("model")["prefix_table"]
     for at, fact in enumerate(about["steps"]):
         rounded = scenario == "cadence" and at >= 2
-        step, count = fact["step"], T.candidate_count(cfg, fact["step"])
+        step, count = fact["step"], T.schedule(cfg).candidates[fact["step"]]
         assert T.stage_at(cfg, step).windows == tuple(fact["windows"])
         tokens = np.empty((train["ranks"], train["row_tokens"] + 1), np.uint16)
         for r, lengths in enumerate(about["row_segments"]):
@@ -729,12 +735,12 @@ def test_schedule_of_every_step():
     golden, cfg = arrays("schedule"), RECORD
     assert cfg.total_tokens == golden["total_tokens"] == 328_663_040
     assert cfg.attention_cap == golden["virtual_cap"]
-    assert golden["untie_step"] == max(s for s in STEPS if T.is_tied(cfg, s))
-    assert golden["event_steps"].sum() == T.event_count(cfg, cfg.steps) == 382
-    scales = [T.yarn(cfg, i)[1] for i in range(len(cfg.stages))]
+    assert golden["untie_step"] == max(s for s in STEPS if T.schedule(cfg).tied[s])
+    assert golden["event_steps"].sum() == (T.schedule(cfg).tables > 0).sum() == 382
+    scales = [T.yarn(cfg)[i][1] for i in range(len(cfg.stages))]
     for i, (first, end) in enumerate(golden["boundaries"].tolist()):
         assert (first, end) == cfg.boundaries[i : i + 2]
-        for freqs, name in zip(T.yarn(cfg, i)[0], ("yarn_narrow", "yarn_wide"), strict=True):
+        for freqs, name in zip(T.yarn(cfg)[i][0], ("yarn_narrow", "yarn_wide"), strict=True):
             want = golden[name][i]
             found = np.pad(np.repeat(freqs, 2), (0, len(want) - 2 * len(freqs)))
             np.testing.assert_allclose(found, want, rtol=0, atol=3e-7)
@@ -744,16 +750,16 @@ def test_schedule_of_every_step():
     for step in STEPS:
         stage, hyper = T.stage_at(cfg, step), T.hyper_at(cfg, step)
         exact = {
-            "stage": T.stage_index(cfg, step),
+            "stage": T.schedule(cfg).stage[step],
             "batch_tokens": stage.batch_tokens,
             "window_short": stage.windows[0],
             "window_long": stage.windows[1],
             "doc_cap": stage.doc_cap,
-            "adam_steps": T.is_adam_step(cfg, step),
-            "event_steps": T.is_event(cfg, step),
-            "tied_during_update": T.is_tied(cfg, step),
+            "adam_steps": T.schedule(cfg).adam[step],
+            "event_steps": T.schedule(cfg).tables[step] > 0,
+            "tied_during_update": T.schedule(cfg).tied[step],
             "mtp_count": len(stage.weights),
-            "candidates": T.candidate_count(cfg, step),
+            "candidates": T.schedule(cfg).candidates[step],
         }
         for name, value in exact.items():
             assert golden[name][step] == value, (name, step)

@@ -25,7 +25,7 @@ import train_gpt as T
 TABLE = T.param_table(CFG)
 SHARDED = {name for name, row in TABLE.items() if row.sharded}
 BANKS = {name for name, row in TABLE.items() if row.optimizer == "anvil"}
-UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "adamtied", "event4")}
+UPDATED = {name: T.updated(CFG, name) for name in ("anvil", "adam", "adam_tied", "tables4")}
 KERNELS, _ = T.pick_kernels(CFG, jax.devices()[0])
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
 # On 8 devices with one row of 32 tokens at a time: four micro-batches for each step, and the logits
@@ -313,7 +313,7 @@ def test_padding_is_never_read(shards):
         specs = T.copy_specs(CFG)
         copies = {name: T.put(x, mesh, specs[name]) for name, x in copies.items()}
         table = T.put(table, mesh, P(T.AXIS))
-        name = T.programs_of(CFG, 3)[0]
+        name = T.schedule(CFG).programs(3)[0]
         for args in ((name, *batch), ("eval", *val)):
             out = programs_of(CFG, 8)[args[0]](copies, table, *args[1:], hyper_on(CFG, 3, mesh))
             found.append(jax.device_get(out))
@@ -509,9 +509,9 @@ def test_a_collective_inside_the_loop_would_be_found():
         ("grads0", 2 + PIECES, 2 + PIECES, 1, 3),
         ("anvil", 0, 0, 1, 0),  # the norm
         ("adam", 2, 2, 16 + 1, 0),
-        ("adamtied", 1, 1, 16 + 1, 0),
-        ("event2", 1, 1, 1, 0),
-        ("event4", 1, 1, 1, 0),
+        ("adam_tied", 1, 1, 16 + 1, 0),
+        ("tables2", 1, 1, 1, 0),
+        ("tables4", 1, 1, 1, 0),
         ("finish", 3, 0, 5 * 2, 0),  # norms before and after
         ("eval", 2 + PIECES, 0, 1, 2),
     ],
@@ -567,11 +567,11 @@ def updated():
     """Before and after each update on 8 devices, by its name."""
     mesh, compiled, found = mesh_of(8), programs_of(CFG, 8), {}
     for name in UPDATED:
-        start = random_state(CFG, tied=name == "adamtied")
+        start = random_state(CFG, tied=name == "adam_tied")
         state = on_mesh(CFG, start, mesh)
         about = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
         copies, _ = model_on(CFG, start["params"], mesh)
-        due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, ticks=[0.5] * 4)
+        due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, average_rates=[0.5] * 4)
         new, changed, _ = compiled[name](state, due, hyper)
         found[name] = SimpleNamespace(
             start=start, about=about, old=state, changed=changed, due=due,
@@ -586,7 +586,7 @@ NAMES = pytest.mark.parametrize("name", UPDATED)
 @NAMES
 def test_update_keeps_the_copies_in_step_with_the_state(updated, name):
     """Of all that it changes, which are its own parameters; the others stand still."""
-    step, tied = updated[name], name == "adamtied"
+    step, tied = updated[name], name == "adam_tied"
     assert set(step.changed) == set(UPDATED[name]) - {"ngram_table"}
     for copy in set(step.copies) - {"signs"}:
         np.testing.assert_array_equal(step.copies[copy], step.new["params"][copy])
@@ -603,7 +603,7 @@ def test_update_keeps_the_copies_in_step_with_the_state(updated, name):
 def test_three_devices_update_as_eight_do(updated, name):
     """Which have other padding."""
     mesh, start = mesh_of(3), updated[name].start
-    due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, ticks=[0.5] * 4)
+    due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, average_rates=[0.5] * 4)
     new, *_ = program(CFG, 3, name)(on_mesh(CFG, start, mesh), due, hyper)
     for kind, arrays in new.items():
         got, want = (T.unpadded(CFG, x) for x in (arrays, updated[name].new[kind]))
@@ -616,7 +616,7 @@ def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(updated):
     mesh, step = mesh_of(8), updated["adam"]
 
     def update(due):
-        hyper = hyper_on(CFG, 1, mesh, ticks=[0.5] * 4)
+        hyper = hyper_on(CFG, 1, mesh, average_rates=[0.5] * 4)
         return programs_of(CFG, 8)["adam"](on_mesh(CFG, random_state(CFG), mesh), due, hyper)[0]
 
     assert_same(update({name: parts[::-1] for name, parts in step.due.items()}), step.new)
@@ -628,7 +628,7 @@ def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(updated):
 @NAMES
 def test_update_consumes_the_old_state_and_leaves_the_gradients(updated, name):
     step = updated[name]
-    if name == "adamtied":  # which has no use for the embedding's
+    if name == "adam_tied":  # which has no use for the embedding's
         step.old = {
             kind: {n: x for n, x in of.items() if n != "embed"} for kind, of in step.old.items()
         }
@@ -640,7 +640,7 @@ def test_update_consumes_the_old_state_and_leaves_the_gradients(updated, name):
 def test_update_writes_the_state_where_the_old_one_was(name):
     """On each device, its share of what is cut and all of what is not."""
     state = T.abstract_state(CFG, mesh_of(8))
-    if name == "adamtied":  # copies of the head
+    if name == "adam_tied":  # copies of the head
         state = {kind: {n: x for n, x in of.items() if n != "embed"} for kind, of in state.items()}
     size = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
     memory = programs_of(CFG, 8)[name].memory_analysis()
@@ -692,14 +692,14 @@ def test_state_is_cut_over_the_devices_and_copies_of_tables_are_whole(updated):
 
 def test_a_step_is_its_gradients_and_one_to_three_updates():
     cfg = small_config()  # stages of 4, 4 and 2 steps
-    steps = [T.programs_of(cfg, step) for step in range(cfg.steps)]
+    steps = [T.schedule(cfg).programs(step) for step in range(cfg.steps)]
     assert [names[0] for names in steps] == ["grads0"] * 4 + ["grads1"] * 4 + ["grads2"] * 2
     updates = (
         ("anvil",),
         ("anvil", "adam"),
-        ("anvil", "adamtied"),
-        ("anvil", "adamtied", "event2"),
-        ("anvil", "adamtied", "event4"),
+        ("anvil", "adam_tied"),
+        ("anvil", "adam_tied", "tables2"),
+        ("anvil", "adam_tied", "tables4"),
     )
     want = [updates[i] for i in (0, 3, 0, 3, 0, 2, 0, 4, 0, 1)]
     assert [names[1:] for names in steps] == want
@@ -721,7 +721,7 @@ def test_gradients_wait_for_their_update_and_no_longer(every, events, change):
     cfg = small_config(adam_every=every, event_every=events, event_change=change)
     found, waiting = T.programs(cfg, mesh_of(1), T.PLAIN), {}
     for step in range(10):
-        names = T.programs_of(cfg, step)
+        names = T.schedule(cfg).programs(step)
         assert set(names) <= set(found)
         waiting = {name: (*waiting.get(name, ()), step) for name in TABLE}
         for update in names[1:]:
@@ -730,14 +730,16 @@ def test_gradients_wait_for_their_update_and_no_longer(every, events, change):
             assert {name: len(grads) for name, grads in due.items()} == takes
             first = step + 1 - T.updates(cfg)[update]
             assert set(due.values()) == {tuple(range(first, step + 1))}
-        assert bool(waiting) != T.is_event(cfg, step)  # where a checkpoint may be taken
+        assert bool(waiting) != (
+            T.schedule(cfg).tables[step] > 0
+        )  # where a checkpoint may be taken
 
 
 def test_every_parameter_has_one_update():
     updated = {name: T.updated(T.Config(), name) for name in T.updates(T.Config())}
-    anvil, adam, event = updated["anvil"], updated["adam"], updated["event2"]
-    assert anvil == ["qk_bank", "vo_bank", "mlp_bank"] and adam == updated["adamtied"]
-    assert event == updated["event4"]
+    anvil, adam, event = updated["anvil"], updated["adam"], updated["tables2"]
+    assert anvil == ["qk_bank", "vo_bank", "mlp_bank"] and adam == updated["adam_tied"]
+    assert event == updated["tables4"]
     assert event == ["value_tables", "ngram_table"]
     assert sorted(anvil + adam + event) == sorted(T.param_table(T.Config()))
 
@@ -746,7 +748,7 @@ def test_programs_of_the_record_on_eight_devices():
     """Shapes of all that goes in, and where it lies, without a device that could hold it."""
     cfg, mesh = T.Config(), mesh_of(8)
     found, grads = T.programs(cfg, mesh, T.PLAIN), [f"grads{i}" for i in range(6)]
-    updates = "anvil", "adamtied", "adam", "event2", "event4"
+    updates = "anvil", "adam_tied", "tables2", "tables4", "adam"
     assert list(found) == [*grads, *updates, "finish", "eval"]
     shapes = [(16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576)]
     shapes += [(40_960, 0), (16_384, 0)]
@@ -775,7 +777,7 @@ def test_programs_of_the_record_on_eight_devices():
         (48, 256, 768), cfg.dtype, P(T.AXIS)
     )  # fmt: skip
     assert (gates.shape, gates.dtype) == ((8 * 2, 64, 768), np.float32)
-    for name in ("event2", "event4"):
+    for name in ("tables2", "tables4"):
         room = T.capacity(393_216, 8)  # the largest stage's
         for ids, rows in found[name].args[1]["ngram_table"]:
             assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
@@ -786,11 +788,11 @@ def test_the_events_of_the_record():
     cfg, made, waiting = T.Config(), Counter(), 0
     for step in range(cfg.steps):
         waiting += 1
-        if T.is_event(cfg, step):
-            name = T.programs_of(cfg, step)[-1]
+        if T.schedule(cfg).tables[step] > 0:
+            name = T.schedule(cfg).programs(step)[-1]
             assert T.updates(cfg)[name] == waiting
             made[name], waiting = made[name] + 1, 0
-    assert made == {"event2": 168, "event4": 214}
+    assert made == {"tables2": 168, "tables4": 214}
 
 
 @pytest.mark.parametrize("name", T.programs(CFG, mesh_of(2), T.PLAIN))

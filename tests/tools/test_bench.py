@@ -21,9 +21,9 @@ import bench
 import on_gpu
 
 NAMES = ["grads0", "grads1", "grads2"]
-EVENTS = ["event2", "event4", "event4"]  # of the steps amid those of each
-ADAMS = ["adamtied", "adamtied", "adam"]  # likewise
-UPDATES = ["anvil", "adamtied", "adam", "event2", "event4"]
+EVENTS = ["tables2", "tables4", "tables4"]  # of the steps amid those of each
+ADAMS = ["adam_tied", "adam_tied", "adam"]  # likewise
+UPDATES = ["anvil", "adam_tied", "adam", "tables2", "tables4"]
 DUE = T.updates(CFG)  # steps whose gradients it gets
 
 

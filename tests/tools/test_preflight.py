@@ -796,8 +796,8 @@ def absent(monkeypatch):
 
 DEVICE = jax.devices()[0]
 TIMES = {  # three validations, of two batches
-    **{"grads0": 3, "grads1": 3, "grads2": 2, "anvil": 8, "adamtied": 3, "adam": 1},
-    **{"event2": 2, "event4": 1, "finish": 1, "eval": 3 * 2},
+    **{"grads0": 3, "grads1": 3, "grads2": 2, "anvil": 8, "adam_tied": 3, "adam": 1},
+    **{"tables2": 2, "tables4": 1, "finish": 1, "eval": 3 * 2},
 }
 NAMES = [*TIMES]
 
@@ -872,8 +872,8 @@ def test_rows_say_what_their_program_is(absent, tmp_path):
     banks = [row.count for row in table.values() if row.optimizer == "anvil"]
     assert said["anvil"] == f"update of {len(banks)} parameters, {sum(banks):,} numbers"
     rare = table["value_tables"].count + table["ngram_table"].count
-    assert said["event4"] == f"update of 2 parameters, {rare:,} numbers, every 4 steps"
-    averaged = [row.count for row in table.values() if row.tails]
+    assert said["tables4"] == f"update of 2 parameters, {rare:,} numbers, every 4 steps"
+    averaged = [row.count for row in table.values() if row.averages]
     assert said["finish"] == f"averages of {len(averaged)} parameters, {sum(averaged):,} numbers"
     assert len({*said.values()}) >= len(NAMES) - 1  # two events may sum steps of the same stages
 
@@ -887,8 +887,8 @@ def test_what_the_programs_of_the_record_are_fits_its_column(absent):
         tokens = preflight.about(RECORD, name, 8)["tokens_per_step"]
         found += counts[name] * preflight.model_flops(RECORD, name, tokens)
     assert found == pytest.approx(T.total_flops(RECORD)) and sum(counts.values()) < 4000
-    assert counts["anvil"] == RECORD.steps == 2 * (counts["adamtied"] + counts["adam"])
-    summed = 2 * counts["event2"] + 4 * counts["event4"]
+    assert counts["anvil"] == RECORD.steps == 2 * (counts["adam_tied"] + counts["adam"])
+    summed = 2 * counts["tables2"] + 4 * counts["tables4"]
     assert summed == RECORD.steps - 2, "two wait in vain"
 
 
@@ -1275,7 +1275,7 @@ def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
     """End to end, in a minute: kernels with schedules, estimates, collectives."""
     changes = "compute_dtype=bfloat16", "width=256", "heads=2", "stages.3.row_tokens=384"
     changes += ("stages.3.batch_tokens=3072",)
-    names = ["grads0", "anvil", "event2", "finish"]
+    names = ["grads0", "anvil", "tables2", "finish"]
     report, printed = finish(start(tmp_path, "tiny", names, *changes), tmp_path)
     grads, update, event, last = report["variants"]
     assert (report["device_kind"], report["devices"], report["links"]) == ("TPU v6 lite", 8, 2)
@@ -1299,7 +1299,7 @@ def test_the_tpu_compiler_takes_the_programs_of_a_small_run(tmp_path):
 # What the programs of the whole record took before (jax 0.10.2, libtpu 0.0.42), largest first, and
 # what they may take: Mcycles of one step on one device, and GiB at the peak.
 RECORD = T.PRESETS["speedrun"]
-MOST = {"anvil": (1.9, 8.3), "adam": (1.7, 8.76), "event4": (21.0, 11.68)}
+MOST = {"anvil": (1.9, 8.3), "adam": (1.7, 8.76), "tables4": (21.0, 11.68)}
 
 
 @pytest.fixture(scope="module")
@@ -1477,7 +1477,7 @@ def on_h100(name: str):
 
 @cuda_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grads2", "anvil", "adam", "event4", "eval"])
+@pytest.mark.parametrize("name", ["grads2", "anvil", "adam", "tables4", "eval"])
 def test_the_record_fits_an_h100(name):
     memory = preflight.hardware("NVIDIA H100 80GB HBM3").memory
     assert GIB < on_h100(name)[0] < memory < 80e9

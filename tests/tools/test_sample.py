@@ -138,7 +138,7 @@ def test_an_unfinished_run_is_sampled_with_the_rotation_of_its_last_step(
     seen = features(monkeypatch)
     sample.sample(CFG, checkpoint(tmp_path, CFG, 2, state), "A", count=1)
     (found,) = [scales for _, scales, _ in seen]
-    assert found == pytest.approx(T.yarn(CFG, 0)[1]) != pytest.approx(T.yarn(CFG, 1)[1])
+    assert found == pytest.approx(T.yarn(CFG)[0][1]) != pytest.approx(T.yarn(CFG)[1][1])
 
 
 def test_it_draws_from_the_capped_logits(saved, monkeypatch):
