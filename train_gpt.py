@@ -153,21 +153,6 @@ class Stage:
         """Rows of one global batch."""
         return self.batch_tokens // self.row_tokens
 
-    def lengths(self, devices: int) -> list[int]:
-        """Tokens in each row of a batch on so many devices. More devices than rows have a row each,
-        shorter ones; rows without tokens, the last, only give each device as many."""
-        count = max(self.rows, devices)
-        each = [(self.batch_tokens + i) // count for i in range(count)]
-        return each[::-1] + [0] * (-count % devices)
-
-    def space(self, devices: int) -> int:
-        """How long a row is there: a shorter one of more devices is filled up to whole blocks of
-        256, which kernels take at a time."""
-        if devices <= self.rows:
-            return self.row_tokens
-        part = -(-self.row_tokens * self.rows // devices)
-        return -(-part // 256) * 256 if part > 256 else part
-
 
 @dataclass(frozen=True)
 class Config:
@@ -289,12 +274,8 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Rows of a batch, in every stage: each has its own walk through the vocabulary."""
+        """Rows of a batch, as many in every stage."""
         return self.stages[0].rows
-
-    def val_count(self, devices: int) -> int:
-        """Rows of val_row tokens that so many devices validate at a time, as many on each."""
-        return -(-max(self.val_batch // self.val_row, devices) // devices) * devices
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -316,6 +297,11 @@ class Config:
         """Tokens that the first `step` steps train on."""
         spans = zip(self.stages, itertools.pairwise(self.boundaries), strict=True)
         return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest batch."""
+        return max(stage.batch_tokens for stage in self.stages)
 
     @property
     def total_tokens(self) -> int:
@@ -427,6 +413,33 @@ PRESETS = {
 }
 # fmt: on
 
+BLOCK = 256  # tokens that kernels take at a time
+
+
+def for_devices(cfg: Config, devices: int) -> Config:
+    """`cfg` as so many devices train it: its rows divide evenly over cfg.devices of them.
+
+    Up to as many devices as there are rows, that is the largest number that divides the rows, and
+    the batches are the recipe's. More devices have one row each, of equal length in whole BLOCKs;
+    where that cannot be, the next smaller number of devices that can.
+    """
+
+    def fits(n: int) -> bool:
+        if n <= cfg.rows:
+            return cfg.rows % n == 0
+        each = [(s.batch_tokens // n, s) for s in cfg.stages]
+        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
+        return whole and all(t >= len(s.weights) for t, s in each)
+
+    used = next(n for n in range(devices, 0, -1) if fits(n))
+    stages = cfg.stages
+    if used > cfg.rows:
+        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
+    val_rows = -(-max(cfg.val_batch // cfg.val_row, used) // used) * used
+    return dataclasses.replace(
+        cfg, devices=used, stages=tuple(stages), val_batch=val_rows * cfg.val_row
+    )
+
 
 # ------------------------------------------------------------------------------------------------
 # Layout: where a layer finds its matrices and lanes. All of it follows from cfg.layers.
@@ -536,13 +549,36 @@ def gate_start(cfg: Config) -> np.ndarray:
     return bias
 
 
+class Mudd(NamedTuple):
+    """The weights by which a token connects the last layer, in the order of the small MLP that
+    makes them. The defaults are where they stand at the start."""
+
+    v_start: float = 0.0  # added to v: the start of the stream,
+    v_source: float = 0.0  # what later attentions read,
+    v_x: float = 0.0  # the stream
+    x_start: float = 0.0  # added to the stream before attention: the same three
+    x_source: float = 0.0
+    x_x: float = 0.0
+    values_left: float = 2.0  # of the value row, for the first half of the heads
+    values_right: float = 2.0
+    # In place of the numbers that other layers learn: of the stream, attention, start, n-gram
+    # vector, then of the stream and the MLP.
+    keep_attention: float = math.sqrt(1.1)
+    attention: float = 1.0
+    start: float = 0.0
+    ngram: float = 0.05
+    keep_mlp: float = math.sqrt(1.1)
+    mlp: float = 1.0
+
+
+MUDD_SCALE = 0.1  # of what the small MLPs of mudd_layer and mudd_mix return: a rate in effect
+
+
 def mudd_start() -> np.ndarray:
-    """Where the mixing weights stand at the start: biases [2, lanes] of mudd_layer and mudd_mix."""
-    bias = np.zeros((2, MUDD_LANES))
-    bias[0, [6, 7]] = 2.0  # token values, of either half of the heads
-    bias[0, [8, 12]] = math.sqrt(1.1)  # the stream, before attention and MLP are added
-    bias[0, [9, 13]] = 1.0  # attention, MLP
-    bias[0, 11] = 0.05  # n-grams
+    """Where the connections stand at the start: biases [2, 14] of mudd_layer and of mudd_mix, which
+    has one for each of its inputs."""
+    bias = np.zeros((2, len(Mudd._fields)))
+    bias[0] = Mudd()
     bias[1, 1] = -0.5  # of what later attentions read, half is taken out at the end
     return bias / MUDD_SCALE
 
@@ -621,9 +657,9 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "smear_lambda": small((1,), 0.0, 5, slow),
         "skip_lambda": small((1,), -1.5, 5, slow),
         "mudd_w1": small((2, w, d), hidden, 0.25, slow, decay=1),
-        "mudd_w2": small((2, MUDD_LANES, w), 0.0, 0.25, slow, decay=1),
-        "mudd_b2": small((2, MUDD_LANES), mudd_start(), 0.25, slow),
-        "mudd_w2g": small((MUDD_LANES, 2 * n, w), 0.0, 0.25, slow, decay=1),
+        "mudd_w2": small((2, len(Mudd._fields), w), 0.0, 0.25, slow, decay=1),
+        "mudd_b2": small((2, len(Mudd._fields)), mudd_start(), 0.25, slow),
+        "mudd_w2g": small((len(Mudd._fields), 2 * n, w), 0.0, 0.25, slow, decay=1),
         "gate_w1": small((2, w, d), hidden, 0.1, slow, decay=1),
         "gate_w2": small((2, lanes, w), 0.0, 0.1, slow, decay=1),
         "gate_b2": small((2, lanes), gate_start(cfg), 0.1, slow),
@@ -751,6 +787,18 @@ def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
     near_cs = (back_cs >= 0) & (back_cs <= window)
     mask = near_cs[None] & (own[:, :, None] == seen[:, None, :])
     return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnv, 1), mask[:, None]
+
+
+def segment_ids(tokens_bt, bos: int, cap: int = 0):
+    """Which tokens may attend to each other: int32 [b, t], rising along a row.
+
+    A new segment begins at every BOS and, with a cap, after every `cap` tokens from there on. In
+    training, where each piece of a row begins with a BOS, that cuts documents of up to 3072 tokens
+    at 2560 (record 92); in validation there is no cap.
+    """
+    t = jnp.arange(tokens_bt.shape[1])[None]
+    since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
+    return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -893,73 +941,6 @@ def attend_heads(
 
 
 # ------------------------------------------------------------------------------------------------
-# Ids: what the devices make of tokens before they look anything up
-# ------------------------------------------------------------------------------------------------
-
-
-def segment_ids(tokens_bt, bos: int, cap: int = 0):
-    """Which tokens may attend to each other: int32 [b, t], rising along a row.
-
-    A new segment begins at every BOS and, with a cap, after every `cap` tokens from there on. In
-    training, where each piece of a row begins with a BOS, that cuts documents of up to 3072 tokens
-    at 2560 (record 92); in validation there is no cap.
-    """
-    t = jnp.arange(tokens_bt.shape[1])[None]
-    since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
-    return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
-
-
-def lagged(x_bt, xp):
-    """The token before each, and the one before that; of the first ones of a row, 0."""
-    return (xp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
-
-
-def ngram_ids(x_bt, rows: int, xp=jnp):
-    """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
-
-    Bigrams have the first half of the table, trigrams the second (records 62, 92). 84.6 M rows gain
-    0.036 of loss on 0.4 M, and 21 M rows 0.031 of it. The last row of a half is for tokens without
-    enough history; the bigram of a row's second token is hashed with that row's number in place of
-    the first token, because the original works in place. Products wrap around in int32. Borders of
-    documents are ignored. `xp` is jnp or np.
-    """
-    x_bt, t = x_bt.astype(xp.int32), xp.arange(x_bt.shape[1])[None]
-    x1_bt, x2_bt = lagged(x_bt, xp)
-    half, last = rows // 2, rows // 2 - 1
-    bigram = (36313 * x_bt) ^ (27191 * xp.where(t == 1, last, x1_bt))
-    trigram = (17351 * x_bt) ^ (60961 * x1_bt) ^ (45259 * x2_bt)
-    bigram, trigram = xp.where(t < 1, last, bigram % last), xp.where(t < 2, last, trigram % last)
-    return xp.stack([bigram, half + trigram])
-
-
-PLACE_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the golden ratio
-
-
-def table_places(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Where the rows `ids` of the n-gram table lie in the array that holds it, int64.
-
-    A multiplication spreads them (Knuth 1973), so that each device's share of the array is read as
-    often as any other's. In their order the ids of text are not even: products of small numbers do
-    not wrap. The first place is that of trigrams without history.
-    """
-    return (rows - 1 - ids.astype(np.int64)) * PLACE_FACTOR % rows
-
-
-def sign_ids(x_bt, rows: int, xp=jnp):
-    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
-
-    N-grams that share a row of the table by chance rarely share their signs too: what one of them
-    writes is noise of mean zero to the other (record 83, which so made its table cheaper). `rows`
-    is a power of two; row 0 is for tokens without enough history.
-    """
-    x_bt, t = x_bt.astype(xp.int32), xp.arange(x_bt.shape[1])[None]
-    x1_bt, x2_bt = lagged(x_bt, xp)
-    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
-    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
-    return xp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
-
-
-# ------------------------------------------------------------------------------------------------
 # Model: rows of tables -> features
 # ------------------------------------------------------------------------------------------------
 
@@ -972,6 +953,17 @@ class Kernels(NamedTuple):
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
     blend: Callable  # sums with weights of each token
+
+
+class Model(NamedTuple):
+    """What all layers of a forward pass share."""
+
+    params: dict  # the compute copies: large ones in cfg.dtype, small ones in float32
+    cfg: Config
+    kernels: Kernels
+    windows: tuple[int, int]  # short and long
+    segments_bt: jax.Array  # attention does not cross from one number to another
+    hyper: "Hyper"
 
 
 def gate(x_btd, weights_ng):
@@ -1018,37 +1010,40 @@ def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
     return gelu(hidden_bth) @ w2_lh.T + b2_l[None, None]
 
 
-def token_gates(params, cfg: Config, kernels: Kernels, j: int, x_btd) -> dict:
+def token_gates(model: Model, half: int, x_btd) -> dict:
     """The gates of one half of the layers: a key of gate_lanes -> [b, t, lanes], of any sign.
 
     From 64 hidden units that see the whole token, for all its gates at once (record 85; they saved
     7 % of the tokens, with a larger n-gram table and a correction of attention that is gone again).
     W2 starts at zero: at first the lanes are the biases.
     """
-    weights = (params[f"gate_{part}"][j] for part in ("w1", "w2", "b2"))
+    params = model.params
+    weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
     lanes = params["gate_scale"][0] * small_mlp(x_btd, *weights)
-    return {key: lanes[..., at] for key, at in gate_lanes(cfg)[j].items()}
+    return {key: lanes[..., at] for key, at in gate_lanes(model.cfg)[half].items()}
 
 
-def gated_values(params, cfg: Config, kernels: Kernels, i: int, x_btd, values_btd):
+def gated_values(model: Model, i: int, x_btd, values_btd):
     """What layer `i` adds to its v: the tokens' rows of its value table, each head's by a gate.
 
     2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row, half and
     half (value residual of Zhou et al. 2024; records 14 and 55).
     """
-    weights_ng = params["value_gate"][cfg.layers_with("values").index(i)]
+    weights_ng = model.params["value_gate"][model.cfg.layers_with("values").index(i)]
     half = weights_ng.shape[1] // 2
     looks_btg = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
-    return kernels.blend(None, 2 * gate(looks_btg, weights_ng)[:, :, None], (values_btd,))
+    return model.kernels.blend(None, 2 * gate(looks_btg, weights_ng)[:, :, None], (values_btd,))
 
 
-def post_lambdas(params, cfg: Config, i: int):
+def post_lambdas(model: Model, i: int):
     """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    return params["post_lambdas"][i] if i < cfg.depth - 1 else jnp.ones(2, jnp.float32)
+    last = i == model.cfg.depth - 1
+    return jnp.ones(2, jnp.float32) if last else model.params["post_lambdas"][i]
 
 
-def projection(params, cfg: Config, i: int, heads: Heads):
+def projection(model: Model, i: int, heads: Heads):
     """Weights [p, d] from the input of layer `i` to q, k, v: the first rows of each head's."""
+    params, cfg = model.params, model.cfg
     n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
     qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
     qk = qk.reshape(2 * n, -1, d)[:, : heads.qk_width]
@@ -1057,31 +1052,32 @@ def projection(params, cfg: Config, i: int, heads: Heads):
     return mix((params["qkv_lambda"][i], weights_pd))
 
 
-def attention(
-    params, cfg: Config, kernels, i: int, x_btd, added_btd, to, gates, segments_bt, windows, hyper
-):
-    """What the attention of layer `i` reads in norm(x), by its weight, added to the array `to`.
+def attention(model: Model, i: int, x_btd, added_btd, gates, residual_btd=None):
+    """What the attention of layer `i` reads in norm(x), by its weight, added to `residual_btd`.
 
     `added_btd` is added to its v, of which a narrow head takes the first half of its share. Either
     may be None. `gates` as of token_gates.
     """
-    d, at, heads = cfg.width, cfg.layers_with("attends").index(i), heads_of(cfg, i, windows)
+    cfg, hyper = model.cfg, model.hyper
+    heads = heads_of(cfg, i, model.windows)
     wide = cfg.layers[i].attends == "long"
     if added_btd is not None:
         shares = jnp.split(added_btd, cfg.heads, axis=-1)
         added_btd = jnp.concatenate([x[..., : heads.v_width] for x in shares], axis=-1)
-    y_btp = kernels.attend(
-        heads,
-        project(x_btd, projection(params, cfg, i, heads), added_btd, normed=True),
-        xsa_btn=gates.get(("xsa", i)),
-        gates_btn=gates.get(("gated", i)),
-        segments_bt=segments_bt,
-        freqs=hyper.freqs[int(wide)],
-        scale=hyper.scales[int(wide)],
-    )
-    w_o = params["vo_bank"][2 * at + 1].reshape(d, cfg.heads, -1)[..., : heads.v_width]
-    weight = post_lambdas(params, cfg, i)[0] * params["o_lambda"][i]
-    return project(y_btp, mix((weight, w_o.reshape(d, -1))), to)
+    with jax.named_scope(f"attention{i}"):
+        y_btp = model.kernels.attend(
+            heads,
+            project(x_btd, projection(model, i, heads), added_btd, normed=True),
+            xsa_btn=gates.get(("xsa", i)),
+            gates_btn=gates.get(("gated", i)),
+            segments_bt=model.segments_bt,
+            freqs=hyper.freqs[int(wide)],
+            scale=hyper.scales[int(wide)],
+        )
+        w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
+        w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
+        weight = post_lambdas(model, i)[0] * model.params["o_lambda"][i]
+        return project(y_btp, mix((weight, w_o)), residual_btd)
 
 
 def squared_relu(z):
@@ -1094,53 +1090,57 @@ def add_mlp(x_btd, up_fd, down_fd, keep, weight, act: Callable = squared_relu):
     return mix((keep, x_btd), (1.0, act(norm(x_btd) @ up_fd.T) @ mix((weight, down_fd))))
 
 
-def mlp(params, cfg: Config, kernels: Kernels, i: int, x_btd, keep=0.0):
+def mlp(model: Model, i: int, x_btd, keep=0.0):
     """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
-    slots, bank = mlp_slots(cfg, i), params["mlp_bank"]
+    slots, bank = mlp_slots(model.cfg, i), model.params["mlp_bank"]
     up_fd = jnp.concatenate([bank[slot] for slot in slots])
-    down_fd = jnp.concatenate([bank[slot_count(cfg) + slot] for slot in slots])
-    return kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(params, cfg, i)[1])
+    down_fd = jnp.concatenate([bank[slot_count(model.cfg) + slot] for slot in slots])
+    with jax.named_scope(f"mlp{i}"):
+        return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(model, i)[1])
 
 
-MUDD_LANES = 14  # of mudd_layer; mudd_mix has one for each source, at most as many
-MUDD_SCALE = 0.1  # of what the small MLPs of both return: a learning rate in effect
-
-
-def mudd_layer(params, kernels: Kernels, i: int, x, start, source, values, ngram, attend, feed):
+def mudd_layer(model: Model, x, start, source, rows, gates):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
 
-    Fourteen numbers for each token, from its stream: what of the start of the stream, of the source
-    and of the stream goes into v (0-2) and into the stream (3-5), how much of the value row (6, 7:
-    each half of the heads), and the weights where other layers have learned ones: the stream,
-    attention, start and n-gram vector (8-11), the stream and the MLP (12, 13). (MUDD, Xiao et al.
-    2025; record 81: 5 % fewer tokens.) attend(i, x, added) and feed(i, x) are attention and mlp.
+    They are a Mudd for each token, made from its stream `x`; `source` is what its attention reads.
+    (MUDD, Xiao et al. 2025; record 81: 5 % fewer tokens.)
     """
-    lanes = small_mlp(x, *(params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2")))
-    mu = jnp.split(MUDD_SCALE * lanes, MUDD_LANES, axis=-1)  # [b, t, 1] each
-    # For either half of the features:
-    weights_btk2 = jnp.stack([jnp.concatenate([*mu[:3], mu[n]], axis=-1) for n in (6, 7)], axis=-1)
-    added = kernels.blend(None, weights_btk2, (start, source, x, values))
-    y = attend(i, source, added)
-    # The stream before attention, (1 + mu[5]) x + mu[3] start + mu[4] source, times mu[8].
-    before = (mu[8] * (1 + mu[5]), x), (mu[8] * mu[3] + mu[10], start), (mu[8] * mu[4], source)
-    x = mix(*before, (mu[9], y), (mu[11], ngram))
-    return mix((mu[12], x), (mu[13], feed(i, x))), norm(x)
+    i, values = model.cfg.depth - 1, rows["value_tables"][-1]
+    weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
+    mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
+    weights_btk2 = jnp.stack(
+        [
+            jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
+            for of_values in (mu.values_left, mu.values_right)
+        ],
+        axis=-1,
+    )
+    added = model.kernels.blend(None, weights_btk2, (start, source, x, values))
+    x = mix(
+        (mu.keep_attention * (1 + mu.x_x), x),
+        (mu.keep_attention * mu.x_start + mu.start, start),
+        (mu.keep_attention * mu.x_source, source),
+        (mu.attention, attention(model, i, source, added, gates)),
+        (mu.ngram, rows["ngram"]),
+    )
+    return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
 
 
-def mudd_mix(params, kernels: Kernels, x_btd, sources):
+def mudd_mix(model: Model, x_btd, sources):
     """The stream after the last layer, with what each token adds to it of earlier arrays.
 
     x + sum_k (mu_k + delta_kg) source_k: mu_k for each token, delta_kg for each group g of features
     too (record 81 with five sources; record 92's ten are worth .006 of loss). At first it only
     takes out half of the output that later attentions have read (as records 40 and 77 did).
     """
-    k, (w1, w2, b2) = len(sources), (params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
-    w2g = params["mudd_w2g"][:k]
+    k = len(sources)
+    w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
+    w2g = model.params["mudd_w2g"][:k]
     both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
     lanes = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))
     deltas_btkg = lanes[..., k:].reshape(*lanes.shape[:2], k, -1)
     weights_btkg = MUDD_SCALE * (lanes[..., :k, None] + deltas_btkg)
-    return kernels.blend(x_btd, weights_btkg, sources)
+    return model.kernels.blend(x_btd, weights_btkg, sources)
 
 
 def blend(x_btd, weights_btkg, sources):
@@ -1149,32 +1149,21 @@ def blend(x_btd, weights_btkg, sources):
     return mix(*([] if x_btd is None else [(1.0, x_btd)]), *terms)
 
 
-def forward(
-    params, rows, segments_bt, cfg: Config, kernels: Kernels, windows: tuple[int, int], hyper
-):
+def forward(model: Model, rows: dict):
     """Rows of the tables that belong to the tokens -> normed output of the last layer [b, t, d].
 
-    `params` are the compute copies (large ones in cfg.dtype, small ones in float32). `rows`: embed
-    [b, t, d], value_tables (a tuple of [b, t, d], one of a layer) and ngram [b, t, d], the signed
-    sum of a token's rows. Attention does not cross from one number of `segments_bt` to another.
+    `rows`: embed [b, t, d], value_tables (a tuple of [b, t, d], one of a layer) and ngram
+    [b, t, d], the signed sum of a token's rows.
 
     The stream starts as `start`. All attentions after layer `source` read that layer's output. In
     layer skip[1] the output of skip[0] stands in for attention, by a gate (record 45).
     """
+    params, cfg = model.params, model.cfg
     resid, values, ngram = params["resid_lambdas"], rows["value_tables"], rows["ngram"]
     x0 = norm(smear(rows["embed"], params["smear_gate"], params["smear_lambda"][0]))
-    gates = token_gates(params, cfg, kernels, 0, x0)
-    x = start = mix((1.0, x0), (gates["ngram", 0], ngram))
+    gates = token_gates(model, 0, x0)
+    start = mix((1.0, x0), (gates["ngram", 0], ngram))
     outputs = []
-
-    def attend(i: int, x, added, to=None):
-        with jax.named_scope(f"attention{i}"):
-            more = added, to, gates, segments_bt, windows, hyper
-            return attention(params, cfg, kernels, i, x, *more)
-
-    def feed(i: int, x, keep=0.0):
-        with jax.named_scope(f"mlp{i}"):
-            return mlp(params, cfg, kernels, i, x, keep)
 
     def block(i: int, x):
         layer = cfg.layers[i]
@@ -1190,54 +1179,43 @@ def forward(
         seen, added = outputs[cfg.source] if i > cfg.source else x, None
         if layer.values:
             own = values[cfg.layers_with("values").index(i)]
-            added = gated_values(params, cfg, kernels, i, norm(seen), own)
+            added = gated_values(model, i, norm(seen), own)
         x = mix(*terms)
         if layer.attends:
-            x = attend(i, seen, added, x)
-        return feed(i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
+            x = attention(model, i, seen, added, gates, x)
+        return mlp(model, i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
 
     def last_block(x):
-        i, source = cfg.depth - 1, outputs[cfg.source]
-        more = start, source, values[-1], ngram, attend, feed
-        return mudd_layer(params, kernels, i, x, *more)
+        return mudd_layer(model, x, start, outputs[cfg.source], rows, gates)
 
     if cfg.recompute:  # keep only what goes from layer to layer
         block, last_block = jax.checkpoint(block, static_argnums=0), jax.checkpoint(last_block)
+    x = start
     for i in range(cfg.depth - 1):
         if i == cfg.skip[0] + 1:
-            gates |= token_gates(params, cfg, kernels, 1, x)
+            gates |= token_gates(model, 1, x)
         x = block(i, x)
         outputs.append(x)
-    before, (x, h) = x, last_block(x)
-    source, early = outputs[cfg.source], outputs[cfg.skip[0]]
-    sources = start, source, before, early, *values, h, norm(source)
-    return norm(mudd_mix(params, kernels, x, sources))
+    last, h = last_block(x)
+    source = outputs[cfg.source]
+    sources = start, source, x, outputs[cfg.skip[0]], *values, h, norm(source)
+    return norm(mudd_mix(model, last, sources))
 
 
 TABLES = ("embed", "value_tables", "ngrams")  # whose rows tokens look up; of the head, softmax
 
 
-def table_ids(tokens_bt, places_bit) -> dict[str, jax.Array]:
-    """The rows of TABLES that tokens use, int32: of value_tables within each layer, of ngrams the
-    two places (of bigram and trigram) among the rows that were fetched."""
-    return {"embed": tokens_bt, "value_tables": tokens_bt, "ngrams": places_bit}
-
-
 def look_up(cfg: Config, tables, tokens_bt, places_bit) -> dict[str, jax.Array]:
-    """The tokens' rows of TABLES: [b, t, d]; [b, 2, t, d] of ngrams; for value_tables a tuple of
-    [b, t, d], one for a layer (not one array of all, of which each would have to copy its part)."""
-    ids = table_ids(tokens_bt, places_bit)
-    rows = {name: tables[name][ids[name]] for name in ("embed", "ngrams")}
-    first = [cfg.vocab * layer for layer in range(len(cfg.layers_with("values")))]
+    """The tokens' rows of TABLES: [b, t, d]; of ngrams [b, 2, t, d], found at `places_bit` among
+    the rows that were fetched; of value_tables a tuple of [b, t, d], one for a layer (not one array
+    of all, of which each would have to copy its part)."""
     table = tables["value_tables"]
-    return rows | {"value_tables": tuple(table[ids["value_tables"] + n] for n in first)}
-
-
-def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
-    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids."""
-    bigram, trigram = sign_ids(hashed_bt, cfg.sign_rows)
-    signs_of = (signs[bigram], ngrams_bitd[:, 0]), (signs[trigram], ngrams_bitd[:, 1])
-    return sum(sign.astype(x.dtype) * x for sign, x in signs_of)
+    first = [cfg.vocab * layer for layer in range(len(cfg.layers_with("values")))]
+    return {
+        "embed": tables["embed"][tokens_bt],
+        "value_tables": tuple(table[tokens_bt + n] for n in first),
+        "ngrams": tables["ngrams"][places_bit],
+    }
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1254,17 +1232,18 @@ def cap_logits(z, cfg: Config):
 def targets_ahead(aims, weights_k, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k].
 
-    Target j of token i is the one after token i + j (record 53). What lies beyond the length of a
-    row has weight 0; documents do not matter. With a `prefix_weight` one more: the longest
-    token that the next one begins with, where there is one (record 88: it saved 1 % of the tokens).
+    Target j of token i is the one after token i + j (record 53), be it of the next document. With
+    a `prefix_weight` one more: the longest token that the next one begins with, where there is one
+    (record 88: it saved 1 % of the tokens). No target, as beyond the end of a row, has weight 0.
     """
-    t, targets, weights = aims.targets.shape[1], [], []
-    for j in range(weights_k.shape[0]):
-        targets.append(jnp.pad(aims.targets[:, j:], ((0, 0), (0, j))))
-        weights.append((jnp.arange(t)[None] < aims.lengths[:, None] - j) * weights_k[j])
+    found = [
+        (jnp.pad(aims.targets[:, j:], ((0, 0), (0, j)), constant_values=-1), weights_k[j])
+        for j in range(weights_k.shape[0])
+    ]
     if prefix_weight is not None:
-        targets.append(jnp.maximum(aims.prefixes, 0))
-        weights.append((aims.prefixes >= 0) * prefix_weight)
+        found.append((aims.prefixes, prefix_weight))
+    targets = [jnp.maximum(target, 0) for target, _ in found]
+    weights = [(target >= 0) * weight for target, weight in found]
     return tuple(jnp.stack(x, axis=-1) for x in (targets, weights))
 
 
@@ -1323,22 +1302,17 @@ def candidate_head(head_vd, candidates_bp):
     return head_vd.at[candidates_bp].get(mode="promise_in_bounds")
 
 
-def loss_sums(x_btd, head, aims, cfg: Config, kernels: Kernels, *weights):
-    """cross_entropy of features, with `weights` as of targets_ahead, over a `head` [v, d] for all
-    or [b, p, d], see candidate_head."""
-    arrays = x_btd, *targets_ahead(aims, *weights)
+def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
+    """cross_entropy of features, with weights as of targets_ahead, over a `head` [v, d] for all or
+    [b, p, d], see candidate_head."""
+    cfg, kernels = model.cfg, model.kernels
+    arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
     if head.ndim == 2:
         x_rd, targets_rk, weights_rk = (a.reshape(-1, a.shape[-1]) for a in arrays)
         return kernels.cross_entropy(x_rd, head, targets_rk, weights_rk, cfg)
     each = zip(arrays[0], head, *arrays[1:], strict=True)
     sums = (kernels.cross_entropy(*row, cfg) for row in each)
     return tuple(map(sum, zip(*sums, strict=True)))
-
-
-def val_loss_sum(params, rows, segments_bt, aims, cfg: Config, kernels: Kernels, hyper):
-    """Summed loss on the next token over the whole vocabulary, in nats: what a run is judged by."""
-    x_btd = forward(params, rows, segments_bt, cfg, kernels, cfg.val_windows, hyper)
-    return loss_sums(x_btd, params["head"], aims, cfg, kernels, jnp.ones(1))[1]
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
@@ -1566,11 +1540,6 @@ def is_due(period: int, last: int, step: int) -> bool:
     return period > 0 and step // period > last // period
 
 
-def table_room(cfg: Config, devices: int) -> int:
-    """Tokens of a step that all table updates have room for: those of the largest stage."""
-    return max(len(s.lengths(devices)) * s.space(devices) for s in cfg.stages)
-
-
 # ------------------------------------------------------------------------------------------------
 # Optimizers
 # ------------------------------------------------------------------------------------------------
@@ -1637,8 +1606,9 @@ def equalize(update, square, rate):
     return update * jnp.expand_dims(gain, along), square
 
 
-def anvil(cfg: Config, param, fast, slow, square, grad, hyper: Hyper, row: Param):
-    """One ANVIL step on a bank: (new bank, fast, slow, square), all float32 (record 92: .005).
+def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
+    """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92:
+    worth .005 of loss).
 
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL takes that of two_rails and equalizes it.
@@ -1647,6 +1617,7 @@ def anvil(cfg: Config, param, fast, slow, square, grad, hyper: Hyper, row: Param
     Liang et al. 2024; record 43), by lr * scale * lr * decay. What narrow heads never read has no
     gradient, so it only decays.
     """
+    param, fast, slow, square = old
     update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
     update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     update, square = equalize(update, square, cfg.equalize_rate)
@@ -1668,12 +1639,22 @@ def descend(param, update, decay):
     return param - update - decay * (update * param > 0) * param
 
 
-def adam(param, mean, square, grad, lr, decay, count, betas, eps):
+class AdamRates(NamedTuple):
+    """The numbers of an Adam step."""
+
+    lr: jax.Array
+    decay: float  # a step takes lr * lr * this of a weight
+    count: jax.Array  # of steps, this one included
+    betas: tuple
+    eps: float
+
+
+def adam(param, mean, square, grad, rates: AdamRates):
     """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square).
 
-    As in the original, eps joins the root before its bias correction. Decay is lr * lr * decay.
+    As in the original, eps joins the root before its bias correction.
     """
-    b1, b2 = betas
+    lr, decay, count, (b1, b2), eps = rates
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
     correction = jnp.sqrt(1 - b2**count) / (1 - b1**count)
@@ -1681,49 +1662,23 @@ def adam(param, mean, square, grad, lr, decay, count, betas, eps):
     return descend(param, update, lr * lr * decay), mean, square
 
 
-def adam_rows(table, square, rows, lr, decay, count, betas, eps):
-    """One step on the rows of a table that were read: (new table, new mean square of each row).
-
-    Adam without a mean and with one second moment for each row, 4 bytes of state for a row of 1536
-    (record 92; Adam's moments of its table would take 520 GB). `rows` are (ids int32 [r], summed
-    gradients [r, d]) within this device's share of the table, no id twice; what only fills them up
-    has ids from len(table) on, and is left out. Rows that nobody read stay as they are. The mean
-    squares decay at every update, read or not: 21 MB of eight devices each, less than to keep books
-    on missed updates. The table has no float32 master; new rows are rounded to nearest.
-
-    What changes is added and not put in place: a v6e's SparseCores add rows to a table, but leave
-    putting them there to the slower TensorCore. The difference of two rows is exact but where they
-    are far apart.
-    """
-    (ids, grad), b2 = rows, betas[1]
-    square, more = b2 * square, (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
-    mean_square = square.at[ids].get(mode="clip") + more
-    size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
-    old = table.at[ids].get(mode="clip")
-    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay)
-    own = {"mode": "drop", "unique_indices": True}
-    table = table.at[ids].add(new.astype(table.dtype) - old, **own)
-    return table, square.at[ids].add(more, **own)
-
-
-def adam_numbers(cfg: Config, row: Param, hyper: Hyper) -> dict:
-    """The numbers of an Adam step. A table update that sums the gradients of twice as many steps
-    forgets as much as two did: betas squared, decay doubled (record 92)."""
+def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> AdamRates:
+    """Those of a parameter. A table update that sums the gradients of twice as many steps forgets
+    as much as two did: betas squared, decay doubled (record 92)."""
     span, count = 1, hyper.adam_count
     if row.updated_by == "tables":
         span, count = hyper.table_span, hyper.table_count
     betas = tuple(beta**span for beta in row.betas)
-    rate = {"lr": hyper.lr * row.lr, "decay": row.decay * span}
-    return rate | {"count": count, "betas": betas, "eps": cfg.adam_eps}
+    return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps)
 
 
 def apply_updates(cfg: Config, state, grads, hyper: Hyper):
     """The state after an update of the parameters in `grads`, on this device's share of it.
 
     Called inside shard_map. `grads` has the same share of the gradient summed over devices and, of
-    all but the banks, over the steps since their last update; of the n-gram table the rows that
-    adam_rows takes. While tied, the head's gradient contains that of the embedding, which has none
-    of its own: it is a copy of the head, and so are its moments (records 51, 53).
+    all but the banks, over the steps since their last update. While tied, the head's gradient
+    contains that of the embedding, which has none of its own: it is a copy of the head, and so are
+    its moments (records 51, 53).
 
     The averages are read and written at every update, with rate 0 where they do not change, so that
     no step needs a program of its own.
@@ -1737,10 +1692,9 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
                 continue
             after = [new[kind][row.tied_to] for kind in kinds]
         elif row.optimizer == "anvil":
-            after = anvil(cfg, *old, grads[name], hyper, row)
+            after = anvil(cfg, row, old, grads[name], hyper)
         else:
-            step = adam_rows if row.optimizer == "rows" else adam
-            after = step(*old, grads[name], **adam_numbers(cfg, row, hyper))
+            after = adam(*old, grads[name], adam_rates(cfg, row, hyper))
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
         for average, _ in row.averages:
@@ -1774,6 +1728,193 @@ def finish(cfg: Config, state):
 
 
 # ------------------------------------------------------------------------------------------------
+# N-gram table: hashed rows for the bigrams and trigrams of the text, 99 % of all numbers
+# ------------------------------------------------------------------------------------------------
+# A sharded embedding table: each device owns an equal part. The loader hashes a batch, and requests
+# every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
+# sends their gradients to the owners; a table update sums those of some steps. No device ever holds
+# all of the table, and it has no copy in another dtype.
+
+NGRAMS = "ngram_table"
+
+
+def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
+    """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
+
+    Bigrams have the first half of the table, trigrams the second (records 62, 92). 84.6 M rows gain
+    0.036 of loss on 0.4 M, and 21 M rows 0.031 of it. The last row of a half is for tokens without
+    enough history. Products wrap around in int32. Borders of documents are ignored.
+
+    Bug-compatible: the original overwrites the first token of a row with the index of the row for
+    no history before it hashes the second, so the second is hashed with that index.
+    """
+    x_bt, t = x_bt.astype(np.int32), np.arange(x_bt.shape[1])[None]
+    x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    half, last = rows // 2, rows // 2 - 1
+    bigram = (36313 * x_bt) ^ (27191 * np.where(t == 1, last, x1_bt))
+    trigram = (17351 * x_bt) ^ (60961 * x1_bt) ^ (45259 * x2_bt)
+    bigram, trigram = np.where(t < 1, last, bigram % last), np.where(t < 2, last, trigram % last)
+    return np.stack([bigram, half + trigram])
+
+
+PLACE_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the golden ratio
+
+
+def table_places(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Where the rows `ids` of the n-gram table lie in the array that holds it, int64.
+
+    A multiplication spreads them (Knuth 1973), so that each device's share of the array is read as
+    often as any other's. In their order the ids of text are not even: products of small numbers do
+    not wrap. The first place is that of trigrams without history.
+    """
+    return (rows - 1 - ids.astype(np.int64)) * PLACE_FACTOR % rows
+
+
+def capacity(batch_tokens: int, devices: int) -> int:
+    """How many rows of the n-gram table a device can fetch from another for its part of a batch.
+
+    Every different n-gram is fetched once. Of the two of each of t tokens of English text up to
+    (1300 / t)^0.06 are different, which leaves 4 to 10 % to spare (measured: records/NOTES.md), and
+    owners have their shares of them but for chance: five standard deviations.
+    """
+    tokens = batch_tokens // devices
+    mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
+    return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
+
+
+def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(requests [mine, devices, c], places [rows, 2, t]) of `mine` (0: all) of the devices: the
+    n-gram rows of each one's tokens, every different one once, by owner, and where each token then
+    finds its two.
+
+    Owners have equal stretches of the table. What does not fit into the request to one of them
+    finds the row of trigrams without history, the first of the first owner's, which every row of
+    tokens asks for; dropped_ngrams counts such n-grams.
+    """
+    mine = mine or devices
+    table = param_table(cfg)[NGRAMS]
+    share = padded(table.shape, table, devices)[0] // devices
+    size, ngrams = capacity(hashed.size // mine * devices, devices), cfg.ngram_rows
+
+    def of_device(rows):
+        ids = table_places(ngram_ids(rows, ngrams), ngrams)
+        different, which = np.unique(ids, return_inverse=True)
+        owner, row = np.divmod(different, share)
+        slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
+        fits = slot < size
+        requests = np.full((devices, size), share, np.int32)
+        requests[owner[fits], slot[fits]] = row[fits]
+        places = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
+        return requests, places.reshape(ids.shape).swapaxes(0, 1)
+
+    with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
+        parts = pool.map(of_device, np.split(hashed, mine))
+    requests, places = zip(*parts, strict=True)
+    return np.stack(requests), np.concatenate(places)
+
+
+def sign_ids(x_bt, rows: int):
+    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
+
+    N-grams that share a row of the table by chance rarely share their signs too: what one of them
+    writes is noise of mean zero to the other (record 83, which so made its table cheaper). `rows`
+    is a power of two; row 0 is for tokens without enough history.
+    """
+    x_bt, t = x_bt.astype(jnp.int32), jnp.arange(x_bt.shape[1])[None]
+    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
+    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
+    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
+
+
+def sign_pool(cfg: Config, seed):
+    """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
+    key = jax.random.fold_in(jax.random.key(seed), 92)
+    return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
+
+
+def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
+    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids."""
+    bigram, trigram = sign_ids(hashed_bt, cfg.sign_rows)
+    signs_of = (signs[bigram], ngrams_bitd[:, 0]), (signs[trigram], ngrams_bitd[:, 1])
+    return sum(sign.astype(x.dtype) * x for sign, x in signs_of)
+
+
+def exchange(x):
+    """x [devices, ...]: part k goes to device k; back comes, as part j, what device j has sent."""
+    return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+
+
+def fetch(table_rd, requested_kc):
+    """The rows of the n-gram table that this device has requested [devices * c, d]. `table_rd` is
+    its share of the table, `requested_kc` what device k has requested of this share, from
+    len(table_rd) on where that is less than c: what exchange makes of the requests of all."""
+    rows_kcd = table_rd.at[requested_kc].get(mode="clip")
+    return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
+
+
+def dropped_ngrams(places_bit):
+    """How many of a device's n-grams had no room in its requests: they have place 0, as the
+    trigrams of a row's first two tokens do, which have no history (see `request`)."""
+    return jnp.sum(places_bit == 0, dtype=jnp.float32) - places_bit[:, 1, :2].size
+
+
+def sum_requests(parts, size: int, add_rows: Callable):
+    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
+
+    `parts` has of each step since the last update the rows that were requested [devices, c] and
+    their gradients [devices, c, d]. Those of one row, from several steps and devices, are summed by
+    Kernels.add_rows: sorted, equal ids stand together.
+    """
+    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
+    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
+    places = jnp.arange(len(ids))
+    ids, order = lax.sort((ids, places), num_keys=1)
+    run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
+    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
+    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
+    return jnp.where(places > run[-1], size + places, first), total
+
+
+def adam_rows(table, square, rows, rates: AdamRates):
+    """One step on the rows of a table that were read: (new table, new mean square of each row).
+
+    Adam without a mean and with one second moment for each row, 4 bytes of state for a row of 1536
+    (record 92; Adam's moments of its table would take 520 GB). `rows` are (ids int32 [r], summed
+    gradients [r, d]) within this device's share of the table, no id twice; what only fills them up
+    has ids from len(table) on, and is left out. Rows that nobody read stay as they are. The mean
+    squares decay at every update, read or not: 21 MB of eight devices each, less than to keep books
+    on missed updates. The table has no float32 master; new rows are rounded to nearest.
+
+    What changes is added and not put in place: a v6e's SparseCores add rows to a table, but leave
+    putting them there to the slower TensorCore. The difference of two rows is exact but where they
+    are far apart.
+    """
+    ids, grad = rows
+    lr, decay, count, (_, b2), eps = rates
+    square, more = b2 * square, (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+    mean_square = square.at[ids].get(mode="clip") + more
+    size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
+    old = table.at[ids].get(mode="clip")
+    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay)
+    own = {"mode": "drop", "unique_indices": True}
+    table = table.at[ids].add(new.astype(table.dtype) - old, **own)
+    return table, square.at[ids].add(more, **own)
+
+
+def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
+    """(state, squared norm of the gradient) after adam_rows; `parts`: see sum_requests."""
+    table, square = state["params"][NGRAMS], state["second"][NGRAMS]
+    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
+    rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
+    table, square = adam_rows(table, square, (ids, grads), rates)
+    params, second = state["params"] | {NGRAMS: table}, state["second"] | {NGRAMS: square}
+    # By rows, as adam_rows has it, too: XLA then computes both in one pass.
+    norm2 = cfg.width * jnp.sum(jnp.mean(jnp.square(grads), axis=1))
+    return state | {"params": params, "second": second}, norm2
+
+
+# ------------------------------------------------------------------------------------------------
 # The step: what every device does, with every collective in plain sight (inside shard_map)
 # ------------------------------------------------------------------------------------------------
 
@@ -1781,10 +1922,10 @@ def finish(cfg: Config, state):
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
     small ones as they are. But for the n-gram table: no device ever holds all of it."""
-    table, copies = param_table(cfg), {}
+    copies = {}
     for name, x in params.items():
-        row = table[name]
-        if row.optimizer != "rows":
+        row = param_table(cfg)[name]
+        if name != NGRAMS:
             copies[name] = x.astype(cfg.dtype) if row.sharded else x
             if row.sharded and row.optimizer != "anvil":
                 copies[name] = gather(copies[name])
@@ -1794,7 +1935,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 def copy_specs(cfg: Config) -> dict[str, P]:
     """How the copies lie on the mesh: those of banks are cut, all others whole."""
     kinds = {name: row.optimizer for name, row in param_table(cfg).items()} | {"signs": ""}
-    return {n: P(AXIS) if x == "anvil" else P() for n, x in kinds.items() if x != "rows"}
+    return {n: P(AXIS) if x == "anvil" else P() for n, x in kinds.items() if n != NGRAMS}
 
 
 def stream(cfg: Config, copies, first):
@@ -1826,12 +1967,6 @@ def stream(cfg: Config, copies, first):
     return first, copies | whole, lambda grads: reduce({name: grads[name] for name in cut})[0]
 
 
-def sign_pool(cfg: Config, seed):
-    """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
-    key = jax.random.fold_in(jax.random.key(seed), 92)
-    return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
-
-
 def micro_rows(cfg: Config, rows: int, t: int) -> list[int]:
     """How many of a device's `rows` can be taken at a time within cfg.micro_tokens; most first."""
     return [k for k in range(rows, 0, -1) if rows % k == 0 and k * t <= cfg.micro_tokens] or [1]
@@ -1844,59 +1979,20 @@ def micro_batches(cfg: Config, rows: "Rows"):
     return jax.tree.map(lambda x: x.reshape(count // together, together, *x.shape[1:]), rows)
 
 
-def exchange(x):
-    """x [devices, ...]: part k goes to device k; back comes, as part j, what device j has sent."""
-    return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
-
-
-def fetch(table_rd, asked_kc):
-    """The rows that this device wants of the n-gram table [devices * c, d]; `table_rd` is its share
-    of it, `asked_kc` what device k wants of this share, row numbers, from len(table_rd) on where it
-    wants no more: the exchange of what all want."""
-    rows_kcd = table_rd.at[asked_kc].get(mode="clip")
-    return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
-
-
-def dropped_ngrams(places_bit):
-    """How many of a device's n-grams had no room in its requests: they have place 0, as the
-    trigrams of a row's first two tokens do, which have no history (see `request`)."""
-    return jnp.sum(places_bit == 0, dtype=jnp.float32) - places_bit[:, 1, :2].size
-
-
-def sum_requests(parts, size: int, add_rows: Callable):
-    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
-
-    `parts` has of each step since the last update the rows that all devices wanted [devices, c] and
-    their gradients [devices, c, d]. Those of one row, from several steps and devices, are summed by
-    Kernels.add_rows: sorted, equal ids stand together.
-    """
-    ids = jnp.concatenate([wanted.reshape(-1) for wanted, _ in parts])
-    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
-    places = jnp.arange(len(ids))
-    ids, order = lax.sort((ids, places), num_keys=1)
-    run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
-    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
-    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
-    return jnp.where(places > run[-1], size + places, first), total
-
-
-def grads_step(
-    cfg: Config, kernels: Kernels, kind: tuple, copies, table, rows: "Rows", wanted, hyper: Hyper
-):
+def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: "Batch"):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
     dropped n-grams). Of banks a device returns its share of the sum over all: see stream.
 
-    `kind` is one of grads_kinds. `table` is this device's share of the n-gram table,
-    `wanted` [1, devices, c] the rows that it wants of each device's share. Their gradients go to
-    the owners, with what those were asked for: a pair, see sum_requests. Over micro-batches
-    gradients are summed in float32. Tables take part only with the rows that tokens look up:
-    add_rows adds the gradients of those rows to the table's. The gradient is that of the summed
-    loss of a row, averaged over the rows of the batch, as in the original: it grows with the length
-    of a row from stage to stage, while the moments remember the old size.
+    `kind` is one of grads_kinds. `table` is this device's share of the n-gram table. Gradients of
+    its rows go to the owners, with what was requested of those: a pair, see sum_requests. Over
+    micro-batches gradients are summed in float32. Tables take part only with the rows that tokens
+    look up: add_rows adds the gradients of those rows to the table's. The gradient is that of the
+    summed loss of a row, averaged over the rows of the batch, as in the original: it grows with the
+    length of a row from stage to stage, while the moments remember the old size.
     """
-    (wanted,), (at, count) = wanted, kind
-    asked, signs, stage = exchange(wanted), copies["signs"], cfg.stages[at]
-    fetched, copies, reduce = stream(cfg, copies, fetch(table, asked))
+    (at, count), rows, hyper = kind, batch.rows, batch.hyper
+    requested, signs, stage = exchange(batch.requests[0]), copies["signs"], cfg.stages[at]
+    fetched, copies, reduce = stream(cfg, copies, fetch(table, requested))
     by_row = *TABLES, "head"
     weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
     tables = unpadded(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
@@ -1904,21 +2000,25 @@ def grads_step(
     weights_k = hyper.weights[: len(stage.weights)]
     prefix = hyper.prefix if any(stage.prefix) else None
 
-    def features(weights, found, rows):
+    def model(weights, rows):
         # Banks keep their padding, since matrices are taken by number: to cut it off would be a
         # pass over their gradients.
-        found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
-        return forward(weights, found, segments, cfg, kernels, stage.windows, hyper)
+        return Model(weights, cfg, kernels, stage.windows, segments, hyper)
 
-    def softmax(x_btd, aims):
+    def features(weights, found, rows):
+        found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
+        return forward(model(weights, rows), found)
+
+    def softmax(x_btd, rows):
         """(gradients of x and of the head, plain sum of losses)."""
 
         def loss(x_btd, head):
-            weighted, plain = loss_sums(x_btd, head, aims, cfg, kernels, weights_k, prefix)
+            args = model(weights, rows), x_btd, head, rows.aims
+            weighted, plain = loss_sums(*args, weights_k, prefix)
             return weighted / stage.rows, plain
 
-        head_vd, ids = tables["head"], aims.candidates
+        head_vd, ids = tables["head"], rows.aims.candidates
         # As float32: XLA gathers rows of targets out of that 40 % faster than out of bfloat16.
         head = candidate_head(head_vd, ids).astype(jnp.float32) if count else head_vd
         (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
@@ -1930,9 +2030,10 @@ def grads_step(
     def add(carry, rows):
         total, grads = carry
         tokens = rows.tokens[:, :-1].astype(jnp.int32)
-        ids, found = table_ids(tokens, rows.places), look_up(cfg, tables, tokens, rows.places)
+        ids = {"embed": tokens, "value_tables": tokens, "ngrams": rows.places}
+        found = look_up(cfg, tables, tokens, rows.places)
         x_btd, backward = jax.vjp(lambda *args: features(*args, rows), weights, found)
-        x_grad, head_grad, plain = softmax(x_btd, rows.aims)
+        x_grad, head_grad, plain = softmax(x_btd, rows)
         d_weights, d_rows = backward(x_grad)
         more = d_weights | {"head": head_grad}
         sums = {name: grads[name] for name in more}
@@ -1946,7 +2047,7 @@ def grads_step(
     alone = len(batches.tokens) == 1  # a loop of one would keep XLA from leaving out the zeros
     one = jax.tree.map(lambda x: x[0], batches)
     total, grads = (add(start, one) if alone else lax.scan(add, start, batches))[0]
-    fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*asked.shape, -1)
+    fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*requested.shape, -1)
     mean = total / stage.batch_tokens
     numbers = lax.psum(jnp.stack([mean, dropped_ngrams(rows.places)]), AXIS)
     # The exchange begins after them, or they would have to wait for its end.
@@ -1955,9 +2056,9 @@ def grads_step(
     grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
     grads |= reduce(grads)
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = capacity(table_room(cfg, len(asked)), len(asked)) - asked.shape[1]
-    asked = jnp.pad(asked, ((0, 0), (0, room)), constant_values=len(table))
-    grads["ngram_table"] = asked, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
+    room = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]
+    requested = jnp.pad(requested, ((0, 0), (0, room)), constant_values=len(table))
+    grads[NGRAMS] = requested, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
     return grads, *numbers
 
 
@@ -1988,11 +2089,9 @@ def update_step(cfg: Config, kernels: Kernels, tied: bool, state, due, hyper: Hy
     for name, grads in due.items():
         if name in joined:
             continue
-        if table[name].optimizer == "rows":
-            size = len(state["params"][name])
-            reduced[name] = sum_requests(grads, size, kernels.add_rows)
-            # By rows, as adam_rows has it, too: XLA then computes both in one pass.
-            cut += cfg.width * jnp.sum(jnp.mean(jnp.square(reduced[name][1]), axis=1))
+        if name == NGRAMS:
+            state, norm2 = update_ngrams(cfg, kernels, state, grads, hyper)
+            cut += norm2
             continue
         others = (due[other] for other, to in joined.items() if to == name)
         total = sum(grad.astype(jnp.float32) for grad in itertools.chain(grads, *others))
@@ -2016,9 +2115,9 @@ def finish_step(cfg: Config, state):
     return state, compute_copies(cfg, state["params"], GATHER)
 
 
-def eval_step(cfg: Config, kernels: Kernels, copies, table, rows: "Rows", wanted, hyper: Hyper):
+def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched, copies, _ = stream(cfg, copies, fetch(table, exchange(wanted[0])))
+    fetched, copies, _ = stream(cfg, copies, fetch(table, exchange(batch.requests[0])))
     params = unpadded(cfg, {n: x for n, x in copies.items() if n != "signs"}) | {"ngrams": fetched}
 
     def loss(rows):
@@ -2026,10 +2125,12 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, rows: "Rows", wanted
         found = look_up(cfg, params, tokens[:, :-1], rows.places)
         found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
         segments = segment_ids(tokens[:, :-1], cfg.bos)
-        return val_loss_sum(params, found, segments, rows.aims, cfg, kernels, hyper)
+        model = Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
+        x_btd = forward(model, found)
+        return loss_sums(model, x_btd, params["head"], rows.aims, jnp.ones(1))[1]
 
-    total = jnp.sum(lax.map(loss, micro_batches(cfg, rows)))
-    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(rows.places)]), AXIS))
+    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
+    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.places)]), AXIS))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2050,6 +2151,7 @@ def updates(cfg: Config) -> dict[str, int]:
     """Name of each update -> steps whose gradients it sums. They wait on the device that made them
     for the update."""
     names = dict.fromkeys(name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:])
+    names = sorted(names, key=lambda name: name.startswith("tables"))
     sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
     return {name: sums.get(name) or int(name.removeprefix("tables")) for name in names}
 
@@ -2072,18 +2174,17 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     def leaf(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
-    def rows(count, t, candidates=0):
-        shapes = (count, t + 1), (count, t), (count, 2, t), (count, candidates), (count,)
-        dtypes = jnp.uint16, jnp.uint16, jnp.int32, jnp.int32, jnp.int32
-        found = (leaf(x, dtype, AXIS) for x, dtype in zip(shapes, dtypes, strict=True))
-        *arrays, ids, lengths = found
-        wanted = mesh.size, mesh.size, capacity(count * t, mesh.size)
-        each = leaf((count, t), jnp.int32, AXIS)
-        return Rows(*arrays, Aims(ids, each, each, lengths)), leaf(wanted, jnp.int32, AXIS)
+    def batch(count, t, candidates=0):
+        tokens, hashed = leaf((count, t + 1), jnp.uint16, AXIS), leaf((count, t), jnp.uint16, AXIS)
+        each, places = leaf((count, t), jnp.int32, AXIS), leaf((count, 2, t), jnp.int32, AXIS)
+        aims = Aims(leaf((count, candidates), jnp.int32, AXIS), each, each)
+        size = mesh.size, mesh.size, capacity(count * t, mesh.size)
+        rows = Rows(tokens, hashed, places, aims)
+        return Batch(rows, leaf(size, jnp.int32, AXIS), hyper)
 
     def grads(name):
         if name not in copies:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(table_room(cfg, mesh.size), mesh.size)
+            shape = mesh.size**2, capacity(cfg.most_tokens, mesh.size)
             return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
         x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
         return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
@@ -2092,14 +2193,13 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     copies = jax.eval_shape(functools.partial(compute_copies, cfg), state["params"])
     copies = {name: leaf(x.shape, x.dtype, *specs[name]) for name, x in copies.items()}
     signs = {"signs": leaf((cfg.sign_rows, cfg.width), jnp.int8)}
-    model, hyper = (copies | signs, state["params"]["ngram_table"]), hyper_at(cfg, 0)
+    model, hyper = (copies | signs, state["params"][NGRAMS]), hyper_at(cfg, 0)
     hyper = jax.tree.map(lambda x: leaf(x.shape, x.dtype), hyper)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, state)
     found = {}
     for i, (at, candidates) in enumerate(grads_kinds(cfg)):
         stage, step = cfg.stages[at], functools.partial(grads_step, cfg, kernels, (at, candidates))
-        count = len(stage.lengths(mesh.size))
-        args = *model, *rows(count, stage.space(mesh.size), candidates), hyper
+        args = *model, batch(stage.rows, stage.row_tokens, candidates)
         found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
     for update, steps in updates(cfg).items():
         due = {name: (grads(name),) * steps for name in updated(cfg, update)}
@@ -2109,7 +2209,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         found[update] = Program(step, args, (state_specs, changed, P()), donates=(0,))
     step, changed = functools.partial(finish_step, cfg), {name: specs[name] for name in copies}
     found["finish"] = Program(step, (state,), (state_specs, changed), donates=(0,))
-    args = *model, *rows(cfg.val_count(mesh.size), cfg.val_row), hyper
+    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
     found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
     return found
 
@@ -2182,7 +2282,7 @@ def open_shard(path) -> np.memmap:
 class TokenStream:
     """The shards of one split in the order of their names, as one stream of tokens.
 
-    A place in it is one number, counted from the first token of the first shard: the cursor.
+    A position in it, the cursor, counts from the first token of the first shard.
     """
 
     def __init__(self, folder: Path, split: str, bos: int):
@@ -2193,13 +2293,9 @@ class TokenStream:
                 f"no {split} shards (*_{split}_*.bin) in {folder}: get some with "
                 "data/cached_fineweb10B.py or data/tokenize_text.py, or name another --data"
             )
-        for path in self.paths:
-            open_shard(path)  # whole, or a UserError
-        self.files = [open(path, "rb") for path in self.paths]  # these, whatever takes their names
-        self.lock, self.bos = threading.Lock(), bos  # a place in a file belongs to one thread
-        sizes = (os.fstat(file.fileno()).st_size for file in self.files)
-        self.sizes = [(size - HEADER_BYTES) // 2 for size in sizes]
-        self.ends = np.cumsum(self.sizes)
+        self.bos = bos
+        self.shards = [open_shard(path) for path in self.paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.documents = functools.lru_cache(maxsize=2)(self._documents)
 
     def __len__(self) -> int:
@@ -2208,96 +2304,83 @@ class TokenStream:
     def shard_at(self, cursor: int) -> tuple[int, int]:
         """(number of the shard that holds `cursor`, its first position)."""
         number = int(np.searchsorted(self.ends, cursor, side="right"))
-        if number == len(self.sizes):
+        if number == len(self.shards):
             raise UserError(
                 f"the tokens in {self.paths[0].parent} end at {len(self):,}: "
                 "download more shards or use fewer steps"
             )
-        return number, int(self.ends[number]) - self.sizes[number]
+        return number, int(self.ends[number]) - len(self.shards[number])
 
     def read(self, cursor: int, count: int) -> np.ndarray:
-        """`count` tokens from `cursor` on, uint16, across shard borders.
-
-        Read and not mapped: of a file that shrinks, a map would end the process without a word.
-        """
-        out, done = np.empty(count, "<u2"), 0
-        while done < count:
-            number, start = self.shard_at(cursor + done)
-            at = cursor + done - start
-            part = out[done : done + self.sizes[number] - at]
-            with self.lock:
-                self.files[number].seek(HEADER_BYTES + 2 * at)
-                if self.files[number].readinto(part) < part.nbytes:
-                    raise UserError(f"{self.paths[number]} has become shorter under the run")
-            done += len(part)
-        return out
+        """`count` tokens from `cursor` on, uint16, across shard borders."""
+        parts = [np.empty(0, np.uint16)]
+        while count:
+            number, start = self.shard_at(cursor)
+            parts.append(self.shards[number][cursor - start :][:count])
+            cursor += len(parts[-1])
+            count -= len(parts[-1])
+        return np.concatenate(parts)
 
     def _documents(self, number: int) -> np.ndarray:
         """Where documents begin in shard `number`; `documents` keeps two shards' places."""
-        size = self.sizes[number]
-        return np.flatnonzero(self.read(int(self.ends[number]) - size, size) == self.bos)
+        return np.flatnonzero(self.shards[number] == self.bos)
 
 
-def plan_plain(cursor: int, lengths: list[int]):
+def plan_plain(cursor: int, rows: int, t: int):
     """What plan_packed gives, of rows that follow each other in the stream, wherever documents
     begin: neighbours share one token, none is left out."""
-    ends = [cursor + end for end in itertools.accumulate(lengths)]
-    pieces = [(i, end - n, end + 1) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))]
-    return [piece for piece in pieces if lengths[piece[0]]], ends[-1]
+    starts = [cursor + row * t for row in range(rows)]
+    return [(row, at, at + t + 1) for row, at in enumerate(starts)], cursor + rows * t
 
 
-def plan_packed(stream: TokenStream, cursor: int, lengths: list[int], doc_cap: int):
+def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
     """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch.
 
     A piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the
-    row is full; the rest of a cut document is passed over. Rows are filled in order, one of t
-    tokens with t+1 (t inputs and the last target). A shard with too few documents left for the
+    row is full; the rest of a cut document is passed over. Rows of t tokens are filled in order,
+    with t+1 each (t inputs and the last target). A shard with too few documents left for the
     whole batch is left for the next one. This is the original speedrun's order on eight devices;
     ours is that on any number up to eight.
     """
     while True:
         number, base = stream.shard_at(cursor)
         starts = stream.documents(number)
-        stops = np.append(starts[1:], stream.sizes[number])[: len(starts)]
+        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
         first = int(np.searchsorted(starts, cursor - base))
-        pieces, row, room = [], 0, lengths[0] + 1
+        pieces, row, room = [], 0, stage.row_tokens + 1
         # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
         for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
-            stop = min(stop, start + doc_cap, start + room)
+            stop = min(stop, start + stage.doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
             room -= stop - start
             if room == 0:
                 row += 1
-                if row == len(lengths) or not lengths[row]:
+                if row == stage.rows:
                     return pieces, base + stop
-                room = lengths[row] + 1
+                room = stage.row_tokens + 1
         cursor = int(stream.ends[number])
 
 
-def plan_rows(stream: TokenStream, cursor: int, stage: Stage, devices: int):
+def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
     """The plan of a global batch of `stage`, from the cursor alone."""
     if stage.doc_cap:
-        return plan_packed(stream, cursor, stage.lengths(devices), stage.doc_cap)
-    return plan_plain(cursor, stage.lengths(devices))
+        return plan_packed(stream, cursor, stage)
+    return plan_plain(cursor, stage.rows, stage.row_tokens)
 
 
-def read_rows(stream: TokenStream, pieces, lengths: list[int], here: slice = slice(None)):
-    """The rows `here` of a plan, uint16 [rows, longest + 1]; beyond their tokens there is BOS."""
-    numbers = range(len(lengths))[here]
-    tokens = np.full((len(numbers), max(lengths) + 1), stream.bos, np.uint16)
-    for row, own in itertools.groupby(pieces, key=lambda piece: piece[0]):
-        if row in numbers:
-            found = np.concatenate([stream.read(start, stop - start) for _, start, stop in own])
-            tokens[row - numbers.start, : len(found)] = found
-    return tokens
+def read_rows(stream: TokenStream, pieces, here: range) -> np.ndarray:
+    """The rows `here` of a plan, uint16 [rows, t+1]."""
+    found = {row: [] for row in here}
+    for row, start, stop in pieces:
+        if row in found:
+            found[row].append(stream.read(start, stop - start))
+    return np.stack([np.concatenate(parts) for parts in found.values()])
 
 
-def next_rows(
-    stream: TokenStream, cursor: int, stage: Stage, devices: int = 1, here: slice = slice(None)
-):
-    """(rows `here` of a global batch of `stage`, see read_rows; next cursor), from the cursor."""
-    pieces, after = plan_rows(stream, cursor, stage, devices)
-    return read_rows(stream, pieces, stage.lengths(devices), here), after
+def next_rows(stream: TokenStream, cursor: int, stage: Stage, here: range | None = None):
+    """(rows `here` (default: all) of a global batch, uint16 [rows, t+1]; next cursor)."""
+    pieces, after = plan_rows(stream, cursor, stage)
+    return read_rows(stream, pieces, here or range(stage.rows)), after
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2444,22 +2527,21 @@ class Aims(NamedTuple):
     """What the tokens of a batch are to predict, as places among their row's candidates."""
 
     candidates: np.ndarray  # int32 [b, p] ids, and 0 where there are fewer; none: all ids are
-    targets: np.ndarray  # int32 [b, t] the next token; the one after it is the next one's target
+    targets: np.ndarray  # int32 [b, t] the next token; -1: none
     prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
-    lengths: np.ndarray  # int32 [b] tokens of a row; what lies beyond them does not count
 
 
 def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
     """(Aims of a row of t+1 tokens without their axis b, next offset)."""
-    targets_t, vocab, length = row[1:], len(prefix_v), np.int32(len(row) - 1)
+    targets_t, vocab = row[1:], len(prefix_v)
     if not count:
         places = targets_t.astype(np.int32), prefix_v[targets_t]
-        return Aims(np.empty(0, np.int32), *places, length), offset
+        return Aims(np.empty(0, np.int32), *places), offset
     ids, offset = candidates(targets_t, offset, count, vocab)
     place = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
     place[ids] = np.arange(count)
     places = place[targets_t], place[prefix_v[targets_t]]
-    return Aims(ids.astype(np.int32), *places, length), offset
+    return Aims(ids.astype(np.int32), *places), offset
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2467,27 +2549,23 @@ def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
 # ------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class LoaderState(NamedTuple):
     """Where a run stands in its data; a checkpoint holds one."""
 
     cursor: int  # in the stream
-    offsets: tuple[int, ...]  # in the walk, of each row of a batch
-    first: int = 0  # the row that they begin with: a process has those of its own rows
+    offsets: tuple[int, ...]  # in the walk, of each row of a batch that this process has
 
 
-def first_place(cfg: Config) -> Place:
-    """The start of the stream; the rows' walks begin evenly apart."""
-    return Place(0, tuple(cfg.vocab * r // cfg.rows for r in range(cfg.rows)))
+def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
+    """The state at the start, or at `cursor` with these `offsets` of all rows of a checkpoint.
 
-
-def place_on(cfg: Config, mesh: Mesh, saved: Place) -> Place:
-    """A whole `saved` place as this process goes on from it. Where a batch now has another number
-    of rows, their walks begin evenly apart again, from where the first one stood."""
-    offsets, lengths = saved.offsets, cfg.stages[0].lengths(mesh.size)
-    rows, here = np.count_nonzero(lengths), own_part(mesh, len(lengths))
-    if len(offsets) != rows:
-        offsets = tuple((offsets[0] + cfg.vocab * r // rows) % cfg.vocab for r in range(rows))
-    return Place(saved.cursor, offsets[here], here.start)
+    Walks begin evenly apart. They do so again, from where the first one stood, if a checkpoint has
+    another number of rows.
+    """
+    if len(offsets) != cfg.rows:
+        first = offsets[0] if offsets else 0
+        offsets = [(first + cfg.vocab * r // cfg.rows) % cfg.vocab for r in range(cfg.rows)]
+    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, cfg.rows)))
 
 
 class Rows(NamedTuple):
@@ -2503,59 +2581,15 @@ class Batch(NamedTuple):
     """What a step needs beside the state."""
 
     rows: Rows
-    wanted: jax.Array  # int32 [devices, devices, c]: what each fetches from each, see `fetch`
+    requests: jax.Array  # int32 [devices, devices, c]: what each requests of each, see `request`
     hyper: Hyper
-    after: Place  # where the next batch begins; on the host
 
 
-def capacity(batch_tokens: int, devices: int) -> int:
-    """How many rows of the n-gram table a device can fetch from another for its part of a batch.
-
-    Every different n-gram is fetched once. Of the two of each of t tokens of English text up to
-    (1300 / t)^0.06 are different, which leaves 4 to 10 % to spare (measured: records/NOTES.md), and
-    owners have their shares of them but for chance: five standard deviations.
-    """
-    tokens = batch_tokens // devices
-    mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
-    return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
-
-
-def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(wanted [mine, devices, c], places [rows, 2, t]) of `mine` (0: all) of the devices: the
-    n-gram rows of each one's tokens, every different one once, by owner, and where each token then
-    finds its two.
-
-    Owners have equal stretches of the table. What does not fit into the request to one of them
-    finds the row of trigrams without history, the first of the first owner's, which every row of
-    tokens asks for; dropped_ngrams counts such n-grams.
-    """
-    mine = mine or devices
-    table = param_table(cfg)["ngram_table"]
-    share = padded(table.shape, table, devices)[0] // devices
-    size, ngrams = capacity(hashed.size // mine * devices, devices), cfg.ngram_rows
-
-    def of_device(rows):
-        ids = table_places(ngram_ids(rows, ngrams, np), ngrams)
-        different, which = np.unique(ids, return_inverse=True)
-        owner, row = np.divmod(different, share)
-        slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
-        fits = slot < size
-        wanted = np.full((devices, size), share, np.int32)
-        wanted[owner[fits], slot[fits]] = row[fits]
-        places = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
-        return wanted, places.reshape(ids.shape).swapaxes(0, 1)
-
-    with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
-        parts = pool.map(of_device, np.split(hashed, mine))
-    wanted, places = zip(*parts, strict=True)
-    return np.stack(wanted), np.concatenate(places)
-
-
-def own_part(mesh: Mesh, count: int) -> slice:
+def own_rows(mesh: Mesh, count: int) -> range:
     """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
     mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     first, each = mine.index(True), count // mesh.size
-    return slice(first * each, (first + sum(mine)) * each)
+    return range(first * each, (first + sum(mine)) * each)
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -2569,100 +2603,74 @@ def put_hyper(cfg: Config, step: int, mesh: Mesh) -> Hyper:
 
 
 def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, place: Place
+    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
 ):
-    """(Rows, wanted, next place) of `step` in numpy, from these arguments alone: what this process
-    has of them. All plan the whole batch, from where documents begin, and read their own rows."""
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone: what this
+    process has of them. All plan the whole batch, from where documents begin, and read their own
+    rows."""
     stage, count = stage_at(cfg, step), schedule(cfg).candidates[step]
-    lengths, space = stage.lengths(mesh.size), stage.space(mesh.size)
-    here = own_part(mesh, len(lengths))
-    tokens, cursor = next_rows(stream, place.cursor, stage, mesh.size, here)
-    each = itertools.zip_longest(tokens, lengths[here], place.offsets, fillvalue=0)
-    each = [aim(row[: n + 1], offset, count, known.prefix_v) for row, n, offset in each]
-    aims, offsets = zip(*each, strict=True)
-    after = Place(cursor, offsets[: len(place.offsets)], place.first)
-    ids, targets, prefixes, counted = zip(*aims, strict=True)
-
-    def filled(rows, size, value):
-        return np.stack([np.pad(x, (0, size - len(x)), constant_values=value) for x in rows])
-
-    # As long as the program has it: what follows a row is beginnings of documents without weight.
-    tokens = filled(tokens, space + 1, cfg.bos)
-    targets, prefixes = filled(targets, space, 0), filled(prefixes, space, -1)
-    aims = Aims(np.stack(ids), targets, prefixes, np.array(counted))
+    tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
+    each = zip(tokens, state.offsets, strict=True)
+    aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
+    aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
     hashed = known.hashed_v[tokens[:, :-1]]
-    wanted, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    return Rows(tokens, hashed, places, aims), wanted, after
+    requests, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    return Rows(tokens, hashed, places, aims), requests, LoaderState(cursor, offsets)
 
 
 def train_batches(
-    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, place: Place
+    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield the Batch of every step from `step` to the end of the run.
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run.
 
     The tables of the vocabulary are made here, so inside the clock.
     """
     known = vocabulary(cfg, words)
     for now in range(step, cfg.steps):
-        *arrays, place = next_batch(cfg, mesh, stream, known, now, place)
+        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
         arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
-        yield Batch(*arrays, put_hyper(cfg, now, mesh), place)
+        yield Batch(*arrays, put_hyper(cfg, now, mesh)), state
 
 
-def val_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, lengths):
-    """(Rows, wanted) on the devices of validation rows uint16 [b, t+1] that this process has, with
-    so many tokens that count: they aim at everything."""
-    hashed, next_bt = known.hashed_v[tokens[:, :-1]], tokens[:, 1:].astype(np.int32)
-    wanted, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    aims = Aims(np.empty((len(tokens), 0), np.int32), next_bt, next_bt, np.int32(lengths))
-    rows = Rows(tokens, hashed, places, aims)
-    return jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, wanted))
+def val_batch(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, counts, hyper: Hyper) -> Batch:
+    """The Batch of this process's validation rows uint16 [b, t+1], some of which may not count."""
+    hashed = known.hashed_v[tokens[:, :-1]]
+    targets = np.where(np.reshape(counts, (-1, 1)), tokens[:, 1:].astype(np.int32), -1)
+    requests, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
+    arrays = Rows(tokens, hashed, places, aims), requests
+    return Batch(*jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays), hyper)
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
 
 
-@contextlib.contextmanager
-def prefetch(items, depth: int, running: threading.Event, late: Callable = print):
-    """An iterator over `items`, which a thread draws `depth` ahead while the clock is `running`.
+def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
+    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
+    the loader does no work for free. An error of the thread is raised at the item that it
+    prevented; `late` gets a line when one takes long."""
+    ready = queue.Queue(depth)
 
-    Only then: the loader gets no work done for free. An exception in the thread is raised at the
-    item that it prevented; `late` is told when one takes long; leaving the block ends the thread.
-    """
-    ready, left = queue.Queue(depth), threading.Event()
-
-    def draw():
+    def make():
         try:
             source = iter(items)
-            while not left.is_set():
-                if running.wait(timeout=0.1):
-                    ready.put((next(source), None))
+            while running.wait():
+                ready.put(next(source))
         except BaseException as error:  # whatever it is, the main thread must hear of it
-            ready.put((None, error))
+            ready.put(error)
 
-    def take() -> Iterator:
-        waited = 0
-        while True:
-            try:
-                item, error = ready.get(timeout=STALL_SECONDS)
-            except queue.Empty:
-                waited += STALL_SECONDS
-                late(f"waiting for the loader for {waited} s: is the disk of the data slow?")
-                continue
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            waited = 0
-            yield item
-
-    threading.Thread(target=draw, daemon=True).start()
-    try:
-        yield take()
-    finally:
-        left.set()
-        with contextlib.suppress(queue.Empty):  # room for an item that waits to be put
-            ready.get_nowait()
+    threading.Thread(target=make, daemon=True).start()
+    while True:
+        try:
+            item = ready.get(timeout=STALL_SECONDS)
+        except queue.Empty:
+            late("waiting for the loader: is the disk of the data slow?")
+            continue
+        if isinstance(item, StopIteration):
+            return
+        if isinstance(item, BaseException):
+            raise item
+        yield item
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2719,38 +2727,35 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
     def dummy(count, t):
         count = count // mesh.size * len(mesh.local_devices)
         tokens = np.full((count, t + 1), cfg.bos, np.uint16)
-        return count, *val_rows(cfg, mesh, known, tokens, [t] * count)
+        return val_batch(cfg, mesh, known, tokens, [True] * count, hyper)
 
     for i, (at, candidates) in enumerate(grads_kinds(cfg)):
         stage = cfg.stages[at]
-        count, rows, wanted = dummy(len(stage.lengths(mesh.size)), stage.space(mesh.size))
-        ids = put(np.tile(np.arange(candidates, dtype=np.int32), (count, 1)), mesh, P(AXIS))
-        rows = rows._replace(aims=rows.aims._replace(candidates=ids))
-        table = state["params"]["ngram_table"]
-        grads, *_ = compiled[f"grads{i}"](copies, table, rows, wanted, hyper)
+        batch = dummy(stage.rows, stage.row_tokens)
+        ids = np.tile(np.arange(candidates, dtype=np.int32), (len(own_rows(mesh, stage.rows)), 1))
+        ids = put(ids, mesh, P(AXIS))
+        rows = batch.rows._replace(aims=batch.rows.aims._replace(candidates=ids))
+        table = state["params"][NGRAMS]
+        grads, *_ = compiled[f"grads{i}"](copies, table, batch._replace(rows=rows))
     for update, steps in updates(cfg).items():
         due = {name: (grads[name],) * steps for name in updated(cfg, update)}
         state, *_ = compiled[update](state, due, hyper)
     state, _ = compiled["finish"](state)
-    _, rows, wanted = dummy(cfg.val_count(mesh.size), cfg.val_row)
-    table = state["params"]["ngram_table"]
-    jax.block_until_ready((state, compiled["eval"](copies, table, rows, wanted, hyper)))
+    batch = dummy(cfg.val_batch // cfg.val_row, cfg.val_row)
+    jax.block_until_ready((state, compiled["eval"](copies, state["params"][NGRAMS], batch)))
 
 
-def evaluate(
-    cfg: Config, mesh: Mesh, program, copies, table, step: int, stream: TokenStream, known
-) -> tuple[float, int]:
+def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
     """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
-    dropped n-grams)."""
+    dropped n-grams); `loss` is the program for that, with the model."""
     hyper, results = put_hyper(cfg, max(step - 1, 0), mesh), []
-    count, whole = cfg.val_count(mesh.size), cfg.val_tokens // cfg.val_row
-    here = own_part(mesh, count)
-    for first in range(0, whole, count):
-        lengths = [cfg.val_row * (i < whole) for i in range(first, first + count)]
-        pieces, _ = plan_plain(first * cfg.val_row, lengths)
-        tokens = read_rows(stream, pieces, lengths, here)
-        rows = val_rows(cfg, mesh, known, tokens, lengths[here])
-        results.append(program(copies, table, *rows, hyper))
+    together, rows = cfg.val_batch // cfg.val_row, cfg.val_tokens // cfg.val_row
+    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    for first in range(0, rows, together):
+        here = [first + row for row in own_rows(mesh, together)]
+        counts = np.array(here) < rows  # the last batch has others, so that each device has a row
+        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
+        results.append(loss(val_batch(cfg, mesh, known, tokens, counts, hyper)))
     total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
 
@@ -2763,17 +2768,18 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and the end
     that a signal asks for comes there too.
 
-    From Parts II and III: make_mesh, data_folder, check_tokens, check_unchanged, run_facts and
-    open_log (what goes to the disk and the terminal), pick_kernels, compile_all, load_state, Saver
-    (checkpoints), keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
+    From Parts II and III: make_mesh, data_folder, check_tokens, run_facts and open_log (what goes
+    to the disk and the terminal), pick_kernels, compile_all, load_state, Saver (checkpoints),
+    keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
     """
-    mesh, first = make_mesh(cfg), saved.step if saved else 0
+    recipe, first = cfg, saved.step if saved else 0
+    cfg, mesh = make_mesh(recipe)
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
     folder = data_folder(cfg, say)
     stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
-    shards = check_tokens(cfg, stream, val_stream, mesh.size)
-    facts = run_facts(cfg, mesh, command, reason) | {"data": shards}
-    log = open_log(cfg, facts, folder, out, saved, profile, say)
+    shards = check_tokens(cfg, stream, val_stream)
+    facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
+    log = open_log(recipe, facts, folder, out, saved, profile, say)
     compiled, facts = compile_all(cfg, mesh, kernels, say)
     log.compiled(facts)
     init, copy = start_state(cfg, mesh), start_copies(cfg, mesh)
@@ -2783,9 +2789,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     state = load_state(mesh, saved) if saved else init(seed)
     copies = jax.block_until_ready(copy(state["params"], seed))
     clock, last_saved, waiting, pending = log.clock, first, {}, None
-    place = place_on(cfg, mesh, saved.place if saved else first_place(cfg))
+    data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
     known = vocabulary(cfg, words)
-    batches = train_batches(cfg, mesh, stream, words, first, place)
+    batches = train_batches(cfg, mesh, stream, words, first, data)
 
     def report():
         """Wait for the loss of the step before, if nobody has, and log it."""
@@ -2794,11 +2800,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             log.trained(*pending)
             pending = None
 
-    with (
-        prefetch(batches, cfg.prefetch, clock.running, say) as supply,
-        ask_to_stop() as asked,
-        Saver(cfg, log) as saver,
-    ):
+    batches = prefetch(batches, cfg.prefetch, clock.running, say)
+    with ask_to_stop() as asked, Saver(cfg, mesh, log) as saver:
         for step in range(first, cfg.steps + 1):
             ends, signalled = step == cfg.steps, asked(step - first)
             progressed = not saved or step > first  # or this state and its loss are on the disk
@@ -2813,27 +2816,25 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 jax.block_until_ready((state, copies))
                 clock.stop()
                 if validates:
-                    model = compiled["eval"], copies, state["params"]["ngram_table"]
-                    val_loss, dropped = evaluate(cfg, mesh, *model, step, val_stream, known)
-                    check_unchanged(shards, stream, val_stream)
+                    loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
+                    val_loss, dropped = evaluate(cfg, mesh, loss, step, val_stream, known)
                     log.validated(step, val_loss, dropped)
                 if stops:
                     keeps = keeps_end(cfg) if ends else progressed
                     if keeps:
-                        saver.save(step, state, place)
+                        saver.save(step, state, data)
                     break
 
             clock.start()
             if profile:
                 trace(step - first, log.folder, pending)
-            batch = next(supply)
+            batch, after = next(batches)
             grads_of, *due_updates = schedule(cfg).programs(step)
-            args, norms = (batch.rows, batch.wanted, batch.hyper), {}
-            table = state["params"]["ngram_table"]
-            grads, loss, dropped = compiled[grads_of](copies, table, *args)
+            table, norms = state["params"][NGRAMS], {}
+            grads, loss, dropped = compiled[grads_of](copies, table, batch)
             if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
                 report()
-                saver.save(step, state, place)  # copied while the devices compute gradients
+                saver.save(step, state, data)  # copied while the devices compute gradients
                 last_saved = step
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
             del grads  # or those that an update has taken would lie beside the next program
@@ -2843,7 +2844,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 copies |= changed
                 del due
             report()  # of the step before, while this one runs: no step waits for its loss
-            pending, place = (step + 1, loss, dropped, norms), batch.after
+            pending, data = (step + 1, loss, dropped, norms), after
     log.end(step, signalled, saver.missing)
     if cfg.sample_tokens:
         demonstrate(cfg, log.folder, val_stream, val_loss, say)
@@ -3052,22 +3053,20 @@ def config_from_json(fields: dict) -> Config:
 # Data checks: every token that the run will read is there, before anything starts
 # ------------------------------------------------------------------------------------------------
 
-STARTED = time.time() - 60  # a clock of files may be late
 DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text.py: what they are
 
 
-def cursor_after(cfg: Config, train: TokenStream, steps: int, devices: int = 1) -> int:
+def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
     """Where the rows of the first `steps` steps end; UserError if there are too few tokens, or if
     a row has more different ones than candidates (read are those in which that can be)."""
     cursor = 0
     for step in range(steps):
         stage, count, rows = stage_at(cfg, step), schedule(cfg).candidates[step], ()
-        lengths = stage.lengths(devices)
         try:
-            if 0 < count < max(lengths):
-                rows, cursor = next_rows(train, cursor, stage, devices)
+            if 0 < count < stage.row_tokens:
+                rows, cursor = next_rows(train, cursor, stage)
             else:
-                cursor = plan_rows(train, cursor, stage, devices)[1]
+                cursor = plan_rows(train, cursor, stage)[1]
             if not stage.doc_cap:
                 train.shard_at(cursor)
         except UserError:
@@ -3078,8 +3077,8 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int, devices: int = 1) 
             ) from None
         known = np.max(rows, initial=0) < cfg.vocab  # or check_ids has more to say
         try:
-            for row, n in zip(rows, lengths, strict=True) if known and len(rows) else ():
-                candidates(row[1 : n + 1], 0, count, cfg.vocab)
+            for row in rows if known else ():
+                candidates(row[1:], 0, count, cfg.vocab)
         except UserError as error:
             raise UserError(f"step {step}, of stage {schedule(cfg).stage[step]}: {error}") from None
     train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
@@ -3095,15 +3094,13 @@ def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
         )
 
 
-def check_tokens(
-    cfg: Config, train: TokenStream, val: TokenStream, devices: int = 1
-) -> dict[str, dict]:
+def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
     """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
 
     UserError unless every token is there and is a known id. (That the system's file cache is warm
     then is as after any download.)
     """
-    cursor = cursor_after(cfg, train, cfg.steps, devices)
+    cursor = cursor_after(cfg, train, cfg.steps)
     if len(val) <= cfg.val_tokens:
         raise UserError(
             f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
@@ -3118,38 +3115,20 @@ def check_tokens(
     for stream, last in ((train, cursor), (val, cfg.val_tokens)):
         begins = False
         for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
-            path, size = stream.paths[number], stream.sizes[number]
-            tokens = stream.read(int(stream.ends[number]) - size, size)
+            path, tokens = stream.paths[number], stream.shards[number]
             check_ids(cfg, path, tokens)
             begins |= bool(np.any(tokens == cfg.bos))
-            sha256 = hash_of(stream, number)
+            with open(path, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             if sha256 != known.get(path.name, sha256):
                 raise UserError(f"{path} is not as {DESCRIPTION} says: tokenize the text again")
-            found[path.name] = {"bytes": HEADER_BYTES + 2 * size, "sha256": sha256}
+            found[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
         if not begins:
             raise UserError(
                 f"{path}: no document begins with bos={cfg.bos}, so it is of another encoding than "
                 f"{cfg.encoding}: set encoding, vocab, real_tokens and bos, or tokenize it again"
             )
     return found
-
-
-def hash_of(stream: TokenStream, number: int) -> str:
-    """SHA-256 of shard `number`, header and all, as it is now."""
-    with stream.lock:
-        stream.files[number].seek(0)
-        return hashlib.file_digest(stream.files[number], "sha256").hexdigest()
-
-
-def check_unchanged(shards: dict[str, dict], *streams: TokenStream):
-    """UserError if one of `shards`, the answer of check_tokens, is not what it was. They are hashed
-    again only if the system says that their files have changed since the process began."""
-    for stream in streams:
-        for number, (path, file) in enumerate(zip(stream.paths, stream.files, strict=True)):
-            stat = os.fstat(file.fileno())
-            if path.name in shards and max(stat.st_mtime, stat.st_ctime) > STARTED:
-                if hash_of(stream, number) != shards[path.name]["sha256"]:
-                    raise UserError(f"{path} has changed under the run: its losses are of no use")
 
 
 def place_of(data: str) -> Path:
@@ -3201,23 +3180,24 @@ def run_tool(name: str) -> dict:
 # ------------------------------------------------------------------------------------------------
 
 
-def make_mesh(cfg: Config, devices=None) -> Mesh:
-    """The one-axis mesh over `devices` (default: the first cfg.devices, process by process)."""
+def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
+    """(`cfg` for the devices that it trains on, the one-axis mesh over them), of all `devices`
+    (default: those of all processes), or the first cfg.devices of them, process by process."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
     count = cfg.devices or len(devices)
-    if jax.process_count() > 1 and count != len(devices):
-        raise UserError(f"devices={count} is for a process alone: several use all {len(devices)}")
     if count > len(devices):
         raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
-    for i, stage in enumerate(cfg.stages):
-        if stage.batch_tokens // count < len(stage.weights):
-            few = f"stages.{i}.batch_tokens={stage.batch_tokens} are too few for {count} devices"
-            raise UserError(f"{few}: use --set devices=N with less, or a larger batch")
     processes = [device.process_index for device in devices]
     each = [processes.count(i) for i in sorted({*processes})]
     if len({*each}) > 1:
         raise UserError(f"the processes have {each} devices: start all with as many")
-    return Mesh(np.array(devices[:count]), (AXIS,))
+    cfg = for_devices(cfg, count)
+    if len(each) > 1 and cfg.devices != len(devices):
+        raise UserError(
+            f"{len(devices)} devices of {len(each)} processes cannot share a batch evenly, "
+            f"{cfg.devices} can: start as many"
+        )
+    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
 
 
 def all_devices() -> list:
@@ -3251,7 +3231,7 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     largest = max(rare, key=steps.get, default=adam)
     state, stays = found["finish"].args[0], found["eval"].args[0]
     if name not in (*steps, "finish"):
-        params = {x: leaf for x, leaf in state["params"].items() if x != "ngram_table"}
+        params = {x: leaf for x, leaf in state["params"].items() if x != NGRAMS}
         stays = state | {"params": params}
     for i, update in enumerate(("anvil", adam, largest)):
         # Those of later updates wait whole while one runs; beside other programs not this step's.
@@ -3273,7 +3253,7 @@ def refuse_too_large(cfg: Config, mesh: Mesh, needs: float, limit: float | None,
     It says which ngram_rows fits, with this share of the memory as `room` for what is not counted.
     """
     if limit is not None and needs > limit:
-        row = param_table(cfg)["ngram_table"]
+        row = param_table(cfg)[NGRAMS]
         each = (row.shape[1] * jnp.dtype(row.dtype).itemsize + 4) / mesh.size  # 4: second moment
         most = cfg.ngram_rows - math.ceil((needs - (1 - room) * limit) / each)
         less = f"use --set ngram_rows={most // 1000 * 1000}, or" if most >= 1000 else "use"
@@ -3295,8 +3275,8 @@ def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
     if not name.startswith("grads"):
         return [{}]
     stage = cfg.stages[grads_kinds(cfg)[int(name.removeprefix("grads"))][0]]
-    count, space = len(stage.lengths(mesh.size)) // mesh.size, stage.space(mesh.size)
-    ways = [{"micro_tokens": k * space, "recompute": True} for k in micro_rows(cfg, count, space)]
+    count, t = stage.rows // mesh.size, stage.row_tokens
+    ways = [{"micro_tokens": k * t, "recompute": True} for k in micro_rows(cfg, count, t)]
     return [{}, *(ways[1:] if cfg.recompute else ways)]
 
 
@@ -3362,7 +3342,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
 KEPT = 2  # the newest checkpoints of a run; older ones are deleted
 PART_SECONDS = 120  # that process 0 waits for the rows of the others
-OFFSETS = "place.offsets."  # then the first row of those that follow
+OFFSETS = "loader.offsets."  # then the first row of those that follow
 PIECE = 2**27  # bytes that a host holds at a time of the n-gram table, which may have 65 GB
 
 
@@ -3373,7 +3353,7 @@ class Saved(NamedTuple):
     cfg: Config
     step: int  # steps done
     train_time_ms: float
-    place: Place  # in the data, of the next batch
+    loader: LoaderState  # of the next batch, and all of its rows
     logs: dict  # file name -> bytes that it had; what came later is of steps that are lost
     data: dict  # the answer of check_tokens
     source_sha256: str
@@ -3388,7 +3368,7 @@ def keeps_end(cfg: Config) -> bool:
     return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
-def own_rows(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
+def own_arrays(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
     """({name: array} on the host, iterator over more of such pairs) of what this process writes.
 
     Names are kind.name.first_row. Of what is cut, a process has the rows of its devices, without
@@ -3405,7 +3385,7 @@ def own_rows(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
             first = shard.index[0].start or 0
             rows = min(len(shard.data), row.shape[0] - first)
             if shard.replica_id == 0 and rows > 0:
-                large = kind == "params" and row.optimizer == "rows"
+                large = (kind, name) == ("params", NGRAMS)
                 part = f"{kind}.{name}", first, rows, shard.data
                 (table if large else copied).append(part)
 
@@ -3510,7 +3490,9 @@ def read_checkpoint(folder: Path) -> Saved:
         file = np.load(folder / f"{process}.npz")
         offsets |= {int(x[len(OFFSETS) :]): file[x] for x in file.files if x.startswith(OFFSETS)}
     offsets = np.concatenate([part for _, part in sorted(offsets.items())]).tolist()
-    return Saved(folder=folder, cfg=cfg, place=Place(meta.pop("cursor"), tuple(offsets)), **meta)
+    return Saved(
+        folder=folder, cfg=cfg, loader=LoaderState(meta.pop("cursor"), tuple(offsets)), **meta
+    )
 
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
@@ -3603,8 +3585,9 @@ class Saver:
     block waits for the last one.
     """
 
-    def __init__(self, cfg: Config, log: "RunLog"):
+    def __init__(self, cfg: Config, mesh: Mesh, log: "RunLog"):
         self.cfg, self.log, self.missing, self.held = cfg, log, "", 0.0
+        self.first_row = own_rows(mesh, cfg.rows).start
         self.thread, self.leaving = None, threading.Event()
 
     def __enter__(self):
@@ -3616,15 +3599,14 @@ class Saver:
         if self.thread:
             self.thread.join()
 
-    def save(self, step: int, state, place: Place):
+    def save(self, step: int, state, data: LoaderState):
         """Waits for the state, for the checkpoint before if that is not written yet, and until
         the n-gram table is."""
         began, go_on = time.perf_counter(), threading.Event()
         if self.thread:
             self.thread.join()
-        (copies, pieces), meta = own_rows(self.cfg, state), self.log.meta(step, place.cursor)
-        if place.offsets:
-            copies[f"{OFFSETS}{place.first}"] = np.array(place.offsets)
+        (copies, pieces), meta = own_arrays(self.cfg, state), self.log.meta(step, data.cursor)
+        copies[f"{OFFSETS}{self.first_row}"] = np.array(data.offsets)
 
         def rows():
             yield from pieces
@@ -3751,7 +3733,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     device = mesh.devices.flat[0]
     choices = {"kernels": reason, "compiler_options": COMPILER_OPTIONS.get(device.platform, {})}
     if mesh.size > cfg.rows:  # not what the recipe says
-        tokens = [stage.lengths(mesh.size)[0] for stage in cfg.stages]
+        tokens = [stage.row_tokens for stage in for_devices(cfg, mesh.size).stages]
         choices["rows"] = {"count": mesh.size, "tokens": tokens}
     return {
         "preset": cfg.preset,
@@ -3766,18 +3748,6 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "environment": environment(),
         "choices": choices,
     }
-
-
-def how_rows_are_shared(cfg: Config, devices: int) -> str:
-    """What there is to say of that: if rows are cut, or some devices have none."""
-    each = -(-cfg.rows // devices)
-    used = -(-cfg.rows // each)
-    if devices > cfg.rows:
-        tokens = ", ".join(str(stage.lengths(devices)[0]) for stage in cfg.stages)
-        return f"a batch is cut into {devices} rows, not {cfg.rows}: of {tokens} tokens"
-    if used < devices:
-        return f"{devices} devices share {cfg.rows} rows, {each} each: no faster than {used}"
-    return ""
 
 
 class Stopped(Exception):
@@ -3978,7 +3948,7 @@ def open_log(
     same = {key: facts[key] for key in ("source_sha256", "versions", "data")}
     config = {key: value for key, value in facts["config"].items() if key != "data"}  # its place
     same |= {f"config's {key}": value for key, value in config.items()}
-    saved_as = [first, saved and (saved.train_time_ms, saved.place.cursor, saved.logs)]
+    saved_as = [first, saved and (saved.train_time_ms, saved.loader.cursor, saved.logs)]
     agree({**same, "checkpoint to resume from": saved_as})
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
     folder = saved.folder.parents[1] if saved else out / from_first(stamp)
@@ -4007,8 +3977,10 @@ def open_log(
     if saved and jax.process_index() == 0:
         set_aside(saved)
     say(f"run {folder} on {on}; kernels: {facts['choices']['kernels']}")
-    if shared := how_rows_are_shared(cfg, devices["count"]):
-        say(shared)
+    if rows := facts["choices"].get("rows"):
+        say("a batch is cut into {count} rows, of {tokens} tokens".format(**rows))
+    if devices["count"] < (cfg.devices or jax.device_count()):
+        say(f"more devices do not share {cfg.rows} rows evenly: the others have nothing to do")
     if saved:
         say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
     if cfg.encoding == "bpe" and not (folder / MERGES).exists():
@@ -4523,7 +4495,7 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
     """
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
-    rows = [*(stage.space(devices) for stage in cfg.stages), cfg.val_row]
+    rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
     window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
     window = min(window, max(rows))
     # Conditions are pairs: whether one fails, and what then is wrong.

@@ -91,21 +91,17 @@ def step_batches(cfg: T.Config, mesh, step: int, stream=None, words=()) -> list[
     All have the Hyper of `step`. `words` are the bytes of the tokens, if that is known. Rows of
     random tokens are not packed and documents not cut.
     """
-    known, place, batches = (
-        T.vocabulary(cfg, [*words]),
-        T.place_on(cfg, mesh, T.first_place(cfg)),
-        [],
-    )
+    known, state, batches = T.vocabulary(cfg, [*words]), T.loader_state(cfg, mesh), []
     tokens = stream or RandomTokens(cfg, T.schedule(cfg).candidates[step])
     uncut = tuple(dataclasses.replace(stage, doc_cap=0) for stage in cfg.stages)
     cut = cfg if stream else dataclasses.replace(cfg, stages=uncut)
     for _ in range(BATCHES):
         if stream:
-            rows, _ = T.next_rows(stream, place.cursor, T.stage_at(cfg, step), mesh.size)
+            rows, _ = T.next_rows(stream, state.cursor, T.stage_at(cfg, step))
             T.check_ids(cfg, stream.paths[0].parent, rows)
-        *arrays, place = T.next_batch(cut, mesh, tokens, known, step, place)
+        *arrays, state = T.next_batch(cut, mesh, tokens, known, step, state)
         arrays = jax.tree.map(lambda x: T.put(x, mesh, jax.P(T.AXIS)), arrays)
-        batches.append(T.Batch(*arrays, T.put_hyper(cfg, step, mesh), place))
+        batches.append(T.Batch(*arrays, T.put_hyper(cfg, step, mesh)))
     return batches
 
 
@@ -142,7 +138,7 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     (0: as many as there are). Where there are no data, random tokens have to do, unless the user
     has `named` a folder. UserError if the loss is no number: such steps tell nothing.
     """
-    mesh = T.make_mesh(cfg)
+    cfg, mesh = T.make_mesh(cfg)
     device, parts, whole = mesh.devices.flat[0], parts or mesh.size, cfg
     cfg, peak = part_of(cfg, mesh.size, parts), T.peak_flops(device.device_kind)
     kernels, reason = T.pick_kernels(cfg, device, mesh.size)
@@ -180,10 +176,9 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
         waiting, loss, start = {}, None, time.perf_counter()
         for step in range(1, steps + 1):
             batch, before = next(supply), loss
-            args = state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
-            grads, loss, _ = compiled[grads_of](copies, *args)
+            grads, loss, _ = compiled[grads_of](copies, state["params"][T.NGRAMS], batch)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            del grads, args  # or they would lie beside the updates and the next step
+            del grads  # or they would lie beside the updates and the next step
             for update in (name for name, every in updates.items() if step % every == 0):
                 due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
                 state, changed, _ = compiled[update](state, due, batch.hyper)

@@ -157,7 +157,7 @@ COMPONENTS = {
     "attention kernels": "attend_window window_forward window_backward attend_heads attend_triton",
     "projections": "attention projection project",
     "MLP": "mlp squared_relu lean_squared_relu",
-    "head and loss": "loss_sums val_loss_sum fused_cross_entropy_backward",
+    "head and loss": "loss_sums fused_cross_entropy_backward",
     "mixes and norms": "forward weighted_sum_backward",
     "tables, exchange": "look_up candidate_head signed_sum fetch exchange sum_rows scatter_rows "
     "sum_requests stream grads_step",
@@ -931,16 +931,16 @@ def refused(error: Exception) -> dict:
 # ------------------------------------------------------------------------------------------------
 
 
-def executions(cfg: T.Config, devices: int) -> Counter:
+def executions(cfg: T.Config) -> Counter:
     """How many times each program runs in the whole run."""
     counts = Counter(name for step in range(cfg.steps) for name in T.schedule(cfg).programs(step))
     validations = 1 + sum(T.is_due(cfg.val_every, step - 1, step) for step in range(cfg.steps))
     rows = cfg.val_tokens // cfg.val_row
-    counts["finish"], counts["eval"] = 1, validations * -(-rows // cfg.val_count(devices))
+    counts["finish"], counts["eval"] = 1, validations * -(-rows // (cfg.val_batch // cfg.val_row))
     return counts
 
 
-def about(cfg: T.Config, name: str, devices: int) -> dict:
+def about(cfg: T.Config, name: str) -> dict:
     """What a program takes, for its row of preflight.json; "what" says it for a reader."""
     table, steps = T.param_table(cfg), T.updates(cfg)
     if name in (*steps, "finish"):
@@ -952,13 +952,13 @@ def about(cfg: T.Config, name: str, devices: int) -> dict:
         if steps.get(name, 1) > 1:
             what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
-    batch = min(cfg.val_count(devices) * cfg.val_row, cfg.val_tokens)
+    batch = min(cfg.val_batch, cfg.val_tokens)
     row, windows, targets, ids = cfg.val_row, cfg.val_windows, 1, 0
     if name != "eval":
         at, ids = T.grads_kinds(cfg)[int(name.removeprefix("grads"))]
         stage = cfg.stages[at]
         batch = stage.batch_tokens
-        row, windows = stage.space(devices), stage.windows
+        row, windows = stage.row_tokens, stage.windows
         targets = len(stage.weights) + any(stage.prefix)
     what = f"{batch:,} tokens, rows of {row:,}, windows {windows[0]}/{windows[1]}"
     if targets > 1 or ids:
@@ -978,11 +978,11 @@ def about(cfg: T.Config, name: str, devices: int) -> dict:
 DOCUMENTS = 1050, 1.0
 
 
-def typical_starts(cfg: T.Config, stage: T.Stage, devices: int) -> np.ndarray:
+def typical_starts(cfg: T.Config, stage: T.Stage) -> np.ndarray:
     """Where the documents of a batch's tokens begin in their rows, int32 [rows, t], as documents of
     typical lengths fill rows of `stage` in plan_packed's order."""
     (mean, deviation), draw = DOCUMENTS, np.random.default_rng(0)
-    tokens = np.zeros((len(stage.lengths(devices)), stage.space(devices) + 1), np.int32)
+    tokens = np.zeros((stage.rows, stage.row_tokens + 1), np.int32)
     for row in tokens:
         at = 0
         while at < row.size:
@@ -999,11 +999,11 @@ def visits(cfg: T.Config, name: str, devices: int, kernels: dict, clock: float) 
     As T.visits, the kernels' rule, has it. None as ms: not all schedules say what a visit takes.
     """
     stage = cfg.stages[T.grads_kinds(cfg)[int(name.removeprefix("grads"))][0]]
-    starts, found = typical_starts(cfg, stage, devices), {}
+    starts, found = typical_starts(cfg, stage), {}
     rows = len(starts)
     for i in cfg.layers_with("attends"):
         heads = T.heads_of(cfg, i, stage.windows)
-        plan = T.window_plan(heads, stage.space(devices))
+        plan = T.window_plan(heads, stage.row_tokens)
         earliest = plan.earliest(starts)
         blocks = np.arange(earliest.shape[1])
         seen = [int(T.visits(blocks, j, earliest).sum()) for j in range(plan.slots)]
@@ -1035,8 +1035,8 @@ def preflight_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | N
     """Compile a program; its row of preflight.json. Model FLOPs are those of all devices."""
     kind, start = mesh.devices.flat[0].device_kind, time.perf_counter()
     limit, peak = hardware(kind).memory, T.peak_flops(kind)
-    of = about(cfg, name, mesh.size)
-    row = {"name": name, "steps": executions(cfg, mesh.size)[name], **of}
+    of = about(cfg, name)
+    row = {"name": name, "steps": executions(cfg)[name], **of}
     row["model_flops"] = model_flops(cfg, name, of["tokens_per_step"])
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
     row |= {"device_bytes_limit": limit, "settings": None, "hlo": None}
@@ -1277,7 +1277,8 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
     made_of = source_of(cfg, target)
     with schedule_dump() as schedules:
         devices = absent_devices(target)
-        mesh = T.make_mesh(cfg, devices)
+        recipe = cfg
+        cfg, mesh = T.make_mesh(recipe, devices)
         kernels, reason = T.pick_kernels(cfg, devices[0], mesh.size)
         say(f"kernels: {reason}")
         every = [*T.programs(cfg, mesh, kernels)]
@@ -1291,7 +1292,7 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
             rows[name]["cpu_seconds"] = round(sum(os.times()[:4]) - cpu, 1)
             say(f"{name} compiled in {rows[name]['compile_seconds']:.0f} s")
     if dump:
-        rows = kept(cfg, target, dump) | rows
+        rows = kept(recipe, target, dump) | rows
     rows = [rows[name] for name in every if name in rows]
     report = {
         "preset": cfg.preset,

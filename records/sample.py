@@ -32,7 +32,8 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
     where the document ends.
     """
     cfg, run_dir = dataclasses.replace(cfg, devices=1), saved.folder.parents[1]
-    mesh, now = T.make_mesh(cfg), max(saved.step - 1, 0)  # the schedule's step
+    cfg, mesh = T.make_mesh(cfg)
+    now = max(saved.step - 1, 0)  # the schedule's step
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(saved.cfg.seed))
@@ -44,7 +45,8 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
         rows = T.look_up(cfg, copies | {"ngrams": table}, tokens_bt, places_bit)
         rows["ngram"] = T.signed_sum(cfg, copies["signs"], rows["ngrams"], hashed_bt)
         segments_bt, hyper = T.segment_ids(tokens_bt, cfg.bos), T.hyper_at(cfg, now)
-        x_btd = T.forward(copies, rows, segments_bt, cfg, kernels, cfg.val_windows, hyper)
+        model = T.Model(copies, cfg, kernels, cfg.val_windows, segments_bt, hyper)
+        x_btd = T.forward(model, rows)
         z_v = jnp.matmul(copies["head"], x_btd[0, last], preferred_element_type=jnp.float32)
         logits_v = T.cap_logits(z_v, cfg)
         real = jnp.arange(cfg.vocab) < cfg.real_tokens
@@ -59,7 +61,7 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
         recent = tokens[-length:]
         row = np.array([recent + [cfg.bos] * (length - len(recent))], np.int32)
         hashed = known.hashed_v[row]
-        ids = T.ngram_ids(hashed, cfg.ngram_rows, np)
+        ids = T.ngram_ids(hashed, cfg.ngram_rows)
         places = T.table_places(ids, cfg.ngram_rows).astype(np.int32).swapaxes(0, 1)
         args = row, hashed, places, len(recent) - 1, jax.random.fold_in(key, i)
         tokens.append(int(next_token(copies, params["ngram_table"], *args)))

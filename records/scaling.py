@@ -50,8 +50,7 @@ def larger(cfg: T.Config, times: int) -> T.Config:
 def compile_all(cfg: T.Config, target: str, dump: Path, say=T.tell):
     """Compile what `dump` lacks of the programs of a run but for validation, one by one."""
     devices = preflight.absent_devices(target)
-    mesh = T.make_mesh(cfg, devices)
-    names = [name for name in T.programs(cfg, mesh, T.PLAIN) if name != "eval"]
+    names = [name for name in T.programs(*T.make_mesh(cfg, devices), T.PLAIN) if name != "eval"]
     for name in names:
         if name not in preflight.kept(cfg, target, dump):
             preflight.preflight(cfg, target, [name], dump, say=lambda line: None)
@@ -64,7 +63,7 @@ def row_of(report: dict, times: int) -> dict | str:
     if (report["preset"], report["total_tokens"]) != ("speedrun", cfg.total_tokens):
         return f"is not of speedrun with {times} times its batch"
     rows = [row for row in rows if row["name"] != "eval"]
-    names = {*preflight.executions(cfg, report["devices"])} - {"eval"}
+    names = {*preflight.executions(T.for_devices(cfg, report["devices"]))} - {"eval"}
     if missing := names - {row["name"] for row in rows}:
         return f"lacks {', '.join(sorted(missing))}"
     run = preflight.whole_run(rows)
@@ -149,7 +148,7 @@ def write(dump: Path, out: Path, say=T.tell) -> str:
             continue
         try:
             row = row_of(report, int(named[1]))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError):
             raise T.UserError(f"{path / 'preflight.json'} is damaged: delete it") from None
         if isinstance(row, str):
             say(f"left out: {path.name} {row}")

@@ -117,7 +117,7 @@ def fitting(program: T.Program, due: dict) -> dict:
 
 def requests(cfg: T.Config, grad, share: int, mesh):
     """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
-    n, size = mesh.size, T.capacity(T.table_room(cfg, mesh.size), mesh.size)
+    n, size = mesh.size, T.capacity(cfg.most_tokens, mesh.size)
     wanted = np.full((n, n, size), share, np.int32)
     parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
     read = np.flatnonzero(np.any(grad, axis=1))
@@ -171,12 +171,10 @@ def run_steps(
         copies = T.start_copies(cfg, mesh)(state["params"], seed)
     words = words or [bytes([i]) for i in range(min(cfg.bos, 256))]
     stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
-    place = T.place_on(cfg, mesh, T.first_place(cfg))
-    batches = T.train_batches(cfg, mesh, stream, words, 0, place)
-    for step, batch in enumerate(islice(batches, steps)):
+    batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
+    for step, (batch, _) in enumerate(islice(batches, steps)):
         grads_of, *updates = T.schedule(cfg).programs(step)
-        args = copies, state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
-        grads, loss, _ = compiled[grads_of](*args)
+        grads, loss, _ = compiled[grads_of](copies, state["params"][T.NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
             due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
@@ -185,10 +183,10 @@ def run_steps(
         losses.append(float(loss))
     if ends:
         state, changed = compiled["finish"](state)
-        model = compiled["eval"], copies | changed, state["params"]["ngram_table"]
+        model = partial(compiled["eval"], copies | changed, state["params"][T.NGRAMS])
         val = T.TokenStream(folder, "val", cfg.bos)
         known = T.vocabulary(cfg, words)
-        losses.append(T.evaluate(cfg, mesh, *model, cfg.steps, val, known)[0])
+        losses.append(T.evaluate(cfg, mesh, model, cfg.steps, val, known)[0])
     shapes = T.map_state(cfg, lambda shape, dtype, row: np.zeros(shape, dtype))
 
     def whole(x, like):

@@ -25,12 +25,12 @@ from training import arrays, assert_same_arrays
 import train_gpt as T
 
 CFG = replace(programs.CFG, compute_dtype="bfloat16")  # as the n-gram table then is
-PLACE = T.Place(1234, (5, 0, 77, 3, 100, 1, 2, 4))
+LOADER = T.LoaderState(1234, (5, 0, 77, 3, 100, 1, 2, 4))
 META = {"train_time_ms": 1.5, "logs": {"log.txt": 7}, "data": {}, "source_sha256": "0"}
-META |= {"config": asdict(CFG), "cursor": PLACE.cursor, "dropped_ngrams": 5}
+META |= {"config": asdict(CFG), "cursor": LOADER.cursor, "dropped_ngrams": 5}
 
 
-OFFSETS = np.array(PLACE.offsets)
+OFFSETS = np.array(LOADER.offsets)
 
 
 def quiet(line):
@@ -50,7 +50,7 @@ def numbers(seed: int = 0, cfg=CFG) -> dict[str, np.ndarray]:
 
 def stored(found: dict) -> dict:
     """The same as it lies in a checkpoint, which has the bits of bfloat16 as numbers."""
-    found = found | {"place.offsets": OFFSETS}
+    found = found | {"loader.offsets": OFFSETS}
     short = {name: x for name, x in found.items() if x.dtype.itemsize == 2}
     assert [*short] == ["params.ngram_table"]
     return found | {name: x.view(np.uint16) for name, x in short.items()}
@@ -67,7 +67,7 @@ def state_of(found: dict, mesh, cfg=CFG):
 
 def rows_of(state) -> dict[str, np.ndarray]:
     """All that a process writes of a state."""
-    copies, pieces = T.own_rows(CFG, state)
+    copies, pieces = T.own_arrays(CFG, state)
     return dict(pieces) | copies
 
 
@@ -129,7 +129,7 @@ def test_members_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(f
             assert file[member].dtype == want[name].dtype
     assert each.keys() == want.keys()
     assert {name.split(".")[0] for name in each} == {
-        *("params", "first", "second", "fast", "slow", "equaliser", "place"), *T.AVERAGES
+        *("params", "first", "second", "fast", "slow", "equaliser", "loader"), *T.AVERAGES
     }  # fmt: skip
     # 104 rows on 8 devices are 13 each; of the last device's, 10 are of the table
     assert each["first.embed"] == [*((13 * i, 13) for i in range(7)), (91, 10)]
@@ -138,7 +138,7 @@ def test_members_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(f
     assert each["second.ngram_table"] == each["params.ngram_table"]
     # of 16 matrices 6 are padding
     assert each["slow.mlp_bank"] == [(2 * i, 2) for i in range(5)]
-    assert each["place.offsets"] == [(0, 8)]
+    assert each["loader.offsets"] == [(0, 8)]
     assert each["params.smear_gate"] == [(0, 1)]
     with np.load(folder / "8/0.npz") as first, np.load(folder / "8/1.npz") as second:
         assert "params.embed.39" in first.files and "params.embed.52" in second.files
@@ -151,9 +151,9 @@ def test_members_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(f
 def test_what_is_read_says_all_that_was_written(folder):
     saved = T.read_checkpoint(folder / "8")
     want = {key: value for key, value in META.items() if key not in ("config", "cursor")}
-    want |= {"cfg": CFG, "step": 8, "place": PLACE, "processes": 2}
+    want |= {"cfg": CFG, "step": 8, "loader": LOADER, "processes": 2}
     assert saved == T.Saved(folder=folder / "8", **want)
-    assert type(saved.place) is T.Place
+    assert type(saved.loader) is T.LoaderState
     for step in (6, 8):
         assert_same_arrays(arrays(folder / str(step)), stored(numbers(step)))
 
@@ -201,7 +201,7 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch, devices):
     state = state_of(found, mesh_of(devices), cfg)
     half = found["params.ngram_table"].nbytes // 2
     with peak_below(half):
-        copies, pieces = T.own_rows(cfg, state)
+        copies, pieces = T.own_arrays(cfg, state)
         meta = META | {"step": 2, "config": asdict(cfg)}
         copies[f"{T.OFFSETS}0"] = OFFSETS
         T.write_checkpoint(tmp_path, chain(pieces, copies.items()), meta)
@@ -219,7 +219,7 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch, devices):
 def test_what_is_copied_of_the_state_stays():
     """The next step takes the memory of the state while the thread of the Saver still writes."""
     state, want = state_of(numbers(), mesh_of(2)), numbers()
-    copies, pieces = T.own_rows(CFG, state)
+    copies, pieces = T.own_arrays(CFG, state)
     table = [piece.copy() for _, piece in pieces]
     spoil = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 0 - 1, x), donate_argnums=0)
     jax.block_until_ready(spoil(state))
@@ -251,11 +251,11 @@ def test_training_waits_until_the_table_is_written_and_no_longer(tmp_path, monke
         write=lambda name, line: written.append(line),
     )
     monkeypatch.setattr(T, "write_checkpoint", write_checkpoint)
-    with T.Saver(CFG, log) as saver:
-        saver.save(2, state, PLACE)
+    with T.Saver(CFG, mesh_of(8), log) as saver:
+        saver.save(2, state, LOADER)
         assert written == ["params.ngram_table.0", "params.ngram_table.261"]
         goes_on.set()
-    assert not saver.missing and {*rows_of(state), "place.offsets.0"} == {*written[:-1]}
+    assert not saver.missing and {*rows_of(state), "loader.offsets.0"} == {*written[:-1]}
     size = (tmp_path / "checkpoints/2/0.npz").stat().st_size / 1e6
     assert re.fullmatch(
         rf"checkpoint:2 held the loop for [\d.]+ms, {size:.1f} MB written in [\d.]+s", written[-1]

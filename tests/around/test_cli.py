@@ -444,8 +444,8 @@ def test_show_of_the_speedrun_is_the_record(main):
     for row in (
         "head 50304x768 38,633,472 adam 0.008 0.75 0.5/0.95",
         "embed 50304x768 38,633,472 adam 0.008 0.75 0.5/0.95",
-        "value_tables 201216x768 154,533,888 event 0.56 0.025 0.75/0.95",
-        "ngram_table 42301440x768 32,487,505,920 event 0.56 0.025 0/0.95",
+        "value_tables 201216x768 154,533,888 tables 0.56 0.025 0.75/0.95",
+        "ngram_table 42301440x768 32,487,505,920 tables 0.56 0.025 0/0.95",
         "qk_bank 42x256x768 8,257,536 anvil 0.023 2.25",
         "vo_bank 14x768x768 8,257,536 anvil 0.023 2.25",
         "mlp_bank 24x2816x768 51,904,512 anvil 0.044/0.0881 2.25",

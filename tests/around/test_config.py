@@ -32,7 +32,8 @@ def small_preset(monkeypatch):
 def test_every_preset_is_valid_on_every_device_count(name, devices):
     cfg = resolve(name, f"devices={devices}")
     assert cfg.preset == name
-    assert T.make_mesh(cfg).size == devices
+    made, mesh = T.make_mesh(cfg)
+    assert made == cfg and mesh.size == devices
 
 
 def test_there_are_three_presets_and_the_record_is_the_default():
@@ -432,7 +433,7 @@ def test_an_extension_needs_a_stage_before_it():
 def test_unusual_configs_that_are_valid(changes):
     cfg = small_config(**changes)
     assert f"{cfg.steps} steps, " in T.show(cfg)
-    assert T.programs(cfg, T.make_mesh(cfg, T.all_devices()[:1]), T.PLAIN)
+    assert T.programs(*T.make_mesh(cfg, T.all_devices()[:1]), T.PLAIN)
     assert [T.hyper_at(cfg, step) for step in range(cfg.steps)]
 
 
@@ -467,10 +468,6 @@ def test_wrong_types_are_refused(changes, words):
     "changes, words",
     [
         ({"devices": 16}, "devices=16, but there are 8: use a smaller number or 0"),
-        (
-            {"stages": (T.Stage(1.0, 8, 4, 0, (8, 32), 1.0, (1, 0.5), (1, 0)),), "extension": 0},
-            r"stages.0.batch_tokens=8 are too few for 8 devices: use --set devices=N with less, or",
-        ),
     ],
 )
 def test_device_counts_that_cannot_share_the_work_are_refused(changes, words):
@@ -478,8 +475,31 @@ def test_device_counts_that_cannot_share_the_work_are_refused(changes, words):
         T.make_mesh(small_config(**changes))
 
 
-def test_any_number_of_devices_will_do():
-    assert [T.make_mesh(small_config(devices=n)).size for n in range(1, 9)] == [*range(1, 9)]
+@pytest.mark.parametrize(
+    "devices, used, row_tokens",
+    [
+        *((n, m, (32, 64, 64)) for n, m in zip(range(1, 9), (1, 2, 2, 4, 4, 4, 4, 8), strict=True)),
+        (12, 8, (32, 64, 64)),  # 256 tokens are no 12 equal rows
+        (16, 16, (16, 32, 32)),
+        (200, 128, (2, 4, 4)),  # of 256 rows of one token none has a second target
+    ],
+)
+def test_rows_divide_over_the_devices_that_are_used(devices, used, row_tokens):
+    """Of eight rows the first devices have equally many, or each has a shorter one of its own."""
+    cfg = T.for_devices(small_config(), devices)
+    assert cfg.devices == used and tuple(s.row_tokens for s in cfg.stages) == row_tokens
+    for stage, before in zip(cfg.stages, small_config().stages, strict=True):
+        assert stage.batch_tokens == before.batch_tokens and stage.rows % used == 0
+        assert replace(stage, row_tokens=before.row_tokens) == before
+    assert cfg.val_batch % (used * cfg.val_row) == 0
+    assert T.for_devices(cfg, used) == cfg
+
+
+def test_rows_of_the_record_are_whole_blocks_on_every_slice():
+    for devices in (16, 32, 64, 128, 256):
+        cfg = T.for_devices(T.Config(), devices)
+        assert cfg.devices == devices and {s.row_tokens % T.BLOCK for s in cfg.stages} == {0}
+    assert T.for_devices(T.Config(), 512).devices == 256  # 640 is no whole block
 
 
 def test_an_unknown_preset_is_one_line_and_status_2(capsys):

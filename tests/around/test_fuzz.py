@@ -131,7 +131,7 @@ def base(tmp_path_factory):
     cfg = replace(CFG, data=str(data))
     programs_of(cfg, 1)
     with pytest.MonkeyPatch.context() as patch, quick_compilation():
-        STARTS[:] = (start(cfg, T.make_mesh(cfg)) for start in (T.start_state, T.start_copies))
+        STARTS[:] = (start(*T.make_mesh(cfg)) for start in (T.start_state, T.start_copies))
         patch.setattr(T, "compile_all", lambda cfg, *_: BUILT[key(cfg, 1)])
         patch.setattr(T, "start_state", lambda *_: STARTS[0])
         patch.setattr(T, "start_copies", lambda *_: STARTS[1])

@@ -295,7 +295,7 @@ def test_four_processes_train_as_one_does(launch, on_eight, tmp_path):
     assert_close(result(run), on_eight)
     for i in range(4):
         with np.load(run / f"checkpoints/{STEPS}/{i}.npz") as file:
-            assert f"place.offsets.{2 * i}" in file.files
+            assert f"loader.offsets.{2 * i}" in file.files
             assert f"params.head.{26 * i}" in file.files
 
 

@@ -190,11 +190,11 @@ def test_ngrams_are_fetched_and_their_gradients_go_back_to_their_rows():
         parts = [(wanted, summed[None])] * 2  # as of two steps
         return fetched[places], T.sum_requests(parts, len(table), T.scatter_rows)
 
-    mesh = T.make_mesh(cfg, [DEVICES["cuda"]])
+    cfg, mesh = T.make_mesh(cfg, [DEVICES["cuda"]])
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     args = jax.tree.map(lambda x: T.put(x, mesh, jax.P()), (table, wanted, places, grads))
     found, (ids, sums) = jax.device_get(jax.jit(run)(*args))
-    rows = T.table_places(T.ngram_ids(hashed, cfg.ngram_rows, np), cfg.ngram_rows).swapaxes(0, 1)
+    rows = T.table_places(T.ngram_ids(hashed, cfg.ngram_rows), cfg.ngram_rows).swapaxes(0, 1)
     np.testing.assert_array_equal(found, table[rows])
     want, got = np.zeros(table.shape), np.zeros(table.shape)
     np.add.at(want, rows, 2.0 * grads)
@@ -220,17 +220,17 @@ def folder(tmp_path_factory):
 
 def losses(cfg: T.Config, device, folder) -> list[float]:
     """Training losses of all steps of `cfg` on one device."""
-    mesh, found = T.make_mesh(cfg, [device]), []
+    (cfg, mesh), found = T.make_mesh(cfg, [device]), []
     kernels, _ = T.pick_kernels(cfg, device)
     compiled, _ = T.compile_all(cfg, mesh, kernels, lambda line: None)
     seed, waiting = np.uint32(0), {}
     state = T.start_state(cfg, mesh)(seed)
     copies = T.start_copies(cfg, mesh)(state["params"], seed)
     stream, words = T.TokenStream(folder, "train", BOS), [bytes([i]) for i in range(BOS)]
-    batches = T.train_batches(cfg, mesh, stream, words, 0, T.first_place(cfg))
+    batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
     for step, batch in enumerate(batches):
         grads_of, *updates = T.schedule(cfg).programs(step)
-        args = copies, state["params"]["ngram_table"], batch.rows, batch.wanted, batch.hyper
+        args = copies, state["params"][T.NGRAMS], batch
         grads, loss = compiled[grads_of](*args)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
@@ -282,7 +282,7 @@ def test_a_stage_that_does_not_fit_the_memory_is_compiled_with_less_at_a_time():
     """The record's smallest stage, from the compiler's own account of it on this GPU; of the table
     of n-grams an eighth."""
     cfg, device = replace(RECORD, devices=1, ngram_rows=5_287_680), DEVICES["cuda"]
-    mesh, said = T.make_mesh(cfg, [device]), []
+    (cfg, mesh), said = T.make_mesh(cfg, [device]), []
     kernels, _ = T.pick_kernels(cfg, device)
 
     def build(limit):

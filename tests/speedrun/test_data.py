@@ -142,6 +142,10 @@ def pack_slowly(shards, cursor, rows, t, doc_cap):
     return None
 
 
+def packed(rows, t, doc_cap) -> T.Stage:
+    return T.Stage(1.0, rows * t, t, doc_cap, (1, 1))
+
+
 PACK_SHARDS = (  # many short documents, too few tokens for some batches, short and long ones
     documents(5, 2400, mean=6),
     documents(6, 150)[3:],
@@ -154,7 +158,7 @@ PACK_SHARDS = (  # many short documents, too few tokens for some batches, short 
 def test_plan_packed_agrees_with_a_walk_over_every_token(tmp_path, rows, t, doc_cap):
     stream, cursor, batches = stream_of(tmp_path, *PACK_SHARDS), 0, 0
     while (want := pack_slowly(PACK_SHARDS, cursor, rows, t, doc_cap)) is not None:
-        pieces, cursor = T.plan_packed(stream, cursor, [t] * rows, doc_cap)
+        pieces, cursor = T.plan_packed(stream, cursor, packed(rows, t, doc_cap))
         got = [[] for _ in range(rows)]
         for row, start, stop in pieces:
             got[row].extend(range(start, stop))
@@ -162,25 +166,25 @@ def test_plan_packed_agrees_with_a_walk_over_every_token(tmp_path, rows, t, doc_
         batches += 1
     assert batches > 2 and cursor > len(PACK_SHARDS[0])  # some were beyond the first shard
     with pytest.raises(T.UserError, match="end at"):
-        T.plan_packed(stream, cursor, [t] * rows, doc_cap)
+        T.plan_packed(stream, cursor, packed(rows, t, doc_cap))
 
 
 def test_packed_rows_by_hand(tmp_path):
     """Capped at 5, cut by the end of a row, a whole document, a lone BOS as the last target."""
     stream = stream_of(tmp_path, np.r_[1, 2, texts(7, 9, 2, 4, 3)].astype(np.uint16))
-    rows, cursor = T.next_rows(stream, 0, T.Stage(1.0, 14, 7, 5, (1, 1)))
+    rows, cursor = T.next_rows(stream, 0, packed(2, 7, 5))
     assert rows.dtype == np.uint16
     assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS, 1, 2], [BOS, 1, BOS, 1, 2, 3, BOS, 1]]
     assert cursor == 2 + 7 + 9 + 2 + 4 + 2  # just after the last piece
-    rows, cursor = T.next_rows(stream, 0, T.Stage(1.0, 5, 5, 5, (1, 1)))
+    rows, cursor = T.next_rows(stream, 0, packed(1, 5, 5))
     assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS]] and cursor == 2 + 7 + 1
 
 
 def test_plan_packed_leaves_a_shard_with_too_few_documents_for_the_next(tmp_path):
     stream = stream_of(tmp_path, texts(8, 8, 8), texts(8, 8, 8, 8))
-    pieces, cursor = T.plan_packed(stream, 0, [7] * 2, 8)
+    pieces, cursor = T.plan_packed(stream, 0, packed(2, 7, 8))
     assert (pieces, cursor) == ([(0, 0, 8), (1, 8, 16)], 16)
-    pieces, cursor = T.plan_packed(stream, cursor, [7] * 2, 8)  # one left in the first shard
+    pieces, cursor = T.plan_packed(stream, cursor, packed(2, 7, 8))  # one left in the first shard
     assert (pieces, cursor) == ([(0, 24, 32), (1, 32, 40)], 40)
 
 
@@ -188,8 +192,8 @@ def test_plan_packed_leaves_a_shard_with_too_few_documents_for_the_next(tmp_path
 def test_segment_ids_change_exactly_where_a_piece_begins(shards, doc_cap):
     stream, cursor = T.TokenStream(shards, "train", BOS), 0
     for _ in range(2):
-        pieces, _ = T.plan_packed(stream, cursor, [64] * 4, doc_cap)
-        rows, cursor = T.next_rows(stream, cursor, T.Stage(1.0, 256, 64, doc_cap, (1, 1)))
+        pieces, _ = T.plan_packed(stream, cursor, packed(4, 64, doc_cap))
+        rows, cursor = T.next_rows(stream, cursor, packed(4, 64, doc_cap))
         ids = np.asarray(T.segment_ids(rows[:, :-1], BOS))
         lengths = [[b - a for r, a, b in pieces if r == row] for row in range(4)]
         borders = [(r, at) for r in range(4) for at in np.cumsum(lengths[r]).tolist() if at < 64]
@@ -199,13 +203,13 @@ def test_segment_ids_change_exactly_where_a_piece_begins(shards, doc_cap):
 
 def test_plain_rows_after_packed_ones_repeat_no_token(tmp_path):
     stream = stream_of(tmp_path, texts(8, 8, 8, 8))
-    pieces, cursor = T.plan_packed(stream, 0, [7] * 2, 8)
+    pieces, cursor = T.plan_packed(stream, 0, packed(2, 7, 8))
     assert cursor == max(stop for _, _, stop in pieces)
 
 
 def test_shard_without_documents_is_passed_over(tmp_path):
     stream = stream_of(tmp_path, np.ones(50, np.uint16), texts(8, 8))
-    assert T.plan_packed(stream, 0, [7] * 1, 8)[0] == [(0, 50, 58)]
+    assert T.plan_packed(stream, 0, packed(1, 7, 8))[0] == [(0, 50, 58)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -219,9 +223,8 @@ WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them be
 def batches(cfg, folder, devices, step=0, place=None):
     """All batches of a run from the background thread, and the mesh they lie on."""
     mesh, stream = mesh_of(devices), T.TokenStream(folder, "train", cfg.bos)
-    source = T.train_batches(cfg, mesh, stream, WORDS, step, place or T.first_place(cfg))
-    with T.prefetch(source, 3, always()) as supply:
-        return list(supply), mesh
+    source = T.train_batches(cfg, mesh, stream, WORDS, step, place or T.loader_state(cfg, mesh))
+    return list(T.prefetch(source, 3, always())), mesh
 
 
 @pytest.fixture(scope="module")
@@ -238,13 +241,13 @@ def assert_same(got, want):
 def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
     """But for what each asks the others for, which leads to the same rows of the n-gram table."""
     got, mesh = batches(CFG, shards, devices)
-    for step, (batch, want) in enumerate(zip(got, eight, strict=True)):
+    for step, ((batch, after), want) in enumerate(zip(got, eight, strict=True)):
         stage = T.stage_at(CFG, step)
         rows, t = stage.rows, stage.row_tokens
         assert batch.rows.tokens.dtype == batch.rows.hashed.dtype == np.uint16
         assert batch.rows.tokens.shape == (rows, t + 1)
         assert batch.rows.aims.candidates.shape == (rows, T.schedule(CFG).candidates[step])
-        for x in jax.tree.leaves((batch.rows, batch.wanted)):
+        for x in jax.tree.leaves((batch.rows, batch.requests)):
             assert x.sharding == NamedSharding(mesh, P(T.AXIS))
             assert x.addressable_shards[0].data.shape == (x.shape[0] // devices, *x.shape[1:])
         for got_value, value in zip(batch.hyper, T.hyper_at(CFG, step), strict=True):
@@ -252,13 +255,13 @@ def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
             assert got_value.dtype == np.float32
             np.testing.assert_array_equal(got_value, value)
         unused = {"places": 0}
-        assert_same(batch.rows._replace(**unused), want.rows._replace(**unused))
-        assert batch.after == want.after
+        assert_same(batch.rows._replace(**unused), want[0].rows._replace(**unused))
+        assert after == want[1]
         capacity = T.capacity(stage.batch_tokens, devices)
-        assert batch.wanted.shape == (devices, devices, capacity)
-        ids = T.ngram_ids(np.asarray(batch.rows.hashed), CFG.ngram_rows, np).swapaxes(0, 1)
+        assert batch.requests.shape == (devices, devices, capacity)
+        ids = T.ngram_ids(np.asarray(batch.rows.hashed), CFG.ngram_rows).swapaxes(0, 1)
         share = -(-CFG.ngram_rows // devices)
-        asked = np.asarray(batch.wanted) + share * np.arange(devices)[:, None]
+        asked = np.asarray(batch.requests) + share * np.arange(devices)[:, None]
         found = zip(
             asked.reshape(devices, -1),
             np.split(np.asarray(batch.rows.places), devices),
@@ -270,10 +273,10 @@ def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
 
 def test_batches_follow_the_stages(shards, eight):
     """Plain rows from the start of the stream, then packed ones from where these ended."""
-    stream, place = T.TokenStream(shards, "train", BOS), T.first_place(CFG)
+    stream, place = T.TokenStream(shards, "train", BOS), T.loader_state(CFG, mesh_of(8))
     known = T.vocabulary(CFG, WORDS)
-    for step, batch in enumerate(eight):
-        cursor, offsets, _ = place
+    for step, (batch, after) in enumerate(eight):
+        cursor, offsets = place
         rows, cursor = T.next_rows(stream, cursor, T.stage_at(CFG, step))
         assert rows.shape == ((8, 33) if step < 3 else (8, 65))
         assert step >= 3 or cursor == 256 * (step + 1)
@@ -284,35 +287,20 @@ def test_batches_follow_the_stages(shards, eight):
             aims, offset = T.aim(row, offsets[r], T.schedule(CFG).candidates[step], known.prefix_v)
             each.append(offset)
             assert_same(jax.tree.map(lambda x, r=r: x[r], batch.rows.aims), aims)
-        place = T.Place(cursor, tuple(each))
-        assert batch.after == place
+        place = T.LoaderState(cursor, tuple(each))
+        assert after == place
         assert T.cursor_after(CFG, stream, step + 1) == cursor  # found without reading a token
 
 
 @pytest.mark.parametrize("step", range(1, 8))
 def test_batches_go_on_from_the_place_of_a_step(shards, eight, step):
     """What a resumed run does."""
-    got, _ = batches(CFG, shards, 8, step, eight[step - 1].after)
+    got, _ = batches(CFG, shards, 8, step, eight[step - 1][1])
     assert_same(got, eight[step:])
 
 
 def test_rows_start_their_walks_evenly_apart():
-    assert T.first_place(CFG) == (0, (0, 12, 25, 37, 50, 63, 75, 88), 0)
-
-
-@pytest.mark.parametrize("devices", [*range(1, 9), 12, 16, 24, 64])
-def test_a_batch_has_a_row_for_every_device_and_all_of_its_tokens(devices):
-    """The recipe's rows on up to eight; beyond, as many as there are devices, of equal lengths."""
-    for stage in (*CFG.stages, *T.PRESETS["speedrun"].stages):
-        lengths, space = stage.lengths(devices), stage.space(devices)
-        assert len(lengths) % devices == 0 and sum(lengths) == stage.batch_tokens
-        some = [n for n in lengths if n]
-        assert len(some) == max(8, devices) and max(some) - min(some) <= 1 <= min(some)
-        assert lengths == sorted(lengths, reverse=True)
-        assert devices > 8 or {*some} == {stage.row_tokens}
-        assert max(lengths) <= space and (space % 256 == 0 or space <= max(256, stage.row_tokens))
-        assert devices > 8 or space == stage.row_tokens
-        assert space < max(lengths) + 256
+    assert T.loader_state(CFG, mesh_of(8)) == (0, (0, 12, 25, 37, 50, 63, 75, 88))
 
 
 def many(devices: int, processes: int):
@@ -336,15 +324,15 @@ class Counting(T.TokenStream):
         return super().read(cursor, count)
 
 
-@pytest.mark.parametrize("devices, processes", [(8, 2), (8, 4), (6, 3), (16, 4), (12, 2)])
+@pytest.mark.parametrize("devices, processes", [(8, 2), (8, 4), (4, 2), (16, 4)])
 def test_processes_make_their_own_rows_of_what_one_makes(shards, monkeypatch, devices, processes):
-    """And read no others; on more devices than rows, too, and where some rows are only filled."""
-    cfg, known = CFG, T.vocabulary(CFG, WORDS)
+    """And read no others; on more devices than rows, too."""
+    cfg, known = T.for_devices(CFG, devices), T.vocabulary(CFG, WORDS)
     whole, parts = [], [[] for _ in range(processes)]
     for process, into in ((0, whole), *enumerate(parts)):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         mesh, stream = many(devices, 1 if into is whole else processes), Counting(shards)
-        place = T.place_on(cfg, mesh, T.first_place(cfg))
+        place = T.loader_state(cfg, mesh)
         for step in range(cfg.steps):
             stream.count = 0
             rows, wanted, place = T.next_batch(cfg, mesh, stream, known, step, place)
@@ -355,23 +343,20 @@ def test_processes_make_their_own_rows_of_what_one_makes(shards, monkeypatch, de
         assert_same(joined, (rows, wanted))
         assert {x[2].cursor for x in got} == {place.cursor}
         assert sum((x[2].offsets for x in got), ()) == place.offsets
-        lengths = T.stage_at(cfg, step).lengths(devices)
-        for i, (_, _, after, read) in enumerate(got):
-            mine = lengths[i * len(lengths) // processes :][: len(lengths) // processes]
-            assert read == sum(n + 1 for n in mine if n)
-            assert after.first == i * len(lengths) // processes
+        stage = T.stage_at(cfg, step)
+        assert {x[3] for x in got} == {stage.rows // processes * (stage.row_tokens + 1)}
 
 
-def test_a_place_goes_on_with_another_number_of_rows():
-    """On as many it stands where it stood; else walks are evenly apart from that of the first."""
-    saved, mesh = T.Place(77, (5, 1, 2, 3, 4, 9, 6, 7)), functools.partial(many, processes=1)
-    assert all(T.place_on(CFG, mesh(n), saved) == saved for n in (1, 2, 3, 5, 8))
-    more = T.place_on(CFG, mesh(16), saved)
+def test_a_run_goes_on_with_another_number_of_rows():
+    """Of as many its walks stand where they stood; else they are evenly apart from the first."""
+    saved, mesh = (77, (5, 1, 2, 3, 4, 9, 6, 7)), functools.partial(many, processes=1)
+    assert all(T.loader_state(CFG, mesh(n), *saved) == saved for n in (1, 2, 8))
+    wide = T.for_devices(CFG, 16)
+    more = T.loader_state(wide, mesh(16), *saved)
     apart = tuple((5 + CFG.vocab * r // 16) % CFG.vocab for r in range(16))
-    assert (more.cursor, more.offsets) == (77, apart)
-    assert T.place_on(CFG, mesh(16), more) == more
-    back = T.place_on(CFG, mesh(4), more)
-    assert back.offsets == tuple((5 + x) % CFG.vocab for x in T.first_place(CFG).offsets)
+    assert more == (77, apart) and T.loader_state(wide, mesh(16), *more) == more
+    back = T.loader_state(CFG, mesh(4), *more)
+    assert back.offsets == tuple((5 + CFG.vocab * r // 8) % CFG.vocab for r in range(8))
 
 
 @pytest.mark.parametrize("rows", [4, 520, 522, 65_536, 2**20 - 2])
@@ -386,7 +371,7 @@ def test_owners_are_asked_for_equally_many_ngrams(devices):
     rng, rows, tokens = np.random.default_rng(0), T.Config.ngram_rows, 16_384
     frequent = rng.zipf(1.2, 10 * tokens)
     hashed = frequent[frequent < 32_980][:tokens].reshape(1, -1)
-    ids = np.unique(T.ngram_ids(hashed, rows, np))
+    ids = np.unique(T.ngram_ids(hashed, rows))
 
     def fullest(places):
         counts = np.bincount(places // (rows // devices), minlength=devices)
@@ -402,7 +387,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     wanted, places = T.request(cfg, hashed, 8)
     room = T.capacity(16 * 256, 8)
     assert wanted.shape == (8, 8, room) and T.dropped_ngrams(places) == 0
-    ids = T.ngram_ids(hashed, rows, np)
+    ids = T.ngram_ids(hashed, rows)
     used = np.setdiff1d(ids, rows - 1)
     order = np.concatenate([[rows - 1], used, np.setdiff1d(np.arange(rows - 1), used)])
     moved = np.argsort(order)
@@ -533,44 +518,27 @@ def always() -> threading.Event:
     return running
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    """Every test of this file must end the threads that it started, within a second."""
-    before = set(threading.enumerate())
-    yield
-    wait_for(lambda: {t for t in threading.enumerate() if "draw" in t.name} <= before, seconds=1)
-
-
 @pytest.mark.parametrize("depth", [1, 3, 100])
 def test_prefetch_keeps_the_order_and_ends_with_its_source(depth):
-    with T.prefetch(Source(50), depth, always()) as supply:
-        assert list(supply) == list(range(50))
+    assert list(T.prefetch(Source(50), depth, always())) == list(range(50))
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_prefetch_draws_at_most_depth_and_one_in_hand_ahead(depth):
+def test_prefetch_makes_at_most_depth_and_one_in_hand_ahead(depth):
     source = Source(1000)
-    with T.prefetch(source, depth, always()) as supply:
-        for taken in range(5):
-            wait_for(lambda now=taken: source.drawn == now + depth + 1)
-            time.sleep(0.02)
-            assert source.drawn == taken + depth + 1
-            assert next(supply) == taken
+    supply = T.prefetch(source, depth, always())
+    for taken in range(5):
+        assert next(supply) == taken
+        wait_for(lambda now=taken: source.drawn == now + 1 + depth + 1)
+        time.sleep(0.02)
+        assert source.drawn == taken + 1 + depth + 1
 
 
 def test_prefetch_raises_what_the_source_raised_after_the_items_before_it():
-    with T.prefetch(Source(9, fails_at=3), 2, always()) as supply:
-        assert [next(supply) for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(T.UserError, match="no item 3"):
-            next(supply)
-
-
-@pytest.mark.parametrize("count", [0, 2, 1000], ids=["exhausted", "not full", "full"])
-def test_leaving_prefetch_early_ends_its_thread(count):
-    source = Source(count)
-    with pytest.raises(ZeroDivisionError), T.prefetch(source, 2, always()):
-        wait_for(lambda: source.drawn == min(count, 3))
-        raise ZeroDivisionError  # and no_thread_is_left
+    supply = T.prefetch(Source(9, fails_at=3), 2, always())
+    assert [next(supply) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(T.UserError, match="no item 3"):
+        next(supply)
 
 
 def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
@@ -583,29 +551,18 @@ def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
             go.set()
 
     source = (go.wait(5) and i for i in range(2))
-    with T.prefetch(source, 2, always(), late) as supply:
-        assert list(supply) == [0, 1]
-    assert len(said) >= 3 and all(line.startswith("waiting for the loader for 0.") for line in said)
-
-
-def test_a_loader_that_hangs_does_not_hold_the_end_of_a_run():
-    go, began = threading.Event(), time.monotonic()
-    with T.prefetch((go.wait(30) for _ in range(1)), 2, always()):
-        pass
-    assert time.monotonic() - began < 5
-    go.set()
+    assert list(T.prefetch(source, 2, always(), late)) == [0, 1]
+    assert len(said) >= 3 and all(line.startswith("waiting for the loader") for line in said)
 
 
 def test_loader_rests_while_the_clock_does():
-    running, drawn = threading.Event(), []
-    source = (drawn.append(i) or i for i in range(100))
-    with T.prefetch(source, 50, running) as supply:
-        time.sleep(0.3)
-        assert drawn == []
-        running.set()
-        assert [next(supply) for _ in range(3)] == [0, 1, 2]
-        running.clear()
-        time.sleep(0.05)
-        before = len(drawn)
-        time.sleep(0.3)
-        assert len(drawn) == before
+    running, drawn = always(), []
+    supply = T.prefetch((drawn.append(i) or i for i in range(100)), 50, running)
+    assert [next(supply) for _ in range(3)] == [0, 1, 2]
+    running.clear()
+    time.sleep(0.05)
+    before = len(drawn)
+    time.sleep(0.3)
+    assert len(drawn) == before
+    running.set()
+    assert list(supply) == list(range(3, 100))

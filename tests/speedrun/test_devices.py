@@ -1,10 +1,9 @@
 """A whole training gives the same numbers on any number of devices."""
 
-import dataclasses
 import functools
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,9 +42,7 @@ def test_config_has_every_kind_of_step():
     assert rows["head"] % 2 and rows["ngram_table"] % 4 and rows["mlp_bank"] % 8
 
 
-@pytest.mark.parametrize(
-    "devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 6)), 8]
-)
+@pytest.mark.parametrize("devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 def test_training_is_the_same(training, devices):
     """Losses, that of the validation too, and all of the state: but for the order of sums."""
     (losses, state), (want, alone) = training(devices), training(1)
@@ -59,25 +56,6 @@ def test_training_is_the_same(training, devices):
             assert error < 2e-5, (kind, name)  # 5e-6 was seen
 
 
-@dataclass(frozen=True)
-class Cut(T.Stage):
-    """Cut into the rows of so many devices, on whatever number it runs."""
-
-    as_if: int = 8
-
-    def lengths(self, devices):
-        return super().lengths(self.as_if)
-
-    def space(self, devices):
-        return super().space(self.as_if)
-
-
-def as_on(devices: int, cfg=CFG) -> T.Config:
-    """A config that runs on one device what `cfg` does on so many."""
-    stages = (Cut(*dataclasses.astuple(stage), as_if=devices) for stage in cfg.stages)
-    return replace(cfg, stages=tuple(stages))
-
-
 # What run_steps gives on more devices than this process has, in a file.
 SCRIPT = f"""
 import sys
@@ -86,11 +64,11 @@ devices, shards, out = sys.argv[1:]
 import conftest, jax, numpy as np
 jax.config.update("jax_num_cpu_devices", int(devices))
 from pathlib import Path
-from programs import CFG, mesh_of, programs_of, run_steps
+from programs import CFG, T, mesh_of, programs_of, run_steps
 words = {WORDS!r}
-mesh = mesh_of(int(devices))
+cfg, mesh = T.for_devices(CFG, int(devices)), mesh_of(int(devices))
 losses, state = run_steps(
-    CFG, mesh, programs_of(CFG, mesh.size), Path(shards), words=words, ends=True
+    cfg, mesh, programs_of(cfg, mesh.size), Path(shards), words=words, ends=True
 )
 arrays = {{f"{{kind}}.{{name}}": x for kind, found in state.items() for name, x in found.items()}}
 np.savez(out, losses=losses, **arrays)
@@ -98,9 +76,8 @@ np.savez(out, losses=losses, **arrays)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [12, 16, 32])
+@pytest.mark.parametrize("devices", [16, 32])
 def test_more_devices_than_rows_train_as_one_does_on_rows_as_short(shards, tmp_path, devices):
-    """On twelve, rows of a batch have two lengths, and are filled up to the longer one."""
     command = [sys.executable, "-c", SCRIPT, str(devices), str(shards), str(tmp_path / "x.npz")]
     subprocess.run(command, check=True, cwd=ROOT)
     with np.load(tmp_path / "x.npz") as file:
@@ -108,7 +85,7 @@ def test_more_devices_than_rows_train_as_one_does_on_rows_as_short(shards, tmp_p
         for name in (name for name in file.files if "." in name):
             kind, _, name = name.partition(".")
             state.setdefault(kind, {})[name] = file[f"{kind}.{name}"]
-    cfg = as_on(devices)
+    cfg = T.for_devices(CFG, devices)
     want = run_steps(cfg, mesh_of(1), programs_of(cfg, 1), shards, words=WORDS, ends=True)
     assert_same_training((losses, state), want)
 

@@ -37,8 +37,10 @@ def tokens_per_second(folder) -> float:
     stream, done = T.TokenStream(folder, "train", cfg.bos), 0
     start = time.perf_counter()
     try:
-        for batch in T.train_batches(cfg, mesh_of(8), stream, [], 0, T.first_place(cfg)):
-            jax.block_until_ready((batch.rows, batch.wanted))
+        for batch, _ in T.train_batches(
+            cfg, mesh_of(8), stream, [], 0, T.loader_state(cfg, mesh_of(8))
+        ):
+            jax.block_until_ready((batch.rows, batch.requests))
             done += stage.batch_tokens
     except T.UserError as error:
         assert "tokens in" in str(error) and done  # the end of the shard

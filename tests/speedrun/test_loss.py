@@ -28,14 +28,14 @@ def test_logits_are_capped_in_float32(dtype, cap):
     assert got.min() > 0 and got.max() <= cap[0]
 
 
-@pytest.mark.parametrize("beyond", [0, 3])  # what fills up rows for the program of longer ones
+@pytest.mark.parametrize("beyond", [0, 3])  # tokens without a target
 @pytest.mark.parametrize("prefix", [None, 0.25])
 @pytest.mark.parametrize("t, weights", [(7, [1.0, 0.5, 0.25]), (7, [0.3]), (3, [1.0, 0.5, 0.25])])
 def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix, beyond):
     rng = np.random.default_rng(0)
     next_bt, prefixes = (rng.integers(n, 48, (2, t + beyond)).astype(np.int32) for n in (0, -20))
-    prefixes[:, t:] = -1
-    aims, k = T.Aims(None, next_bt, prefixes, np.int32([t, t])), len(weights)
+    prefixes[:, t:] = next_bt[:, t:] = -1
+    aims, k = T.Aims(None, next_bt, prefixes), len(weights)
     targets, got = jit(lambda *args: T.targets_ahead(*args, prefix))(aims, np.float32(weights))
     shape = 2, t + beyond, k + bool(prefix)
     assert targets.shape == got.shape == shape and targets.dtype == jnp.int32

@@ -34,13 +34,15 @@ def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
 
 @functools.cache
 def compiled(cfg: T.Config, windows):
-    def run(params, tokens):
-        places = T.ngram_ids(tokens, cfg.ngram_rows)  # the table is random, so in any order
+    """A function of parameters, tokens and their rows of the table, random, so in any order."""
+
+    def run(params, tokens, places):
         tables = params | {"ngrams": params["ngram_table"]}
         rows = T.look_up(cfg, tables, tokens, places.swapaxes(0, 1))
         rows["ngram"] = T.signed_sum(cfg, T.sign_pool(cfg, 0), rows["ngrams"], tokens)
         segments = T.segment_ids(tokens, BOS)
-        return T.forward(params, rows, segments, cfg, T.PLAIN, windows, T.hyper_at(cfg, 0))
+        model = T.Model(params, cfg, T.PLAIN, windows, segments, T.hyper_at(cfg, 0))
+        return T.forward(model, rows)
 
     return jit(run)
 
@@ -53,7 +55,8 @@ def moved(cfg, tokens, other, windows=WIDE, off=()) -> list[int]:
     """Positions at which the outputs for two batches differ to the bit, in any row."""
     params = random_params(cfg)
     params = params | {name: np.zeros_like(params[name]) for name in off}
-    one, two = (np.asarray(compiled(cfg, windows)(params, x)) for x in (tokens, other))
+    run = compiled(cfg, windows)
+    one, two = (np.asarray(run(params, x, T.ngram_ids(x, cfg.ngram_rows))) for x in (tokens, other))
     return np.flatnonzero((one != two).any(axis=(0, 2))).tolist()
 
 

@@ -43,7 +43,16 @@ def exact_adam(param, mean, square, grad, lr, decay, count, betas, eps):
     return param - step - np.where(step * param > 0, lr**2 * decay * param, 0), mean, square
 
 
-adam = jit(T.adam, static_argnames=("betas", "eps"))
+def by_rates(step):
+    """`step` of an AdamRates as a function of its five numbers."""
+
+    def run(*args):
+        return step(*args[:-5], T.AdamRates(*args[-5:]))
+
+    return run
+
+
+adam = jit(by_rates(T.adam), static_argnums=(7, 8))
 
 
 @pytest.mark.parametrize("betas", [(0.5, 0.95), (0.9, 0.99)])
@@ -71,7 +80,7 @@ def test_rows_of_a_table():
     table, square = matrices(9, 4).astype(np.float64), np.square(matrices(9, seed=1))
     ids, grad = np.array([7, 0, 4, 9, 11], np.int32), matrices(5, 4, seed=2)  # two only fill up
     lr, decay, count, b2 = 0.1, 20.0, 3.0, 0.95
-    run = jit(T.adam_rows, static_argnames=("betas", "eps"))
+    run = jit(by_rates(T.adam_rows), static_argnums=(6, 7))
     args = lr, decay, jnp.float32(count), (0.0, b2), 1e-10
     got, moments = run(jnp.asarray(table, jnp.float32), square, (ids, grad), *args)
     want, faded = table.copy(), b2 * square.astype(np.float64)
@@ -113,7 +122,7 @@ def test_four_steps_of_anvil(shape):
     hyper = T.hyper_at(CFG, 5)._replace(lr=np.float32(0.5), momentum=np.float32(0.9))
     hyper = hyper._replace(fast_beta=np.float32(0.85), fast_weight=np.float32(0.4))
     step = jax.shard_map(
-        lambda *args: T.anvil(CFG, *args, hyper, row),
+        lambda *args: T.anvil(CFG, row, args[:4], args[4], hyper),
         mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False,
     )  # fmt: skip
     for at in range(4):
@@ -137,8 +146,9 @@ def test_a_zero_gradient_leaves_a_matrix_but_for_its_decay():
     """Nothing becomes NaN; an average of zero lets it decay."""
     param, zero = matrices(2, 6, 4), jnp.zeros((2, 6, 4))
     row = replace(T.param_table(CFG)["vo_bank"], lr=0.1, decay=5.0, scale=(1.0, 1.0))
+    hyper = T.hyper_at(CFG, 0)._replace(lr=np.float32(1))
     step = jax.shard_map(
-        lambda *args: T.anvil(CFG, *args, T.hyper_at(CFG, 0)._replace(lr=np.float32(1)), row),
+        lambda *args: T.anvil(CFG, row, args[:4], args[4], hyper),
         mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False,
     )  # fmt: skip
     new, fast, slow, square = quick(step, param, zero, zero, jnp.zeros((2, 6)), zero)

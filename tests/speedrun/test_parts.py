@@ -170,7 +170,7 @@ def test_part_one_alone_trains_the_same_losses(monkeypatch, tmp_path, shards):
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
         "ask_to_stop": lambda: contextlib.nullcontext(lambda step: ""),  # nobody asks
-        "Saver": lambda cfg, log: contextlib.nullcontext(SimpleNamespace(missing="")),
+        "Saver": lambda *_: contextlib.nullcontext(SimpleNamespace(missing="")),
         "keeps_end": lambda cfg: False,  # nothing is saved
     }
     assert not stand_ins.keys() & vars(alone).keys()

@@ -258,14 +258,14 @@ def watch(patch, seen: dict) -> T.Kernels:
         return jnp.concatenate(list(gates.values()), axis=-1)
 
     note("smear", lambda args, out: keep("smeared", out))
-    note("token_gates", lambda args, out: (keep("gates_of", args[4]), keep("gates", joined(out))))
-    note("mlp", lambda args, out: keep("mid", args[4]))
+    note("token_gates", lambda args, out: (keep("gates_of", args[2]), keep("gates", joined(out))))
+    note("mlp", lambda args, out: keep("mid", args[2]))
     note(
         "attention",
-        lambda args, out: keep("attn_branch", out - (0 if args[6] is None else args[6])),
+        lambda args, out: keep("attn_branch", out - (args[5] if len(args) > 5 else 0)),
     )
-    note("mudd_layer", lambda args, out: (keep("cache9", args[3]), keep("cache7", args[5])))
-    note("mudd_mix", lambda args, out: (keep("last", args[2]), keep("mixed", out)))
+    note("mudd_layer", lambda args, out: (keep("cache9", args[1]), keep("cache7", args[3])))
+    note("mudd_mix", lambda args, out: (keep("last", args[1]), keep("mixed", out)))
 
     def attending(q, k, v, *rest):
         out = T.attend_plain(q, k, v, *rest)
@@ -290,7 +290,7 @@ def outcome(name: str):
     tokens, inputs = jnp.asarray(c.tokens[None]), jnp.asarray(c.tokens[None, :-1])
     aims = T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
     weights, prefix = jnp.asarray(c.mtp or [1.0], jnp.float32), c.prefix_weight or None
-    places = T.table_places(T.ngram_ids(inputs, cfg.ngram_rows, np), cfg.ngram_rows)
+    places = T.table_places(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows)
     places = places.swapaxes(0, 1)
 
     def loss(params):
@@ -304,15 +304,16 @@ def outcome(name: str):
             if c.mode == "eval":
                 segments = T.segment_ids(inputs, cfg.bos)
                 every = aims._replace(targets=tokens[:, 1:].astype(jnp.int32))
-                args = params, rows, segments, every, cfg, kernels, hyper
-                return T.val_loss_sum(*args), seen
+                model = T.Model(params, cfg, kernels, cfg.val_windows, segments, hyper)
+                x = T.forward(model, rows)
+                return T.loss_sums(model, x, params["head"], every, jnp.ones(1))[1], seen
             segments = T.segment_ids(inputs, cfg.bos, cfg.attention_cap)
-            args = params, rows, segments, cfg, kernels, tuple(c.windows), hyper
+            model = T.Model(params, cfg, kernels, tuple(c.windows), segments, hyper)
             head = params["head"]
             if aims.candidates.size:
                 head = T.candidate_head(head, aims.candidates)
-            args = T.forward(*args), head, aims, cfg, kernels, weights, prefix
-            return T.loss_sums(*args)[0], seen
+            x = T.forward(model, rows)
+            return T.loss_sums(model, x, head, aims, weights, prefix)[0], seen
 
     # Full width is worth the optimizations: it computes for longer than it compiles.
     jit = functools.partial(jax.jit, compiler_options=None if c.config == "full" else QUICK)
@@ -338,9 +339,9 @@ def test_what_goes_in(name):
     segments = np.asarray(T.segment_ids(inputs, c.cfg.bos, cap))[0]
     starts = np.flatnonzero(np.diff(segments, prepend=-1))
     np.testing.assert_array_equal(starts, np.unique(golden["cu_seqlens"])[:-1])
-    ids = T.ngram_ids(inputs, c.cfg.ngram_rows, np)
+    ids = T.ngram_ids(inputs, c.cfg.ngram_rows)
     np.testing.assert_array_equal(ids[:, 0], golden["ngram_ids"])
-    signs = T.sign_ids(inputs, c.cfg.sign_rows, np)
+    signs = np.asarray(T.sign_ids(inputs, c.cfg.sign_rows))
     np.testing.assert_array_equal(signs[:, 0], golden["sign_rows"])
     for freqs, key in zip(c.hyper.freqs, ("yarn_narrow", "yarn_wide"), strict=True):
         want = golden[key]  # of every dimension, those that stand still included
@@ -348,7 +349,6 @@ def test_what_goes_in(name):
     np.testing.assert_allclose(c.hyper.scales, c.attn_scale, rtol=3e-7)
     if c.candidates:
         assert (c.rank * c.cfg.vocab // 8, c.walk) == (c.walk_before, c.walk_after)
-        assert c.aims.lengths == c.row_tokens
         for got, key in zip(c.aims, ("candidates", "target_pos", "prefix_pos"), strict=False):
             np.testing.assert_array_equal(got, golden[key])
 
@@ -458,10 +458,11 @@ class Training:
 
     def loss(self, tokens) -> float:
         """Summed loss of validation rows after the last step."""
-        lengths = [tokens.shape[1] - 1] * len(tokens)
-        args = T.val_rows(self.cfg, self.mesh, T.vocabulary(self.cfg, []), tokens, lengths)
-        table, hyper = self.state["params"]["ngram_table"], self.hyper(self.cfg.steps - 1)
-        total, dropped = program(self.cfg, self.devices, "eval")(self.copies, table, *args, hyper)
+        counts = [True] * len(tokens)
+        known, hyper = T.vocabulary(self.cfg, []), self.hyper(self.cfg.steps - 1)
+        batch = T.val_batch(self.cfg, self.mesh, known, tokens, counts, hyper)
+        table = self.state["params"][T.NGRAMS]
+        total, dropped = program(self.cfg, self.devices, "eval")(self.copies, table, batch)
         assert dropped == 0
         return float(total)
 
@@ -470,7 +471,7 @@ class Training:
         name, table = T.schedule(self.cfg).programs(step)[0], self.state["params"]["ngram_table"]
         put = functools.partial(T.put, mesh=self.mesh, spec=T.P(T.AXIS))
         rows, wanted = jax.tree.map(put, (rows, wanted))
-        args = self.copies, table, rows, wanted, self.hyper(step)
+        args = self.copies, table, T.Batch(rows, wanted, self.hyper(step))
         grads, loss, dropped = program(self.cfg, self.devices, name)(*args)
         assert dropped == 0
         return grads, float(loss) * T.stage_at(self.cfg, step).batch_tokens
@@ -691,7 +692,7 @@ def test_training_steps(scenario, devices):
     stages = (replace(s, candidates=counts.get(i, (0,))) for i, s in enumerate(cfg.stages))
     cfg = replace(cfg, stages=tuple(stages))
     run = Training(cfg, devices, tied(originals("small")), case_parts("stage0").signs)
-    offsets, prefix_v = T.first_place(cfg).offsets, arrays("model")["prefix_table"]
+    offsets, prefix_v = T.loader_state(cfg, mesh_of(1)).offsets, arrays("model")["prefix_table"]
     for at, fact in enumerate(about["steps"]):
         rounded = scenario == "cadence" and at >= 2
         step, count = fact["step"], T.schedule(cfg).candidates[fact["step"]]
@@ -763,8 +764,8 @@ def test_schedule_of_every_step():
         }
         for name, value in exact.items():
             assert golden[name][step] == value, (name, step)
-        planes = T.adam_numbers(cfg, table["value_tables"], hyper)
-        ngrams = T.adam_numbers(cfg, table["ngram_table"], hyper)
+        planes = T.adam_rates(cfg, table["value_tables"], hyper)
+        ngrams = T.adam_rates(cfg, table["ngram_table"], hyper)
         rounded = {
             "lr_factor": hyper.lr,
             "momentum": hyper.momentum,
@@ -774,11 +775,11 @@ def test_schedule_of_every_step():
             "scale_wide": hyper.scales[1],
             "mtp_weights": hyper.weights,
             "prefix_weight": hyper.prefix,
-            "value_beta1": planes["betas"][0],
-            "value_beta2": planes["betas"][1],
-            "value_wd_mul": planes["decay"] / cfg.decay_adam,
-            "ngram_beta2": ngrams["betas"][1],
-            "ngram_wd_mul": ngrams["decay"] / cfg.decay_adam,
+            "value_beta1": planes.betas[0],
+            "value_beta2": planes.betas[1],
+            "value_wd_mul": planes.decay / cfg.decay_adam,
+            "ngram_beta2": ngrams.betas[1],
+            "ngram_wd_mul": ngrams.decay / cfg.decay_adam,
         }
         for name, value in rounded.items():
             np.testing.assert_allclose(value, golden[name][step], rtol=3e-7, err_msg=name)

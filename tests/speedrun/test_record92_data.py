@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, write_shard
@@ -98,7 +97,7 @@ def golden(tmp_path_factory):
 @pytest.fixture(scope="module")
 def batches(golden):
     """(Rows, wanted, place before, place after) of every step, one after the other."""
-    found, place = [], T.first_place(CFG)
+    found, place = [], T.loader_state(CFG, mesh_of(8))
     for step in STEPS:
         rows, wanted, after = T.next_batch(CFG, mesh_of(8), golden.train, golden.known, step, place)
         found.append((rows, wanted, place, after))
@@ -120,7 +119,7 @@ def test_rows_and_the_pieces_they_are_made_of(golden, batches, step):
     assert sha256(rows.tokens, "<u2") == about["sha256_of_rows_uint16"]
     if f"step{step}/rows" in golden.arrays:
         np.testing.assert_array_equal(rows.tokens, golden.arrays[f"step{step}/rows"])
-    pieces, cursor = T.plan_packed(golden.train, place.cursor, stage.lengths(8), stage.doc_cap)
+    pieces, cursor = T.plan_packed(golden.train, place.cursor, stage)
     assert cursor == after.cursor
     bases = [golden.train.shard_at(start) for _, start, _ in pieces]
     assert {number for number, _ in bases} == {about["shard"]}
@@ -144,8 +143,8 @@ def test_hashes(golden, batches, step):
     rows, wanted, *_ = batches[step]
     about, arrays = META["steps"][step], golden.arrays
     np.testing.assert_array_equal(rows.hashed, rows.tokens[:, :-1])
-    ids = T.ngram_ids(rows.hashed, CFG.ngram_rows, np).swapaxes(0, 1)  # theirs: [8, 2, t]
-    signs = T.sign_ids(rows.hashed, CFG.sign_rows, np).swapaxes(0, 1)
+    ids = T.ngram_ids(rows.hashed, CFG.ngram_rows).swapaxes(0, 1)  # theirs: [8, 2, t]
+    signs = np.asarray(T.sign_ids(rows.hashed, CFG.sign_rows)).swapaxes(0, 1)
     assert sha256(ids) == about["sha256_of_ngram_ids_int32"]
     assert sha256(signs) == about["sha256_of_sign_rows_int32"]
     np.testing.assert_array_equal(ids[:, :, :12], arrays[f"step{step}/ngram_first"])
@@ -173,7 +172,7 @@ def test_requests_of_the_largest_batch(devices):
     stage = max(RECORD.stages, key=lambda stage: stage.batch_tokens)
     shape = stage.rows, stage.row_tokens
     hashed = np.random.default_rng(0).integers(0, CFG.bos, shape).astype(np.uint16)
-    ids = T.ngram_ids(hashed, CFG.ngram_rows, np).swapaxes(0, 1)
+    ids = T.ngram_ids(hashed, CFG.ngram_rows).swapaxes(0, 1)
     check_request(*T.request(CFG, hashed, devices), T.table_places(ids, CFG.ngram_rows))
 
 
@@ -233,11 +232,10 @@ def test_a_walk_that_meets_too_many_targets_and_one_that_is_not_needed(golden):
     assert offset == META["exact"]["walk_after"]
 
 
-@pytest.mark.parametrize("xp", [np, jnp])
-def test_hashes_whose_products_wrap_around(xp):
+def test_hashes_whose_products_wrap_around():
     example = META["hash_example"]
-    tokens = xp.asarray([example["tokens"]], dtype=np.uint16)
-    both = np.asarray(T.ngram_ids(tokens, CFG.ngram_rows, xp))[:, 0].tolist()
+    tokens = np.asarray([example["tokens"]], dtype=np.uint16)
+    both = np.asarray(T.ngram_ids(tokens, CFG.ngram_rows))[:, 0].tolist()
     assert both == [example["bigram"], example["trigram"]]
 
 
@@ -245,13 +243,13 @@ def test_hashes_whose_products_wrap_around(xp):
 def test_validation_rows(golden, batch):
     """Unaligned, every token; documents apart also where a row begins inside one."""
     t, rows = META["val"]["row_tokens"], META["val"]["global_tokens"] // META["val"]["row_tokens"]
-    pieces, cursor = T.plan_plain(batch * rows * t, [t] * rows)
-    got = T.read_rows(golden.val, pieces, [t] * rows)
+    pieces, cursor = T.plan_plain(batch * rows * t, rows, t)
+    got = T.read_rows(golden.val, pieces, range(rows))
     assert (got.shape, cursor) == ((rows, t + 1), (batch + 1) * rows * t)
     ids = np.asarray(T.segment_ids(got[:, :-1].astype(np.int32), CFG.bos))
     for row, want in zip(ids, golden.arrays[f"val/{batch}/cu_seqlens"], strict=True):
         assert borders(row) == np.unique(want).tolist()
-    hashed = T.ngram_ids(got[:, :-1], CFG.ngram_rows, np).swapaxes(0, 1)[:, :, :16]
+    hashed = T.ngram_ids(got[:, :-1], CFG.ngram_rows).swapaxes(0, 1)[:, :, :16]
     np.testing.assert_array_equal(hashed, golden.arrays[f"val/{batch}/first_ngram_ids"])
 
 

@@ -100,7 +100,7 @@ def hyper_on(cfg, step, mesh, **changes):
 def batch_of(cfg, step, mesh, shards):
     """(Rows, wanted) of a step from the start of the shards, as NumPy arrays and on the mesh."""
     stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(cfg, WORDS)
-    *arrays, _ = T.next_batch(cfg, mesh, stream, known, step, T.first_place(cfg))
+    *arrays, _ = T.next_batch(cfg, mesh, stream, known, step, T.loader_state(cfg, mesh))
     return arrays, jax.tree.map(lambda x: T.put(x, mesh, P(T.AXIS)), arrays)
 
 
@@ -148,7 +148,7 @@ def test_gradients_do_not_depend_on_micro_tokens_and_recompute(shards, change):
         model_on(CFG, random_state(CFG)["params"], mesh),
         batch_of(CFG, 0, mesh, shards),
     )
-    args = *model, *batch, hyper_on(CFG, 0, mesh)
+    args = *model, T.Batch(*batch, hyper_on(CFG, 0, mesh))
     (want, wanted, _), (got, loss, _) = (program(c, 1, "grads0")(*args) for c in (CFG, cfg))
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
     for name in TABLE:
@@ -169,13 +169,13 @@ def toy_copies(dtype):
     return found | {"signs": T.sign_pool(CFG, 0)}
 
 
-def toy_forward(params, rows, *_):
+def toy_forward(model, rows):
     """In place of forward: features in which all tables that tokens look up have a part."""
     one, two, three = rows["value_tables"]
     return jnp.concatenate([rows["embed"] + one - 2 * two + 3 * three, rows["ngram"]], axis=-1)
 
 
-def toy_loss(features, head, aims, *_):
+def toy_loss(model, features, head, aims, *_):
     """In place of loss_sums: (a sum in which every table has a gradient, another number)."""
     x, ngram = jnp.split(features, 2, axis=-1)
     x = (x * aims.targets[..., None].astype(x.dtype) + ngram).astype(jnp.float32)
@@ -186,10 +186,9 @@ def toy_loss(features, head, aims, *_):
 @functools.cache
 def toy_autodiff(dtype):
     """((loss, other number), gradients) of all rows at once, in float32, lookups inside."""
-    t = TOY_TOKENS.shape[1] - 1
-    aims = T.Aims(None, TOY_TOKENS[:, 1:].astype(np.int32), None, np.full(len(TOY_TOKENS), t))
+    aims = T.Aims(None, TOY_TOKENS[:, 1:].astype(np.int32), None)
     inputs = TOY_TOKENS[:, :-1]
-    places = T.table_places(T.ngram_ids(inputs, CFG.ngram_rows, np), CFG.ngram_rows)
+    places = T.table_places(T.ngram_ids(inputs, CFG.ngram_rows), CFG.ngram_rows)
     copies = toy_copies(dtype)
     signs = copies.pop("signs")
 
@@ -197,7 +196,7 @@ def toy_autodiff(dtype):
         tables = copies | {"ngrams": copies["ngram_table"]}
         rows = T.look_up(CFG, tables, inputs, places.swapaxes(0, 1))
         rows["ngram"] = T.signed_sum(CFG, signs, rows["ngrams"], inputs)
-        return toy_loss(toy_forward(copies, rows), copies["head"], aims)
+        return toy_loss(None, toy_forward(None, rows), copies["head"], aims)
 
     copies = {name: x.astype(jnp.float32) for name, x in copies.items()}
     return quick(jax.value_and_grad(loss, has_aux=True), copies)
@@ -222,9 +221,9 @@ def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(monkeypatch, m
     copies, inputs = toy_copies(dtype), TOY_TOKENS[:, :-1]
     wanted, places = T.request(cfg, inputs, 1)
     targets = TOY_TOKENS[:, 1:].astype(np.int32)
-    aims = T.Aims(np.empty((12, 0), np.int32), targets, 0 * targets, np.full(12, 5, np.int32))
+    aims = T.Aims(np.empty((12, 0), np.int32), targets, 0 * targets)
     rows, table = T.Rows(TOY_TOKENS, inputs, places, aims), copies.pop("ngram_table")
-    grads, mean, dropped = quick(step, copies, table, rows, wanted, T.hyper_at(cfg, 0))
+    grads, mean, dropped = quick(step, copies, table, T.Batch(rows, wanted, T.hyper_at(cfg, 0)))
     assert dropped == 0
     (_, want), wanted = toy_autodiff(dtype)
     assert mean == want / 128 == targets.sum() / 128 and mean.dtype == jnp.float32
@@ -256,9 +255,9 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
     (rows, _), batch = batch_of(WIDE, 0, mesh, shards)
     model = model_on(WIDE, params, mesh)
     hyper = hyper_on(WIDE, 0, mesh, weights=weights)
-    got, loss, _ = program(WIDE, 8, "grads0")(*model, *batch, hyper)
+    got, loss, _ = program(WIDE, 8, "grads0")(*model, T.Batch(*batch, hyper))
     inputs, targets, aims = rows.tokens[:, :-1], rows.tokens[:, 1:].astype(np.int32), rows.aims
-    places = T.table_places(T.ngram_ids(rows.hashed, WIDE.ngram_rows, np), WIDE.ngram_rows)
+    places = T.table_places(T.ngram_ids(rows.hashed, WIDE.ngram_rows), WIDE.ngram_rows)
     prefixes = np.take_along_axis(aims.candidates, np.maximum(aims.prefixes, 0), 1)
     has_prefix, signs = aims.prefixes >= 0, jnp.asarray(np.asarray(model[0]["signs"]))
     assert 0.1 < has_prefix.mean() < 0.8
@@ -268,7 +267,8 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
         found = T.look_up(WIDE, tables, inputs, places.swapaxes(0, 1))
         found["ngram"] = T.signed_sum(WIDE, signs, found["ngrams"], rows.hashed)
         segments = T.segment_ids(inputs, BOS, WIDE.attention_cap)
-        x = T.forward(params, found, segments, WIDE, T.PLAIN, (8, 32), T.hyper_at(WIDE, 0))
+        model = T.Model(params, WIDE, T.PLAIN, (8, 32), segments, T.hyper_at(WIDE, 0))
+        x = T.forward(model, found)
         capped = T.cap_logits(x @ params["head"].T, WIDE)
         among = jnp.take_along_axis(capped, aims.candidates[:, None], 2)
         total = jnp.log(jnp.sum(jnp.exp(among), axis=2))
@@ -305,7 +305,8 @@ def test_padding_is_never_read(shards):
     mesh, found = mesh_of(8), []
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     (rows, _), batch = batch_of(CFG, 3, mesh, shards)
-    val = T.val_rows(CFG, mesh, T.vocabulary(CFG, WORDS), rows.tokens, [64] * 8)
+    batch = T.Batch(*batch, hyper_on(CFG, 3, mesh))
+    val = T.val_batch(CFG, mesh, T.vocabulary(CFG, WORDS), rows.tokens, [True] * 8, batch.hyper)
     for padding in (0.0, np.nan):
         copies, table = jax.tree.map(np.array, model)
         for name in SHARDED:
@@ -314,8 +315,8 @@ def test_padding_is_never_read(shards):
         copies = {name: T.put(x, mesh, specs[name]) for name, x in copies.items()}
         table = T.put(table, mesh, P(T.AXIS))
         name = T.schedule(CFG).programs(3)[0]
-        for args in ((name, *batch), ("eval", *val)):
-            out = programs_of(CFG, 8)[args[0]](copies, table, *args[1:], hyper_on(CFG, 3, mesh))
+        for which, args in ((name, batch), ("eval", val)):
+            out = programs_of(CFG, 8)[which](copies, table, args)
             found.append(jax.device_get(out))
     assert_same(found[:2], found[2:])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
@@ -337,7 +338,7 @@ def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows
     cfg = small_config(micro_tokens=micro_tokens)
     tokens = np.arange(rows * (row_tokens + 1), dtype=np.uint16).reshape(rows, -1)
     places = np.arange(rows * 2 * row_tokens).reshape(rows, 2, -1)
-    aims = T.Aims(np.empty((rows, 0)), tokens[:, 1:], tokens[:, 1:], np.full(rows, row_tokens))
+    aims = T.Aims(np.empty((rows, 0)), tokens[:, 1:], tokens[:, 1:])
     got = T.micro_batches(cfg, T.Rows(tokens, tokens[:, :-1], places, aims))
     assert got.tokens.shape == (rows // want, want, row_tokens + 1)
     assert got.aims.candidates.shape == (rows // want, want, 0)
@@ -488,12 +489,12 @@ def test_a_collective_inside_the_loop_would_be_found():
     mesh = mesh_of(8)
     like = T.programs(WIDE, mesh, KERNELS)["grads0"]
 
-    def reduce_each(copies, table, rows, wanted, hyper):
+    def reduce_each(copies, table, batch):
         def add(total, rows):
             x = copies["embed"][rows.tokens[:, :-1]]
             return total + lax.psum(jnp.sum(x), T.AXIS), None
 
-        total, _ = lax.scan(add, jnp.zeros(()), T.micro_batches(WIDE, rows))
+        total, _ = lax.scan(add, jnp.zeros(()), T.micro_batches(WIDE, batch.rows))
         return table, total, total
 
     with quick_compilation():
@@ -748,16 +749,16 @@ def test_programs_of_the_record_on_eight_devices():
     """Shapes of all that goes in, and where it lies, without a device that could hold it."""
     cfg, mesh = T.Config(), mesh_of(8)
     found, grads = T.programs(cfg, mesh, T.PLAIN), [f"grads{i}" for i in range(6)]
-    updates = "anvil", "adam_tied", "tables2", "tables4", "adam"
+    updates = "anvil", "adam_tied", "adam", "tables2", "tables4"
     assert list(found) == [*grads, *updates, "finish", "eval"]
     shapes = [(16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576)]
     shapes += [(40_960, 0), (16_384, 0)]
     shapes = dict(zip(grads, shapes, strict=True)) | {"eval": (262_144, 0)}
     for name, (t, candidates) in shapes.items():
-        copies, table, rows, wanted, hyper = found[name].args
+        copies, table, (rows, wanted, hyper) = found[name].args
         assert (rows.tokens.shape, rows.tokens.dtype) == ((8, t + 1), np.uint16)
         assert (rows.hashed.shape, rows.hashed.dtype) == ((8, t), np.uint16)
-        assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t), (8,)]
+        assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t)]
         assert rows.places.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(8 * t, 8))
         assert (table.shape, table.dtype) == ((42_301_440, 768), cfg.dtype)
         cut = {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))}
@@ -853,7 +854,7 @@ def direct_loss(val):
     tokens = val.read(0, CFG.val_tokens + 1).astype(np.int32)
     rows = tokens[:-1].reshape(-1, CFG.val_row)
     hashed, signs = known.hashed_v[rows], T.sign_pool(CFG, 0)
-    places = T.table_places(T.ngram_ids(hashed, CFG.ngram_rows, np), CFG.ngram_rows)
+    places = T.table_places(T.ngram_ids(hashed, CFG.ngram_rows), CFG.ngram_rows)
     a, b, c = CFG.logit_cap
 
     def features(params, hyper):
@@ -861,8 +862,8 @@ def direct_loss(val):
             CFG, params | {"ngrams": params["ngram_table"]}, rows, places.swapaxes(0, 1)
         )
         found["ngram"] = T.signed_sum(CFG, signs, found["ngrams"], hashed)
-        args = found, T.segment_ids(rows, BOS), CFG, T.PLAIN, CFG.val_windows, hyper
-        return T.forward(params, *args)
+        args = CFG, T.PLAIN, CFG.val_windows, T.segment_ids(rows, BOS), hyper
+        return T.forward(T.Model(params, *args), found)
 
     with quick_compilation():
         run = jax.jit(features).lower(params, T.hyper_at(CFG, 0)).compile()
@@ -883,7 +884,8 @@ def test_evaluate_is_the_plain_mean_over_the_first_val_tokens(val, direct_loss):
     mesh, known = mesh_of(8), T.vocabulary(CFG, WORDS)
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     for done in (0, 3, 8):
-        got, _ = T.evaluate(CFG, mesh, programs_of(CFG, 8)["eval"], *model, done, val, known)
+        loss = partial(programs_of(CFG, 8)["eval"], *model)
+        got, _ = T.evaluate(CFG, mesh, loss, done, val, known)
         assert got == pytest.approx(direct_loss[done], rel=1e-6), done  # float32 sums of 512 losses
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))
     assert direct_loss[0] == direct_loss[3] != pytest.approx(direct_loss[8], rel=1e-5)
@@ -892,8 +894,8 @@ def test_evaluate_is_the_plain_mean_over_the_first_val_tokens(val, direct_loss):
 def test_evaluate_does_not_depend_on_val_batch(val, direct_loss):
     cfg, mesh = replace(CFG, val_batch=1024), mesh_of(8)
     model = model_on(CFG, random_state(CFG)["params"], mesh)
-    args = *model, 3, val, T.vocabulary(CFG, WORDS)
-    got, _ = T.evaluate(cfg, mesh, program(cfg, 8, "eval"), *args)
+    args = 3, val, T.vocabulary(CFG, WORDS)
+    got, _ = T.evaluate(cfg, mesh, partial(program(cfg, 8, "eval"), *model), *args)
     assert got == pytest.approx(direct_loss[3], rel=1e-6)
 
 
@@ -906,10 +908,6 @@ def test_evaluate_does_not_depend_on_val_batch(val, direct_loss):
     ("changes", "message"),
     [
         ({"devices": 16}, r"devices=16, but there are 8: use a smaller number or 0"),
-        (
-            {"stages": (T.Stage(1.0, 8, 4, 0, (8, 32), 1, (1, 0.5), (1, 0)),), "extension": 0},
-            r"stages.0.batch_tokens=8 are too few for 8 devices",
-        ),
     ],
 )
 def test_make_mesh_refuses_devices_that_are_not_there_or_without_work(changes, message):
@@ -919,7 +917,7 @@ def test_make_mesh_refuses_devices_that_are_not_there_or_without_work(changes, m
 
 @pytest.mark.parametrize(("devices", "want"), [(0, 8), (1, 1), (2, 2), (4, 4), (8, 8)])
 def test_make_mesh_takes_the_first_devices(devices, want):
-    mesh = T.make_mesh(small_config(devices=devices))
+    _, mesh = T.make_mesh(small_config(devices=devices))
     assert mesh.axis_names == (T.AXIS,)
     assert mesh.devices.tolist() == jax.devices()[:want]
     one = T.put(np.arange(8, dtype=np.float32), mesh, P(T.AXIS))

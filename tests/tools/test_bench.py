@@ -67,9 +67,10 @@ def calls(monkeypatch):
                 call = SimpleNamespace(name=name, took=first, made=out)
             else:
                 out = {x: object() for x in T.param_table(cfg)}, made.loss, np.float32(0)
-                table, rows, wanted, _ = rest
-                call = SimpleNamespace(name=name, took=dict(first), tokens=rows.tokens, made=out)
-                call.table, call.wanted = table, wanted
+                table, batch = rest
+                took, tokens = dict(first), batch.rows.tokens
+                call = SimpleNamespace(name=name, took=took, tokens=tokens, made=out)
+                call.table, call.wanted = table, batch.requests
             made.all.append(call)
             return out
 
@@ -288,11 +289,12 @@ WORDS = [bytes([i]) for i in range(BOS)]
 def test_real_batches_are_the_first_of_the_stream(shards, step):
     """As training would cut them, aim them and ask for their n-grams."""
     stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(CFG, WORDS)
-    batches, place = bench.step_batches(CFG, mesh_of(8), step, stream, WORDS), T.first_place(CFG)
+    batches = bench.step_batches(CFG, mesh_of(8), step, stream, WORDS)
+    state = T.loader_state(CFG, mesh_of(8))
     for batch in batches:
-        *want, place = T.next_batch(CFG, mesh_of(8), stream, known, step, place)
-        jax.tree.map(np.testing.assert_array_equal, [batch.rows, batch.wanted], want)
-        for array in jax.tree.leaves((batch.rows, batch.wanted)):
+        *want, state = T.next_batch(CFG, mesh_of(8), stream, known, step, state)
+        jax.tree.map(np.testing.assert_array_equal, [batch.rows, batch.requests], want)
+        for array in jax.tree.leaves((batch.rows, batch.requests)):
             assert len(array.sharding.device_set) == 8
         jax.tree.map(np.testing.assert_array_equal, batch.hyper, T.hyper_at(CFG, step))
     assert len(batches) == 4

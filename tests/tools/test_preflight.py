@@ -643,7 +643,7 @@ def test_visits_are_those_of_the_kernels(monkeypatch):
     """Counted in what attention sees: a block is visited if the document of its first query began
     in the other block or before it. Short documents make it fewer."""
     stage = SPEEDRUN.stages[0]
-    starts = preflight.typical_starts(SPEEDRUN, stage, 8)
+    starts = preflight.typical_starts(SPEEDRUN, stage)
     assert starts.shape == (stage.rows, stage.row_tokens) and (starts[:, 0] == 0).all()
     lengths = np.diff(np.flatnonzero((starts == np.arange(starts.shape[1])).ravel()))
     assert (
@@ -881,10 +881,10 @@ def test_rows_say_what_their_program_is(absent, tmp_path):
 def test_what_the_programs_of_the_record_are_fits_its_column(absent):
     names = grads = [f"grads{i}" for i in range(len(T.grads_kinds(RECORD)))]
     names = [*grads, *T.updates(RECORD), "finish", "eval"]
-    assert max(len(preflight.about(RECORD, name, 8)["what"]) for name in names) <= 72
-    counts, found = preflight.executions(RECORD, 8), 0
+    assert max(len(preflight.about(RECORD, name)["what"]) for name in names) <= 72
+    counts, found = preflight.executions(RECORD), 0
     for name in grads:
-        tokens = preflight.about(RECORD, name, 8)["tokens_per_step"]
+        tokens = preflight.about(RECORD, name)["tokens_per_step"]
         found += counts[name] * preflight.model_flops(RECORD, name, tokens)
     assert found == pytest.approx(T.total_flops(RECORD)) and sum(counts.values()) < 4000
     assert counts["anvil"] == RECORD.steps == 2 * (counts["adam_tied"] + counts["adam"])
@@ -976,7 +976,7 @@ def test_the_tables_show_each_program_and_its_figures(absent):
     cells = [line.split() for line in tables["program"]]
     assert [row[0] for row in cells[1:]] == NAMES and cells[0][1:] == ["times", "seconds"]
     assert [row[-2] for row in cells[1:]] == [str(n) for n in TIMES.values()]
-    state = T.resident_bytes(CFG, T.make_mesh(CFG), "grads0") / GIB
+    state = T.resident_bytes(*T.make_mesh(CFG), "grads0") / GIB
     assert tables["GiB"][0].split() == ["GiB", "args", "temps", "peak", "+", "state"]
     assert tables["GiB"][1].split() == ["grads0", "0.00", "1.00", "3.00", f"{state:.2f}"]
     row = next(line.split() for line in tables["TFLOP"] if line.startswith("anvil"))
@@ -997,7 +997,7 @@ def test_the_tables_show_each_program_and_its_figures(absent):
 
 def test_memory_beside_a_program_counts_to_the_last_byte(absent, monkeypatch):
     """It fits if its own peak and what stays beside it are at most the memory."""
-    mesh = T.make_mesh(CFG)
+    _, mesh = T.make_mesh(CFG)
     most = max(3 * GIB + T.resident_bytes(CFG, mesh, name) for name in NAMES)
     for limit, fits in ((most, True), (most - 1, False)):
         monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
@@ -1459,7 +1459,7 @@ H100_KERNEL = '"__gpu$xla.gpu.triton"'
 def on_h100(name: str):
     """(bytes that it needs, instructions outside of fusions, those of the entry) of a program."""
     devices = preflight.absent_devices("h100x8")
-    mesh = T.make_mesh(FOUR, devices)
+    _, mesh = T.make_mesh(FOUR, devices)
     chosen, reason = T.pick_kernels(FOUR, devices[0])
     assert reason == "attention for NVIDIA GPUs"
     limit = preflight.hardware(devices[0].device_kind).memory
@@ -1531,7 +1531,7 @@ def test_banks_cross_the_network_beside_gradients_and_tables_beside_updates(name
 )
 def test_attention_compiles_for_an_h100(b, t, n, h, v, window):
     """Both ways: rows of a batch at once, narrow heads, paired ones in validation, the least."""
-    mesh = T.make_mesh(replace(FOUR, devices=1), preflight.absent_devices("h100x8"))
+    _, mesh = T.make_mesh(replace(FOUR, devices=1), preflight.absent_devices("h100x8"))
     one = NamedSharding(mesh, jax.P())
     x, y = (jax.ShapeDtypeStruct((b, t, n, w), jnp.bfloat16, sharding=one) for w in (h, v))
     segments = jax.ShapeDtypeStruct((b, t), jnp.int32, sharding=one)

@@ -27,7 +27,7 @@ def checkpoint(run_dir: Path, cfg: T.Config, step: int, state) -> T.Saved:
     """A checkpoint of `state` after `step` steps, as a run writes it."""
     meta = {"step": step, "train_time_ms": 1.0, "logs": {}, "data": {}, "source_sha256": ""}
     meta |= {"cursor": 0, "dropped_ngrams": 0}
-    copies, pieces = T.own_rows(cfg, state)
+    copies, pieces = T.own_arrays(cfg, state)
     copies[f"{T.OFFSETS}0"] = np.zeros(cfg.rows)
     meta |= {"config": asdict(cfg)}
     T.write_checkpoint(run_dir / "checkpoints", [*pieces, *copies.items()], meta)
@@ -37,7 +37,7 @@ def checkpoint(run_dir: Path, cfg: T.Config, step: int, state) -> T.Saved:
 @pytest.fixture(scope="module")
 def state():
     """A model whose answers depend on what it reads; padding ids would be likelier than any."""
-    one = T.make_mesh(replace(CFG, devices=1))
+    _, one = T.make_mesh(replace(CFG, devices=1))
     state = jax.tree.map(np.array, quick(T.start_state(CFG, one), np.uint32(3)))
     rng = np.random.default_rng(0)
     for name in ("embed", "head", "value_tables", "ngram_table", "gate_w2"):
@@ -63,8 +63,8 @@ def features(monkeypatch):
     """Replace the model by its embedding: nothing to compile; the calls that it gets."""
     seen = []
 
-    def forward(params, rows, segments, cfg, kernels, windows, hyper):
-        seen.append((segments.shape, hyper.scales.tolist(), kernels))
+    def forward(model, rows):
+        seen.append((model.segments_bt.shape, model.hyper.scales.tolist(), model.kernels))
         return rows["embed"]
 
     monkeypatch.setattr(T, "forward", forward)
@@ -100,7 +100,8 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, state):
         signs = T.sign_pool(cfg, CFG.seed)  # the run's, not the sample's
         found["ngram"] = T.signed_sum(cfg, signs, found["ngrams"], hashed)
         segments = T.segment_ids(rows, BOS)
-        return T.forward(params, found, segments, cfg, T.PLAIN, cfg.val_windows, hyper)
+        model = T.Model(params, cfg, T.PLAIN, cfg.val_windows, segments, hyper)
+        return T.forward(model, found)
 
     params = state["params"]
     logits = np.asarray(quick(run, params) @ params["head"].T)

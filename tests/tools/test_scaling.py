@@ -25,7 +25,7 @@ def small(monkeypatch):
 def report(devices: int, times: int, ms: float | None, links=1.0) -> dict:
     """As preflight.py writes it, of programs that take so long each."""
     cfg, rows = scaling.larger(CFG, times), []
-    for name, count in preflight.executions(cfg, devices).items():
+    for name, count in preflight.executions(T.for_devices(cfg, devices)).items():
         row = {"name": name, "steps": count, "resident_bytes": 2**30, "cpu_seconds": 6.0}
         row |= {"predicted_ms": ms, "link_floor_ms": links, "moved_floor_ms": 0.0}
         row |= dict.fromkeys(("memory_ms", "slack_ms", "link_ms", "visit_ms", "components"))
@@ -59,7 +59,7 @@ def test_the_table_says_what_the_predictions_add_up_to(tmp_path, capsys):
     rows = {(x["devices"], x["batch"]): x for x in json.loads(
         (tmp_path / "out/scaling.json").read_text()
     )}  # fmt: skip
-    counts = preflight.executions(CFG, 8)
+    counts = preflight.executions(CFG)
     runs = sum(count for name, count in counts.items() if name != "eval")
     assert rows[8, 1]["in_all"] == pytest.approx(runs * 8e-3)
     assert rows[16, 1]["in_all"] == pytest.approx(runs * 4e-3)
