@@ -1358,7 +1358,9 @@ class Hyper(NamedTuple):
     fast_beta: np.ndarray  # of the fast average of the gradient
     fast_weight: np.ndarray  # of that average; the slow one has the rest
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
+    adam_summed: np.ndarray  # steps whose gradients wait for that one, before this step
     table_count: np.ndarray  # table updates, likewise
+    table_summed: np.ndarray
     table_span: np.ndarray  # steps that a table update sums, over those of the first updates
     freqs: np.ndarray  # [2, h/4] rotary, radians per token, of half-wide and of whole heads
     scales: np.ndarray  # [2] of q k^T, likewise
@@ -1377,6 +1379,10 @@ class Schedule(NamedTuple):
     tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
     tied: np.ndarray  # whether head and embedding are one matrix when it updates them
     hyper: Hyper  # in float64
+
+    def ends_all_sums(self, step: int) -> bool:
+        """Whether no gradient waits for an update after `step`: a checkpoint has none."""
+        return self.tables[step] > 0
 
     def programs(self, step: int) -> tuple[str, ...]:
         """The names of the programs of a step, in order."""
@@ -1463,6 +1469,8 @@ def schedule(cfg: Config) -> Schedule:
         fast_beta=fast_beta,
         fast_weight=fast_weight,
         adam_count=step // cfg.adam_every + 1,
+        adam_summed=step % cfg.adam_every,
+        table_summed=(since - 1) % each,
         table_count=np.cumsum(tables > 0) - (tables > 0) + 1,
         table_span=each / often,
         freqs=freqs,
@@ -1859,15 +1867,14 @@ def dropped_ngrams(places_bit):
     return jnp.sum(places_bit == 0, dtype=jnp.float32) - places_bit[:, 1, :2].size
 
 
-def sum_requests(parts, size: int, add_rows: Callable):
+def sum_requests(requested, grads, size: int, add_rows: Callable):
     """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
 
-    `parts` has of each step since the last update the rows that were requested [devices, c] and
-    their gradients [devices, c, d]. Those of one row, from several steps and devices, are summed by
+    `requested` [steps, devices, c] and `grads` [steps, devices, c, d] are of each step since the
+    last update. The gradients of one row, from several steps and devices, are summed by
     Kernels.add_rows: sorted, equal ids stand together.
     """
-    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
-    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
+    ids, grads = requested.reshape(-1), grads.reshape(-1, grads.shape[-1])
     places = jnp.arange(len(ids))
     ids, order = lax.sort((ids, places), num_keys=1)
     run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
@@ -1902,10 +1909,11 @@ def adam_rows(table, square, rows, rates: AdamRates):
     return table, square.at[ids].add(more, **own)
 
 
-def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
-    """(state, squared norm of the gradient) after adam_rows; `parts`: see sum_requests."""
+def update_ngrams(cfg: Config, kernels: Kernels, state, sums, hyper: Hyper):
+    """(state, squared norm of the gradient) after adam_rows; `sums`: (requested, grads) as
+    sum_requests takes them."""
     table, square = state["params"][NGRAMS], state["second"][NGRAMS]
-    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
+    ids, grads = sum_requests(*sums, len(table), kernels.add_rows)
     rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
     table, square = adam_rows(table, square, (ids, grads), rates)
     params, second = state["params"] | {NGRAMS: table}, state["second"] | {NGRAMS: square}
@@ -1932,12 +1940,6 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     return copies
 
 
-def copy_specs(cfg: Config) -> dict[str, P]:
-    """How the copies lie on the mesh: those of banks are cut, all others whole."""
-    kinds = {name: row.optimizer for name, row in param_table(cfg).items()} | {"signs": ""}
-    return {n: P(AXIS) if x == "anvil" else P() for n, x in kinds.items() if n != NGRAMS}
-
-
 def stream(cfg: Config, copies, first):
     """(`first`, the copies with whole banks, a function from the gradients of those to this
     device's shares of their sum over devices, in the dtype of the copies).
@@ -1951,8 +1953,8 @@ def stream(cfg: Config, copies, first):
     are lists of matrices, made by lax.split, whose transpose joins gradients: those of slices XLA
     pads to the whole bank and adds up.
     """
-    specs = copy_specs(cfg)
-    cut = {name: x for name, x in copies.items() if specs[name] == P(AXIS)}
+    banks = updated(cfg, "anvil")
+    cut = {name: x for name, x in copies.items() if name in banks}
     first, cut = lax.optimization_barrier((first, cut))
 
     def split(bank):
@@ -1979,18 +1981,18 @@ def micro_batches(cfg: Config, rows: "Rows"):
     return jax.tree.map(lambda x: x.reshape(count // together, together, *x.shape[1:]), rows)
 
 
-def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: "Batch"):
-    """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
-    dropped n-grams). Of banks a device returns its share of the sum over all: see stream.
+def grads_step(cfg: Config, kernels: Kernels, kind: tuple, model, sums, batch: "Batch"):
+    """(`sums` with the gradients of this device's rows, its share of the gradients of banks summed
+    over all devices, mean loss over all devices, their dropped n-grams).
 
-    `kind` is one of grads_kinds. `table` is this device's share of the n-gram table. Gradients of
-    its rows go to the owners, with what was requested of those: a pair, see sum_requests. Over
-    micro-batches gradients are summed in float32. Tables take part only with the rows that tokens
-    look up: add_rows adds the gradients of those rows to the table's. The gradient is that of the
-    summed loss of a row, averaged over the rows of the batch, as in the original: it grows with the
-    length of a row from stage to stage, while the moments remember the old size.
+    `kind` is one of grads_kinds, `model` (compute copies, this device's share of the n-gram table).
+    `sums` holds the gradients that wait for an update, see abstract_sums; what an update has taken
+    is replaced. Over micro-batches gradients are summed in float32. Tables take part only with the
+    rows that tokens look up: add_rows adds the gradients of those rows to the table's. The gradient
+    is that of the summed loss of a row, averaged over the rows of the batch, as in the original: it
+    grows with the length of a row from stage to stage, while the moments remember the old size.
     """
-    (at, count), rows, hyper = kind, batch.rows, batch.hyper
+    (at, count), (copies, table), rows, hyper = kind, model, batch.rows, batch.hyper
     requested, signs, stage = exchange(batch.requests[0]), copies["signs"], cfg.stages[at]
     fetched, copies, reduce = stream(cfg, copies, fetch(table, requested))
     by_row = *TABLES, "head"
@@ -2000,7 +2002,7 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
     weights_k = hyper.weights[: len(stage.weights)]
     prefix = hyper.prefix if any(stage.prefix) else None
 
-    def model(weights, rows):
+    def model_of(weights, rows):
         # Banks keep their padding, since matrices are taken by number: to cut it off would be a
         # pass over their gradients.
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
@@ -2008,13 +2010,13 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
 
     def features(weights, found, rows):
         found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
-        return forward(model(weights, rows), found)
+        return forward(model_of(weights, rows), found)
 
     def softmax(x_btd, rows):
         """(gradients of x and of the head, plain sum of losses)."""
 
         def loss(x_btd, head):
-            args = model(weights, rows), x_btd, head, rows.aims
+            args = model_of(weights, rows), x_btd, head, rows.aims
             weighted, plain = loss_sums(*args, weights_k, prefix)
             return weighted / stage.rows, plain
 
@@ -2052,14 +2054,21 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
     numbers = lax.psum(jnp.stack([mean, dropped_ngrams(rows.places)]), AXIS)
     # The exchange begins after them, or they would have to wait for its end.
     fetched, numbers = lax.optimization_barrier((fetched, numbers))
-    whole = {name: copies[name] for name in grads}  # tables padded, dtypes
-    grads = jax.tree.map(lambda x, like: grown(x, len(like)).astype(like.dtype), grads, whole)
-    grads |= reduce(grads)
+    banks = reduce(jax.tree.map(lambda x: x.astype(cfg.dtype), grads))
+    for name, old in sums.items():
+        if name != NGRAMS:
+            tables_too = param_table(cfg)[name].updated_by == "tables"
+            waiting = (hyper.table_summed if tables_too else hyper.adam_summed) > 0
+            total = jnp.where(waiting, old.astype(jnp.float32), 0) + grown(grads[name], len(old))
+            sums = sums | {name: total.astype(old.dtype)}
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]
+    room = sums[NGRAMS][0].shape[2] - requested.shape[1]
     requested = jnp.pad(requested, ((0, 0), (0, room)), constant_values=len(table))
-    grads[NGRAMS] = requested, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
-    return grads, *numbers
+    new = requested, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
+    step = hyper.table_summed.astype(jnp.int32)
+    put_in = functools.partial(lax.dynamic_update_index_in_dim, index=step, axis=0)
+    sums = sums | {NGRAMS: tuple(map(put_in, sums[NGRAMS], new))}
+    return sums, banks, *numbers
 
 
 def reduce_scatter(x):
@@ -2074,27 +2083,29 @@ def reduce_scatter(x):
     return jnp.concatenate([lax.psum_scatter(cut[:, n], AXIS) for n in range(cut.shape[1])])
 
 
-def update_step(cfg: Config, kernels: Kernels, tied: bool, state, due, hyper: Hyper):
-    """(state, compute copies of what changed, norm of the gradient) after an update of `due`.
-    While `tied`, the gradient of the embedding is added to the head's.
+def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
+    """(state, compute copies of what changed, norm of the gradient) after an update of `due`: name
+    -> this device's gradient, summed over the steps since the last update.
 
-    due: name -> this device's gradients of the steps since the last update, a tuple. Each device
-    receives the sum of its own share (reduce-scatter), updates it, and all gather the results,
-    already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in the
-    original: half the bytes, and in bfloat16 partial sums that are rounded at every device. The
-    norm is that of the summed gradients of all parameters in `due`.
+    Each device receives the sum of its own share (reduce-scatter), updates it, and all gather the
+    results, already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in
+    the original: half the bytes, and in bfloat16 partial sums that are rounded at every device. In
+    adam_tied, the gradient of the embedding is added to the head's. The norm is that of the summed
+    gradients of all parameters in `due`.
     """
-    table, reduced, cut, whole = param_table(cfg), {}, 0.0, 0.0
-    joined = {name: row.tied_to for name, row in table.items() if tied and row.tied_to in due}
-    for name, grads in due.items():
+    table, reduced, cut, whole, joined = param_table(cfg), {}, 0.0, 0.0, {}
+    if update == "adam_tied":
+        joined = {name: table[name].tied_to for name in due if table[name].tied_to}
+    for name, grad in due.items():
         if name in joined:
             continue
         if name == NGRAMS:
-            state, norm2 = update_ngrams(cfg, kernels, state, grads, hyper)
+            sums = tuple(x[: int(update.removeprefix("tables"))] for x in grad)
+            state, norm2 = update_ngrams(cfg, kernels, state, sums, hyper)
             cut += norm2
             continue
         others = (due[other] for other, to in joined.items() if to == name)
-        total = sum(grad.astype(jnp.float32) for grad in itertools.chain(grads, *others))
+        total = sum(x.astype(jnp.float32) for x in (grad, *others))
         if table[name].sharded:
             if table[name].optimizer != "anvil":  # of those the shares are summed already
                 total = reduce_scatter(total.astype(cfg.dtype))
@@ -2115,8 +2126,9 @@ def finish_step(cfg: Config, state):
     return state, compute_copies(cfg, state["params"], GATHER)
 
 
-def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
+def eval_step(cfg: Config, kernels: Kernels, model, batch: "Batch"):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
+    copies, table = model
     fetched, copies, _ = stream(cfg, copies, fetch(table, exchange(batch.requests[0])))
     params = unpadded(cfg, {n: x for n, x in copies.items() if n != "signs"}) | {"ngrams": fetched}
 
@@ -2147,13 +2159,10 @@ class Program(NamedTuple):
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
 
 
-def updates(cfg: Config) -> dict[str, int]:
-    """Name of each update -> steps whose gradients it sums. They wait on the device that made them
-    for the update."""
+def updates(cfg: Config) -> list[str]:
+    """The names of all updates."""
     names = dict.fromkeys(name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:])
-    names = sorted(names, key=lambda name: name.startswith("tables"))
-    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
-    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in names}
+    return sorted(names, key=lambda name: name.startswith("tables"))
 
 
 def updated(cfg: Config, update: str) -> list[str]:
@@ -2162,14 +2171,43 @@ def updated(cfg: Config, update: str) -> list[str]:
     return [name for name, row in param_table(cfg).items() if row.updated_by == by]
 
 
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: the gradients of each of grads_stages, the updates, the averaging at the
-    end, validation.
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """Shapes, dtypes and shardings of the compute copies and signs: those of banks are cut over the
+    devices, all others whole on each."""
+    found = jax.eval_shape(
+        functools.partial(compute_copies, cfg), abstract_state(cfg, mesh)["params"]
+    )
+    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
+    banks = updated(cfg, "anvil")
+    for name, x in found.items():
+        spec = P(AXIS) if name in banks else P()
+        found[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    return found
 
-    Copies are whole on every device, but for those of banks: these are cut, and so is the state.
-    Each device keeps the gradients of its own rows (in one array, [devices * n, ...] for a
-    parameter [n, ...]; of banks its share of the sum) until an update takes them.
+
+def abstract_sums(cfg: Config, mesh: Mesh) -> dict:
+    """Shapes, dtypes and shardings of the gradients that wait for an update: not those of banks.
+
+    Each device sums those of its own rows, in the dtype of the copies, as the original does: in one
+    array [devices * n, ...] for a parameter [n, ...]. Of the n-gram table it keeps what its share
+    was requested for in each step, and the gradients of that: (int32 [devices * steps, devices, c],
+    [..., d]).
     """
+
+    def leaf(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(AXIS)))
+
+    found, others = {}, {"signs", *updated(cfg, "anvil")}
+    for name, x in abstract_copies(cfg, mesh).items():
+        if name not in others:
+            found[name] = leaf((mesh.size * x.shape[0], *x.shape[1:]), x.dtype)
+    shape = mesh.size * cfg.event_every[1], mesh.size, capacity(cfg.most_tokens, mesh.size)
+    return found | {NGRAMS: (leaf(shape, jnp.int32), leaf((*shape, cfg.width), cfg.dtype))}
+
+
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
+    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the end,
+    validation."""
 
     def leaf(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
@@ -2182,34 +2220,27 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         rows = Rows(tokens, hashed, places, aims)
         return Batch(rows, leaf(size, jnp.int32, AXIS), hyper)
 
-    def grads(name):
-        if name not in copies:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(cfg.most_tokens, mesh.size)
-            return leaf(shape, jnp.int32, AXIS), leaf((*shape, cfg.width), cfg.dtype, AXIS)
-        x, each = copies[name], 1 if specs[name] == P(AXIS) else mesh.size
-        return leaf((each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
-
-    state, specs = abstract_state(cfg, mesh), copy_specs(cfg)
-    copies = jax.eval_shape(functools.partial(compute_copies, cfg), state["params"])
-    copies = {name: leaf(x.shape, x.dtype, *specs[name]) for name, x in copies.items()}
-    signs = {"signs": leaf((cfg.sign_rows, cfg.width), jnp.int8)}
-    model, hyper = (copies | signs, state["params"][NGRAMS]), hyper_at(cfg, 0)
+    state, sums, copies = (f(cfg, mesh) for f in (abstract_state, abstract_sums, abstract_copies))
+    model, hyper = (copies, state["params"][NGRAMS]), hyper_at(cfg, 0)
     hyper = jax.tree.map(lambda x: leaf(x.shape, x.dtype), hyper)
-    state_specs = jax.tree.map(lambda x: x.sharding.spec, state)
+    state_specs, sums_specs = jax.tree.map(lambda x: x.sharding.spec, (state, sums))
+    banks = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
+    specs = {name: x.sharding.spec for name, x in copies.items() if name != "signs"}
     found = {}
     for i, (at, candidates) in enumerate(grads_kinds(cfg)):
         stage, step = cfg.stages[at], functools.partial(grads_step, cfg, kernels, (at, candidates))
-        args = *model, batch(stage.rows, stage.row_tokens, candidates)
-        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
-    for update, steps in updates(cfg).items():
-        due = {name: (grads(name),) * steps for name in updated(cfg, update)}
-        step = functools.partial(update_step, cfg, kernels, update == "adam_tied")
+        args = model, sums, batch(stage.rows, stage.row_tokens, candidates)
+        out = sums_specs, P(AXIS), P(), P()
+        found[f"grads{i}"] = Program(step, args, out, donates=(1,))
+    for update in updates(cfg):
+        due = {name: (sums | banks)[name] for name in updated(cfg, update)}
+        step = functools.partial(update_step, cfg, kernels, update)
         args = state, due, hyper
         changed = {name: specs[name] for name in due if name in specs}
         found[update] = Program(step, args, (state_specs, changed, P()), donates=(0,))
-    step, changed = functools.partial(finish_step, cfg), {name: specs[name] for name in copies}
-    found["finish"] = Program(step, (state,), (state_specs, changed), donates=(0,))
-    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
+    finish = functools.partial(finish_step, cfg)
+    found["finish"] = Program(finish, (state,), (state_specs, specs), donates=(0,))
+    args = model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
     found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
     return found
 
@@ -2713,8 +2744,18 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
     def copies(params, seed):
         return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
 
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in copy_specs(cfg).items()}
+    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
     return jax.jit(copies, out_shardings=shardings)
+
+
+def start_sums(cfg: Config, mesh: Mesh):
+    """Zeros where gradients will wait for their updates."""
+    sums = abstract_sums(cfg, mesh)
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+        out_shardings=jax.tree.map(lambda x: x.sharding, sums),
+    )
+    return zeros()
 
 
 def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
@@ -2722,7 +2763,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
 
     Consumes the state; the real one is made after it, anew from the seed.
     """
-    hyper, known = put_hyper(cfg, 0, mesh), vocabulary(cfg, [])
+    hyper, known, sums = put_hyper(cfg, 0, mesh), vocabulary(cfg, []), start_sums(cfg, mesh)
 
     def dummy(count, t):
         count = count // mesh.size * len(mesh.local_devices)
@@ -2735,14 +2776,14 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
         ids = np.tile(np.arange(candidates, dtype=np.int32), (len(own_rows(mesh, stage.rows)), 1))
         ids = put(ids, mesh, P(AXIS))
         rows = batch.rows._replace(aims=batch.rows.aims._replace(candidates=ids))
-        table = state["params"][NGRAMS]
-        grads, *_ = compiled[f"grads{i}"](copies, table, batch._replace(rows=rows))
-    for update, steps in updates(cfg).items():
-        due = {name: (grads[name],) * steps for name in updated(cfg, update)}
+        model = copies, state["params"][NGRAMS]
+        sums, banks, *_ = compiled[f"grads{i}"](model, sums, batch._replace(rows=rows))
+    for update in updates(cfg):
+        due = {name: (sums | banks)[name] for name in updated(cfg, update)}
         state, *_ = compiled[update](state, due, hyper)
     state, _ = compiled["finish"](state)
     batch = dummy(cfg.val_batch // cfg.val_row, cfg.val_row)
-    jax.block_until_ready((state, compiled["eval"](copies, state["params"][NGRAMS], batch)))
+    jax.block_until_ready((state, compiled["eval"]((copies, state["params"][NGRAMS]), batch)))
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
@@ -2788,7 +2829,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     warm_up(cfg, mesh, compiled, state, copy(state["params"], seed))
     state = load_state(mesh, saved) if saved else init(seed)
     copies = jax.block_until_ready(copy(state["params"], seed))
-    clock, last_saved, waiting, pending = log.clock, first, {}, None
+    clock, last_saved, pending, sums = log.clock, first, None, start_sums(cfg, mesh)
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
     known = vocabulary(cfg, words)
     batches = train_batches(cfg, mesh, stream, words, first, data)
@@ -2804,19 +2845,20 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     with ask_to_stop() as asked, Saver(cfg, mesh, log) as saver:
         for step in range(first, cfg.steps + 1):
             ends, signalled = step == cfg.steps, asked(step - first)
+            nothing_waits = step == first or schedule(cfg).ends_all_sums(step - 1)
             progressed = not saved or step > first  # or this state and its loss are on the disk
-            stops = ends or (signalled and not waiting)
+            stops = ends or (signalled and nothing_waits)
             validates = ends or (is_due(cfg.val_every, step - 1, step) and progressed)
             if validates or stops:
                 report()
                 if ends:
-                    waiting.clear()  # what no update takes any more, 0.9 GiB
+                    del sums  # what no update takes any more
                     state, changed = compiled["finish"](state)
                     copies |= changed
                 jax.block_until_ready((state, copies))
                 clock.stop()
                 if validates:
-                    loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
+                    loss = functools.partial(compiled["eval"], (copies, state["params"][NGRAMS]))
                     val_loss, dropped = evaluate(cfg, mesh, loss, step, val_stream, known)
                     log.validated(step, val_loss, dropped)
                 if stops:
@@ -2830,19 +2872,17 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
                 trace(step - first, log.folder, pending)
             batch, after = next(batches)
             grads_of, *due_updates = schedule(cfg).programs(step)
-            table, norms = state["params"][NGRAMS], {}
-            grads, loss, dropped = compiled[grads_of](copies, table, batch)
-            if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
+            model, norms = (copies, state["params"][NGRAMS]), {}
+            sums, banks, loss, dropped = compiled[grads_of](model, sums, batch)
+            if nothing_waits and is_due(cfg.checkpoint_every, last_saved, step):
                 report()
                 saver.save(step, state, data)  # copied while the devices compute gradients
                 last_saved = step
-            waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            del grads  # or those that an update has taken would lie beside the next program
             for update in due_updates:
-                due = {name: waiting.pop(name) for name in updated(cfg, update)}
+                due = {name: (sums | banks)[name] for name in updated(cfg, update)}
                 state, changed, norms[update] = compiled[update](state, due, batch.hyper)
                 copies |= changed
-                del due
+            del model, banks, due  # or these would lie beside the next step
             report()  # of the step before, while this one runs: no step waits for its loss
             pending, data = (step + 1, loss, dropped, norms), after
     log.end(step, signalled, saver.missing)
@@ -3219,26 +3259,12 @@ def program_bytes(compiled) -> dict[str, int]:
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes on a device in use beside the arguments of the program `name` while it runs.
-
-    The training state beside gradients and validation, but for the n-gram table, which they take;
-    the copies beside updates; and the gradients that wait for Adam and for
-    the largest table update.
-    """
-    found, steps, waits = programs(cfg, mesh, PLAIN), updates(cfg), []
-    adam = "adam" if "adam" in steps else "adam_tied"
-    rare = [name for name in steps if name.startswith("tables")]
-    largest = max(rare, key=steps.get, default=adam)
-    state, stays = found["finish"].args[0], found["eval"].args[0]
-    if name not in (*steps, "finish"):
-        params = {x: leaf for x, leaf in state["params"].items() if x != NGRAMS}
-        stays = state | {"params": params}
-    for i, update in enumerate(("anvil", adam, largest)):
-        # Those of later updates wait whole while one runs; beside other programs not this step's.
-        later = name.startswith(("anvil", "adam")[:i])
-        count = later * steps[update] if name in steps else steps[update] - 1
-        waits += [grads[:count] for grads in found[update].args[1].values()]
-    return device_bytes((stays, waits))
+    """Bytes on a device in use beside the arguments of the program `name` while it runs: of the
+    training state, the copies and the gradients that wait, what it does not take."""
+    whole = abstract_state(cfg, mesh), abstract_copies(cfg, mesh), abstract_sums(cfg, mesh)
+    args = programs(cfg, mesh, PLAIN)[name].args
+    both = name.startswith(("grads", "adam", "tables"))  # model or state, and gradients that wait
+    return device_bytes(whole) - device_bytes(args[: 1 + both])
 
 
 def device_bytes(tree) -> int:

@@ -223,18 +223,17 @@ def losses(cfg: T.Config, device, folder) -> list[float]:
     (cfg, mesh), found = T.make_mesh(cfg, [device]), []
     kernels, _ = T.pick_kernels(cfg, device)
     compiled, _ = T.compile_all(cfg, mesh, kernels, lambda line: None)
-    seed, waiting = np.uint32(0), {}
+    seed, sums = np.uint32(0), T.start_sums(cfg, mesh)
     state = T.start_state(cfg, mesh)(seed)
     copies = T.start_copies(cfg, mesh)(state["params"], seed)
     stream, words = T.TokenStream(folder, "train", BOS), [bytes([i]) for i in range(BOS)]
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
-    for step, batch in enumerate(batches):
+    for step, (batch, _) in enumerate(batches):
         grads_of, *updates = T.schedule(cfg).programs(step)
-        args = copies, state["params"][T.NGRAMS], batch
-        grads, loss = compiled[grads_of](*args)
-        waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+        model = copies, state["params"][T.NGRAMS]
+        sums, banks, loss, _ = compiled[grads_of](model, sums, batch)
         for update in updates:
-            due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
+            due = {name: (sums | banks)[name] for name in T.updated(cfg, update)}
             state, changed, _ = compiled[update](state, due, batch.hyper)
             copies |= changed
         found.append(float(loss))

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, fitting, lay, mesh_of, quick_compilation, spread
+from programs import QUICK, lay, mesh_of, quick_compilation, spread
 
 import train_gpt as T
 
@@ -447,7 +447,8 @@ class Training:
             self.copies = T.start_copies(cfg, self.mesh)(self.state["params"], np.uint32(0))
         if signs is not None:
             self.copies["signs"] = T.put(signs, self.mesh, T.P())
-        self.waiting, self.adams, self.table_updates = {}, 0, 0
+        self.sums, self.adams, self.table_updates = T.start_sums(cfg, self.mesh), 0, 0
+        self.given = {}
 
     def hyper(self, step: int):
         """The Hyper of a step; the golden scenarios count updates from their own first one."""
@@ -461,31 +462,35 @@ class Training:
         counts = [True] * len(tokens)
         known, hyper = T.vocabulary(self.cfg, []), self.hyper(self.cfg.steps - 1)
         batch = T.val_batch(self.cfg, self.mesh, known, tokens, counts, hyper)
-        table = self.state["params"][T.NGRAMS]
-        total, dropped = program(self.cfg, self.devices, "eval")(self.copies, table, batch)
+        model = self.copies, self.state["params"][T.NGRAMS]
+        total, dropped = program(self.cfg, self.devices, "eval")(model, batch)
         assert dropped == 0
         return float(total)
 
-    def gradients(self, step: int, rows, wanted):
-        """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
-        name, table = T.schedule(self.cfg).programs(step)[0], self.state["params"]["ngram_table"]
+    def gradients(self, step: int, rows, wanted) -> float:
+        """Sum of the weighted losses of the rows; their gradients join those that wait."""
         put = functools.partial(T.put, mesh=self.mesh, spec=T.P(T.AXIS))
-        rows, wanted = jax.tree.map(put, (rows, wanted))
-        args = self.copies, table, T.Batch(rows, wanted, self.hyper(step))
-        grads, loss, dropped = program(self.cfg, self.devices, name)(*args)
+        batch = T.Batch(*jax.tree.map(put, (rows, wanted)), self.hyper(step))
+        step_of = program(self.cfg, self.devices, T.schedule(self.cfg).programs(step)[0])
+        model = self.copies, self.state["params"][T.NGRAMS]
+        self.sums, self.banks, loss, dropped = step_of(model, self.sums, batch)
         assert dropped == 0
-        return grads, float(loss) * T.stage_at(self.cfg, step).batch_tokens
+        return float(loss) * T.stage_at(self.cfg, step).batch_tokens
 
-    def update(self, step: int, grads: dict):
-        """All updates of a step with these gradients."""
+    def update(self, step: int, given: dict | None = None):
+        """All updates of a step, with what `gradients` has left or with these gradients and those
+        given before. A scenario may begin in the middle of a sum."""
         hyper = self.hyper(step)
-        self.waiting = {n: (*self.waiting.get(n, ()), grad) for n, grad in grads.items()}
+        for name, grad in (given or {}).items():
+            self.given.setdefault(name, []).append(grad)
         for name in T.schedule(self.cfg).programs(step)[1:]:
-            due = {n: self.waiting.pop(n) for n in T.updated(self.cfg, name)}
-            missing = T.updates(self.cfg)[name] - len(next(iter(due.values())))
-            for n, found in due.items():  # a scenario may begin in the middle: zeros before it
-                due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
-            due = fitting(T.programs(self.cfg, self.mesh, T.PLAIN)[name], due)
+            names = T.updated(self.cfg, name)
+            if given:
+                steps = zip(*(self.given.pop(n) for n in names), strict=True)
+                steps = [dict(zip(names, grads, strict=True)) for grads in steps]
+                due = spread(self.cfg, steps, self.mesh)
+            else:
+                due = {n: (self.sums | self.banks)[n] for n in names}
             step_of = program(self.cfg, self.devices, name)
             self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed
@@ -558,7 +563,7 @@ def test_updates_of_every_group(scenario, devices):
         )
         assert fact["tied_during_update"] == T.schedule(cfg).tied[step]
         averages = jax.device_get({tail: run.state[tail] for tail in T.AVERAGES})
-        run.update(step, spread(cfg, ours(cfg, gradient("tiny", step)), run.mesh))
+        run.update(step, ours(cfg, gradient("tiny", step)))
         check_ticks(run, step, averages)
         kinds = {"params": "w", "first": "m", "second": "v", "fast": "fast", "slow": "slow"}
         state = run.kinds()
@@ -708,10 +713,10 @@ def test_training_steps(scenario, devices):
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
         wanted, places = T.request(cfg, tokens[:, :-1], devices)
-        grads, loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)
+        loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)
         limit = 5e-3 if rounded else max(1e-6, 4 * exact["row_loss_sums_per_step"][at])
         assert loss == pytest.approx(sum(exact["row_loss_sums_float64"][at]), rel=limit), step
-        run.update(step, grads)
+        run.update(step)
         for name, x in back(cfg, T.unpadded(cfg, run.state["params"])).items():
             want = float(golden[f"{scenario}/{name}/w.norm"][at])
             norm = np.linalg.norm(x.astype(np.float64))
