@@ -6,34 +6,48 @@
 
 `speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
-PyTorch program of record 92. Predicted from the TPU's compiler: about 85 s on a v6e-8; nobody has
-timed it yet. The run in outline, its real loop stands at the end of Part I:
+PyTorch program of record 92. Nobody has timed ours on a TPU yet. To learn how it works, read Part I
+from the top. A step in the file's own names (the loop itself is at the end of Part I, in `train`):
 
-    state = init(seed); copies = bfloat16(state.params)        # Parameters
-    for step in range(1194):
-        tokens, aims, wanted, hyper = next(loader)             # Token stream to Loader, Schedule
-        rows = copies.tables[tokens], fetch(ngrams, wanted)    # Ids; The step
-        x = forward(copies, rows)                              # Attention, Heads, Model
-        loss, grads = backward(cross_entropy(x, copies.head))  # Loss
-        grads = reduce_scatter(grads)                          # The step; small ones: psum
-        state = anvil(banks)                                   # Optimizers
-        state = adam(the rest; every 2nd step, tables every 4th)
-        copies = all_gather(bfloat16(state.params))
-        log(loss of the step before)                           # nothing waits for a loss
-    state = average(last 298 states)                           # Optimizers: finish
+    batch = next(batches)                                    # tokens, targets, n-grams, Hyper
+    rows = copies.tables[tokens], fetch(ngram_table)         # look_up; two all-to-alls
+    x = forward(model, rows)                                 # eleven layers; banks all-gathered
+    loss, grads = backward(loss_sums(model, x, head, aims))  # over a sample of the vocabulary
+    banks = anvil(reduce_scatter(grads))                     # every step: the matrices
+    sums += other gradients
+    adam(sums)                                               # every 2nd step: head, small ones
+    tables(sums)                                             # every 4th: value and n-gram tables
+    copies = all_gather(bfloat16(what changed))
+    log.trained(loss of the step before)                     # nothing waits for a loss
+    ...
+    finish_step(state)                                       # weights: averages of the last 298
 
-    PART I, the speedrun          all that decides the loss, in plain JAX: read it from the top;
-                                  `train` alone uses what stands later, and lists it
-    PART II, around a run         refusals, data checks, compilation, checkpoints, log, signals,
-                                  several hosts, command line: look it up
-    PART III, fast on hardware    kernels that equal Part I's functions, for TPUs and NVIDIA GPUs;
-                                  `--set kernels=plain` trains without
+Words that are used throughout:
+    bank        equal-shaped matrices, stacked: [l, rows, cols]
+    copies      of the parameters for computing: in bfloat16, and whole on every device but banks
+    candidates  the ids that a row's softmax runs over: all its targets and some others
+    aims        the targets of a batch, and which candidates they are
+    prefix      the longest other token that a token begins with
+    window      how many tokens before itself a token sees; paired heads: see pair_heads
+    gate        a number of each token that scales something; gate_slices says which is whose
+    value table rows of tokens that are added to v in some layers
+    n-gram      two or three neighbouring ids, hashed to a row of the n-gram table
+    source      the layer whose output all later attentions read
+    stage       a stretch of the run with one shape of batch
+    Hyper       the numbers that change from step to step
+    sums        gradients that wait for an update of several steps
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
 d model width, n heads, h head width, f MLP width, v vocabulary, p columns of a projection, g gates
 of a token or their inputs, k targets of a token, r tokens of a batch in one line, c tokens of a
 chunk or block; in the optimizers l matrices of a bank, r and c their rows and columns. Batches,
 rows, windows and document lengths are all counted in tokens.
+
+    PART I, the speedrun          all that decides the loss, in plain JAX
+    PART II, around a run         refusals, data checks, compilation, checkpoints, log, signals,
+                                  several hosts, command line: look it up
+    PART III, fast on hardware    kernels that equal Part I's functions, for TPUs and NVIDIA GPUs;
+                                  `--set kernels=plain` trains without
 
 Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
 param_table and its use in forward; a new kernel is a function in Part III that equals one of
@@ -93,11 +107,11 @@ from jax.sharding import PartitionSpec as P
 jax.config.update("jax_enable_x64", False)  # whatever JAX_ENABLE_X64 says
 
 AXIS = "data"  # the one mesh axis: every device has its own rows
-GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)  # shares made whole
+GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
 
 
 class UserError(Exception):
-    """What the user can mend: one line that says what is wrong and what to do. Exit status 2."""
+    """An error that the user can fix: printed as one line, exit status 2."""
 
 
 # ================================================================================================
@@ -113,11 +127,12 @@ class UserError(Exception):
 class Layer:
     """One layer: what attends, what is added to the stream, how many MLPs follow.
 
-    Attention: "short" and "long" see that window of the stage; "paired" a short one of half tokens,
-    in which heads also see the keys of a partner (record 58). Queries and keys are half as wide as
-    a head (record 92), but whole in "long" layers: there the second half does not rotate, and keys
-    have theirs from the token before (record 49). The last layer attends, has values, and takes in
-    x0 and n-grams by coefficients of each token (record 81).
+    Attention: "short" and "long" see that window of the stage. "paired": two heads attend as one,
+    over a sequence of twice the length in which their tokens alternate, so each also sees its
+    partner's keys; the short window then covers half as many tokens (record 58). Queries and keys
+    are half as wide as a head (record 92), but whole in "long" layers: there the second half does
+    not rotate, and keys have theirs from the token before (record 49). The last layer attends, has
+    values, and takes in x0 and n-grams by coefficients of each token (record 81).
     """
 
     attends: str = ""  # short, long or paired; "": none
@@ -191,8 +206,8 @@ class Config:
     ngram_ids: str = "normalised"  # what is hashed: normalised (less case, accents), or raw ids
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
     gate_width: int = 64  # hidden units of the MLPs that make gates and mixing coefficients
-    skip: tuple[int, int] = (3, 6)  # the output of the one replaces attention in the other
-    source: int = 7  # its output is the input of all later attentions
+    skip: tuple[int, int] = (3, 6)  # the first one's output replaces attention in the second
+    source: int = 7  # layers after this one attend with its output instead of their own input
     rope_base: float = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: half wide, whole heads
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
@@ -220,16 +235,17 @@ class Config:
     lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
     # optimizers; param_table has the factors of each parameter
     lr_anvil: float = 0.023
-    decay_anvil: float = 2.25  # a step takes lr * lr * this of a weight
+    decay_anvil: float = 2.25  # a step takes the share lr * lr * this of a weight
     momentum: tuple[float, float] = (0.85, 0.93)  # look-ahead, and at first momentum: from, to
     momentum_warmup: int = 240  # over this many steps
     momentum_cooldown: int = 50  # and back, over the last steps
-    rails_step: int = 514  # from here on momentum is of two averages of the gradient, one fast:
-    rail_fast: tuple[float, float] = (0.85, 0.4385)  # its beta, its weight
-    slow_rate: float = 0.02  # 1 - beta of the other
+    # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
+    rails_step: int = 514
+    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast one
+    slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight
     equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns
     lr_adam: float = 0.008
-    decay_adam: float = 0.005  # likewise
+    decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
     adam_eps: float = 1e-10
     adam_every: int = 2  # steps whose gradients one Adam step sums; a device keeps all of them
     # n-gram and value tables: an update sums the gradients of so many steps, before event_change
@@ -442,7 +458,7 @@ def for_devices(cfg: Config, devices: int) -> Config:
 
 
 # ------------------------------------------------------------------------------------------------
-# Layout: where a layer finds its matrices and lanes. All of it follows from cfg.layers.
+# Layout: where a layer finds its matrices and its gates. All of it follows from cfg.layers.
 # ------------------------------------------------------------------------------------------------
 
 
@@ -459,23 +475,23 @@ def slot_count(cfg: Config) -> int:
 
 
 @functools.cache
-def gate_lanes(cfg: Config) -> tuple[dict, dict]:
-    """Lanes of the two gate MLPs: (field of Layer or "skip", layer) -> slice.
+def gate_slices(cfg: Config) -> tuple[dict, dict]:
+    """Which outputs of the two gate MLPs are whose: (field of Layer or "skip", layer) -> slice.
 
     The first serves the layers up to skip[0] and looks at the embedding, the second serves those
-    after it and looks at the stream as it leaves skip[0]. One lane for each head of xsa and gated.
+    after it and looks at the stream as it leaves skip[0]. xsa and gated have an output a head.
     """
-    lanes, end = [], cfg.skip[0] + 1
-    for span in (range(end), range(end, cfg.depth)):
+    slices, middle = [], cfg.skip[0] + 1
+    for layers in (range(middle), range(middle, cfg.depth)):
         widths = {}
         for what in ("xsa", "gated", "x0", "ngram"):
-            asks = (i for i in span if getattr(cfg.layers[i], what))
-            widths |= {(what, i): cfg.heads if what in ("xsa", "gated") else 1 for i in asks}
-        if cfg.skip[1] in span:
+            width = cfg.heads if what in ("xsa", "gated") else 1
+            widths |= {(what, i): width for i in layers if getattr(cfg.layers[i], what)}
+        if cfg.skip[1] in layers:
             widths["skip", cfg.skip[1]] = 1
         ends = itertools.accumulate(widths.values())
-        lanes.append({key: slice(e - widths[key], e) for key, e in zip(widths, ends, strict=True)})
-    return tuple(lanes)
+        slices.append({key: slice(e - widths[key], e) for key, e in zip(widths, ends, strict=True)})
+    return tuple(slices)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -540,11 +556,11 @@ def uniform(std: float, live: int) -> Callable:
 
 
 def gate_start(cfg: Config) -> np.ndarray:
-    """Where the gates stand at the start: the biases [2, lanes] of the two gate MLPs."""
+    """Where the gates stand at the start: the biases of the two gate MLPs [2, gates]."""
     starts = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
-    bias = np.zeros((2, max(at.stop for lanes in gate_lanes(cfg) for at in lanes.values())))
-    for row, lanes in zip(bias, gate_lanes(cfg), strict=True):
-        for (what, _), at in lanes.items():
+    bias = np.zeros((2, max(at.stop for slices in gate_slices(cfg) for at in slices.values())))
+    for row, slices in zip(bias, gate_slices(cfg), strict=True):
+        for (what, _), at in slices.items():
             row[at] = starts[what] / GATE_SCALE
     return bias
 
@@ -607,7 +623,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
     """
     d, f, v, n, h, depth = cfg.width, cfg.mlp_width, cfg.vocab, cfg.heads, cfg.head_width, cfg.depth
     attends, planes = (len(cfg.layers_with(what)) for what in ("attends", "values"))
-    lanes, w, tall = gate_start(cfg).shape[1], cfg.gate_width, math.sqrt(max(1, f / d))
+    gates, w = gate_start(cfg).shape[1], cfg.gate_width
+    tall = math.sqrt(max(1, f / d))
     live = {slot for i in range(depth) for slot in mlp_slots(cfg, i)}
     up = [tall * (slot in live) for slot in range(slot_count(cfg))]
 
@@ -661,8 +678,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "mudd_b2": small((2, len(Mudd._fields)), mudd_start(), 0.25, slow),
         "mudd_w2g": small((len(Mudd._fields), 2 * n, w), 0.0, 0.25, slow, decay=1),
         "gate_w1": small((2, w, d), hidden, 0.1, slow, decay=1),
-        "gate_w2": small((2, lanes, w), 0.0, 0.1, slow, decay=1),
-        "gate_b2": small((2, lanes), gate_start(cfg), 0.1, slow),
+        "gate_w2": small((2, gates, w), 0.0, 0.1, slow, decay=1),
+        "gate_b2": small((2, gates), gate_start(cfg), 0.1, slow),
         "gate_scale": small((1,), GATE_SCALE, 0.1, slow),
     }
 
@@ -671,7 +688,7 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     """The training state as a tree: kind -> name -> leaf(shape, dtype, Param).
 
     Kinds are "params", what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and
-    the mean square of each lane, of Adam mean and mean square) and AVERAGES. A name stands under
+    the mean square of each neuron, of Adam mean and mean square) and AVERAGES. A name stands under
     the kinds that it has. All but the n-gram table is float32, and all is cut over the devices like
     the parameter: each device updates its share (ZeRO).
     """
@@ -685,48 +702,57 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     return state
 
 
-def padded(shape: tuple[int, ...], row: Param, cuts: int) -> tuple[int, ...]:
-    """`shape` as it lies on `cuts` devices: rows of zeros make what is sharded divisible."""
+def padded_shape(shape: tuple[int, ...], row: Param, shards: int) -> tuple[int, ...]:
+    """`shape` on so many devices: rows of zeros make what is sharded divisible."""
     if not row.sharded:
         return shape
-    return (-(-shape[0] // cuts) * cuts, *shape[1:])
+    return (-(-shape[0] // shards) * shards, *shape[1:])
 
 
-def grown(x, rows: int):
+def pad_rows(x, rows: int):
     """`x` with zeros after it, up to `rows` rows."""
     return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def unpadded(cfg: Config, arrays: dict) -> dict:
+def strip_padding(cfg: Config, arrays: dict) -> dict:
     """Name -> array without the rows that only make a parameter divisible by the devices."""
     rows = {name: param_table(cfg)[name].shape[0] for name in arrays}
     return {name: x if len(x) == rows[name] else x[: rows[name]] for name, x in arrays.items()}
 
 
+def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
+    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
 def abstract_state(cfg: Config, mesh: Mesh):
-    """Shapes, dtypes and shardings of the training state on `mesh`; no memory is touched."""
+    """Shapes, dtypes and shardings of the training state on `mesh`."""
 
     def leaf(shape, dtype, row):
-        sharding = NamedSharding(mesh, P(AXIS) if row.sharded else P())
-        return jax.ShapeDtypeStruct(padded(shape, row, mesh.size), dtype, sharding=sharding)
+        axes = (AXIS,) if row.sharded else ()
+        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
 
     return map_state(cfg, leaf)
 
 
-def init_state(cfg: Config, cuts: int, seed):
-    """The training state before the first step, padded for `cuts` devices; its numbers do not
+def init_state(cfg: Config, shards: int, seed):
+    """The training state before the first step, padded for so many devices; its numbers do not
     depend on how many there are.
 
     `seed` may be traced, so that one compiled program serves for warm-up and for the run.
     """
     key = jax.random.key(seed)
-    state = map_state(cfg, lambda shape, dtype, row: jnp.zeros(padded(shape, row, cuts), dtype))
+
+    def zeros(shape, dtype, row):
+        return jnp.zeros(padded_shape(shape, row, shards), dtype)
+
+    state = map_state(cfg, zeros)
     for name, row in param_table(cfg).items():
         # A key from the name: adding a parameter does not change the others.
         salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
         start = row.init(jax.random.fold_in(key, salt), row.shape)
-        zeros = state["params"][name]
-        state["params"][name] = grown(start, len(zeros)).astype(zeros.dtype)
+        before = state["params"][name]
+        state["params"][name] = pad_rows(start, len(before)).astype(before.dtype)
     return state
 
 
@@ -763,7 +789,7 @@ def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
 
 
 def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
-    """Cut rows into blocks of queries, each with all keys that its window can reach.
+    """Split rows into blocks of queries, each with all keys that its window can reach.
 
     Returns (q [b', c, n, h], k and v [b', s, n, h or v], mask [b', 1, c, s]) with b' = b t / c,
     where c is the smallest divisor of t that holds the window and s = 2 c: the block and the one
@@ -900,15 +926,15 @@ def key_offset(k_btnh):
     return jnp.where(still[None, None, None], shifted, k_btnh)
 
 
-def exclude_self(y_btnv, v_btnv, lanes_btn):
-    """XSA: take out of what a head read the share tanh(lane) of its part along the token's own v.
+def exclude_self(y_btnv, v_btnv, gates_btn):
+    """XSA: take out of what a head read the share tanh(gate) of its part along the token's own v.
 
-    y - tanh(lane) (y.v / v.v) v: attention need not bring what the token has anyway (record 82, in
+    y - tanh(gate) (y.v / v.v) v: attention need not bring what the token has anyway (record 82, in
     the form of record 86; with the signs of the n-grams it saved 2 % of the tokens).
     """
     y, v = y_btnv.astype(jnp.float32), v_btnv.astype(jnp.float32)
     along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
-    return mix((1.0, y_btnv), (-(jnp.tanh(lanes_btn) * along)[..., None], v_btnv))
+    return mix((1.0, y_btnv), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnv))
 
 
 def attend_heads(
@@ -1011,16 +1037,16 @@ def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
 
 
 def token_gates(model: Model, half: int, x_btd) -> dict:
-    """The gates of one half of the layers: a key of gate_lanes -> [b, t, lanes], of any sign.
+    """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign.
 
     From 64 hidden units that see the whole token, for all its gates at once (record 85; they saved
     7 % of the tokens, with a larger n-gram table and a correction of attention that is gone again).
-    W2 starts at zero: at first the lanes are the biases.
+    W2 starts at zero: at first the gates are the biases.
     """
     params = model.params
     weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
-    lanes = params["gate_scale"][0] * small_mlp(x_btd, *weights)
-    return {key: lanes[..., at] for key, at in gate_lanes(model.cfg)[half].items()}
+    gates = params["gate_scale"][0] * small_mlp(x_btd, *weights)
+    return {key: gates[..., at] for key, at in gate_slices(model.cfg)[half].items()}
 
 
 def gated_values(model: Model, i: int, x_btd, values_btd):
@@ -1137,9 +1163,9 @@ def mudd_mix(model: Model, x_btd, sources):
     w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
     w2g = model.params["mudd_w2g"][:k]
     both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
-    lanes = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))
-    deltas_btkg = lanes[..., k:].reshape(*lanes.shape[:2], k, -1)
-    weights_btkg = MUDD_SCALE * (lanes[..., :k, None] + deltas_btkg)
+    weights = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))
+    deltas_btkg = weights[..., k:].reshape(*weights.shape[:2], k, -1)
+    weights_btkg = MUDD_SCALE * (weights[..., :k, None] + deltas_btkg)
     return model.kernels.blend(x_btd, weights_btkg, sources)
 
 
@@ -1205,8 +1231,8 @@ def forward(model: Model, rows: dict):
 TABLES = ("embed", "value_tables", "ngrams")  # whose rows tokens look up; of the head, softmax
 
 
-def look_up(cfg: Config, tables, tokens_bt, places_bit) -> dict[str, jax.Array]:
-    """The tokens' rows of TABLES: [b, t, d]; of ngrams [b, 2, t, d], found at `places_bit` among
+def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
+    """The tokens' rows of TABLES: [b, t, d]; of ngrams [b, 2, t, d], found at `slots_bit` among
     the rows that were fetched; of value_tables a tuple of [b, t, d], one for a layer (not one array
     of all, of which each would have to copy its part)."""
     table = tables["value_tables"]
@@ -1214,7 +1240,7 @@ def look_up(cfg: Config, tables, tokens_bt, places_bit) -> dict[str, jax.Array]:
     return {
         "embed": tables["embed"][tokens_bt],
         "value_tables": tuple(table[tokens_bt + n] for n in first),
-        "ngrams": tables["ngrams"][places_bit],
+        "ngrams": tables["ngrams"][slots_bit],
     }
 
 
@@ -1342,7 +1368,7 @@ PLAIN = Kernels(
 # Schedule: one table with a row for every step; the devices get a row of it as a Hyper
 # ------------------------------------------------------------------------------------------------
 
-AVERAGES = ("ema", "average", "planes", "blend")  # of the last weights; `finish` blends them in
+AVERAGES = ("ema", "average", "planes", "blend")  # of the last weights; finish_step blends them in
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
 AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `planes` look back
 
@@ -1358,9 +1384,7 @@ class Hyper(NamedTuple):
     fast_beta: np.ndarray  # of the fast average of the gradient
     fast_weight: np.ndarray  # of that average; the slow one has the rest
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
-    adam_summed: np.ndarray  # steps whose gradients wait for that one, before this step
     table_count: np.ndarray  # table updates, likewise
-    table_summed: np.ndarray
     table_span: np.ndarray  # steps that a table update sums, over those of the first updates
     freqs: np.ndarray  # [2, h/4] rotary, radians per token, of half-wide and of whole heads
     scales: np.ndarray  # [2] of q k^T, likewise
@@ -1379,10 +1403,6 @@ class Schedule(NamedTuple):
     tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
     tied: np.ndarray  # whether head and embedding are one matrix when it updates them
     hyper: Hyper  # in float64
-
-    def ends_all_sums(self, step: int) -> bool:
-        """Whether no gradient waits for an update after `step`: a checkpoint has none."""
-        return self.tables[step] > 0
 
     def programs(self, step: int) -> tuple[str, ...]:
         """The names of the programs of a step, in order."""
@@ -1469,8 +1489,6 @@ def schedule(cfg: Config) -> Schedule:
         fast_beta=fast_beta,
         fast_weight=fast_weight,
         adam_count=step // cfg.adam_every + 1,
-        adam_summed=step % cfg.adam_every,
-        table_summed=(since - 1) % each,
         table_count=np.cumsum(tables > 0) - (tables > 0) + 1,
         table_span=each / often,
         freqs=freqs,
@@ -1599,10 +1617,10 @@ def orthogonalize(x, dtype):
 
 
 def equalize(update, square, rate):
-    """The lanes of an orthogonalized update made equally large (after NorMuon, Li et al. 2025).
+    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025).
 
-    The lanes of a matrix are its vectors along the shorter side: rows if it is tall or square, else
-    columns. Bank [l, rows, cols] and the running mean square of each lane [l, lanes] -> (update,
+    The neurons of a matrix are its vectors along the shorter side: rows if it is tall or square,
+    else columns. Bank [l, rows, cols] and the running mean square of each neuron [l, n] -> (update,
     mean square). The matrix keeps its Frobenius norm.
     """
     along = 2 if update.shape[1] >= update.shape[2] else 1
@@ -1620,7 +1638,7 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
 
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL takes that of two_rails and equalizes it.
-    Bank, gradient and its averages are [l, rows, cols], `square` [l, lanes]: this device's
+    Bank, gradient and its averages are [l, rows, cols], `square` [l, neurons]: this device's
     matrices. Weights decay only where the slow average shrinks them or leaves them (cautious, after
     Liang et al. 2024; record 43), by lr * scale * lr * decay. What narrow heads never read has no
     gradient, so it only decays.
@@ -1631,14 +1649,12 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     update, square = equalize(update, square, cfg.equalize_rate)
     shrinks = slow * param >= 0
     lr = hyper.lr * row.lr
-    rate = lr * my_share(row.scale, len(param))[:, None, None]
+    scale = np.pad(np.float32(row.scale), (0, len(param) * lax.axis_size(AXIS) - len(row.scale)))
+    scale = lax.dynamic_slice_in_dim(
+        jnp.asarray(scale), lax.axis_index(AXIS) * len(param), len(param)
+    )
+    rate = lr * scale[:, None, None]
     return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
-
-
-def my_share(values, mine: int):
-    """This device's `mine` of `values`, a number for each matrix of a bank; 0 for its padding."""
-    values = np.pad(np.float32(values), (0, mine * lax.axis_size(AXIS) - len(values)))
-    return lax.dynamic_slice_in_dim(jnp.asarray(values), lax.axis_index(AXIS) * mine, mine)
 
 
 def descend(param, update, decay):
@@ -1711,9 +1727,10 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
     return new
 
 
-def finish(cfg: Config, state):
-    """The state whose weights are those to validate: blended with their averages, in the order of
-    Param.averages, and then rescaled to the norm they had before (of a bank: of all its matrices).
+def finish_step(cfg: Config, state):
+    """(the state with the weights to validate, their compute copies): blended with their averages,
+    in the order of Param.averages, and then rescaled to the norm they had before (of a bank: of all
+    its matrices).
 
     Called inside shard_map, after the last step. An average of the last weights is less noisy than
     any of them: 0.020 of loss in record 92, 0.002 where the learning rate falls to 0.15 and not to
@@ -1732,7 +1749,7 @@ def finish(cfg: Config, state):
         if row.rescaled:
             before, after = norm(state["params"][name]), norm(params[name])
             params[name] *= jnp.where(after > 0, before / after, 1.0)
-    return state | {"params": params}
+    return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1765,17 +1782,17 @@ def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     return np.stack([bigram, half + trigram])
 
 
-PLACE_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the golden ratio
+ROW_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the golden ratio
 
 
-def table_places(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Where the rows `ids` of the n-gram table lie in the array that holds it, int64.
+def table_rows(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Which rows of the array hold the rows `ids` of the n-gram table, int64.
 
     A multiplication spreads them (Knuth 1973), so that each device's share of the array is read as
     often as any other's. In their order the ids of text are not even: products of small numbers do
-    not wrap. The first place is that of trigrams without history.
+    not wrap. The first is that of trigrams without history.
     """
-    return (rows - 1 - ids.astype(np.int64)) * PLACE_FACTOR % rows
+    return (rows - 1 - ids.astype(np.int64)) * ROW_FACTOR % rows
 
 
 def capacity(batch_tokens: int, devices: int) -> int:
@@ -1791,7 +1808,7 @@ def capacity(batch_tokens: int, devices: int) -> int:
 
 
 def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, c], places [rows, 2, t]) of `mine` (0: all) of the devices: the
+    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` (0: all) of the devices: the
     n-gram rows of each one's tokens, every different one once, by owner, and where each token then
     finds its two.
 
@@ -1801,24 +1818,24 @@ def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarra
     """
     mine = mine or devices
     table = param_table(cfg)[NGRAMS]
-    share = padded(table.shape, table, devices)[0] // devices
+    share = padded_shape(table.shape, table, devices)[0] // devices
     size, ngrams = capacity(hashed.size // mine * devices, devices), cfg.ngram_rows
 
     def of_device(rows):
-        ids = table_places(ngram_ids(rows, ngrams), ngrams)
+        ids = table_rows(ngram_ids(rows, ngrams), ngrams)
         different, which = np.unique(ids, return_inverse=True)
         owner, row = np.divmod(different, share)
         slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
         fits = slot < size
         requests = np.full((devices, size), share, np.int32)
         requests[owner[fits], slot[fits]] = row[fits]
-        places = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
-        return requests, places.reshape(ids.shape).swapaxes(0, 1)
+        slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
+        return requests, slots.reshape(ids.shape).swapaxes(0, 1)
 
     with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
         parts = pool.map(of_device, np.split(hashed, mine))
-    requests, places = zip(*parts, strict=True)
-    return np.stack(requests), np.concatenate(places)
+    requests, slots = zip(*parts, strict=True)
+    return np.stack(requests), np.concatenate(slots)
 
 
 def sign_ids(x_bt, rows: int):
@@ -1861,26 +1878,27 @@ def fetch(table_rd, requested_kc):
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
 
-def dropped_ngrams(places_bit):
-    """How many of a device's n-grams had no room in its requests: they have place 0, as the
+def dropped_ngrams(slots_bit):
+    """How many of a device's n-grams had no room in its requests: they have slot 0, as the
     trigrams of a row's first two tokens do, which have no history (see `request`)."""
-    return jnp.sum(places_bit == 0, dtype=jnp.float32) - places_bit[:, 1, :2].size
+    return jnp.sum(slots_bit == 0, dtype=jnp.float32) - slots_bit[:, 1, :2].size
 
 
-def sum_requests(requested, grads, size: int, add_rows: Callable):
+def sum_requests(parts, size: int, add_rows: Callable):
     """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
 
-    `requested` [steps, devices, c] and `grads` [steps, devices, c, d] are of each step since the
-    last update. The gradients of one row, from several steps and devices, are summed by
+    `parts` has of each step since the last update the rows that were requested [devices, c] and
+    their gradients [devices, c, d]. Those of one row, from several steps and devices, are summed by
     Kernels.add_rows: sorted, equal ids stand together.
     """
-    ids, grads = requested.reshape(-1), grads.reshape(-1, grads.shape[-1])
-    places = jnp.arange(len(ids))
-    ids, order = lax.sort((ids, places), num_keys=1)
+    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
+    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
+    numbers = jnp.arange(len(ids))
+    ids, order = lax.sort((ids, numbers), num_keys=1)
     run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
     total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
     first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
-    return jnp.where(places > run[-1], size + places, first), total
+    return jnp.where(numbers > run[-1], size + numbers, first), total
 
 
 def adam_rows(table, square, rows, rates: AdamRates):
@@ -1909,11 +1927,10 @@ def adam_rows(table, square, rows, rates: AdamRates):
     return table, square.at[ids].add(more, **own)
 
 
-def update_ngrams(cfg: Config, kernels: Kernels, state, sums, hyper: Hyper):
-    """(state, squared norm of the gradient) after adam_rows; `sums`: (requested, grads) as
-    sum_requests takes them."""
+def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
+    """(state, squared norm of the gradient) after adam_rows; `parts`: see sum_requests."""
     table, square = state["params"][NGRAMS], state["second"][NGRAMS]
-    ids, grads = sum_requests(*sums, len(table), kernels.add_rows)
+    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
     rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
     table, square = adam_rows(table, square, (ids, grads), rates)
     params, second = state["params"] | {NGRAMS: table}, state["second"] | {NGRAMS: square}
@@ -1940,22 +1957,21 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     return copies
 
 
-def stream(cfg: Config, copies, first):
-    """(`first`, the copies with whole banks, a function from the gradients of those to this
-    device's shares of their sum over devices, in the dtype of the copies).
+def gather_banks(cfg: Config, copies, after):
+    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
+    with whole banks, a function that reduce-scatters the gradients of these).
 
-    Banks cross the network while the model computes, both ways, and after `first`, which it begins
-    with: XLA starts a collective as soon as it can and waits for its result as late (FSDP, Zhao et
-    al. 2023). Lookups in tables begin a step, and their gradients end it, so there is nothing to
-    hide behind: the update of a table reduces its gradient and gathers its copy, not in every step.
+    XLA starts a collective as soon as it can and waits for its result as late; here it starts with
+    `after`, with which the computation begins. Lookups in tables begin a step, and their gradients
+    end it, so there is nothing to hide behind: the update of a table reduces its gradient and
+    gathers its copy, not in every step.
 
-    MLPs cross in parts of one matrix of each device: the first need not wait for all. Whole banks
-    are lists of matrices, made by lax.split, whose transpose joins gradients: those of slices XLA
-    pads to the whole bank and adds up.
+    MLPs are gathered in parts of one matrix of each device: the first need not wait for all. A
+    whole bank is a list of matrices, made by lax.split, whose transpose joins gradients: those of
+    slices XLA pads to the whole bank and adds up.
     """
-    banks = updated(cfg, "anvil")
-    cut = {name: x for name, x in copies.items() if name in banks}
-    first, cut = lax.optimization_barrier((first, cut))
+    sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
+    after, sharded = lax.optimization_barrier((after, sharded))
 
     def split(bank):
         return lax.split(bank, (1,) * len(bank))
@@ -1965,12 +1981,12 @@ def stream(cfg: Config, copies, first):
         return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
 
     # The transpose of all-gather is reduce-scatter.
-    whole, reduce = jax.vjp(lambda cut: {name: gather(name, x) for name, x in cut.items()}, cut)
-    return first, copies | whole, lambda grads: reduce({name: grads[name] for name in cut})[0]
+    whole, reduce = jax.vjp(lambda banks: {n: gather(n, x) for n, x in banks.items()}, sharded)
+    return after, copies | whole, lambda grads: reduce({name: grads[name] for name in sharded})[0]
 
 
 def micro_rows(cfg: Config, rows: int, t: int) -> list[int]:
-    """How many of a device's `rows` can be taken at a time within cfg.micro_tokens; most first."""
+    """The numbers of a device's `rows` that fit cfg.micro_tokens at a time, the largest first."""
     return [k for k in range(rows, 0, -1) if rows % k == 0 and k * t <= cfg.micro_tokens] or [1]
 
 
@@ -1981,28 +1997,28 @@ def micro_batches(cfg: Config, rows: "Rows"):
     return jax.tree.map(lambda x: x.reshape(count // together, together, *x.shape[1:]), rows)
 
 
-def grads_step(cfg: Config, kernels: Kernels, kind: tuple, model, sums, batch: "Batch"):
-    """(`sums` with the gradients of this device's rows, its share of the gradients of banks summed
-    over all devices, mean loss over all devices, their dropped n-grams).
+def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: "Batch"):
+    """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
+    dropped n-grams). Of banks a device returns its share of the sum over all: see gather_banks.
 
-    `kind` is one of grads_kinds, `model` (compute copies, this device's share of the n-gram table).
-    `sums` holds the gradients that wait for an update, see abstract_sums; what an update has taken
-    is replaced. Over micro-batches gradients are summed in float32. Tables take part only with the
-    rows that tokens look up: add_rows adds the gradients of those rows to the table's. The gradient
-    is that of the summed loss of a row, averaged over the rows of the batch, as in the original: it
-    grows with the length of a row from stage to stage, while the moments remember the old size.
+    `kind` is one of grads_kinds. `table` is this device's share of the n-gram table. Gradients of
+    its rows go to the owners, with what was requested of those: a pair, see sum_requests. Over
+    micro-batches gradients are summed in float32. Tables take part only with the rows that tokens
+    look up: add_rows adds the gradients of those rows to the table's. The gradient is that of the
+    summed loss of a row, averaged over the rows of the batch, as in the original: it grows with the
+    length of a row from stage to stage, while the moments remember the old size.
     """
-    (at, count), (copies, table), rows, hyper = kind, model, batch.rows, batch.hyper
+    (at, count), rows, hyper = kind, batch.rows, batch.hyper
     requested, signs, stage = exchange(batch.requests[0]), copies["signs"], cfg.stages[at]
-    fetched, copies, reduce = stream(cfg, copies, fetch(table, requested))
+    fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
     by_row = *TABLES, "head"
     weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
-    tables = unpadded(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
+    tables = strip_padding(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
     tables["ngrams"] = fetched
     weights_k = hyper.weights[: len(stage.weights)]
     prefix = hyper.prefix if any(stage.prefix) else None
 
-    def model_of(weights, rows):
+    def model(weights, rows):
         # Banks keep their padding, since matrices are taken by number: to cut it off would be a
         # pass over their gradients.
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
@@ -2010,13 +2026,13 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, model, sums, batch: "
 
     def features(weights, found, rows):
         found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
-        return forward(model_of(weights, rows), found)
+        return forward(model(weights, rows), found)
 
     def softmax(x_btd, rows):
         """(gradients of x and of the head, plain sum of losses)."""
 
         def loss(x_btd, head):
-            args = model_of(weights, rows), x_btd, head, rows.aims
+            args = model(weights, rows), x_btd, head, rows.aims
             weighted, plain = loss_sums(*args, weights_k, prefix)
             return weighted / stage.rows, plain
 
@@ -2032,8 +2048,8 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, model, sums, batch: "
     def add(carry, rows):
         total, grads = carry
         tokens = rows.tokens[:, :-1].astype(jnp.int32)
-        ids = {"embed": tokens, "value_tables": tokens, "ngrams": rows.places}
-        found = look_up(cfg, tables, tokens, rows.places)
+        ids = {"embed": tokens, "value_tables": tokens, "ngrams": rows.slots}
+        found = look_up(cfg, tables, tokens, rows.slots)
         x_btd, backward = jax.vjp(lambda *args: features(*args, rows), weights, found)
         x_grad, head_grad, plain = softmax(x_btd, rows)
         d_weights, d_rows = backward(x_grad)
@@ -2051,24 +2067,17 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, model, sums, batch: "
     total, grads = (add(start, one) if alone else lax.scan(add, start, batches))[0]
     fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*requested.shape, -1)
     mean = total / stage.batch_tokens
-    numbers = lax.psum(jnp.stack([mean, dropped_ngrams(rows.places)]), AXIS)
+    numbers = lax.psum(jnp.stack([mean, dropped_ngrams(rows.slots)]), AXIS)
     # The exchange begins after them, or they would have to wait for its end.
     fetched, numbers = lax.optimization_barrier((fetched, numbers))
-    banks = reduce(jax.tree.map(lambda x: x.astype(cfg.dtype), grads))
-    for name, old in sums.items():
-        if name != NGRAMS:
-            tables_too = param_table(cfg)[name].updated_by == "tables"
-            waiting = (hyper.table_summed if tables_too else hyper.adam_summed) > 0
-            total = jnp.where(waiting, old.astype(jnp.float32), 0) + grown(grads[name], len(old))
-            sums = sums | {name: total.astype(old.dtype)}
+    whole = {name: copies[name] for name in grads}  # tables padded, dtypes
+    grads = jax.tree.map(lambda x, like: pad_rows(x, len(like)).astype(like.dtype), grads, whole)
+    grads |= reduce(grads)
     # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = sums[NGRAMS][0].shape[2] - requested.shape[1]
+    room = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]
     requested = jnp.pad(requested, ((0, 0), (0, room)), constant_values=len(table))
-    new = requested, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
-    step = hyper.table_summed.astype(jnp.int32)
-    put_in = functools.partial(lax.dynamic_update_index_in_dim, index=step, axis=0)
-    sums = sums | {NGRAMS: tuple(map(put_in, sums[NGRAMS], new))}
-    return sums, banks, *numbers
+    grads[NGRAMS] = requested, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
+    return grads, *numbers
 
 
 def reduce_scatter(x):
@@ -2077,64 +2086,58 @@ def reduce_scatter(x):
     In parts of up to 13 MB a device, with a multiple of 32 rows: those a v6e's SparseCores take, so
     that they cross beside other work.
     """
-    share, size = len(x) // lax.axis_size(AXIS), x[0].size * x.dtype.itemsize
-    fits = (n for n in range(1, 9) if share % (32 * n) == 0 and share // n * size <= 13e6)
-    cut = x.reshape(len(x) // share, next(fits, 1), -1, *x.shape[1:])
-    return jnp.concatenate([lax.psum_scatter(cut[:, n], AXIS) for n in range(cut.shape[1])])
+    rows, size = len(x) // lax.axis_size(AXIS), x[0].size * x.dtype.itemsize
+    fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
+    parts = x.reshape(len(x) // rows, next(fits, 1), -1, *x.shape[1:])
+    return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
 
 
 def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
-    """(state, compute copies of what changed, norm of the gradient) after an update of `due`: name
-    -> this device's gradient, summed over the steps since the last update.
+    """(state, compute copies of what changed, norm of the gradient) after an update of `due`.
+    In adam_tied, the gradient of the embedding is added to the head's.
 
-    Each device receives the sum of its own share (reduce-scatter), updates it, and all gather the
-    results, already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in
-    the original: half the bytes, and in bfloat16 partial sums that are rounded at every device. In
-    adam_tied, the gradient of the embedding is added to the head's. The norm is that of the summed
-    gradients of all parameters in `due`.
+    due: name -> this device's gradients of the steps since the last update, a tuple. Each device
+    receives the sum of its own share (reduce-scatter), updates it, and all gather the results,
+    already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in the
+    original: half the bytes, and in bfloat16 partial sums that are rounded at every device. The
+    norm is that of the summed gradients of all parameters in `due`.
     """
-    table, reduced, cut, whole, joined = param_table(cfg), {}, 0.0, 0.0, {}
+    table, reduced, joined = param_table(cfg), {}, {}
+    norm2_sharded = norm2_replicated = 0.0
     if update == "adam_tied":
         joined = {name: table[name].tied_to for name in due if table[name].tied_to}
-    for name, grad in due.items():
+    for name, grads in due.items():
         if name in joined:
             continue
         if name == NGRAMS:
-            sums = tuple(x[: int(update.removeprefix("tables"))] for x in grad)
-            state, norm2 = update_ngrams(cfg, kernels, state, sums, hyper)
-            cut += norm2
+            state, norm2 = update_ngrams(cfg, kernels, state, grads, hyper)
+            norm2_sharded += norm2
             continue
         others = (due[other] for other, to in joined.items() if to == name)
-        total = sum(x.astype(jnp.float32) for x in (grad, *others))
+        total = sum(grad.astype(jnp.float32) for grad in itertools.chain(grads, *others))
         if table[name].sharded:
             if table[name].optimizer != "anvil":  # of those the shares are summed already
                 total = reduce_scatter(total.astype(cfg.dtype))
             reduced[name] = total.astype(jnp.float32)
-            cut += jnp.sum(jnp.square(reduced[name]))
+            norm2_sharded += jnp.sum(jnp.square(reduced[name]))
         else:
             reduced[name] = lax.psum(total, AXIS)
-            whole += jnp.sum(jnp.square(reduced[name]))
+            norm2_replicated += jnp.sum(jnp.square(reduced[name]))
     state = apply_updates(cfg, state, reduced, hyper)
     copies = compute_copies(cfg, {name: state["params"][name] for name in reduced}, GATHER)
     copies |= {name: copies[to] for name, to in joined.items()}
-    return state, copies, jnp.sqrt(lax.psum(cut, AXIS) + whole)
+    return state, copies, jnp.sqrt(lax.psum(norm2_sharded, AXIS) + norm2_replicated)
 
 
-def finish_step(cfg: Config, state):
-    """(state, all compute copies but the signs) after `finish`, which averages the last ones."""
-    state = finish(cfg, state)
-    return state, compute_copies(cfg, state["params"], GATHER)
-
-
-def eval_step(cfg: Config, kernels: Kernels, model, batch: "Batch"):
+def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    copies, table = model
-    fetched, copies, _ = stream(cfg, copies, fetch(table, exchange(batch.requests[0])))
-    params = unpadded(cfg, {n: x for n, x in copies.items() if n != "signs"}) | {"ngrams": fetched}
+    fetched, copies, _ = gather_banks(cfg, copies, fetch(table, exchange(batch.requests[0])))
+    params = strip_padding(cfg, {n: x for n, x in copies.items() if n != "signs"})
+    params["ngrams"] = fetched
 
     def loss(rows):
         tokens = rows.tokens.astype(jnp.int32)
-        found = look_up(cfg, params, tokens[:, :-1], rows.places)
+        found = look_up(cfg, params, tokens[:, :-1], rows.slots)
         found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
         segments = segment_ids(tokens[:, :-1], cfg.bos)
         model = Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
@@ -2142,7 +2145,7 @@ def eval_step(cfg: Config, kernels: Kernels, model, batch: "Batch"):
         return loss_sums(model, x_btd, params["head"], rows.aims, jnp.ones(1))[1]
 
     total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
-    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.places)]), AXIS))
+    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2159,10 +2162,13 @@ class Program(NamedTuple):
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
 
 
-def updates(cfg: Config) -> list[str]:
-    """The names of all updates."""
+def updates(cfg: Config) -> dict[str, int]:
+    """Name of each update -> steps whose gradients it sums. They wait for it side by side, on the
+    device that made them: a sum would be read and written in every step."""
     names = dict.fromkeys(name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:])
-    return sorted(names, key=lambda name: name.startswith("tables"))
+    names = sorted(names, key=lambda name: name.startswith("tables"))
+    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
+    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in names}
 
 
 def updated(cfg: Config, update: str) -> list[str]:
@@ -2178,69 +2184,56 @@ def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
         functools.partial(compute_copies, cfg), abstract_state(cfg, mesh)["params"]
     )
     found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
-    banks = updated(cfg, "anvil")
-    for name, x in found.items():
-        spec = P(AXIS) if name in banks else P()
-        found[name] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-    return found
-
-
-def abstract_sums(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the gradients that wait for an update: not those of banks.
-
-    Each device sums those of its own rows, in the dtype of the copies, as the original does: in one
-    array [devices * n, ...] for a parameter [n, ...]. Of the n-gram table it keeps what its share
-    was requested for in each step, and the gradients of that: (int32 [devices * steps, devices, c],
-    [..., d]).
-    """
-
-    def leaf(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(AXIS)))
-
-    found, others = {}, {"signs", *updated(cfg, "anvil")}
-    for name, x in abstract_copies(cfg, mesh).items():
-        if name not in others:
-            found[name] = leaf((mesh.size * x.shape[0], *x.shape[1:]), x.dtype)
-    shape = mesh.size * cfg.event_every[1], mesh.size, capacity(cfg.most_tokens, mesh.size)
-    return found | {NGRAMS: (leaf(shape, jnp.int32), leaf((*shape, cfg.width), cfg.dtype))}
+    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
 
 
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the end,
-    validation."""
+    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the
+    end, validation.
 
-    def leaf(shape, dtype, *axes):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+    Copies are whole on every device, but for those of banks: these are cut, and so is the state.
+    Each device keeps the gradients of its own rows (in one array, [devices * n, ...] for a
+    parameter [n, ...]; of banks its share of the sum) until an update takes them.
+    """
+
+    def specs(tree):
+        return jax.tree.map(lambda x: x.sharding.spec, tree)
 
     def batch(count, t, candidates=0):
-        tokens, hashed = leaf((count, t + 1), jnp.uint16, AXIS), leaf((count, t), jnp.uint16, AXIS)
-        each, places = leaf((count, t), jnp.int32, AXIS), leaf((count, 2, t), jnp.int32, AXIS)
-        aims = Aims(leaf((count, candidates), jnp.int32, AXIS), each, each)
-        size = mesh.size, mesh.size, capacity(count * t, mesh.size)
-        rows = Rows(tokens, hashed, places, aims)
-        return Batch(rows, leaf(size, jnp.int32, AXIS), hyper)
+        def each(dtype, *shape):
+            return abstract(mesh, (count, *shape), dtype, AXIS)
 
-    state, sums, copies = (f(cfg, mesh) for f in (abstract_state, abstract_sums, abstract_copies))
-    model, hyper = (copies, state["params"][NGRAMS]), hyper_at(cfg, 0)
-    hyper = jax.tree.map(lambda x: leaf(x.shape, x.dtype), hyper)
-    state_specs, sums_specs = jax.tree.map(lambda x: x.sharding.spec, (state, sums))
-    banks = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
-    specs = {name: x.sharding.spec for name, x in copies.items() if name != "signs"}
-    found = {}
+        aims = Aims(each(jnp.int32, candidates), each(jnp.int32, t), each(jnp.int32, t))
+        rows = Rows(each(jnp.uint16, t + 1), each(jnp.uint16, t), each(jnp.int32, 2, t), aims)
+        requests = mesh.size, mesh.size, capacity(count * t, mesh.size)
+        return Batch(rows, abstract(mesh, requests, jnp.int32, AXIS), hyper)
+
+    def grads(name):
+        if name == NGRAMS:  # the rows that were fetched of it
+            shape = mesh.size**2, capacity(cfg.most_tokens, mesh.size)
+            ids = abstract(mesh, shape, jnp.int32, AXIS)
+            return ids, abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)
+        x = copies[name]
+        each = 1 if name in updated(cfg, "anvil") else mesh.size
+        return abstract(mesh, (each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
+
+    state, copies = abstract_state(cfg, mesh), abstract_copies(cfg, mesh)
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+    model, found = (copies, state["params"][NGRAMS]), {}
     for i, (at, candidates) in enumerate(grads_kinds(cfg)):
         stage, step = cfg.stages[at], functools.partial(grads_step, cfg, kernels, (at, candidates))
-        args = model, sums, batch(stage.rows, stage.row_tokens, candidates)
-        out = sums_specs, P(AXIS), P(), P()
-        found[f"grads{i}"] = Program(step, args, out, donates=(1,))
-    for update in updates(cfg):
-        due = {name: (sums | banks)[name] for name in updated(cfg, update)}
+        args = *model, batch(stage.rows, stage.row_tokens, candidates)
+        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
+    for update, steps in updates(cfg).items():
+        due = {name: (grads(name),) * steps for name in updated(cfg, update)}
+        changed = specs({name: copies[name] for name in due if name != NGRAMS})
         step = functools.partial(update_step, cfg, kernels, update)
-        args = state, due, hyper
-        changed = {name: specs[name] for name in due if name in specs}
-        found[update] = Program(step, args, (state_specs, changed, P()), donates=(0,))
+        found[update] = Program(step, (state, due, hyper), (specs(state), changed, P()), (0,))
+    changed = specs({name: x for name, x in copies.items() if name != "signs"})
     finish = functools.partial(finish_step, cfg)
-    found["finish"] = Program(finish, (state,), (state_specs, specs), donates=(0,))
-    args = model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
+    found["finish"] = Program(finish, (state,), (specs(state), changed), donates=(0,))
+    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
     found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
     return found
 
@@ -2295,18 +2288,11 @@ def open_shard(path) -> np.memmap:
     except OSError as error:
         cure = "make it readable, or download or tokenize it again"
         raise UserError(f"{path}: cannot be read ({error.strerror}): {cure}") from None
-    problem = f"{size} bytes is too short for a header"
-    if size >= HEADER_BYTES:
-        magic, version, count = header
-        promised, problem = HEADER_BYTES + 2 * count, ""
-        if magic != SHARD_MAGIC:
-            problem = f"magic number {magic}, not {SHARD_MAGIC}: not a token shard"
-        elif version != SHARD_VERSION:
-            problem = f"version {version} of the format, only version {SHARD_VERSION} is known"
-        elif count <= 0 or size != promised:
-            problem = f"{size} bytes, but its header promises {count} tokens ({promised} bytes)"
-    if problem:
-        raise UserError(f"{path}: {problem}: delete it and download or tokenize it again")
+    magic, version, count = (header + [0, 0, 0])[:3]
+    promised = HEADER_BYTES + 2 * count
+    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION) or count <= 0 or size != promised:
+        is_not = f"no whole token shard: {size} bytes, and its header says {count} tokens"
+        raise UserError(f"{path} is {is_not}: delete it and download or tokenize it again")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 
@@ -2353,7 +2339,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def _documents(self, number: int) -> np.ndarray:
-        """Where documents begin in shard `number`; `documents` keeps two shards' places."""
+        """Where documents begin in shard `number`; `documents` keeps those of two shards."""
         return np.flatnonzero(self.shards[number] == self.bos)
 
 
@@ -2429,34 +2415,6 @@ class Vocabulary(NamedTuple):
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
 
 
-def encoding_words(encoding: str, folder: Path) -> list[bytes]:
-    """The bytes of every id but BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`. UserError if they cannot be had."""
-    if encoding == "gpt2":
-        try:
-            import tiktoken
-
-            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-        except ImportError as error:
-            raise UserError(f"{error}: pip install -r requirements.txt") from None
-        except Exception as error:
-            raise UserError(
-                f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
-                "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-            ) from None
-        return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
-    words = [bytes([i]) for i in range(256)]
-    try:
-        merges = json.loads((folder / MERGES).read_text()) if encoding == "bpe" else []
-        words += [bytes.fromhex(merged) for merged in merges]
-        if len({*words, b""}) <= len(words) or not isinstance(merges, list):
-            raise ValueError("no list of different merges")
-    except (OSError, ValueError, TypeError) as error:
-        path = folder / MERGES
-        raise UserError(f"{path} cannot be used ({error}): make the data again") from None
-    return words
-
-
 def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
     """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88).
 
@@ -2499,10 +2457,29 @@ def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
 
 
 def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """The bytes of every id before BOS; UserError if they cannot be had."""
-    words = encoding_words(cfg.encoding, folder)
-    if (has := len(words)) < cfg.bos and cfg.encoding == "bpe":
-        raise UserError(f"{folder}: {MERGES} is of {has} tokens, bos={cfg.bos}: of other shards")
+    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
+    merges in `folder`. UserError if they cannot be had."""
+    if cfg.encoding == "gpt2":
+        try:
+            import tiktoken
+
+            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
+        except ImportError as error:
+            raise UserError(f"{error}: pip install -r requirements.txt") from None
+        except Exception as error:
+            raise UserError(
+                f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
+                "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+            ) from None
+        return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)][: cfg.bos]
+    words, path = [bytes([i]) for i in range(256)], folder / MERGES
+    if cfg.encoding == "bpe":
+        try:
+            words += map(bytes.fromhex, json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path} cannot be used ({error}): make the data again") from None
+        if len({*words, b""}) <= len(words) or len(words) < cfg.bos:
+            raise UserError(f"{path} is not of these shards: make the data again")
     return words[: cfg.bos]
 
 
@@ -2555,7 +2532,7 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
 
 
 class Aims(NamedTuple):
-    """What the tokens of a batch are to predict, as places among their row's candidates."""
+    """What the tokens of a batch are to predict, as numbers of their row's candidates."""
 
     candidates: np.ndarray  # int32 [b, p] ids, and 0 where there are fewer; none: all ids are
     targets: np.ndarray  # int32 [b, t] the next token; -1: none
@@ -2566,13 +2543,13 @@ def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
     """(Aims of a row of t+1 tokens without their axis b, next offset)."""
     targets_t, vocab = row[1:], len(prefix_v)
     if not count:
-        places = targets_t.astype(np.int32), prefix_v[targets_t]
-        return Aims(np.empty(0, np.int32), *places), offset
+        found = targets_t.astype(np.int32), prefix_v[targets_t]
+        return Aims(np.empty(0, np.int32), *found), offset
     ids, offset = candidates(targets_t, offset, count, vocab)
-    place = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
-    place[ids] = np.arange(count)
-    places = place[targets_t], place[prefix_v[targets_t]]
-    return Aims(ids.astype(np.int32), *places), offset
+    number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
+    number[ids] = np.arange(count)
+    found = number[targets_t], number[prefix_v[targets_t]]
+    return Aims(ids.astype(np.int32), *found), offset
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2604,7 +2581,7 @@ class Rows(NamedTuple):
 
     tokens: jax.Array  # uint16 [rows, t+1]
     hashed: jax.Array  # uint16 [rows, t]: what n-gram hashes see of the first t
-    places: jax.Array  # int32 [rows, 2, t]: of bigrams and trigrams, in what the device fetches
+    slots: jax.Array  # int32 [rows, 2, t]: of bigrams and trigrams, in what the device fetches
     aims: Aims
 
 
@@ -2645,8 +2622,8 @@ def next_batch(
     aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
     aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
     hashed = known.hashed_v[tokens[:, :-1]]
-    requests, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    return Rows(tokens, hashed, places, aims), requests, LoaderState(cursor, offsets)
+    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    return Rows(tokens, hashed, slots, aims), requests, LoaderState(cursor, offsets)
 
 
 def train_batches(
@@ -2667,9 +2644,9 @@ def val_batch(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, counts, hyper:
     """The Batch of this process's validation rows uint16 [b, t+1], some of which may not count."""
     hashed = known.hashed_v[tokens[:, :-1]]
     targets = np.where(np.reshape(counts, (-1, 1)), tokens[:, 1:].astype(np.int32), -1)
-    requests, places = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-    arrays = Rows(tokens, hashed, places, aims), requests
+    arrays = Rows(tokens, hashed, slots, aims), requests
     return Batch(*jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays), hyper)
 
 
@@ -2748,22 +2725,12 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
     return jax.jit(copies, out_shardings=shardings)
 
 
-def start_sums(cfg: Config, mesh: Mesh):
-    """Zeros where gradients will wait for their updates."""
-    sums = abstract_sums(cfg, mesh)
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
-        out_shardings=jax.tree.map(lambda x: x.sharding, sums),
-    )
-    return zeros()
-
-
 def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
     """Run every program once on dummy tokens, so that first-call costs are outside the clock.
 
     Consumes the state; the real one is made after it, anew from the seed.
     """
-    hyper, known, sums = put_hyper(cfg, 0, mesh), vocabulary(cfg, []), start_sums(cfg, mesh)
+    hyper, known = put_hyper(cfg, 0, mesh), vocabulary(cfg, [])
 
     def dummy(count, t):
         count = count // mesh.size * len(mesh.local_devices)
@@ -2776,14 +2743,14 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
         ids = np.tile(np.arange(candidates, dtype=np.int32), (len(own_rows(mesh, stage.rows)), 1))
         ids = put(ids, mesh, P(AXIS))
         rows = batch.rows._replace(aims=batch.rows.aims._replace(candidates=ids))
-        model = copies, state["params"][NGRAMS]
-        sums, banks, *_ = compiled[f"grads{i}"](model, sums, batch._replace(rows=rows))
-    for update in updates(cfg):
-        due = {name: (sums | banks)[name] for name in updated(cfg, update)}
+        table = state["params"][NGRAMS]
+        grads, *_ = compiled[f"grads{i}"](copies, table, batch._replace(rows=rows))
+    for update, steps in updates(cfg).items():
+        due = {name: (grads[name],) * steps for name in updated(cfg, update)}
         state, *_ = compiled[update](state, due, hyper)
     state, _ = compiled["finish"](state)
     batch = dummy(cfg.val_batch // cfg.val_row, cfg.val_row)
-    jax.block_until_ready((state, compiled["eval"]((copies, state["params"][NGRAMS]), batch)))
+    jax.block_until_ready((state, compiled["eval"](copies, state["params"][NGRAMS], batch)))
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
@@ -2829,36 +2796,28 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     warm_up(cfg, mesh, compiled, state, copy(state["params"], seed))
     state = load_state(mesh, saved) if saved else init(seed)
     copies = jax.block_until_ready(copy(state["params"], seed))
-    clock, last_saved, pending, sums = log.clock, first, None, start_sums(cfg, mesh)
+    clock, last_saved, waiting = log.clock, first, {}
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
     known = vocabulary(cfg, words)
     batches = train_batches(cfg, mesh, stream, words, first, data)
-
-    def report():
-        """Wait for the loss of the step before, if nobody has, and log it."""
-        nonlocal pending
-        if pending is not None:
-            log.trained(*pending)
-            pending = None
 
     batches = prefetch(batches, cfg.prefetch, clock.running, say)
     with ask_to_stop() as asked, Saver(cfg, mesh, log) as saver:
         for step in range(first, cfg.steps + 1):
             ends, signalled = step == cfg.steps, asked(step - first)
-            nothing_waits = step == first or schedule(cfg).ends_all_sums(step - 1)
             progressed = not saved or step > first  # or this state and its loss are on the disk
-            stops = ends or (signalled and nothing_waits)
+            stops = ends or (signalled and not waiting)
             validates = ends or (is_due(cfg.val_every, step - 1, step) and progressed)
             if validates or stops:
-                report()
+                log.flush()
                 if ends:
-                    del sums  # what no update takes any more
+                    waiting.clear()  # what no update takes any more, 0.9 GiB
                     state, changed = compiled["finish"](state)
                     copies |= changed
                 jax.block_until_ready((state, copies))
                 clock.stop()
                 if validates:
-                    loss = functools.partial(compiled["eval"], (copies, state["params"][NGRAMS]))
+                    loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
                     val_loss, dropped = evaluate(cfg, mesh, loss, step, val_stream, known)
                     log.validated(step, val_loss, dropped)
                 if stops:
@@ -2869,22 +2828,24 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 
             clock.start()
             if profile:
-                trace(step - first, log.folder, pending)
+                trace(step - first, log.folder, copies)
             batch, after = next(batches)
             grads_of, *due_updates = schedule(cfg).programs(step)
-            model, norms = (copies, state["params"][NGRAMS]), {}
-            sums, banks, loss, dropped = compiled[grads_of](model, sums, batch)
-            if nothing_waits and is_due(cfg.checkpoint_every, last_saved, step):
-                report()
+            table, norms = state["params"][NGRAMS], {}
+            grads, loss, dropped = compiled[grads_of](copies, table, batch)
+            if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
+                log.flush()
                 saver.save(step, state, data)  # copied while the devices compute gradients
                 last_saved = step
+            waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+            del grads  # or those that an update has taken would lie beside the next program
             for update in due_updates:
-                due = {name: (sums | banks)[name] for name in updated(cfg, update)}
+                due = {name: waiting.pop(name) for name in updated(cfg, update)}
                 state, changed, norms[update] = compiled[update](state, due, batch.hyper)
                 copies |= changed
-            del model, banks, due  # or these would lie beside the next step
-            report()  # of the step before, while this one runs: no step waits for its loss
-            pending, data = (step + 1, loss, dropped, norms), after
+                del due
+            log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
+            data = after
     log.end(step, signalled, saver.missing)
     if cfg.sample_tokens:
         demonstrate(cfg, log.folder, val_stream, val_loss, say)
@@ -3259,12 +3220,26 @@ def program_bytes(compiled) -> dict[str, int]:
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes on a device in use beside the arguments of the program `name` while it runs: of the
-    training state, the copies and the gradients that wait, what it does not take."""
-    whole = abstract_state(cfg, mesh), abstract_copies(cfg, mesh), abstract_sums(cfg, mesh)
-    args = programs(cfg, mesh, PLAIN)[name].args
-    both = name.startswith(("grads", "adam", "tables"))  # model or state, and gradients that wait
-    return device_bytes(whole) - device_bytes(args[: 1 + both])
+    """Bytes on a device in use beside the arguments of the program `name` while it runs.
+
+    The training state beside gradients and validation, but for the n-gram table, which they take;
+    the copies beside updates; and the gradients that wait for Adam and for the largest table
+    update.
+    """
+    found, steps, waits = programs(cfg, mesh, PLAIN), updates(cfg), []
+    adam = "adam" if "adam" in steps else "adam_tied"
+    rare = [name for name in steps if name.startswith("tables")]
+    largest = max(rare, key=steps.get, default=adam)
+    state, stays = found["finish"].args[0], found["eval"].args[0]
+    if name not in (*steps, "finish"):
+        params = {x: leaf for x, leaf in state["params"].items() if x != NGRAMS}
+        stays = state | {"params": params}
+    for i, update in enumerate(("anvil", adam, largest)):
+        # Those of later updates wait whole while one runs; beside other programs not this step's.
+        later = name.startswith(("anvil", "adam")[:i])
+        count = later * steps[update] if name in steps else steps[update] - 1
+        waits += [grads[:count] for grads in found[update].args[1].values()]
+    return device_bytes((stays, waits))
 
 
 def device_bytes(tree) -> int:
@@ -3796,7 +3771,7 @@ class RunLog:
         self.clock = Clock(saved.train_time_ms if saved else 0.0)
         self.first = saved.step if saved else 0
         self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
-        self.files, self.kept, self.warned = {}, {}, False
+        self.files, self.kept, self.warned, self.pending = {}, {}, False, None
         self.lock = threading.Lock()  # the loop and the thread of the Saver write
         if jax.process_index():
             return
@@ -3888,10 +3863,19 @@ class RunLog:
         return line
 
     def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict[str, jax.Array]):
-        """Wait for the loss of the step that makes `step` steps; the next one is under way.
+        """Take note of the step that makes `step` steps and, while it runs, log the one before."""
+        self.flush()
+        self.pending = step, loss, dropped, norms
 
-        `norms` of the gradient come with the updates: ANVIL's at every step, others at their own.
-        """
+    def flush(self):
+        """Wait for the loss of the newest step, and log it."""
+        if self.pending:
+            self._trained(*self.pending)
+            self.pending = None
+
+    def _trained(self, step: int, loss, dropped, norms):
+        """`norms` of the gradient come with the updates: ANVIL's at every step, others at their
+        own."""
         loss, names = float(loss), {"anvil": "grad_norm", "adam": "grad_norm_adam"}
         found = {
             names.get(update.removesuffix("_tied"), "grad_norm_event"): float(f"{x:.6g}")

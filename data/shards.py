@@ -153,7 +153,7 @@ def byte_bpe(merges=()):
 def text_encoding(name: str, folder: Path | None = None):
     """The tiktoken Encoding gpt2, bytes, or bpe, whose merges.json is in `folder`.
 
-    For the trainer encoding_words of train_gpt.py does this; sources of older records come here.
+    For the trainer token_bytes of train_gpt.py does this; sources of older records come here.
     UserError if the merges cannot be used, or GPT-2's ranks can neither be found nor downloaded.
     """
     if name == "bytes":

@@ -171,20 +171,19 @@ def bench(cfg: T.Config, parts=0, named=False, dump: Path | None = None, command
     state = T.start_state(cfg, mesh)(seed)
     copies = T.start_copies(cfg, mesh)(state["params"], seed)
 
-    sums = T.start_sums(cfg, mesh)
-
     def run(grads_of, updates, supply, steps):
-        nonlocal state, copies, sums
-        loss, start = None, time.perf_counter()
+        nonlocal state, copies
+        waiting, loss, start = {}, None, time.perf_counter()
         for step in range(1, steps + 1):
             batch, before = next(supply), loss
-            model = copies, state["params"][T.NGRAMS]
-            sums, banks, loss, _ = compiled[grads_of](model, sums, batch)
+            grads, loss, _ = compiled[grads_of](copies, state["params"][T.NGRAMS], batch)
+            waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+            del grads  # or they would lie beside the updates and the next step
             for update in (name for name, every in updates.items() if step % every == 0):
-                due = {name: (sums | banks)[name] for name in T.updated(cfg, update)}
+                due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
                 state, changed, _ = compiled[update](state, due, batch.hyper)
                 copies |= changed
-            del model, banks, due  # or they would lie beside the next step
+                del due
             jax.block_until_ready(before)  # as in training, while this step runs
         jax.block_until_ready((state, copies))
         return time.perf_counter() - start, float(loss)

@@ -160,7 +160,7 @@ COMPONENTS = {
     "head and loss": "loss_sums fused_cross_entropy_backward",
     "mixes and norms": "forward weighted_sum_backward",
     "tables, exchange": "look_up candidate_head signed_sum fetch exchange sum_rows scatter_rows "
-    "sum_requests stream grads_step",
+    "sum_requests gather_banks grads_step",
     "optimizer": "update_step finish_step",
     "collectives": "",
     "other": "",
@@ -949,10 +949,8 @@ def about(cfg: T.Config, name: str) -> dict:
         what = {"finish": "averages", "adam_tied": "tied update"}
         what = what.get(name, "update")
         what += f" of {len(changed)} parameters, {sum(table[x].count for x in changed):,} numbers"
-        if name != "finish":
-            every = cfg.adam_every if name.startswith("adam") else 1
-            every = int(name.removeprefix("tables")) if name.startswith("tables") else every
-            what += f", every {every} steps" if every > 1 else ""
+        if steps.get(name, 1) > 1:
+            what += f", every {steps[name]} steps"
         return {"what": what, "tokens_per_step": 0}
     batch = min(cfg.val_batch, cfg.val_tokens)
     row, windows, targets, ids = cfg.val_row, cfg.val_windows, 1, 0

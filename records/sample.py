@@ -40,9 +40,9 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
     known = T.vocabulary(cfg, T.token_bytes(cfg, run_dir))
 
     @jax.jit
-    def next_token(copies, table, tokens_bt, hashed_bt, places_bit, last, key):
+    def next_token(copies, table, tokens_bt, hashed_bt, slots_bit, last, key):
         # The table is whole here: its rows are looked up in place of what a device would fetch.
-        rows = T.look_up(cfg, copies | {"ngrams": table}, tokens_bt, places_bit)
+        rows = T.look_up(cfg, copies | {"ngrams": table}, tokens_bt, slots_bit)
         rows["ngram"] = T.signed_sum(cfg, copies["signs"], rows["ngrams"], hashed_bt)
         segments_bt, hyper = T.segment_ids(tokens_bt, cfg.bos), T.hyper_at(cfg, now)
         model = T.Model(copies, cfg, kernels, cfg.val_windows, segments_bt, hyper)
@@ -62,7 +62,7 @@ def sample(cfg: T.Config, saved: T.Saved, prompt: str, count: int = 0, temperatu
         row = np.array([recent + [cfg.bos] * (length - len(recent))], np.int32)
         hashed = known.hashed_v[row]
         ids = T.ngram_ids(hashed, cfg.ngram_rows)
-        places = T.table_places(ids, cfg.ngram_rows).astype(np.int32).swapaxes(0, 1)
+        places = T.table_rows(ids, cfg.ngram_rows).astype(np.int32).swapaxes(0, 1)
         args = row, hashed, places, len(recent) - 1, jax.random.fold_in(key, i)
         tokens.append(int(next_token(copies, params["ngram_table"], *args)))
         if tokens[-1] == cfg.bos:

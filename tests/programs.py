@@ -75,52 +75,59 @@ def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
 
     def one(name, x):
         row = T.param_table(cfg)[name]
-        whole = np.zeros(T.padded(x.shape, row, mesh.size), x.dtype)
+        whole = np.zeros(T.padded_shape(x.shape, row, mesh.size), x.dtype)
         whole.reshape(-1)[: x.size] = x.reshape(-1)
         return T.put(whole, mesh, jax.P(T.AXIS) if row.sharded else jax.P())
 
     return {name: one(name, np.asarray(x)) for name, x in arrays.items()}
 
 
-def spread(cfg: T.Config, grads: list[dict], mesh) -> dict:
-    """The gradients of some steps as they wait for an update: every device has some rows of each.
+def spread(cfg: T.Config, grads: dict, mesh) -> dict:
+    """Gradients as a `grads` program leaves them: every device has some rows of the sum.
 
     Of banks, its share of the sum. Of the n-gram table every row that has a gradient was
     read by two devices, of which each has half of it.
     """
 
-    def one(name, xs):
-        row, sums = T.param_table(cfg)[name], T.abstract_sums(cfg, mesh)
-        shape = T.padded(xs[0].shape, row, mesh.size)
+    def one(name, x):
+        row = T.param_table(cfg)[name]
+        shape = T.padded_shape(x.shape, row, mesh.size)
         if row.optimizer == "rows":
-            return requests(cfg, xs, shape[0] // mesh.size, mesh)
-        total = sum(x.astype(np.float32) for x in xs).astype(xs[0].dtype)
+            return requests(cfg, x, shape[0] // mesh.size, mesh)
         if row.optimizer == "anvil":
-            return lay(cfg, {name: total}, mesh)[name]
-        parts = np.zeros((mesh.size, *shape), total.dtype)
+            return lay(cfg, {name: x}, mesh)[name]
+        parts = np.zeros((mesh.size, *shape), x.dtype)
         for i in range(mesh.size):
-            parts[i, i : len(total) : mesh.size] = total[i :: mesh.size]
-        assert sums[name].shape == (mesh.size * shape[0], *shape[1:])
+            parts[i, i : len(x) : mesh.size] = x[i :: mesh.size]
         return T.put(parts.reshape(-1, *shape[1:]), mesh, jax.P(T.AXIS))
 
-    return {name: one(name, [np.asarray(x[name]) for x in grads]) for name in grads[0]}
+    return {name: one(name, np.asarray(x)) for name, x in grads.items()}
 
 
-def requests(cfg: T.Config, grads, share: int, mesh):
-    """Gradients [rows, d] of the n-gram table in some steps, as they wait, of two devices each."""
-    n, (like, _) = mesh.size, T.abstract_sums(cfg, mesh)[T.NGRAMS]
-    steps, size = like.shape[0] // n, like.shape[2]
-    wanted = np.full((n, steps, n, size), share, np.int32)
-    parts = np.zeros((n, steps, n, size, grads[0].shape[1]), grads[0].dtype)
-    for step, grad in enumerate(grads):
-        read = np.flatnonzero(np.any(grad, axis=1))
-        for owner in range(n):
-            own = read[read // share == owner]
-            for device in range(n):
-                mine = own[(own - device) % n < 2] if n > 1 else own
-                wanted[owner, step, device, : len(mine)] = mine % share
-                parts[owner, step, device, : len(mine)] = grad[mine] / min(n, 2)
-    arrays = wanted.reshape(n * steps, n, size), parts.reshape(n * steps, n, size, -1)
+def fitting(program: T.Program, due: dict) -> dict:
+    """`due` with as many n-gram rows of each step as the update takes: what `requests` has beyond
+    them only fills up."""
+    if "ngram_table" not in due:
+        return due
+    sizes = [ids.shape[1] for ids, _ in program.args[1]["ngram_table"]]
+    found = [*zip(due["ngram_table"], sizes, strict=True)]
+    assert not any(np.any(x[:, n:]) for (_, x), n in found)
+    return due | {"ngram_table": tuple((ids[:, :n], x[:, :n]) for (ids, x), n in found)}
+
+
+def requests(cfg: T.Config, grad, share: int, mesh):
+    """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
+    n, size = mesh.size, T.capacity(cfg.most_tokens, mesh.size)
+    wanted = np.full((n, n, size), share, np.int32)
+    parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
+    read = np.flatnonzero(np.any(grad, axis=1))
+    for owner in range(n):
+        own = read[read // share == owner]
+        for device in range(n):
+            mine = own[(own - device) % n < 2] if n > 1 else own
+            wanted[owner, device, : len(mine)] = mine % share
+            parts[owner, device, : len(mine)] = grad[mine] / min(n, 2)
+    arrays = wanted.reshape(n * n, size), parts.reshape(n * n, size, -1)
     return tuple(T.put(x, mesh, jax.P(T.AXIS)) for x in arrays)
 
 
@@ -163,20 +170,20 @@ def run_steps(
     with quick_compilation():
         copies = T.start_copies(cfg, mesh)(state["params"], seed)
     words = words or [bytes([i]) for i in range(min(cfg.bos, 256))]
-    stream, losses, sums = T.TokenStream(folder, "train", cfg.bos), [], T.start_sums(cfg, mesh)
+    stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
     for step, (batch, _) in enumerate(islice(batches, steps)):
         grads_of, *updates = T.schedule(cfg).programs(step)
-        model = copies, state["params"][T.NGRAMS]
-        sums, banks, loss, _ = compiled[grads_of](model, sums, batch)
+        grads, loss, _ = compiled[grads_of](copies, state["params"][T.NGRAMS], batch)
+        waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
-            due = {name: (sums | banks)[name] for name in T.updated(cfg, update)}
+            due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
             state, changed, _ = compiled[update](state, due, batch.hyper)
             copies |= changed
         losses.append(float(loss))
     if ends:
         state, changed = compiled["finish"](state)
-        model = partial(compiled["eval"], (copies | changed, state["params"][T.NGRAMS]))
+        model = partial(compiled["eval"], copies | changed, state["params"][T.NGRAMS])
         val = T.TokenStream(folder, "val", cfg.bos)
         known = T.vocabulary(cfg, words)
         losses.append(T.evaluate(cfg, mesh, model, cfg.steps, val, known)[0])

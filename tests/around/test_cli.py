@@ -215,9 +215,9 @@ TRAIN, VAL = "cli_train_000001.bin", "cli_val_000001.bin"
     [
         pytest.param(TRAIN, lambda _: None, "no train shards (*_train_*.bin) in", id="no train"),
         pytest.param(VAL, lambda _: None, "no val shards (*_val_*.bin) in", id="no val"),
-        pytest.param(TRAIN, lambda b: b[:-2], "but its header promises", id="truncated"),
-        pytest.param(VAL, lambda b: b[:100], "too short for a header", id="cut header"),
-        pytest.param(VAL, lambda b: b"<html>" + b, "magic number", id="not a shard"),
+        pytest.param(TRAIN, lambda b: b[:-2], "and its header says", id="truncated"),
+        pytest.param(VAL, lambda b: b[:100], "no whole token shard", id="cut header"),
+        pytest.param(VAL, lambda b: b"<html>" + b, "no whole token shard", id="not a shard"),
         pytest.param(
             TRAIN,
             lambda b: b[:8] + np.int32(TOKENS - 1).tobytes() + b[12:-2],

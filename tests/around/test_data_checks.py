@@ -210,7 +210,7 @@ def test_few_steps_that_are_asked_for_have_a_short_extension(tmp_path):
 def test_merges_of_other_shards_are_refused(tmp_path):
     """They are too few for the ids of these: text and bits per byte would be wrong."""
     (tmp_path / T.MERGES).write_text('["6162"]')
-    with pytest.raises(T.UserError, match="merges.json is of 257 tokens, bos=2047: of other"):
+    with pytest.raises(T.UserError, match="merges.json is not of these shards"):
         T.token_bytes(T.PRESETS["tiny"], tmp_path)
 
 

@@ -317,7 +317,7 @@ def test_a_batch_whose_ngrams_all_have_one_owner_trains_on(train, tmp_path, monk
     order = [last, *used, *np.setdiff1d(np.arange(last), used)]
     moved = np.argsort(order)
     assert moved[used].max() < cfg.ngram_rows // 8
-    monkeypatch.setattr(T, "table_places", lambda ids, rows: moved[ids])
+    monkeypatch.setattr(T, "table_rows", lambda ids, rows: moved[ids])
     one = train(cfg, tmp_path / "one")
     np.testing.assert_allclose(train_losses(one), train_losses(want), rtol=2e-6)
     assert facts(one)["val_loss"] == pytest.approx(facts(want)["val_loss"], rel=2e-6)

@@ -194,7 +194,7 @@ def test_ngrams_are_fetched_and_their_gradients_go_back_to_their_rows():
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     args = jax.tree.map(lambda x: T.put(x, mesh, jax.P()), (table, wanted, places, grads))
     found, (ids, sums) = jax.device_get(jax.jit(run)(*args))
-    rows = T.table_places(T.ngram_ids(hashed, cfg.ngram_rows), cfg.ngram_rows).swapaxes(0, 1)
+    rows = T.table_rows(T.ngram_ids(hashed, cfg.ngram_rows), cfg.ngram_rows).swapaxes(0, 1)
     np.testing.assert_array_equal(found, table[rows])
     want, got = np.zeros(table.shape), np.zeros(table.shape)
     np.add.at(want, rows, 2.0 * grads)
@@ -223,17 +223,18 @@ def losses(cfg: T.Config, device, folder) -> list[float]:
     (cfg, mesh), found = T.make_mesh(cfg, [device]), []
     kernels, _ = T.pick_kernels(cfg, device)
     compiled, _ = T.compile_all(cfg, mesh, kernels, lambda line: None)
-    seed, sums = np.uint32(0), T.start_sums(cfg, mesh)
+    seed, waiting = np.uint32(0), {}
     state = T.start_state(cfg, mesh)(seed)
     copies = T.start_copies(cfg, mesh)(state["params"], seed)
     stream, words = T.TokenStream(folder, "train", BOS), [bytes([i]) for i in range(BOS)]
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
-    for step, (batch, _) in enumerate(batches):
+    for step, batch in enumerate(batches):
         grads_of, *updates = T.schedule(cfg).programs(step)
-        model = copies, state["params"][T.NGRAMS]
-        sums, banks, loss, _ = compiled[grads_of](model, sums, batch)
+        args = copies, state["params"][T.NGRAMS], batch
+        grads, loss = compiled[grads_of](*args)
+        waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
-            due = {name: (sums | banks)[name] for name in T.updated(cfg, update)}
+            due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
             state, changed, _ = compiled[update](state, due, batch.hyper)
             copies |= changed
         found.append(float(loss))

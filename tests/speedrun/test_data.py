@@ -254,7 +254,7 @@ def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
             assert got_value.sharding == NamedSharding(mesh, P())
             assert got_value.dtype == np.float32
             np.testing.assert_array_equal(got_value, value)
-        unused = {"places": 0}
+        unused = {"slots": 0}
         assert_same(batch.rows._replace(**unused), want[0].rows._replace(**unused))
         assert after == want[1]
         capacity = T.capacity(stage.batch_tokens, devices)
@@ -264,11 +264,11 @@ def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
         asked = np.asarray(batch.requests) + share * np.arange(devices)[:, None]
         found = zip(
             asked.reshape(devices, -1),
-            np.split(np.asarray(batch.rows.places), devices),
+            np.split(np.asarray(batch.rows.slots), devices),
             strict=True,
         )
         found = np.concatenate([rows[at] for rows, at in found])
-        np.testing.assert_array_equal(found, T.table_places(ids, CFG.ngram_rows))
+        np.testing.assert_array_equal(found, T.table_rows(ids, CFG.ngram_rows))
 
 
 def test_batches_follow_the_stages(shards, eight):
@@ -361,7 +361,7 @@ def test_a_run_goes_on_with_another_number_of_rows():
 
 @pytest.mark.parametrize("rows", [4, 520, 522, 65_536, 2**20 - 2])
 def test_every_row_of_the_ngram_table_has_a_place_of_its_own(rows):
-    places = T.table_places(np.arange(rows), rows)
+    places = T.table_rows(np.arange(rows), rows)
     assert np.array_equal(np.sort(places), np.arange(rows)) and places[-1] == 0
 
 
@@ -377,7 +377,7 @@ def test_owners_are_asked_for_equally_many_ngrams(devices):
         counts = np.bincount(places // (rows // devices), minlength=devices)
         return (counts.max() - counts.mean()) / np.sqrt(counts.mean())
 
-    assert fullest(ids) > 10 and fullest(T.table_places(ids, rows)) < 4
+    assert fullest(ids) > 10 and fullest(T.table_rows(ids, rows)) < 4
 
 
 def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatch):
@@ -392,7 +392,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     order = np.concatenate([[rows - 1], used, np.setdiff1d(np.arange(rows - 1), used)])
     moved = np.argsort(order)
     assert moved[rows - 1] == 0 and moved[used].max() < rows // 8
-    monkeypatch.setattr(T, "table_places", lambda ids, rows: moved[ids])
+    monkeypatch.setattr(T, "table_rows", lambda ids, rows: moved[ids])
     wanted, places = T.request(cfg, hashed, 8)
     assert np.all(wanted[:, 1:] == rows // 8)  # nothing of seven owners
     want = moved[ids].swapaxes(0, 1)

@@ -177,7 +177,7 @@ def test_shapes_follow_the_layers():
     }
     assert T.param_table(cfg)["mlp_bank"].scale == (2, 2, 0, 2, 2, 2, 4, 4, 0, 4, 4, 4)
     assert [T.mlp_slots(cfg, i) for i in range(4)] == [(0, 4, 5), (1,), (), (3,)]
-    first, second = T.gate_lanes(cfg)
+    first, second = T.gate_slices(cfg)
     assert first == {("xsa", 0): slice(0, 4), ("ngram", 0): slice(4, 5)}
     assert second == {
         ("gated", 3): slice(0, 4),
@@ -218,7 +218,7 @@ def born(devices: int, seed: int = 7):
 
 def whole(state):
     """A state without its padding, as NumPy arrays."""
-    return {kind: jax.device_get(T.unpadded(WIDE, arrays)) for kind, arrays in state.items()}
+    return {kind: jax.device_get(T.strip_padding(WIDE, arrays)) for kind, arrays in state.items()}
 
 
 def test_the_kinds_of_the_state():
@@ -296,13 +296,13 @@ def test_the_record_on_eight_devices_has_whole_matrices():
 def test_padded_grown_and_unpadded(cuts, rows):
     """What does not divide grows by zeros at its end, which are cut off again."""
     table = T.param_table(RECORD)
-    assert T.padded((14, 3, 5), table["vo_bank"], cuts) == (rows, 3, 5)
-    assert T.padded((14, 3), table["vo_bank"], cuts) == (rows, 3)  # its mean squares
-    assert T.padded((11, 2), table["resid_lambdas"], cuts) == (11, 2)  # not cut
+    assert T.padded_shape((14, 3, 5), table["vo_bank"], cuts) == (rows, 3, 5)
+    assert T.padded_shape((14, 3), table["vo_bank"], cuts) == (rows, 3)  # its mean squares
+    assert T.padded_shape((11, 2), table["resid_lambdas"], cuts) == (11, 2)  # not cut
     x = 1 + np.arange(14 * 3, dtype=np.float32).reshape(14, 3)
-    large, small = T.grown(x, rows), np.ones((11, 2))
+    large, small = T.pad_rows(x, rows), np.ones((11, 2))
     np.testing.assert_array_equal(large, [*x, *np.zeros((rows - 14, 3))])
-    found = T.unpadded(RECORD, {"vo_bank": large, "resid_lambdas": small})
+    found = T.strip_padding(RECORD, {"vo_bank": large, "resid_lambdas": small})
     np.testing.assert_array_equal(found["vo_bank"], x)
     assert found["resid_lambdas"] is small
 
@@ -356,7 +356,7 @@ def test_down_projections_start_at_zero(params):
 
 
 def test_small_parameters_start_at_their_constants(params):
-    """Gates where they would stand without a token's say: of layers' lanes, see gate_lanes."""
+    """Gates where they would stand without a token's say: of layers' lanes, see gate_slices."""
     mudd = np.zeros((2, 14))
     mudd[0] = [0, 0, 0, 0, 0, 0, 20, 20, 10 * math.sqrt(1.1), 10, 0, 0.5, 10 * math.sqrt(1.1), 10]
     mudd[1, 1] = -5

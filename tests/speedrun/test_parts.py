@@ -182,8 +182,7 @@ def test_part_one_alone_trains_the_same_losses(monkeypatch, tmp_path, shards):
     with quick_compilation():
         assert alone.train(own, tmp_path, "") == tmp_path
 
-    cfg, mesh = T.Config(**common | {"stages": (stage,)}), mesh_of(8)
-    compiled = programs_of(cfg, 8)
+    cfg, mesh, compiled = T.Config(**common | {"stages": (stage,)}), mesh_of(8), programs_of(CFG, 8)
     losses, _ = run_steps(cfg, mesh, compiled, shards, ends=True)
     assert len(losses) == 5
     # Plain kernels on the one side, those of a CPU on the other.

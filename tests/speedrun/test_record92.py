@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, lay, mesh_of, quick_compilation, spread
+from programs import QUICK, fitting, lay, mesh_of, quick_compilation, spread
 
 import train_gpt as T
 
@@ -133,7 +133,7 @@ def ours(cfg: T.Config, theirs: dict) -> dict[str, np.ndarray]:
     d, rows = cfg.width, query_rows(cfg)[:, None, :, None]
     qk = np.take_along_axis(theirs["attn"][:, :2], rows, axis=2)
     table = np.empty_like(theirs["ngram_table"])
-    table[T.table_places(np.arange(cfg.ngram_rows), cfg.ngram_rows)] = theirs["ngram_table"]
+    table[T.table_rows(np.arange(cfg.ngram_rows), cfg.ngram_rows)] = theirs["ngram_table"]
     changed = {
         "head": theirs["head"].T,
         "value_tables": theirs["value_tables"].reshape(-1, d),
@@ -158,7 +158,7 @@ def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
     if "value_tables" in mine:
         found["value_tables"] = mine["value_tables"].reshape(-1, cfg.vocab, d)
     if "ngram_table" in mine:
-        places = T.table_places(np.arange(cfg.ngram_rows), cfg.ngram_rows)
+        places = T.table_rows(np.arange(cfg.ngram_rows), cfg.ngram_rows)
         found["ngram_table"] = mine["ngram_table"][places]
     for name in {"mudd_w2", "mudd_b2"} & set(mine):
         found[name] = np.stack([mine[name][0], mine[name][1][np.argsort(LANES)]])
@@ -290,7 +290,7 @@ def outcome(name: str):
     tokens, inputs = jnp.asarray(c.tokens[None]), jnp.asarray(c.tokens[None, :-1])
     aims = T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
     weights, prefix = jnp.asarray(c.mtp or [1.0], jnp.float32), c.prefix_weight or None
-    places = T.table_places(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows)
+    places = T.table_rows(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows)
     places = places.swapaxes(0, 1)
 
     def loss(params):
@@ -447,8 +447,7 @@ class Training:
             self.copies = T.start_copies(cfg, self.mesh)(self.state["params"], np.uint32(0))
         if signs is not None:
             self.copies["signs"] = T.put(signs, self.mesh, T.P())
-        self.sums, self.adams, self.table_updates = T.start_sums(cfg, self.mesh), 0, 0
-        self.given = {}
+        self.waiting, self.adams, self.table_updates = {}, 0, 0
 
     def hyper(self, step: int):
         """The Hyper of a step; the golden scenarios count updates from their own first one."""
@@ -462,35 +461,31 @@ class Training:
         counts = [True] * len(tokens)
         known, hyper = T.vocabulary(self.cfg, []), self.hyper(self.cfg.steps - 1)
         batch = T.val_batch(self.cfg, self.mesh, known, tokens, counts, hyper)
-        model = self.copies, self.state["params"][T.NGRAMS]
-        total, dropped = program(self.cfg, self.devices, "eval")(model, batch)
+        table = self.state["params"][T.NGRAMS]
+        total, dropped = program(self.cfg, self.devices, "eval")(self.copies, table, batch)
         assert dropped == 0
         return float(total)
 
-    def gradients(self, step: int, rows, wanted) -> float:
-        """Sum of the weighted losses of the rows; their gradients join those that wait."""
+    def gradients(self, step: int, rows, wanted):
+        """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
+        name, table = T.schedule(self.cfg).programs(step)[0], self.state["params"]["ngram_table"]
         put = functools.partial(T.put, mesh=self.mesh, spec=T.P(T.AXIS))
-        batch = T.Batch(*jax.tree.map(put, (rows, wanted)), self.hyper(step))
-        step_of = program(self.cfg, self.devices, T.schedule(self.cfg).programs(step)[0])
-        model = self.copies, self.state["params"][T.NGRAMS]
-        self.sums, self.banks, loss, dropped = step_of(model, self.sums, batch)
+        rows, wanted = jax.tree.map(put, (rows, wanted))
+        args = self.copies, table, T.Batch(rows, wanted, self.hyper(step))
+        grads, loss, dropped = program(self.cfg, self.devices, name)(*args)
         assert dropped == 0
-        return float(loss) * T.stage_at(self.cfg, step).batch_tokens
+        return grads, float(loss) * T.stage_at(self.cfg, step).batch_tokens
 
-    def update(self, step: int, given: dict | None = None):
-        """All updates of a step, with what `gradients` has left or with these gradients and those
-        given before. A scenario may begin in the middle of a sum."""
+    def update(self, step: int, grads: dict):
+        """All updates of a step with these gradients."""
         hyper = self.hyper(step)
-        for name, grad in (given or {}).items():
-            self.given.setdefault(name, []).append(grad)
+        self.waiting = {n: (*self.waiting.get(n, ()), grad) for n, grad in grads.items()}
         for name in T.schedule(self.cfg).programs(step)[1:]:
-            names = T.updated(self.cfg, name)
-            if given:
-                steps = zip(*(self.given.pop(n) for n in names), strict=True)
-                steps = [dict(zip(names, grads, strict=True)) for grads in steps]
-                due = spread(self.cfg, steps, self.mesh)
-            else:
-                due = {n: (self.sums | self.banks)[n] for n in names}
+            due = {n: self.waiting.pop(n) for n in T.updated(self.cfg, name)}
+            missing = T.updates(self.cfg)[name] - len(next(iter(due.values())))
+            for n, found in due.items():  # a scenario may begin in the middle: zeros before it
+                due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
+            due = fitting(T.programs(self.cfg, self.mesh, T.PLAIN)[name], due)
             step_of = program(self.cfg, self.devices, name)
             self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed
@@ -499,7 +494,7 @@ class Training:
 
     def kinds(self) -> dict[str, dict]:
         """The state without padding."""
-        return {kind: T.unpadded(self.cfg, x) for kind, x in self.state.items()}
+        return {kind: T.strip_padding(self.cfg, x) for kind, x in self.state.items()}
 
 
 def gradient(size: str, step: int) -> dict[str, np.ndarray]:
@@ -563,7 +558,7 @@ def test_updates_of_every_group(scenario, devices):
         )
         assert fact["tied_during_update"] == T.schedule(cfg).tied[step]
         averages = jax.device_get({tail: run.state[tail] for tail in T.AVERAGES})
-        run.update(step, ours(cfg, gradient("tiny", step)))
+        run.update(step, spread(cfg, ours(cfg, gradient("tiny", step)), run.mesh))
         check_ticks(run, step, averages)
         kinds = {"params": "w", "first": "m", "second": "v", "fast": "fast", "slow": "slow"}
         state = run.kinds()
@@ -655,7 +650,7 @@ def test_averages_of_the_last_weights():
     mesh = mesh_of(8)
     laid = {kind: lay(cfg, x, mesh) for kind, x in (state | {"params": now}).items()}
     ended, copies = program(cfg, 8, "finish")(laid)
-    final = back(cfg, T.unpadded(cfg, ended["params"]))
+    final = back(cfg, T.strip_padding(cfg, ended["params"]))
     for name in AVERAGED:
         check_stored(golden, f"final/{name}", final[name], 1e-5)
     for name, copy in copies.items():
@@ -713,11 +708,11 @@ def test_training_steps(scenario, devices):
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
         wanted, places = T.request(cfg, tokens[:, :-1], devices)
-        loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)
+        grads, loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)
         limit = 5e-3 if rounded else max(1e-6, 4 * exact["row_loss_sums_per_step"][at])
         assert loss == pytest.approx(sum(exact["row_loss_sums_float64"][at]), rel=limit), step
-        run.update(step)
-        for name, x in back(cfg, T.unpadded(cfg, run.state["params"])).items():
+        run.update(step, grads)
+        for name, x in back(cfg, T.strip_padding(cfg, run.state["params"])).items():
             want = float(golden[f"{scenario}/{name}/w.norm"][at])
             norm = np.linalg.norm(x.astype(np.float64))
             # Adam enlarges the rounding of gradients near zero, and some numbers learn fast.

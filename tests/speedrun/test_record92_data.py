@@ -149,8 +149,8 @@ def test_hashes(golden, batches, step):
     assert sha256(signs) == about["sha256_of_sign_rows_int32"]
     np.testing.assert_array_equal(ids[:, :, :12], arrays[f"step{step}/ngram_first"])
     np.testing.assert_array_equal(signs[:, :, :12], arrays[f"step{step}/sign_first"])
-    places = T.table_places(ids, CFG.ngram_rows)
-    check_request(wanted, rows.places, places)
+    places = T.table_rows(ids, CFG.ngram_rows)
+    check_request(wanted, rows.slots, places)
     for devices in (1, 2):
         check_request(*T.request(CFG, rows.hashed, devices), places)
 
@@ -173,7 +173,7 @@ def test_requests_of_the_largest_batch(devices):
     shape = stage.rows, stage.row_tokens
     hashed = np.random.default_rng(0).integers(0, CFG.bos, shape).astype(np.uint16)
     ids = T.ngram_ids(hashed, CFG.ngram_rows).swapaxes(0, 1)
-    check_request(*T.request(CFG, hashed, devices), T.table_places(ids, CFG.ngram_rows))
+    check_request(*T.request(CFG, hashed, devices), T.table_rows(ids, CFG.ngram_rows))
 
 
 def test_requests_of_two_threads():

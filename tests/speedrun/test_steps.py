@@ -18,7 +18,7 @@ from conftest import BOS, small_config
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import CFG, lay, mesh_of, programs_of, quick, quick_compilation, spread
+from programs import CFG, fitting, lay, mesh_of, programs_of, quick, quick_compilation, spread
 
 import train_gpt as T
 
@@ -81,26 +81,15 @@ def model_on(cfg, params, mesh):
         return T.start_copies(cfg, mesh)(params, np.uint32(0)), params["ngram_table"]
 
 
-def steps_of(cfg, update) -> int:
-    """How many steps an update sums."""
-    if update.startswith("tables"):
-        return int(update.removeprefix("tables"))
-    return 1 if update == "anvil" else cfg.adam_every
-
-
-def random_grads(cfg, update) -> list[dict]:
-    """Gradients of as many steps as an update sums."""
-    seeds, names = range(8, 8 + steps_of(cfg, update)), T.updated(cfg, update)
-    found = (random_state(cfg, seed)["params"] for seed in seeds)
-    return [
-        {n: grads[n].astype(cfg.dtype if TABLE[n].sharded else "float32") for n in names}
-        for grads in found
-    ]
-
-
 def random_due(cfg, mesh, update):
-    """What an update takes."""
-    return spread(cfg, random_grads(cfg, update), mesh)
+    """What an update takes: the gradients of as many steps as it sums."""
+    found = {name: () for name in T.updated(cfg, update)}
+    for seed in range(8, 8 + T.updates(cfg)[update]):
+        grads = random_state(cfg, seed)["params"]
+        grads = {n: x.astype(cfg.dtype) if TABLE[n].sharded else x for n, x in grads.items()}
+        grads = spread(cfg, {name: grads[name] for name in found}, mesh)
+        found = {name: (*found[name], grad) for name, grad in grads.items()}
+    return fitting(T.programs(cfg, mesh, T.PLAIN)[update], found)
 
 
 def hyper_on(cfg, step, mesh, **changes):
@@ -115,11 +104,10 @@ def batch_of(cfg, step, mesh, shards):
     return arrays, jax.tree.map(lambda x: T.put(x, mesh, P(T.AXIS)), arrays)
 
 
-def dense(cfg, sums, devices: int):
-    """The gradient [rows, d] of the n-gram table from the pair that a `grads` program returns: of
-    the first step since the last update."""
-    wanted, grads = (np.asarray(x).reshape(devices, -1, *x.shape[1:])[:, 0] for x in sums)
-    rows = T.padded(TABLE["ngram_table"].shape, TABLE["ngram_table"], devices)[0]
+def dense(cfg, request, devices: int):
+    """The gradient [rows, d] of the n-gram table from the pair that a `grads` program returns."""
+    wanted, grads = (np.asarray(x) for x in request)
+    rows = T.padded_shape(TABLE["ngram_table"].shape, TABLE["ngram_table"], devices)[0]
     wanted = wanted.reshape(devices, devices, -1)
     total, share = np.zeros((rows, grads.shape[-1]), np.float32), rows // devices
     first = share * np.arange(devices)[:, None, None]  # of the owner, to whom they were sent
@@ -128,14 +116,6 @@ def dense(cfg, sums, devices: int):
     assert not np.any(grads[ids < 0])
     np.add.at(total, ids[ids >= 0], grads[ids >= 0])
     return total
-
-
-def gradients(cfg, devices, name, model, batch):
-    """(gradients of one step alone, its loss) by a program."""
-    sums = T.start_sums(cfg, mesh_of(devices))
-    sums, banks, loss, dropped = program(cfg, devices, name)(model, sums, batch)
-    assert dropped == 0
-    return sums | banks, loss
 
 
 def assert_same(got, want):
@@ -168,8 +148,8 @@ def test_gradients_do_not_depend_on_micro_tokens_and_recompute(shards, change):
         model_on(CFG, random_state(CFG)["params"], mesh),
         batch_of(CFG, 0, mesh, shards),
     )
-    batch = T.Batch(*batch, hyper_on(CFG, 0, mesh))
-    (want, wanted), (got, loss) = (gradients(c, 1, "grads0", model, batch) for c in (CFG, cfg))
+    args = *model, T.Batch(*batch, hyper_on(CFG, 0, mesh))
+    (want, wanted, _), (got, loss, _) = (program(c, 1, "grads0")(*args) for c in (CFG, cfg))
     assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
     for name in TABLE:
         one, two = (
@@ -208,7 +188,7 @@ def toy_autodiff(dtype):
     """((loss, other number), gradients) of all rows at once, in float32, lookups inside."""
     aims = T.Aims(None, TOY_TOKENS[:, 1:].astype(np.int32), None)
     inputs = TOY_TOKENS[:, :-1]
-    places = T.table_places(T.ngram_ids(inputs, CFG.ngram_rows), CFG.ngram_rows)
+    places = T.table_rows(T.ngram_ids(inputs, CFG.ngram_rows), CFG.ngram_rows)
     copies = toy_copies(dtype)
     signs = copies.pop("signs")
 
@@ -239,15 +219,12 @@ def test_accumulated_gradient_is_the_sum_over_all_rows_in_float32(monkeypatch, m
         check_vma=False,
     )
     copies, inputs = toy_copies(dtype), TOY_TOKENS[:, :-1]
-    sums = T.start_sums(cfg, mesh_of(1))
     wanted, places = T.request(cfg, inputs, 1)
     targets = TOY_TOKENS[:, 1:].astype(np.int32)
     aims = T.Aims(np.empty((12, 0), np.int32), targets, 0 * targets)
     rows, table = T.Rows(TOY_TOKENS, inputs, places, aims), copies.pop("ngram_table")
-    batch = T.Batch(rows, wanted, T.hyper_at(cfg, 0))
-    sums = {name: sums[name] for name in (*copies.keys() - {"signs"}, T.NGRAMS)}
-    grads, banks, mean, dropped = quick(step, (copies, table), sums, batch)
-    assert dropped == 0 and not banks
+    grads, mean, dropped = quick(step, copies, table, T.Batch(rows, wanted, T.hyper_at(cfg, 0)))
+    assert dropped == 0
     (_, want), wanted = toy_autodiff(dtype)
     assert mean == want / 128 == targets.sum() / 128 and mean.dtype == jnp.float32
     assert grads.keys() == wanted.keys()
@@ -278,9 +255,9 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
     (rows, _), batch = batch_of(WIDE, 0, mesh, shards)
     model = model_on(WIDE, params, mesh)
     hyper = hyper_on(WIDE, 0, mesh, weights=weights)
-    got, loss = gradients(WIDE, 8, "grads0", model, T.Batch(*batch, hyper))
+    got, loss, _ = program(WIDE, 8, "grads0")(*model, T.Batch(*batch, hyper))
     inputs, targets, aims = rows.tokens[:, :-1], rows.tokens[:, 1:].astype(np.int32), rows.aims
-    places = T.table_places(T.ngram_ids(rows.hashed, WIDE.ngram_rows), WIDE.ngram_rows)
+    places = T.table_rows(T.ngram_ids(rows.hashed, WIDE.ngram_rows), WIDE.ngram_rows)
     prefixes = np.take_along_axis(aims.candidates, np.maximum(aims.prefixes, 0), 1)
     has_prefix, signs = aims.prefixes >= 0, jnp.asarray(np.asarray(model[0]["signs"]))
     assert 0.1 < has_prefix.mean() < 0.8
@@ -317,7 +294,7 @@ def test_gradient_is_that_of_the_weighted_row_sums_averaged_over_rows(shards):
         else:
             total = np.asarray(got[name])
             if row.optimizer != "anvil":  # every device's own gradient
-                total = total.reshape(8, *T.padded(row.shape, row, 8)).sum(0)
+                total = total.reshape(8, *T.padded_shape(row.shape, row, 8)).sum(0)
         assert not total[row.shape[0] :].any()
         # With such parameters both sides are up to 8e-4 from the same in float64.
         assert distance(total[: row.shape[0]], wanted[name]) < 2e-3, name
@@ -334,13 +311,13 @@ def test_padding_is_never_read(shards):
         copies, table = jax.tree.map(np.array, model)
         for name in SHARDED:
             (table if name == "ngram_table" else copies[name])[TABLE[name].shape[0] :] = padding
-        like = T.abstract_copies(CFG, mesh)
-        copies = {name: T.put(x, mesh, like[name].sharding.spec) for name, x in copies.items()}
+        specs = {n: x.sharding.spec for n, x in T.abstract_copies(CFG, mesh).items()}
+        copies = {name: T.put(x, mesh, specs[name]) for name, x in copies.items()}
         table = T.put(table, mesh, P(T.AXIS))
         name = T.schedule(CFG).programs(3)[0]
-        sums = T.start_sums(CFG, mesh)
-        found.append(jax.device_get(programs_of(CFG, 8)[name]((copies, table), sums, batch)))
-        found.append(jax.device_get(programs_of(CFG, 8)["eval"]((copies, table), val)))
+        for which, args in ((name, batch), ("eval", val)):
+            out = programs_of(CFG, 8)[which](copies, table, args)
+            found.append(jax.device_get(out))
     assert_same(found[:2], found[2:])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
@@ -366,7 +343,7 @@ def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows
     assert got.tokens.shape == (rows // want, want, row_tokens + 1)
     assert got.aims.candidates.shape == (rows // want, want, 0)
     np.testing.assert_array_equal(got.tokens.reshape(rows, -1), tokens)
-    np.testing.assert_array_equal(got.places.reshape(places.shape), places)
+    np.testing.assert_array_equal(got.slots.reshape(places.shape), places)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -375,22 +352,25 @@ def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reduced_gradients_are_the_sums_over_devices_cut_or_whole(monkeypatch, dtype):
+def test_reduced_gradients_are_the_sums_over_steps_and_devices_cut_or_whole(monkeypatch, dtype):
     """Large ones travel in the compute dtype; of numbers so small that sums are exact in it."""
     monkeypatch.setattr(T, "apply_updates", lambda cfg, state, grads, hyper: {"params": grads})
     cfg, mesh, rng = replace(CFG, compute_dtype=dtype), mesh_of(8), np.random.default_rng(0)
     like, due, wanted = T.programs(cfg, mesh, T.PLAIN)["adam"].args[1], {}, {}
     for name in UPDATED["adam"]:
-        shape = 8, like[name].shape[0] // 8, *like[name].shape[1:]
+        shape = 2, 8, like[name][0].shape[0] // 8, *like[name][0].shape[1:]
         parts = rng.integers(-7, 8, shape).astype(np.float32)
-        due[name] = T.put(parts.reshape(-1, *shape[2:]).astype(like[name].dtype), mesh, P(T.AXIS))
-        wanted[name] = parts.sum(0)
+        due[name] = tuple(
+            T.put(x.reshape(-1, *shape[3:]).astype(one.dtype), mesh, P(T.AXIS))
+            for x, one in zip(parts, like[name], strict=True)
+        )
+        wanted[name] = parts.sum((0, 1))
     cut = {name: P(T.AXIS) if name in SHARDED else P() for name in due}
     update = jax.shard_map(
         lambda due: T.update_step(cfg, T.PLAIN, "adam", None, due, None),
         mesh=mesh,
         in_specs=P(T.AXIS),
-        out_specs=({"params": cut}, dict.fromkeys(due, P()), P()),
+        out_specs=({"params": cut}, {name: P() for name in due}, P()),
         check_vma=False,
     )
     traced = jax.jit(update).trace(due)
@@ -408,7 +388,7 @@ def test_reduced_gradients_are_the_sums_over_devices_cut_or_whole(monkeypatch, d
     assert_same(new["params"], wanted)
     for name, grad in new["params"].items():
         assert grad.dtype == np.float32 and grad.sharding == NamedSharding(mesh, cut[name])
-    assert_same(copies, {name: x.astype(like[name].dtype) for name, x in wanted.items()})
+    assert_same(copies, {name: x.astype(like[name][0].dtype) for name, x in wanted.items()})
 
 
 def test_rows_that_were_fetched_get_the_sum_of_their_gradients():
@@ -424,13 +404,9 @@ def test_rows_that_were_fetched_get_the_sum_of_their_gradients():
             grads[owner, device, : len(ids)] = rng.integers(-200, 200, (len(ids), 3))
             np.add.at(want, owner * share + ids, grads[owner, device, : len(ids)])
         grads = jnp.asarray(grads.reshape(16, size, 3), jnp.bfloat16)
-        parts.append((wanted.reshape(4, 1, 4, size), grads.reshape(4, 1, 4, size, 3)))
-    parts = tuple(
-        np.concatenate(x, axis=1).reshape(8, 4, size, -1) for x in zip(*parts, strict=True)
-    )
-    parts = parts[0][..., 0], parts[1]
+        parts.append((wanted.reshape(16, size), grads))
     summed = jax.shard_map(
-        lambda parts: T.sum_requests(*parts, share, T.scatter_rows),
+        lambda parts: T.sum_requests(parts, share, T.scatter_rows),
         mesh=mesh, in_specs=P(T.AXIS), out_specs=P(T.AXIS), check_vma=False,
     )  # fmt: skip
     ids, grads = (np.split(np.asarray(x), 4) for x in quick(summed, parts))
@@ -466,7 +442,7 @@ def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take(rows, wid
     assert text.count('"stablehlo.reduce_scatter"') == parts + 1
 
 
-PIECES = T.padded(TABLE["mlp_bank"].shape, TABLE["mlp_bank"], 8)[0] // 8
+PIECES = T.padded_shape(TABLE["mlp_bank"].shape, TABLE["mlp_bank"], 8)[0] // 8
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -513,15 +489,13 @@ def test_a_collective_inside_the_loop_would_be_found():
     mesh = mesh_of(8)
     like = T.programs(WIDE, mesh, KERNELS)["grads0"]
 
-    def reduce_each(model, sums, batch):
-        copies, table = model
-
+    def reduce_each(copies, table, batch):
         def add(total, rows):
             x = copies["embed"][rows.tokens[:, :-1]]
             return total + lax.psum(jnp.sum(x), T.AXIS), None
 
         total, _ = lax.scan(add, jnp.zeros(()), T.micro_batches(WIDE, batch.rows))
-        return sums, {}, total, total
+        return table, total, total
 
     with quick_compilation():
         hlo = T.lower(like._replace(step=reduce_each), mesh).compile().as_text()
@@ -583,7 +557,7 @@ def test_first_copies_are_the_state_cut_or_whole_on_every_device():
     assert whole == copies.keys() - BANKS and len(BANKS) == 3
     signs = np.asarray(copies.pop("signs"))
     del params["ngram_table"]
-    assert_same(T.unpadded(CFG, copies), params)
+    assert_same(T.strip_padding(CFG, copies), params)
     assert signs.dtype == np.int8 and signs.shape == (64, 32) and abs(signs.mean()) < 0.1
     assert set(signs.reshape(-1).tolist()) == {-1, 1}
     assert np.any(signs != T.sign_pool(CFG, 1))
@@ -618,7 +592,7 @@ def test_update_keeps_the_copies_in_step_with_the_state(updated, name):
     for copy in set(step.copies) - {"signs"}:
         np.testing.assert_array_equal(step.copies[copy], step.new["params"][copy])
     for kind, before in step.start.items():
-        new = T.unpadded(CFG, step.new[kind])
+        new = T.strip_padding(CFG, step.new[kind])
         moved = {name for name, x in before.items() if np.any(x != new[name])}
         assert moved == set(UPDATED[name]) & set(before), kind
     pairs = [(x["embed"], x["head"]) for x in step.new.values() if "embed" in x]
@@ -633,31 +607,23 @@ def test_three_devices_update_as_eight_do(updated, name):
     due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, average_rates=[0.5] * 4)
     new, *_ = program(CFG, 3, name)(on_mesh(CFG, start, mesh), due, hyper)
     for kind, arrays in new.items():
-        got, want = (T.unpadded(CFG, x) for x in (arrays, updated[name].new[kind]))
+        got, want = (T.strip_padding(CFG, x) for x in (arrays, updated[name].new[kind]))
         for n in got:
             assert distance(got[n], want[n]) < 2e-5, (kind, n)
 
 
-def test_gradients_wait_for_their_update_and_no_longer(shards):
-    """Each step adds to the sums what it would leave alone; the first one after an update replaces
-    what that has taken. Those of n-grams stand beside each other."""
-    mesh, run = mesh_of(8), programs_of(CFG, 8)["grads0"]
-    model, (_, batch) = (
-        model_on(CFG, random_state(CFG)["params"], mesh),
-        batch_of(CFG, 0, mesh, shards),
-    )
-    sums, found = T.start_sums(CFG, mesh), []
-    for adam, table in ((0, 0), (1, 1), (0, 2), (1, 3)):
-        hyper = hyper_on(CFG, 0, mesh, adam_summed=adam, table_summed=table)
-        sums, *_ = run(model, sums, T.Batch(*batch, hyper))
-        found.append(jax.device_get(sums))
-    for name in found[0].keys() - {T.NGRAMS}:
-        times = (1, 2, 3, 4) if TABLE[name].updated_by == "tables" else (1, 2, 1, 2)
-        for sums, n in zip(found, times, strict=True):
-            assert distance(sums[name], n * found[0][name]) < 1e-6, name
-    for x in found[-1][T.NGRAMS]:  # [devices * steps, ...]
-        one, *others = x.reshape(8, 4, *x.shape[1:]).swapaxes(0, 1)
-        assert np.any(one) and all(np.array_equal(one, other) for other in others)
+def test_a_waiting_gradient_counts_exactly_like_one_of_this_step(updated):
+    """One Adam step on the sum of two gradients: no other number, whichever came first."""
+    mesh, step = mesh_of(8), updated["adam"]
+
+    def update(due):
+        hyper = hyper_on(CFG, 1, mesh, average_rates=[0.5] * 4)
+        return programs_of(CFG, 8)["adam"](on_mesh(CFG, random_state(CFG), mesh), due, hyper)[0]
+
+    assert_same(update({name: parts[::-1] for name, parts in step.due.items()}), step.new)
+    alone = update({name: (parts[0], 0 * parts[1]) for name, parts in step.due.items()})
+    for name in step.due:
+        assert np.any(np.asarray(alone["first"][name]) != step.new["first"][name]), name
 
 
 @NAMES
@@ -715,7 +681,7 @@ def test_state_is_cut_over_the_devices_and_copies_of_tables_are_whole(updated):
             assert len({s.device for s in array.addressable_shards}) == 8
     for name, row in TABLE.items():
         if name != "ngram_table":
-            rows, *cols = T.padded(row.shape, row, 8)
+            rows, *cols = T.padded_shape(row.shape, row, 8)
             shape = (rows // 8 if row.optimizer == "anvil" else rows, *cols)
             assert [s.data.shape for s in step.copies[name].addressable_shards] == [shape] * 8
 
@@ -751,16 +717,23 @@ def test_a_step_is_its_gradients_and_one_to_three_updates():
         (5, (5, 5), 0),
     ],
 )
-def test_sums_begin_anew_after_their_update(every, events, change):
+def test_gradients_wait_for_their_update_and_no_longer(every, events, change):
+    """Each goes into one update, which takes as many as its program is made for."""
     cfg = small_config(adam_every=every, event_every=events, event_change=change)
-    table, adam, tables = T.schedule(cfg), 0, 0
+    found, waiting = T.programs(cfg, mesh_of(1), T.PLAIN), {}
     for step in range(10):
-        assert (table.hyper.adam_summed[step], table.hyper.table_summed[step]) == (adam, tables)
-        adam, tables = adam + 1, tables + 1
-        assert table.tables[step] in (0, tables)
-        adam = 0 if table.adam[step] else adam
-        tables = 0 if table.tables[step] else tables
-        assert table.ends_all_sums(step) == (adam == tables == 0)
+        names = T.schedule(cfg).programs(step)
+        assert set(names) <= set(found)
+        waiting = {name: (*waiting.get(name, ()), step) for name in TABLE}
+        for update in names[1:]:
+            due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
+            takes = {name: len(grads) for name, grads in found[update].args[1].items()}
+            assert {name: len(grads) for name, grads in due.items()} == takes
+            first = step + 1 - T.updates(cfg)[update]
+            assert set(due.values()) == {tuple(range(first, step + 1))}
+        assert bool(waiting) != (
+            T.schedule(cfg).tables[step] > 0
+        )  # where a checkpoint may be taken
 
 
 def test_every_parameter_has_one_update():
@@ -782,35 +755,35 @@ def test_programs_of_the_record_on_eight_devices():
     shapes += [(40_960, 0), (16_384, 0)]
     shapes = dict(zip(grads, shapes, strict=True)) | {"eval": (262_144, 0)}
     for name, (t, candidates) in shapes.items():
-        (copies, table), *sums, (rows, wanted, hyper) = found[name].args
+        copies, table, (rows, wanted, hyper) = found[name].args
         assert (rows.tokens.shape, rows.tokens.dtype) == ((8, t + 1), np.uint16)
         assert (rows.hashed.shape, rows.hashed.dtype) == ((8, t), np.uint16)
         assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t)]
-        assert rows.places.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(8 * t, 8))
+        assert rows.slots.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(8 * t, 8))
         assert (table.shape, table.dtype) == ((42_301_440, 768), cfg.dtype)
         cut = {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))}
         assert cut == {P(T.AXIS)}
         assert copies["qk_bank"].shape == (48, 256, 768) and copies["qk_bank"].dtype == cfg.dtype
         assert {x.sharding.spec for x in jax.tree.leaves(hyper)} == {P()}
-        cut = {name for name, x in copies.items() if x.sharding.spec == P(T.AXIS)}
-        assert cut == {"qk_bank", "vo_bank", "mlp_bank"}
-        assert sums == ([] if name == "eval" else [T.abstract_sums(cfg, mesh)])
-        assert found[name].donates == (() if name == "eval" else (1,))
-    for name in T.updates(cfg):
+        assert {name: x.sharding.spec for name, x in copies.items()} == {
+            n: x.sharding.spec for n, x in T.abstract_copies(cfg, mesh).items()
+        }
+        assert found[name].out == ((P(),) if name == "eval" else (P(T.AXIS), P())) + (P(),)
+        assert found[name].donates == ()
+    for name, steps in T.updates(cfg).items():
         state, due, _ = found[name].args
         assert jax.tree.all(jax.tree.map(lambda x, y: x == y, state, T.abstract_state(cfg, mesh)))
-        assert list(due) == T.updated(cfg, name)
+        assert list(due) == T.updated(cfg, name) and {len(x) for x in due.values()} == {steps}
         assert found[name].donates == (0,)
-    bank, gates = found["anvil"].args[1]["qk_bank"], found["adam"].args[1]["gate_w1"]
+    (bank,), (gates, _) = found["anvil"].args[1]["qk_bank"], found["adam"].args[1]["gate_w1"]
     assert (bank.shape, bank.dtype, bank.sharding.spec) == (
         (48, 256, 768), cfg.dtype, P(T.AXIS)
     )  # fmt: skip
     assert (gates.shape, gates.dtype) == ((8 * 2, 64, 768), np.float32)
     for name in ("tables2", "tables4"):
         room = T.capacity(393_216, 8)  # the largest stage's
-        ids, rows = found[name].args[1]["ngram_table"]
-        shape = 8 * 4, 8, room
-        assert (ids.shape, rows.shape, rows.dtype) == (shape, (*shape, 768), cfg.dtype)
+        for ids, rows in found[name].args[1]["ngram_table"]:
+            assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
 
 
 def test_the_events_of_the_record():
@@ -820,7 +793,7 @@ def test_the_events_of_the_record():
         waiting += 1
         if T.schedule(cfg).tables[step] > 0:
             name = T.schedule(cfg).programs(step)[-1]
-            assert name == f"tables{waiting}"
+            assert T.updates(cfg)[name] == waiting
             made[name], waiting = made[name] + 1, 0
     assert made == {"tables2": 168, "tables4": 214}
 
@@ -830,7 +803,7 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
     cfg = replace(CFG, compute_dtype="bfloat16")
     out, about = lowered(cfg, 2, name).out_info, partial(jax.tree.map, lambda x: (x.shape, x.dtype))
     state = about(T.abstract_state(cfg, mesh_of(2)))
-    copies = about(T.programs(cfg, mesh_of(2), KERNELS)["eval"].args[0][0])
+    copies = about(T.programs(cfg, mesh_of(2), KERNELS)["eval"].args[0])
     assert {n for of in state.values() for n, x in of.items() if x[1] != "float32"} == {
         "ngram_table"
     }
@@ -840,11 +813,13 @@ def test_masters_and_losses_are_float32_also_in_bfloat16(name):
     if name in T.updates(cfg):
         want = state, {n: copies[n] for n in T.updated(cfg, name) if n in copies}, number
     elif name.startswith("grads"):  # each device's, one above the other
-        banks = {name: copies.pop(name) for name in BANKS}
-        sums = {name: ((2 * x[0], *x[1:]), dtype) for name, (x, dtype) in copies.items()}
-        shape = 2 * 4, 2, T.capacity(8 * 64, 2)
-        sums["ngram_table"] = (shape, np.dtype("int32")), ((*shape, 32), cfg.dtype)
-        want = sums, banks, number, number
+        grads = {
+            name: (x if name in BANKS else (2 * x[0], *x[1:]), dtype)
+            for name, (x, dtype) in copies.items()
+        }
+        size = T.capacity(8 * 64, 2)
+        grads["ngram_table"] = ((4, size), np.dtype("int32")), ((4, size, 32), cfg.dtype)
+        want = grads, number, number
     else:
         want = (number, number) if name == "eval" else (state, copies)
     assert about(out) == want
@@ -881,7 +856,7 @@ def direct_loss(val):
     tokens = val.read(0, CFG.val_tokens + 1).astype(np.int32)
     rows = tokens[:-1].reshape(-1, CFG.val_row)
     hashed, signs = known.hashed_v[rows], T.sign_pool(CFG, 0)
-    places = T.table_places(T.ngram_ids(hashed, CFG.ngram_rows), CFG.ngram_rows)
+    places = T.table_rows(T.ngram_ids(hashed, CFG.ngram_rows), CFG.ngram_rows)
     a, b, c = CFG.logit_cap
 
     def features(params, hyper):
@@ -911,7 +886,7 @@ def test_evaluate_is_the_plain_mean_over_the_first_val_tokens(val, direct_loss):
     mesh, known = mesh_of(8), T.vocabulary(CFG, WORDS)
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     for done in (0, 3, 8):
-        loss = partial(programs_of(CFG, 8)["eval"], model)
+        loss = partial(programs_of(CFG, 8)["eval"], *model)
         got, _ = T.evaluate(CFG, mesh, loss, done, val, known)
         assert got == pytest.approx(direct_loss[done], rel=1e-6), done  # float32 sums of 512 losses
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))
@@ -922,7 +897,7 @@ def test_evaluate_does_not_depend_on_val_batch(val, direct_loss):
     cfg, mesh = replace(CFG, val_batch=1024), mesh_of(8)
     model = model_on(CFG, random_state(CFG)["params"], mesh)
     args = 3, val, T.vocabulary(CFG, WORDS)
-    got, _ = T.evaluate(cfg, mesh, partial(program(cfg, 8, "eval"), model), *args)
+    got, _ = T.evaluate(cfg, mesh, partial(program(cfg, 8, "eval"), *model), *args)
     assert got == pytest.approx(direct_loss[3], rel=1e-6)
 
 

@@ -24,7 +24,7 @@ NAMES = ["grads0", "grads1", "grads2"]
 EVENTS = ["tables2", "tables4", "tables4"]  # of the steps amid those of each
 ADAMS = ["adam_tied", "adam_tied", "adam"]  # likewise
 UPDATES = ["anvil", "adam_tied", "adam", "tables2", "tables4"]
-DUE = {"anvil": 1, "adam": 2, "adam_tied": 2, "tables2": 2, "tables4": 4}  # steps that each sums
+DUE = T.updates(CFG)  # steps whose gradients it gets
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def main(tmp_path, monkeypatch, capsys):
 def calls(monkeypatch):
     """Programs that compute nothing: every call of one, and what it took and made, in order.
 
-    An update must get the newest gradients of its parameters, and nothing else. `calls.loss` is
-    that of every step.
+    An update must get the gradients that are due, and nothing else: of one step for the banks, of
+    two for Adam's parameters, of two or four for the tables'. `calls.loss` is that of every step.
     """
-    made = SimpleNamespace(all=[], loss=np.float32(3.0), seeds=[], waits={})
+    made = SimpleNamespace(all=[], loss=np.float32(3.0), seeds=[])
 
     def new_state():
         return {"params": {"ngram_table": object()}}
@@ -59,17 +59,17 @@ def calls(monkeypatch):
             if name in UPDATES:
                 due = rest[0]
                 assert {*due} == {*T.updated(cfg, name)}
-                assert all(made.waits[x] is grad for x, grad in due.items()), "the newest sums"
+                assert {len(grads) for grads in due.values()} == {DUE[name]}
+                assert len({grad for grads in due.values() for grad in grads}) == sum(
+                    map(len, due.values())
+                ), "every gradient once"
                 out = new_state(), {x: object() for x in due}, np.float32(1)
                 call = SimpleNamespace(name=name, took=first, made=out)
             else:
-                (copies, table), (sums, batch) = first, rest
-                assert all(made.waits.get(x, grad) is grad for x, grad in sums.items())
-                banks = T.updated(cfg, "anvil")
-                made.waits = {x: object() for x in T.param_table(cfg)}
-                sums = {x: grad for x, grad in made.waits.items() if x not in banks}
-                out = sums, {x: made.waits[x] for x in banks}, made.loss, np.float32(0)
-                call = SimpleNamespace(name=name, took=dict(copies), tokens=batch.rows.tokens)
+                out = {x: object() for x in T.param_table(cfg)}, made.loss, np.float32(0)
+                table, batch = rest
+                took, tokens = dict(first), batch.rows.tokens
+                call = SimpleNamespace(name=name, took=took, tokens=tokens, made=out)
                 call.table, call.wanted = table, batch.requests
             made.all.append(call)
             return out

@@ -1360,7 +1360,7 @@ def test_collectives_of_the_record_are_the_expected_ones(record, name):
         assert across == 0
         changed = [table[x] for x in T.updated(RECORD, name)]
         changed = [x for x in changed if x.optimizer not in ("rows", "anvil")]
-    numbers = [math.prod(T.padded(x.shape, x, 8)) for x in changed if x.sharded]
+    numbers = [math.prod(T.padded_shape(x.shape, x, 8)) for x in changed if x.sharded]
     small = sum(x.count for x in changed if not x.sharded)
     for kind in ("reduce-scatter", "all-gather") if numbers else ():
         assert sum(numbers) * 2 <= found[kind]["bytes"] <= 1.01 * sum(numbers) * 2  # bfloat16
