@@ -13,10 +13,9 @@ from the top. A step in the file's own names (the loop itself is at the end of P
     rows = copies.tables[tokens], fetch(ngram_table)         # look_up; two all-to-alls
     x = forward(model, rows)                                 # eleven layers; banks all-gathered
     loss, grads = backward(loss_sums(model, x, head, aims))  # over a sample of the vocabulary
-    banks = anvil(reduce_scatter(grads))                     # every step: the matrices
-    sums += other gradients
-    adam(sums)                                               # every 2nd step: head, small ones
-    tables(sums)                                             # every 4th: value and n-gram tables
+    anvil(reduce_scatter(grads of banks))                    # every step: the matrices
+    adam(grads of 2 steps)                                   # every 2nd: head, embedding, small
+    adam(grads of 4 steps)                                   # every 4th: value and n-gram tables
     copies = all_gather(bfloat16(what changed))
     log.trained(loss of the step before)                     # nothing waits for a loss
     ...
@@ -35,7 +34,7 @@ Words that are used throughout:
     source      the layer whose output all later attentions read
     stage       a stretch of the run with one shape of batch
     Hyper       the numbers that change from step to step
-    sums        gradients that wait for an update of several steps
+    waiting     gradients of the steps since the last update of their parameters
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
 d model width, n heads, h head width, f MLP width, v vocabulary, p columns of a projection, g gates
