@@ -336,12 +336,12 @@ def test_logs_that_have_been_cut_are_named_and_lines_stay_whole(train, copy, nam
 def signal_at(patch, number: int, at: int):
     """The process gets a signal when the loss of step `at` is logged, while the next one runs."""
 
-    def logged(self, step, *args, real=T.RunLog.trained):
+    def logged(self, step, *args, real=T.RunLog._trained):
         if step == at:
             os.kill(os.getpid(), number)
         return real(self, step, *args)
 
-    patch.setattr(T.RunLog, "trained", logged)
+    patch.setattr(T.RunLog, "_trained", logged)
 
 
 @pytest.mark.parametrize(

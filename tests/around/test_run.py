@@ -250,6 +250,7 @@ def test_utilization_is_of_the_peak_of_all_devices(tmp_path, kind, share):
     flops = T.flops_per_token(cfg, 9) * cfg.tokens_after(10)
     now[0] = 100 * 1000 * flops / (4 * 756e12)
     log.trained(10, np.float32(1), np.float32(0), {"anvil": np.float32(math.inf)})
+    log.flush()
     assert "grad_norm" not in metrics(tmp_path / "run")[0]  # which JSON cannot have
     assert re.findall(r"mfu:(\S+)", said[-1]) == [share] * bool(share)
 
