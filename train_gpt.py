@@ -18,8 +18,7 @@ from the top. A step in the file's own names (the loop itself is at the end of P
     adam(grads of 4 steps)                                   # every 4th: value and n-gram tables
     copies = all_gather(bfloat16(what changed))
     log.trained(loss of the step before)                     # nothing waits for a loss
-    ...
-    finish_step(state)                                       # weights: averages of the last 298
+    finish_step(state)                                       # at the end: averages of weights
 
 Words that are used throughout:
     bank        equal-shaped matrices, stacked: [l, rows, cols]
@@ -627,7 +626,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
     live = {slot for i in range(depth) for slot in mlp_slots(cfg, i)}
     up = [tall * (slot in live) for slot in range(slot_count(cfg))]
 
-    def table(rows, start, optimizer, updated_by, lr, decay, betas, **more):
+    def table(rows, start, updated_by, lr, decay, betas, **more):
+        optimizer = more.pop("optimizer", "adam")
         lr, decay = lr * cfg.lr_adam, decay * cfg.decay_adam
         return Param((rows, d), start, optimizer, updated_by, lr, decay, betas, **more)
 
@@ -642,23 +642,18 @@ def param_table(cfg: Config) -> dict[str, Param]:
         return Param(shape, start, "adam", "adam", lr, decay, betas, sharded=False)
 
     ema = {"averages": (("ema", 0.65),), "rescaled": True}
-    values, ngrams = {"averages": (("planes", 1.0),)}, {"dtype": cfg.compute_dtype}
+    values = {"averages": (("planes", 1.0),)}
+    ngrams = {"optimizer": "rows", "dtype": cfg.compute_dtype}
     replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)
     qk, vo, mlp = cfg.heads * attends, 2 * attends, 2 * len(up)
     hidden = uniform(1 / math.sqrt(3 * d), 2)  # of the MLPs of gates and mixing weights
     fast, slow = (0.9, 0.95), (0.9, 0.99)  # betas of mixing weights; of gates, other scalars
     return {
-        #                     rows        start   optimizer, updated by  lr  decay  betas
-        "head": table(v, normal(0.005), "adam", "adam", 1, 150, (0.5, 0.95), **ema),
-        "embed": table(
-            v, normal(0.005), "adam", "adam", 1, 150, (0.5, 0.95), **ema, tied_to="head"
-        ),
-        "value_tables": table(
-            planes * v, normal(0.01), "adam", "tables", 70, 5, (0.75, 0.95), **values
-        ),
-        "ngram_table": table(
-            cfg.ngram_rows, constant(0.0), "rows", "tables", 70, 5, (0, 0.95), **ngrams
-        ),
+        #                     rows        start   updated by  lr  decay  betas
+        "head": table(v, normal(0.005), "adam", 1, 150, (0.5, 0.95), **ema),
+        "embed": table(v, normal(0.005), "adam", 1, 150, (0.5, 0.95), **ema, tied_to="head"),
+        "value_tables": table(planes * v, normal(0.01), "tables", 70, 5, (0.75, 0.95), **values),
+        "ngram_table": table(cfg.ngram_rows, constant(0.0), "tables", 70, 5, (0, 0.95), **ngrams),
         #                shape       live  factors on lr_anvil   averages
         "qk_bank": bank((qk, 2 * h, d), qk, (1.0,) * qk, ("blend", 0.55)),
         "vo_bank": bank((vo, d, d), vo, (1.0,) * vo, *replaced),
@@ -936,15 +931,23 @@ def exclude_self(y_btnv, v_btnv, gates_btn):
     return mix((1.0, y_btnv), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnv))
 
 
-def attend_heads(
-    attend: Callable, heads, qkv_btp, *, xsa_btn, gates_btn, segments_bt, freqs, scale
-):
+class HeadInputs(NamedTuple):
+    """What the heads of a layer get beside their queries, keys and values."""
+
+    xsa_btn: jax.Array | None  # gates of exclude_self
+    gates_btn: jax.Array | None  # factors on the outputs of heads
+    segments_bt: jax.Array
+    freqs: jax.Array  # of the rotation
+    scale: jax.Array  # of q k^T
+
+
+def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
     """QK norm, rotation, attention, XSA and gates of one layer: [b, t, n v_width].
 
-    `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `xsa_btn`: see exclude_self;
-    `gates_btn`: factors on the outputs of heads. Either may be None. `attend` has the contract of
+    `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the contract of
     attend_plain. This is the plain form of Kernels.attend; a kernel may do all of it at once.
     """
+    xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     b, t, _ = qkv_btp.shape
     n, h = heads.count, heads.qk_width
     q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv_btp, (n * h, 2 * n * h), axis=-1))
@@ -1023,16 +1026,12 @@ def project(x_btd, weights_pd, added=None, normed: bool = False):
     return mix((1.0, y_btp), (1.0, jnp.pad(added, ((0, 0), (0, 0), (others, 0)))))
 
 
-def gelu(x):
-    """x times the probability that a normal number is below x (Hendrycks and Gimpel 2016)."""
-    return x * (0.5 + 0.5 * lax.erf(x * math.sqrt(0.5)))
-
-
 def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
-    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, l]."""
+    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, l] (GELU: Hendrycks and Gimpel 2016)."""
     w1_hd = w1_hd.astype(x_btd.dtype)
     hidden_bth = jnp.matmul(x_btd, w1_hd.T, preferred_element_type=jnp.float32)
-    return gelu(hidden_bth) @ w2_lh.T + b2_l[None, None]
+    hidden_bth = hidden_bth * (0.5 + 0.5 * lax.erf(hidden_bth * math.sqrt(0.5)))
+    return hidden_bth @ w2_lh.T + b2_l[None, None]
 
 
 def token_gates(model: Model, half: int, x_btd) -> dict:
@@ -1093,11 +1092,13 @@ def attention(model: Model, i: int, x_btd, added_btd, gates, residual_btd=None):
         y_btp = model.kernels.attend(
             heads,
             project(x_btd, projection(model, i, heads), added_btd, normed=True),
-            xsa_btn=gates.get(("xsa", i)),
-            gates_btn=gates.get(("gated", i)),
-            segments_bt=model.segments_bt,
-            freqs=hyper.freqs[int(wide)],
-            scale=hyper.scales[int(wide)],
+            HeadInputs(
+                gates.get(("xsa", i)),
+                gates.get(("gated", i)),
+                model.segments_bt,
+                hyper.freqs[int(wide)],
+                hyper.scales[int(wide)],
+            ),
         )
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
@@ -1262,14 +1263,14 @@ def targets_ahead(aims, weights_k, prefix_weight=None):
     (record 88: it saved 1 % of the tokens). No target, as beyond the end of a row, has weight 0.
     """
     found = [
-        (jnp.pad(aims.targets[:, j:], ((0, 0), (0, j)), constant_values=-1), weights_k[j])
+        jnp.pad(aims.targets[:, j:], ((0, 0), (0, j)), constant_values=-1)
         for j in range(weights_k.shape[0])
     ]
     if prefix_weight is not None:
-        found.append((aims.prefixes, prefix_weight))
-    targets = [jnp.maximum(target, 0) for target, _ in found]
-    weights = [(target >= 0) * weight for target, weight in found]
-    return tuple(jnp.stack(x, axis=-1) for x in (targets, weights))
+        found.append(aims.prefixes)
+        weights_k = jnp.append(weights_k, prefix_weight)
+    targets_btk = jnp.stack(found, axis=-1)
+    return jnp.maximum(targets_btk, 0), (targets_btk >= 0) * weights_k[None, None]
 
 
 def in_chunks(cfg: Config, *arrays):
@@ -1769,8 +1770,8 @@ def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     0.036 of loss on 0.4 M, and 21 M rows 0.031 of it. The last row of a half is for tokens without
     enough history. Products wrap around in int32. Borders of documents are ignored.
 
-    Bug-compatible: the original overwrites the first token of a row with the index of the row for
-    no history before it hashes the second, so the second is hashed with that index.
+    Bug-compatible: the original puts the index of the row for no history over the first token of a
+    row before it hashes the second, so the second is hashed with that index.
     """
     x_bt, t = x_bt.astype(np.int32), np.arange(x_bt.shape[1])[None]
     x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
@@ -2566,8 +2567,7 @@ class LoaderState(NamedTuple):
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """The state at the start, or at `cursor` with these `offsets` of all rows of a checkpoint.
 
-    Walks begin evenly apart. They do so again, from where the first one stood, if a checkpoint has
-    another number of rows.
+    Walks begin evenly apart, and again from where the first one stood if the number of rows changes.
     """
     if len(offsets) != cfg.rows:
         first = offsets[0] if offsets else 0
@@ -5277,15 +5277,14 @@ def turns(places_tc, freqs):
     return [x.reshape(places_tc.shape) for x in both]
 
 
-def attend_window(
-    heads, qkv_btp, *, xsa_btn, gates_btn, segments_bt, freqs, scale, interpret=False
-):
+def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = False):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding.
 
     Needs heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128
-    tokens (see pick_kernels). No
-    gradients of `freqs` and `scale`. `interpret` runs the kernel on a CPU, for tests.
+    tokens (see pick_kernels). No gradients of freqs and scale. `interpret` runs the kernel on a
+    CPU, for tests.
     """
+    xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     t, h = segments_bt.shape[1], heads.qk_width
     plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
     # Columns of a tile, of one or two heads; those that stand still turn with frequency 0.

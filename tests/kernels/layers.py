@@ -94,11 +94,7 @@ def layer(attend, heads: T.Heads):
     def run(arrays, segments, freqs):
         return attend(
             *(heads, arrays["qkv"]),
-            xsa_btn=arrays.get("xsa"),
-            gates_btn=arrays.get("gates"),
-            segments_bt=segments,
-            freqs=freqs,
-            scale=jnp.float32(0.1),
+            T.HeadInputs(arrays.get("xsa"), arrays.get("gates"), segments, freqs, jnp.float32(0.1)),
         )
 
     return run
