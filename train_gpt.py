@@ -2567,7 +2567,7 @@ class LoaderState(NamedTuple):
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """The state at the start, or at `cursor` with these `offsets` of all rows of a checkpoint.
 
-    Walks begin evenly apart, and again from where the first one stood if the number of rows changes.
+    Walks begin evenly apart; if the number of rows has changed, again from where the first one was.
     """
     if len(offsets) != cfg.rows:
         first = offsets[0] if offsets else 0
