@@ -518,9 +518,7 @@ class Param:
     decay: float = 0.0  # a step takes lr * lr * decay of a weight, where it shrinks it
     betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
     scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
-    averages: tuple[
-        tuple[str, float], ...
-    ] = ()  # (one of AVERAGES, how far it goes to that at last)
+    averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, how far it goes to that at last)
     rescaled: bool = False  # after that, to the norm it had before
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
     tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
@@ -1260,17 +1258,19 @@ def targets_ahead(aims, weights_k, prefix_weight=None):
 
     Target j of token i is the one after token i + j (record 53), be it of the next document. With
     a `prefix_weight` one more: the longest token that the next one begins with, where there is one
-    (record 88: it saved 1 % of the tokens). No target, as beyond the end of a row, has weight 0.
+    (record 88: it saved 1 % of the tokens). Beyond the end of a row the weight is 0, and in a row
+    of targets -1, which only fills up the last validation batch.
     """
-    found = [
-        jnp.pad(aims.targets[:, j:], ((0, 0), (0, j)), constant_values=-1)
-        for j in range(weights_k.shape[0])
-    ]
+    tokens = jnp.arange(aims.targets.shape[1])
+    targets, weights = [], []
+    for j in range(weights_k.shape[0]):
+        targets.append(jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j))))
+        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
+        weights.append(counts * weights_k[j])
     if prefix_weight is not None:
-        found.append(aims.prefixes)
-        weights_k = jnp.append(weights_k, prefix_weight)
-    targets_btk = jnp.stack(found, axis=-1)
-    return jnp.maximum(targets_btk, 0), (targets_btk >= 0) * weights_k[None, None]
+        targets.append(jnp.maximum(aims.prefixes, 0))
+        weights.append((aims.prefixes >= 0) * prefix_weight)
+    return jnp.stack(targets, axis=-1), jnp.stack(weights, axis=-1)
 
 
 def in_chunks(cfg: Config, *arrays):

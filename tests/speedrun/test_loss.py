@@ -28,23 +28,24 @@ def test_logits_are_capped_in_float32(dtype, cap):
     assert got.min() > 0 and got.max() <= cap[0]
 
 
-@pytest.mark.parametrize("beyond", [0, 3])  # tokens without a target
+@pytest.mark.parametrize("fillers", [0, 1])  # rows that only fill up a batch
 @pytest.mark.parametrize("prefix", [None, 0.25])
 @pytest.mark.parametrize("t, weights", [(7, [1.0, 0.5, 0.25]), (7, [0.3]), (3, [1.0, 0.5, 0.25])])
-def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix, beyond):
+def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix, fillers):
     rng = np.random.default_rng(0)
-    next_bt, prefixes = (rng.integers(n, 48, (2, t + beyond)).astype(np.int32) for n in (0, -20))
-    prefixes[:, t:] = next_bt[:, t:] = -1
+    next_bt, prefixes = (rng.integers(n, 48, (2 + fillers, t)).astype(np.int32) for n in (0, -20))
+    prefixes[2:] = next_bt[2:] = -1
     aims, k = T.Aims(None, next_bt, prefixes), len(weights)
     targets, got = jit(lambda *args: T.targets_ahead(*args, prefix))(aims, np.float32(weights))
-    shape = 2, t + beyond, k + bool(prefix)
+    shape = 2 + fillers, t, k + bool(prefix)
     assert targets.shape == got.shape == shape and targets.dtype == jnp.int32
-    for row, token, ahead in np.ndindex(2, t + beyond, k):
+    for row, token, ahead in np.ndindex(2, t, k):
         if token + ahead < t:
             assert targets[row, token, ahead] == next_bt[row, token + ahead]
             assert got[row, token, ahead] == np.float32(weights[ahead])
         else:
             assert got[row, token, ahead] == 0
+    assert not got[2:].any() and targets.min() >= 0
     if prefix:
         has = prefixes >= 0
         np.testing.assert_array_equal(got[..., k], prefix * has)
