@@ -313,14 +313,14 @@ class Config:
         return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
 
     @property
-    def most_tokens(self) -> int:
-        """Tokens of the largest batch."""
-        return max(stage.batch_tokens for stage in self.stages)
-
-    @property
     def total_tokens(self) -> int:
         """Tokens that the whole run trains on."""
         return self.tokens_after(self.steps)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest batch."""
+        return max(stage.batch_tokens for stage in self.stages)
 
 
 # fmt: off
@@ -431,11 +431,11 @@ BLOCK = 256  # tokens that kernels take at a time
 
 
 def for_devices(cfg: Config, devices: int) -> Config:
-    """`cfg` as so many devices train it: its rows divide evenly over cfg.devices of them.
+    """The config with which so many devices train: the rows divide evenly over its `devices`.
 
-    Up to as many devices as there are rows, that is the largest number that divides the rows, and
-    the batches are the recipe's. More devices have one row each, of equal length in whole BLOCKs;
-    where that cannot be, the next smaller number of devices that can.
+    Of no more devices than rows, it uses the largest number that divides the rows; batches stay the
+    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
+    it uses the next smaller number of devices with which it can.
     """
 
     def fits(n: int) -> bool:
@@ -446,13 +446,11 @@ def for_devices(cfg: Config, devices: int) -> Config:
         return whole and all(t >= len(s.weights) for t, s in each)
 
     used = next(n for n in range(devices, 0, -1) if fits(n))
-    stages = cfg.stages
     if used > cfg.rows:
         stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
-    val_rows = -(-max(cfg.val_batch // cfg.val_row, used) // used) * used
-    return dataclasses.replace(
-        cfg, devices=used, stages=tuple(stages), val_batch=val_rows * cfg.val_row
-    )
+        cfg = dataclasses.replace(cfg, stages=tuple(stages))
+    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
+    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -479,7 +477,8 @@ def gate_slices(cfg: Config) -> tuple[dict, dict]:
     The first serves the layers up to skip[0] and looks at the embedding, the second serves those
     after it and looks at the stream as it leaves skip[0]. xsa and gated have an output a head.
     """
-    slices, middle = [], cfg.skip[0] + 1
+    slices = []
+    middle = cfg.skip[0] + 1
     for layers in (range(middle), range(middle, cfg.depth)):
         widths = {}
         for what in ("xsa", "gated", "x0", "ngram"):
@@ -555,9 +554,9 @@ def gate_start(cfg: Config) -> np.ndarray:
     """Where the gates stand at the start: the biases of the two gate MLPs [2, gates]."""
     starts = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
     bias = np.zeros((2, max(at.stop for slices in gate_slices(cfg) for at in slices.values())))
-    for row, slices in zip(bias, gate_slices(cfg), strict=True):
+    for half, slices in enumerate(gate_slices(cfg)):
         for (what, _), at in slices.items():
-            row[at] = starts[what] / GATE_SCALE
+            bias[half, at] = starts[what] / GATE_SCALE
     return bias
 
 
@@ -584,68 +583,64 @@ class Mudd(NamedTuple):
 
 
 MUDD_SCALE = 0.1  # of what the small MLPs of mudd_layer and mudd_mix return: a rate in effect
-
-
-def mudd_start() -> np.ndarray:
-    """Where the connections stand at the start: biases [2, 14] of mudd_layer and of mudd_mix, which
-    has one for each of its inputs."""
-    bias = np.zeros((2, len(Mudd._fields)))
-    bias[0] = Mudd()
-    bias[1, 1] = -0.5  # of what later attentions read, half is taken out at the end
-    return bias / MUDD_SCALE
+# Biases of those MLPs [2, 14]. mudd_mix has one for each of its inputs, and takes out half of the
+# second, which later attentions have read.
+MUDD_START = np.array([Mudd(), np.eye(len(Mudd._fields))[1] * -0.5]) / MUDD_SCALE
 
 
 @functools.cache
 def param_table(cfg: Config) -> dict[str, Param]:
     """Name -> Param: every parameter, its size, its start and how it learns.
 
-    Tables have one row per token (value_tables: one plane of rows for each of its layers) or per
-    hashed n-gram. A row whose moments are still zero neither moves nor decays, so rare tokens keep
-    their start.
+    Tables have a row for each token (value_tables: for each of its layers) or hashed n-gram. A row
+    whose moments are still zero neither moves nor decays, so rare tokens keep their start.
 
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
         qk_bank [2 n/2 per attention, 2h, d]: q of each two heads, then k; x W^T
         vo_bank [2 per attention, d, d]: v, then o; x W^T
         mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
-    These are the matrices whose singular values ANVIL evens out: q and k by two heads (record 80:
-    10 steps), since heads do not share what they look for. Down-projections start at zero: the
-    MLPs begin as the identity. There is one MLP for each layer, dead where the layer has none, and
-    after them the second ones of layers that have two.
+    ANVIL evens out the singular values of these matrices: of q and k two heads at a time (record
+    80: 10 steps), since heads do not share what they look for. Down-projections start at zero: the
+    MLPs begin as the identity. Every layer has a slot for an MLP, dead where it has none; the
+    second MLPs of layers come after them.
 
     An orthogonalized update has unit singular values whatever the shape, so for random inputs the
     change it makes to an output element shrinks as the output grows; sqrt(f / d) makes up for that
     in the up-projections (Jordan et al. 2024). The down-projections get twice as much, found by
     trial (record 48).
     """
-    d, f, v, n, h, depth = cfg.width, cfg.mlp_width, cfg.vocab, cfg.heads, cfg.head_width, cfg.depth
+    d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
+    v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth
     attends, planes = (len(cfg.layers_with(what)) for what in ("attends", "values"))
-    gates, w = gate_start(cfg).shape[1], cfg.gate_width
+    gates = gate_start(cfg).shape[1]
     tall = math.sqrt(max(1, f / d))
     live = {slot for i in range(depth) for slot in mlp_slots(cfg, i)}
     up = [tall * (slot in live) for slot in range(slot_count(cfg))]
 
-    def table(rows, start, updated_by, lr, decay, betas, **more):
-        optimizer = more.pop("optimizer", "adam")
-        lr, decay = lr * cfg.lr_adam, decay * cfg.decay_adam
-        return Param((rows, d), start, optimizer, updated_by, lr, decay, betas, **more)
+    def table(rows, start, updated_by, lr, decay, betas, optimizer="adam", **more):
+        rates = lr * cfg.lr_adam, decay * cfg.decay_adam, betas
+        return Param((rows, d), start, optimizer, updated_by, *rates, **more)
 
     def bank(shape, live, scale, *averages):
-        start, lr, decay = uniform(0.5 / math.sqrt(d), live), cfg.lr_anvil, cfg.decay_anvil
+        start = uniform(0.5 / math.sqrt(d), live)
         more = {"scale": scale, "averages": averages, "rescaled": True}
-        return Param(shape, start, "anvil", "anvil", lr, decay, **more)
+        return Param(shape, start, "anvil", "anvil", cfg.lr_anvil, cfg.decay_anvil, **more)
 
     def small(shape, start, lr, betas, decay=0):
         start = start if callable(start) else constant(start)
-        lr, decay = lr * cfg.lr_adam, decay * cfg.decay_adam
-        return Param(shape, start, "adam", "adam", lr, decay, betas, sharded=False)
+        rates = lr * cfg.lr_adam, decay * cfg.decay_adam, betas
+        return Param(shape, start, "adam", "adam", *rates, sharded=False)
 
     ema = {"averages": (("ema", 0.65),), "rescaled": True}
     values = {"averages": (("planes", 1.0),)}
     ngrams = {"optimizer": "rows", "dtype": cfg.compute_dtype}
     replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)
-    qk, vo, mlp = cfg.heads * attends, 2 * attends, 2 * len(up)
+    qk = n * attends
+    vo = 2 * attends
+    mlp = 2 * len(up)
     hidden = uniform(1 / math.sqrt(3 * d), 2)  # of the MLPs of gates and mixing weights
-    fast, slow = (0.9, 0.95), (0.9, 0.99)  # betas of mixing weights; of gates, other scalars
+    fast = 0.9, 0.95  # betas of mixing weights
+    slow = 0.9, 0.99  # betas of gates and other scalars
     return {
         #                     rows        start   updated by  lr  decay  betas
         "head": table(v, normal(0.005), "adam", 1, 150, (0.5, 0.95), **ema),
@@ -667,7 +662,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "skip_lambda": small((1,), -1.5, 5, slow),
         "mudd_w1": small((2, w, d), hidden, 0.25, slow, decay=1),
         "mudd_w2": small((2, len(Mudd._fields), w), 0.0, 0.25, slow, decay=1),
-        "mudd_b2": small((2, len(Mudd._fields)), mudd_start(), 0.25, slow),
+        "mudd_b2": small((2, len(Mudd._fields)), MUDD_START, 0.25, slow),
         "mudd_w2g": small((len(Mudd._fields), 2 * n, w), 0.0, 0.25, slow, decay=1),
         "gate_w1": small((2, w, d), hidden, 0.1, slow, decay=1),
         "gate_w2": small((2, gates, w), 0.0, 0.1, slow, decay=1),
@@ -680,9 +675,9 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     """The training state as a tree: kind -> name -> leaf(shape, dtype, Param).
 
     Kinds are "params", what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and
-    the mean square of each neuron, of Adam mean and mean square) and AVERAGES. A name stands under
-    the kinds that it has. All but the n-gram table is float32, and all is cut over the devices like
-    the parameter: each device updates its share (ZeRO).
+    the mean square of each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram
+    table is float32, and sharded like the parameter: each device updates its shard (ZeRO,
+    Rajbhandari et al. 2020).
     """
     state = {}
     for name, row in param_table(cfg).items():
@@ -696,9 +691,7 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 
 def padded_shape(shape: tuple[int, ...], row: Param, shards: int) -> tuple[int, ...]:
     """`shape` on so many devices: rows of zeros make what is sharded divisible."""
-    if not row.sharded:
-        return shape
-    return (-(-shape[0] // shards) * shards, *shape[1:])
+    return (-(-shape[0] // shards) * shards, *shape[1:]) if row.sharded else shape
 
 
 def pad_rows(x, rows: int):
@@ -729,16 +722,9 @@ def abstract_state(cfg: Config, mesh: Mesh):
 
 def init_state(cfg: Config, shards: int, seed):
     """The training state before the first step, padded for so many devices; its numbers do not
-    depend on how many there are.
-
-    `seed` may be traced, so that one compiled program serves for warm-up and for the run.
-    """
+    depend on how many there are."""
     key = jax.random.key(seed)
-
-    def zeros(shape, dtype, row):
-        return jnp.zeros(padded_shape(shape, row, shards), dtype)
-
-    state = map_state(cfg, zeros)
+    state = map_state(cfg, lambda s, dtype, row: jnp.zeros(padded_shape(s, row, shards), dtype))
     for name, row in param_table(cfg).items():
         # A key from the name: adding a parameter does not change the others.
         salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
@@ -753,8 +739,8 @@ def init_state(cfg: Config, shards: int, seed):
 # ------------------------------------------------------------------------------------------------
 
 # (q_btnh, k_btnh, v_btnv, segments_bt, window, scale) -> o_btnv. Token t attends to itself and to
-# the `window` tokens before it that have its segment id. Heads may be wider or narrower in v than
-# in q and k. `window` is static, `scale` may be traced.
+# those of the `window` tokens before it that have its segment id. Values may be wider or narrower
+# than queries and keys. `window` is static, `scale` may be traced.
 
 SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
 
@@ -762,8 +748,8 @@ SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
 def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
     """The reference, for any hardware: the scores of a band, softmax in float32.
 
-    Blocks of queries are taken together up to SCORE_BYTES of scores; beyond that, groups of them
-    one after the other, whose scores are formed again in the backward pass.
+    Up to SCORE_BYTES of scores exist at once; beyond that, groups of blocks follow each other, and
+    the backward pass computes their scores again.
     """
 
     def attend(block):
@@ -785,8 +771,7 @@ def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
 
     Returns (q [b', c, n, h], k and v [b', s, n, h or v], mask [b', 1, c, s]) with b' = b t / c,
     where c is the smallest divisor of t that holds the window and s = 2 c: the block and the one
-    before it. So the cost grows with t * window, not with t * t. Where no such c < t exists,
-    c = s = t.
+    before it. So the cost grows with t * window. Where no such c < t exists, c = s = t.
     """
     b, t = segments_bt.shape
     c = next((c for c in range(max(window, 1), t) if t % c == 0), t)
@@ -799,7 +784,8 @@ def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
             x = jnp.concatenate([past, x], axis=2)
         return x.reshape(b * (t // c), *x.shape[2:])
 
-    own, seen = blocks(segments_bt, 0), blocks(segments_bt, 1)
+    own = blocks(segments_bt, 0)
+    seen = blocks(segments_bt, 1)
     s = seen.shape[1]
     back_cs = jnp.arange(s - c, s)[:, None] - jnp.arange(s)[None, :]
     near_cs = (back_cs >= 0) & (back_cs <= window)
@@ -810,9 +796,8 @@ def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
     """Which tokens may attend to each other: int32 [b, t], rising along a row.
 
-    A new segment begins at every BOS and, with a cap, after every `cap` tokens from there on. In
-    training, where each piece of a row begins with a BOS, that cuts documents of up to 3072 tokens
-    at 2560 (record 92); in validation there is no cap.
+    A segment begins at every BOS and, with a cap, after every `cap` tokens from there on. Training
+    so cuts documents of up to 3072 tokens at 2560 (record 92); validation has no cap.
     """
     t = jnp.arange(tokens_bt.shape[1])[None]
     since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
@@ -839,10 +824,9 @@ class Heads:
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     """The Heads of layer `i`.
 
-    Only long layers have queries and keys as wide as a head, and of these half do not rotate. The
-    short ones have just the half that rotates (record 92; record 90 went from 128 to 96). Narrow
-    layers have half of the values and outputs too. Without this and with all layers attending,
-    record 92 would take 12 % longer and reach .007 less.
+    Only long layers have queries and keys as wide as a head, of which half does not rotate. The
+    others have just the half that rotates (record 92). Narrow layers have half of the values and
+    outputs too. With this, and four layers that do not attend, the run takes an eighth less time.
     """
     layer, h = cfg.layers[i], cfg.head_width
     wide = layer.attends == "long"
@@ -860,18 +844,18 @@ def norm(x):
 def mix(*terms):
     """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype.
 
-    In float32, so that the gradients of the weights, sums over all tokens, are too: summed in
-    bfloat16, those of small models in the tests were up to 45 % off.
+    So the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of
+    small models were up to 45 % off.
     """
     total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
     return total.astype(terms[0][1].dtype)
 
 
 def rope_tables(freqs, positions_tn, width: int):
-    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, others stand.
+    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not.
 
-    A dimension i is paired with i + width/2. In narrow heads all pairs turn, in wide ones half of
-    them; those that stand still carry content regardless of position.
+    A dimension i is paired with i + width/2. In half-wide heads all pairs turn, in whole ones half
+    of them; the others carry content regardless of position.
     """
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     still = [(0, 0), (0, 0), (0, width // 2 - freqs.shape[0])]
@@ -886,21 +870,20 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def positions(t: int, heads: Heads):
-    """Positions for the rotation, int [t, 1]; of paired heads [t, n], of even and of odd ones.
+    """Positions for the rotation, int [t, 1]; of paired heads [t, n].
 
     Even heads turn by 2t and odd ones by 2t + 1, although pair_heads sends the first half of the
-    heads to place 2t: the original reshapes differently for the two, and so must we.
+    heads to position 2t: the original reshapes differently for the two, and so must we.
     """
-    if heads.paired:
-        return 2 * jnp.arange(t)[:, None] + jnp.arange(heads.count)[None] % 2
-    return jnp.arange(t)[:, None]
+    t_1 = jnp.arange(t)[:, None]
+    return 2 * t_1 + jnp.arange(heads.count)[None] % 2 if heads.paired else t_1
 
 
 def pair_heads(x_btnh):
-    """Paired heads: [b, t, n, h] -> [b, 2t, n/2, h], two heads as one of twice the length.
+    """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one of twice the length (record 58).
 
     Token t becomes the positions 2t (first half of the heads) and 2t + 1 (second half), so a head
-    also attends to the keys of its partner (record 58). The same window then reaches half as far.
+    also attends to the keys of its partner. The same window then reaches half as far.
     """
     b, t, n, h = x_btnh.shape
     return x_btnh.reshape(b, 2 * t, n // 2, h)
@@ -909,8 +892,8 @@ def pair_heads(x_btnh):
 def key_offset(k_btnh):
     """The dimensions of wide keys that do not rotate, from the token before (record 49).
 
-    So one layer can do what takes two otherwise: find an earlier place like this one, and read what
-    followed (induction). The first token of a row keeps its own; documents do not matter.
+    One layer can then do what otherwise takes two: find an earlier token like this one, and read
+    what followed it (induction). The first token of a row keeps its own; documents do not matter.
     """
     h = k_btnh.shape[-1]
     shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
@@ -919,12 +902,13 @@ def key_offset(k_btnh):
 
 
 def exclude_self(y_btnv, v_btnv, gates_btn):
-    """XSA: take out of what a head read the share tanh(gate) of its part along the token's own v.
+    """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v.
 
-    y - tanh(gate) (y.v / v.v) v: attention need not bring what the token has anyway (record 82, in
-    the form of record 86; with the signs of the n-grams it saved 2 % of the tokens).
+    Attention need not bring what the token has anyway (record 82, in the form of record 86; with
+    the signs of the n-grams it saved 2 % of the tokens).
     """
-    y, v = y_btnv.astype(jnp.float32), v_btnv.astype(jnp.float32)
+    y = y_btnv.astype(jnp.float32)
+    v = v_btnv.astype(jnp.float32)
     along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
     return mix((1.0, y_btnv), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnv))
 
@@ -950,13 +934,13 @@ def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
     n, h = heads.count, heads.qk_width
     q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv_btp, (n * h, 2 * n * h), axis=-1))
     tables = rope_tables(freqs, positions(t, heads), h)
-    q, k = rope(norm(q), *tables), rope(norm(k), *tables)
+    q = rope(norm(q), *tables)
+    k = rope(norm(k), *tables)
     if heads.offset:
         k = key_offset(k)
     if heads.paired:
-        twice_bt = jnp.repeat(segments_bt, 2, axis=1)
-        y = attend(*(pair_heads(x) for x in (q, k, v)), twice_bt, heads.window, scale)
-        y = y.reshape(v.shape)
+        segments_bt = jnp.repeat(segments_bt, 2, axis=1)
+        y = attend(*map(pair_heads, (q, k, v)), segments_bt, heads.window, scale).reshape(v.shape)
     else:
         y = attend(q, k, v, segments_bt, heads.window, scale)
     if xsa_btn is not None:
@@ -1007,21 +991,12 @@ def smear(x_btd, weights_ng, strength):
 def spread(weights_btg, x_btd):
     """Weights [b, t, d] for `x_btd`: each of g for its share of the features, side by side.
 
-    As a product with ones and zeros: a v6e's compiler makes of jnp.repeat broadcasts and transposed
-    copies, 40 M cycles for mudd_mix on 49,152 tokens, predicted, instead of 10.
+    As a product with ones and zeros: of jnp.repeat a TPU's compiler makes broadcasts and transposed
+    copies, four times the cycles.
     """
     g, d = weights_btg.shape[-1], x_btd.shape[-1]
     one_hot_gd = jnp.repeat(jnp.eye(g, dtype=weights_btg.dtype), d // g, axis=1)
     return jnp.matmul(weights_btg, one_hot_gd, precision=lax.Precision.HIGHEST)
-
-
-def project(x_btd, weights_pd, added=None, normed: bool = False):
-    """W x, or W norm(x), for each token: [b, t, p]; `added` [b, t, k] is added to the last of p."""
-    y_btp = (norm(x_btd) if normed else x_btd) @ weights_pd.T
-    if added is None:
-        return y_btp
-    others = y_btp.shape[-1] - added.shape[-1]
-    return mix((1.0, y_btp), (1.0, jnp.pad(added, ((0, 0), (0, 0), (others, 0)))))
 
 
 def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
@@ -1035,9 +1010,8 @@ def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
 def token_gates(model: Model, half: int, x_btd) -> dict:
     """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign.
 
-    From 64 hidden units that see the whole token, for all its gates at once (record 85; they saved
-    7 % of the tokens, with a larger n-gram table and a correction of attention that is gone again).
-    W2 starts at zero: at first the gates are the biases.
+    One small MLP that sees the whole token makes all its gates (record 85: with a larger n-gram
+    table it saved 7 % of the tokens). W2 starts at zero: at first the gates are the biases.
     """
     params = model.params
     weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
@@ -1046,10 +1020,10 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
 
 
 def gated_values(model: Model, i: int, x_btd, values_btd):
-    """What layer `i` adds to its v: the tokens' rows of its value table, each head's by a gate.
+    """What layer `i` adds to its v: the tokens' rows of its value table, times a gate a head.
 
-    2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row, half and
-    half (value residual of Zhou et al. 2024; records 14 and 55).
+    The gate is 2 sigmoid(w_n [x, row]), of the first features of the layer's input and of the row
+    (value residual of Zhou et al. 2024; records 14 and 55).
     """
     weights_ng = model.params["value_gate"][model.cfg.layers_with("values").index(i)]
     half = weights_ng.shape[1] // 2
@@ -1074,34 +1048,30 @@ def projection(model: Model, i: int, heads: Heads):
     return mix((params["qkv_lambda"][i], weights_pd))
 
 
-def attention(model: Model, i: int, x_btd, added_btd, gates, residual_btd=None):
-    """What the attention of layer `i` reads in norm(x), by its weight, added to `residual_btd`.
+def attention(model: Model, i: int, x_btd, added_btd, gates):
+    """What the attention of layer `i` adds to the stream; it reads norm(x).
 
-    `added_btd` is added to its v, of which a narrow head takes the first half of its share. Either
-    may be None. `gates` as of token_gates.
+    `added_btd`, if not None, is added to its v; a narrow head takes the first half of its part.
+    `gates` as of token_gates.
     """
     cfg, hyper = model.cfg, model.hyper
     heads = heads_of(cfg, i, model.windows)
-    wide = cfg.layers[i].attends == "long"
-    if added_btd is not None:
-        shares = jnp.split(added_btd, cfg.heads, axis=-1)
-        added_btd = jnp.concatenate([x[..., : heads.v_width] for x in shares], axis=-1)
+    wide = int(cfg.layers[i].attends == "long")
     with jax.named_scope(f"attention{i}"):
-        y_btp = model.kernels.attend(
-            heads,
-            project(x_btd, projection(model, i, heads), added_btd, normed=True),
-            HeadInputs(
-                gates.get(("xsa", i)),
-                gates.get(("gated", i)),
-                model.segments_bt,
-                hyper.freqs[int(wide)],
-                hyper.scales[int(wide)],
-            ),
-        )
+        qkv_btp = norm(x_btd) @ projection(model, i, heads).T
+        if added_btd is not None:
+            parts = jnp.split(added_btd, cfg.heads, axis=-1)
+            added = jnp.concatenate([x[..., : heads.v_width] for x in parts], axis=-1)
+            others = qkv_btp.shape[-1] - added.shape[-1]
+            added = jnp.pad(added, ((0, 0), (0, 0), (others, 0)))
+            qkv_btp = mix((1.0, qkv_btp), (1.0, added))
+        own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
+        shared = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
+        y_btp = model.kernels.attend(heads, qkv_btp, HeadInputs(*own_gates, *shared))
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
         weight = post_lambdas(model, i)[0] * model.params["o_lambda"][i]
-        return project(y_btp, mix((weight, w_o)), residual_btd)
+        return y_btp @ mix((weight, w_o)).T
 
 
 def squared_relu(z):
@@ -1116,7 +1086,8 @@ def add_mlp(x_btd, up_fd, down_fd, keep, weight, act: Callable = squared_relu):
 
 def mlp(model: Model, i: int, x_btd, keep=0.0):
     """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
-    slots, bank = mlp_slots(model.cfg, i), model.params["mlp_bank"]
+    slots = mlp_slots(model.cfg, i)
+    bank = model.params["mlp_bank"]
     up_fd = jnp.concatenate([bank[slot] for slot in slots])
     down_fd = jnp.concatenate([bank[slot_count(model.cfg) + slot] for slot in slots])
     with jax.named_scope(f"mlp{i}"):
@@ -1126,20 +1097,19 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
 def mudd_layer(model: Model, x, start, source, rows, gates):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
 
-    They are a Mudd for each token, made from its stream `x`; `source` is what its attention reads.
+    The weights are a Mudd for each token, made from its stream `x`; attention reads `source`.
     (MUDD, Xiao et al. 2025; record 81: 5 % fewer tokens.)
     """
-    i, values = model.cfg.depth - 1, rows["value_tables"][-1]
+    i = model.cfg.depth - 1
+    values = rows["value_tables"][-1]
     weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
     mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
-    weights_btk2 = jnp.stack(
-        [
-            jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
-            for of_values in (mu.values_left, mu.values_right)
-        ],
-        axis=-1,
-    )
-    added = model.kernels.blend(None, weights_btk2, (start, source, x, values))
+    both = [
+        jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
+        for of_values in (mu.values_left, mu.values_right)
+    ]
+    sources = start, source, x, values
+    added = model.kernels.blend(None, jnp.stack(both, axis=-1), sources)
     x = mix(
         (mu.keep_attention * (1 + mu.x_x), x),
         (mu.keep_attention * mu.x_start + mu.start, start),
@@ -1154,8 +1124,8 @@ def mudd_mix(model: Model, x_btd, sources):
     """The stream after the last layer, with what each token adds to it of earlier arrays.
 
     x + sum_k (mu_k + delta_kg) source_k: mu_k for each token, delta_kg for each group g of features
-    too (record 81 with five sources; record 92's ten are worth .006 of loss). At first it only
-    takes out half of the output that later attentions have read (as records 40 and 77 did).
+    too (record 81 with five sources, 92 with ten). At first it only takes out half of the output
+    that later attentions have read (as records 40 and 77 did).
     """
     k = len(sources)
     w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
@@ -1183,7 +1153,9 @@ def forward(model: Model, rows: dict):
     layer skip[1] the output of skip[0] stands in for attention, by a gate (record 45).
     """
     params, cfg = model.params, model.cfg
-    resid, values, ngram = params["resid_lambdas"], rows["value_tables"], rows["ngram"]
+    resid = params["resid_lambdas"]
+    values = rows["value_tables"]
+    ngram = rows["ngram"]
     x0 = norm(smear(rows["embed"], params["smear_gate"], params["smear_lambda"][0]))
     gates = token_gates(model, 0, x0)
     start = mix((1.0, x0), (gates["ngram", 0], ngram))
@@ -1200,20 +1172,22 @@ def forward(model: Model, rows: dict):
             terms.append((gates["x0", i], x0))
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
-        seen, added = outputs[cfg.source] if i > cfg.source else x, None
+        seen = outputs[cfg.source] if i > cfg.source else x
+        added = None
         if layer.values:
             own = values[cfg.layers_with("values").index(i)]
             added = gated_values(model, i, norm(seen), own)
         x = mix(*terms)
         if layer.attends:
-            x = attention(model, i, seen, added, gates, x)
+            x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
         return mlp(model, i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
 
     def last_block(x):
         return mudd_layer(model, x, start, outputs[cfg.source], rows, gates)
 
     if cfg.recompute:  # keep only what goes from layer to layer
-        block, last_block = jax.checkpoint(block, static_argnums=0), jax.checkpoint(last_block)
+        block = jax.checkpoint(block, static_argnums=0)
+        last_block = jax.checkpoint(last_block)
     x = start
     for i in range(cfg.depth - 1):
         if i == cfg.skip[0] + 1:
@@ -1230,14 +1204,12 @@ TABLES = ("embed", "value_tables", "ngrams")  # whose rows tokens look up; of th
 
 
 def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
-    """The tokens' rows of TABLES: [b, t, d]; of ngrams [b, 2, t, d], found at `slots_bit` among
-    the rows that were fetched; of value_tables a tuple of [b, t, d], one for a layer (not one array
-    of all, of which each would have to copy its part)."""
-    table = tables["value_tables"]
-    first = [cfg.vocab * layer for layer in range(len(cfg.layers_with("values")))]
+    """The tokens' rows of TABLES: [b, t, d]; of value_tables a tuple of them, one for each layer;
+    of ngrams [b, 2, t, d], found at `slots_bit` among the rows that were fetched."""
+    planes = range(len(cfg.layers_with("values")))
     return {
         "embed": tables["embed"][tokens_bt],
-        "value_tables": tuple(table[tokens_bt + n] for n in first),
+        "value_tables": tuple(tables["value_tables"][tokens_bt + cfg.vocab * n] for n in planes),
         "ngrams": tables["ngrams"][slots_bit],
     }
 
@@ -1256,10 +1228,10 @@ def cap_logits(z, cfg: Config):
 def targets_ahead(aims, weights_k, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k].
 
-    Target j of token i is the one after token i + j (record 53), be it of the next document. With
-    a `prefix_weight` one more: the longest token that the next one begins with, where there is one
-    (record 88: it saved 1 % of the tokens). Beyond the end of a row the weight is 0, and in a row
-    of targets -1, which only fills up the last validation batch.
+    Target j of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight`
+    adds another target: the longest token that the next one begins with, where there is one (record
+    88: it saved 1 % of the tokens). Beyond the end of a row the weight is 0, and in a row of
+    targets -1, which only fills up the last validation batch.
     """
     tokens = jnp.arange(aims.targets.shape[1])
     targets, weights = [], []
@@ -1304,8 +1276,8 @@ def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
 
     Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
-    is 0, as beyond the end of a row, counts in neither. Works through cfg.loss_chunk tokens at a
-    time, whose logits are formed again on the way back.
+    is 0 counts in neither. It works through cfg.loss_chunk tokens at a time, whose logits the
+    backward pass computes again.
     """
 
     @jax.checkpoint
@@ -1319,34 +1291,29 @@ def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
 
 
 def candidate_head(head_vd, candidates_bp):
-    """Rows of the head, [b, p, d], of each row's candidates int [b, p]: the sampled softmax.
-
-    They are all its targets, and others by turns; the head is a table then, of which only they
-    learn. A fifth to a half of the vocabulary serves 93 % of the steps (record 92: without, 22 %
-    longer, and .0024 less of loss); losses are lower than over all of it.
-    """
+    """Rows of the head [b, p, d] of each row's candidates int [b, p], see `candidates`: the sampled
+    softmax, under which the head is a table of which only these rows learn."""
     return head_vd.at[candidates_bp].get(mode="promise_in_bounds")
 
 
 def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
     """cross_entropy of features, with weights as of targets_ahead, over a `head` [v, d] for all or
     [b, p, d], see candidate_head."""
-    cfg, kernels = model.cfg, model.kernels
     arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
     if head.ndim == 2:
-        x_rd, targets_rk, weights_rk = (a.reshape(-1, a.shape[-1]) for a in arrays)
-        return kernels.cross_entropy(x_rd, head, targets_rk, weights_rk, cfg)
-    each = zip(arrays[0], head, *arrays[1:], strict=True)
-    sums = (kernels.cross_entropy(*row, cfg) for row in each)
-    return tuple(map(sum, zip(*sums, strict=True)))
+        arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
+        head = head[None, : model.cfg.vocab]
+    rows = zip(*arrays, head, strict=True)
+    each = [model.kernels.cross_entropy(x, w, *to, model.cfg) for x, *to, w in rows]
+    return tuple(map(sum, zip(*each, strict=True)))
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """The gradient of a lookup: to row ids[i] of `grad_vd`, the gradient so far, add token i's row.
+    """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
 
-    Several tables [v / n, d] may lie in `grad_vd`, one under the other, that share the ids [...];
-    then `rows` holds n arrays [..., d]. Whether ids are known to ascend may help to do it faster.
-    (In no fixed order on a GPU: last bits may differ.)
+    `grad_vd` may hold n tables [v / n, d], one under the other, that share the ids [...]; then
+    `rows` holds n arrays [..., d]. A kernel may be faster where ids ascend. (A GPU adds in no fixed
+    order: last bits may differ.)
     """
     for n, x in enumerate(rows):
         at = grad_vd.at[ids + n * (grad_vd.shape[0] // len(rows))]
@@ -1355,13 +1322,8 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     return grad_vd
 
 
-PLAIN = Kernels(
-    functools.partial(attend_heads, attend_plain),
-    add_mlp,
-    cross_entropy,
-    scatter_rows,
-    blend,
-)
+ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
+PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1425,7 +1387,8 @@ def stage_at(cfg: Config, step: int) -> Stage:
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
     """The table of a run. In a stage a number is constant, linear, or has equal parts of it."""
-    step, end = np.arange(cfg.steps), cfg.scheduled
+    step = np.arange(cfg.steps)
+    end = cfg.scheduled
     lengths = np.diff(cfg.boundaries)
     stage = np.repeat(np.arange(len(cfg.stages)), lengths)
     in_stage = step - np.array(cfg.boundaries)[stage]  # steps since the stage began
@@ -1438,9 +1401,8 @@ def schedule(cfg: Config) -> Schedule:
         parts = zip(entries, in_stage, lengths[stage], strict=True)
         return np.array([e[at * len(e) // length] for e, at, length in parts])
 
-    # Larger batches bear larger rates: the factors of stages are about the root of the batch's
-    # growth. The rate falls early (`cooldown`), but not far: averages of the last weights do the
-    # rest.
+    # Larger batches bear larger rates: a stage's factor is about the root of its batch's growth.
+    # The rate falls early, but not far: averaging the last weights does the rest.
     flat = int((1 - cfg.cooldown) * end)
     done = np.where(step < end, np.maximum(step - flat, 0) / max(end - flat, 1), 1.0)
     lr = of_stage("lr_factor") * (1 - done) + cfg.lr_floor * done
@@ -1456,9 +1418,9 @@ def schedule(cfg: Config) -> Schedule:
     # At first the fast average of the gradient is Muon's momentum, alone, and the slow one, which
     # looks back 50 steps, only fills. From rails_step on the update follows both: the last steps,
     # and the drift of many (record 92).
-    fast_beta, fast_weight = np.where(
-        step >= cfg.rails_step, np.reshape(cfg.rail_fast, (2, 1)), (momentum, np.ones(cfg.steps))
-    )
+    both = step >= cfg.rails_step
+    fast_beta = np.where(both, cfg.rail_fast[0], momentum)
+    fast_weight = np.where(both, cfg.rail_fast[1], 1.0)
 
     # Few tokens read a row of a table, so its updates sum the gradients of 2 steps, later of 4
     # (record 39: tables are noisy and want larger batches), and cross the network only then.
@@ -1474,13 +1436,16 @@ def schedule(cfg: Config) -> Schedule:
     last_tied += -(last_tied + 1) % cfg.adam_every
     tied = (step <= last_tied) & (cfg.tied > 0)
 
-    # As many weights as the stage with most has, so that shapes stay.
+    # Every stage has as many weights as that with most, so that shapes stay.
     most = max(len(s.weights) for s in cfg.stages)
-    first, target = (
-        np.array([np.pad(getattr(s, name), (0, most - len(s.weights))) for s in cfg.stages])[stage]
-        for name in ("weights", "weights_end")
-    )
-    weights = first + (target - first) * (in_stage / lengths[stage])[:, None]
+
+    def weights_of(name: str) -> np.ndarray:
+        rows = [np.pad(getattr(s, name), (0, most - len(s.weights))) for s in cfg.stages]
+        return np.array(rows)[stage]
+
+    first = weights_of("weights")
+    done_in_stage = (in_stage / lengths[stage])[:, None]
+    weights = first + (weights_of("weights_end") - first) * done_in_stage
 
     freqs, scales = (np.stack(x)[stage] for x in zip(*yarn(cfg), strict=True))
     hyper = Hyper(
@@ -1498,7 +1463,8 @@ def schedule(cfg: Config) -> Schedule:
         prefix=in_parts("prefix"),
         average_rates=average_rates(cfg, adam, tables),
     )
-    candidates, kinds = in_parts("candidates"), grads_kinds(cfg)
+    candidates = in_parts("candidates")
+    kinds = grads_kinds(cfg)
     grads = np.array([kinds.index(kind) for kind in zip(stage, candidates, strict=True)])
     return Schedule(stage, candidates, grads, adam, tables, tied, hyper)
 
@@ -1515,7 +1481,7 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
     YaRN (Peng et al. 2023): when the window grows (the short one for half-wide heads, the long one
     for whole ones), dimensions that turn less than once within the old one slow down in proportion,
     those that turn 32 times keep their frequency, and those between are interpolated. Attention
-    over more keys gets a little sharper.
+    over more keys also gets sharper.
     """
     # Every step is rounded to float32, as in the original.
     start = (1 / cfg.rope_base) ** np.linspace(0, 1, cfg.head_width // 4, dtype=np.float32)
@@ -1538,14 +1504,16 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     The first rate of each is 1: there the average starts as the weight. `ema` and `blend` cover the
     last cfg.tail steps, `average` and `planes` the last cfg.tail_average.
 
-    `ema` is of head and embedding, which change only at Adam steps: it is updated only there, with
-    the rate of an update for each step until the next. So it starts one step before the record's,
-    from the same weights.
+    Head and embedding change only at Adam steps, so their `ema` is updated only there, with the
+    rate of an update for each step until the next. It starts one step before the record's, from
+    the same weights.
     """
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
-    long, short = left < cfg.tail, left < cfg.tail_average
+    long = left < cfg.tail
+    short = left < cfg.tail_average
     every = left % AVERAGE_EVERY == 0
-    r_ema, r_blend = 2 / (cfg.tail + 1), min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
+    r_ema = 2 / (cfg.tail + 1)
+    r_blend = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
     r_average = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
     until_next = np.minimum(cfg.adam_every, left + 1)
     ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
@@ -1586,8 +1554,7 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
     """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
 
     The update is the blend of both, with Nesterov's look-ahead: a share of the gradient itself.
-    Averages, not sums: `grad` keeps its size while the momentum warms up. They start at zero, which
-    nothing corrects; what follows does not depend on the length of an update.
+    The averages start at zero, which nothing corrects: orthogonalize ignores an update's length.
     """
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
     slow = slow + slow_rate * (grad - slow)
@@ -1598,8 +1565,7 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
 def orthogonalize(x, dtype):
     """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`.
 
-    Drives all singular values towards 1 with matmuls only. The Gram matrix is taken on the shorter
-    side: for [4d, d] that is 9 d^3 multiply-adds a step, on the longer side it would be 96.
+    It drives all singular values towards 1 by matmuls, of the Gram matrix on the shorter side.
     """
     x = x.astype(dtype)
     size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
@@ -1612,16 +1578,16 @@ def orthogonalize(x, dtype):
         poly = b * gram + c * (gram @ gram)
         return a * x + (x @ poly if tall else poly @ x), None
 
-    # A loop, for the TPU's compiler takes twice as long, 25 s more, for six copies of its matmuls.
+    # As a loop: the TPU's compiler takes twice as long for six copies of its matmuls.
     return lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))[0]
 
 
 def equalize(update, square, rate):
     """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025).
 
-    The neurons of a matrix are its vectors along the shorter side: rows if it is tall or square,
-    else columns. Bank [l, rows, cols] and the running mean square of each neuron [l, n] -> (update,
-    mean square). The matrix keeps its Frobenius norm.
+    Neurons are the rows of tall and square matrices, else the columns. Bank [l, rows, cols] and the
+    running mean square of each neuron [l, n] -> (update, mean square). The matrix keeps its
+    Frobenius norm.
     """
     along = 2 if update.shape[1] >= update.shape[2] else 1
     power = jnp.mean(jnp.square(update), axis=along)
@@ -1633,15 +1599,13 @@ def equalize(update, square, rate):
 
 
 def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
-    """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92:
-    worth .005 of loss).
+    """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92).
 
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL takes that of two_rails and equalizes it.
     Bank, gradient and its averages are [l, rows, cols], `square` [l, neurons]: this device's
-    matrices. Weights decay only where the slow average shrinks them or leaves them (cautious, after
-    Liang et al. 2024; record 43), by lr * scale * lr * decay. What narrow heads never read has no
-    gradient, so it only decays.
+    matrices. Weights decay only where the slow average shrinks them or is zero (cautious, after
+    Liang et al. 2024; record 43), by lr * scale * lr * decay; so does what narrow heads never read.
     """
     param, fast, slow, square = old
     update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
@@ -1649,10 +1613,9 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     update, square = equalize(update, square, cfg.equalize_rate)
     shrinks = slow * param >= 0
     lr = hyper.lr * row.lr
-    scale = np.pad(np.float32(row.scale), (0, len(param) * lax.axis_size(AXIS) - len(row.scale)))
-    scale = lax.dynamic_slice_in_dim(
-        jnp.asarray(scale), lax.axis_index(AXIS) * len(param), len(param)
-    )
+    count = len(param)
+    scale = pad_rows(jnp.float32(row.scale), count * lax.axis_size(AXIS))
+    scale = lax.dynamic_slice_in_dim(scale, count * lax.axis_index(AXIS), count)
     rate = lr * scale[:, None, None]
     return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
 
@@ -1689,23 +1652,22 @@ def adam(param, mean, square, grad, rates: AdamRates):
 def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> AdamRates:
     """Those of a parameter. A table update that sums the gradients of twice as many steps forgets
     as much as two did: betas squared, decay doubled (record 92)."""
-    span, count = 1, hyper.adam_count
-    if row.updated_by == "tables":
-        span, count = hyper.table_span, hyper.table_count
+    of_tables = row.updated_by == "tables"
+    span = hyper.table_span if of_tables else 1
+    count = hyper.table_count if of_tables else hyper.adam_count
     betas = tuple(beta**span for beta in row.betas)
     return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps)
 
 
 def apply_updates(cfg: Config, state, grads, hyper: Hyper):
-    """The state after an update of the parameters in `grads`, on this device's share of it.
+    """The state after an update of the parameters in `grads`, of this device's shard.
 
-    Called inside shard_map. `grads` has the same share of the gradient summed over devices and, of
-    all but the banks, over the steps since their last update. While tied, the head's gradient
-    contains that of the embedding, which has none of its own: it is a copy of the head, and so are
-    its moments (records 51, 53).
+    `grads` has this shard of the gradients, summed over devices and the steps since the last
+    update. While tied, the head's gradient contains that of the embedding, which has none of its
+    own: it is a copy of the head, and so are its moments (records 51, 53).
 
-    The averages are read and written at every update, with rate 0 where they do not change, so that
-    no step needs a program of its own.
+    Every update reads and writes the averages, with rate 0 where they do not change, so that no
+    step needs a program of its own.
     """
     new = {kind: dict(entries) for kind, entries in state.items()}
     for name, row in param_table(cfg).items():  # in this order: the head stands before its copy
@@ -1722,32 +1684,33 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
         for average, _ in row.averages:
-            rate, old = hyper.average_rates[AVERAGES.index(average)], state[average][name]
-            new[average][name] = old + rate * (new["params"][name] - old)
+            rate = hyper.average_rates[AVERAGES.index(average)]
+            before = state[average][name]
+            new[average][name] = before + rate * (new["params"][name] - before)
     return new
 
 
 def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies): blended with their averages,
-    in the order of Param.averages, and then rescaled to the norm they had before (of a bank: of all
-    its matrices).
+    """(the state with the weights to validate, their compute copies), after the last step.
 
-    Called inside shard_map, after the last step. An average of the last weights is less noisy than
-    any of them: 0.020 of loss in record 92, 0.002 where the learning rate falls to 0.15 and not to
-    0.3. It is also shorter, since the noise of the steps is gone from it; logits and the sums in
-    the stream count on the length.
+    Weights move towards their averages, in the order of Param.averages: an average of the last ones
+    is less noisy than any of them (0.020 of loss in record 92). It is also shorter, since the noise
+    is gone from it; but logits and the sums in the stream count on the length, so weights are then
+    rescaled to the norm they had, a bank as a whole.
     """
 
     def norm(x):
         return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
 
-    params, used = dict(state["params"]), schedule(cfg).hyper.average_rates.any(axis=0)
+    params = dict(state["params"])
+    used = schedule(cfg).hyper.average_rates.any(axis=0)
     for name, row in param_table(cfg).items():
         for average, share in row.averages:
             if used[AVERAGES.index(average)]:
                 params[name] += share * (state[average][name] - params[name])
         if row.rescaled:
-            before, after = norm(state["params"][name]), norm(params[name])
+            before = norm(state["params"][name])
+            after = norm(params[name])
             params[name] *= jnp.where(after > 0, before / after, 1.0)
     return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
@@ -1755,10 +1718,9 @@ def finish_step(cfg: Config, state):
 # ------------------------------------------------------------------------------------------------
 # N-gram table: hashed rows for the bigrams and trigrams of the text, 99 % of all numbers
 # ------------------------------------------------------------------------------------------------
-# A sharded embedding table: each device owns an equal part. The loader hashes a batch, and requests
+# A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
 # every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
-# sends their gradients to the owners; a table update sums those of some steps. No device ever holds
-# all of the table, and it has no copy in another dtype.
+# sends their gradients to the owners; a table update sums those of some steps.
 
 NGRAMS = "ngram_table"
 
@@ -1766,19 +1728,22 @@ NGRAMS = "ngram_table"
 def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
 
-    Bigrams have the first half of the table, trigrams the second (records 62, 92). 84.6 M rows gain
-    0.036 of loss on 0.4 M, and 21 M rows 0.031 of it. The last row of a half is for tokens without
-    enough history. Products wrap around in int32. Borders of documents are ignored.
+    Bigrams have the first half of the table, trigrams the second (records 62, 92). The last row of
+    a half is for tokens without enough history. Products wrap around in int32. Borders of documents
+    are ignored.
 
     Bug-compatible: the original puts the index of the row for no history over the first token of a
     row before it hashes the second, so the second is hashed with that index.
     """
-    x_bt, t = x_bt.astype(np.int32), np.arange(x_bt.shape[1])[None]
+    x_bt = x_bt.astype(np.int32)
     x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
-    half, last = rows // 2, rows // 2 - 1
+    t = np.arange(x_bt.shape[1])[None]
+    half = rows // 2
+    last = half - 1
     bigram = (36313 * x_bt) ^ (27191 * np.where(t == 1, last, x1_bt))
     trigram = (17351 * x_bt) ^ (60961 * x1_bt) ^ (45259 * x2_bt)
-    bigram, trigram = np.where(t < 1, last, bigram % last), np.where(t < 2, last, trigram % last)
+    bigram = np.where(t < 1, last, bigram % last)
+    trigram = np.where(t < 2, last, trigram % last)
     return np.stack([bigram, half + trigram])
 
 
@@ -1788,9 +1753,8 @@ ROW_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the
 def table_rows(ids: np.ndarray, rows: int) -> np.ndarray:
     """Which rows of the array hold the rows `ids` of the n-gram table, int64.
 
-    A multiplication spreads them (Knuth 1973), so that each device's share of the array is read as
-    often as any other's. In their order the ids of text are not even: products of small numbers do
-    not wrap. The first is that of trigrams without history.
+    A multiplication spreads them (Knuth 1973), so that all owners are asked for as many. Hashes of
+    text are not even: products of small ids do not wrap. Row 0 is that of trigrams without history.
     """
     return (rows - 1 - ids.astype(np.int64)) * ROW_FACTOR % rows
 
@@ -1798,9 +1762,9 @@ def table_rows(ids: np.ndarray, rows: int) -> np.ndarray:
 def capacity(batch_tokens: int, devices: int) -> int:
     """How many rows of the n-gram table a device can fetch from another for its part of a batch.
 
-    Every different n-gram is fetched once. Of the two of each of t tokens of English text up to
-    (1300 / t)^0.06 are different, which leaves 4 to 10 % to spare (measured: records/NOTES.md), and
-    owners have their shares of them but for chance: five standard deviations.
+    Every different n-gram is fetched once. Of the 2t n-grams of t tokens of English a share of up
+    to (1300 / t)^0.06 is different, which leaves 4 to 10 % to spare (measured: records/NOTES.md);
+    owners have equal shares of them but for chance: five standard deviations.
     """
     tokens = batch_tokens // devices
     mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
@@ -1808,13 +1772,12 @@ def capacity(batch_tokens: int, devices: int) -> int:
 
 
 def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` (0: all) of the devices: the
-    n-gram rows of each one's tokens, every different one once, by owner, and where each token then
-    finds its two.
+    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` (0: all) of the devices.
 
-    Owners have equal stretches of the table. What does not fit into the request to one of them
-    finds the row of trigrams without history, the first of the first owner's, which every row of
-    tokens asks for; dropped_ngrams counts such n-grams.
+    Requests are the n-gram rows of a device's tokens, every different one once, by owner; slots are
+    where each token then finds its two. Owners have equal stretches of the table. An n-gram that
+    does not fit into the request to its owner gets slot 0, the row of trigrams without history,
+    which every batch requests; dropped_ngrams counts these.
     """
     mine = mine or devices
     table = param_table(cfg)[NGRAMS]
@@ -1842,11 +1805,12 @@ def sign_ids(x_bt, rows: int):
     """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
 
     N-grams that share a row of the table by chance rarely share their signs too: what one of them
-    writes is noise of mean zero to the other (record 83, which so made its table cheaper). `rows`
-    is a power of two; row 0 is for tokens without enough history.
+    writes is noise of mean zero to the other (record 83). `rows` is a power of two; row 0 is for
+    tokens without enough history.
     """
-    x_bt, t = x_bt.astype(jnp.int32), jnp.arange(x_bt.shape[1])[None]
+    x_bt = x_bt.astype(jnp.int32)
     x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    t = jnp.arange(x_bt.shape[1])[None]
     bigram = (30011 * x1_bt) ^ (48271 * x_bt)
     trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
     return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
@@ -1860,9 +1824,8 @@ def sign_pool(cfg: Config, seed):
 
 def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
     """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids."""
-    bigram, trigram = sign_ids(hashed_bt, cfg.sign_rows)
-    signs_of = (signs[bigram], ngrams_bitd[:, 0]), (signs[trigram], ngrams_bitd[:, 1])
-    return sum(sign.astype(x.dtype) * x for sign, x in signs_of)
+    ids_ibt = sign_ids(hashed_bt, cfg.sign_rows)
+    return sum(signs[ids_ibt[i]].astype(ngrams_bitd.dtype) * ngrams_bitd[:, i] for i in range(2))
 
 
 def exchange(x):
@@ -1872,24 +1835,24 @@ def exchange(x):
 
 def fetch(table_rd, requested_kc):
     """The rows of the n-gram table that this device has requested [devices * c, d]. `table_rd` is
-    its share of the table, `requested_kc` what device k has requested of this share, from
-    len(table_rd) on where that is less than c: what exchange makes of the requests of all."""
+    its shard of the table, `requested_kc` what device k has requested of it, filled up with
+    len(table_rd): what exchange makes of the requests of all."""
     rows_kcd = table_rd.at[requested_kc].get(mode="clip")
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
 
 def dropped_ngrams(slots_bit):
-    """How many of a device's n-grams had no room in its requests: they have slot 0, as the
-    trigrams of a row's first two tokens do, which have no history (see `request`)."""
+    """How many of a device's n-grams had no room in its requests (see `request`): they have slot 0,
+    as the trigrams of a row's first two tokens do, which have no history."""
     return jnp.sum(slots_bit == 0, dtype=jnp.float32) - slots_bit[:, 1, :2].size
 
 
 def sum_requests(parts, size: int, add_rows: Callable):
     """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
 
-    `parts` has of each step since the last update the rows that were requested [devices, c] and
-    their gradients [devices, c, d]. Those of one row, from several steps and devices, are summed by
-    Kernels.add_rows: sorted, equal ids stand together.
+    `parts` has for each step since the last update the rows that were requested [devices, c] and
+    their gradients [devices, c, d]. Sorting brings equal ids together; add_rows sums their
+    gradients.
     """
     ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
     grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
@@ -1904,20 +1867,19 @@ def sum_requests(parts, size: int, add_rows: Callable):
 def adam_rows(table, square, rows, rates: AdamRates):
     """One step on the rows of a table that were read: (new table, new mean square of each row).
 
-    Adam without a mean and with one second moment for each row, 4 bytes of state for a row of 1536
-    (record 92; Adam's moments of its table would take 520 GB). `rows` are (ids int32 [r], summed
-    gradients [r, d]) within this device's share of the table, no id twice; what only fills them up
-    has ids from len(table) on, and is left out. Rows that nobody read stay as they are. The mean
-    squares decay at every update, read or not: 21 MB of eight devices each, less than to keep books
-    on missed updates. The table has no float32 master; new rows are rounded to nearest.
+    Adam without a mean and with one second moment for each row (record 92; both moments of all
+    numbers would take 520 GB). `rows` are (ids int32 [r], summed gradients [r, d]) within this
+    device's shard, no id twice; ids from len(table) on only fill up. Rows that nobody read stay as
+    they are, but their mean squares decay. The table has no float32 master; new rows are rounded to
+    nearest.
 
-    What changes is added and not put in place: a v6e's SparseCores add rows to a table, but leave
-    putting them there to the slower TensorCore. The difference of two rows is exact but where they
-    are far apart.
+    A change is added and not put in place, since a v6e's SparseCores can only add. The difference
+    of two rows is exact unless they are far apart.
     """
     ids, grad = rows
     lr, decay, count, (_, b2), eps = rates
-    square, more = b2 * square, (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+    square = b2 * square
+    more = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
     mean_square = square.at[ids].get(mode="clip") + more
     size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
     old = table.at[ids].get(mode="clip")
@@ -1929,11 +1891,12 @@ def adam_rows(table, square, rows, rates: AdamRates):
 
 def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
     """(state, squared norm of the gradient) after adam_rows; `parts`: see sum_requests."""
-    table, square = state["params"][NGRAMS], state["second"][NGRAMS]
+    table = state["params"][NGRAMS]
     ids, grads = sum_requests(parts, len(table), kernels.add_rows)
     rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
-    table, square = adam_rows(table, square, (ids, grads), rates)
-    params, second = state["params"] | {NGRAMS: table}, state["second"] | {NGRAMS: square}
+    table, square = adam_rows(table, state["second"][NGRAMS], (ids, grads), rates)
+    params = state["params"] | {NGRAMS: table}
+    second = state["second"] | {NGRAMS: square}
     # By rows, as adam_rows has it, too: XLA then computes both in one pass.
     norm2 = cfg.width * jnp.sum(jnp.mean(jnp.square(grads), axis=1))
     return state | {"params": params, "second": second}, norm2
@@ -1946,7 +1909,7 @@ def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
-    small ones as they are. But for the n-gram table: no device ever holds all of it."""
+    small ones as they are. The n-gram table has no copy: no device ever holds all of it."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
@@ -1961,14 +1924,13 @@ def gather_banks(cfg: Config, copies, after):
     """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
     with whole banks, a function that reduce-scatters the gradients of these).
 
-    XLA starts a collective as soon as it can and waits for its result as late; here it starts with
-    `after`, with which the computation begins. Lookups in tables begin a step, and their gradients
-    end it, so there is nothing to hide behind: the update of a table reduces its gradient and
-    gathers its copy, not in every step.
+    XLA starts a collective as early as it can and waits for its result as late as it can; here it
+    starts with `after`, with which the computation begins. MLPs are gathered in parts of one matrix
+    of each device: the first need not wait for all. A whole bank is a list of matrices, made by
+    lax.split, whose transpose joins gradients: those of slices XLA pads to the whole bank and adds.
 
-    MLPs are gathered in parts of one matrix of each device: the first need not wait for all. A
-    whole bank is a list of matrices, made by lax.split, whose transpose joins gradients: those of
-    slices XLA pads to the whole bank and adds up.
+    Tables have nothing to hide behind: lookups begin a step and their gradients end it. So it is
+    the update of a table, not in every step, that reduces its gradient and gathers its copy.
     """
     sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
     after, sharded = lax.optimization_barrier((after, sharded))
@@ -1999,84 +1961,85 @@ def micro_batches(cfg: Config, rows: "Rows"):
 
 def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: "Batch"):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
-    dropped n-grams). Of banks a device returns its share of the sum over all: see gather_banks.
+    dropped n-grams). Gradients of banks are shards of the sum over all devices: see gather_banks.
 
-    `kind` is one of grads_kinds. `table` is this device's share of the n-gram table. Gradients of
-    its rows go to the owners, with what was requested of those: a pair, see sum_requests. Over
-    micro-batches gradients are summed in float32. Tables take part only with the rows that tokens
-    look up: add_rows adds the gradients of those rows to the table's. The gradient is that of the
-    summed loss of a row, averaged over the rows of the batch, as in the original: it grows with the
-    length of a row from stage to stage, while the moments remember the old size.
+    `kind` is one of grads_kinds, `table` this device's shard of the n-gram table. Gradients of
+    n-grams go to the rows' owners, beside their requests: a pair, see sum_requests. The model's
+    gradient is that of the rows which tokens look up; add_rows adds them to the gradient of a
+    table. Micro-batches are summed in float32. The gradient is that of the summed loss of a row,
+    averaged over the rows of the batch, as in the original: it grows with the length of a row from
+    stage to stage, while the moments remember the old size.
     """
-    (at, count), rows, hyper = kind, batch.rows, batch.hyper
-    requested, signs, stage = exchange(batch.requests[0]), copies["signs"], cfg.stages[at]
+    at, count = kind
+    stage = cfg.stages[at]
+    hyper = batch.hyper
+    requested = exchange(batch.requests[0])
     fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
-    by_row = *TABLES, "head"
-    weights = {name: x for name, x in copies.items() if name not in (*by_row, "signs")}
-    tables = strip_padding(cfg, {name: copies[name] for name in by_row if name != "ngrams"})
+    tables = {name: copies[name] for name in ("embed", "value_tables", "head")}
+    weights = {name: x for name, x in copies.items() if name not in (*tables, "signs")}
     tables["ngrams"] = fetched
-    weights_k = hyper.weights[: len(stage.weights)]
-    prefix = hyper.prefix if any(stage.prefix) else None
 
     def model(weights, rows):
-        # Banks keep their padding, since matrices are taken by number: to cut it off would be a
-        # pass over their gradients.
         segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
         return Model(weights, cfg, kernels, stage.windows, segments, hyper)
 
     def features(weights, found, rows):
-        found = found | {"ngram": signed_sum(cfg, signs, found["ngrams"], rows.hashed)}
-        return forward(model(weights, rows), found)
+        ngram = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
+        return forward(model(weights, rows), found | {"ngram": ngram})
 
     def softmax(x_btd, rows):
         """(gradients of x and of the head, plain sum of losses)."""
 
         def loss(x_btd, head):
+            weights_k = hyper.weights[: len(stage.weights)]
+            prefix = hyper.prefix if any(stage.prefix) else None
             args = model(weights, rows), x_btd, head, rows.aims
             weighted, plain = loss_sums(*args, weights_k, prefix)
             return weighted / stage.rows, plain
 
-        head_vd, ids = tables["head"], rows.aims.candidates
-        # As float32: XLA gathers rows of targets out of that 40 % faster than out of bfloat16.
+        head_vd = tables["head"]
+        ids = rows.aims.candidates
+        # As float32: XLA gathers rows of targets faster out of that than out of bfloat16.
         head = candidate_head(head_vd, ids).astype(jnp.float32) if count else head_vd
         (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
         if count:
-            zeros, alone = jnp.zeros(head_vd.shape, jnp.float32), len(ids) == 1
-            grad = kernels.add_rows(zeros, ids, [grad.astype(head_vd.dtype)], ascending=alone)
+            zeros = jnp.zeros(head_vd.shape, jnp.float32)
+            grads = [grad.astype(head_vd.dtype)]
+            grad = kernels.add_rows(zeros, ids, grads, ascending=len(ids) == 1)
         return x_grad, grad.astype(head_vd.dtype), plain
 
     def add(carry, rows):
-        total, grads = carry
+        total, sums = carry
         tokens = rows.tokens[:, :-1].astype(jnp.int32)
         ids = {"embed": tokens, "value_tables": tokens, "ngrams": rows.slots}
         found = look_up(cfg, tables, tokens, rows.slots)
         x_btd, backward = jax.vjp(lambda *args: features(*args, rows), weights, found)
         x_grad, head_grad, plain = softmax(x_btd, rows)
-        d_weights, d_rows = backward(x_grad)
-        more = d_weights | {"head": head_grad}
-        sums = {name: grads[name] for name in more}
-        summed = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, more)
+        grads, row_grads = backward(x_grad)
+        grads["head"] = head_grad
+        before = {name: sums[name] for name in grads}
+        summed = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), before, grads)
         for name in TABLES:
-            summed[name] = kernels.add_rows(grads[name], ids[name], jax.tree.leaves(d_rows[name]))
+            summed[name] = kernels.add_rows(sums[name], ids[name], jax.tree.leaves(row_grads[name]))
         return (total + plain, summed), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights | tables)
-    start, batches = (jnp.zeros((), jnp.float32), zeros), micro_batches(cfg, rows)
-    alone = len(batches.tokens) == 1  # a loop of one would keep XLA from leaving out the zeros
-    one = jax.tree.map(lambda x: x[0], batches)
-    total, grads = (add(start, one) if alone else lax.scan(add, start, batches))[0]
+    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), (0.0, weights | tables))
+    batches = micro_batches(cfg, batch.rows)
+    if len(batches.tokens) == 1:  # a loop would keep XLA from leaving out the zeros
+        total, grads = add(zeros, jax.tree.map(lambda x: x[0], batches))[0]
+    else:
+        total, grads = lax.scan(add, zeros, batches)[0]
     fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*requested.shape, -1)
-    mean = total / stage.batch_tokens
-    numbers = lax.psum(jnp.stack([mean, dropped_ngrams(rows.slots)]), AXIS)
-    # The exchange begins after them, or they would have to wait for its end.
-    fetched, numbers = lax.optimization_barrier((fetched, numbers))
-    whole = {name: copies[name] for name in grads}  # tables padded, dtypes
-    grads = jax.tree.map(lambda x, like: pad_rows(x, len(like)).astype(like.dtype), grads, whole)
+    numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
+    # The exchange begins after this sum, or the loss would have to wait for its end.
+    fetched, numbers = lax.optimization_barrier((fetched, lax.psum(numbers, AXIS)))
+    dtypes = {name: copies[name] for name in grads}
+    grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, dtypes)
     grads |= reduce(grads)
-    # Gradients of n-grams go to the rows' owners at once, beside the sums of the other tables.
-    room = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]
-    requested = jnp.pad(requested, ((0, 0), (0, room)), constant_values=len(table))
-    grads[NGRAMS] = requested, jnp.pad(exchange(fetched), ((0, 0), (0, room), (0, 0)))
+    # All stages fill their requests up to the same size, so that a table update has one shape.
+    filler = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]
+    requested = jnp.pad(requested, ((0, 0), (0, filler)), constant_values=len(table))
+    grads[NGRAMS] = requested, jnp.pad(exchange(fetched), ((0, 0), (0, filler), (0, 0)))
     return grads, *numbers
 
 
@@ -2086,7 +2049,8 @@ def reduce_scatter(x):
     In parts of up to 13 MB a device, with a multiple of 32 rows: those a v6e's SparseCores take, so
     that they cross beside other work.
     """
-    rows, size = len(x) // lax.axis_size(AXIS), x[0].size * x.dtype.itemsize
+    rows = len(x) // lax.axis_size(AXIS)
+    size = x[0].size * x.dtype.itemsize
     fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
     parts = x.reshape(len(x) // rows, next(fits, 1), -1, *x.shape[1:])
     return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
@@ -2094,29 +2058,25 @@ def reduce_scatter(x):
 
 def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
     """(state, compute copies of what changed, norm of the gradient) after an update of `due`.
-    In adam_tied, the gradient of the embedding is added to the head's.
 
     due: name -> this device's gradients of the steps since the last update, a tuple. Each device
-    receives the sum of its own share (reduce-scatter), updates it, and all gather the results,
+    receives its shard of their sum (reduce-scatter), updates it, and all gather the results,
     already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in the
-    original: half the bytes, and in bfloat16 partial sums that are rounded at every device. The
-    norm is that of the summed gradients of all parameters in `due`.
+    original: half the bytes, and in bfloat16 partial sums that every device rounds. In adam_tied
+    the head's gradient is the sum of its own and the embedding's.
     """
-    table, reduced, joined = param_table(cfg), {}, {}
-    norm2_sharded = norm2_replicated = 0.0
+    due = dict(due)
     if update == "adam_tied":
-        joined = {name: table[name].tied_to for name in due if table[name].tied_to}
+        due["head"] += due.pop("embed")
+    reduced = {}
+    norm2_sharded = norm2_replicated = 0.0
+    if NGRAMS in due:
+        state, norm2_sharded = update_ngrams(cfg, kernels, state, due.pop(NGRAMS), hyper)
     for name, grads in due.items():
-        if name in joined:
-            continue
-        if name == NGRAMS:
-            state, norm2 = update_ngrams(cfg, kernels, state, grads, hyper)
-            norm2_sharded += norm2
-            continue
-        others = (due[other] for other, to in joined.items() if to == name)
-        total = sum(grad.astype(jnp.float32) for grad in itertools.chain(grads, *others))
-        if table[name].sharded:
-            if table[name].optimizer != "anvil":  # of those the shares are summed already
+        row = param_table(cfg)[name]
+        total = sum(grad.astype(jnp.float32) for grad in grads)
+        if row.sharded:
+            if row.optimizer != "anvil":  # gradients of banks are reduced already
                 total = reduce_scatter(total.astype(cfg.dtype))
             reduced[name] = total.astype(jnp.float32)
             norm2_sharded += jnp.sum(jnp.square(reduced[name]))
@@ -2125,21 +2085,21 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
             norm2_replicated += jnp.sum(jnp.square(reduced[name]))
     state = apply_updates(cfg, state, reduced, hyper)
     copies = compute_copies(cfg, {name: state["params"][name] for name in reduced}, GATHER)
-    copies |= {name: copies[to] for name, to in joined.items()}
+    if update == "adam_tied":
+        copies["embed"] = copies["head"]
     return state, copies, jnp.sqrt(lax.psum(norm2_sharded, AXIS) + norm2_replicated)
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
     fetched, copies, _ = gather_banks(cfg, copies, fetch(table, exchange(batch.requests[0])))
-    params = strip_padding(cfg, {n: x for n, x in copies.items() if n != "signs"})
-    params["ngrams"] = fetched
+    params = copies | {"ngrams": fetched}
 
     def loss(rows):
-        tokens = rows.tokens.astype(jnp.int32)
-        found = look_up(cfg, params, tokens[:, :-1], rows.slots)
+        tokens = rows.tokens[:, :-1].astype(jnp.int32)
+        found = look_up(cfg, params, tokens, rows.slots)
         found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
-        segments = segment_ids(tokens[:, :-1], cfg.bos)
+        segments = segment_ids(tokens, cfg.bos)
         model = Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
         x_btd = forward(model, found)
         return loss_sums(model, x_btd, params["head"], rows.aims, jnp.ones(1))[1]

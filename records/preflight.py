@@ -155,7 +155,7 @@ WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
 # What functions of train_gpt.py do, for the table by component; the innermost that is named counts.
 COMPONENTS = {
     "attention kernels": "attend_window window_forward window_backward attend_heads attend_triton",
-    "projections": "attention projection project",
+    "projections": "attention projection",
     "MLP": "mlp squared_relu lean_squared_relu",
     "head and loss": "loss_sums fused_cross_entropy_backward",
     "mixes and norms": "forward weighted_sum_backward",

@@ -260,10 +260,7 @@ def watch(patch, seen: dict) -> T.Kernels:
     note("smear", lambda args, out: keep("smeared", out))
     note("token_gates", lambda args, out: (keep("gates_of", args[2]), keep("gates", joined(out))))
     note("mlp", lambda args, out: keep("mid", args[2]))
-    note(
-        "attention",
-        lambda args, out: keep("attn_branch", out - (args[5] if len(args) > 5 else 0)),
-    )
+    note("attention", lambda args, out: keep("attn_branch", out))
     note("mudd_layer", lambda args, out: (keep("cache9", args[1]), keep("cache7", args[3])))
     note("mudd_mix", lambda args, out: (keep("last", args[1]), keep("mixed", out)))
 
