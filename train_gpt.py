@@ -2138,11 +2138,10 @@ def updated(cfg: Config, update: str) -> list[str]:
 
 
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: those of banks are cut over the
-    devices, all others whole on each."""
-    found = jax.eval_shape(
-        functools.partial(compute_copies, cfg), abstract_state(cfg, mesh)["params"]
-    )
+    """Shapes, dtypes and shardings of the compute copies and signs: banks are sharded, all others
+    whole on each device."""
+    params = abstract_state(cfg, mesh)["params"]
+    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
     found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
     axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
     return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
@@ -2152,9 +2151,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the
     end, validation.
 
-    Copies are whole on every device, but for those of banks: these are cut, and so is the state.
-    Each device keeps the gradients of its own rows (in one array, [devices * n, ...] for a
-    parameter [n, ...]; of banks its share of the sum) until an update takes them.
+    Each device keeps the gradients of its own rows until an update takes them. All of them are one
+    array, [devices * n, ...] for a parameter [n, ...]; but gradients of banks are shards already.
     """
 
     def specs(tree):
@@ -2198,14 +2196,13 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     return found
 
 
-# XLA on GPUs leaves out the rounding to bfloat16 between operations that it can fuse, and so keeps
-# activations as float32, which take more memory. Of its own Triton matmuls one does not compile, in
-# mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2); libraries have all.
+# XLA on GPUs would leave out the rounding to bfloat16 between operations that it fuses, and so keep
+# activations as float32, which take more memory. One of its Triton matmuls does not compile, in
+# mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2).
 # On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
-# TensorCore computes; without these options every collective of a program stands in the open. They
-# also add rows to tables. (2d and nd: what the first two are on slices of more than eight chips.)
-# They do not read rows, as libtpu would have it since jax 0.11.1: small gathers get slower by that
-# (jax issue 40553), and no prediction was made with it.
+# TensorCore computes, with these options alone; they also add rows to tables. (2d and nd: names of
+# the first two on more than eight chips.) They do not read rows, as libtpu would have it since jax
+# 0.11.1: that slows down small gathers (jax issue 40553).
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 COMPILER_OPTIONS = {
     "tpu": {
@@ -2315,9 +2312,8 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
 
     A piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the
     row is full; the rest of a cut document is passed over. Rows of t tokens are filled in order,
-    with t+1 each (t inputs and the last target). A shard with too few documents left for the
-    whole batch is left for the next one. This is the original speedrun's order on eight devices;
-    ours is that on any number up to eight.
+    with t+1 each (t inputs and the last target). A shard with too few documents left for a whole
+    batch is left for the next one. This is the original's order on its eight devices.
     """
     while True:
         number, base = stream.shard_at(cursor)
@@ -2392,11 +2388,9 @@ def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
 
 
 def normal_form(word: bytes) -> str:
-    """A word without case, accents, variants of letters and space around it; "": it has no form."""
-    try:
-        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode()))
-    except UnicodeDecodeError:  # part of a character
-        return ""
+    """A word without case, accents, variants of letters and space around it; "": it has no form,
+    as part of a character has none."""
+    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode(errors="ignore")))
     text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
     text = re.sub(r"[ \t\r\n]+", " ", text)
     return text if text == " " else text.strip(" \v\f\x85\u1680\u2028\u2029")  # all white space
@@ -2456,20 +2450,13 @@ def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
 STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
 
 
-@functools.cache
-def walk(vocab: int) -> np.ndarray:
-    """Every id once, in an order without pattern, and all of it again: int64 [2 vocab]."""
-    return np.arange(2 * vocab) * STRIDE % vocab
-
-
 def candidates(targets_t, offset: int, count: int, vocab: int):
     """(`count` ids, ascending; next offset): all targets of a row, filled up with other ids.
 
     Sampled softmax (record 92): most ids are no target of a row, but cost as much as those that
-    are. In the original it costs 0.0024 of loss and saves, with a fused kernel, 8.8 s beside the
-    39.9 that are left. Such losses are too low: they jump when the last stages take the whole
-    vocabulary. The other ids are the next ones of a walk through all of them, so that each has its
-    turn within a few steps.
+    are. It costs 0.0024 of loss and saves a fifth of the time. Such losses are too low: they jump
+    when the last stages take the whole vocabulary. The other ids are the next ones of a walk
+    through all of them in steps of STRIDE, so that each has its turn within a few steps.
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets_t] = True
@@ -2481,7 +2468,7 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
         )
     if need:
         draw = min(vocab, int(need * 1.7) + 256)  # enough, though some of them are targets
-        ids = walk(vocab)[offset : offset + draw]
+        ids = np.arange(offset, offset + draw) * STRIDE % vocab
         ids = ids[~chosen[ids]][:need]
         if len(ids) < need:  # the walk met too many targets: evenly from all that are none
             others = np.flatnonzero(~chosen)
@@ -2572,10 +2559,10 @@ def put_hyper(cfg: Config, step: int, mesh: Mesh) -> Hyper:
 def next_batch(
     cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
 ):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone: what this
-    process has of them. All plan the whole batch, from where documents begin, and read their own
-    rows."""
-    stage, count = stage_at(cfg, step), schedule(cfg).candidates[step]
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
+    process plans the whole batch, from where documents begin, and reads its own rows."""
+    stage = stage_at(cfg, step)
+    count = schedule(cfg).candidates[step]
     tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
     each = zip(tokens, state.offsets, strict=True)
     aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
@@ -2614,8 +2601,7 @@ STALL_SECONDS = 10  # a batch that takes longer is reported
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
     """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
-    the loader does no work for free. An error of the thread is raised at the item that it
-    prevented; `late` gets a line when one takes long."""
+    the loader does no work for free. `late` gets a line when an item takes long."""
     ready = queue.Queue(depth)
 
     def make():
@@ -2623,7 +2609,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             source = iter(items)
             while running.wait():
                 ready.put(next(source))
-        except BaseException as error:  # whatever it is, the main thread must hear of it
+        except BaseException as error:  # StopIteration too: the main thread raises or ends
             ready.put(error)
 
     threading.Thread(target=make, daemon=True).start()
@@ -2684,32 +2670,13 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
     return jax.jit(copies, out_shardings=shardings)
 
 
-def warm_up(cfg: Config, mesh: Mesh, compiled: dict, state, copies):
-    """Run every program once on dummy tokens, so that first-call costs are outside the clock.
-
-    Consumes the state; the real one is made after it, anew from the seed.
-    """
-    hyper, known = put_hyper(cfg, 0, mesh), vocabulary(cfg, [])
-
-    def dummy(count, t):
-        count = count // mesh.size * len(mesh.local_devices)
-        tokens = np.full((count, t + 1), cfg.bos, np.uint16)
-        return val_batch(cfg, mesh, known, tokens, [True] * count, hyper)
-
-    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
-        stage = cfg.stages[at]
-        batch = dummy(stage.rows, stage.row_tokens)
-        ids = np.tile(np.arange(candidates, dtype=np.int32), (len(own_rows(mesh, stage.rows)), 1))
-        ids = put(ids, mesh, P(AXIS))
-        rows = batch.rows._replace(aims=batch.rows.aims._replace(candidates=ids))
-        table = state["params"][NGRAMS]
-        grads, *_ = compiled[f"grads{i}"](copies, table, batch._replace(rows=rows))
-    for update, steps in updates(cfg).items():
-        due = {name: (grads[name],) * steps for name in updated(cfg, update)}
-        state, *_ = compiled[update](state, due, hyper)
-    state, _ = compiled["finish"](state)
-    batch = dummy(cfg.val_batch // cfg.val_row, cfg.val_row)
-    jax.block_until_ready((state, compiled["eval"](copies, state["params"][NGRAMS], batch)))
+def warm_up(compiled: dict):
+    """Run every program once on zeros, so that first-call costs are outside the clock."""
+    for program in compiled.values():
+        args = program.args_info[0]
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), args)
+        zeros = jax.jit(zeros, out_shardings=program.input_shardings[0])()
+        jax.block_until_ready(program(*zeros))
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
@@ -2749,18 +2716,18 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     log = open_log(recipe, facts, folder, out, saved, profile, say)
     compiled, facts = compile_all(cfg, mesh, kernels, say)
     log.compiled(facts)
-    init, copy = start_state(cfg, mesh), start_copies(cfg, mesh)
-    seed, words = np.uint32(cfg.seed), token_bytes(cfg, folder)
-    state = init(seed)
-    warm_up(cfg, mesh, compiled, state, copy(state["params"], seed))
-    state = load_state(mesh, saved) if saved else init(seed)
-    copies = jax.block_until_ready(copy(state["params"], seed))
-    clock, last_saved, waiting = log.clock, first, {}
-    data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
+    warm_up(compiled)
+    seed = np.uint32(cfg.seed)
+    state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
+    copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
+    words = token_bytes(cfg, folder)
     known = vocabulary(cfg, words)
+    data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
     batches = train_batches(cfg, mesh, stream, words, first, data)
-
+    clock = log.clock
     batches = prefetch(batches, cfg.prefetch, clock.running, say)
+    last_saved = first
+    waiting = {}  # gradients that no update has taken yet
     with ask_to_stop() as asked, Saver(cfg, mesh, log) as saver:
         for step in range(first, cfg.steps + 1):
             ends, signalled = step == cfg.steps, asked(step - first)
