@@ -2697,10 +2697,9 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
 
-    Outside the clock: checks, compilation, warm-up (after which the state is made anew from the
-    seed), validation, the last checkpoint. Inside: every training step, all loading of its data,
-    and checkpoints on the way. A checkpoint is taken where no gradients wait for Adam, and the end
-    that a signal asks for comes there too.
+    Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
+    training step, all loading of its data, and checkpoints on the way. Checkpoints are taken where
+    no gradients wait for an update; where a signal asks for the end, it comes there too.
 
     From Parts II and III: make_mesh, data_folder, check_tokens, run_facts and open_log (what goes
     to the disk and the terminal), pick_kernels, compile_all, load_state, Saver (checkpoints),
@@ -2730,48 +2729,47 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     waiting = {}  # gradients that no update has taken yet
     with ask_to_stop() as asked, Saver(cfg, mesh, log) as saver:
         for step in range(first, cfg.steps + 1):
-            ends, signalled = step == cfg.steps, asked(step - first)
-            progressed = not saved or step > first  # or this state and its loss are on the disk
+            ends = step == cfg.steps
+            signalled = asked(step - first)
+            is_new = not saved or step > first  # else the disk has this state and its loss
             stops = ends or (signalled and not waiting)
-            validates = ends or (is_due(cfg.val_every, step - 1, step) and progressed)
+            validates = ends or (is_new and is_due(cfg.val_every, step - 1, step))
+            if ends:
+                waiting.clear()  # gradients of parameters whose last update has been
+                state, changed = compiled["finish"](state)
+                copies |= changed
             if validates or stops:
                 log.flush()
-                if ends:
-                    waiting.clear()  # what no update takes any more, 0.9 GiB
-                    state, changed = compiled["finish"](state)
-                    copies |= changed
                 jax.block_until_ready((state, copies))
                 clock.stop()
-                if validates:
-                    loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
-                    val_loss, dropped = evaluate(cfg, mesh, loss, step, val_stream, known)
-                    log.validated(step, val_loss, dropped)
-                if stops:
-                    keeps = keeps_end(cfg) if ends else progressed
-                    if keeps:
-                        saver.save(step, state, data)
-                    break
+            if validates:
+                loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
+                val_loss, dropped = evaluate(cfg, mesh, loss, step, val_stream, known)
+                log.validated(step, val_loss, dropped)
+            if stops:
+                if keeps_end(cfg) if ends else is_new:
+                    saver.save(step, state, data)
+                break
 
             clock.start()
-            if profile:
-                trace(step - first, log.folder, copies)
-            batch, after = next(batches)
-            grads_of, *due_updates = schedule(cfg).programs(step)
-            table, norms = state["params"][NGRAMS], {}
-            grads, loss, dropped = compiled[grads_of](copies, table, batch)
             if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
                 log.flush()
-                saver.save(step, state, data)  # copied while the devices compute gradients
+                saver.save(step, state, data)
                 last_saved = step
+            if profile:
+                trace(step - first, log.folder, copies)
+            batch, data = next(batches)
+            grads_of, *due_updates = schedule(cfg).programs(step)
+            grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
             del grads  # or those that an update has taken would lie beside the next program
+            norms = {}
             for update in due_updates:
                 due = {name: waiting.pop(name) for name in updated(cfg, update)}
                 state, changed, norms[update] = compiled[update](state, due, batch.hyper)
                 copies |= changed
                 del due
             log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
-            data = after
     log.end(step, signalled, saver.missing)
     if cfg.sample_tokens:
         demonstrate(cfg, log.folder, val_stream, val_loss, say)
