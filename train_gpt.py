@@ -458,16 +458,15 @@ def for_devices(cfg: Config, devices: int) -> Config:
 # ------------------------------------------------------------------------------------------------
 
 
-def mlp_slots(cfg: Config, i: int) -> tuple[int, ...]:
-    """The slots of the MLP bank that layer `i` uses: its own, further ones after all layers'."""
-    more = [max(layer.mlps - 1, 0) for layer in cfg.layers]
-    first = cfg.depth + sum(more[:i])
-    return (i, *range(first, first + more[i]))[: cfg.layers[i].mlps]
-
-
-def slot_count(cfg: Config) -> int:
-    """Slots of the MLP bank, of layers without an MLP too."""
-    return cfg.depth + sum(max(layer.mlps - 1, 0) for layer in cfg.layers)
+def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
+    """(the slots of the MLP bank that each layer uses, how many there are): slot i for the first
+    MLP of layer i, dead where it has none; those after all layers' for second ones."""
+    slots, count = [], cfg.depth
+    for i, layer in enumerate(cfg.layers):
+        second = max(layer.mlps - 1, 0)
+        slots.append((i, *range(count, count + second))[: layer.mlps])
+        count += second
+    return slots, count
 
 
 @functools.cache
@@ -601,8 +600,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
         mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
     ANVIL evens out the singular values of these matrices: of q and k two heads at a time (record
     80: 10 steps), since heads do not share what they look for. Down-projections start at zero: the
-    MLPs begin as the identity. Every layer has a slot for an MLP, dead where it has none; the
-    second MLPs of layers come after them.
+    MLPs begin as the identity.
 
     An orthogonalized update has unit singular values whatever the shape, so for random inputs the
     change it makes to an output element shrinks as the output grows; sqrt(f / d) makes up for that
@@ -613,9 +611,9 @@ def param_table(cfg: Config) -> dict[str, Param]:
     v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth
     attends, planes = (len(cfg.layers_with(what)) for what in ("attends", "values"))
     gates = gate_start(cfg).shape[1]
-    tall = math.sqrt(max(1, f / d))
-    live = {slot for i in range(depth) for slot in mlp_slots(cfg, i)}
-    up = [tall * (slot in live) for slot in range(slot_count(cfg))]
+    slots, count = mlp_slots(cfg)
+    live = set(itertools.chain(*slots))
+    up = [math.sqrt(max(1, f / d)) * (slot in live) for slot in range(count)]
 
     def table(rows, start, updated_by, lr, decay, betas, optimizer="adam", **more):
         rates = lr * cfg.lr_adam, decay * cfg.decay_adam, betas
@@ -634,7 +632,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     ema = {"averages": (("ema", 0.65),), "rescaled": True}
     values = {"averages": (("planes", 1.0),)}
     ngrams = {"optimizer": "rows", "dtype": cfg.compute_dtype}
-    replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)
+    replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)  # both numbers: record 92
     qk = n * attends
     vo = 2 * attends
     mlp = 2 * len(up)
@@ -1086,10 +1084,10 @@ def add_mlp(x_btd, up_fd, down_fd, keep, weight, act: Callable = squared_relu):
 
 def mlp(model: Model, i: int, x_btd, keep=0.0):
     """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
-    slots = mlp_slots(model.cfg, i)
+    slots, count = mlp_slots(model.cfg)
     bank = model.params["mlp_bank"]
-    up_fd = jnp.concatenate([bank[slot] for slot in slots])
-    down_fd = jnp.concatenate([bank[slot_count(model.cfg) + slot] for slot in slots])
+    up_fd = jnp.concatenate([bank[slot] for slot in slots[i]])
+    down_fd = jnp.concatenate([bank[count + slot] for slot in slots[i]])
     with jax.named_scope(f"mlp{i}"):
         return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(model, i)[1])
 
@@ -1780,17 +1778,16 @@ def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarra
     which every batch requests; dropped_ngrams counts these.
     """
     mine = mine or devices
-    table = param_table(cfg)[NGRAMS]
-    share = padded_shape(table.shape, table, devices)[0] // devices
-    size, ngrams = capacity(hashed.size // mine * devices, devices), cfg.ngram_rows
+    size = capacity(hashed.size // mine * devices, devices)
+    owned = -(-cfg.ngram_rows // devices)  # rows of each device
 
     def of_device(rows):
-        ids = table_rows(ngram_ids(rows, ngrams), ngrams)
+        ids = table_rows(ngram_ids(rows, cfg.ngram_rows), cfg.ngram_rows)
         different, which = np.unique(ids, return_inverse=True)
-        owner, row = np.divmod(different, share)
+        owner, row = np.divmod(different, owned)
         slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
         fits = slot < size
-        requests = np.full((devices, size), share, np.int32)
+        requests = np.full((devices, size), owned, np.int32)
         requests[owner[fits], slot[fits]] = row[fits]
         slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
         return requests, slots.reshape(ids.shape).swapaxes(0, 1)
@@ -1879,14 +1876,14 @@ def adam_rows(table, square, rows, rates: AdamRates):
     ids, grad = rows
     lr, decay, count, (_, b2), eps = rates
     square = b2 * square
-    more = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
-    mean_square = square.at[ids].get(mode="clip") + more
+    increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+    mean_square = square.at[ids].get(mode="clip") + increase
     size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
     old = table.at[ids].get(mode="clip")
     new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay)
-    own = {"mode": "drop", "unique_indices": True}
-    table = table.at[ids].add(new.astype(table.dtype) - old, **own)
-    return table, square.at[ids].add(more, **own)
+    options = {"mode": "drop", "unique_indices": True}
+    table = table.at[ids].add(new.astype(table.dtype) - old, **options)
+    return table, square.at[ids].add(increase, **options)
 
 
 def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
@@ -1943,8 +1940,8 @@ def gather_banks(cfg: Config, copies, after):
         return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
 
     # The transpose of all-gather is reduce-scatter.
-    whole, reduce = jax.vjp(lambda banks: {n: gather(n, x) for n, x in banks.items()}, sharded)
-    return after, copies | whole, lambda grads: reduce({name: grads[name] for name in sharded})[0]
+    banks, reduce = jax.vjp(lambda x: {name: gather(name, x[name]) for name in x}, sharded)
+    return after, copies | banks, lambda grads: reduce({name: grads[name] for name in banks})[0]
 
 
 def micro_rows(cfg: Config, rows: int, t: int) -> list[int]:
@@ -2176,24 +2173,29 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         each = 1 if name in updated(cfg, "anvil") else mesh.size
         return abstract(mesh, (each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
 
-    state, copies = abstract_state(cfg, mesh), abstract_copies(cfg, mesh)
+    state = abstract_state(cfg, mesh)
+    copies = abstract_copies(cfg, mesh)
+    model = copies, state["params"][NGRAMS]
     hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
-    model, found = (copies, state["params"][NGRAMS]), {}
+    all_programs = {}
     for i, (at, candidates) in enumerate(grads_kinds(cfg)):
-        stage, step = cfg.stages[at], functools.partial(grads_step, cfg, kernels, (at, candidates))
+        stage = cfg.stages[at]
+        step = functools.partial(grads_step, cfg, kernels, (at, candidates))
         args = *model, batch(stage.rows, stage.row_tokens, candidates)
-        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
+        all_programs[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
     for update, steps in updates(cfg).items():
         due = {name: (grads(name),) * steps for name in updated(cfg, update)}
         changed = specs({name: copies[name] for name in due if name != NGRAMS})
         step = functools.partial(update_step, cfg, kernels, update)
-        found[update] = Program(step, (state, due, hyper), (specs(state), changed, P()), (0,))
-    changed = specs({name: x for name, x in copies.items() if name != "signs"})
+        out = specs(state), changed, P()
+        all_programs[update] = Program(step, (state, due, hyper), out, donates=(0,))
+    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
     finish = functools.partial(finish_step, cfg)
-    found["finish"] = Program(finish, (state,), (specs(state), changed), donates=(0,))
+    all_programs["finish"] = Program(finish, (state,), out, donates=(0,))
     args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
-    return found
+    evaluate = functools.partial(eval_step, cfg, kernels)
+    all_programs["eval"] = Program(evaluate, args, (P(), P()))
+    return all_programs
 
 
 # XLA on GPUs would leave out the rounding to bfloat16 between operations that it fuses, and so keep
@@ -2234,7 +2236,9 @@ def lower(program: Program, mesh: Mesh):
 # Token stream: shards -> one stream of tokens -> rows
 # ------------------------------------------------------------------------------------------------
 
-SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024  # the llm.c token file format
+SHARD_MAGIC = 20240520  # the llm.c token file format: this,
+SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
+HEADER_BYTES = 1024
 
 
 def open_shard(path) -> np.memmap:
@@ -2320,7 +2324,9 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
         starts = stream.documents(number)
         stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
         first = int(np.searchsorted(starts, cursor - base))
-        pieces, row, room = [], 0, stage.row_tokens + 1
+        pieces = []
+        row = 0
+        room = stage.row_tokens + 1
         # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
         for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
             stop = min(stop, start + stage.doc_cap, start + room)
@@ -2377,7 +2383,8 @@ def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
     In sorted order a word comes after all its prefixes, with only words between that share them:
     so the prefixes that are still open form a stack.
     """
-    table, opened = np.full(vocab, -1, np.int32), []
+    table = np.full(vocab, -1, np.int32)
+    opened = []
     for i in sorted(range(len(words)), key=words.__getitem__):
         while opened and not words[i].startswith(words[opened[-1]]):
             opened.pop()
@@ -2403,7 +2410,8 @@ def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
     50,257 ids 32,980 are left, so that the table has fewer collisions. Ids without a form keep
     themselves.
     """
-    table, first = np.arange(vocab).astype(np.uint16), {}
+    table = np.arange(vocab).astype(np.uint16)
+    first = {}
     for i, form in enumerate(map(normal_form, words)):
         if form:
             table[i] = first.setdefault(form, i)
@@ -2426,8 +2434,9 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
                 "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
             ) from None
         return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)][: cfg.bos]
-    words, path = [bytes([i]) for i in range(256)], folder / MERGES
+    words = [bytes([i]) for i in range(256)]
     if cfg.encoding == "bpe":
+        path = folder / MERGES
         try:
             words += map(bytes.fromhex, json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
@@ -2542,7 +2551,8 @@ class Batch(NamedTuple):
 def own_rows(mesh: Mesh, count: int) -> range:
     """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
     mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
-    first, each = mine.index(True), count // mesh.size
+    first = mine.index(True)
+    each = count // mesh.size
     return range(first * each, (first + sum(mine)) * each)
 
 
@@ -2682,12 +2692,14 @@ def warm_up(compiled: dict):
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
     """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
     dropped n-grams); `loss` is the program for that, with the model."""
-    hyper, results = put_hyper(cfg, max(step - 1, 0), mesh), []
-    together, rows = cfg.val_batch // cfg.val_row, cfg.val_tokens // cfg.val_row
+    hyper = put_hyper(cfg, max(step - 1, 0), mesh)
+    rows = cfg.val_tokens // cfg.val_row
+    of_batch = cfg.val_batch // cfg.val_row
     pieces, _ = plan_plain(0, rows, cfg.val_row)
-    for first in range(0, rows, together):
-        here = [first + row for row in own_rows(mesh, together)]
-        counts = np.array(here) < rows  # the last batch has others, so that each device has a row
+    results = []
+    for first in range(0, rows, of_batch):
+        here = [first + row for row in own_rows(mesh, of_batch)]
+        counts = np.array(here) < rows  # other rows only fill up the last batch
         tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
         results.append(loss(val_batch(cfg, mesh, known, tokens, counts, hyper)))
     total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
@@ -2705,7 +2717,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     to the disk and the terminal), pick_kernels, compile_all, load_state, Saver (checkpoints),
     keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
     """
-    recipe, first = cfg, saved.step if saved else 0
+    recipe = cfg
+    first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
     kernels, reason = pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
     folder = data_folder(cfg, say)
@@ -4452,7 +4465,7 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
             chosen = chosen._replace(add_rows=sum_rows, blend=weighted_sum)
             others = "weighted sums and gradients of tables for TPUs"
             narrow = cfg.dtype == jnp.bfloat16
-            hidden = {cfg.mlp_width * len(mlp_slots(cfg, i)) for i in range(cfg.depth)} - {0}
+            hidden = {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}
             if narrow and all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden):
                 chosen, others = chosen._replace(add_mlp=fused_mlp), f"MLPs, {others}"
         apart = f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"

@@ -176,7 +176,7 @@ def test_shapes_follow_the_layers():
         **small,
     }
     assert T.param_table(cfg)["mlp_bank"].scale == (2, 2, 0, 2, 2, 2, 4, 4, 0, 4, 4, 4)
-    assert [T.mlp_slots(cfg, i) for i in range(4)] == [(0, 4, 5), (1,), (), (3,)]
+    assert T.mlp_slots(cfg) == ([(0, 4, 5), (1,), (), (3,)], 6)
     first, second = T.gate_slices(cfg)
     assert first == {("xsa", 0): slice(0, 4), ("ngram", 0): slice(4, 5)}
     assert second == {
