@@ -674,8 +674,7 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 
     Kinds are "params", what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and
     the mean square of each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram
-    table is float32, and sharded like the parameter: each device updates its shard (ZeRO,
-    Rajbhandari et al. 2020).
+    table is float32, and sharded like the parameter: each device updates its shard (ZeRO).
     """
     state = {}
     for name, row in param_table(cfg).items():
@@ -823,8 +822,7 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     """The Heads of layer `i`.
 
     Only long layers have queries and keys as wide as a head, of which half does not rotate. The
-    others have just the half that rotates (record 92). Narrow layers have half of the values and
-    outputs too. With this, and four layers that do not attend, the run takes an eighth less time.
+    others have just the half that rotates (record 92). Narrow layers halve values and outputs too.
     """
     layer, h = cfg.layers[i], cfg.head_width
     wide = layer.attends == "long"
@@ -902,8 +900,7 @@ def key_offset(k_btnh):
 def exclude_self(y_btnv, v_btnv, gates_btn):
     """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v.
 
-    Attention need not bring what the token has anyway (record 82, in the form of record 86; with
-    the signs of the n-grams it saved 2 % of the tokens).
+    Attention need not bring what the token has anyway (record 82, in the form of record 86).
     """
     y = y_btnv.astype(jnp.float32)
     v = v_btnv.astype(jnp.float32)
@@ -1008,8 +1005,8 @@ def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
 def token_gates(model: Model, half: int, x_btd) -> dict:
     """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign.
 
-    One small MLP that sees the whole token makes all its gates (record 85: with a larger n-gram
-    table it saved 7 % of the tokens). W2 starts at zero: at first the gates are the biases.
+    One small MLP that sees the whole token makes all of them (record 85). At first they are its
+    biases, since W2 starts at zero.
     """
     params = model.params
     weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
@@ -1095,8 +1092,8 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
 def mudd_layer(model: Model, x, start, source, rows, gates):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
 
-    The weights are a Mudd for each token, made from its stream `x`; attention reads `source`.
-    (MUDD, Xiao et al. 2025; record 81: 5 % fewer tokens.)
+    A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). Attention reads
+    `source`.
     """
     i = model.cfg.depth - 1
     values = rows["value_tables"][-1]
@@ -1227,9 +1224,9 @@ def targets_ahead(aims, weights_k, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k].
 
     Target j of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight`
-    adds another target: the longest token that the next one begins with, where there is one (record
-    88: it saved 1 % of the tokens). Beyond the end of a row the weight is 0, and in a row of
-    targets -1, which only fills up the last validation batch.
+    adds the longest token that the next one begins with, where there is one (record 88). The weight
+    is 0 beyond the end of a row, and in a row of targets -1, which only fills up the last
+    validation batch.
     """
     tokens = jnp.arange(aims.targets.shape[1])
     targets, weights = [], []
@@ -1584,8 +1581,7 @@ def equalize(update, square, rate):
     """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025).
 
     Neurons are the rows of tall and square matrices, else the columns. Bank [l, rows, cols] and the
-    running mean square of each neuron [l, n] -> (update, mean square). The matrix keeps its
-    Frobenius norm.
+    running mean square of neurons [l, n] -> (update, mean square); a matrix keeps its norm.
     """
     along = 2 if update.shape[1] >= update.shape[2] else 1
     power = jnp.mean(jnp.square(update), axis=along)
@@ -1692,9 +1688,8 @@ def finish_step(cfg: Config, state):
     """(the state with the weights to validate, their compute copies), after the last step.
 
     Weights move towards their averages, in the order of Param.averages: an average of the last ones
-    is less noisy than any of them (0.020 of loss in record 92). It is also shorter, since the noise
-    is gone from it; but logits and the sums in the stream count on the length, so weights are then
-    rescaled to the norm they had, a bank as a whole.
+    is less noisy than any of them (0.020 of loss in record 92), and shorter, too. But logits and
+    sums in the stream count on the length, so weights are rescaled to the norm they had.
     """
 
     def norm(x):
@@ -1726,9 +1721,8 @@ NGRAMS = "ngram_table"
 def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
 
-    Bigrams have the first half of the table, trigrams the second (records 62, 92). The last row of
-    a half is for tokens without enough history. Products wrap around in int32. Borders of documents
-    are ignored.
+    Bigrams have the first half of the table, trigrams the second (records 62, 92); the last row of
+    a half is for no history. Products wrap around in int32. Borders of documents do not matter.
 
     Bug-compatible: the original puts the index of the row for no history over the first token of a
     row before it hashes the second, so the second is hashed with that index.
@@ -1801,9 +1795,8 @@ def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarra
 def sign_ids(x_bt, rows: int):
     """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
 
-    N-grams that share a row of the table by chance rarely share their signs too: what one of them
-    writes is noise of mean zero to the other (record 83). `rows` is a power of two; row 0 is for
-    tokens without enough history.
+    N-grams that share a row of the table by chance rarely share their signs too: each is noise of
+    mean zero to the other (record 83). `rows` is a power of two; row 0 is for no history.
     """
     x_bt = x_bt.astype(jnp.int32)
     x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
@@ -1848,8 +1841,7 @@ def sum_requests(parts, size: int, add_rows: Callable):
     """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
 
     `parts` has for each step since the last update the rows that were requested [devices, c] and
-    their gradients [devices, c, d]. Sorting brings equal ids together; add_rows sums their
-    gradients.
+    their gradients [devices, c, d]. Sorting brings equal ids together, add_rows sums them.
     """
     ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
     grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
@@ -2218,10 +2210,7 @@ COMPILER_OPTIONS = {
 
 
 def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there.
-
-    Its `.compile()` gives the executable. compile_all does that for all of a run, side by side.
-    """
+    """A program lowered for the devices of `mesh`, which need not be there."""
     specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
     step = jax.shard_map(
         program.step, mesh=mesh, in_specs=specs, out_specs=program.out, check_vma=False
@@ -2406,9 +2395,8 @@ def normal_form(word: bytes) -> str:
 def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
     """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375).
 
-    " The", "the" and "THE" then share their n-grams: worth 15 steps and 0.002 of loss, and of the
-    50,257 ids 32,980 are left, so that the table has fewer collisions. Ids without a form keep
-    themselves.
+    " The", "the" and "THE" then share their n-grams, and the table has fewer collisions: of 50,257
+    ids 32,980 are left. Ids without a form keep themselves.
     """
     table = np.arange(vocab).astype(np.uint16)
     first = {}
@@ -2463,9 +2451,8 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
     """(`count` ids, ascending; next offset): all targets of a row, filled up with other ids.
 
     Sampled softmax (record 92): most ids are no target of a row, but cost as much as those that
-    are. It costs 0.0024 of loss and saves a fifth of the time. Such losses are too low: they jump
-    when the last stages take the whole vocabulary. The other ids are the next ones of a walk
-    through all of them in steps of STRIDE, so that each has its turn within a few steps.
+    are. Such losses are too low: they jump when the last stages take the whole vocabulary. The
+    other ids are the next ones of a walk through all of them in steps of STRIDE.
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets_t] = True
