@@ -55,7 +55,6 @@ Kernels, with its conditions in pick_kernels.
 import argparse
 import ast
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import functools
@@ -3256,8 +3255,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     most = max(program_bytes(compiled[name])["peak"] + stay[name] for name in args)
     refuse_too_large(cfg, mesh, most, limit)
     changed = {name: way for name, way in changed.items() if way}
-    if Watch.now:  # the first collective would not wait for who compiles a minute longer
-        Watch.now.together("compiled")
+    wait_for_all("compiled")
     return compiled, {"compile_seconds": seconds, "settings": changed}
 
 
@@ -3945,8 +3943,6 @@ def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float, s
 # Signals and hosts: several processes, each with its own devices, that run the same programs
 # ------------------------------------------------------------------------------------------------
 
-BEAT_SECONDS = 2  # between signs of life of a process
-HEARTBEAT_SECONDS = 30  # all end when one has given none for so long
 JOIN_SECONDS = 300  # that a process waits for the others at the start
 
 
@@ -4021,121 +4017,25 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         tell(f"error: {word}: start them all, see --coordinator", sys.stderr)
         os._exit(2)
 
-    def refused():
-        tell("error: jax refuses this process: has each its own --process-id?", sys.stderr)
-        os._exit(2)
-
-    when_jax_aborts(refused)
     timer = threading.Timer(JOIN_SECONDS, give_up)
     timer.daemon = True
     timer.start()
     try:
-        jax.distributed.initialize(
-            *(coordinator, processes, process_id),
-            initialization_timeout=2 * JOIN_SECONDS,
-            heartbeat_timeout_seconds=2 * HEARTBEAT_SECONDS + 15,  # Watch says it sooner
-        )
+        where = coordinator, processes, process_id
+        jax.distributed.initialize(*where, initialization_timeout=2 * JOIN_SECONDS)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
     finally:
         timer.cancel()
 
 
-def when_jax_aborts(do: Callable[[], None]):
-    """Call do() when jax aborts the process. Not by Python's signal: its handlers run in the main
-    thread, which then is somewhere in jax."""
-    when_jax_aborts.kept = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: do())
-    ctypes.CDLL(None).signal(int(signal.SIGABRT), when_jax_aborts.kept)
+def wait_for_all(where: str):
+    """Return when all processes of the run are here, a day later if need be: the first collective
+    would not wait for who compiles longer, nor jax at its end for the last checkpoint."""
+    if jax.distributed.is_initialized():
+        from jax._src import distributed  # there is no public way without a collective
 
-
-class Watch:
-    """Signs of life of all processes, by the table that jax's service, in process 0, keeps for
-    them: where one has none, its collectives would wait for ever on TPUs and GPUs.
-
-    All others end with a line that names it, and status 2. jax would end them too, later and with
-    its own stack: at once where process 0 is gone, so that is said when jax aborts.
-    """
-
-    now: "Watch | None" = None  # that of this process, if there are others
-
-    def __init__(self):
-        from jax._src import distributed  # there is no public way to the table
-
-        self.table, self.service = distributed.global_state.client, distributed.global_state
-        self.number = jax.process_index()  # jax cannot be asked any more when it aborts
-        began, count = time.monotonic(), jax.process_count()
-        self.words = {i: ("", began) for i in range(count)}  # process -> its last, when it was new
-        self.left, self.name = threading.Event(), socket.gethostname()
-        Watch.now = self
-        self.tell("0")
-        threading.Thread(target=self.beat, daemon=True).start()
-        when_jax_aborts(self.aborted)
-
-    def tell(self, word: str):
-        """A word of this process to all, after the name of its host."""
-        word = f"{self.name} {word}"
-        self.table.key_value_set(f"alive/{self.number}", word, allow_overwrite=True)
-
-    def together(self, where: str):
-        """Wait until all are here, a day if need be: in a collective some would lose patience."""
-        self.table.wait_at_barrier(where, 86_400_000)
-
-    def beat(self):
-        """Tell and hear, until this process has left."""
-        for beat in itertools.count(1):
-            if self.left.wait(BEAT_SECONDS):
-                return
-            try:
-                self.tell(str(beat))
-                for key, word in self.table.key_value_dir_get("alive/"):
-                    process = int(key.rpartition("/")[2])
-                    if word != self.words[process][0]:
-                        self.words[process] = word, time.monotonic()
-            except jax.errors.JaxRuntimeError:
-                self.aborted()
-            if gone := self.gone():
-                self.end(gone)
-
-    def gone(self) -> str:
-        """Who has given no sign of life for HEARTBEAT_SECONDS, or has said that it ends."""
-        late = time.monotonic() - HEARTBEAT_SECONDS
-        said = ((i, word.rpartition(" ")[2], at) for i, (word, at) in self.words.items())
-        found = (i for i, word, at in said if word == "ends" or (at < late and word != "left"))
-        return ", ".join(map(self.known_as, found))
-
-    def known_as(self, process: int) -> str:
-        """A process, with its host if that is known."""
-        name = self.words[process][0].partition(" ")[0]
-        return f"process {process}" + f" on {name}" * bool(name)
-
-    def aborted(self):
-        """What to do when jax aborts, or its service does not answer: process 0 has ended, unless
-        somebody listens there. At its own end a process has said what there is to say."""
-        if self.left.is_set():
-            os._exit(2)
-        host, _, port = (self.service.coordinator_address or ":0").rpartition(":")
-        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), port), 2):
-            self.end(self.gone() or f"jax in {self.known_as(self.number)}")
-        self.end(self.gone() or self.known_as(0))
-
-    def end(self, who: str):
-        """End with a line; not if this process is at its end anyway."""
-        if not self.left.is_set():
-            self.left.set()
-            cure = "start all of them again, or --resume the run, also with fewer"
-            tell(f"error: {who} has ended, or does not answer: {cure}", sys.stderr)
-            if self.number == 0:  # the others should find out before its service ends
-                time.sleep(3 * BEAT_SECONDS)
-            os._exit(2)
-
-    def leave(self, word: str = "left"):
-        """No more signs of life: with the others, as process 0 may still write a checkpoint, or,
-        with "ends", at once, and then the others end too."""
-        if word == "left":
-            self.together("end")
-        self.left.set()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self.tell(word)
+        distributed.global_state.client.wait_at_barrier(where, 86_400_000)
 
 
 def check_port(coordinator: str):
@@ -4167,9 +4067,7 @@ def from_first(text: str) -> str:
 
 
 def alone(status: int) -> int:
-    """`status`; one of several processes ends with it at once: a farewell waits for the others."""
-    if Watch.now:
-        Watch.now.leave("ends")
+    """`status`; one of several processes ends with it at once: jax would wait for the others."""
     if jax.distributed.is_initialized():
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed at the start
             with contextlib.suppress(OSError):
@@ -4338,8 +4236,6 @@ def run(argv: list[str], command: str):
         resolve(args, lambda line: None)  # what is wrong with it is said before others wait
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # before anything else asks jax: without a backend this is one line
-    if jax.distributed.is_initialized():
-        Watch()
     say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume is None:
         saved, cfg = None, resolve(args, say)
@@ -4349,8 +4245,7 @@ def run(argv: list[str], command: str):
         moved = {"devices": 0 if many else saved.cfg.devices, "data": args.data or saved.cfg.data}
         cfg = validate(overridden(dataclasses.replace(saved.cfg, **moved), args.set))
     train(cfg, Path(args.out), command, saved, args.profile, say)
-    if Watch.now:
-        Watch.now.leave()
+    wait_for_all("end")
 
 
 def report_errors(do: Callable) -> int:
@@ -4360,8 +4255,7 @@ def report_errors(do: Callable) -> int:
     try:
         return do() or 0
     except Stopped as stop:
-        if Watch.now:
-            Watch.now.leave()
+        wait_for_all("end")
         tell(stop)
         return 128 + stop.number
     except KeyboardInterrupt:
@@ -4375,8 +4269,6 @@ def report_errors(do: Callable) -> int:
         elif jax.distributed.is_initialized() and not isinstance(error, UserError):
             if not isinstance(error, jax.errors.JaxRuntimeError):
                 traceback.print_exc()
-            if Watch.now:  # who has ended is known soon, and then said
-                time.sleep(HEARTBEAT_SECONDS + 3 * BEAT_SECONDS)
             line = f"the devices failed: {line}"
             hint = "(if another process has ended, start all of them again, or --resume the run)"
         elif not isinstance(error, UserError | OSError):

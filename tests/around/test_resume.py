@@ -558,27 +558,6 @@ def test_processes_that_do_not_come_end_the_wait_with_one_line(monkeypatch, caps
     assert statuses == [2] and capsys.readouterr().err == line
 
 
-def test_who_is_silent_or_ends_has_gone_but_not_who_has_left(monkeypatch):
-    """Those who have left are at the end of the run, as others may not yet be."""
-    watch, now = T.Watch.__new__(T.Watch), T.time.monotonic()
-    long_ago = now - T.HEARTBEAT_SECONDS - 1
-    watch.words = {0: ("a 7", now), 1: ("b left", long_ago), 2: ("c left", now)}
-    assert watch.gone() == ""
-    watch.words |= {3: ("d 9", long_ago), 4: ("", long_ago), 5: ("f ends", now)}
-    assert watch.gone() == "process 3 on d, process 4, process 5 on f"
-    said, statuses, watch.left = [], [], threading.Event()
-    monkeypatch.setattr(T, "tell", lambda line, stream: said.append(line))
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    watch.number = 1
-    watch.end(watch.gone())
-    watch.end("nobody")  # it has said so once
-    assert statuses == [2] and len(said) == 1
-    assert said[0].startswith("error: process 3 on d, process 4, process 5 on f has ended, or does")
-    watch.service = SimpleNamespace(coordinator_address=None)
-    watch.aborted()  # by jax, when this process ends anyway: without another word
-    assert statuses[1] == 2 and len(said) == 1
-
-
 def test_all_processes_have_the_name_that_process_0_has_chosen(as_processes):
     names = {}
     as_processes(3, lambda i: names.update({i: T.from_first(f"2026-{i}-é")}))

@@ -43,7 +43,6 @@ import train_gpt as T
 devices, seconds, *words = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", int(devices))
 T.PRESETS |= {{"small": CFG, "brief": BRIEF}}
-T.HEARTBEAT_SECONDS = 10
 next_rows, fsync = T.next_rows, os.fsync
 T.next_rows = lambda *args: (time.sleep(float(seconds)), next_rows(*args))[1]
 os.fsync = lambda file: (time.sleep(0.02), fsync(file))
@@ -265,16 +264,12 @@ def test_run_of_one_process_resumes_in_two(launch, on_eight, tmp_path, when):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_when_one_of_four_is_killed_all_end_and_fewer_go_on(launch, on_eight, tmp_path, victim):
-    """Within a minute, with a line that says which; process 0 keeps the service that tells them."""
+    """By jax's own means; process 0 keeps the service that tells the others."""
     four = launch_all(launch, "--out", tmp_path, count=4, seconds=0.1)
     wait_for(four[0], "step:15/")
     four[victim].kill()
-    began, others = time.monotonic(), [x for i, x in enumerate(four) if i != victim]
-    name = f"process {victim} on {re.escape(socket.gethostname())}"
-    words = f"^error: {name} has ended, or does not answer: start all of them again, or --resume"
-    for process in others:
-        assert ends(process, 60) == 2 and time.monotonic() - began < 60
-        assert re.search(words, process.warned[-1]), process.warned
+    for process in four:
+        assert ends(process, 150) != 0
     run = only(tmp_path)
     assert all(T.read_checkpoint(run / f"checkpoints/{step}") for step in visible(run))
     fewer = launch_all(launch, "--resume", run, count=2, devices=2)
@@ -320,17 +315,6 @@ def test_a_run_goes_on_with_rows_of_another_length(launch, of_two, tmp_path, bef
     rows = {"count": 16, "tokens": [16, 32, 32]}
     assert facts(whole)["choices"].get("rows") == (rows if before == 16 else None)
     assert facts(copy)["choices"].get("rows") == (rows if after == 16 else None)
-
-
-@pytest.mark.slow
-def test_a_number_that_another_process_has_is_one_line(launch, tmp_path):
-    where = f"127.0.0.1:{free_port()}"
-    group = "--out", tmp_path, "--coordinator", where, "--processes", 3, "--process-id"
-    three = [launch(*group, i) for i in (0, 1, 1)]
-    while not (ended := [process for process in three if process.poll() is not None]):
-        time.sleep(0.1)
-    words = "error: jax refuses this process: has each its own --process-id?\n"
-    assert ends(ended[0]) == 2 and ended[0].warned[-1] == words
 
 
 @pytest.mark.slow
