@@ -2189,37 +2189,6 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     return all_programs
 
 
-# XLA on GPUs would leave out the rounding to bfloat16 between operations that it fuses, and so keep
-# activations as float32, which take more memory. One of its Triton matmuls does not compile, in
-# mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2).
-# On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
-# TensorCore computes, with these options alone; they also add rows to tables. (2d and nd: names of
-# the first two on more than eight chips.) They do not read rows, as libtpu would have it since jax
-# 0.11.1: that slows down small gathers (jax issue 40553).
-OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
-COMPILER_OPTIONS = {
-    "tpu": {
-        **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
-        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
-        "xla_tpu_offload_gather_to_sparsecore": False,
-        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
-    },
-    "gpu": {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
-}
-
-
-def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there."""
-    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    step = jax.shard_map(
-        program.step, mesh=mesh, in_specs=specs, out_specs=program.out, check_vma=False
-    )
-    platform = mesh.devices.flat[0].platform
-    options = COMPILER_OPTIONS.get(platform, {})
-    step = jax.jit(step, donate_argnums=program.donates, compiler_options=options)
-    return step.lower(*program.args)
-
-
 # ------------------------------------------------------------------------------------------------
 # Token stream: shards -> one stream of tokens -> rows
 # ------------------------------------------------------------------------------------------------
@@ -3102,6 +3071,36 @@ def run_tool(name: str) -> dict:
 # ------------------------------------------------------------------------------------------------
 # Compilation: every program of the run, before the clock starts, so that it fits the devices
 # ------------------------------------------------------------------------------------------------
+
+# XLA on GPUs would leave out the rounding to bfloat16 between operations that it fuses, and so keep
+# activations as float32, which take more memory. One of its Triton matmuls does not compile, in
+# mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2).
+# On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
+# TensorCore computes, with these options alone; they also add rows to tables. (2d and nd: names of
+# the first two on more than eight chips.) They do not read rows, as libtpu would have it since jax
+# 0.11.1: that slows down small gathers (jax issue 40553).
+OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
+COMPILER_OPTIONS = {
+    "tpu": {
+        **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
+        "xla_tpu_offload_gather_to_sparsecore": False,
+        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
+    },
+    "gpu": {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
+}
+
+
+def lower(program: Program, mesh: Mesh):
+    """A program lowered for the devices of `mesh`, which need not be there."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    step = jax.shard_map(
+        program.step, mesh=mesh, in_specs=specs, out_specs=program.out, check_vma=False
+    )
+    platform = mesh.devices.flat[0].platform
+    options = COMPILER_OPTIONS.get(platform, {})
+    step = jax.jit(step, donate_argnums=program.donates, compiler_options=options)
+    return step.lower(*program.args)
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
