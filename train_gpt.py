@@ -475,18 +475,19 @@ def gate_slices(cfg: Config) -> tuple[dict, dict]:
     The first serves the layers up to skip[0] and looks at the embedding, the second serves those
     after it and looks at the stream as it leaves skip[0]. xsa and gated have an output a head.
     """
-    slices = []
+    widths = {"xsa": cfg.heads, "gated": cfg.heads, "x0": 1, "ngram": 1, "skip": 1}
     middle = cfg.skip[0] + 1
+    halves = []
     for layers in (range(middle), range(middle, cfg.depth)):
-        widths = {}
-        for what in ("xsa", "gated", "x0", "ngram"):
-            width = cfg.heads if what in ("xsa", "gated") else 1
-            widths |= {(what, i): width for i in layers if getattr(cfg.layers[i], what)}
+        gates = [(what, i) for what in widths for i in layers if getattr(cfg.layers[i], what, "")]
         if cfg.skip[1] in layers:
-            widths["skip", cfg.skip[1]] = 1
-        ends = itertools.accumulate(widths.values())
-        slices.append({key: slice(e - widths[key], e) for key, e in zip(widths, ends, strict=True)})
-    return tuple(slices)
+            gates.append(("skip", cfg.skip[1]))
+        slices, end = {}, 0
+        for what, i in gates:
+            start, end = end, end + widths[what]
+            slices[what, i] = slice(start, end)
+        halves.append(slices)
+    return tuple(halves)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1241,10 +1242,8 @@ def targets_ahead(aims, weights_k, prefix_weight=None):
 
 def in_chunks(cfg: Config, *arrays):
     """Arrays [r, ...] as [chunks, c, ...]: the fewest equal chunks of c <= cfg.loss_chunk."""
-    tokens = arrays[0].shape[0]
-    chunks = -(-tokens // cfg.loss_chunk)
-    while tokens % chunks:
-        chunks += 1
+    tokens = len(arrays[0])
+    chunks = next(n for n in range(-(-tokens // cfg.loss_chunk), tokens + 1) if tokens % n == 0)
     return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
 
 
@@ -3362,8 +3361,6 @@ def write_checkpoint(folder: Path, rows, meta: dict, leaving: threading.Event | 
     part = temporary / f"{jax.process_index()}.npz"
     with whole_file(part) as file, zipfile.ZipFile(file, "w") as members:
         for name, array in rows:
-            if not np.isfinite(array.sum(dtype=np.float64)):
-                raise OSError(f"{name} is not finite")
             # numpy's files do not know bfloat16: its bits lie in them as numbers.
             array = array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
             with members.open(f"{name}.npy", "w", force_zip64=True) as member:

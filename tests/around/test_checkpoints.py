@@ -332,15 +332,6 @@ def test_process_0_waits_for_the_rows_of_the_others(tmp_path, monkeypatch):
     assert T.checkpoint_steps(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["first.embed", "params.ngram_table"])
-def test_a_state_that_is_not_finite_is_not_saved(folder, name):
-    found = numbers()
-    found[name][3, 4] = np.nan
-    with pytest.raises(OSError, match=rf"{name}.* is not finite"):
-        write(folder, 9, found)
-    assert sorted(T.checkpoint_steps(folder)) == [6, 8]
-
-
 def test_only_the_newest_two_are_kept(folder):
     write(folder, 10, numbers(10))
     assert sorted(path.name for path in folder.iterdir()) == ["10", "8"]
