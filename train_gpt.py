@@ -696,12 +696,6 @@ def pad_rows(x, rows: int):
     return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def strip_padding(cfg: Config, arrays: dict) -> dict:
-    """Name -> array without the rows that only make a parameter divisible by the devices."""
-    rows = {name: param_table(cfg)[name].shape[0] for name in arrays}
-    return {name: x if len(x) == rows[name] else x[: rows[name]] for name, x in arrays.items()}
-
-
 def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
     """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
@@ -2351,9 +2345,11 @@ def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
 
 
 def normal_form(word: bytes) -> str:
-    """A word without case, accents, variants of letters and space around it; "": it has no form,
-    as part of a character has none."""
-    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode(errors="ignore")))
+    """A word without case, accents, variants of letters and space around it; "": it has no form."""
+    try:
+        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode()))
+    except UnicodeDecodeError:  # part of a character
+        return ""
     text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
     text = re.sub(r"[ \t\r\n]+", " ", text)
     return text if text == " " else text.strip(" \v\f\x85\u1680\u2028\u2029")  # all white space

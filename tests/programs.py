@@ -37,6 +37,12 @@ CFG = small_config(
     checkpoint_every=1,
 )
 
+
+def strip_padding(cfg: T.Config, arrays: dict) -> dict:
+    """Name -> array without the rows that only make a parameter divisible by the devices."""
+    return {name: x[: T.param_table(cfg)[name].shape[0]] for name, x in arrays.items()}
+
+
 cuda_compiler = pytest.mark.skipif(
     not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
     reason="needs the GPU compiler: pip install jax-cuda13-plugin jax-cuda13-pjrt",

@@ -461,7 +461,8 @@ def test_aims_are_places_among_the_candidates():
 def test_prefixes_and_normal_forms_by_hand():
     """The longest other word; the smallest id of a form, which part of a character has not."""
     words = [b"a", b"ab", b"abcd", b"abd", b"b", b" A", b"\xc3\xa1", b"\xc3", b" ", b"AB ", b"\n"]
-    assert T.prefix_table(words, 13).tolist() == [-1, 0, 1, 1, -1, 8, 7, -1, -1, -1, -1, -1, -1]
+    words.append(b" \xc3")
+    assert T.prefix_table(words, 13).tolist() == [-1, 0, 1, 1, -1, 8, 7, -1, -1, -1, -1, 8, -1]
     table = T.normalised_ids(words, 13)
     assert table.dtype == np.uint16 and table.tolist() == [0, 1, 2, 3, 4, 0, 0, 7, 8, 1, 8, 11, 12]
     raw, known = (T.vocabulary(small_config(ngram_ids=x), WORDS) for x in ("raw", "normalised"))

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, fitting, lay, mesh_of, quick_compilation, spread
+from programs import QUICK, fitting, lay, mesh_of, quick_compilation, spread, strip_padding
 
 import train_gpt as T
 
@@ -491,7 +491,7 @@ class Training:
 
     def kinds(self) -> dict[str, dict]:
         """The state without padding."""
-        return {kind: T.strip_padding(self.cfg, x) for kind, x in self.state.items()}
+        return {kind: strip_padding(self.cfg, x) for kind, x in self.state.items()}
 
 
 def gradient(size: str, step: int) -> dict[str, np.ndarray]:
@@ -647,7 +647,7 @@ def test_averages_of_the_last_weights():
     mesh = mesh_of(8)
     laid = {kind: lay(cfg, x, mesh) for kind, x in (state | {"params": now}).items()}
     ended, copies = program(cfg, 8, "finish")(laid)
-    final = back(cfg, T.strip_padding(cfg, ended["params"]))
+    final = back(cfg, strip_padding(cfg, ended["params"]))
     for name in AVERAGED:
         check_stored(golden, f"final/{name}", final[name], 1e-5)
     for name, copy in copies.items():
@@ -709,7 +709,7 @@ def test_training_steps(scenario, devices):
         limit = 5e-3 if rounded else max(1e-6, 4 * exact["row_loss_sums_per_step"][at])
         assert loss == pytest.approx(sum(exact["row_loss_sums_float64"][at]), rel=limit), step
         run.update(step, grads)
-        for name, x in back(cfg, T.strip_padding(cfg, run.state["params"])).items():
+        for name, x in back(cfg, strip_padding(cfg, run.state["params"])).items():
             want = float(golden[f"{scenario}/{name}/w.norm"][at])
             norm = np.linalg.norm(x.astype(np.float64))
             # Adam enlarges the rounding of gradients near zero, and some numbers learn fast.

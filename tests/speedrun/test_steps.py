@@ -18,7 +18,17 @@ from conftest import BOS, small_config
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import CFG, fitting, lay, mesh_of, programs_of, quick, quick_compilation, spread
+from programs import (
+    CFG,
+    fitting,
+    lay,
+    mesh_of,
+    programs_of,
+    quick,
+    quick_compilation,
+    spread,
+    strip_padding,
+)
 
 import train_gpt as T
 
@@ -557,7 +567,7 @@ def test_first_copies_are_the_state_cut_or_whole_on_every_device():
     assert whole == copies.keys() - BANKS and len(BANKS) == 3
     signs = np.asarray(copies.pop("signs"))
     del params["ngram_table"]
-    assert_same(T.strip_padding(CFG, copies), params)
+    assert_same(strip_padding(CFG, copies), params)
     assert signs.dtype == np.int8 and signs.shape == (64, 32) and abs(signs.mean()) < 0.1
     assert set(signs.reshape(-1).tolist()) == {-1, 1}
     assert np.any(signs != T.sign_pool(CFG, 1))
@@ -592,7 +602,7 @@ def test_update_keeps_the_copies_in_step_with_the_state(updated, name):
     for copy in set(step.copies) - {"signs"}:
         np.testing.assert_array_equal(step.copies[copy], step.new["params"][copy])
     for kind, before in step.start.items():
-        new = T.strip_padding(CFG, step.new[kind])
+        new = strip_padding(CFG, step.new[kind])
         moved = {name for name, x in before.items() if np.any(x != new[name])}
         assert moved == set(UPDATED[name]) & set(before), kind
     pairs = [(x["embed"], x["head"]) for x in step.new.values() if "embed" in x]
@@ -607,7 +617,7 @@ def test_three_devices_update_as_eight_do(updated, name):
     due, hyper = random_due(CFG, mesh, name), hyper_on(CFG, 1, mesh, average_rates=[0.5] * 4)
     new, *_ = program(CFG, 3, name)(on_mesh(CFG, start, mesh), due, hyper)
     for kind, arrays in new.items():
-        got, want = (T.strip_padding(CFG, x) for x in (arrays, updated[name].new[kind]))
+        got, want = (strip_padding(CFG, x) for x in (arrays, updated[name].new[kind]))
         for n in got:
             assert distance(got[n], want[n]) < 2e-5, (kind, n)
 
