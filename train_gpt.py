@@ -460,11 +460,11 @@ def for_devices(cfg: Config, devices: int) -> Config:
 def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
     """(the slots of the MLP bank that each layer uses, how many there are): slot i for the first
     MLP of layer i, dead where it has none; those after all layers' for second ones."""
-    slots, count = [], cfg.depth
+    count = cfg.depth
+    slots = []
     for i, layer in enumerate(cfg.layers):
-        second = max(layer.mlps - 1, 0)
-        slots.append((i, *range(count, count + second))[: layer.mlps])
-        count += second
+        slots.append((i, *range(count, count + layer.mlps - 1))[: layer.mlps])
+        count += max(layer.mlps - 1, 0)
     return slots, count
 
 
@@ -482,10 +482,11 @@ def gate_slices(cfg: Config) -> tuple[dict, dict]:
         gates = [(what, i) for what in widths for i in layers if getattr(cfg.layers[i], what, "")]
         if cfg.skip[1] in layers:
             gates.append(("skip", cfg.skip[1]))
-        slices, end = {}, 0
+        end = 0
+        slices = {}
         for what, i in gates:
-            start, end = end, end + widths[what]
-            slices[what, i] = slice(start, end)
+            slices[what, i] = slice(end, end + widths[what])
+            end += widths[what]
         halves.append(slices)
     return tuple(halves)
 
@@ -1223,7 +1224,8 @@ def targets_ahead(aims, weights_k, prefix_weight=None):
     validation batch.
     """
     tokens = jnp.arange(aims.targets.shape[1])
-    targets, weights = [], []
+    targets = []
+    weights = []
     for j in range(weights_k.shape[0]):
         targets.append(jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j))))
         counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
@@ -1242,10 +1244,8 @@ def in_chunks(cfg: Config, *arrays):
 
 
 def chunk_losses(x_cd, head_vd, targets_ck, cfg: Config):
-    """Losses float32 [c, k] of the targets of a chunk: log(sum(exp(capped logits))) - target's.
-
-    Capped logits are below a, so exp cannot overflow and needs no maximum.
-    """
+    """Losses float32 [c, k] of a chunk's targets: log(sum(exp(capped logits))) - the target's.
+    Capped logits are below a, so exp cannot overflow and needs no maximum."""
     w_vd = head_vd.astype(x_cd.dtype)
     capped_cv = cap_logits(jnp.matmul(x_cd, w_vd.T, preferred_element_type=jnp.float32), cfg)
     log_sum_c = jnp.log(jnp.sum(jnp.exp(capped_cv), axis=1))
@@ -1946,17 +1946,17 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
 
     `kind` is one of grads_kinds, `table` this device's shard of the n-gram table. Gradients of
     n-grams go to the rows' owners, beside their requests: a pair, see sum_requests. The model's
-    gradient is that of the rows which tokens look up; add_rows adds them to the gradient of a
-    table. Micro-batches are summed in float32. The gradient is that of the summed loss of a row,
-    averaged over the rows of the batch, as in the original: it grows with the length of a row from
-    stage to stage, while the moments remember the old size.
+    gradient is that of the rows that tokens look up; add_rows adds them to a table's. Micro-batches
+    are summed in float32. As in the original, it is the gradient of the summed loss of a row,
+    averaged over rows: it grows with their length, while the moments remember the old size.
     """
     at, count = kind
     stage = cfg.stages[at]
     hyper = batch.hyper
     requested = exchange(batch.requests[0])
     fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
-    tables = {name: copies[name] for name in ("embed", "value_tables", "head")}
+    sizes = {name: param_table(cfg)[name].shape[0] for name in ("embed", "value_tables", "head")}
+    tables = {name: copies[name][:size] for name, size in sizes.items()}  # without their padding
     weights = {name: x for name, x in copies.items() if name not in (*tables, "signs")}
     tables["ngrams"] = fetched
 
@@ -2014,8 +2014,8 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
     numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
     # The exchange begins after this sum, or the loss would have to wait for its end.
     fetched, numbers = lax.optimization_barrier((fetched, lax.psum(numbers, AXIS)))
-    dtypes = {name: copies[name] for name in grads}
-    grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, dtypes)
+    like = {name: copies[name] for name in grads}
+    grads = jax.tree.map(lambda x, y: pad_rows(x, len(y)).astype(y.dtype), grads, like)
     grads |= reduce(grads)
     # All stages fill their requests up to the same size, so that a table update has one shape.
     filler = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]

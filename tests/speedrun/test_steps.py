@@ -168,6 +168,19 @@ def test_gradients_do_not_depend_on_micro_tokens_and_recompute(shards, change):
         assert distance(one, two) < 1e-3, name  # float32 gets few digits of them: see below
 
 
+def test_padded_tables_have_the_gradients_of_those_without(shards):
+    """Three value tables lie in one array of 306 rows, which eight devices pad to 312."""
+    cfg, found = replace(CFG, vocab=102), []
+    for devices in (1, 8):
+        mesh = mesh_of(devices)
+        model = model_on(cfg, random_state(cfg)["params"], mesh)
+        _, batch = batch_of(cfg, 0, mesh, shards)
+        args = *model, T.Batch(*batch, hyper_on(cfg, 0, mesh))
+        grads = program(cfg, devices, "grads0")(*args)[0]["value_tables"]
+        found.append(np.asarray(grads).reshape(devices, -1, cfg.width).sum(axis=0)[: 3 * 102])
+    assert distance(*found) < 1e-3
+
+
 TOY_TOKENS = np.random.default_rng(0).integers(1, 6, (12, 6)).astype(np.uint16)  # ids repeat
 
 
