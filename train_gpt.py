@@ -124,12 +124,9 @@ class UserError(Exception):
 class Layer:
     """One layer: what attends, what is added to the stream, how many MLPs follow.
 
-    Attention: "short" and "long" see that window of the stage. "paired": two heads attend as one,
-    over a sequence of twice the length in which their tokens alternate, so each also sees its
-    partner's keys; the short window then covers half as many tokens (record 58). Queries and keys
-    are half as wide as a head (record 92), but whole in "long" layers: there the second half does
-    not rotate, and keys have theirs from the token before (record 49). The last layer attends, has
-    values, and takes in x0 and n-grams by coefficients of each token (record 81).
+    "short" and "long" attention see that window of the stage, "paired" sees the short one in half
+    tokens (pair_heads). The last layer attends, has values, and takes in x0 and n-grams by weights
+    of each token (mudd_layer).
     """
 
     attends: str = ""  # short, long or paired; "": none
@@ -152,11 +149,11 @@ class Stage:
     doc_cap: int  # 0: rows are cut from the plain stream; else documents cut at this length
     windows: tuple[int, int]  # short and long: how many tokens before itself a token can see
     lr_factor: float = 1.0
-    # Multi-token prediction: the weight of the loss on the next token, on the one after it, ..., at
-    # the start of the stage and where they have come to at its end.
+    # weights of the losses on the next token, the one after it, ...: when the stage begins, and
+    # where they have come to at its end
     weights: tuple[float, ...] = (1.0,)
     weights_end: tuple[float, ...] = (1.0,)
-    # Each entry of these two holds for an equal part of the stage.
+    # each entry of these two holds for an equal part of the stage
     prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix
     candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
 
@@ -170,9 +167,9 @@ class Stage:
 class Config:
     """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields.
 
-    The defaults are record 92 of the modded-nanogpt speedrun, 328.7 M tokens, but for two things:
-    its n-gram table is twice as long and it hashes raw ids (ngram_rows=84602880, ngram_ids=raw).
-    With normalised ids (pull request 375) two thirds of the bigrams' half would never be read.
+    The defaults are record 92, except that its n-gram table is twice as long and that it hashes raw
+    ids (ngram_rows=84602880, ngram_ids=raw). With normalised ids (pull request 375) two thirds of
+    the bigrams' half of such a table would never be read.
     """
 
     preset: str = "speedrun"
@@ -295,16 +292,11 @@ class Config:
         """compute_dtype as a dtype."""
         return jnp.dtype(self.compute_dtype)
 
-    @property
-    def scheduled(self) -> int:
-        """Steps before the extension."""
-        return self.steps - self.extension
-
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
         """First step of each stage, then the number of steps."""
-        ends = np.cumsum([stage.share for stage in self.stages])
-        return (0, *(round(end * self.scheduled) for end in ends[:-1].tolist()), self.steps)
+        ends = np.cumsum([stage.share for stage in self.stages]) * (self.steps - self.extension)
+        return (0, *map(round, ends[:-1].tolist()), self.steps)
 
     def tokens_after(self, step: int) -> int:
         """Tokens that the first `step` steps train on."""
@@ -325,56 +317,6 @@ class Config:
 # fmt: off
 PRESETS = {
     "speedrun": Config(),
-    # the speedrun's second track: 16 layers of width 1024, to 2.92. Its records are older than 92;
-    # what stands here is of that one, with a schedule of our own that nobody has run yet
-    "medium": Config(
-        preset="medium",
-        layers=(
-            Layer("paired", x0=True, ngram=True),
-            Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-            Layer("paired", values=True, x0=True),
-            Layer("short", narrow=True, xsa=True),
-            Layer("long", xsa=True, gated=True),
-            Layer(x0=True, ngram=True),
-            Layer("paired", x0=True, ngram=True),
-            Layer("short", narrow=True),
-            Layer(),
-            Layer("paired", x0=True),
-            Layer(x0=True, mlps=0),
-            Layer("short", narrow=True, values=True),
-            Layer(ngram=True),
-            Layer("short", narrow=True, values=True),
-            Layer(ngram=True),
-            Layer("long", values=True, gated=True),
-        ),
-        width=1024,
-        heads=8,
-        mlp_width=3840,
-        skip=(4, 8),
-        source=10,
-        steps=4640,
-        extension=40,
-        stages=(
-            Stage(0.2, 131_072, 8_192, 896, (128, 384), 1.0,
-                  (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
-            Stage(0.2, 262_144, 16_384, 2048, (384, 896), 1.52,
-                  (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
-            Stage(0.2, 393_216, 24_576, 3072, (640, 1408), 1.73,
-                  candidates=(14_336, 14_336, 24_576)),
-            Stage(0.4, 524_288, 32_768, 3072, (768, 1664), 2.0),
-            Stage(0.0, 131_072, 8_192, 3072, (896, 1920)),
-        ),
-        lr_anvil=0.017,
-        lr_adam=0.006,
-        momentum_warmup=300,
-        rails_step=2000,
-        event_change=1312,
-        tail=1160,
-        tail_average=972,
-        val_windows=(896, 2560),
-        target=2.92,
-        micro_tokens=32_768,  # of 49,152 activations need 31.3 of a v6e's 31.25 GiB
-    ),
     # the same ideas at toy size, for a few minutes on two cores; lengths in proportion to 320 steps
     "tiny": Config(
         preset="tiny",
@@ -426,77 +368,13 @@ PRESETS = {
 }
 # fmt: on
 
-BLOCK = 256  # tokens that kernels take at a time
-
-
-def for_devices(cfg: Config, devices: int) -> Config:
-    """The config with which so many devices train: the rows divide evenly over its `devices`.
-
-    Of no more devices than rows, it uses the largest number that divides the rows; batches stay the
-    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
-    it uses the next smaller number of devices with which it can.
-    """
-
-    def fits(n: int) -> bool:
-        if n <= cfg.rows:
-            return cfg.rows % n == 0
-        each = [(s.batch_tokens // n, s) for s in cfg.stages]
-        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
-        return whole and all(t >= len(s.weights) for t, s in each)
-
-    used = next(n for n in range(devices, 0, -1) if fits(n))
-    if used > cfg.rows:
-        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
-        cfg = dataclasses.replace(cfg, stages=tuple(stages))
-    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
-    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
-
-
-# ------------------------------------------------------------------------------------------------
-# Layout: where a layer finds its matrices and its gates. All of it follows from cfg.layers.
-# ------------------------------------------------------------------------------------------------
-
-
-def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
-    """(the slots of the MLP bank that each layer uses, how many there are): slot i for the first
-    MLP of layer i, dead where it has none; those after all layers' for second ones."""
-    count = cfg.depth
-    slots = []
-    for i, layer in enumerate(cfg.layers):
-        slots.append((i, *range(count, count + layer.mlps - 1))[: layer.mlps])
-        count += max(layer.mlps - 1, 0)
-    return slots, count
-
-
-@functools.cache
-def gate_slices(cfg: Config) -> tuple[dict, dict]:
-    """Which outputs of the two gate MLPs are whose: (field of Layer or "skip", layer) -> slice.
-
-    The first serves the layers up to skip[0] and looks at the embedding, the second serves those
-    after it and looks at the stream as it leaves skip[0]. xsa and gated have an output a head.
-    """
-    widths = {"xsa": cfg.heads, "gated": cfg.heads, "x0": 1, "ngram": 1, "skip": 1}
-    middle = cfg.skip[0] + 1
-    halves = []
-    for layers in (range(middle), range(middle, cfg.depth)):
-        gates = [(what, i) for what in widths for i in layers if getattr(cfg.layers[i], what, "")]
-        if cfg.skip[1] in layers:
-            gates.append(("skip", cfg.skip[1]))
-        end = 0
-        slices = {}
-        for what, i in gates:
-            slices[what, i] = slice(end, end + widths[what])
-            end += widths[what]
-        halves.append(slices)
-    return tuple(halves)
-
-
 # ------------------------------------------------------------------------------------------------
 # Parameters: one table, from which init, state, shardings, checkpoint and listing are mapped
 # ------------------------------------------------------------------------------------------------
 
 GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
 GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
+GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}  # kind -> its start
 
 MOMENTS = {  # optimizer -> what it keeps of a parameter of this shape: kind -> shape
     "anvil": lambda s: {"fast": s, "slow": s, "equaliser": (s[0], max(s[1:]))},
@@ -510,7 +388,7 @@ class Param:
     """A row of the parameter table."""
 
     shape: tuple[int, ...]
-    init: Callable  # (key, shape) -> float32 array
+    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the start
     optimizer: str  # anvil, adam, or rows (one second moment for each row of a table)
     updated_by: str  # anvil (every step), adam, or tables (seldom)
     lr: float
@@ -529,11 +407,6 @@ class Param:
         return math.prod(self.shape)
 
 
-def constant(value) -> Callable:
-    """An initializer: `value`, a number or an array, everywhere."""
-    return lambda key, shape: jnp.full(shape, value, jnp.float32)
-
-
 def normal(std: float) -> Callable:
     """An initializer: normal with this standard deviation."""
     return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
@@ -550,14 +423,36 @@ def uniform(std: float, live: int) -> Callable:
     return init
 
 
-def gate_start(cfg: Config) -> np.ndarray:
-    """Where the gates stand at the start: the biases of the two gate MLPs [2, gates]."""
-    starts = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
-    bias = np.zeros((2, max(at.stop for slices in gate_slices(cfg) for at in slices.values())))
-    for half, slices in enumerate(gate_slices(cfg)):
-        for (what, _), at in slices.items():
-            bias[half, at] = starts[what] / GATE_SCALE
-    return bias
+def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
+    """(the slots of the MLP bank that each layer uses, how many there are): slot i for the first
+    MLP of layer i, dead where it has none; those after all layers' for second ones."""
+    count = cfg.depth
+    slots = []
+    for i, layer in enumerate(cfg.layers):
+        slots.append((i, *range(count, count + layer.mlps - 1))[: layer.mlps])
+        count += max(layer.mlps - 1, 0)
+    return slots, count
+
+
+@functools.cache
+def gate_slices(cfg: Config) -> tuple[dict, dict]:
+    """Which outputs of the two gate MLPs are whose: (kind of GATES, layer) -> slice.
+
+    The first serves the layers up to skip[0] and looks at the embedding, the second serves those
+    after it and looks at the stream as it leaves skip[0]. xsa and gated have an output a head.
+    """
+    halves = []
+    for layers in (range(cfg.skip[0] + 1), range(cfg.skip[0] + 1, cfg.depth)):
+        slices = {}
+        end = 0
+        for kind in GATES:
+            width = cfg.heads if kind in ("xsa", "gated") else 1
+            served = (cfg.skip[1],) if kind == "skip" else cfg.layers_with(kind)
+            for i in sorted({*served} & {*layers}):
+                slices[kind, i] = slice(end, end + width)
+                end += width
+        halves.append(slices)
+    return tuple(halves)
 
 
 class Mudd(NamedTuple):
@@ -599,26 +494,24 @@ def param_table(cfg: Config) -> dict[str, Param]:
         qk_bank [2 n/2 per attention, 2h, d]: q of each two heads, then k; x W^T
         vo_bank [2 per attention, d, d]: v, then o; x W^T
         mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
-    ANVIL evens out the singular values of these matrices: of q and k two heads at a time (record
-    80: 10 steps), since heads do not share what they look for. Down-projections start at zero: the
-    MLPs begin as the identity.
+    ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
+    80). Down-projections start at zero: the MLPs begin as the identity.
 
-    An orthogonalized update has unit singular values whatever the shape, so for random inputs the
-    change it makes to an output element shrinks as the output grows; sqrt(f / d) makes up for that
-    in the up-projections (Jordan et al. 2024). The down-projections get twice as much, found by
-    trial (record 48).
+    An orthogonalized update has unit singular values whatever the shape, so it changes an output
+    element less as the output grows; sqrt(f / d) makes up for that in the up-projections (Jordan et
+    al. 2024). The down-projections get twice as much, found by trial (record 48).
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth
     attends, planes = (len(cfg.layers_with(what)) for what in ("attends", "values"))
-    gates = gate_start(cfg).shape[1]
     slots, count = mlp_slots(cfg)
     live = set(itertools.chain(*slots))
     up = [math.sqrt(max(1, f / d)) * (slot in live) for slot in range(count)]
 
-    def table(rows, start, updated_by, lr, decay, betas, optimizer="adam", **more):
-        rates = lr * cfg.lr_adam, decay * cfg.decay_adam, betas
-        return Param((rows, d), start, optimizer, updated_by, *rates, **more)
+    def adam(shape, start, lr, decay, betas, **more):
+        updated = {"optimizer": "adam", "updated_by": "adam"} | more
+        rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
+        return Param(shape, start, **updated, **rates)
 
     def bank(shape, live, scale, *averages):
         start = uniform(0.5 / math.sqrt(d), live)
@@ -626,30 +519,32 @@ def param_table(cfg: Config) -> dict[str, Param]:
         return Param(shape, start, "anvil", "anvil", cfg.lr_anvil, cfg.decay_anvil, **more)
 
     def small(shape, start, lr, betas, decay=0):
-        start = start if callable(start) else constant(start)
-        rates = lr * cfg.lr_adam, decay * cfg.decay_adam, betas
-        return Param(shape, start, "adam", "adam", *rates, sharded=False)
+        return adam(shape, start, lr, decay, betas, sharded=False)
 
     ema = {"averages": (("ema", 0.65),), "rescaled": True}
-    values = {"averages": (("planes", 1.0),)}
-    ngrams = {"optimizer": "rows", "dtype": cfg.compute_dtype}
+    values = {"updated_by": "tables", "averages": (("planes", 1.0),)}
+    ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
     replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)  # both numbers: record 92
     qk = n * attends
     vo = 2 * attends
-    mlp = 2 * len(up)
+    mlp = 2 * count
     hidden = uniform(1 / math.sqrt(3 * d), 2)  # of the MLPs of gates and mixing weights
+    gates = np.zeros((2, max(at.stop for half in gate_slices(cfg) for at in half.values())))
+    for half, slices in enumerate(gate_slices(cfg)):
+        for (kind, _), at in slices.items():
+            gates[half, at] = GATES[kind] / GATE_SCALE
     fast = 0.9, 0.95  # betas of mixing weights
     slow = 0.9, 0.99  # betas of gates and other scalars
     return {
-        #                     rows        start   updated by  lr  decay  betas
-        "head": table(v, normal(0.005), "adam", 1, 150, (0.5, 0.95), **ema),
-        "embed": table(v, normal(0.005), "adam", 1, 150, (0.5, 0.95), **ema, tied_to="head"),
-        "value_tables": table(planes * v, normal(0.01), "tables", 70, 5, (0.75, 0.95), **values),
-        "ngram_table": table(cfg.ngram_rows, constant(0.0), "tables", 70, 5, (0, 0.95), **ngrams),
+        #             shape       start  lr  decay  betas
+        "head": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
+        "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema, tied_to="head"),
+        "value_tables": adam((planes * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
+        "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
         #                shape       live  factors on lr_anvil   averages
         "qk_bank": bank((qk, 2 * h, d), qk, (1.0,) * qk, ("blend", 0.55)),
         "vo_bank": bank((vo, d, d), vo, (1.0,) * vo, *replaced),
-        "mlp_bank": bank((mlp, f, d), len(up), (*up, *(2 * x for x in up)), *replaced),
+        "mlp_bank": bank((mlp, f, d), count, (*up, *(2 * x for x in up)), *replaced),
         #                      shape                       start  lr  betas
         "value_gate": small((planes - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
         "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
@@ -664,10 +559,16 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "mudd_b2": small((2, len(Mudd._fields)), MUDD_START, 0.25, slow),
         "mudd_w2g": small((len(Mudd._fields), 2 * n, w), 0.0, 0.25, slow, decay=1),
         "gate_w1": small((2, w, d), hidden, 0.1, slow, decay=1),
-        "gate_w2": small((2, gates, w), 0.0, 0.1, slow, decay=1),
-        "gate_b2": small((2, gates), gate_start(cfg), 0.1, slow),
+        "gate_w2": small((*gates.shape, w), 0.0, 0.1, slow, decay=1),
+        "gate_b2": small(gates.shape, gates, 0.1, slow),
         "gate_scale": small((1,), GATE_SCALE, 0.1, slow),
     }
+
+
+def updated(cfg: Config, update: str) -> list[str]:
+    """The parameters that the program `update` changes."""
+    by = re.match("[a-z]+", update)[0]
+    return [name for name, row in param_table(cfg).items() if row.updated_by == by]
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
@@ -697,21 +598,6 @@ def pad_rows(x, rows: int):
     return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-
-def abstract_state(cfg: Config, mesh: Mesh):
-    """Shapes, dtypes and shardings of the training state on `mesh`."""
-
-    def leaf(shape, dtype, row):
-        axes = (AXIS,) if row.sharded else ()
-        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
-
-    return map_state(cfg, leaf)
-
-
 def init_state(cfg: Config, shards: int, seed):
     """The training state before the first step, padded for so many devices; its numbers do not
     depend on how many there are."""
@@ -720,14 +606,17 @@ def init_state(cfg: Config, shards: int, seed):
     for name, row in param_table(cfg).items():
         # A key from the name: adding a parameter does not change the others.
         salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
-        start = row.init(jax.random.fold_in(key, salt), row.shape)
+        if callable(row.init):
+            start = row.init(jax.random.fold_in(key, salt), row.shape)
+        else:
+            start = jnp.full(row.shape, row.init, jnp.float32)
         before = state["params"][name]
         state["params"][name] = pad_rows(start, len(before)).astype(before.dtype)
     return state
 
 
 # ------------------------------------------------------------------------------------------------
-# Attention: the contract, and the reference that every kernel of Part III is held against
+# Attention: the contract, the reference that every kernel of Part III is held against, the heads
 # ------------------------------------------------------------------------------------------------
 
 # (q_btnh, k_btnh, v_btnv, segments_bt, window, scale) -> o_btnv. Token t attends to itself and to
@@ -796,11 +685,6 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
     return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
 
 
-# ------------------------------------------------------------------------------------------------
-# Heads: from the projection of a layer to the outputs of its heads
-# ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Heads:
     """What is static about the attention of one layer."""
@@ -819,7 +703,8 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     Only long layers have queries and keys as wide as a head, of which half does not rotate. The
     others have just the half that rotates (record 92). Narrow layers halve values and outputs too.
     """
-    layer, h = cfg.layers[i], cfg.head_width
+    layer = cfg.layers[i]
+    h = cfg.head_width
     wide = layer.attends == "long"
     v_width = h // 2 if layer.narrow else h
     paired = layer.attends == "paired"
@@ -843,11 +728,8 @@ def mix(*terms):
 
 
 def rope_tables(freqs, positions_tn, width: int):
-    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not.
-
-    A dimension i is paired with i + width/2. In half-wide heads all pairs turn, in whole ones half
-    of them; the others carry content regardless of position.
-    """
+    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not
+    (in whole heads half of them; these carry content regardless of position)."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     still = [(0, 0), (0, 0), (0, width // 2 - freqs.shape[0])]
     return jnp.pad(jnp.cos(angles), still, constant_values=1.0), jnp.pad(jnp.sin(angles), still)
@@ -871,21 +753,17 @@ def positions(t: int, heads: Heads):
 
 
 def pair_heads(x_btnh):
-    """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one of twice the length (record 58).
-
-    Token t becomes the positions 2t (first half of the heads) and 2t + 1 (second half), so a head
-    also attends to the keys of its partner. The same window then reaches half as far.
-    """
+    """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one, over a sequence of twice the length
+    in which their tokens alternate (record 58). So each also sees its partner's keys, and the same
+    window reaches half as far. The first half of the heads stands at 2t, the second at 2t + 1."""
     b, t, n, h = x_btnh.shape
     return x_btnh.reshape(b, 2 * t, n // 2, h)
 
 
 def key_offset(k_btnh):
-    """The dimensions of wide keys that do not rotate, from the token before (record 49).
-
-    One layer can then do what otherwise takes two: find an earlier token like this one, and read
-    what followed it (induction). The first token of a row keeps its own; documents do not matter.
-    """
+    """The dimensions of wide keys that do not rotate, from the token before (record 49). One layer
+    can then do what otherwise takes two: find an earlier token like this one and read what followed
+    it (induction). The first token of a row keeps its own; documents do not matter."""
     h = k_btnh.shape[-1]
     shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
     still = jnp.arange(h) % (h // 2) >= h // 4
@@ -978,17 +856,6 @@ def smear(x_btd, weights_ng, strength):
     return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
 
 
-def spread(weights_btg, x_btd):
-    """Weights [b, t, d] for `x_btd`: each of g for its share of the features, side by side.
-
-    As a product with ones and zeros: of jnp.repeat a TPU's compiler makes broadcasts and transposed
-    copies, four times the cycles.
-    """
-    g, d = weights_btg.shape[-1], x_btd.shape[-1]
-    one_hot_gd = jnp.repeat(jnp.eye(g, dtype=weights_btg.dtype), d // g, axis=1)
-    return jnp.matmul(weights_btg, one_hot_gd, precision=lax.Precision.HIGHEST)
-
-
 def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
     """W2 gelu(W1 x) + b2 for each token: float32 [b, t, l] (GELU: Hendrycks and Gimpel 2016)."""
     w1_hd = w1_hd.astype(x_btd.dtype)
@@ -998,11 +865,9 @@ def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
 
 
 def token_gates(model: Model, half: int, x_btd) -> dict:
-    """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign.
-
-    One small MLP that sees the whole token makes all of them (record 85). At first they are its
-    biases, since W2 starts at zero.
-    """
+    """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign. One
+    small MLP that sees the whole token makes all of them (record 85); at first they are its biases,
+    since W2 starts at zero."""
     params = model.params
     weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
     gates = params["gate_scale"][0] * small_mlp(x_btd, *weights)
@@ -1010,11 +875,9 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
 
 
 def gated_values(model: Model, i: int, x_btd, values_btd):
-    """What layer `i` adds to its v: the tokens' rows of its value table, times a gate a head.
-
-    The gate is 2 sigmoid(w_n [x, row]), of the first features of the layer's input and of the row
-    (value residual of Zhou et al. 2024; records 14 and 55).
-    """
+    """What layer `i` adds to its v: the tokens' rows of its value table, times a gate a head,
+    2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row (value
+    residual of Zhou et al. 2024; records 14, 55)."""
     weights_ng = model.params["value_gate"][model.cfg.layers_with("values").index(i)]
     half = weights_ng.shape[1] // 2
     looks_btg = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
@@ -1039,10 +902,8 @@ def projection(model: Model, i: int, heads: Heads):
 
 
 def attention(model: Model, i: int, x_btd, added_btd, gates):
-    """What the attention of layer `i` adds to the stream; it reads norm(x).
-
-    `added_btd`, if not None, is added to its v; a narrow head takes the first half of its part.
-    `gates` as of token_gates.
+    """What the attention of layer `i` adds to the stream; it reads norm(x). `added_btd`, if not
+    None, is added to its v (a narrow head takes the first half of its part). `gates`: token_gates.
     """
     cfg, hyper = model.cfg, model.hyper
     heads = heads_of(cfg, i, model.windows)
@@ -1086,10 +947,8 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
 
 def mudd_layer(model: Model, x, start, source, rows, gates):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
-
     A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). Attention reads
-    `source`.
-    """
+    `source`."""
     i = model.cfg.depth - 1
     values = rows["value_tables"][-1]
     weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
@@ -1111,17 +970,15 @@ def mudd_layer(model: Model, x, start, source, rows, gates):
 
 
 def mudd_mix(model: Model, x_btd, sources):
-    """The stream after the last layer, with what each token adds to it of earlier arrays.
-
-    x + sum_k (mu_k + delta_kg) source_k: mu_k for each token, delta_kg for each group g of features
+    """The stream after the last layer, with what each token adds to it of earlier arrays:
+    x + sum_k (mu_k + delta_kg) source_k, mu_k for each token, delta_kg for each group g of features
     too (record 81 with five sources, 92 with ten). At first it only takes out half of the output
-    that later attentions have read (as records 40 and 77 did).
-    """
+    that later attentions have read (as records 40 and 77 did)."""
     k = len(sources)
     w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
     w2g = model.params["mudd_w2g"][:k]
     both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
-    weights = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))
+    weights = small_mlp(x_btd, w1, both, pad_rows(b2[:k], len(both)))
     deltas_btkg = weights[..., k:].reshape(*weights.shape[:2], k, -1)
     weights_btkg = MUDD_SCALE * (weights[..., :k, None] + deltas_btkg)
     return model.kernels.blend(x_btd, weights_btkg, sources)
@@ -1129,18 +986,22 @@ def mudd_mix(model: Model, x_btd, sources):
 
 def blend(x_btd, weights_btkg, sources):
     """x, if given, + the sources, each of their features by the weight of its group: [b, t, d]."""
-    terms = ((spread(weights_btkg[:, :, k], y), y) for k, y in enumerate(sources))
-    return mix(*([] if x_btd is None else [(1.0, x_btd)]), *terms)
+    g, d = weights_btkg.shape[-1], sources[0].shape[-1]
+    # Weights are spread over features by a product with ones and zeros: of jnp.repeat a TPU's
+    # compiler makes transposed copies.
+    one_hot_gd = jnp.repeat(jnp.eye(g, dtype=weights_btkg.dtype), d // g, axis=1)
+    spread = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    terms = [] if x_btd is None else [(1.0, x_btd)]
+    terms += [(spread(weights_btkg[:, :, k], one_hot_gd), y) for k, y in enumerate(sources)]
+    return mix(*terms)
 
 
 def forward(model: Model, rows: dict):
     """Rows of the tables that belong to the tokens -> normed output of the last layer [b, t, d].
 
     `rows`: embed [b, t, d], value_tables (a tuple of [b, t, d], one of a layer) and ngram
-    [b, t, d], the signed sum of a token's rows.
-
-    The stream starts as `start`. All attentions after layer `source` read that layer's output. In
-    layer skip[1] the output of skip[0] stands in for attention, by a gate (record 45).
+    [b, t, d], see signed_sum. All attentions after layer `source` read that layer's output
+    (record 77). In layer skip[1] the output of skip[0], by a gate, stands in for attention (45).
     """
     params, cfg = model.params, model.cfg
     resid = params["resid_lambdas"]
@@ -1153,6 +1014,8 @@ def forward(model: Model, rows: dict):
 
     def block(i: int, x):
         layer = cfg.layers[i]
+        if i == cfg.depth - 1:
+            return mudd_layer(model, x, start, outputs[cfg.source], rows, gates)
         if i == cfg.skip[1]:
             amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
             terms = [(1.0, x), (amount, outputs[cfg.skip[0]])]
@@ -1172,19 +1035,15 @@ def forward(model: Model, rows: dict):
             x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
         return mlp(model, i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
 
-    def last_block(x):
-        return mudd_layer(model, x, start, outputs[cfg.source], rows, gates)
-
     if cfg.recompute:  # keep only what goes from layer to layer
         block = jax.checkpoint(block, static_argnums=0)
-        last_block = jax.checkpoint(last_block)
     x = start
     for i in range(cfg.depth - 1):
         if i == cfg.skip[0] + 1:
             gates |= token_gates(model, 1, x)
         x = block(i, x)
         outputs.append(x)
-    last, h = last_block(x)
+    last, h = block(cfg.depth - 1, x)
     source = outputs[cfg.source]
     sources = start, source, x, outputs[cfg.skip[0]], *values, h, norm(source)
     return norm(mudd_mix(model, last, sources))
@@ -1219,9 +1078,8 @@ def targets_ahead(aims, weights_k, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k].
 
     Target j of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight`
-    adds the longest token that the next one begins with, where there is one (record 88). The weight
-    is 0 beyond the end of a row, and in a row of targets -1, which only fills up the last
-    validation batch.
+    adds the next token's prefix, where there is one (record 88). The weight is 0 beyond the end of
+    a row, and in a row of targets -1, which only fills up the last validation batch.
     """
     tokens = jnp.arange(aims.targets.shape[1])
     targets = []
@@ -1289,7 +1147,7 @@ def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
     arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
     if head.ndim == 2:
         arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
-        head = head[None, : model.cfg.vocab]
+        head = head[None]
     rows = zip(*arrays, head, strict=True)
     each = [model.kernels.cross_entropy(x, w, *to, model.cfg) for x, *to, w in rows]
     return tuple(map(sum, zip(*each, strict=True)))
@@ -1299,8 +1157,7 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
 
     `grad_vd` may hold n tables [v / n, d], one under the other, that share the ids [...]; then
-    `rows` holds n arrays [..., d]. A kernel may be faster where ids ascend. (A GPU adds in no fixed
-    order: last bits may differ.)
+    `rows` holds n arrays [..., d]. (A GPU adds in no fixed order: last bits may differ.)
     """
     for n, x in enumerate(rows):
         at = grad_vd.at[ids + n * (grad_vd.shape[0] // len(rows))]
@@ -1324,12 +1181,10 @@ AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `planes` look
 
 class Hyper(NamedTuple):
     """What changes from step to step without a new program: float32 arrays, sent with a batch.
-
-    What changes shapes or masks (rows, windows, how many targets and candidates) is static instead.
-    """
+    (What changes shapes, as rows, windows and the number of candidates do, is static.)"""
 
     lr: np.ndarray  # factor on every learning rate
-    momentum: np.ndarray  # how far an update looks from the gradient to its average (Nesterov)
+    momentum: np.ndarray  # how far an update goes from the gradient to its average (Nesterov)
     fast_beta: np.ndarray  # of the fast average of the gradient
     fast_weight: np.ndarray  # of that average; the slow one has the rest
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
@@ -1375,7 +1230,7 @@ def stage_at(cfg: Config, step: int) -> Stage:
 def schedule(cfg: Config) -> Schedule:
     """The table of a run. In a stage a number is constant, linear, or has equal parts of it."""
     step = np.arange(cfg.steps)
-    end = cfg.scheduled
+    end = cfg.steps - cfg.extension
     lengths = np.diff(cfg.boundaries)
     stage = np.repeat(np.arange(len(cfg.stages)), lengths)
     in_stage = step - np.array(cfg.boundaries)[stage]  # steps since the stage began
@@ -1394,23 +1249,21 @@ def schedule(cfg: Config) -> Schedule:
     done = np.where(step < end, np.maximum(step - flat, 0) / max(end - flat, 1), 1.0)
     lr = of_stage("lr_factor") * (1 - done) + cfg.lr_floor * done
 
-    # Early gradients turn too fast to be averaged for long; the last steps follow the last
-    # gradients.
+    # Early gradients turn too fast to be averaged for long; the last steps follow the last ones.
     low, high = cfg.momentum
     up = np.minimum(step / cfg.momentum_warmup, 1)
     last = cfg.steps - cfg.momentum_cooldown
     down = np.maximum(step - last, 0) / max(cfg.momentum_cooldown, 1)
     momentum = low + (high - low) * np.minimum(up, 1 - down)
 
-    # At first the fast average of the gradient is Muon's momentum, alone, and the slow one, which
-    # looks back 50 steps, only fills. From rails_step on the update follows both: the last steps,
-    # and the drift of many (record 92).
+    # At first the fast average of the gradient is Muon's momentum, alone, while the slow one fills.
+    # From rails_step on the update follows both: the last steps, and the drift of many (record 92).
     both = step >= cfg.rails_step
     fast_beta = np.where(both, cfg.rail_fast[0], momentum)
     fast_weight = np.where(both, cfg.rail_fast[1], 1.0)
 
-    # Few tokens read a row of a table, so its updates sum the gradients of 2 steps, later of 4
-    # (record 39: tables are noisy and want larger batches), and cross the network only then.
+    # Few tokens read a row of a table, so its gradients are noisy: an update sums those of 2 steps,
+    # later of 4 (record 39), and only then do they cross the network.
     adam = (step + 1) % cfg.adam_every == 0
     often, seldom = cfg.event_every
     since = np.where(step < cfg.event_change, step, step - cfg.event_change) + 1
@@ -1423,16 +1276,13 @@ def schedule(cfg: Config) -> Schedule:
     last_tied += -(last_tied + 1) % cfg.adam_every
     tied = (step <= last_tied) & (cfg.tied > 0)
 
-    # Every stage has as many weights as that with most, so that shapes stay.
+    # Every stage has as many weights of losses as that with most, so that shapes stay.
     most = max(len(s.weights) for s in cfg.stages)
-
-    def weights_of(name: str) -> np.ndarray:
-        rows = [np.pad(getattr(s, name), (0, most - len(s.weights))) for s in cfg.stages]
-        return np.array(rows)[stage]
-
-    first = weights_of("weights")
-    done_in_stage = (in_stage / lengths[stage])[:, None]
-    weights = first + (weights_of("weights_end") - first) * done_in_stage
+    ends = [
+        np.pad([s.weights, s.weights_end], [(0, 0), (0, most - len(s.weights))]) for s in cfg.stages
+    ]
+    first, last = np.stack(ends, axis=1)[:, stage]
+    weights = first + (last - first) * (in_stage / lengths[stage])[:, None]
 
     freqs, scales = (np.stack(x)[stage] for x in zip(*yarn(cfg), strict=True))
     hyper = Hyper(
@@ -1462,13 +1312,12 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each stage (frequencies float32 [2, h/4], attention scales [2]), of half-wide and of
-    whole heads.
+    """For each stage (frequencies float32 [2, h/4], attention scales [2]): of half-wide heads, with
+    the short window, and of whole ones, with the long one.
 
-    YaRN (Peng et al. 2023): when the window grows (the short one for half-wide heads, the long one
-    for whole ones), dimensions that turn less than once within the old one slow down in proportion,
-    those that turn 32 times keep their frequency, and those between are interpolated. Attention
-    over more keys also gets sharper.
+    YaRN (Peng et al. 2023): when a window grows, dimensions that turn less than once within the old
+    one slow down in proportion, those that turn 32 times keep their frequency, and those between
+    are interpolated. Attention over more keys also gets sharper.
     """
     # Every step is rounded to float32, as in the original.
     start = (1 / cfg.rope_base) ** np.linspace(0, 1, cfg.head_width // 4, dtype=np.float32)
@@ -1489,11 +1338,9 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average).
 
     The first rate of each is 1: there the average starts as the weight. `ema` and `blend` cover the
-    last cfg.tail steps, `average` and `planes` the last cfg.tail_average.
-
-    Head and embedding change only at Adam steps, so their `ema` is updated only there, with the
-    rate of an update for each step until the next. It starts one step before the record's, from
-    the same weights.
+    last cfg.tail steps, `average` and `planes` the last cfg.tail_average. Head and embedding change
+    only at Adam steps, so their `ema` is updated only there, with the rate of an update for each
+    step until the next; it starts a step before the record's, from the same weights.
     """
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     long = left < cfg.tail
@@ -1502,10 +1349,9 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     r_ema = 2 / (cfg.tail + 1)
     r_blend = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
     r_average = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
-    until_next = np.minimum(cfg.adam_every, left + 1)
     ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
     columns = (
-        ema * (1 - (1 - r_ema) ** until_next),
+        ema * (1 - (1 - r_ema) ** np.minimum(cfg.adam_every, left + 1)),
         (short & every) * r_average,
         (short & (tables > 0)) * r_average,
         (long & (every | (left == 1))) * r_blend,
@@ -1539,10 +1385,8 @@ ANVIL_MAPS = (
 
 def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
     """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
-
-    The update is the blend of both, with Nesterov's look-ahead: a share of the gradient itself.
-    The averages start at zero, which nothing corrects: orthogonalize ignores an update's length.
-    """
+    The update blends both, and the gradient itself (Nesterov). The averages start at zero, which
+    nothing corrects: orthogonalize ignores an update's length."""
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
     slow = slow + slow_rate * (grad - slow)
     blend = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
@@ -1550,10 +1394,8 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
 
 
 def orthogonalize(x, dtype):
-    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`.
-
-    It drives all singular values towards 1 by matmuls, of the Gram matrix on the shorter side.
-    """
+    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`:
+    matmuls, of the Gram matrix on the shorter side, drive all singular values towards 1."""
     x = x.astype(dtype)
     size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
     x = (x / (size * 1.05 + 1e-6)).astype(dtype)
@@ -1570,11 +1412,9 @@ def orthogonalize(x, dtype):
 
 
 def equalize(update, square, rate):
-    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025).
-
-    Neurons are the rows of tall and square matrices, else the columns. Bank [l, rows, cols] and the
-    running mean square of neurons [l, n] -> (update, mean square); a matrix keeps its norm.
-    """
+    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025):
+    the rows of tall and square matrices, else the columns. Bank [l, rows, cols] and the running
+    mean square of neurons [l, n] -> (update, mean square); a matrix keeps its norm."""
     along = 2 if update.shape[1] >= update.shape[2] else 1
     power = jnp.mean(jnp.square(update), axis=along)
     square = square + rate * (power - square)
@@ -1589,9 +1429,8 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
 
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL takes that of two_rails and equalizes it.
-    Bank, gradient and its averages are [l, rows, cols], `square` [l, neurons]: this device's
-    matrices. Weights decay only where the slow average shrinks them or is zero (cautious, after
-    Liang et al. 2024; record 43), by lr * scale * lr * decay; so does what narrow heads never read.
+    Banks are [l, rows, cols], `square` [l, neurons]: this device's matrices. Weights decay only
+    where the slow average shrinks them or is zero (cautious, after Liang et al. 2024; record 43).
     """
     param, fast, slow, square = old
     update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
@@ -1646,14 +1485,12 @@ def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> AdamRates:
 
 
 def apply_updates(cfg: Config, state, grads, hyper: Hyper):
-    """The state after an update of the parameters in `grads`, of this device's shard.
+    """The state after an update of the parameters in `grads`: this device's shard of the gradients,
+    summed over devices and the steps since the last update.
 
-    `grads` has this shard of the gradients, summed over devices and the steps since the last
-    update. While tied, the head's gradient contains that of the embedding, which has none of its
-    own: it is a copy of the head, and so are its moments (records 51, 53).
-
-    Every update reads and writes the averages, with rate 0 where they do not change, so that no
-    step needs a program of its own.
+    While tied, the head's gradient contains that of the embedding, which has none of its own: it is
+    a copy of the head, and so are its moments (records 51, 53). Every update writes the averages,
+    with rate 0 where they do not change, so that no step needs a program of its own.
     """
     new = {kind: dict(entries) for kind, entries in state.items()}
     for name, row in param_table(cfg).items():  # in this order: the head stands before its copy
@@ -1680,8 +1517,8 @@ def finish_step(cfg: Config, state):
     """(the state with the weights to validate, their compute copies), after the last step.
 
     Weights move towards their averages, in the order of Param.averages: an average of the last ones
-    is less noisy than any of them (0.020 of loss in record 92), and shorter, too. But logits and
-    sums in the stream count on the length, so weights are rescaled to the norm they had.
+    is less noisy than any of them, and shorter, too. But logits and sums in the stream count on the
+    length, so weights are rescaled to the norm they had.
     """
 
     def norm(x):
@@ -1714,10 +1551,8 @@ def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
 
     Bigrams have the first half of the table, trigrams the second (records 62, 92); the last row of
-    a half is for no history. Products wrap around in int32. Borders of documents do not matter.
-
-    Bug-compatible: the original puts the index of the row for no history over the first token of a
-    row before it hashes the second, so the second is hashed with that index.
+    a half is for no history. Products wrap around in int32. Bug-compatible: the original puts the
+    index of that row over the first token before it hashes the second.
     """
     x_bt = x_bt.astype(np.int32)
     x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
@@ -1735,11 +1570,9 @@ ROW_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the
 
 
 def table_rows(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Which rows of the array hold the rows `ids` of the n-gram table, int64.
-
-    A multiplication spreads them (Knuth 1973), so that all owners are asked for as many. Hashes of
-    text are not even: products of small ids do not wrap. Row 0 is that of trigrams without history.
-    """
+    """Which rows of the array hold the rows `ids` of the n-gram table, int64. A multiplication
+    spreads them (Knuth 1973), so that all owners get as many requests: hashes of text are not even,
+    for products of small ids do not wrap. Row 0 is that of trigrams without history."""
     return (rows - 1 - ids.astype(np.int64)) * ROW_FACTOR % rows
 
 
@@ -1747,8 +1580,8 @@ def capacity(batch_tokens: int, devices: int) -> int:
     """How many rows of the n-gram table a device can fetch from another for its part of a batch.
 
     Every different n-gram is fetched once. Of the 2t n-grams of t tokens of English a share of up
-    to (1300 / t)^0.06 is different, which leaves 4 to 10 % to spare (measured: records/NOTES.md);
-    owners have equal shares of them but for chance: five standard deviations.
+    to (1300 / t)^0.06 is different (measured: records/NOTES.md); owners have equal shares of them,
+    up to chance: five standard deviations.
     """
     tokens = batch_tokens // devices
     mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
@@ -1759,9 +1592,8 @@ def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarra
     """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` (0: all) of the devices.
 
     Requests are the n-gram rows of a device's tokens, every different one once, by owner; slots are
-    where each token then finds its two. Owners have equal stretches of the table. An n-gram that
-    does not fit into the request to its owner gets slot 0, the row of trigrams without history,
-    which every batch requests; dropped_ngrams counts these.
+    where each token then finds its two. An n-gram that does not fit into the request to its owner
+    gets slot 0, the row of trigrams without history, which every batch requests.
     """
     mine = mine or devices
     size = capacity(hashed.size // mine * devices, devices)
@@ -1786,10 +1618,8 @@ def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarra
 
 def sign_ids(x_bt, rows: int):
     """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
-
-    N-grams that share a row of the table by chance rarely share their signs too: each is noise of
-    mean zero to the other (record 83). `rows` is a power of two; row 0 is for no history.
-    """
+    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
+    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
     x_bt = x_bt.astype(jnp.int32)
     x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
     t = jnp.arange(x_bt.shape[1])[None]
@@ -1817,24 +1647,22 @@ def exchange(x):
 
 def fetch(table_rd, requested_kc):
     """The rows of the n-gram table that this device has requested [devices * c, d]. `table_rd` is
-    its shard of the table, `requested_kc` what device k has requested of it, filled up with
-    len(table_rd): what exchange makes of the requests of all."""
+    its shard of the table, `requested_kc` what device k has requested of it (padding:
+    len(table_rd)), which it knows by an exchange of all requests."""
     rows_kcd = table_rd.at[requested_kc].get(mode="clip")
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
 
 def dropped_ngrams(slots_bit):
-    """How many of a device's n-grams had no room in its requests (see `request`): they have slot 0,
-    as the trigrams of a row's first two tokens do, which have no history."""
+    """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
+    trigrams of a row's first two tokens do, which have no history."""
     return jnp.sum(slots_bit == 0, dtype=jnp.float32) - slots_bit[:, 1, :2].size
 
 
 def sum_requests(parts, size: int, add_rows: Callable):
     """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
-
-    `parts` has for each step since the last update the rows that were requested [devices, c] and
-    their gradients [devices, c, d]. Sorting brings equal ids together, add_rows sums them.
-    """
+    `parts` has for each step since the last update the requested rows [devices, c] and their
+    gradients [devices, c, d]. Sorting brings equal ids together, add_rows sums them."""
     ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
     grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
     numbers = jnp.arange(len(ids))
@@ -1850,12 +1678,9 @@ def adam_rows(table, square, rows, rates: AdamRates):
 
     Adam without a mean and with one second moment for each row (record 92; both moments of all
     numbers would take 520 GB). `rows` are (ids int32 [r], summed gradients [r, d]) within this
-    device's shard, no id twice; ids from len(table) on only fill up. Rows that nobody read stay as
-    they are, but their mean squares decay. The table has no float32 master; new rows are rounded to
-    nearest.
-
-    A change is added and not put in place, since a v6e's SparseCores can only add. The difference
-    of two rows is exact unless they are far apart.
+    device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
+    but their mean squares decay. The table has no float32 master. A change is added, not put in
+    place: a v6e's SparseCores can only add.
     """
     ids, grad = rows
     lr, decay, count, (_, b2), eps = rates
@@ -1909,9 +1734,7 @@ def gather_banks(cfg: Config, copies, after):
     starts with `after`, with which the computation begins. MLPs are gathered in parts of one matrix
     of each device: the first need not wait for all. A whole bank is a list of matrices, made by
     lax.split, whose transpose joins gradients: those of slices XLA pads to the whole bank and adds.
-
-    Tables have nothing to hide behind: lookups begin a step and their gradients end it. So it is
-    the update of a table, not in every step, that reduces its gradient and gathers its copy.
+    (Tables have nothing to hide behind: see update_step.)
     """
     sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
     after, sharded = lax.optimization_barrier((after, sharded))
@@ -1928,16 +1751,12 @@ def gather_banks(cfg: Config, copies, after):
     return after, copies | banks, lambda grads: reduce({name: grads[name] for name in banks})[0]
 
 
-def micro_rows(cfg: Config, rows: int, t: int) -> list[int]:
-    """The numbers of a device's `rows` that fit cfg.micro_tokens at a time, the largest first."""
-    return [k for k in range(rows, 0, -1) if rows % k == 0 and k * t <= cfg.micro_tokens] or [1]
-
-
 def micro_batches(cfg: Config, rows: "Rows"):
-    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
-    count, length = rows.tokens.shape
-    together = micro_rows(cfg, count, length - 1)[0]
-    return jax.tree.map(lambda x: x.reshape(count // together, together, *x.shape[1:]), rows)
+    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]: as few as fit."""
+    b, t = rows.tokens[:, 1:].shape
+    fits = (k for k in range(b, 0, -1) if b % k == 0 and k * t <= cfg.micro_tokens)
+    together = next(fits, 1)
+    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
 
 
 def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: "Batch"):
@@ -1946,9 +1765,9 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
 
     `kind` is one of grads_kinds, `table` this device's shard of the n-gram table. Gradients of
     n-grams go to the rows' owners, beside their requests: a pair, see sum_requests. The model's
-    gradient is that of the rows that tokens look up; add_rows adds them to a table's. Micro-batches
-    are summed in float32. As in the original, it is the gradient of the summed loss of a row,
-    averaged over rows: it grows with their length, while the moments remember the old size.
+    gradient is that of the rows that tokens look up; add_rows adds them to a table's. As in the
+    original, the summed loss of a row is averaged over rows: so the gradient grows with their
+    length, while the moments remember the old size.
     """
     at, count = kind
     stage = cfg.stages[at]
@@ -2025,11 +1844,8 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
 
 
 def reduce_scatter(x):
-    """This device's rows of the sum over devices of x [rows, d].
-
-    In parts of up to 13 MB a device, with a multiple of 32 rows: those a v6e's SparseCores take, so
-    that they cross beside other work.
-    """
+    """This device's rows of the sum over devices of x [rows, d], in parts of up to 13 MB a device
+    and a multiple of 32 rows: those a v6e's SparseCores send beside other work."""
     rows = len(x) // lax.axis_size(AXIS)
     size = x[0].size * x.dtype.itemsize
     fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
@@ -2038,13 +1854,12 @@ def reduce_scatter(x):
 
 
 def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
-    """(state, compute copies of what changed, norm of the gradient) after an update of `due`.
+    """(state, compute copies of what changed, norm of the gradient) after an update of `due`: name
+    -> this device's gradients of the steps since the last update, a tuple.
 
-    due: name -> this device's gradients of the steps since the last update, a tuple. Each device
-    receives its shard of their sum (reduce-scatter), updates it, and all gather the results,
-    already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in the
-    original: half the bytes, and in bfloat16 partial sums that every device rounds. In adam_tied
-    the head's gradient is the sum of its own and the embedding's.
+    Each device receives its shard of their sum (reduce-scatter), updates it, and all gather the
+    results, already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in
+    the original. In adam_tied the head's gradient is the sum of its own and the embedding's.
     """
     due = dict(due)
     if update == "adam_tied":
@@ -2082,104 +1897,11 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
         found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
         segments = segment_ids(tokens, cfg.bos)
         model = Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
-        x_btd = forward(model, found)
-        return loss_sums(model, x_btd, params["head"], rows.aims, jnp.ones(1))[1]
+        head_vd = params["head"][: cfg.vocab]  # without its padding
+        return loss_sums(model, forward(model, found), head_vd, rows.aims, jnp.ones(1))[1]
 
     total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
     return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
-
-
-# ------------------------------------------------------------------------------------------------
-# Programs: all that the devices run, described by shapes alone
-# ------------------------------------------------------------------------------------------------
-
-
-class Program(NamedTuple):
-    """A step before it is compiled."""
-
-    step: Callable
-    args: tuple  # shapes, dtypes and shardings of its arguments
-    out: tuple  # how its results lie on the mesh
-    donates: tuple = ()  # numbers of the arguments whose memory its results may take
-
-
-def updates(cfg: Config) -> dict[str, int]:
-    """Name of each update -> steps whose gradients it sums. They wait for it side by side, on the
-    device that made them: a sum would be read and written in every step."""
-    names = dict.fromkeys(name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:])
-    names = sorted(names, key=lambda name: name.startswith("tables"))
-    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
-    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in names}
-
-
-def updated(cfg: Config, update: str) -> list[str]:
-    """The parameters that the program `update` changes."""
-    by = re.match("[a-z]+", update)[0]
-    return [name for name, row in param_table(cfg).items() if row.updated_by == by]
-
-
-def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: banks are sharded, all others
-    whole on each device."""
-    params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
-    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
-    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
-
-
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the
-    end, validation.
-
-    Each device keeps the gradients of its own rows until an update takes them. All of them are one
-    array, [devices * n, ...] for a parameter [n, ...]; but gradients of banks are shards already.
-    """
-
-    def specs(tree):
-        return jax.tree.map(lambda x: x.sharding.spec, tree)
-
-    def batch(count, t, candidates=0):
-        def each(dtype, *shape):
-            return abstract(mesh, (count, *shape), dtype, AXIS)
-
-        aims = Aims(each(jnp.int32, candidates), each(jnp.int32, t), each(jnp.int32, t))
-        rows = Rows(each(jnp.uint16, t + 1), each(jnp.uint16, t), each(jnp.int32, 2, t), aims)
-        requests = mesh.size, mesh.size, capacity(count * t, mesh.size)
-        return Batch(rows, abstract(mesh, requests, jnp.int32, AXIS), hyper)
-
-    def grads(name):
-        if name == NGRAMS:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(cfg.most_tokens, mesh.size)
-            ids = abstract(mesh, shape, jnp.int32, AXIS)
-            return ids, abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)
-        x = copies[name]
-        each = 1 if name in updated(cfg, "anvil") else mesh.size
-        return abstract(mesh, (each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
-
-    state = abstract_state(cfg, mesh)
-    copies = abstract_copies(cfg, mesh)
-    model = copies, state["params"][NGRAMS]
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
-    all_programs = {}
-    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
-        stage = cfg.stages[at]
-        step = functools.partial(grads_step, cfg, kernels, (at, candidates))
-        args = *model, batch(stage.rows, stage.row_tokens, candidates)
-        all_programs[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
-    for update, steps in updates(cfg).items():
-        due = {name: (grads(name),) * steps for name in updated(cfg, update)}
-        changed = specs({name: copies[name] for name in due if name != NGRAMS})
-        step = functools.partial(update_step, cfg, kernels, update)
-        out = specs(state), changed, P()
-        all_programs[update] = Program(step, (state, due, hyper), out, donates=(0,))
-    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
-    finish = functools.partial(finish_step, cfg)
-    all_programs["finish"] = Program(finish, (state,), out, donates=(0,))
-    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    evaluate = functools.partial(eval_step, cfg, kernels)
-    all_programs["eval"] = Program(evaluate, args, (P(), P()))
-    return all_programs
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2194,17 +1916,14 @@ HEADER_BYTES = 1024
 def open_shard(path) -> np.memmap:
     """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
     try:
-        size = Path(path).stat().st_size
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
-    except OSError as error:
-        cure = "make it readable, or download or tokenize it again"
-        raise UserError(f"{path}: cannot be read ({error.strerror}): {cure}") from None
-    magic, version, count = (header + [0, 0, 0])[:3]
-    promised = HEADER_BYTES + 2 * count
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION) or count <= 0 or size != promised:
-        is_not = f"no whole token shard: {size} bytes, and its header says {count} tokens"
-        raise UserError(f"{path} is {is_not}: delete it and download or tokenize it again")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+        tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+        if header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
+            raise ValueError(f"{len(tokens)} tokens follow a header {header}")
+    except (OSError, ValueError) as error:
+        no = f"{path} is no whole token shard ({error})"
+        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
+    return tokens
 
 
 class TokenStream:
@@ -2214,8 +1933,7 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, split: str, bos: int):
-        names = re.compile(rf".*_{split}_\d+\.bin")
-        self.paths = sorted(path for path in folder.glob("*.bin") if names.fullmatch(path.name))
+        self.paths = sorted(folder.glob(f"*_{split}_[0-9]*.bin"))
         if not self.paths:
             raise UserError(
                 f"no {split} shards (*_{split}_*.bin) in {folder}: get some with "
@@ -2224,10 +1942,14 @@ class TokenStream:
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])
-        self.documents = functools.lru_cache(maxsize=2)(self._documents)
+        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
 
     def __len__(self) -> int:
         return int(self.ends[-1])
+
+    def find_documents(self, number: int) -> np.ndarray:
+        """Where documents begin in shard `number`."""
+        return np.flatnonzero(self.shards[number] == self.bos)
 
     def shard_at(self, cursor: int) -> tuple[int, int]:
         """(number of the shard that holds `cursor`, its first position)."""
@@ -2249,16 +1971,12 @@ class TokenStream:
             count -= len(parts[-1])
         return np.concatenate(parts)
 
-    def _documents(self, number: int) -> np.ndarray:
-        """Where documents begin in shard `number`; `documents` keeps those of two shards."""
-        return np.flatnonzero(self.shards[number] == self.bos)
-
 
 def plan_plain(cursor: int, rows: int, t: int):
     """What plan_packed gives, of rows that follow each other in the stream, wherever documents
     begin: neighbours share one token, none is left out."""
-    starts = [cursor + row * t for row in range(rows)]
-    return [(row, at, at + t + 1) for row, at in enumerate(starts)], cursor + rows * t
+    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
+    return pieces, cursor + rows * t
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
@@ -2266,8 +1984,8 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
 
     A piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the
     row is full; the rest of a cut document is passed over. Rows of t tokens are filled in order,
-    with t+1 each (t inputs and the last target). A shard with too few documents left for a whole
-    batch is left for the next one. This is the original's order on its eight devices.
+    with t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
+    shard, the next one begins. This is the original's order on its eight devices.
     """
     while True:
         number, base = stream.shard_at(cursor)
@@ -2313,7 +2031,7 @@ def next_rows(stream: TokenStream, cursor: int, stage: Stage, here: range | None
 
 
 # ------------------------------------------------------------------------------------------------
-# Vocabulary: what ids have to do with each other, from the bytes that they stand for
+# Vocabulary: prefixes and normal forms of ids, and the few ids that a row's softmax runs over
 # ------------------------------------------------------------------------------------------------
 
 
@@ -2328,11 +2046,8 @@ MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merge
 
 
 def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
-    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88).
-
-    In sorted order a word comes after all its prefixes, with only words between that share them:
-    so the prefixes that are still open form a stack.
-    """
+    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88). In sorted
+    order only words that share a prefix stand between it and a word: open ones form a stack."""
     table = np.full(vocab, -1, np.int32)
     opened = []
     for i in sorted(range(len(words)), key=words.__getitem__):
@@ -2356,11 +2071,9 @@ def normal_form(word: bytes) -> str:
 
 
 def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
-    """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375).
-
-    " The", "the" and "THE" then share their n-grams, and the table has fewer collisions: of 50,257
-    ids 32,980 are left. Ids without a form keep themselves.
-    """
+    """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375), or
+    itself. " The", "the" and "THE" then share their n-grams, and fewer collide: 32,980 of 50,257
+    ids are left."""
     table = np.arange(vocab).astype(np.uint16)
     first = {}
     for i, form in enumerate(map(normal_form, words)):
@@ -2372,28 +2085,22 @@ def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
 def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
     merges in `folder`. UserError if they cannot be had."""
-    if cfg.encoding == "gpt2":
-        try:
+    words = [bytes([i]) for i in range(256)]
+    try:
+        if cfg.encoding == "gpt2":
+            cure = "install tiktoken, and connect to the network once or set TIKTOKEN_CACHE_DIR"
             import tiktoken
 
             gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-        except ImportError as error:
-            raise UserError(f"{error}: pip install -r requirements.txt") from None
-        except Exception as error:
-            raise UserError(
-                f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
-                "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-            ) from None
-        return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)][: cfg.bos]
-    words = [bytes([i]) for i in range(256)]
-    if cfg.encoding == "bpe":
-        path = folder / MERGES
-        try:
-            words += map(bytes.fromhex, json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} cannot be used ({error}): make the data again") from None
-        if len({*words, b""}) <= len(words) or len(words) < cfg.bos:
-            raise UserError(f"{path} is not of these shards: make the data again")
+            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+        elif cfg.encoding == "bpe":
+            cure = f"make the data in {folder} again"
+            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
+            if len({*words, b""}) <= len(words) or len(words) < cfg.bos:
+                raise ValueError(f"{MERGES} is not of these shards")
+    except Exception as error:  # of tiktoken, of the network, of a damaged file
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
     return words[: cfg.bos]
 
 
@@ -2403,19 +2110,15 @@ def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
     return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(plain, cfg.vocab))
 
 
-# ------------------------------------------------------------------------------------------------
-# Candidates: the few ids that a training row's softmax runs over
-# ------------------------------------------------------------------------------------------------
-
 STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
 
 
 def candidates(targets_t, offset: int, count: int, vocab: int):
-    """(`count` ids, ascending; next offset): all targets of a row, filled up with other ids.
+    """(`count` ids, ascending; next offset): all targets of a row, filled up with the next ids of a
+    walk through all of them in steps of STRIDE.
 
     Sampled softmax (record 92): most ids are no target of a row, but cost as much as those that
-    are. Such losses are too low: they jump when the last stages take the whole vocabulary. The
-    other ids are the next ones of a walk through all of them in steps of STRIDE.
+    are. Such losses are too low: they jump when the last stages take the whole vocabulary.
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets_t] = True
@@ -2467,14 +2170,12 @@ class LoaderState(NamedTuple):
     """Where a run stands in its data; a checkpoint holds one."""
 
     cursor: int  # in the stream
-    offsets: tuple[int, ...]  # in the walk, of each row of a batch that this process has
+    offsets: tuple[int, ...]  # in the walk of `candidates`, of each row that this process has
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
-    """The state at the start, or at `cursor` with these `offsets` of all rows of a checkpoint.
-
-    Walks begin evenly apart; if the number of rows has changed, again from where the first one was.
-    """
+    """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
+    begin evenly apart; if the number of rows has changed, again from where the first one was."""
     if len(offsets) != cfg.rows:
         first = offsets[0] if offsets else 0
         offsets = [(first + cfg.vocab * r // cfg.rows) % cfg.vocab for r in range(cfg.rows)]
@@ -2511,25 +2212,14 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
-def put_hyper(cfg: Config, step: int, mesh: Mesh) -> Hyper:
-    """The Hyper of `step`, whole on every device."""
-    return jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
-
-
-def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
-):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
-    process plans the whole batch, from where documents begin, and reads its own rows."""
-    stage = stage_at(cfg, step)
-    count = schedule(cfg).candidates[step]
-    tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
-    each = zip(tokens, state.offsets, strict=True)
-    aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
-    aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
+def put_batch(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims, step: int) -> Batch:
+    """A Batch of this process's rows uint16 [b, t+1], as `step` has it, on the devices."""
     hashed = known.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    return Rows(tokens, hashed, slots, aims), requests, LoaderState(cursor, offsets)
+    rows = Rows(tokens, hashed, slots, aims)
+    rows, requests = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+    return Batch(rows, requests, hyper)
 
 
 def train_batches(
@@ -2537,23 +2227,19 @@ def train_batches(
 ):
     """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run.
 
-    The tables of the vocabulary are made here, so inside the clock.
+    Every process plans the whole batch, from where documents begin, and reads its own rows. The
+    tables of the vocabulary are made here, so inside the clock.
     """
     known = vocabulary(cfg, words)
     for now in range(step, cfg.steps):
-        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
-        arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
-        yield Batch(*arrays, put_hyper(cfg, now, mesh)), state
-
-
-def val_batch(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, counts, hyper: Hyper) -> Batch:
-    """The Batch of this process's validation rows uint16 [b, t+1], some of which may not count."""
-    hashed = known.hashed_v[tokens[:, :-1]]
-    targets = np.where(np.reshape(counts, (-1, 1)), tokens[:, 1:].astype(np.int32), -1)
-    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-    arrays = Rows(tokens, hashed, slots, aims), requests
-    return Batch(*jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays), hyper)
+        stage = stage_at(cfg, now)
+        count = schedule(cfg).candidates[now]
+        tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
+        each = zip(tokens, state.offsets, strict=True)
+        aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
+        aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
+        state = LoaderState(cursor, offsets)
+        yield put_batch(cfg, mesh, known, tokens, aims, now), state
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
@@ -2614,44 +2300,20 @@ class Clock:
         return self.total + (1000 * (time.perf_counter() - self.since) if counting else 0.0)
 
 
-def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state, born in its shards."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-    return jax.jit(functools.partial(init_state, cfg, mesh.size), out_shardings=shardings)
-
-
-def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
-
-    def copies(params, seed):
-        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
-
-    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(copies, out_shardings=shardings)
-
-
-def warm_up(compiled: dict):
-    """Run every program once on zeros, so that first-call costs are outside the clock."""
-    for program in compiled.values():
-        args = program.args_info[0]
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), args)
-        zeros = jax.jit(zeros, out_shardings=program.input_shardings[0])()
-        jax.block_until_ready(program(*zeros))
-
-
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
     """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
     dropped n-grams); `loss` is the program for that, with the model."""
-    hyper = put_hyper(cfg, max(step - 1, 0), mesh)
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
     pieces, _ = plan_plain(0, rows, cfg.val_row)
     results = []
     for first in range(0, rows, of_batch):
         here = [first + row for row in own_rows(mesh, of_batch)]
-        counts = np.array(here) < rows  # other rows only fill up the last batch
+        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
         tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
-        results.append(loss(val_batch(cfg, mesh, known, tokens, counts, hyper)))
+        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
+        aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
+        results.append(loss(put_batch(cfg, mesh, known, tokens, aims, max(step - 1, 0))))
     total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
 
@@ -3086,6 +2748,145 @@ COMPILER_OPTIONS = {
 }
 
 
+BLOCK = 256  # tokens that kernels take at a time
+
+
+def for_devices(cfg: Config, devices: int) -> Config:
+    """The config with which so many devices train: the rows divide evenly over its `devices`.
+
+    Of no more devices than rows, it uses the largest number that divides the rows; batches stay the
+    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
+    it uses the next smaller number of devices with which it can.
+    """
+
+    def fits(n: int) -> bool:
+        if n <= cfg.rows:
+            return cfg.rows % n == 0
+        each = [(s.batch_tokens // n, s) for s in cfg.stages]
+        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
+        return whole and all(t >= len(s.weights) for t, s in each)
+
+    used = next(n for n in range(devices, 0, -1) if fits(n))
+    if used > cfg.rows:
+        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
+        cfg = dataclasses.replace(cfg, stages=tuple(stages))
+    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
+    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
+
+
+def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
+    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def abstract_state(cfg: Config, mesh: Mesh):
+    """Shapes, dtypes and shardings of the training state on `mesh`."""
+
+    def leaf(shape, dtype, row):
+        axes = (AXIS,) if row.sharded else ()
+        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
+
+    return map_state(cfg, leaf)
+
+
+class Program(NamedTuple):
+    """A step before it is compiled."""
+
+    step: Callable
+    args: tuple  # shapes, dtypes and shardings of its arguments
+    out: tuple  # how its results lie on the mesh
+    donates: tuple = ()  # numbers of the arguments whose memory its results may take
+
+
+def updates(cfg: Config) -> dict[str, int]:
+    """Name of each update -> steps whose gradients it sums. They wait for it side by side, on the
+    device that made them: a sum would be read and written in every step."""
+    names = dict.fromkeys(name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:])
+    names = sorted(names, key=lambda name: name.startswith("tables"))
+    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
+    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in names}
+
+
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """Shapes, dtypes and shardings of the compute copies and signs: banks are sharded, all others
+    whole on each device."""
+    params = abstract_state(cfg, mesh)["params"]
+    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
+    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
+    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
+
+
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
+    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the
+    end, validation.
+
+    Each device keeps the gradients of its own rows until an update takes them. All of them are one
+    array, [devices * n, ...] for a parameter [n, ...]; but gradients of banks are shards already.
+    """
+
+    def specs(tree):
+        return jax.tree.map(lambda x: x.sharding.spec, tree)
+
+    def batch(count, t, candidates=0):
+        def each(dtype, *shape):
+            return abstract(mesh, (count, *shape), dtype, AXIS)
+
+        aims = Aims(each(jnp.int32, candidates), each(jnp.int32, t), each(jnp.int32, t))
+        rows = Rows(each(jnp.uint16, t + 1), each(jnp.uint16, t), each(jnp.int32, 2, t), aims)
+        requests = mesh.size, mesh.size, capacity(count * t, mesh.size)
+        return Batch(rows, abstract(mesh, requests, jnp.int32, AXIS), hyper)
+
+    def grads(name):
+        if name == NGRAMS:  # the rows that were fetched of it
+            shape = mesh.size**2, capacity(cfg.most_tokens, mesh.size)
+            ids = abstract(mesh, shape, jnp.int32, AXIS)
+            return ids, abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)
+        x = copies[name]
+        each = 1 if name in updated(cfg, "anvil") else mesh.size
+        return abstract(mesh, (each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
+
+    state = abstract_state(cfg, mesh)
+    copies = abstract_copies(cfg, mesh)
+    model = copies, state["params"][NGRAMS]
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+    all_programs = {}
+    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
+        stage = cfg.stages[at]
+        step = functools.partial(grads_step, cfg, kernels, (at, candidates))
+        args = *model, batch(stage.rows, stage.row_tokens, candidates)
+        all_programs[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
+    for update, steps in updates(cfg).items():
+        due = {name: (grads(name),) * steps for name in updated(cfg, update)}
+        changed = specs({name: copies[name] for name in due if name != NGRAMS})
+        step = functools.partial(update_step, cfg, kernels, update)
+        out = specs(state), changed, P()
+        all_programs[update] = Program(step, (state, due, hyper), out, donates=(0,))
+    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
+    finish = functools.partial(finish_step, cfg)
+    all_programs["finish"] = Program(finish, (state,), out, donates=(0,))
+    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
+    evaluate = functools.partial(eval_step, cfg, kernels)
+    all_programs["eval"] = Program(evaluate, args, (P(), P()))
+    return all_programs
+
+
+def start_state(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function seed -> training state, born in its shards."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    return jax.jit(functools.partial(init_state, cfg, mesh.size), out_shardings=shardings)
+
+
+def start_copies(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
+
+    def copies(params, seed):
+        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
+
+    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
+    return jax.jit(copies, out_shardings=shardings)
+
+
 def lower(program: Program, mesh: Mesh):
     """A program lowered for the devices of `mesh`, which need not be there."""
     specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
@@ -3194,7 +2995,8 @@ def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
         return [{}]
     stage = cfg.stages[grads_kinds(cfg)[int(name.removeprefix("grads"))][0]]
     count, t = stage.rows // mesh.size, stage.row_tokens
-    ways = [{"micro_tokens": k * t, "recompute": True} for k in micro_rows(cfg, count, t)]
+    fit = [k for k in range(count, 0, -1) if count % k == 0 and k * t <= cfg.micro_tokens] or [1]
+    ways = [{"micro_tokens": k * t, "recompute": True} for k in fit]
     return [{}, *(ways[1:] if cfg.recompute else ways)]
 
 
@@ -3251,6 +3053,15 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     changed = {name: way for name, way in changed.items() if way}
     wait_for_all("compiled")
     return compiled, {"compile_seconds": seconds, "settings": changed}
+
+
+def warm_up(compiled: dict):
+    """Run every program once on zeros, so that first-call costs are outside the clock."""
+    for program in compiled.values():
+        args = program.args_info[0]
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), args)
+        zeros = jax.jit(zeros, out_shardings=program.input_shardings[0])()
+        jax.block_until_ready(program(*zeros))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -4099,7 +3910,8 @@ def show(cfg: Config) -> str:
         cells += "/".join(map(str, s.windows)), lr, scales
         tokens = f"{(end - first) * s.batch_tokens / 1e6:.1f}"
         lines.append(form(*cells, tokens, f"{s.weights} {s.weights_end} {s.prefix} {s.candidates}"))
-    lines.append(f"learning rate falls from step {int((1 - cfg.cooldown) * cfg.scheduled)} on")
+    flat = int((1 - cfg.cooldown) * (cfg.steps - cfg.extension))
+    lines.append(f"learning rate falls from step {flat} on")
     tied = schedule(cfg).tied.sum()
     lines.append(f"head and embedding tied up to step {tied - 1}" if tied else "never tied")
     total = f"{cfg.total_tokens:,} tokens, {total_flops(cfg):.3e} model FLOPs"
