@@ -22,24 +22,27 @@ from the top. A step in the file's own names (the loop itself is at the end of P
 
 Words that are used throughout:
     bank        equal-shaped matrices, stacked: [l, rows, cols]
-    copies      of the parameters for computing: in bfloat16, and whole on every device but banks
-    candidates  the ids that a row's softmax runs over: all its targets and some others
-    aims        the targets of a batch, and which candidates they are
+    row         of a batch: one sequence; of a table: the vector of one id or n-gram
+    stream      in the model: the sum that layers add to; in the data: all tokens of the shards
+    copies      the parameters to compute with: large ones in bfloat16, all whole except banks
+    candidates  the ids that the softmax of a row runs over: all its targets and some others
+    aims        the targets of a batch, as positions among the candidates
     prefix      the longest other token that a token begins with
     window      how many tokens before itself a token sees; paired heads: see pair_heads
-    gate        a number of each token that scales something; gate_slices says which is whose
-    value table rows of tokens that are added to v in some layers
+    gate        a factor that each token computes for what is added to it: token_gates
+    value table a row for each id, added to attention's v in some layers
     n-gram      two or three neighbouring ids, hashed to a row of the n-gram table
-    source      the layer whose output all later attentions read
+    source      the layer whose output all later attentions read; `sources`: what blend adds
+    ANVIL       the optimizer of the matrices (`anvil`)
     stage       a stretch of the run with one shape of batch
     Hyper       the numbers that change from step to step
     waiting     gradients of the steps since the last update of their parameters
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
-d model width, n heads, h head width, f MLP width, v vocabulary, p columns of a projection, g gates
-of a token or their inputs, k targets of a token, r tokens of a batch in one line, c tokens of a
-chunk or block; in the optimizers l matrices of a bank, r and c their rows and columns. Batches,
-rows, windows and document lengths are all counted in tokens.
+d model width, n heads, h head (or hidden) width, f MLP width, v vocabulary (or v width), p columns
+of a projection or candidates, g gate inputs or groups of features, k targets, sources or devices,
+i bigram or trigram, r tokens of a batch in one line, c tokens of a chunk; l matrices of a bank, r
+and c their rows and columns. Batches, rows, windows and documents are counted in tokens.
 
     PART I, the speedrun          all that decides the loss, in plain JAX
     PART II, around a run         refusals, data checks, compilation, checkpoints, log, signals,
@@ -91,7 +94,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE = Path(__file__).read_text()  # of this file, for the log; jax takes seconds to import
+SOURCE = Path(__file__).read_text()  # for the log; read first: while jax loads it may be edited
 
 import jax
 import jax.numpy as jnp
@@ -122,15 +125,12 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: what attends, what is added to the stream, how many MLPs follow.
-
-    "short" and "long" attention see that window of the stage, "paired" sees the short one in half
-    tokens (pair_heads). The last layer attends, has values, and takes in x0 and n-grams by weights
-    of each token (mudd_layer).
-    """
+    """One layer: its attention, what it adds to the stream, how many MLPs follow. "short" and
+    "long" attention have that window of the stage, "paired" reaches half as far as "short"
+    (pair_heads). The last layer must attend and have values; mudd_layer adds x0 and n-grams."""
 
     attends: str = ""  # short, long or paired; "": none
-    narrow: bool = False  # values and output too are half as wide as a head
+    narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
     values: bool = False  # a table of token values of its own, added to v by a gate
     xsa: bool = False  # the part of a head's output along its own v is taken out (record 82)
     gated: bool = False  # each head's output times a number from the gate MLP (record 85)
@@ -149,8 +149,8 @@ class Stage:
     doc_cap: int  # 0: rows are cut from the plain stream; else documents cut at this length
     windows: tuple[int, int]  # short and long: how many tokens before itself a token can see
     lr_factor: float = 1.0
-    # weights of the losses on the next token, the one after it, ...: when the stage begins, and
-    # where they have come to at its end
+    # weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
+    # from where they change linearly, and at its end
     weights: tuple[float, ...] = (1.0,)
     weights_end: tuple[float, ...] = (1.0,)
     # each entry of these two holds for an equal part of the stage
@@ -167,9 +167,9 @@ class Stage:
 class Config:
     """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields.
 
-    The defaults are record 92, except that its n-gram table is twice as long and that it hashes raw
-    ids (ngram_rows=84602880, ngram_ids=raw). With normalised ids (pull request 375) two thirds of
-    the bigrams' half of such a table would never be read.
+    The defaults are record 92 with half of its n-gram table, and with normalised ids in the hashes
+    (pull request 375), which never read two thirds of the bigrams' half of the whole table. The
+    record's own: ngram_rows=84602880, ngram_ids=raw.
     """
 
     preset: str = "speedrun"
@@ -219,7 +219,7 @@ class Config:
               (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
         Stage(426 / 1174, 393_216, 49_152, 3072, (640, 1408), 1.73,
               candidates=(14_336, 14_336, 24_576)),
-        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(20 / 24)),
+        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(327_680 / 393_216)),
         Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
     )
     # fmt: on
@@ -230,7 +230,7 @@ class Config:
     # optimizers; param_table has the factors of each parameter
     lr_anvil: float = 0.023
     decay_anvil: float = 2.25  # a step takes the share lr * lr * this of a weight
-    momentum: tuple[float, float] = (0.85, 0.93)  # look-ahead, and at first momentum: from, to
+    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Hyper.momentum, at first fast_beta too
     momentum_warmup: int = 240  # over this many steps
     momentum_cooldown: int = 50  # and back, over the last steps
     # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
@@ -279,7 +279,7 @@ class Config:
         return self.width // self.heads
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """The layers in which this field of Layer is set, as banks, tables and gates hold them."""
+        """The layers in which Layer.`what` is set: the order of banks, tables and gates."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
@@ -395,8 +395,8 @@ class Param:
     decay: float = 0.0  # a step takes lr * lr * decay of a weight, where it shrinks it
     betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
     scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, how far it goes to that at last)
-    rescaled: bool = False  # after that, to the norm it had before
+    averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, share of the way there at the end)
+    rescaled: bool = False  # after that the weights get back the norm they had
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
     tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
     dtype: str = "float32"  # of the master
@@ -412,20 +412,16 @@ def normal(std: float) -> Callable:
     return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
-def uniform(std: float, live: int) -> Callable:
-    """An initializer for a bank: uniform in its first `live` matrices, zero in the others."""
+def uniform(std: float, live: int, key, shape):
+    """The start of a bank: uniform in its first `live` matrices, zero in the others."""
     bound = math.sqrt(3) * std
-
-    def init(key, shape):
-        values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-        return jnp.where((np.arange(shape[0]) < live)[:, None, None], values, 0.0)
-
-    return init
+    values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+    return jnp.where((np.arange(shape[0]) < live)[:, None, None], values, 0.0)
 
 
 def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
-    """(the slots of the MLP bank that each layer uses, how many there are): slot i for the first
-    MLP of layer i, dead where it has none; those after all layers' for second ones."""
+    """(for each layer the slots of its MLPs in the MLP bank, number of slots). Slot i is the first
+    MLP of layer i, unused if it has none; the slots from cfg.depth on are second MLPs."""
     count = cfg.depth
     slots = []
     for i, layer in enumerate(cfg.layers):
@@ -436,11 +432,9 @@ def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
 
 @functools.cache
 def gate_slices(cfg: Config) -> tuple[dict, dict]:
-    """Which outputs of the two gate MLPs are whose: (kind of GATES, layer) -> slice.
-
-    The first serves the layers up to skip[0] and looks at the embedding, the second serves those
-    after it and looks at the stream as it leaves skip[0]. xsa and gated have an output a head.
-    """
+    """Which outputs of the two gate MLPs are whose: for each MLP (kind of GATES, layer) -> slice.
+    The first serves the layers up to skip[0] and reads the embedding, the second serves those after
+    it and reads the stream as it leaves skip[0]. xsa and gated have one output for each head."""
     halves = []
     for layers in (range(cfg.skip[0] + 1), range(cfg.skip[0] + 1, cfg.depth)):
         slices = {}
@@ -456,8 +450,8 @@ def gate_slices(cfg: Config) -> tuple[dict, dict]:
 
 
 class Mudd(NamedTuple):
-    """The weights by which a token connects the last layer, in the order of the small MLP that
-    makes them. The defaults are where they stand at the start."""
+    """The weights of one token in mudd_layer (MUltiway Dynamic Dense connections), in the order of
+    the outputs of the small MLP that makes them. The defaults are their values at the start."""
 
     v_start: float = 0.0  # added to v: the start of the stream,
     v_source: float = 0.0  # what later attentions read,
@@ -467,8 +461,8 @@ class Mudd(NamedTuple):
     x_x: float = 0.0
     values_left: float = 2.0  # of the value row, for the first half of the heads
     values_right: float = 2.0
-    # In place of the numbers that other layers learn: of the stream, attention, start, n-gram
-    # vector, then of the stream and the MLP.
+    # What other layers have in resid_lambdas, post_lambdas and gates: four weights for the sum
+    # after attention, two for the one after the MLP.
     keep_attention: float = math.sqrt(1.1)
     attention: float = 1.0
     start: float = 0.0
@@ -477,9 +471,9 @@ class Mudd(NamedTuple):
     mlp: float = 1.0
 
 
-MUDD_SCALE = 0.1  # of what the small MLPs of mudd_layer and mudd_mix return: a rate in effect
-# Biases of those MLPs [2, 14]. mudd_mix has one for each of its inputs, and takes out half of the
-# second, which later attentions have read.
+MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
+# Biases of those MLPs [2, 14]: of mudd_layer the defaults of Mudd; of mudd_mix one for each source,
+# -0.5 for the second (which later attentions have read), else 0.
 MUDD_START = np.array([Mudd(), np.eye(len(Mudd._fields))[1] * -0.5]) / MUDD_SCALE
 
 
@@ -513,9 +507,9 @@ def param_table(cfg: Config) -> dict[str, Param]:
         rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
         return Param(shape, start, **updated, **rates)
 
-    def bank(shape, live, scale, *averages):
-        start = uniform(0.5 / math.sqrt(d), live)
-        more = {"scale": scale, "averages": averages, "rescaled": True}
+    def bank(shape, *averages, live=None, scale=None):  # default: all matrices live, at factor 1
+        start = functools.partial(uniform, 0.5 / math.sqrt(d), live or shape[0])
+        more = {"scale": scale or (1.0,) * shape[0], "averages": averages, "rescaled": True}
         return Param(shape, start, "anvil", "anvil", cfg.lr_anvil, cfg.decay_anvil, **more)
 
     def small(shape, start, lr, betas, decay=0):
@@ -525,10 +519,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
     values = {"updated_by": "tables", "averages": (("planes", 1.0),)}
     ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
     replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)  # both numbers: record 92
-    qk = n * attends
-    vo = 2 * attends
-    mlp = 2 * count
-    hidden = uniform(1 / math.sqrt(3 * d), 2)  # of the MLPs of gates and mixing weights
+    scale = (*up, *(2 * x for x in up))
+    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 2)  # of the small MLPs
     gates = np.zeros((2, max(at.stop for half in gate_slices(cfg) for at in half.values())))
     for half, slices in enumerate(gate_slices(cfg)):
         for (kind, _), at in slices.items():
@@ -541,10 +533,10 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema, tied_to="head"),
         "value_tables": adam((planes * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
         "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
-        #                shape       live  factors on lr_anvil   averages
-        "qk_bank": bank((qk, 2 * h, d), qk, (1.0,) * qk, ("blend", 0.55)),
-        "vo_bank": bank((vo, d, d), vo, (1.0,) * vo, *replaced),
-        "mlp_bank": bank((mlp, f, d), count, (*up, *(2 * x for x in up)), *replaced),
+        #                shape  averages  live  factors on lr_anvil
+        "qk_bank": bank((n * attends, 2 * h, d), ("blend", 0.55)),
+        "vo_bank": bank((2 * attends, d, d), *replaced),
+        "mlp_bank": bank((2 * count, f, d), *replaced, live=count, scale=scale),
         #                      shape                       start  lr  betas
         "value_gate": small((planes - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
         "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
@@ -567,17 +559,15 @@ def param_table(cfg: Config) -> dict[str, Param]:
 
 def updated(cfg: Config, update: str) -> list[str]:
     """The parameters that the program `update` changes."""
-    by = re.match("[a-z]+", update)[0]
+    by = re.match("[a-z]+", update)[0]  # adam of adam_tied, tables of tables4
     return [name for name, row in param_table(cfg).items() if row.updated_by == by]
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param).
-
-    Kinds are "params", what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and
-    the mean square of each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram
-    table is float32, and sharded like the parameter: each device updates its shard (ZeRO).
-    """
+    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
+    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
+    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
+    and sharded like the parameter: each device updates its shard (ZeRO)."""
     state = {}
     for name, row in param_table(cfg).items():
         shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
@@ -627,11 +617,9 @@ SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
 
 
 def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
-    """The reference, for any hardware: the scores of a band, softmax in float32.
-
-    Up to SCORE_BYTES of scores exist at once; beyond that, groups of blocks follow each other, and
-    the backward pass computes their scores again.
-    """
+    """The reference, for any hardware: the scores of a band, softmax in float32. Up to SCORE_BYTES
+    of scores exist at once; beyond that, blocks are computed in groups, one group after the other,
+    and the backward pass computes their scores again."""
 
     def attend(block):
         q_cnh, k_snh, v_snv, mask_ncs = block
@@ -640,7 +628,7 @@ def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
         return jnp.einsum("ncs,snv->cnv", probs.astype(v_snv.dtype), v_snv)
 
     blocks = band(q_btnh, k_btnh, v_btnv, segments_bt, window)
-    count, _, c, s = blocks[3].shape
+    count, _, c, s = blocks[-1].shape  # of the mask
     together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * c * s))
     if count <= together:
         return jax.vmap(attend)(blocks).reshape(v_btnv.shape)
@@ -675,11 +663,9 @@ def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
-    """Which tokens may attend to each other: int32 [b, t], rising along a row.
-
-    A segment begins at every BOS and, with a cap, after every `cap` tokens from there on. Training
-    so cuts documents of up to 3072 tokens at 2560 (record 92); validation has no cap.
-    """
+    """Which tokens may attend to each other: int32 [b, t], rising along a row. A segment begins at
+    every BOS and, with a cap, after every `cap` tokens from there on: so training cuts documents of
+    up to 3072 tokens (doc_cap) at 2560 (record 92). Validation has no cap."""
     t = jnp.arange(tokens_bt.shape[1])[None]
     since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
     return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
@@ -698,11 +684,9 @@ class Heads:
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """The Heads of layer `i`.
-
-    Only long layers have queries and keys as wide as a head, of which half does not rotate. The
-    others have just the half that rotates (record 92). Narrow layers halve values and outputs too.
-    """
+    """The Heads of layer `i`. Queries and keys of long layers are as wide as a head, and half of
+    their dimensions do not rotate; those of other layers have just the half that rotates (record
+    92). Narrow layers halve values and outputs too."""
     layer = cfg.layers[i]
     h = cfg.head_width
     wide = layer.attends == "long"
@@ -718,11 +702,9 @@ def norm(x):
 
 
 def mix(*terms):
-    """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype.
-
-    So the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of
-    small models were up to 45 % off.
-    """
+    """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
+    the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
+    models were up to 45 % off."""
     total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
     return total.astype(terms[0][1].dtype)
 
@@ -731,8 +713,8 @@ def rope_tables(freqs, positions_tn, width: int):
     """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not
     (in whole heads half of them; these carry content regardless of position)."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
-    still = [(0, 0), (0, 0), (0, width // 2 - freqs.shape[0])]
-    return jnp.pad(jnp.cos(angles), still, constant_values=1.0), jnp.pad(jnp.sin(angles), still)
+    rest = [(0, 0), (0, 0), (0, width // 2 - freqs.shape[0])]  # angle 0
+    return jnp.pad(jnp.cos(angles), rest, constant_values=1.0), jnp.pad(jnp.sin(angles), rest)
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
@@ -743,11 +725,9 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def positions(t: int, heads: Heads):
-    """Positions for the rotation, int [t, 1]; of paired heads [t, n].
-
-    Even heads turn by 2t and odd ones by 2t + 1, although pair_heads sends the first half of the
-    heads to position 2t: the original reshapes differently for the two, and so must we.
-    """
+    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
+    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
+    Bug-compatible: the original reshapes differently for rotation and for attention."""
     t_1 = jnp.arange(t)[:, None]
     return 2 * t_1 + jnp.arange(heads.count)[None] % 2 if heads.paired else t_1
 
@@ -761,20 +741,18 @@ def pair_heads(x_btnh):
 
 
 def key_offset(k_btnh):
-    """The dimensions of wide keys that do not rotate, from the token before (record 49). One layer
-    can then do what otherwise takes two: find an earlier token like this one and read what followed
-    it (induction). The first token of a row keeps its own; documents do not matter."""
+    """Keys with the dimensions that do not rotate taken from the token before (record 49). One
+    layer can then do what otherwise takes two: find an earlier token like this one and read what
+    followed it (induction). A row's first token keeps its own; document borders do not matter."""
     h = k_btnh.shape[-1]
     shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
-    still = jnp.arange(h) % (h // 2) >= h // 4
+    still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
     return jnp.where(still[None, None, None], shifted, k_btnh)
 
 
 def exclude_self(y_btnv, v_btnv, gates_btn):
-    """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v.
-
-    Attention need not bring what the token has anyway (record 82, in the form of record 86).
-    """
+    """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v,
+    which the token has without attention (record 82, in the form of record 86)."""
     y = y_btnv.astype(jnp.float32)
     v = v_btnv.astype(jnp.float32)
     along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
@@ -792,11 +770,9 @@ class HeadInputs(NamedTuple):
 
 
 def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
-    """QK norm, rotation, attention, XSA and gates of one layer: [b, t, n v_width].
-
-    `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the contract of
-    attend_plain. This is the plain form of Kernels.attend; a kernel may do all of it at once.
-    """
+    """QK norm, rotation, attention, XSA and gates of one layer: [b, t, n v_width]. `qkv_btp` holds
+    side by side q, k [n qk_width] and v [n v_width]. `attend` has the contract of attend_plain.
+    This is the plain form of Kernels.attend; a kernel may do all of it at once."""
     xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     b, t, _ = qkv_btp.shape
     n, h = heads.count, heads.qk_width
@@ -874,11 +850,13 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
     return {key: gates[..., at] for key, at in gate_slices(model.cfg)[half].items()}
 
 
-def gated_values(model: Model, i: int, x_btd, values_btd):
+def gated_values(model: Model, i: int, x_btd, values):
     """What layer `i` adds to its v: the tokens' rows of its value table, times a gate a head,
     2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row (value
     residual of Zhou et al. 2024; records 14, 55)."""
-    weights_ng = model.params["value_gate"][model.cfg.layers_with("values").index(i)]
+    at = model.cfg.layers_with("values").index(i)
+    weights_ng = model.params["value_gate"][at]
+    values_btd = values[at]
     half = weights_ng.shape[1] // 2
     looks_btg = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
     return model.kernels.blend(None, 2 * gate(looks_btg, weights_ng)[:, :, None], (values_btd,))
@@ -891,7 +869,7 @@ def post_lambdas(model: Model, i: int):
 
 
 def projection(model: Model, i: int, heads: Heads):
-    """Weights [p, d] from the input of layer `i` to q, k, v: the first rows of each head's."""
+    """Weights [p, d] of q, k and v of layer `i`: of each head the first rows, up to its width."""
     params, cfg = model.params, model.cfg
     n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
     qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
@@ -902,9 +880,8 @@ def projection(model: Model, i: int, heads: Heads):
 
 
 def attention(model: Model, i: int, x_btd, added_btd, gates):
-    """What the attention of layer `i` adds to the stream; it reads norm(x). `added_btd`, if not
-    None, is added to its v (a narrow head takes the first half of its part). `gates`: token_gates.
-    """
+    """What the attention of layer `i` adds to the stream, from norm(x). `added_btd`, if not None,
+    is added to v (a narrow head takes the first half of its part). `gates`: see token_gates."""
     cfg, hyper = model.cfg, model.hyper
     heads = heads_of(cfg, i, model.windows)
     wide = int(cfg.layers[i].attends == "long")
@@ -917,8 +894,8 @@ def attention(model: Model, i: int, x_btd, added_btd, gates):
             added = jnp.pad(added, ((0, 0), (0, 0), (others, 0)))
             qkv_btp = mix((1.0, qkv_btp), (1.0, added))
         own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
-        shared = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
-        y_btp = model.kernels.attend(heads, qkv_btp, HeadInputs(*own_gates, *shared))
+        inputs = HeadInputs(*own_gates, model.segments_bt, hyper.freqs[wide], hyper.scales[wide])
+        y_btp = model.kernels.attend(heads, qkv_btp, inputs)
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
         weight = post_lambdas(model, i)[0] * model.params["o_lambda"][i]
@@ -931,7 +908,7 @@ def squared_relu(z):
 
 
 def add_mlp(x_btd, up_fd, down_fd, keep, weight, act: Callable = squared_relu):
-    """keep x + weight act(norm(x) up^T) down, of two numbers and both weights [f, d]."""
+    """keep x + weight act(norm(x) up^T) down; `keep` and `weight` are numbers."""
     return mix((keep, x_btd), (1.0, act(norm(x_btd) @ up_fd.T) @ mix((weight, down_fd))))
 
 
@@ -957,8 +934,7 @@ def mudd_layer(model: Model, x, start, source, rows, gates):
         jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
         for of_values in (mu.values_left, mu.values_right)
     ]
-    sources = start, source, x, values
-    added = model.kernels.blend(None, jnp.stack(both, axis=-1), sources)
+    added = model.kernels.blend(None, jnp.stack(both, axis=-1), (start, source, x, values))
     x = mix(
         (mu.keep_attention * (1 + mu.x_x), x),
         (mu.keep_attention * mu.x_start + mu.start, start),
@@ -985,7 +961,7 @@ def mudd_mix(model: Model, x_btd, sources):
 
 
 def blend(x_btd, weights_btkg, sources):
-    """x, if given, + the sources, each of their features by the weight of its group: [b, t, d]."""
+    """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
     g, d = weights_btkg.shape[-1], sources[0].shape[-1]
     # Weights are spread over features by a product with ones and zeros: of jnp.repeat a TPU's
     # compiler makes transposed copies.
@@ -997,12 +973,10 @@ def blend(x_btd, weights_btkg, sources):
 
 
 def forward(model: Model, rows: dict):
-    """Rows of the tables that belong to the tokens -> normed output of the last layer [b, t, d].
-
-    `rows`: embed [b, t, d], value_tables (a tuple of [b, t, d], one of a layer) and ngram
-    [b, t, d], see signed_sum. All attentions after layer `source` read that layer's output
-    (record 77). In layer skip[1] the output of skip[0], by a gate, stands in for attention (45).
-    """
+    """The model, from the tokens' rows of the tables to the normed output of mudd_mix [b, t, d].
+    `rows`: embed [b, t, d], value_tables (a tuple of [b, t, d], one for each layer with values) and
+    ngram [b, t, d], see signed_sum. All attentions after layer cfg.source read its output (record
+    77). Layer skip[1] has the gated output of layer skip[0] in place of attention (record 45)."""
     params, cfg = model.params, model.cfg
     resid = params["resid_lambdas"]
     values = rows["value_tables"]
@@ -1026,10 +1000,7 @@ def forward(model: Model, rows: dict):
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
         seen = outputs[cfg.source] if i > cfg.source else x
-        added = None
-        if layer.values:
-            own = values[cfg.layers_with("values").index(i)]
-            added = gated_values(model, i, norm(seen), own)
+        added = gated_values(model, i, norm(seen), values) if layer.values else None
         x = mix(*terms)
         if layer.attends:
             x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
@@ -1049,7 +1020,7 @@ def forward(model: Model, rows: dict):
     return norm(mudd_mix(model, last, sources))
 
 
-TABLES = ("embed", "value_tables", "ngrams")  # whose rows tokens look up; of the head, softmax
+TABLES = ("embed", "value_tables", "ngrams")  # those that look_up reads; head_grads reads the head
 
 
 def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
@@ -1155,10 +1126,8 @@ def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
-
-    `grad_vd` may hold n tables [v / n, d], one under the other, that share the ids [...]; then
-    `rows` holds n arrays [..., d]. (A GPU adds in no fixed order: last bits may differ.)
-    """
+    That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
+    an array [..., d] for each. (A GPU adds in no fixed order: last bits may differ.)"""
     for n, x in enumerate(rows):
         at = grad_vd.at[ids + n * (grad_vd.shape[0] // len(rows))]
         x = x.astype(grad_vd.dtype)
@@ -1174,7 +1143,7 @@ PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 # Schedule: one table with a row for every step; the devices get a row of it as a Hyper
 # ------------------------------------------------------------------------------------------------
 
-AVERAGES = ("ema", "average", "planes", "blend")  # of the last weights; finish_step blends them in
+AVERAGES = ("ema", "average", "planes", "blend")  # of the last weights; whose: Param.averages
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
 AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `planes` look back
 
@@ -1217,8 +1186,7 @@ class Schedule(NamedTuple):
 
 def grads_kinds(cfg: Config) -> list[tuple[int, int]]:
     """(number of the stage, candidates) of each program for gradients, grads0 and so on."""
-    kinds = ((i, n) for i, stage in enumerate(cfg.stages) for n in stage.candidates)
-    return [*dict.fromkeys(kinds)]
+    return [*dict.fromkeys((i, n) for i, s in enumerate(cfg.stages) for n in s.candidates)]
 
 
 def stage_at(cfg: Config, step: int) -> Stage:
@@ -1228,15 +1196,12 @@ def stage_at(cfg: Config, step: int) -> Stage:
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """The table of a run. In a stage a number is constant, linear, or has equal parts of it."""
+    """The Schedule of a run. In a stage numbers are constant, linear or constant in equal parts."""
     step = np.arange(cfg.steps)
     end = cfg.steps - cfg.extension
     lengths = np.diff(cfg.boundaries)
     stage = np.repeat(np.arange(len(cfg.stages)), lengths)
     in_stage = step - np.array(cfg.boundaries)[stage]  # steps since the stage began
-
-    def of_stage(name: str) -> np.ndarray:
-        return np.array([getattr(s, name) for s in cfg.stages])[stage]
 
     def in_parts(name: str) -> np.ndarray:
         entries = [getattr(cfg.stages[s], name) for s in stage]
@@ -1247,13 +1212,13 @@ def schedule(cfg: Config) -> Schedule:
     # The rate falls early, but not far: averaging the last weights does the rest.
     flat = int((1 - cfg.cooldown) * end)
     done = np.where(step < end, np.maximum(step - flat, 0) / max(end - flat, 1), 1.0)
-    lr = of_stage("lr_factor") * (1 - done) + cfg.lr_floor * done
+    lr = np.array([s.lr_factor for s in cfg.stages])[stage] * (1 - done) + cfg.lr_floor * done
 
     # Early gradients turn too fast to be averaged for long; the last steps follow the last ones.
     low, high = cfg.momentum
     up = np.minimum(step / cfg.momentum_warmup, 1)
-    last = cfg.steps - cfg.momentum_cooldown
-    down = np.maximum(step - last, 0) / max(cfg.momentum_cooldown, 1)
+    turn = cfg.steps - cfg.momentum_cooldown
+    down = np.maximum(step - turn, 0) / max(cfg.momentum_cooldown, 1)
     momentum = low + (high - low) * np.minimum(up, 1 - down)
 
     # At first the fast average of the gradient is Muon's momentum, alone, while the slow one fills.
@@ -1325,11 +1290,10 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
     for before, after in itertools.pairwise(cfg.stages):
         freqs, scales = (x.copy() for x in found[-1])
         for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
-            if old != new:
-                turns = old * freqs[i] / np.float32(2 * math.pi)
-                keep = np.clip((turns - 1) / 31, 0, 1)
-                freqs[i] *= old / new + keep * (1 - old / new)
-                scales[i] *= 1 + 0.2 * math.log(new / old)
+            turns = old * freqs[i] / np.float32(2 * math.pi)
+            keep = np.clip((turns - 1) / 31, 0, 1)
+            freqs[i] *= old / new + keep * (1 - old / new)
+            scales[i] *= 1 + 0.2 * math.log(new / old)
         found.append((freqs, scales))
     return found
 
@@ -1339,12 +1303,12 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
 
     The first rate of each is 1: there the average starts as the weight. `ema` and `blend` cover the
     last cfg.tail steps, `average` and `planes` the last cfg.tail_average. Head and embedding change
-    only at Adam steps, so their `ema` is updated only there, with the rate of an update for each
-    step until the next; it starts a step before the record's, from the same weights.
+    only at Adam steps, so one update of their `ema` there stands for one at each step up to the
+    next Adam step. It starts a step before the record's, from the same weights.
     """
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
-    long = left < cfg.tail
-    short = left < cfg.tail_average
+    in_tail = left < cfg.tail
+    in_average = left < cfg.tail_average
     every = left % AVERAGE_EVERY == 0
     r_ema = 2 / (cfg.tail + 1)
     r_blend = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
@@ -1352,9 +1316,9 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
     columns = (
         ema * (1 - (1 - r_ema) ** np.minimum(cfg.adam_every, left + 1)),
-        (short & every) * r_average,
-        (short & (tables > 0)) * r_average,
-        (long & (every | (left == 1))) * r_blend,
+        (in_average & every) * r_average,
+        (in_average & (tables > 0)) * r_average,
+        (in_tail & (every | (left == 1))) * r_blend,
     )
     rates = np.stack(columns, axis=1)
     used = rates.any(axis=0)
@@ -1371,8 +1335,8 @@ def is_due(period: int, last: int, step: int) -> bool:
 # Optimizers
 # ------------------------------------------------------------------------------------------------
 
-# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T. Each map takes the singular values that
-# the one before leaves closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
+# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
+# singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
 ANVIL_MAPS = (
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
@@ -1389,13 +1353,13 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
     nothing corrects: orthogonalize ignores an update's length."""
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
     slow = slow + slow_rate * (grad - slow)
-    blend = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
-    return grad + hyper.momentum * (blend - grad), fast, slow
+    average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
+    return grad + hyper.momentum * (average - grad), fast, slow
 
 
 def orthogonalize(x, dtype):
-    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`:
-    matmuls, of the Gram matrix on the shorter side, drive all singular values towards 1."""
+    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`.
+    ANVIL_MAPS bring all singular values near 1, with the Gram matrix of the shorter side."""
     x = x.astype(dtype)
     size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
     x = (x / (size * 1.05 + 1e-6)).astype(dtype)
@@ -1428,7 +1392,7 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92).
 
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
-    momentum: all directions learn at one rate. ANVIL takes that of two_rails and equalizes it.
+    momentum: all directions learn at one rate. ANVIL has two_rails for momentum, and equalizes.
     Banks are [l, rows, cols], `square` [l, neurons]: this device's matrices. Weights decay only
     where the slow average shrinks them or is zero (cautious, after Liang et al. 2024; record 43).
     """
@@ -1446,26 +1410,14 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
 
 
 def descend(param, update, decay):
-    """`param` less `update`; weights decay by the share `decay` only where the update shrinks them,
-    so where there is no update not at all (record 50)."""
+    """`param` less `update`. Weights decay by the share `decay`, only where the update shrinks them
+    (record 50), so never where it is zero."""
     return param - update - decay * (update * param > 0) * param
 
 
-class AdamRates(NamedTuple):
-    """The numbers of an Adam step."""
-
-    lr: jax.Array
-    decay: float  # a step takes lr * lr * this of a weight
-    count: jax.Array  # of steps, this one included
-    betas: tuple
-    eps: float
-
-
-def adam(param, mean, square, grad, rates: AdamRates):
-    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square).
-
-    As in the original, eps joins the root before its bias correction.
-    """
+def adam(param, mean, square, grad, rates: tuple):
+    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
+    the original, eps is added to the root before bias correction. `rates`: of adam_rates."""
     lr, decay, count, (b1, b2), eps = rates
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
@@ -1474,14 +1426,14 @@ def adam(param, mean, square, grad, rates: AdamRates):
     return descend(param, update, lr * lr * decay), mean, square
 
 
-def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> AdamRates:
-    """Those of a parameter. A table update that sums the gradients of twice as many steps forgets
-    as much as two did: betas squared, decay doubled (record 92)."""
+def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> tuple:
+    """(lr, decay, number of the step from 1, betas, eps) of a parameter. A table update that sums
+    twice as many steps forgets as much as two did: betas squared, decay doubled (record 92)."""
     of_tables = row.updated_by == "tables"
     span = hyper.table_span if of_tables else 1
     count = hyper.table_count if of_tables else hyper.adam_count
     betas = tuple(beta**span for beta in row.betas)
-    return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps)
+    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps
 
 
 def apply_updates(cfg: Config, state, grads, hyper: Hyper):
@@ -1514,12 +1466,10 @@ def apply_updates(cfg: Config, state, grads, hyper: Hyper):
 
 
 def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step.
-
-    Weights move towards their averages, in the order of Param.averages: an average of the last ones
-    is less noisy than any of them, and shorter, too. But logits and sums in the stream count on the
-    length, so weights are rescaled to the norm they had.
-    """
+    """(the state with the weights to validate, their compute copies), after the last step. Weights
+    move towards their averages, in the order of Param.averages: an average is less noisy than the
+    weights it is of, but also shorter. Logits and the stream depend on that length, so `rescaled`
+    parameters get back the norm they had."""
 
     def norm(x):
         return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
@@ -1549,11 +1499,9 @@ NGRAMS = "ngram_table"
 
 def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
-
     Bigrams have the first half of the table, trigrams the second (records 62, 92); the last row of
-    a half is for no history. Products wrap around in int32. Bug-compatible: the original puts the
-    index of that row over the first token before it hashes the second.
-    """
+    a half is for no history. Products wrap around in int32. Bug-compatible: the original hashes the
+    bigram at t = 1 with `last` in place of the first token."""
     x_bt = x_bt.astype(np.int32)
     x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
     t = np.arange(x_bt.shape[1])[None]
@@ -1566,14 +1514,12 @@ def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     return np.stack([bigram, half + trigram])
 
 
-ROW_FACTOR = 2_654_435_761  # a prime above every number of rows, 2**32 over the golden ratio
-
-
 def table_rows(ids: np.ndarray, rows: int) -> np.ndarray:
     """Which rows of the array hold the rows `ids` of the n-gram table, int64. A multiplication
     spreads them (Knuth 1973), so that all owners get as many requests: hashes of text are not even,
     for products of small ids do not wrap. Row 0 is that of trigrams without history."""
-    return (rows - 1 - ids.astype(np.int64)) * ROW_FACTOR % rows
+    prime = 2_654_435_761  # above every number of rows: 2**32 over the golden ratio
+    return (rows - 1 - ids.astype(np.int64)) * prime % rows
 
 
 def capacity(batch_tokens: int, devices: int) -> int:
@@ -1589,12 +1535,10 @@ def capacity(batch_tokens: int, devices: int) -> int:
 
 
 def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` (0: all) of the devices.
-
-    Requests are the n-gram rows of a device's tokens, every different one once, by owner; slots are
-    where each token then finds its two. An n-gram that does not fit into the request to its owner
-    gets slot 0, the row of trigrams without history, which every batch requests.
-    """
+    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` (0: all) of the devices. Requests
+    are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
+    each token then finds its two. An n-gram that does not fit into the request to its owner gets
+    slot 0, the row of trigrams without history, which every batch requests."""
     mine = mine or devices
     size = capacity(hashed.size // mine * devices, devices)
     owned = -(-cfg.ngram_rows // devices)  # rows of each device
@@ -1611,8 +1555,7 @@ def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarra
         return requests, slots.reshape(ids.shape).swapaxes(0, 1)
 
     with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
-        parts = pool.map(of_device, np.split(hashed, mine))
-    requests, slots = zip(*parts, strict=True)
+        requests, slots = zip(*pool.map(of_device, np.split(hashed, mine)), strict=True)
     return np.stack(requests), np.concatenate(slots)
 
 
@@ -1646,9 +1589,9 @@ def exchange(x):
 
 
 def fetch(table_rd, requested_kc):
-    """The rows of the n-gram table that this device has requested [devices * c, d]. `table_rd` is
-    its shard of the table, `requested_kc` what device k has requested of it (padding:
-    len(table_rd)), which it knows by an exchange of all requests."""
+    """The rows of the n-gram table that this device has requested: [devices * c, d]. `table_rd` is
+    its shard of the table; `requested_kc`, from an exchange of all requests, are the rows of that
+    shard for device k (padding: len(table_rd))."""
     rows_kcd = table_rd.at[requested_kc].get(mode="clip")
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
@@ -1673,16 +1616,15 @@ def sum_requests(parts, size: int, add_rows: Callable):
     return jnp.where(numbers > run[-1], size + numbers, first), total
 
 
-def adam_rows(table, square, rows, rates: AdamRates):
+def adam_rows(table, square, ids, grad, rates: tuple):
     """One step on the rows of a table that were read: (new table, new mean square of each row).
 
     Adam without a mean and with one second moment for each row (record 92; both moments of all
-    numbers would take 520 GB). `rows` are (ids int32 [r], summed gradients [r, d]) within this
+    numbers would take 520 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
     device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
     but their mean squares decay. The table has no float32 master. A change is added, not put in
     place: a v6e's SparseCores can only add.
     """
-    ids, grad = rows
     lr, decay, count, (_, b2), eps = rates
     square = b2 * square
     increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
@@ -1700,10 +1642,10 @@ def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
     table = state["params"][NGRAMS]
     ids, grads = sum_requests(parts, len(table), kernels.add_rows)
     rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
-    table, square = adam_rows(table, state["second"][NGRAMS], (ids, grads), rates)
+    table, square = adam_rows(table, state["second"][NGRAMS], ids, grads, rates)
     params = state["params"] | {NGRAMS: table}
     second = state["second"] | {NGRAMS: square}
-    # By rows, as adam_rows has it, too: XLA then computes both in one pass.
+    # A mean for each row, as in adam_rows: XLA then computes both in one pass.
     norm2 = cfg.width * jnp.sum(jnp.mean(jnp.square(grads), axis=1))
     return state | {"params": params, "second": second}, norm2
 
@@ -1730,11 +1672,11 @@ def gather_banks(cfg: Config, copies, after):
     """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
     with whole banks, a function that reduce-scatters the gradients of these).
 
-    XLA starts a collective as early as it can and waits for its result as late as it can; here it
-    starts with `after`, with which the computation begins. MLPs are gathered in parts of one matrix
-    of each device: the first need not wait for all. A whole bank is a list of matrices, made by
-    lax.split, whose transpose joins gradients: those of slices XLA pads to the whole bank and adds.
-    (Tables have nothing to hide behind: see update_step.)
+    XLA starts a collective as early as it can and needs its result as late as it can; the barrier
+    starts these with `after`, the first input of the model. MLPs are gathered one matrix of each
+    device at a time: the first layers need not wait for all. A whole bank is a list of matrices
+    from lax.split: its transpose joins their gradients, where XLA would pad those of slices to the
+    whole bank and add them. (update_step gathers the tables: no computation could hide that.)
     """
     sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
     after, sharded = lax.optimization_barrier((after, sharded))
@@ -1743,7 +1685,8 @@ def gather_banks(cfg: Config, copies, after):
         return lax.split(bank, (1,) * len(bank))
 
     def gather(name, x):
-        parts = [split(GATHER(part)) for part in (split(x) if name == "mlp_bank" else [x])]
+        shards = split(x) if name == "mlp_bank" else [x]
+        parts = [split(GATHER(shard)) for shard in shards]
         return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
 
     # The transpose of all-gather is reduce-scatter.
@@ -1787,7 +1730,7 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
         ngram = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
         return forward(model(weights, rows), found | {"ngram": ngram})
 
-    def softmax(x_btd, rows):
+    def head_grads(x_btd, rows):
         """(gradients of x and of the head, plain sum of losses)."""
 
         def loss(x_btd, head):
@@ -1814,7 +1757,7 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
         ids = {"embed": tokens, "value_tables": tokens, "ngrams": rows.slots}
         found = look_up(cfg, tables, tokens, rows.slots)
         x_btd, backward = jax.vjp(lambda *args: features(*args, rows), weights, found)
-        x_grad, head_grad, plain = softmax(x_btd, rows)
+        x_grad, head_grad, plain = head_grads(x_btd, rows)
         grads, row_grads = backward(x_grad)
         grads["head"] = head_grad
         before = {name: sums[name] for name in grads}
@@ -1829,17 +1772,17 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
         total, grads = add(zeros, jax.tree.map(lambda x: x[0], batches))[0]
     else:
         total, grads = lax.scan(add, zeros, batches)[0]
-    fetched = grads.pop("ngrams").astype(cfg.dtype).reshape(*requested.shape, -1)
+    to_owners = grads.pop("ngrams").astype(cfg.dtype).reshape(*requested.shape, -1)
     numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
     # The exchange begins after this sum, or the loss would have to wait for its end.
-    fetched, numbers = lax.optimization_barrier((fetched, lax.psum(numbers, AXIS)))
+    to_owners, numbers = lax.optimization_barrier((to_owners, lax.psum(numbers, AXIS)))
     like = {name: copies[name] for name in grads}
     grads = jax.tree.map(lambda x, y: pad_rows(x, len(y)).astype(y.dtype), grads, like)
     grads |= reduce(grads)
     # All stages fill their requests up to the same size, so that a table update has one shape.
     filler = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]
     requested = jnp.pad(requested, ((0, 0), (0, filler)), constant_values=len(table))
-    grads[NGRAMS] = requested, jnp.pad(exchange(fetched), ((0, 0), (0, filler), (0, 0)))
+    grads[NGRAMS] = requested, jnp.pad(exchange(to_owners), ((0, 0), (0, filler), (0, 0)))
     return grads, *numbers
 
 
@@ -1927,10 +1870,8 @@ def open_shard(path) -> np.memmap:
 
 
 class TokenStream:
-    """The shards of one split in the order of their names, as one stream of tokens.
-
-    A position in it, the cursor, counts from the first token of the first shard.
-    """
+    """The shards of one split in the order of their names, as one stream of tokens. A cursor is a
+    position in it, counted from the first token of the first shard."""
 
     def __init__(self, folder: Path, split: str, bos: int):
         self.paths = sorted(folder.glob(f"*_{split}_[0-9]*.bin"))
@@ -1973,8 +1914,8 @@ class TokenStream:
 
 
 def plan_plain(cursor: int, rows: int, t: int):
-    """What plan_packed gives, of rows that follow each other in the stream, wherever documents
-    begin: neighbours share one token, none is left out."""
+    """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
+    wherever documents begin: neighbours share one token, and no token is left out."""
     pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
     return pieces, cursor + rows * t
 
@@ -2096,7 +2037,7 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
         elif cfg.encoding == "bpe":
             cure = f"make the data in {folder} again"
             words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
-            if len({*words, b""}) <= len(words) or len(words) < cfg.bos:
+            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
                 raise ValueError(f"{MERGES} is not of these shards")
     except Exception as error:  # of tiktoken, of the network, of a damaged file
         why = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -2105,9 +2046,9 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
 
 
 def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
-    """The Vocabulary of ids that stand for `words`; those after them, BOS and padding, do not."""
-    plain = [] if cfg.ngram_ids == "raw" else words
-    return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(plain, cfg.vocab))
+    """The Vocabulary of `words`, the bytes of ids; BOS and padding, after them, have none."""
+    changed = words if cfg.ngram_ids == "normalised" else []
+    return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(changed, cfg.vocab))
 
 
 STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
@@ -2115,11 +2056,9 @@ STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, 
 
 def candidates(targets_t, offset: int, count: int, vocab: int):
     """(`count` ids, ascending; next offset): all targets of a row, filled up with the next ids of a
-    walk through all of them in steps of STRIDE.
-
-    Sampled softmax (record 92): most ids are no target of a row, but cost as much as those that
-    are. Such losses are too low: they jump when the last stages take the whole vocabulary.
-    """
+    walk through the vocabulary in steps of 20011. Sampled softmax (record 92): most ids are no
+    target of a row, but cost as much as those that are. Such losses are too low: they jump when the
+    last stages take the whole vocabulary."""
     chosen = np.zeros(vocab, bool)
     chosen[targets_t] = True
     need = count - np.count_nonzero(chosen)
@@ -2141,9 +2080,9 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
 
 
 class Aims(NamedTuple):
-    """What the tokens of a batch are to predict, as numbers of their row's candidates."""
+    """The targets of a batch, as positions among the candidates of their row (p = 0: as ids)."""
 
-    candidates: np.ndarray  # int32 [b, p] ids, and 0 where there are fewer; none: all ids are
+    candidates: np.ndarray  # int32 [b, p] ids, ascending; p = 0: every id is a candidate
     targets: np.ndarray  # int32 [b, t] the next token; -1: none
     prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
 
@@ -2225,11 +2164,9 @@ def put_batch(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims, st
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run.
-
-    Every process plans the whole batch, from where documents begin, and reads its own rows. The
-    tables of the vocabulary are made here, so inside the clock.
-    """
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. Every
+    process plans the whole batch, from where documents begin, and reads its own rows. The tables of
+    the vocabulary are made here, so that the clock counts them."""
     known = vocabulary(cfg, words)
     for now in range(step, cfg.steps):
         stage = stage_at(cfg, now)

@@ -44,10 +44,10 @@ def exact_adam(param, mean, square, grad, lr, decay, count, betas, eps):
 
 
 def by_rates(step):
-    """`step` of an AdamRates as a function of its five numbers."""
+    """`step` of Adam's rates as a function of its five numbers."""
 
     def run(*args):
-        return step(*args[:-5], T.AdamRates(*args[-5:]))
+        return step(*args[:-5], args[-5:])
 
     return run
 
