@@ -13,7 +13,6 @@ import train_gpt as T  # noqa: E402
 INK, GREY, BLUE, ORANGE = "#1f2328", "#59636e", "#0969da", "#bc4c00"
 GREEN, PURPLE, PINK = "#1a7f37", "#8250df", "#bf3989"
 PALE = {GREY: "#f3f5f7", BLUE: "#ddf4ff", GREEN: "#dafbe1", PURPLE: "#f6efff", PINK: "#ffeff7"}
-WIDE = 'stroke-width="2"'
 
 
 class Picture(list):
@@ -22,16 +21,16 @@ class Picture(list):
     def text(self, x, y, words, color=INK, anchor="middle"):
         """Write a line whose middle is at `y`."""
         place = f'x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}"'
-        self.append(f'<text {place} fill="{color}" stroke="none">{words}</text>')
+        self.append(f'<text {place} fill="{color}">{words}</text>')
 
     def line(self, color, *points):
         """Connect the points (x, y)."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.append(f'<polyline points="{path}" fill="none" stroke="{color}" {WIDE}/>')
+        self.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
 
     def box(self, x, y, width, height, color, *lines):
         """Draw a box around lines of text; its left upper corner is at `x`, `y`."""
-        place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="3"'
+        place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="3" stroke-width="1"'
         border = color if lines else PALE[color]
         self.append(f'<rect {place} fill="{PALE[color]}" stroke="{border}"/>')
         for i, words in enumerate(lines):
@@ -40,7 +39,7 @@ class Picture(list):
     def svg(self, height: int) -> str:
         """The picture as text."""
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}"'
-        head += ' font-family="Helvetica, Arial, sans-serif" font-size="11.5">'
+        head += ' font-family="Helvetica, Arial, sans-serif" font-size="11.5" stroke-width="2">'
         back = f'<rect width="900" height="{height}" rx="8" fill="white"/>'
         return "\n".join([head, back, *self, "</svg>\n"])
 
@@ -48,7 +47,6 @@ class Picture(list):
 def draw_run(cfg) -> str:
     """The run over its steps: what holds in each stage, and what learns when."""
     table = T.schedule(cfg)
-    hyper = table.hyper
     stages = [cfg.stages[i] for i in table.stage]
     picture = Picture()
 
@@ -68,7 +66,7 @@ def draw_run(cfg) -> str:
         "documents cut at": (PINK, [s.doc_cap for s in stages], 128, 232),
         "long window": (PURPLE, [s.windows[1] for s in stages], 128, 232),
         "short window": (ORANGE, [s.windows[0] for s in stages], 128, 232),
-        "factor on learning rates": (GREEN, hyper.lr, 1, 274),
+        "factor on learning rates": (GREEN, table.hyper.lr, 1, 274),
     }
     for words, (color, values, unit, base) in curves.items():
         y = base - 24 * np.log2(np.array(values) / unit)
@@ -78,12 +76,11 @@ def draw_run(cfg) -> str:
             picture.line(color, *zip(at(steps), y[steps], strict=True))
             x, up = (at(first) + 3, 8) if end < cfg.steps else (at(end) + 4, 0)
             picture.text(x, y[first] - up, f"{round(values[first], 2):,}", color, "start")
-    ahead = (hyper.weights > 0).sum(axis=1)
-    momenta = np.where(hyper.fast_weight < 1, ", momentum of two lengths", "")
-    waits = hyper.table_span * cfg.event_every[0]
-    averaged = np.cumsum(hyper.average_rates.any(axis=1)) > 0
+    momenta = np.where(table.hyper.fast_weight < 1, ", momentum of two lengths", "")
+    waits = table.hyper.table_span * cfg.event_every[0]
+    averaged = np.cumsum(table.hyper.average_rates.any(axis=1)) > 0
     rows = {
-        "predicts the next": (GREY, [f"{n} tokens" if n > 1 else "token" for n in ahead]),
+        "next tokens to predict": (GREY, [str(n) for n in (table.hyper.weights > 0).sum(1)]),
         "softmax over": (GREY, [f"{n:,} ids" if n else "all ids" for n in table.candidates]),
         "matrices learn": (BLUE, [f"every step (ANVIL){words}" for words in momenta]),
         "embedding, head, small": (PURPLE, [f"every {cfg.adam_every} steps (Adam)"] * cfg.steps),
@@ -101,8 +98,7 @@ def draw_run(cfg) -> str:
 
 
 def draw_model(cfg) -> str:
-    """The model from left to right. A line has a dot where a layer takes in what it carries, a
-    filled one where each token makes its own weights for that."""
+    """The model. Dots: what a layer takes in (filled: by weights that each token makes)."""
     last = cfg.depth - 1
     column = 606 / cfg.depth
     picture = Picture()
@@ -113,7 +109,7 @@ def draw_model(cfg) -> str:
     picture.box(edge(last) + 1, 14, column - 2, 372, PURPLE)
     values, x0, ngrams = (cfg.layers_with(what) for what in ("values", "x0", "ngram"))
     later = [i for i in cfg.layers_with("attends") if i > cfg.source]
-    for words, color, y, source, readers, where, to in (  # in a column, which is 1 wide; to a y
+    for words, color, y, source, readers, where, to in (  # of a column; down to this y
         (f"{len(values)} value tables", PINK, 138, -1, values, 0.28, 176),
         ("start of the stream", INK, 50, -1, [last], 0.83, 176),
         (f"from layer {cfg.skip[0]}", ORANGE, 72, cfg.skip[0], [cfg.skip[1]], 0.5, 250),
@@ -121,6 +117,7 @@ def draw_model(cfg) -> str:
         (f"from layer {last - 1}", INK, 116, last - 1, [last], 0.67, 176),
         ("n-gram table", GREEN, 374, -1, [*ngrams, last], 0.16, 250),
         ("embedding, smeared: x0", ORANGE, 352, -1, x0, 0.03, 250),
+        ("stream", INK, 250, -1, [], 0, 250),
     ):
         start = edge(source + 1) - 10 * (source < 0)
         end = edge(readers[-1] + where) if y > 250 else 784
@@ -130,11 +127,7 @@ def draw_model(cfg) -> str:
             x = edge(i + where)
             picture.line(color, (x, y), (x, to))
             fill = PURPLE if i == last else "white"
-            picture.append(
-                f'<circle cx="{x:.1f}" cy="{y}" r="4" fill="{fill}" stroke="{color}" {WIDE}/>'
-            )
-    picture.text(148, 250, "stream", INK, "end")
-    picture.line(INK, (156, 250), (784, 250))
+            picture.append(f'<circle cx="{x:.1f}" cy="{y}" r="4" fill="{fill}" stroke="{color}"/>')
     picture.line(GREEN, (edge(last + 0.5), 259), (784, 259))
     for i, layer in enumerate(cfg.layers):
         x = edge(i + 0.5)
