@@ -1,0 +1,150 @@
+"""Draw records/pictures/run.svg and model.svg from the preset: `python records/pictures.py`."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import train_gpt as T  # noqa: E402
+
+INK, GREY, BLUE, ORANGE = "#1f2328", "#59636e", "#0969da", "#bc4c00"
+GREEN, PURPLE, PINK = "#1a7f37", "#8250df", "#bf3989"
+PALE = {GREY: "#f3f5f7", BLUE: "#ddf4ff", GREEN: "#dafbe1", PURPLE: "#f6efff", PINK: "#ffeff7"}
+
+
+class Picture(list):
+    """The elements of an SVG picture, 900 wide; later ones lie in front."""
+
+    def text(self, x, y, words, color=INK, anchor="middle"):
+        """Write a line whose middle is at `y`."""
+        place = f'x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}"'
+        self.append(f'<text {place} fill="{color}">{words}</text>')
+
+    def line(self, color, *points):
+        """Connect the points (x, y)."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
+
+    def box(self, x, y, width, height, color, *lines):
+        """Draw a box around lines of text; its left upper corner is at `x`, `y`."""
+        place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="3" stroke-width="1"'
+        border = color if lines else PALE[color]
+        self.append(f'<rect {place} fill="{PALE[color]}" stroke="{border}"/>')
+        for i, words in enumerate(lines):
+            self.text(x + width / 2, y + height / 2 + 13 * (i - (len(lines) - 1) / 2), words, color)
+
+    def svg(self, height: int) -> str:
+        """The picture as text."""
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}"'
+        head += ' font-family="Helvetica, Arial, sans-serif" font-size="11.5" stroke-width="2">'
+        back = f'<rect width="900" height="{height}" rx="8" fill="white"/>'
+        return "\n".join([head, back, *self, "</svg>\n"])
+
+
+def draw_run(cfg) -> str:
+    """The run over its steps: what holds in each stage, and what learns when."""
+    table = T.schedule(cfg)
+    stages = [cfg.stages[i] for i in table.stage]
+    picture = Picture()
+
+    def at(step):
+        return 180 + 665 * step / cfg.steps
+
+    def name(y, words, color):
+        picture.text(168, y, words, color, "end")
+
+    name(26, "stages begin at step", GREY)
+    for i, (first, end) in enumerate(itertools.pairwise(cfg.boundaries)):
+        if i % 2 == 0:
+            picture.box(at(first), 12, at(end) - at(first), 464, GREY)
+        picture.text(at(first) + 3, 26, f"{first:,}", GREY, "start")
+    curves = {  # color, values, then a value and its y; 24 upwards is twice as much
+        "tokens a step": (BLUE, [s.batch_tokens for s in stages], 131_072, 102),
+        "documents cut at": (PINK, [s.doc_cap for s in stages], 128, 232),
+        "long window": (PURPLE, [s.windows[1] for s in stages], 128, 232),
+        "short window": (ORANGE, [s.windows[0] for s in stages], 128, 232),
+        "factor on learning rates": (GREEN, table.hyper.lr, 1, 274),
+    }
+    for words, (color, values, unit, base) in curves.items():
+        y = base - 24 * np.log2(np.array(values) / unit)
+        name(y[0], words, color)
+        for first, end in itertools.pairwise(cfg.boundaries):
+            steps = np.array([*range(first, end, 12), end - 1])
+            picture.line(color, *zip(at(steps), y[steps], strict=True))
+            x, up = (at(first) + 3, 8) if end < cfg.steps else (at(end) + 4, 0)
+            picture.text(x, y[first] - up, f"{round(values[first], 2):,}", color, "start")
+    momenta = np.where(table.hyper.fast_weight < 1, ", momentum of two lengths", "")
+    waits = table.hyper.table_span * cfg.event_every[0]
+    averaged = np.cumsum(table.hyper.average_rates.any(axis=1)) > 0
+    rows = {
+        "next tokens to predict": (GREY, [str(n) for n in (table.hyper.weights > 0).sum(1)]),
+        "softmax over": (GREY, [f"{n:,} ids" if n else "all ids" for n in table.candidates]),
+        "matrices learn": (BLUE, [f"every step (ANVIL){words}" for words in momenta]),
+        "embedding, head, small": (PURPLE, [f"every {cfg.adam_every} steps (Adam)"] * cfg.steps),
+        "value and n-gram tables": (PINK, [f"every {n:.0f} steps (Adam)" for n in waits]),
+        "embedding and head": (GREY, np.where(table.tied, "are one matrix", "")),
+        "weights are averaged": (GREEN, np.where(averaged, f"last {cfg.tail} steps", "")),
+    }
+    for y, (words, (color, values)) in zip(range(344, 484, 20), rows.items(), strict=True):
+        name(y, words, color)
+        new = [i for i in range(1, cfg.steps) if values[i] != values[i - 1]]
+        for first, end in itertools.pairwise([0, *new, cfg.steps]):
+            if values[first]:
+                picture.box(at(first) + 1, y - 8, at(end) - at(first) - 2, 16, color, values[first])
+    return picture.svg(488)
+
+
+def draw_model(cfg) -> str:
+    """The model. Dots: what a layer takes in (filled: by weights that each token makes)."""
+    last = cfg.depth - 1
+    column = 606 / cfg.depth
+    picture = Picture()
+
+    def edge(i):
+        return 166 + column * i
+
+    picture.box(edge(last) + 1, 14, column - 2, 372, PURPLE)
+    values, x0, ngrams = (cfg.layers_with(what) for what in ("values", "x0", "ngram"))
+    later = [i for i in cfg.layers_with("attends") if i > cfg.source]
+    for words, color, y, source, readers, where, to in (  # of a column; down to this y
+        (f"{len(values)} value tables", PINK, 138, -1, values, 0.28, 176),
+        ("start of the stream", INK, 50, -1, [last], 0.83, 176),
+        (f"from layer {cfg.skip[0]}", ORANGE, 72, cfg.skip[0], [cfg.skip[1]], 0.5, 250),
+        (f"from layer {cfg.source}", BLUE, 94, cfg.source, later, 0.5, 176),
+        (f"from layer {last - 1}", INK, 116, last - 1, [last], 0.67, 176),
+        ("n-gram table", GREEN, 374, -1, [*ngrams, last], 0.16, 250),
+        ("embedding, smeared: x0", ORANGE, 352, -1, x0, 0.03, 250),
+        ("stream", INK, 250, -1, [], 0, 250),
+    ):
+        start = edge(source + 1) - 10 * (source < 0)
+        end = edge(readers[-1] + where) if y > 250 else 784
+        picture.text(start - 8, y, words, color, "end")
+        picture.line(color, (start, 250), (start, y), (end, y))
+        for i in readers:
+            x = edge(i + where)
+            picture.line(color, (x, y), (x, to))
+            fill = PURPLE if i == last else "white"
+            picture.append(f'<circle cx="{x:.1f}" cy="{y}" r="4" fill="{fill}" stroke="{color}"/>')
+    picture.line(GREEN, (edge(last + 0.5), 259), (784, 259))
+    for i, layer in enumerate(cfg.layers):
+        x = edge(i + 0.5)
+        picture.text(x, 26, i, GREY)
+        if layer.attends:
+            picture.line(BLUE, (x, 250), (x, 232))
+            flags = [what for what in ("narrow", "xsa", "gated") if getattr(layer, what)]
+            picture.box(edge(i) + 5, 176, column - 10, 56, BLUE, layer.attends, *flags)
+        for j in range(layer.mlps):
+            picture.line(GREEN, (x, 250), (x, 268))
+            picture.box(x - 15, 268 + 27 * j, 30, 22, GREEN, "MLP")
+    picture.box(784, 36, 100, 238, PURPLE, "each token", "mixes these", "(MUDD)")
+    picture.line(INK, (834, 274), (834, 306))
+    picture.box(784, 306, 100, 60, GREY, "norm, head,", "capped logits,", "softmax")
+    return picture.svg(400)
+
+
+if __name__ == "__main__":
+    for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
+        (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
