@@ -66,12 +66,11 @@ def docstring_entries(node: ast.AST, name: str, signature: str = "") -> Iterator
     for child in node.body:
         if isinstance(child, ast.ClassDef):
             bases = ", ".join(map(ast.unparse, child.bases))
-            yield from docstring_entries(
-                child, f"{name}.{child.name}", f"({bases})" if bases else ""
-            )
+            own_signature = f"({bases})" if bases else ""
+            yield from docstring_entries(child, f"{name}.{child.name}", own_signature)
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            arguments = f"({ast.unparse(child.args)})"
-            yield from docstring_entries(child, f"{name}.{child.name}", arguments)
+            own_signature = f"({ast.unparse(child.args)})"
+            yield from docstring_entries(child, f"{name}.{child.name}", own_signature)
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -181,10 +180,11 @@ def collect() -> list[str]:
 def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
     """The `count` merges of byte-pair encoding (Sennrich et al. 2016) that `texts` call for.
 
-    Again and again the most frequent pair of neighbouring tokens becomes a token. Pairs are counted
-    in distinct words, weighted by how often each occurs. A token is one character here, so that a
-    merge is str.replace, and only pairs around merged ones are counted anew. The heap holds
-    outdated counts too: one is used only if it is still true.
+    Again and again the most frequent pair of neighbouring tokens (of several, the first in the
+    order of their bytes) becomes a token. Pairs are counted in distinct words, weighted by how
+    often each occurs. A token is one character here, so that a merge is str.replace, and only
+    pairs around merged ones are counted anew. The heap holds outdated counts too: one is used only
+    if it is still true.
     """
     frequency = Counter()
     for text in texts:
@@ -233,6 +233,7 @@ def build(folder: Path) -> str:
 
     Takes about five seconds. The first documents in SHA-1 order are for validation.
     """
+    make_folder(folder, "FOLDER")
     documents = collect()
     sizes = np.cumsum([len(text.encode()) for text in documents])
     wanted = max(VAL_MIN_BYTES, VAL_FRACTION * sizes[-1])
@@ -240,15 +241,11 @@ def build(folder: Path) -> str:
     merges = learn_merges(documents[count:], VOCAB - 257)
     arrays = encode_documents(byte_bpe(merges), documents)
     val, train = np.concatenate(arrays[:count]), np.concatenate(arrays[count:])
-    make_folder(folder, "FOLDER")
     write_whole(folder / MERGES, json.dumps([merged.hex() for merged in merges]).encode())
     write_shard(folder / "builtin_val_000000.bin", val)
     write_shard(folder / "builtin_train_000001.bin", train)
-    return (
-        f"{folder}: {len(documents)} documents, {sizes[-1]:,} bytes, of Python "
-        f"{platform.python_version()}: {len(train):,} tokens for training, {len(val):,} for "
-        "validation"
-    )
+    text = f"{len(documents)} documents of Python {platform.python_version()}, {sizes[-1]:,} bytes"
+    return f"{folder}: {text}: {len(train):,} tokens for training, {len(val):,} for validation"
 
 
 def main(argv: list[str] | None = None) -> None:
