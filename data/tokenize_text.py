@@ -7,8 +7,8 @@ one document), or .jsonl, in which every line is an object with a document under
 Every document is encoded on its own, with <|endoftext|> in front. Validation is the last tenth of
 all tokens (10.5 M at most), unless --val names files for it.
 
-DIR is new or empty, and gets all of its files at once: the shards, and dataset.json, which tells
-the trainer what their tokens are. Until then the tokens are in memory, two bytes for each.
+DIR is new, and appears with all of its files at once: the shards, and dataset.json, which tells the
+trainer what their tokens are. Until then the tokens are in memory, two bytes for each.
 """
 
 import itertools
@@ -83,7 +83,7 @@ def split(tokens: np.ndarray, bos: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(out: Path, paths: list[Path]) -> None:
-    """UserError unless `out` is free and every one of the files is another, of a known kind."""
+    """UserError unless `out` is new and every one of the files is another, of a known kind."""
     for path in paths:
         if path.suffix not in SUFFIXES:
             raise UserError(f"{path}: unknown kind of file, use {', '.join(SUFFIXES)}")
@@ -91,8 +91,8 @@ def check(out: Path, paths: list[Path]) -> None:
             raise UserError(f"{path}: there is no such file")
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a file is named twice: name it once, for training or for validation")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is not an empty folder: name another, or delete it")
+    if out.exists():
+        raise UserError(f"--out {out} is there already: name another folder, or delete it")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help=f"files: {', '.join(SUFFIXES)}")
-    add("--out", required=True, type=Path, metavar="DIR", help="where the shards go")
+    add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the shards")
     add("--encoding", choices=("gpt2", "bytes"), default="gpt2", help="default: gpt2")
     add("--val", nargs="+", type=Path, default=[], metavar="FILE", help="files for validation")
     args = parser.parse_args(argv)

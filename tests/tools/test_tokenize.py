@@ -124,8 +124,9 @@ def test_what_cannot_be_done_is_said_before_any_work(tmp_path, monkeypatch):
     for argv, says in [
         (["a.jsonl", "--val", "./a.jsonl"], "a file is named twice"),
         (["a.jsonl", "--val", "b.txt"], "b.txt: there is no such file"),
-        (["a.jsonl", "--out", "full"], "--out .*full is not an empty folder"),
-        (["a.jsonl", "--out", "a.jsonl"], "--out .*a.jsonl is not an empty folder"),
+        (["a.jsonl", "--out", ""], "--out .* is there already"),
+        (["a.jsonl", "--out", "full"], "--out .*full is there already"),
+        (["a.jsonl", "--out", "a.jsonl"], "--out .*a.jsonl is there already"),
         (["a.jsonl", "--out", "a.jsonl/x"], "--out .*a.jsonl: File exists"),
         (["a.jsonl", "--encoding", "gpt5"], "invalid choice: 'gpt5'"),
         ([], "required: FILE"),
@@ -161,5 +162,5 @@ def test_as_a_command(tmp_path):
     assert done.returncode == 0 and f"{total:,} tokens" in done.stderr
     assert done.stdout.startswith(f"a.tokens: {total - total // 10:,} tokens for training, ")
     again = command(path, "--out", "a.tokens")
-    line = f"--out {tmp_path}/a.tokens is not an empty folder: name another, or delete it"
+    line = f"--out {tmp_path}/a.tokens is there already: name another folder, or delete it"
     assert (again.returncode, again.stdout, again.stderr) == (2, "", f"error: {line}\n")
