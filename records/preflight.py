@@ -222,33 +222,22 @@ class Instruction:
 
     @functools.cached_property
     def transfer(self) -> "Instruction | None":
-        """The collective that it is, or that it executes or starts in a computation of its own.
-
-        A TPU's compiler also makes one of three kinds of fusions: one that starts it, some that do
-        other work in the meantime (they count as that work), and one that waits for its end.
-        """
+        """The collective that it is, or that it executes or starts in a computation of its own."""
         if any(self.op in (kind, f"{kind}-start") for kind in COLLECTIVES):
             return self
         carries = self.op in ("fusion", "call-start", "async-start") and self.inner
-        beside = self.called("calls").startswith("async_collective_fusion")
-        if not carries or beside or self.holds("AsyncCollectiveDone"):
-            return None
-        return next((one.transfer for one in self.inner.values() if one.transfer), None)
-
-    def holds(self, target: str) -> bool:
-        """Whether it is a fusion with a custom call of this kind."""
-        fused = self.inner.values() if self.op == "fusion" and self.inner else ()
-        return any(f'custom_call_target="{target}"' in one.rest for one in fused)
+        inner = self.inner.values() if carries else ()
+        return next((one.transfer for one in inner if one.transfer), None)
 
     @property
     def starts(self) -> bool:
         """Whether what it begins goes on while others run."""
-        return self.op.endswith("-start") or self.holds("AsyncCollectiveStart")
+        return self.op.endswith("-start")
 
     @property
     def awaits(self) -> bool:
         """Whether it waits for what another one has started."""
-        return self.op.endswith("-done") or self.holds("AsyncCollectiveDone")
+        return self.op.endswith("-done")
 
     @property
     def collective(self) -> str | None:
@@ -461,14 +450,8 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
     """
 
     def start_of(one) -> str | None:
-        """What it awaits; found through fusions that do other work in the meantime."""
-        for x in one.inputs():
-            if x.starts:
-                return x.name
-            between = x.op.endswith("-update") or "async_collective_fusion" in x.called("calls")
-            if between and (name := start_of(x)):
-                return name
-        return None
+        """The name of what it awaits."""
+        return next((x.name for x in one.inputs() if x.starts), None)
 
     now = 0.0
     free = 0.0  # when the links are free
@@ -592,7 +575,7 @@ def functions(text: str) -> dict[str, str]:
 def part_of(one: Instruction, innermost: dict[str, str]) -> str:
     """What an instruction is listed under: the name of a kernel, the function of a matmul that it
     fuses, its own function, or "other", such as copies that the compiler has added."""
-    if one.transfer or one.holds("AsyncCollectiveDone"):
+    if one.transfer:
         return "collectives"
     if one.kernel:
         return function_of(one.name)
@@ -724,9 +707,9 @@ def number(value, form=".2f", unit=1.0) -> str:
 
 
 def by_function(parts: dict, unit: str) -> str:
-    """The functions of train_gpt.py, and kernels, that take more than 1 % of the time."""
+    """The functions of train_gpt.py, and kernels, that take more than 2 % of the time."""
     total = sum(parts.values())
-    large = sorted((x for x in parts.items() if x[1] > 0.01 * total), key=lambda x: -x[1])
+    large = sorted((x for x in parts.items() if x[1] > 0.02 * total), key=lambda x: -x[1])
     return ", ".join(f"{name} {x:.2f}" for name, x in large) + f"; in all {total:.2f} {unit}"
 
 
@@ -799,8 +782,8 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
                 raise T.UserError(f"--program {name}: there are {', '.join(every)}")
         rows = []
         for name in names or every:
+            say(f"compiling {name}")
             rows.append(program_row(cfg, mesh, kernels, name, Path(folder), dump))
-            say(f"{name} compiled in {rows[-1]['compile_seconds']:.0f} s")
     report = {
         "preset": cfg.preset,
         "command": command,

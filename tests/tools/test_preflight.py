@@ -38,49 +38,38 @@ def estimate(cycles: int) -> str:
     return f'backend_config={{"estimated_cycles":"{cycles}"}}'
 
 
-# ------------------------------------------------------------------------------------------------
-# The yardsticks, on short programs
-# ------------------------------------------------------------------------------------------------
-
 # A loop with a matmul in a fusion, and a kernel; kernels beside it, one with attributes over three
 # lines, one with the code of the first; a gather without an estimate; a collective.
 HLO = f"""HloModule m, is_scheduled=true
-
 FunctionNames
 1 "<module>"
 2 "mlp.<locals>.half"
 3 "norm"
-
 FileLocations
 1 {{file_name_id=1 function_name_id=1 line=1}}
 2 {{file_name_id=1 function_name_id=2 line=2}}
 3 {{file_name_id=1 function_name_id=3 line=3}}
-
 StackFrames
 1 {{file_location_id=1 parent_frame_id=1}}
 2 {{file_location_id=2 parent_frame_id=2}}
 3 {{file_location_id=3 parent_frame_id=3}}
 4 {{file_location_id=1 parent_frame_id=3}}
-
 %fused (p: f32[8,128]) -> f32[8,128] {{
   %p = f32[8,128]{{1,0}} parameter(0)
   %m = f32[8,128]{{1,0}} dot(%p, %p), metadata={{stack_frame_id=4}}, {estimate(10**6)}
   ROOT %n = f32[8,128]{{1,0}} negate(%m), metadata={{stack_frame_id=3}}
 }}
-
 %rows_of (table: f32[100,128], ids: s32[8]) -> f32[8,128] {{
   %table = f32[100,128]{{1,0}} parameter(0)
   %ids = s32[8]{{0}} parameter(1)
   ROOT %g = f32[8,128]{{1,0}} gather(%table, %ids), offset_dims={{1}}
 }}
-
 %less (t.2: (s32[], f32[8,128])) -> pred[] {{
   %t.2 = (s32[], f32[8,128]{{1,0}}) parameter(0)
   %i = s32[] get-tuple-element(%t.2), index=0
   %five = s32[] constant(5), metadata={{op_name="f"}}
   ROOT %lt = pred[] compare(%i, %five), direction=LT
 }}
-
 %body (t.1: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {{
   %t.1 = (s32[], f32[8,128]{{1,0}}) parameter(0)
   %x.1 = f32[8,128]{{1,0}} get-tuple-element(%t.1), index=1
@@ -90,7 +79,6 @@ metadata={{stack_frame_id=3}}, {estimate(7000)}
 backend_config={{"custom_call_config":{{"body":"AAA"}}}}
   ROOT %r.1 = (s32[], f32[8,128]{{1,0}}) tuple(%x.1, %attend.3)
 }}
-
 ENTRY %main (x: f32[8,128], table.1: f32[100,128], ids.1: s32[8]) -> f32[8,128] {{
   %x = f32[8,128]{{1,0}} parameter(0)
   %table.1 = f32[100,128]{{1,0}} parameter(1)
@@ -157,13 +145,7 @@ def test_a_program_takes_what_is_predicted_and_links_and_moves(tmp_path):
     more = scheduled["predicted_ms"] - found["predicted_ms"]
     assert more == pytest.approx(1e3 * 1593 / CHIP.clock), "1.77 cycles for a bundle of a gather"
     assert scheduled["moved_floor_ms"] == 0
-
-
-def test_without_a_schedule_or_for_other_hardware_there_is_no_prediction(tmp_path):
-    assert {*preflight.count(HLO, tmp_path, v6e(2, 4)).values()} == {None}
-    other = [SimpleNamespace(device_kind="TPU v9")]
-    folder = schedules(tmp_path, attend_3=1, attend_4=1)
-    assert {*preflight.count(HLO, folder, other).values()} == {None}
+    assert {*preflight.count(HLO, tmp_path, v6e(2, 4)).values()} == {None}, "no schedules"
 
 
 # As libtpu writes it: a bundle can go on over lines, a `>` can be missing inside a loop (0x8), and
@@ -200,15 +182,10 @@ def test_bundles_of_a_schedule_are_multiplied_by_its_loops():
 
 # A program whose one instruction is filled in; fused computations of the kinds that TPUs have.
 BYTES = """HloModule m, is_scheduled=true
-
-%both (p.3: bf16[64,128], q.3: s32[8]) -> bf16[8] {
-  %p.3 = bf16[64,128]{1,0} parameter(0)
-  %q.3 = s32[8]{0} parameter(1)
-  %g.3 = bf16[8,128]{1,0} gather(%p.3, %q.3), offset_dims={1}
-  %all = bf16[8,128]{1,0} reduce(%p.3, %q.3), dimensions={0}
-  ROOT %r.3 = bf16[8,128]{1,0} add(%g.3, %all)
-}
-
+%gathers (p: f32[8]) -> f32[64] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[64]{0} all-gather(%p), replica_groups=[1,8]<=[8]
+}, execution_thread="sparsecore"
 %updates (p.4: bf16[64,128], q.4: bf16[8,128], n: s32[]) -> (bf16[64,128], bf16[8,128]) {
   %p.4 = bf16[64,128]{1,0} parameter(0)
   %q.4 = bf16[8,128]{1,0} parameter(1)
@@ -217,7 +194,6 @@ BYTES = """HloModule m, is_scheduled=true
   %u = bf16[64,128]{1,0} dynamic-update-slice(%cast, %q.4, %n, %n)
   ROOT %r.4 = (bf16[64,128]{1,0}, bf16[8,128]{1,0}) tuple(%u, %q.4)
 }
-
 %fresh (q.5: bf16[8,128], n.5: s32[]) -> bf16[64,128] {
   %q.5 = bf16[8,128]{1,0} parameter(0)
   %n.5 = s32[] parameter(1)
@@ -225,7 +201,6 @@ BYTES = """HloModule m, is_scheduled=true
   %zeros = bf16[64,128]{1,0} broadcast(%zero), dimensions={}
   ROOT %u.5 = bf16[64,128]{1,0} dynamic-update-slice(%zeros, %q.5, %n.5, %n.5)
 }
-
 ENTRY %main (x: bf16[64,128]) -> f32[] {
   %x = bf16[64,128]{1,0:T(8,128)(2,1)} parameter(0)
   %near = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} parameter(1)
@@ -245,10 +220,8 @@ KERNEL = 'custom_call_target="tpu_custom_call"'
         ("bf16[64,128]{1,0} add(%x, %x)", 3 * X),
         ("bf16[64,128]{1,0:S(1)} add(%x, %near)", X),  # what is on the chip
         ("f32[64,6]{0,1:T(8,128)} add(%near, %near)", 128 * 8 * 4),  # tiles are padded
-        ("(bf16[64,128]{1,0}, s32[]) tuple(%x, %n.0)", 0),
         ("bf16[8,128]{1,0} gather(%x, %ids), offset_dims={1}", 2 * ROW + 32),
         ("bf16[64,128]{1,0} dynamic-update-slice(%x, %row, %n.0, %n.0)", 2 * ROW + 8),
-        ("bf16[8,128]{1,0} fusion(%x, %ids), kind=kLoop, calls=%both", X + ROW + 32),
         ("(bf16[64,128]{1,0}, bf16[8,128]{1,0:S(1)}) fusion(%x, %row, %n.0), calls=%updates",
          2 * ROW + 4),
         ("bf16[64,128]{1,0} fusion(%row, %n.0), kind=kLoop, calls=%fresh", X + ROW + 4),
@@ -269,8 +242,6 @@ def test_bytes_in_memory_are_those_that_an_instruction_touches(instruction, size
     ("instruction", "kind", "size", "sent"),
     [
         ("f32[64]{0} all-gather(%x), replica_groups=[1,8]<=[8]", "all-gather", 256, 224),
-        ("(f32[2]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]", "all-gather",
-         64, 56),
         ("f32[4]{0} reduce-scatter(%x), replica_groups={{0,1,2,3},{4,5,6,7}}", "reduce-scatter",
          64, 48),
         ("(f32[10]{0}, f32[]) all-reduce(%x, %x), replica_groups=[1,8]<=[8]", "all-reduce", 44, 77),
@@ -284,77 +255,25 @@ def test_bytes_that_a_device_sends_in_a_collective(instruction, kind, size, sent
     assert one.collective == kind and preflight.sent_bytes(one, 8) == (size, sent)
 
 
-GATHER = "all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}"
-SCHEDULED = f"""HloModule m, is_scheduled=true
-
-%called (p: f32[8]) -> f32[64] {{
-  %p = f32[8]{{0}} parameter(0)
-  ROOT %g.1 = f32[64]{{0}} {GATHER}
-}}, execution_thread="sparsecore"
-
-%start_in (p.3: f32[8]) -> (f32[8], f32[64]) {{
-  %p.3 = f32[8]{{0}} parameter(0)
-  %g.3 = f32[64]{{0}} {GATHER}
-  ROOT %s.3 = (f32[8], f32[64]) custom-call(%g.3), custom_call_target="AsyncCollectiveStart"
-}}
-
-%async_collective_fusion.4 (p.4: f32[8]) -> (f32[8], f32[64]) {{
-  %p.4 = f32[8]{{0}} parameter(0)
-  %g.4 = f32[64]{{0}} {GATHER}
-  ROOT %t.4 = (f32[8], f32[64]) tuple(%p.4, %g.4)
-}}
-
-%done_in (p.5: f32[8]) -> f32[64] {{
-  %p.5 = f32[8]{{0}} parameter(0)
-  %g.5 = f32[64]{{0}} {GATHER}
-  ROOT %d.5 = f32[64] custom-call(%p.5, %g.5), custom_call_target="AsyncCollectiveDone"
-}}
-
-ENTRY %main (p.9: f32[8]) -> f32[8] {{
-  %p = f32[8]{{0}} parameter(0)
-ENTRY
-}}
-"""
-KINDS = {  # (start, done), after what another kind of compiler or another setting writes
-    "plain": (
-        f"s = (f32[8]{{0}}, f32[64]{{0}}) {GATHER.replace('gather', 'gather-start')}",
-        "d = f32[64]{0} all-gather-done(%s)",
-    ),
-    "call": (
-        "s = ((f32[8]{0}, token[]), f32[64]{0}) call-start(%p), to_apply=%called",
-        "d = f32[64]{0} call-done(%s)",
-    ),
-    "fusion": (
-        "s = (f32[8], f32[64]) fusion(%p), kind=kCustom, calls=%start_in",
-        "d = f32[64]{0} fusion(%s), kind=kCustom, calls=%done_in",
-    ),
-}
-
-
 def played(*lines: str) -> tuple[float, float]:
-    """(seconds of links, those in the open); a collective takes 100."""
-    entry = "\n".join(f"  %{line}" for line in lines)
-    instructions = run(SCHEDULED.replace("\nENTRY\n", f"\n{entry}\n"))
-    return preflight.link_seconds(instructions, lambda one: one.cycles, lambda one: 100)
+    """(seconds of links, those in the open) of a program; a collective takes 100."""
+    text = BYTES.replace("ROOT %one = INSTRUCTION", "\n".join(f"  %{line}" for line in lines))
+    return preflight.link_seconds(run(text), lambda one: one.cycles, lambda one: 100)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_links_are_hidden_behind_what_is_between_start_and_done(kind):
-    start, done = KINDS[kind]
-    work = f"w = f32[8]{{0}} negate(%p), {estimate(30)}"
-    other = start.replace("s =", "s2 =")
+def test_links_are_hidden_behind_what_is_between_start_and_done():
+    start = "s = ((bf16[64,128], token[]), f32[64]{0}) call-start(%x), to_apply=%gathers"
+    done = "d = f32[64]{0} call-done(%s)"
+    work, more = (f"w = bf16[64,128]{{1,0}} negate(%x), {estimate(x)}" for x in (30, 130))
     assert played(work, start, done) == (100, 100), "nothing between"
-    assert played(start, work, done) == (100, 70)
-    assert played(start, work.replace('"30"', '"130"'), done) == (100, 0)
+    assert played(start, work, done) == (100, 70) and played(start, more, done) == (100, 0)
     assert played(start, work) == (100, 100), "nothing awaits it"
     renamed = "r = (f32[8], f32[64]) bitcast(%s)", work, done.replace("%s", "%r")
     assert played(start, *renamed) == (100, 70)
-    last = done.replace("d =", "d2 =").replace("%s", "%s2")
-    both = played(start, other, work.replace('"30"', '"130"'), done, last)
-    assert both == (200, 70), "one after the other"
-    assert played(start, work, f"now = f32[64]{{0}} {GATHER}", done) == (200, 170)
-    between = f"f = (f32[8], f32[64]) fusion(%s), calls=%async_collective_fusion.4, {estimate(60)}"
-    assert played(start, between, done.replace("%s", "%f")) == (100, 40), "work, no collective"
+    others = start.replace("s =", "s2 ="), more, done, "d2 = f32[64]{0} call-done(%s2)"
+    assert played(start, *others) == (200, 70), "one after the other"
+    now = "now = f32[64]{0} all-gather(%x), replica_groups=[1,8]<=[8]"
+    assert played(start, work, now, done) == (200, 170)
 
 
 def test_a_mesh_bounds_what_its_links_carry():
@@ -365,46 +284,35 @@ def test_a_mesh_bounds_what_its_links_carry():
         assert (preflight.link_count(mesh), preflight.all_to_all_load(mesh)) == figures
 
 
-# ------------------------------------------------------------------------------------------------
-# The whole tool, with a compiler that answers at once
-# ------------------------------------------------------------------------------------------------
-
 DEVICE = jax.devices()[0]
+ABSENT = preflight.absent_devices
+ISSUED = {"attend_3": 10_000, "attend_4": 30}
 TIMES = {  # three validations, of two batches
     **{"grads0": 3, "grads1": 3, "grads2": 2, "anvil": 8, "adam_tied": 3, "adam": 1},
     **{"tables2": 2, "tables4": 1, "finish": 1, "eval": 3 * 2},
 }
 
 
-class Compiled:
+def compiled_at_once():
     """What jax's compiled programs tell, for HLO; like libtpu it leaves schedules of kernels."""
-
-    def compile(self):
-        folder = re.findall(r"--xla_jf_dump_to=(\S+)", os.environ["LIBTPU_INIT_ARGS"])[-1]
-        schedules(Path(folder), attend_3=10_000, attend_4=30)
-        return self
-
-    def as_text(self):
-        return HLO
-
-    def cost_analysis(self):
-        return {"flops": 5e12}
-
-    def memory_analysis(self):
-        sizes = {"argument": 7, "output": 5, "alias": 2, "temp": GIB}
-        sizes = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
-        return SimpleNamespace(**sizes, peak_memory_in_bytes=3 * GIB)
+    folder = re.findall(r"--xla_jf_dump_to=(\S+)", os.environ["LIBTPU_INIT_ARGS"])[-1]
+    schedules(Path(folder), **ISSUED)
+    sizes = {"argument": 7, "output": 5, "alias": 2, "temp": GIB}
+    sizes = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
+    memory = SimpleNamespace(**sizes, peak_memory_in_bytes=3 * GIB)
+    found = {"cost_analysis": lambda: {"flops": 5e12}, "memory_analysis": lambda: memory}
+    return SimpleNamespace(as_text=lambda: HLO, **found)
 
 
 @pytest.fixture
 def absent(monkeypatch):
     """8 devices with the facts of a v6e-8, and a compiler that answers at once."""
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine=1")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     monkeypatch.setattr(T, "PRESETS", T.PRESETS | {"small": CFG})
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices())
     monkeypatch.setattr(preflight, "link_count", lambda devices: 2)
     monkeypatch.setattr(preflight, "all_to_all_load", lambda devices: 1.0)
-    monkeypatch.setattr(T, "lower", lambda program, mesh: Compiled())
+    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=compiled_at_once))
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, CHIP)
 
 
@@ -420,8 +328,7 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     assert report["command"].startswith("v6e-8 small --dump ") and report["device_kind"] == "cpu"
     assert [row["tokens_per_step"] for row in rows.values()] == [256, 512, 512, *[0] * 6, 512]
     (tmp_path / "again").mkdir()
-    folder = schedules(tmp_path / "again", attend_3=10_000, attend_4=30)
-    took = preflight.count(HLO, folder, v6e(2, 4))
+    took = preflight.count(HLO, schedules(tmp_path / "again", **ISSUED), v6e(2, 4))
     sizes = {"arguments": 7, "outputs": 5, "aliased": 2, "temporary": GIB, "peak": 3 * GIB}
     for row in rows.values():
         assert {key: row[key] for key in took} == took
@@ -437,27 +344,23 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     assert run["eval_seconds"] == pytest.approx(TIMES["eval"] * each[0] / 1e3)
     head = "The whole run on 8 x cpu: 0.0 s = predicted 0.0 + links 0.0 + moves 0.0"
     assert err == "" and head in out and "all fit the 31.25 GiB of a device" in out
-    assert "grads0, stage 0, softmax over 48 ids" in out and "grads2, stage 2, softmax over" in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert "grads0, stage 0, softmax over 48 ids" in out and max(map(len, out.split("\n"))) <= 100
 
 
-def test_some_programs_have_their_rows_and_no_sum(absent, capsys):
-    assert preflight.main(["v6e-8", "small", "--program", "grads1", "adam", "adam"]) == 0
+def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
+    """They fit if their own peak and what stays beside it are at most the memory, to the byte."""
+    argv = ["v6e-8", "small", "--program", "grads1", "adam", "adam"]
+    assert preflight.main(argv) == 0
     out = capsys.readouterr().out
     table = [line.split()[:2] for line in out.splitlines()]
     assert ["grads1", "3"] in table and table.count(["adam", "1"]) == 1
     assert "Some programs on 8 x cpu" in out and "whole run" not in out
     assert "adam, update: attend 0.04, mlp 0.02" in out
-
-
-def test_what_lies_beside_a_program_counts_to_the_last_byte(absent, monkeypatch, capsys):
-    """It fits if its own peak and what stays beside it are at most the memory."""
-    need = 3 * GIB + T.resident_bytes(*T.make_mesh(CFG), "grads0")
+    need = 3 * GIB + T.resident_bytes(*T.make_mesh(CFG), "grads1")
     for limit, status in ((need, 0), (need - 1, 1)):
-        chip = preflight.Hardware(limit)
-        monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, chip)
-        assert preflight.main(["v6e-8", "small", "--program", "grads0"]) == status
-    assert "grads0 does not fit: 0.00 GiB over the " in capsys.readouterr().out
+        monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
+        assert preflight.main(argv) == status
+    assert "grads1 does not fit: 0.00 GiB over the " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -469,42 +372,20 @@ def test_what_lies_beside_a_program_counts_to_the_last_byte(absent, monkeypatch,
         (["v6e-8", "small", "--dump", ""], "--dump is empty"),
         (["v6e-8", "small", "--set", "devices=16"], "devices=16, but there are 8"),
         ([], "the following arguments are required: TARGET"),
+        (["v6e-3"], "no such hardware as v6e-3: use v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, "),
+        (["2x4"], "or a TPU topology such as v5e:2x4"),
+        (["v6e-8"], 'needs the TPU compiler: pip install "jax[tpu]"'),
+        (["h100x8"], "needs the GPU compiler: pip install jax-cuda13-plugin=="),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(absent, monkeypatch, capsys, argv, words):
     monkeypatch.setattr(T, "lower", lambda *_: pytest.fail("went on to compile"))
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    if len(argv) < 3:
+        monkeypatch.setattr(preflight, "absent_devices", ABSENT)
     assert preflight.main(argv) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        ("v6e-3", "no such hardware as v6e-3: use v6e-1, v6e-4, v6e-8, v6e-16, "),
-        ("2x4", "or a TPU topology such as v5e:2x4"),
-        ("v6e-8", 'needs the TPU compiler: pip install "jax[tpu]"'),
-        ("h100x8", "needs the GPU compiler: pip install jax-cuda13-plugin=="),
-    ],
-)
-def test_unknown_hardware_or_a_missing_compiler_is_named(monkeypatch, capsys, target, words):
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    assert preflight.main([target, "tiny"]) == 2 and words in capsys.readouterr().err
-
-
-def test_without_a_preset_and_whatever_jax_would_use_here(monkeypatch):
-    """`speedrun`; and no accelerator is needed, for all that counts is absent."""
-    seen = []
-    monkeypatch.setattr(
-        preflight, "preflight", lambda cfg, *_: seen.append((cfg.preset, jax.config.jax_platforms))
-    )
-    before = jax.config.jax_platforms
-    try:
-        jax.config.update("jax_platforms", "tpu")
-        preflight.main(["v6e-8"])
-    finally:
-        jax.config.update("jax_platforms", before)
-    assert seen == [("speedrun", "cpu")]
 
 
 def test_programs_of_the_record_run_as_often_as_its_schedule_says():
@@ -514,47 +395,33 @@ def test_programs_of_the_record_run_as_often_as_its_schedule_says():
     assert tokens == RECORD.total_tokens
 
 
-# ------------------------------------------------------------------------------------------------
-# The real compilers
-# ------------------------------------------------------------------------------------------------
-
 RECORD = T.PRESETS["speedrun"]
 libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='needs libtpu: pip install "jax[tpu]"'
 )
 
 
-def compiled(folder, preset: str, *argv: str) -> dict:
-    """{program: (its row, its optimized HLO)} by preflight in a process of its own, since libtpu is
-    loaded once a process; all of it fits."""
-    tool = [sys.executable, ROOT / "records/preflight.py", "v6e-8", preset, "--dump", folder, *argv]
-    done = subprocess.run(tool, capture_output=True, text=True)
-    assert done.returncode == 0 and "these fit the 31.25 GiB" in done.stdout, done.stderr
-    rows = json.loads((folder / "preflight.json").read_text())["variants"]
-    return {row["name"]: (row, (folder / row["hlo"]).read_text()) for row in rows}
-
-
 # What programs of the record took when they were written (jax 0.10.2, libtpu 0.0.42), and are not
 # to exceed: Mcycles and ms of links of one execution on one device, GiB at the peak. A kernel that
 # is not used, a matmul in float32 or a table that crosses the network twice would all exceed it.
-MOST = {
-    "grads0": (43.3, 3.9, 11.4),
-    "anvil": (2.14, 0.01, 8.3),
-    "adam": (1.7, 2.5, 8.76),
-    "tables4": (18.3, 4.9, 11.35),
-}
+MOST = {"grads0": (43.3, 3.9, 11.4), "anvil": (2.14, 0.01, 8.3)}
+MOST |= {"adam": (1.7, 2.5, 8.76), "tables4": (18.3, 4.9, 11.35)}
 
 
 @libtpu
 @pytest.mark.slow
 def test_the_record_on_a_v6e_8_takes_no_more_cycles_links_and_memory_than_before(tmp_path):
-    found = compiled(tmp_path, "speedrun", "--program", *MOST)
-    for name, most in MOST.items():
-        row, _ = found[name]
+    """In a process of its own, since libtpu is loaded once a process."""
+    tool = [sys.executable, ROOT / "records/preflight.py", "v6e-8", "--dump", tmp_path]
+    done = subprocess.run([*tool, "--program", *MOST], capture_output=True, text=True)
+    assert done.returncode == 0 and "these fit the 31.25 GiB" in done.stdout, done.stderr
+    report = json.loads((tmp_path / "preflight.json").read_text())
+    assert report["preset"] == "speedrun"
+    for row in report["variants"]:
         took = row["estimated_cycles"] / 1e6, row["link_ms"], row["bytes"]["peak"] / GIB
-        assert all(x <= limit for x, limit in zip(took, most, strict=True)), (name, took)
-        assert took[0] > 0.5 * most[0] and took[2] > 0.5 * most[2]
-    kernels = sum(one.kernel for one in run(found["grads0"][1]))
+        for x, limit in zip(took, MOST[row["name"]], strict=True):
+            assert x <= limit and (x > 0.5 * limit or limit < 0.1), (row["name"], took)
+    kernels = sum(one.kernel for one in run((tmp_path / "grads0.hlo").read_text()))
     assert kernels >= 2 * len(RECORD.layers_with("attends"))
 
 
@@ -585,11 +452,10 @@ one = jax.sharding.SingleDeviceSharding(chip[0])
 x = jax.ShapeDtypeStruct((side, side), jnp.bfloat16, sharding=one)
 left = pl.BlockSpec((m, k), lambda i, j, l: (i, l))
 right = pl.BlockSpec((k, n), lambda i, j, l: (l, j))
-out = {"out_shape": jax.ShapeDtypeStruct((side, side), jnp.bfloat16)}
-out |= {"out_specs": pl.BlockSpec((m, n), lambda i, j, l: (i, j))}
+out = {"out_specs": pl.BlockSpec((m, n), lambda i, j, l: (i, j)), "out_shape": x}
+out |= {"grid": (side // m, side // n, side // k)}
 out |= {"scratch_shapes": [pltpu.VMEM((m, n), jnp.float32)]}
-grid = side // m, side // n, side // k
-matmul = pl.pallas_call(body, grid=grid, in_specs=[left, right], **out)
+matmul = pl.pallas_call(body, in_specs=[left, right], **out)
 text = jax.jit(matmul).lower(x, x).compile().as_text()
 print(1e3 * preflight.count(text, Path(folder), chip)["kernel_cycles"] / known.clock)
 """
@@ -613,21 +479,16 @@ def test_a_kernel_is_counted_for_as_long_as_it_was_measured(sizes):
 @cuda_compiler
 @pytest.mark.slow
 def test_the_record_fits_an_h100():
-    """Four layers, which have all that the eleven have: our three kernels in each that attends, no
-    float32 logits in memory."""
+    """Four layers, which have all that the eleven have; three kernels in each that attends."""
     four = T.validate(replace(RECORD, layers=CFG.layers, skip=(0, 1), source=1))
     devices = preflight.absent_devices("h100x8")
     _, mesh = T.make_mesh(four, devices)
-    chosen, reason = T.pick_kernels(four, devices[0])
-    assert reason == "attention for NVIDIA GPUs"
+    chosen, _ = T.pick_kernels(four, devices[0])
     limit = preflight.HARDWARE[devices[0].device_kind].memory
     for name in ("grads2", "adam", "tables4", "eval"):
         program = T.lower(T.programs(four, mesh, chosen)[name], mesh).compile()
         needs = T.program_bytes(program)["peak"] + T.resident_bytes(four, mesh, name)
         assert GIB < needs < limit < 80e9, name
         if name == "grads2":
-            every = preflight.hlo_computations(program.as_text())[0].values()
-            stored = [one for scope in every for one in scope.values() if not one.fused]
-            count = sum('"__gpu$xla.gpu.triton"' in one.rest for one in stored)
-            assert count == 3 * len(four.layers_with("attends"))
-            assert not any("f32[4096,50304]" in one.shape for one in stored)
+            kernels = program.as_text().count('"__gpu$xla.gpu.triton"')
+            assert kernels == 3 * len(four.layers_with("attends"))
