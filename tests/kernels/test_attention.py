@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import preflight
 import pytest
-import tile_times
 from layers import (
     KINDS,
     RECORD,
@@ -30,7 +29,7 @@ from layers import (
     run_layer,
     segment_rows,
 )
-from programs import jit, quick_compilation
+from programs import jit
 
 import train_gpt as T
 
@@ -341,15 +340,6 @@ def assert_same_layer(attend, heads: T.Heads, parts: str, inputs):
 )
 def test_triton_computes_a_layer_forward_and_backward(t, heads, parts):
     assert_same_layer(triton_heads, heads, parts, layer_inputs(heads, t, parts, np.float32))
-
-
-def test_tile_times_has_a_line_for_every_kernel(monkeypatch, capsys):
-    monkeypatch.setattr(tile_times, "CANDIDATES", dict.fromkeys(tile_times.KERNELS, []))
-    with quick_compilation():
-        tile_times.main(["--small"])
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[:2] for line in lines] == [["small", x] for x in tile_times.KERNELS]
-    assert all(" ms " in line for line in lines)
 
 
 # ------------------------------------------------------------------------------------------------
