@@ -2161,22 +2161,29 @@ def put_batch(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims, st
     return Batch(rows, requests, hyper)
 
 
+def next_batch(
+    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
+) -> tuple[Batch, LoaderState]:
+    """The Batch of `step`, and the LoaderState after it, from these arguments alone. Every process
+    plans the whole batch, from where documents begin, and reads its own rows."""
+    stage = stage_at(cfg, step)
+    count = schedule(cfg).candidates[step]
+    tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
+    each = zip(tokens, state.offsets, strict=True)
+    aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
+    aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
+    return put_batch(cfg, mesh, known, tokens, aims, step), LoaderState(cursor, offsets)
+
+
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. Every
-    process plans the whole batch, from where documents begin, and reads its own rows. The tables of
-    the vocabulary are made here, so that the clock counts them."""
+    """Yield next_batch of every step from `step` to the end of the run. The tables of the
+    vocabulary are made here, so that the clock counts them."""
     known = vocabulary(cfg, words)
     for now in range(step, cfg.steps):
-        stage = stage_at(cfg, now)
-        count = schedule(cfg).candidates[now]
-        tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
-        each = zip(tokens, state.offsets, strict=True)
-        aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
-        aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
-        state = LoaderState(cursor, offsets)
-        yield put_batch(cfg, mesh, known, tokens, aims, now), state
+        batch, state = next_batch(cfg, mesh, stream, known, now, state)
+        yield batch, state
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported

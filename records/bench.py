@@ -110,9 +110,8 @@ def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> 
     for _ in range(BATCHES):
         rows, _ = T.next_rows(stream, state.cursor, T.stage_at(cfg, step))
         T.check_ids(cfg, stream.paths[0].parent, rows)
-        *arrays, state = T.next_batch(cfg, mesh, stream, known, step, state)
-        arrays = jax.tree.map(lambda x: T.put(x, mesh, jax.P(T.AXIS)), arrays)
-        batches.append(T.Batch(*arrays, T.put_hyper(cfg, step, mesh)))
+        batch, state = T.next_batch(cfg, mesh, stream, known, step, state)
+        batches.append(batch)
     return batches
 
 
