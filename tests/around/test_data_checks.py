@@ -134,7 +134,7 @@ def test_two_data_sets_in_a_folder_are_refused(tmp_path):
 
 
 def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkeypatch):
-    """By the tool beside the script, in a process of its own. Without its merges it is not whole."""
+    """By the tool beside the script, in a process of its own; again if its merges are missing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(T, "__file__", str(tmp_path / "train_gpt.py"))
     made, said = [], []
