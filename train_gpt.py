@@ -2872,25 +2872,17 @@ DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text
 
 
 def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
-    """Where the rows of the first `steps` steps end; UserError if there are too few tokens, or if
-    a row has more different ones than candidates (it reads those in which that can be)."""
+    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
     cursor = 0
     for step in range(steps):
-        stage = stage_at(cfg, step)
-        count = schedule(cfg).candidates[step]
         try:
-            after = plan_rows(train, cursor, stage)[1]
-            if not stage.doc_cap:
-                train.shard_at(after)  # holds the last target
+            cursor = plan_rows(train, cursor, stage_at(cfg, step))[1]
+            if not stage_at(cfg, step).doc_cap:
+                train.shard_at(cursor)  # holds the last target
         except UserError:
             has = f"{train.paths[0].parent} holds {len(train):,} training tokens, which last for"
             more = "get more shards, or lower --set steps="
             raise UserError(f"{has} {step} of {cfg.steps} steps: {more}") from None
-        rows = next_rows(train, cursor, stage)[0] if 0 < count < stage.row_tokens else ()
-        most = max((len(np.unique(row[1:])) for row in rows), default=0)
-        few = f"a row of step {step} has {most} different tokens, and {count} candidates"
-        need(most <= count, f"{few}: raise --set stages.{schedule(cfg).stage[step]}.candidates=")
-        cursor = after
     train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
 
@@ -3317,10 +3309,10 @@ class RunLog:
         self.facts["finished"] = False
         other = f"{cfg.data} does not hold the shards of {self.folder}: name their --data"
         need(was["data"] == facts["data"], other)
-        if was["source_sha256"] != facts["source_sha256"]:
-            say("warning: train_gpt.py has changed since; what follows may differ from what was")
+        other = f"train_gpt.py is not what {self.folder} began with: see the head of its log.txt"
+        need(was["source_sha256"] == facts["source_sha256"], other)
         if jax.process_index() == 0:
-            self.open(saved, was)
+            self.open(saved)
         on = "{count} x {kind}".format(**facts["devices"])
         say(f"run {self.folder} on {on}; kernels: {facts['choices']['kernels']}")
         if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
@@ -3328,12 +3320,10 @@ class RunLog:
         if saved:
             say(f"resumed after {self.first} of {cfg.steps} steps from {saved.folder}")
 
-    def open(self, saved: Saved | None, was: dict):
-        """Open the files, cut back to what they were, and write what log.txt begins with."""
+    def open(self, saved: Saved | None):
+        """Open the files, cut back to a checkpoint, and write what log.txt begins with."""
         facts, rule = self.facts, "=" * 100
         head = [rule, "resumed"] if saved else [SOURCE, rule]
-        if was["source_sha256"] != facts["source_sha256"]:
-            head += [f"source: {facts['source_sha256']}", SOURCE, rule]
         head += [f"{name} {version}" for name, version in facts["versions"].items()]
         head += ["{count} x {kind} ({platform})".format(**facts["devices"])]
         head += [facts["host"]["platform"], f"command: {facts['command']}"]
@@ -3346,7 +3336,7 @@ class RunLog:
             for name in ("log.txt", "metrics.jsonl"):
                 self.files[name] = file = claim(self.folder / name)
                 if saved:  # what came after the checkpoint is of steps that are lost
-                    file.truncate(min(file.tell(), was["logs"][name]))
+                    file.truncate(min(file.tell(), saved.meta["logs"][name]))
                     file.seek(0, os.SEEK_END)
             for partial in (self.folder / "checkpoints").glob(".*"):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -3579,8 +3569,6 @@ def show(cfg: Config) -> str:
         lr = "{:.3g} to {:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
         tokens = f"{(end - first) * stage.batch_tokens / 1e6:.1f} M tokens"
         lines.append(f"steps {first} to {end - 1}, {tokens}, lr {lr}: stages.{i} = {stage}")
-    tied = schedule(cfg).tied.sum()
-    lines.append(f"head and embedding tied up to step {tied - 1}" if tied else "never tied")
     flops = sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in range(cfg.steps))
     lines.append(f"{cfg.steps} steps, {cfg.total_tokens:,} tokens, {flops:.3e} model FLOPs")
     return "\n".join(lines)
@@ -3677,9 +3665,6 @@ def run(argv: list[str], command: str):
         need(not done, f"{args.resume} is finished: there is nothing to resume")
     else:
         cfg = resolve(args, say)
-    left = cfg.steps - (saved.step if saved else 0)
-    few = f"--profile needs more than {PROFILED.stop} steps: raise --set steps="
-    need(left > PROFILED.stop or not args.profile, few)
     train(cfg, Path(args.out), command, saved, args.profile, say)
 
 

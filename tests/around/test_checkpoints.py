@@ -1,7 +1,6 @@
 """Checkpoints on the disk, without a run: whole or not to be seen, read by any devices."""
 
 import contextlib
-import json
 import os
 import shutil
 import tracemalloc
@@ -114,14 +113,6 @@ def test_files_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(fol
     assert each["loader.offsets"] == [(0, 8)] and each["params.smear_gate"] == [(0, 1)]
 
 
-def test_what_is_read_is_what_was_written(folder):
-    saved = T.find_checkpoint(folder.parent)
-    assert saved[:4] == (folder / "8", CFG, 8, LOADER)
-    assert saved.meta | json.loads(json.dumps(META)) == saved.meta
-    for step in (6, 8):
-        assert_same_arrays(arrays(folder / str(step)), stored(numbers(step)))
-
-
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("step", [6, 8])
 def test_any_number_of_devices_reads_what_any_number_has_written(folder, tmp_path, step, devices):
@@ -133,11 +124,6 @@ def test_any_number_of_devices_reads_what_any_number_has_written(folder, tmp_pat
         np.testing.assert_array_equal(got, same)  # zeros where there is padding
     T.write_checkpoint(tmp_path / "again", T.own_shards(CFG, state, LOADER), META | {"step": step})
     assert_same_arrays(arrays(tmp_path / f"again/{step}"), stored(numbers(step)))
-
-
-def test_a_part_of_the_state_can_be_read_alone(folder):
-    state = T.load_state(mesh_of(1), T.find_checkpoint(folder.parent), kinds=("params",))
-    assert state.keys() == {"params"} and state["params"].keys() == T.param_table(CFG).keys()
 
 
 def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
@@ -278,16 +264,3 @@ def test_the_newest_whole_one_is_taken_unless_another_is_named(folder):
     assert T.find_checkpoint(folder.parent, said.append).folder == folder / "8"
     assert [line.split()[1] for line in said] == [str(folder / str(n)) for n in (12, 10)]
     assert T.find_checkpoint(folder / "6", pytest.fail).step == 6
-
-
-@pytest.mark.parametrize("change", ["width", "dtype", "rows"])
-def test_arrays_of_another_program_are_refused(folder, change):
-    path = folder / "6/params.ngram_table.0.npy"
-    rows = np.load(path)
-    changed = {"width": rows[:, :-1], "dtype": rows.astype(np.float32), "rows": rows[:-1]}[change]
-    np.save(path, changed)
-    meta = json.loads((folder / "6/meta.json").read_text())
-    meta["files"][path.name] = path.stat().st_size
-    (folder / "6/meta.json").write_text(json.dumps(meta))
-    with pytest.raises(T.UserError, match="6: params.ngram_table is of another train_gpt.py"):
-        T.load_state(mesh_of(8), T.find_checkpoint(folder / "6"))

@@ -5,9 +5,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
-from programs import CFG, mesh_of, quick_compilation
+from programs import CFG, mesh_of
 
 import train_gpt as T
 
@@ -80,27 +79,6 @@ def test_what_does_not_fit_once_it_has_compiled_is_refused(monkeypatch):
     assert made and " GiB of the 80.0 GiB of a device: use some of --set recompute=1 " in line
 
 
-def test_compile_all_says_what_it_does_and_how_long_it_took(monkeypatch):
-    lines = []
-    (programs, facts), _ = compiled_with(monkeypatch, CFG, 8, None, say=lines.append)
-    names = ["grads0", "grads1", "grads2", "anvil", "adam_tied", "adam", "tables2", "tables4"]
-    names += ["finish", "eval"]
-    assert list(programs) == names == [*facts["compile_seconds"]] and [*facts] == [
-        "compile_seconds"
-    ]
-    assert lines[0].startswith(f"compiling {', '.join(names)};")
-    assert sorted(lines[1:]) == sorted(f"compiled {n} in 0.0 s, 0 MiB temporary" for n in names)
-
-
-def test_an_error_of_the_compiler_is_raised(monkeypatch):
-    def fails(*_):
-        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
-
-    monkeypatch.setattr(T, "lower", fails)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        T.compile_all(CFG, mesh_of(1), KERNELS, lambda line: None)
-
-
 # ------------------------------------------------------------------------------------------------
 # Bytes
 # ------------------------------------------------------------------------------------------------
@@ -142,27 +120,8 @@ def test_bytes_beside_a_program_of_the_record_on_eight_devices(
     assert T.resident_bytes(replace(RECORD, **changes), mesh_of(8), name) == want
 
 
-def test_bytes_of_a_program_are_those_of_its_arrays():
-    """Of a real one: the update of the banks on two devices."""
-    mesh = mesh_of(2)
-    program = T.programs(CFG, mesh, KERNELS)["anvil"]
-    state, *rest = map(T.device_bytes, program.args)
-    with quick_compilation():
-        found = T.program_bytes(T.lower(program, mesh).compile())
-    # What the banks' update does not read may be left out of its arguments.
-    assert state < found["aliased"] + 4096 and found["arguments"] <= state + sum(rest) + 4096
-    assert found["outputs"] >= found["aliased"] and found["temporary"] > 0
-    assert found["peak"] >= found["arguments"]
-
-
 def test_a_peak_that_the_compiler_does_not_tell_is_all_that_is_alive():
     """What is donated counts once."""
     sizes = {"temporary": 5, "arguments": 100, "outputs": 30, "aliased": 20}
     assert T.program_bytes(Compiled(**sizes)) == sizes | {"peak": 115}
     assert T.program_bytes(Compiled(**sizes, peak=111)) == sizes | {"peak": 111}
-
-
-def test_bytes_on_a_device_are_those_of_its_shards():
-    mesh = mesh_of(8)
-    cut, whole = (T.abstract(mesh, (16, 3), np.float32, *axes) for axes in ((T.AXIS,), ()))
-    assert T.device_bytes({"a": cut, "b": [whole]}) == (2 + 16) * 3 * 4

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from dataclasses import replace
 
-import jax
 import pytest
 from conftest import small_config
 
@@ -21,15 +20,6 @@ def resolve(*items: str) -> T.Config:
 # ------------------------------------------------------------------------------------------------
 # Presets and what follows from them
 # ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", T.PRESETS)
-def test_every_preset_is_valid_on_every_device_count(name):
-    cfg = T.validate(T.PRESETS[name])
-    assert cfg.preset == name
-    for devices in (1, 2, 4, 8):
-        made, mesh = T.make_mesh(replace(cfg, devices=devices))
-        assert made == replace(cfg, devices=devices) and mesh.size == devices
 
 
 def test_speedrun_sizes_by_hand():
@@ -61,13 +51,6 @@ def test_rows_divide_over_the_devices_that_are_used(devices, used, row_tokens):
         assert stage.rows % used == 0 and replace(stage, row_tokens=before.row_tokens) == before
     assert cfg.val_batch % (used * cfg.val_row) == 0
     assert T.for_devices(cfg, used) == cfg
-
-
-def test_rows_of_the_record_are_whole_blocks_on_every_slice():
-    for devices in (16, 32, 64, 128, 256):
-        cfg = T.for_devices(T.Config(), devices)
-        assert cfg.devices == devices and {s.row_tokens % T.BLOCK for s in cfg.stages} == {0}
-    assert T.for_devices(T.Config(), 512).devices == 256  # 640 is no whole block
 
 
 def test_devices_that_are_not_there_are_refused():
@@ -124,28 +107,17 @@ def test_set_replaces_one_field_and_keeps_its_type(item, value):
     assert changed in ([], [key.split(".")[0]])
 
 
-def test_settings_that_only_fit_together_are_set_together_and_the_later_one_wins():
-    cfg = resolve("steps=5", "extension=1", "stages.1.weights=(1,.5)", "stages.1.weights_end=(1,0)")
-    assert (cfg.steps, cfg.extension, cfg.stages[1].weights_end) == (5, 1, (1.0, 0.0))
-    assert resolve("steps=30", "steps=40").steps == 40
-
-
 # Settings, and what the one line must say.
 BAD_SETTINGS = {
     # what cannot be read
     "layerz=3": "unknown key 'layerz': write KEY=VALUE, after PRESET; the keys are preset, seed, ",
     "tiny": "--set tiny: unknown key 'tiny': write KEY=VALUE, after PRESET",
     "steps": "steps='' is not valid: it must be int",
-    "steps.1=3": "unknown key 'steps.1'",
     "stages.3.share=1": "unknown key 'stages.3.share'",
     "stages.0.rows=5": "unknown key 'stages.0.rows'",
-    "stages=3": "stages=3 is not valid",
-    "vocab=many": "vocab='many' is not valid: it must be int",
     "vocab=2.5": "vocab=2.5 is not valid: it must be int",
     "lr_adam=nan": "lr_adam='nan' is not valid: it must be float",
-    "lr_adam=1e999": "lr_adam=inf is not valid: it must be float",
     "momentum=0.9": "momentum=0.9 is not valid: it must be tuple[float, float], see --show",
-    "momentum=(0.9,)": "momentum=(0.9,) is not valid: it must be tuple[float, float]",
     "momentum=(0.9,": "momentum='(0.9,' is not valid: it must be tuple[float, float]",
     "skip=(0,1.5)": "skip.1=1.5 is not valid: it must be int",
     "stages.0.candidates=48": "candidates=48 is not valid: it must be tuple[int, ...], see --show",
@@ -164,7 +136,6 @@ BAD_SETTINGS = {
     "checkpoint_end=maybe": "checkpoint_end='maybe' is not valid: auto, always or never",
     # sizes of the model
     "heads=3": "heads=3 is not valid: an even number that cuts width=32 into multiples of 8",
-    "heads=16": "heads=16 is not valid",
     "ngram_rows=521": "ngram_rows=521 is not valid: an even number, 4 or more",
     "sign_rows=96": "sign_rows=96 is not valid: a power of two",
     "real_tokens=105": "real_tokens=105 is not valid: 1 to vocab=104",
@@ -177,7 +148,6 @@ BAD_SETTINGS = {
     "layers.4.mlps=0": "the first one needs n-grams, the last one values and an MLP",
     # optimizers
     "event_every=(4,6)": "event_every=(4, 6) is not valid: multiples of adam_every=2",
-    "adam_every=3": "event_every=(2, 4) is not valid: multiples of adam_every=3",
     "event_change=6": "event_change=6 is not valid: a multiple of 4",
     # stages and validation
     "extension=10": "extension=10 is not valid: less than steps=10",
@@ -187,7 +157,6 @@ BAD_SETTINGS = {
     "stages.1.batch_tokens=500": "stages.1.batch_tokens=500 is not valid: whole rows of row_tok",
     "stages.1.batch_tokens=1024": "is not valid: whole rows of row_tokens=64, 8 as in the first",
     "stages.0.prefix=()": "stages.0.prefix=() is not valid: one or more, none below 0",
-    "stages.0.windows=(-1,5)": "stages.0.windows=(-1, 5) is not valid",
     "stages.0.candidates=(105,)": "stages.0.candidates=(105,) is not valid: up to vocab=104",
     "stages.0.weights=(1,)": "the first above 0, and as many as weights_end",
     "val_batch=500": "val_batch=500 is not valid: a multiple of val_row=64",
@@ -200,23 +169,6 @@ def test_a_bad_setting_is_refused_by_name_and_value(item):
     with pytest.raises(T.UserError) as refusal:
         resolve(item)
     assert BAD_SETTINGS[item] in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"extension": 0, "stages": (T.Stage(1.0, 256, 32, 0, (8, 32)),)},
-        {"extension": 9, "stages": (T.Stage(1, 64, 8, 0, (8, 8)), T.Stage(0, 64, 8, 0, (8, 8)))},
-        {"skip": (2, 3), "source": 3},  # of and to a layer that does not attend, and one that does
-        {"cooldown": 0.0, "lr_floor": 1, "tied": 1.0, "momentum": (0, 0), "momentum_cooldown": 0},
-        {"adam_every": 9, "event_every": (9, 9), "event_change": 0, "rails_step": 0},
-        {"vocab": 101, "ngram_rows": 522},  # tables need not be divisible by devices
-    ],
-)
-def test_unusual_configs_that_are_valid(changes):
-    cfg = small_config(**changes)
-    assert f"{cfg.steps} steps, " in T.show(cfg)
-    assert T.programs(*T.make_mesh(cfg, jax.devices()[:1]), T.PLAIN)
 
 
 @pytest.mark.parametrize("cfg", [*T.PRESETS.values(), small_config()], ids=lambda cfg: cfg.preset)

@@ -42,12 +42,6 @@ def test_exactly_enough_tokens_are_enough_and_fewer_are_refused_with_the_step(tm
         check(tmp_path, [tokens[: enough // 2]], **run)
 
 
-def test_too_few_validation_tokens_are_refused(tmp_path):
-    check(tmp_path, [documents(1, 8000)], documents(2, 1025))
-    with pytest.raises(T.UserError, match=r"holds 1,024 validation tokens, 1,025 are needed"):
-        check(tmp_path, [documents(1, 8000)], documents(2, 1024))
-
-
 @pytest.mark.parametrize("bad", ["x_train_000000.bin", "x_train_000001.bin", "x_val_000000.bin"])
 def test_the_shard_with_an_unknown_id_is_named(tmp_path, bad):
     shards = {
@@ -71,22 +65,6 @@ def test_tokens_of_another_encoding_are_refused_if_no_document_begins(tmp_path):
         check(tmp_path, [np.minimum(documents(1, 8000), 94)], bos=95)
 
 
-@pytest.mark.parametrize("stage", [PLAIN, PACKED], ids=["plain", "packed"])
-def test_a_row_with_more_different_tokens_than_candidates_is_found(tmp_path, stage):
-    """Wherever it is: here in the 4th of 5 steps."""
-    few = replace(stage, candidates=(9,))
-    tokens = np.tile([BOS, *range(8)], 1000).astype(np.uint16)
-    change = {"steps": 5, "extension": 0}
-    check(tmp_path, [tokens], stages=(few,), **change)
-    cursor = T.cursor_after(small_config(stages=(few,), **change), stream_of(tmp_path, tokens), 3)
-    tokens[cursor + 9 : cursor + 18] = [BOS, *range(40, 48)]
-    words = r"^a row of step 3 has 17 different tokens, and 9 candidates: raise --set stages.0.cand"
-    with pytest.raises(T.UserError, match=words):
-        check(tmp_path, [tokens], stages=(few,), **change)
-    for enough in (replace(few, candidates=(9, 17)), stage):  # from step 3 on 17; all ids
-        check(tmp_path, [tokens], stages=(enough,), **change)
-
-
 def test_the_answer_is_size_and_hash_of_the_shards_that_will_be_read(tmp_path):
     """Not of what lies beyond the last step; so a record can be held against their hashes."""
     found = check(tmp_path, [documents(1, 900), documents(1, 8000), documents(2, 500)])
@@ -94,17 +72,6 @@ def test_the_answer_is_size_and_hash_of_the_shards_that_will_be_read(tmp_path):
     for name, facts in found.items():
         content = (tmp_path / name).read_bytes()
         assert facts == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def test_cursor_after_is_where_the_loader_stands_and_its_work_is_forgotten(tmp_path):
-    """After plain rows, packed ones, and shards that are left for the next one. The loader finds
-    the documents again, inside the clock."""
-    stream, cursor = stream_of(tmp_path, *(documents(seed, 1500) for seed in range(9))), 0
-    for step in range(CFG.steps):
-        assert T.cursor_after(CFG, stream, step) == cursor
-        _, cursor = T.next_rows(stream, cursor, T.stage_at(CFG, step))
-    assert T.cursor_after(CFG, stream, CFG.steps) == cursor > 4500
-    assert stream.documents.cache_info().currsize == 0
 
 
 # ------------------------------------------------------------------------------------------------
@@ -162,13 +129,6 @@ def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkey
         T.UserError, match="no demo corpus: copy the folder data/ there too, or nam"
     ):
         T.data_folder(cfg, said.append)
-
-
-def test_merges_of_other_shards_are_refused(tmp_path):
-    """They are too few for the ids of these: text and bits per byte would be wrong."""
-    (tmp_path / T.MERGES).write_text('["6162"]')
-    with pytest.raises(T.UserError, match="merges.json is not of these shards"):
-        T.token_bytes(T.PRESETS["tiny"], tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_
     rng, out = random.Random(len(stops)), tmp_path / "logs"
     for stop in stops:
         again = ("--resume", only(out)) if out.exists() else ("--out", out)
-        process = launch(*again, seconds=0.05)
+        process = launch(*again, seconds=0.05 * len(stops))
         wait_for(process, r"^step:\d*[2-9]/")
         time.sleep(rng.random())
         process.send_signal(stop)
