@@ -141,14 +141,14 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
     cfg = replace(CFG, ngram_rows=2**19 + 6)
     found = numbers(cfg=cfg)
     state = state_of(found, mesh_of(4), cfg)
-    half = found["params.ngram_table"].nbytes // 2
-    with peak_below(half):
+    most = found["params.ngram_table"].nbytes * 3 // 4  # of four devices
+    with peak_below(most):
         meta = META | {"step": 2, "config": asdict(cfg)}
         T.write_checkpoint(tmp_path / "checkpoints", T.own_shards(cfg, state, LOADER), meta)
     saved = T.find_checkpoint(tmp_path)
     put = jax.device_put  # which gives a CPU numpy's own memory
     monkeypatch.setattr(jax, "device_put", lambda *args: jax.numpy.copy(put(*args)))
-    with peak_below(half):
+    with peak_below(most):
         again = T.load_state(mesh_of(4), saved)
     for got, same in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(got, same)

@@ -114,9 +114,9 @@ def result(run):
     return without_times(run), arrays(T.find_checkpoint(run).folder)
 
 
-def uninterrupted(folder, shards, devices=1):
+def uninterrupted(folder, shards, devices=1, steps=STEPS):
     """The same of a run that nobody interrupts, in this process."""
-    cfg = replace(BRIEF, steps=STEPS, val_every=10, checkpoint_every=0, devices=devices)
+    cfg = replace(BRIEF, steps=steps, val_every=10, checkpoint_every=0, devices=devices)
     return result(trained(cfg, folder, shards))
 
 
@@ -136,18 +136,19 @@ def assert_close(got, want):
 # ------------------------------------------------------------------------------------------------
 
 
+SIX = [signal.SIGKILL, signal.SIGTERM] * 3
+
+
 @pytest.mark.parametrize(
-    "stops",
-    [[signal.SIGKILL], pytest.param([signal.SIGKILL, signal.SIGTERM] * 3, marks=pytest.mark.slow)],
-    ids=["one", "six"],
+    "stops, steps", [([signal.SIGKILL], 8), pytest.param(SIX, STEPS, marks=pytest.mark.slow)]
 )
-def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_path, stops):
+def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_path, stops, steps):
     """It ends bit for bit as if nothing had been. A checkpoint every other step: many are amid a
     write."""
     rng, out = random.Random(len(stops)), tmp_path / "logs"
     for stop in stops:
         again = ("--resume", only(out)) if out.exists() else ("--out", out)
-        process = launch(*again, seconds=0.05 * len(stops))
+        process = launch(*again, seconds=0.3, steps=steps)
         wait_for(process, r"^step:\d*[2-9]/")
         time.sleep(rng.random())
         process.send_signal(stop)
@@ -158,7 +159,7 @@ def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_
             assert T.find_checkpoint(run / f"checkpoints/{step}", pytest.fail).step == step
     saved = T.find_checkpoint(run)
     trained(replace(saved.cfg, devices=1), out, shards, saved)
-    got, want = result(run), uninterrupted(tmp_path / "whole", shards)
+    got, want = result(run), uninterrupted(tmp_path / "whole", shards, steps=steps)
     assert got[0] == want[0]
     assert_same_arrays(got[1], want[1])
 
