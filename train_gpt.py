@@ -61,32 +61,30 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
 import json
+import lzma
 import math
 import os
 import platform
 import queue
 import re
 import resource
-import runpy
 import secrets
 import shlex
 import shutil
 import signal
-import socket
+import subprocess
 import sys
 import threading
 import time
-import traceback
 import types
 import typing
 import unicodedata
-import urllib.request
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -2269,9 +2267,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     training step, all loading of its data, and checkpoints on the way. Checkpoints are taken where
     no gradients wait for an update; where a signal asks for the end, it comes there too.
 
-    From Parts II and III: make_mesh, data_folder, check_tokens, run_facts and open_log (what goes
-    to the disk and the terminal), pick_kernels, compile_all, load_state, Saver (checkpoints),
-    keeps_end, ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
+    From Parts II and III: make_mesh, data_folder, check_tokens, run_facts and RunLog (what goes to
+    the disk and the terminal), pick_kernels, compile_all, load_state (checkpoints), keeps_end,
+    ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
     """
     recipe = cfg
     first = saved.step if saved else 0
@@ -2280,68 +2278,69 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     folder = data_folder(cfg, say)
     stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
     shards = check_tokens(cfg, stream, val_stream)
+    words = token_bytes(cfg, folder)
     facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
-    log = open_log(recipe, facts, folder, out, saved, profile, say)
-    compiled, facts = compile_all(cfg, mesh, kernels, say)
-    log.compiled(facts)
+    log = RunLog(recipe, facts, out, saved, say)
+    if cfg.encoding == "bpe":  # a sample needs the run's folder only
+        log.write(MERGES, (folder / MERGES).read_text())
+    compiled, seconds = compile_all(cfg, mesh, kernels, say)
+    log.write_facts(**seconds)
     warm_up(compiled)
     seed = np.uint32(cfg.seed)
     state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
     copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
-    words = token_bytes(cfg, folder)
     known = vocabulary(cfg, words)
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
-    batches = train_batches(cfg, mesh, stream, words, first, data)
     clock = log.clock
+    batches = train_batches(cfg, mesh, stream, words, first, data)
     batches = prefetch(batches, cfg.prefetch, clock.running, say)
+    asked = ask_to_stop()
     last_saved = first
     waiting = {}  # gradients that no update has taken yet
-    with ask_to_stop() as asked, Saver(cfg, mesh, log) as saver:
-        for step in range(first, cfg.steps + 1):
-            ends = step == cfg.steps
-            signalled = asked(step - first)
-            is_new = not saved or step > first  # else the disk has this state and its loss
-            stops = ends or (signalled and not waiting)
-            validates = ends or (is_new and is_due(cfg.val_every, step - 1, step))
-            if ends:
-                waiting.clear()  # gradients of parameters whose last update has been
-                state, changed = compiled["finish"](state)
-                copies |= changed
-            if validates or stops:
-                log.flush()
-                jax.block_until_ready((state, copies))
-                clock.stop()
-            if validates:
-                loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
-                val_loss, dropped = evaluate(cfg, mesh, loss, step, val_stream, known)
-                log.validated(step, val_loss, dropped)
-            if stops:
-                if keeps_end(cfg) if ends else is_new:
-                    saver.save(step, state, data)
-                break
+    for step in range(first, cfg.steps + 1):
+        ends = step == cfg.steps
+        signalled = asked(step - first)
+        is_new = not saved or step > first  # else the disk has this state and its loss
+        stops = ends or (signalled and not waiting)
+        validates = ends or (is_new and is_due(cfg.val_every, step - 1, step))
+        if ends:
+            waiting.clear()  # gradients of parameters whose last update has been
+            state, changed = compiled["finish"](state)
+            copies |= changed
+        if validates or stops:
+            log.flush()
+            jax.block_until_ready((state, copies))
+            clock.stop()
+        if validates:
+            loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
+            log.validated(step, *evaluate(cfg, mesh, loss, step, val_stream, known))
+        if stops:
+            if keeps_end(cfg) if ends else is_new:
+                log.save(step, state, data)
+            break
 
-            clock.start()
-            if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
-                log.flush()
-                saver.save(step, state, data)
-                last_saved = step
-            if profile:
-                trace(step - first, log.folder, copies)
-            batch, data = next(batches)
-            grads_of, *due_updates = schedule(cfg).programs(step)
-            grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
-            waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            del grads  # or those that an update has taken would lie beside the next program
-            norms = {}
-            for update in due_updates:
-                due = {name: waiting.pop(name) for name in updated(cfg, update)}
-                state, changed, norms[update] = compiled[update](state, due, batch.hyper)
-                copies |= changed
-                del due
-            log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
-    log.end(step, signalled, saver.missing)
+        clock.start()
+        if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
+            log.flush()
+            log.save(step, state, data)
+            last_saved = step
+        if profile:
+            trace(step - first, log.folder, copies)
+        batch, data = next(batches)
+        grads_of, *due_updates = schedule(cfg).programs(step)
+        grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
+        waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+        del grads  # or those that an update has taken would lie beside the next program
+        norms = {}
+        for update in due_updates:
+            due = {name: waiting.pop(name) for name in updated(cfg, update)}
+            state, changed, norms[update] = compiled[update](state, due, batch.hyper)
+            copies |= changed
+            del due
+        log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
+    log.end(step, signalled)
     if cfg.sample_tokens:
-        demonstrate(cfg, log.folder, val_stream, val_loss, say)
+        demonstrate(log, words, val_stream)
     return log.folder
 
 
@@ -2349,198 +2348,126 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 # PART II: AROUND A RUN
 # ================================================================================================
 
+
+def need(holds, reason: str):
+    """UserError for this reason unless it `holds`."""
+    if not holds:
+        raise UserError(reason)
+
+
 # ------------------------------------------------------------------------------------------------
-# Validation and overrides: a wrong number is refused here, with its name and what would be valid
+# Overrides: --set, and the numbers with which no run can be built, with what would be valid
 # ------------------------------------------------------------------------------------------------
 
-POSITIVE = (
-    "width heads mlp_width ngram_rows gate_width steps adam_every loss_chunk micro_tokens "
-    "val_tokens val_row val_batch prefetch log_every momentum_warmup attention_cap tail"
-).split()
-SHARES = "cooldown", "lr_floor", "tied", "slow_rate", "equalize_rate"
-AT_MOST = {"steps": 10**6, "width": 2**16, "seed": 2**32 - 1, "ngram_rows": 2**30}
-LISTS = {"layers": Layer, "stages": Stage}  # fields of a config that hold rows of these
 MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume may --set:
 MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
-CHOICES = {
-    "encoding": ("gpt2", "bytes", "bpe"),
-    "compute_dtype": ("bfloat16", "float32"),
-    "checkpoint_end": ("auto", "always", "never"),
-    "ngram_ids": ("normalised", "raw"),
-}
+POSITIVE = (
+    "steps width heads mlp_width gate_width sign_rows rope_base adam_eps adam_every tail prefetch "
+    "loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup attention_cap "
+    "row_tokens batch_tokens"
+).split()
 
 
 def rules(c: Config):
     """Yield (field, whether it is valid, what would be); each may trust those before it."""
-    lists = ((name, getattr(c, name)) for name in LISTS)
-    each = ((x, f"{name}.{i}.") for name, items in lists for i, x in enumerate(items))
-    for obj, prefix in ((c, ""), *each):
-        for name, kind in typing.get_type_hints(type(obj)).items():
-            shown = kind.__name__ if type(kind) is type else kind
-            yield prefix + name, is_a(getattr(obj, name), kind), f"it must be {shown}, and finite"
-    for name in POSITIVE:
-        yield name, getattr(c, name) > 0, "it must be positive"
-    for name in SHARES:
-        yield name, 0 <= getattr(c, name) <= 1, "a share, 0 to 1"
-    for name, most in AT_MOST.items():
-        yield name, getattr(c, name) <= most, f"at most {most}"
-    for name, choices in CHOICES.items():
-        yield name, getattr(c, name) in choices, " or ".join(choices)
-    yield "preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'"
-    yield "data", c.data and "\0" not in c.data, "the name of a folder"
-    named = {*c.kernels.split(",")} <= {*Kernels._fields}
-    some = f"auto, plain, or some of {','.join(Kernels._fields)}"
-    yield "kernels", named or c.kernels in ("auto", "plain"), some
-    yield "adam_eps", np.float32(c.adam_eps) > 0, "it must not be 0 in float32"
-    yield "rope_base", c.rope_base >= 1, "1 or more"
-    cap = "a (0 to 64: its exponentials are summed in float32), b, and c above 0"
-    yield "logit_cap", 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0, cap
-    yield "heads", c.width % c.heads == 0, f"it must divide width={c.width}"
-    yield "heads", c.head_width % 8 == 0, "the head width must be a multiple of 8 (half RoPE)"
-    yield "heads", c.heads % 2 == 0, "it must be even: ANVIL takes two heads of q and k at a time"
-    yield "width", c.width >= GATE_INPUTS, f"at least {GATE_INPUTS}, which the gates look at"
+    for at, part in {"": c, **{f"stages.{i}.": stage for i, stage in enumerate(c.stages)}}.items():
+        for field in dataclasses.fields(part):
+            number = getattr(part, field.name) if field.type in (int, float) else 1
+            yield at + field.name, number >= 0, "it must not be negative"
+            yield at + field.name, number or field.name not in POSITIVE, "it must be positive"
+    yield "encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe"
+    yield "compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32"
+    yield "checkpoint_end", c.checkpoint_end in ("auto", "always", "never"), "auto, always or never"
+    yield "ngram_ids", c.ngram_ids in ("normalised", "raw"), "normalised or raw"
+    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
+    yield "kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}"
+    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
+    yield "heads", whole, f"an even number that cuts width={c.width} into multiples of 8"
     yield "real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}"
-    yield "real_tokens", c.real_tokens <= 2**16, "shards hold 16-bit ids: at most 65536"
-    yield "vocab", math.gcd(c.vocab, STRIDE) == 1, f"no multiple of {STRIDE}, the walk's stride"
-    yield "bos", 0 <= c.bos < c.real_tokens, f"0 to real_tokens-1={c.real_tokens - 1}"
-    for name, kind in typing.get_type_hints(Config).items():
-        yield name, kind not in (int, float) or getattr(c, name) >= 0, "it must not be negative"
+    yield "bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}"
     yield "ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more"
-    yield "sign_rows", c.sign_rows in [2**n for n in range(31)], "a power of two"
-    yield "attn_scales", min(c.attn_scales) > 0, "two numbers above 0"
+    yield "sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two"
     yield "skip", 0 <= c.skip[0] < c.skip[1] < c.depth - 1, "an earlier and a later layer"
     yield "source", c.skip[0] < c.source < c.depth - 1, "a layer between skip[0] and the last one"
     for i, layer in enumerate(c.layers):
-        at, kinds = f"layers.{i}.", ("", "short", "long", "paired")
-        yield at + "attends", layer.attends in kinds, "short, long or paired; nothing: none"
-        yield at + "mlps", 0 <= layer.mlps <= 8, "0 to 8"
-        needs = layer.attends or not (layer.values or layer.xsa or layer.gated or layer.narrow)
-        yield at + "attends", needs, "its values, xsa, gate or narrow heads need an attention"
-    last = c.layers[-1]
-    yield f"layers.{c.depth - 1}.values", last.values and last.attends, "the last layer needs them"
-    yield f"layers.{c.depth - 1}.mlps", last.mlps > 0, "the last layer needs one"
-    yield "layers.0.ngram", c.layers[0].ngram, "the stream begins with the n-gram vector"
-    planes = len(c.layers_with("values"))
-    yield "layers", 2 <= planes <= 8, "2 to 8 of them must have values"
+        known = layer.attends in ("short", "long", "paired")
+        known |= not (layer.attends or layer.values or layer.xsa or layer.gated or layer.narrow)
+        yield f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it"
+    ends = c.layers[0].ngram and c.layers[-1].values and c.layers[-1].mlps > 0
+    yield "layers", ends, "the first one needs n-grams, the last one values and an MLP"
     often, seldom = c.event_every
-    yield "event_every", 0 < often <= seldom and seldom % often == 0, "a number and a multiple"
-    whole = often % c.adam_every == 0 and c.event_change % seldom == 0
-    yield "event_every", whole, "multiples of adam_every, of which event_change is one"
-    yield "rail_fast", all(0 <= x <= 1 for x in c.rail_fast), "two shares, 0 to 1"
-    yield "momentum", all(0 <= m < 1 for m in c.momentum), "two numbers in [0, 1)"
-    yield "val_windows", min(c.val_windows) > 0, "two lengths in tokens"
+    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
+    yield "event_every", whole, f"multiples of adam_every={c.adam_every} and of each other"
+    yield "event_change", c.event_change % seldom == 0, f"a multiple of {seldom}, see event_every"
     yield "val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}"
     yield "val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}"
-    yield "stages", c.stages, "at least one stage"
-    yield "extension", c.extension < c.steps, f"fewer than steps={c.steps}: set both"
     shares = [stage.share for stage in c.stages]
-    last = "more than 0 exactly if the last stage has share=0, as an extension has"
-    yield "extension", (c.extension > 0) == (shares[-1] == 0), last
-    scheduled = shares[:-1] if c.extension else shares
-    whole = scheduled and min(scheduled) > 0 and abs(sum(shares) - 1) < 1e-6
+    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
+    yield "extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0"
+    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
     yield "stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0"
-    each = f"every stage needs at least one step, and extension={c.extension} of them are taken"
-    yield "steps", min(np.diff(c.boundaries)) > 0, each
+    taken = f"every stage needs a step, and extension={c.extension} of them are taken"
+    yield "steps", min(np.diff(c.boundaries)) > 0, taken
     for i, s in enumerate(c.stages):
-        at, many = f"stages.{i}.", len(s.weights)
-        yield at + "row_tokens", s.row_tokens > 0, "it must be positive"
-        whole = s.batch_tokens > 0 and s.batch_tokens % s.row_tokens == 0
-        yield at + "batch_tokens", whole, f"a multiple of row_tokens={s.row_tokens}"
-        yield at + "doc_cap", s.doc_cap >= 0, "0 (plain rows) or a length in tokens"
-        yield at + "windows", min(s.windows) > 0, "two lengths in tokens"
-        yield at + "lr_factor", s.lr_factor >= 0, "0 or more"
-        some = 0 < many <= s.row_tokens and min(s.weights) >= 0 < s.weights[0]
-        those = f"1 to row_tokens={s.row_tokens} numbers, 0 or more, the first above 0"
-        yield at + "weights", some, those
-        yield at + "prefix", s.prefix and min(s.prefix) >= 0, "one number or more, 0 or more"
-        few = s.candidates and all(0 <= n <= c.vocab for n in s.candidates)
-        yield at + "candidates", few, f"one number or more, 0 (all) to vocab={c.vocab}"
-        yield at + "batch_tokens", s.rows == c.rows, f"as many rows as the first stage: {c.rows}"
-        same = many == len(s.weights_end) and min(s.weights_end) >= 0
-        yield at + "weights_end", same, f"as many as weights={s.weights}, 0 or more"
+        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
+        rows = f"whole rows of row_tokens={s.row_tokens}, {c.rows} as in the first stage"
+        yield f"stages.{i}.batch_tokens", whole, rows
+        for name in ("windows", "weights", "weights_end", "prefix", "candidates"):
+            some = getattr(s, name)
+            yield f"stages.{i}.{name}", some and min(some) >= 0, "one or more, none below 0"
+        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
+        yield f"stages.{i}.weights", same, "the first above 0, and as many as weights_end"
+        yield f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}"
 
 
 def validate(cfg: Config) -> Config:
     """Return `cfg` if a run can be built from it, else raise UserError naming field and value."""
-    for field, valid, would_be in rules(cfg):
-        if not valid:
-            value = cfg
-            for key in field.split("."):
-                value = value[int(key)] if key.isdigit() else getattr(value, key)
-            raise UserError(f"{field}={value!r} is not valid: {would_be}")
+    for name, valid, would_be in rules(cfg):
+        value = cfg
+        for key in name.split("."):
+            value = value[int(key)] if key.isdecimal() else getattr(value, key)
+        need(valid, f"{name}={value!r} is not valid: {would_be}")
     return cfg
 
 
-def is_a(value, kind) -> bool:
-    """Whether `value` is of the annotated type `kind`: int, float, bool, str, tuple[...], a class.
-
-    Numbers must be finite and fit 64 bits; an int may stand for a float.
-    """
-    if typing.get_origin(kind) is tuple:
-        of, *rest = typing.get_args(kind)
-        if not isinstance(value, tuple) or (rest != [...] and len(value) != 1 + len(rest)):
-            return False
-        return all(is_a(x, of) for x in value)
-    if type(value) in (int, float) and not abs(value) < 2**63:
-        return False
-    return type(value) is kind or (kind is float and type(value) is int)
-
-
-def parse_value(kind, text: str):
-    """`text` read as a value of the annotated type `kind`; raises ValueError when it is not one."""
-    if kind is str:
-        return text
-    if kind is bool:
-        return {"0": False, "false": False, "1": True, "true": True}[text.lower()]
-    if kind in (int, float):
-        return kind(text)
-    items = ast.literal_eval(text)
-    if not isinstance(items, tuple | list) or not is_a(tuple(items), kind):
-        raise ValueError
-    return tuple(map(typing.get_args(kind)[0], items))
+def typed(kind, value, name=""):
+    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`."""
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+        odd = kinds.keys() ^ value.keys()
+        need(not odd, f"a config of another train_gpt.py ({odd}): use the one in the run's log.txt")
+        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
+    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
+        each, *rest = typing.get_args(kind)
+        if rest == [...] or len(value) == 1 + len(rest):
+            return tuple(typed(each, x, f"{name}.{i}") for i, x in enumerate(value))
+    number = kind in (int, float) and type(value) in (int, kind) and abs(value) < 2**63
+    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
+    shown = f"{kind}, see --show" if typing.get_origin(kind) else kind.__name__
+    need(fits, f"{name}={value!r} is not valid: it must be {shown}")
+    return kind(value)
 
 
-def override(cfg, key: str, text: str, prefix: str = ""):
-    """`cfg` with field `key` (dotted into stages: stages.1.windows) set to `text`.
-
-    `prefix` is the part of the user's key that led to `cfg`, for the message of a UserError.
-    """
-    name, _, rest = key.partition(".")
-    kinds = typing.get_type_hints(type(cfg))
-    if name not in kinds or (rest and name not in LISTS):
-        raise UserError(f"unknown key {prefix + key!r} in --set; valid keys: {', '.join(kinds)}")
-    old = getattr(cfg, name)
-    if name in LISTS:
-        index, _, field = rest.partition(".")
-        if not field or index not in map(str, range(len(old))):
-            form = f"{name}.N.FIELD=VALUE with N below {len(old)}"
-            raise UserError(f"--set {key}={text}: write {form}")
-        items = list(old)
-        items[int(index)] = override(items[int(index)], field, text, f"{name}.{index}.")
-        return dataclasses.replace(cfg, **{name: tuple(items)})
-    try:
-        return dataclasses.replace(cfg, **{name: parse_value(kinds[name], text)})
-    except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError, RecursionError):
-        like = f"a value like {old!r} ({type(old).__name__})"
-        like += ", one alone is (1,)" * (isinstance(old, tuple) and "..." in str(kinds[name]))
-        raise UserError(f"--set {prefix}{key}={text}: {name} takes {like}") from None
-
-
-def config_from_json(fields: dict) -> Config:
-    """The Config written into run.json and checkpoints by dataclasses.asdict."""
-
-    def build(kind, fields):  # JSON has lists where the config has tuples
-        if missing := {f.name for f in dataclasses.fields(kind)} - set(fields):
-            names = ", ".join(sorted(missing))
-            raise UserError(f"it lacks {names}: use the one at the head of the run's log.txt")
-        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-
-    try:
-        cfg = build(Config, fields)
-        lists = {x: tuple(build(kind, y) for y in getattr(cfg, x)) for x, kind in LISTS.items()}
-        return validate(dataclasses.replace(cfg, **lists))
-    except (UserError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise UserError(f"the stored config does not fit this train_gpt.py: {error}") from None
+def override(cfg: Config, items: list[str]) -> Config:
+    """`cfg` with every KEY=VALUE of --set in it; a key may lead into a list: stages.1.windows."""
+    fields = dataclasses.asdict(cfg)
+    for item in items:
+        key, _, text = item.partition("=")
+        *path, name = key.split(".")
+        part = fields
+        try:
+            for at in path:
+                part = part[int(at) if isinstance(part, tuple) else at]
+            is_text = isinstance(part[name], str)
+        except (LookupError, TypeError, ValueError):
+            keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD"
+            how = "write KEY=VALUE, after PRESET; the keys are"
+            raise UserError(f"--set {item}: unknown key {key!r}: {how} {keys}") from None
+        part[name] = text
+        if not is_text:
+            with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
+                part[name] = ast.literal_eval(text)
+    return validate(typed(Config, fields))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2551,122 +2478,94 @@ DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text
 
 
 def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
-    """Where the rows of the first `steps` steps end; UserError if there are too few tokens, or if
-    a row has more different ones than candidates (read are those in which that can be)."""
+    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
     cursor = 0
     for step in range(steps):
-        stage, count, rows = stage_at(cfg, step), schedule(cfg).candidates[step], ()
         try:
-            if 0 < count < stage.row_tokens:
-                rows, cursor = next_rows(train, cursor, stage)
-            else:
-                cursor = plan_rows(train, cursor, stage)[1]
-            if not stage.doc_cap:
-                train.shard_at(cursor)
+            cursor = plan_rows(train, cursor, stage_at(cfg, step))[1]
+            if not stage_at(cfg, step).doc_cap:
+                train.shard_at(cursor)  # holds the last target
         except UserError:
-            raise UserError(
-                f"{train.paths[0].parent} holds {len(train):,} training tokens in "
-                f"{len(train.paths)} shards, which last for {step} of {cfg.steps} steps: "
-                "get more shards, or lower --set steps="
-            ) from None
-        known = np.max(rows, initial=0) < cfg.vocab  # or check_ids has more to say
-        try:
-            for row in rows if known else ():
-                candidates(row[1:], 0, count, cfg.vocab)
-        except UserError as error:
-            raise UserError(f"step {step}, of stage {schedule(cfg).stage[step]}: {error}") from None
+            has = f"{train.paths[0].parent} holds {len(train):,} training tokens, which last for"
+            more = "get more shards, or lower --set steps="
+            raise UserError(f"{has} {step} of {cfg.steps} steps: {more}") from None
     train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
 
 
-def check_ids(cfg: Config, path: Path, tokens: np.ndarray):
-    """UserError unless every one of `tokens`, which come from `path`, is a known id."""
-    if (largest := int(tokens.max())) >= cfg.real_tokens:
-        raise UserError(
-            f"{path}: token id {largest} is not below {cfg.real_tokens}: "
-            f"not made with the {cfg.encoding} encoding, tokenize it again"
-        )
-
-
 def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
-    """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}.
-
-    UserError unless every token is there and is a known id. (That the system's file cache is warm
-    then is as after any download.)
-    """
-    cursor = cursor_after(cfg, train, cfg.steps)
-    if len(val) <= cfg.val_tokens:
-        raise UserError(
-            f"{val.paths[0].parent} holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} "
-            "are needed: get the full validation shard, or lower --set val_tokens="
-        )
-    found, known, description = {}, {}, val.paths[0].parent / DESCRIPTION
-    if description.exists():
-        try:
-            known = dict(json.loads(description.read_text())["sha256"])
-        except (ValueError, TypeError, LookupError, RecursionError):
-            raise UserError(f"{description} is damaged: tokenize the text again") from None
-    for stream, last in ((train, cursor), (val, cfg.val_tokens)):
-        begins = False
-        for number in range(stream.shard_at(min(last, len(stream) - 1))[0] + 1):
-            path, tokens = stream.paths[number], stream.shards[number]
-            check_ids(cfg, path, tokens)
-            begins |= bool(np.any(tokens == cfg.bos))
+    """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}; UserError
+    unless every token is there and is a known id."""
+    cure = f"not made with {cfg.encoding}: set encoding, real_tokens and bos, or tokenize it again"
+    for stream in (train, val):
+        begins = np.any(stream.shards[0] == cfg.bos)
+        need(begins, f"{stream.paths[0]}: no document begins with bos={cfg.bos}: {cure}")
+    few = f"holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} are needed"
+    need(len(val) > cfg.val_tokens, f"{val.paths[0].parent} {few}: lower --set val_tokens=")
+    shards = {}
+    ends = cursor_after(cfg, train, cfg.steps), cfg.val_tokens
+    for stream, end in zip((train, val), ends, strict=True):
+        count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
+        for path, tokens in zip(stream.paths[:count], stream.shards, strict=False):
+            most = tokens.max()
+            need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
             with open(path, "rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 != known.get(path.name, sha256):
-                raise UserError(f"{path} is not as {DESCRIPTION} says: tokenize the text again")
-            found[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
-        if not begins:
-            raise UserError(
-                f"{path}: no document begins with bos={cfg.bos}, so it is of another encoding than "
-                f"{cfg.encoding}: set encoding, vocab, real_tokens and bos, or tokenize it again"
-            )
-    return found
+            shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    return shards
 
 
-def place_of(data: str) -> Path:
-    """The folder that cfg.data names: under the current folder or beside this file."""
+def data_place(data: str) -> Path:
+    """The folder `data`, under the current one or beside this file."""
     return Path(data) if Path(data).exists() else Path(__file__).resolve().parent / data
 
 
-def data_sets(folder: Path) -> dict[Path, str]:
-    """Shard -> the name of its data set, of all shards in `folder`."""
-    names = re.compile(r"(.*)_(?:train|val)_\d+\.bin")
-    found = ((path, names.fullmatch(path.name)) for path in folder.glob("*.bin"))
-    return {path: match[1] for path, match in found if match}
-
-
 def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Where the shards are; UserError if there is no folder, or more than one data set in it.
-
-    The demo corpus of the `tiny` preset is made on first use from the text that every Python
-    installation carries.
-    """
-    folder = place_of(cfg.data)
+    """Where the shards are; UserError if that is no folder, or has more than one data set. The demo
+    corpus is made on first use, of text that every Python installation has."""
+    folder = data_place(cfg.data)
     demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
-    made = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    if folder.resolve() == demo.resolve() and not made and jax.process_index() == 0:
+    whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
+    if folder.resolve() == demo.resolve() and not whole and jax.process_index() == 0:
         say(f"making the demo corpus in {folder}")
-        run_tool("data/builtin_corpus.py")["build"](folder)
-    from_first("")  # the others wait until it is there
-    if not folder.is_dir():
-        raise UserError(f"no folder {folder}: run data/cached_fineweb10B.py, or name a --data")
-    if len(names := sorted({*data_sets(folder).values()})) > 1:
-        several = f"several data sets ({', '.join(names)})"
-        raise UserError(f"{folder} holds {several}: give each its own folder")
+        made = subprocess.run([sys.executable, demo.parent / "builtin_corpus.py"]).returncode == 0
+        need(made, "no demo corpus: copy the folder data/ there too, or name a --data")
+    from_all(0)  # the other processes wait until it is there
+    cure = "run data/cached_fineweb10B.py, or name a --data"
+    need(folder.is_dir(), f"no folder {folder}: {cure}")
+    shards = (re.fullmatch(r"(.+)_(train|val)_\d+\.bin", path.name) for path in folder.iterdir())
+    names = ", ".join(sorted({shard[1] for shard in shards if shard}))
+    need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
     return folder
 
 
-def run_tool(name: str) -> dict:
-    """The names that a script beside this file defines, which imports this module as train_gpt;
-    UserError if this file was copied without it."""
-    path = Path(__file__).resolve().parent / name
-    if not path.exists():
-        raise UserError(f"no {path}: copy the repository's folder {path.parent.name}/ there")
-    # Not sys.modules[__name__]: under a profiler that is the profiler.
-    sys.modules.setdefault("train_gpt", types.SimpleNamespace(**globals()))
-    return runpy.run_path(str(path))
+def fit_text(cfg: Config, folder: Path) -> Config:
+    """`cfg` for the text of one's own in `folder`, as its DESCRIPTION says: its vocabulary, no
+    target, and no more steps and validation than it has tokens."""
+    try:
+        about = json.loads((folder / DESCRIPTION).read_text())
+        own = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
+        own |= {"vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{folder / DESCRIPTION} ({error!r}): tokenize the text again") from None
+    if own["vocab"] != cfg.vocab:
+        own["stages"] = tuple(dataclasses.replace(x, candidates=(0,)) for x in cfg.stages)
+    train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
+    rows = cfg.val_batch // cfg.val_row
+    row = min(cfg.val_row, (len(val) - 1) // rows)
+    row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
+    if row and len(val) <= cfg.val_tokens:
+        own |= {"val_row": row, "val_batch": rows * row}
+        own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
+    steps = min(cfg.steps, cfg.steps * len(train) // cfg.total_tokens + 1)
+    while steps:
+        own |= {"steps": steps, "extension": min(cfg.extension, -(-steps // 8))}
+        with contextlib.suppress(UserError):
+            short = validate(dataclasses.replace(cfg, **own))
+            cursor_after(short, train, steps)
+            return short
+        steps = steps * 15 // 16
+    raise UserError(f"{folder}: {len(train):,} training tokens are too few for {cfg.preset}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2674,12 +2573,10 @@ def run_tool(name: str) -> dict:
 # ------------------------------------------------------------------------------------------------
 
 # XLA on GPUs would leave out the rounding to bfloat16 between operations that it fuses, and so keep
-# activations as float32, which take more memory. One of its Triton matmuls does not compile, in
-# mudd_mix at validation's rows of 262,144 tokens (jax 0.10.2).
-# On TPUs with SparseCores (v5p, v6e and later) those move the data of collectives while the
-# TensorCore computes, with these options alone; they also add rows to tables. (2d and nd: names of
-# the first two on more than eight chips.) They do not read rows, as libtpu would have it since jax
-# 0.11.1: that slows down small gathers (jax issue 40553).
+# activations as float32. One of its Triton matmuls does not compile at rows of 262,144 tokens.
+# The SparseCores of TPUs move the data of collectives while the TensorCore computes, with these
+# options alone (2d, nd: on more than eight chips), and add rows to tables. They do not read rows:
+# that slows down small gathers (jax issue 40553).
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 COMPILER_OPTIONS = {
     "tpu": {
@@ -2837,30 +2734,9 @@ def lower(program: Program, mesh: Mesh):
     step = jax.shard_map(
         program.step, mesh=mesh, in_specs=specs, out_specs=program.out, check_vma=False
     )
-    platform = mesh.devices.flat[0].platform
-    options = COMPILER_OPTIONS.get(platform, {})
+    options = COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {})
     step = jax.jit(step, donate_argnums=program.donates, compiler_options=options)
     return step.lower(*program.args)
-
-
-def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
-    """(`cfg` for the devices that it trains on, the one-axis mesh over them), of all `devices`
-    (default: those of all processes), or the first cfg.devices of them, process by process."""
-    devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
-    count = cfg.devices or len(devices)
-    if count > len(devices):
-        raise UserError(f"devices={count}, but there are {len(devices)}: use a smaller number or 0")
-    processes = [device.process_index for device in devices]
-    each = [processes.count(i) for i in sorted({*processes})]
-    if len({*each}) > 1:
-        raise UserError(f"the processes have {each} devices: start all with as many")
-    cfg = for_devices(cfg, count)
-    if len(each) > 1 and cfg.devices != len(devices):
-        raise UserError(
-            f"{len(devices)} devices of {len(each)} processes cannot share a batch evenly, "
-            f"{cfg.devices} can: start as many"
-        )
-    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
 
 
 def all_devices() -> list:
@@ -2868,8 +2744,20 @@ def all_devices() -> list:
     try:
         return jax.devices()
     except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"jax finds no devices ({reason}): see JAX_PLATFORMS and drivers") from None
+
+
+def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
+    """(`cfg` for the devices that it trains on, the one-axis mesh over them), of all `devices`
+    (default: those of all processes), or the first cfg.devices of them, process by process."""
+    devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
+    there = len(devices)
+    need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
+    cfg = for_devices(cfg, cfg.devices or there)
+    whole = cfg.devices == there or devices[-1].process_index == 0
+    need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
+    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
 
 
 def program_bytes(compiled) -> dict[str, int]:
@@ -2881,122 +2769,55 @@ def program_bytes(compiled) -> dict[str, int]:
     return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
 
 
-def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes on a device in use beside the arguments of the program `name` while it runs.
-
-    The training state beside gradients and validation, but for the n-gram table, which they take;
-    the copies beside updates; and the gradients that wait for Adam and for the largest table
-    update.
-    """
-    found, steps, waits = programs(cfg, mesh, PLAIN), updates(cfg), []
-    adam = "adam" if "adam" in steps else "adam_tied"
-    rare = [name for name in steps if name.startswith("tables")]
-    largest = max(rare, key=steps.get, default=adam)
-    state, stays = found["finish"].args[0], found["eval"].args[0]
-    if name not in (*steps, "finish"):
-        params = {x: leaf for x, leaf in state["params"].items() if x != NGRAMS}
-        stays = state | {"params": params}
-    for i, update in enumerate(("anvil", adam, largest)):
-        # Those of later updates wait whole while one runs; beside other programs not this step's.
-        later = name.startswith(("anvil", "adam")[:i])
-        count = later * steps[update] if name in steps else steps[update] - 1
-        waits += [grads[:count] for grads in found[update].args[1].values()]
-    return device_bytes((stays, waits))
-
-
 def device_bytes(tree) -> int:
     """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
     shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
-def refuse_too_large(cfg: Config, mesh: Mesh, needs: float, limit: float | None, room=0.0):
-    """UserError if a run needs more than the `limit` bytes of a device (None: not known).
-
-    It says which ngram_rows fits, with this share of the memory as `room` for what is not counted.
-    """
-    if limit is not None and needs > limit:
-        row = param_table(cfg)[NGRAMS]
-        each = (row.shape[1] * jnp.dtype(row.dtype).itemsize + 4) / mesh.size  # 4: second moment
-        most = cfg.ngram_rows - math.ceil((needs - (1 - room) * limit) / each)
-        less = f"use --set ngram_rows={most // 1000 * 1000}, or" if most >= 1000 else "use"
-        sizes = f"{needs / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
-        raise UserError(f"the run needs {sizes}: {less} more devices")
-
-
-def memory_limit(device) -> int | None:
-    """Bytes that programs and state of a run can have on a device; None if it does not tell."""
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def settings(cfg: Config, mesh: Mesh, name: str) -> list[dict]:
-    """What to change of the config for a program, in turn, until it fits the memory.
-
-    As asked; layers computed again on the way back (a third more work); fewer rows at a time. All
-    give the same numbers but for the order of sums.
-    """
-    if not name.startswith("grads"):
-        return [{}]
-    stage = cfg.stages[grads_kinds(cfg)[int(name.removeprefix("grads"))][0]]
-    count, t = stage.rows // mesh.size, stage.row_tokens
-    fit = [k for k in range(count, 0, -1) if count % k == 0 and k * t <= cfg.micro_tokens] or [1]
-    ways = [{"micro_tokens": k * t, "recompute": True} for k in fit]
-    return [{}, *(ways[1:] if cfg.recompute else ways)]
-
-
-def compile_fitting(
-    cfg: Config, mesh: Mesh, kernels: Kernels, name: str, limit: int | None, say: Callable = print
-):
-    """(executable, what of the config was changed for it, seconds) of a program of the run.
-
-    The first of its `settings` whose own account of its memory, with resident_bytes, is within
-    `limit` bytes (None: any is); the last one whatever it needs, unless the compiler refuses.
-    """
-    began, ways = time.perf_counter(), settings(cfg, mesh, name)
-    for changes in ways:
-        setting, last = dataclasses.replace(cfg, **changes), changes is ways[-1]
-        try:
-            compiled = lower(programs(setting, mesh, kernels)[name], mesh).compile()
-            size = program_bytes(compiled)["peak"] + resident_bytes(cfg, mesh, name)
-            if last or limit is None or size <= limit:
-                return compiled, changes, time.perf_counter() - began
-            needs = f"{size / 2**30:.2f} GiB of {limit / 2**30:.2f}"
-        except jax.errors.JaxRuntimeError as error:
-            if last or "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            needs = "more than the compiler allows"
-        way = f"recompute={setting.recompute} micro_tokens={setting.micro_tokens}"
-        say(f"{name} with {way} needs {needs}: compiling it with less at a time")
+def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
+    """Bytes on a device of what may be there beside the arguments of the program `name`: the
+    training state, the copies, and gradients that wait for an update."""
+    every = programs(cfg, mesh, PLAIN)
+    there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
+    for update, steps in updates(cfg).items():
+        # Before an update the gradients of all its steps wait, beside others all but the newest.
+        count = steps if name in updates(cfg) else steps - 1
+        for param, grads in every[update].args[1].items():
+            there[param] = max(there.get(param, ()), grads[:count], key=len)
+    return device_bytes(there) - device_bytes(every[name].args[:2])
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({name: executable}, {"compile_seconds", "settings"}) of all programs, side by side.
+    """({name: executable}, {"compile_seconds": {name: seconds}}) of all programs, side by side, so
+    that nothing compiles inside the clock. UserError if one does not fit the memory."""
+    every = programs(cfg, mesh, kernels)
+    beside = {name: resident_bytes(cfg, mesh, name) for name in every}
+    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
-    A name that is not there is a KeyError at the step that needs it, never a silent compilation
-    inside the clock. `settings` holds what memory has changed: {name: {micro_tokens, recompute}}.
-    """
-    limit = memory_limit(mesh.local_devices[0])
-    args = {name: program.args for name, program in programs(cfg, mesh, kernels).items()}
-    stay = {name: resident_bytes(cfg, mesh, name) for name in args}
-    least = max(device_bytes(args[name]) + stay[name] for name in args)
-    # Nobody should wait for the compiler to hear this.
-    refuse_too_large(cfg, mesh, least, limit, room=0.25)
+    def check(name, size):
+        sizes = f"{name} needs {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
+        ways = f"--set recompute=1 micro_tokens={cfg.micro_tokens // 2}"
+        ways += f" ngram_rows={cfg.ngram_rows // 4 * 2}, or more devices"
+        need(size <= limit, f"{sizes}: use some of {ways}")
 
     def build(name):
-        compiled, changes, seconds = compile_fitting(cfg, mesh, kernels, name, limit, say)
-        temporary = program_bytes(compiled)["temporary"] / 2**20
-        say(f"compiled {name} in {seconds:.1f} s, {temporary:.0f} MiB temporary")
-        return compiled, round(seconds, 3), changes
+        began = time.perf_counter()
+        program = lower(every[name], mesh).compile()
+        seconds = round(time.perf_counter() - began, 3)
+        sizes = program_bytes(program)
+        say(f"compiled {name} in {seconds:.1f} s, {sizes['temporary'] / 2**20:.0f} MiB temporary")
+        check(name, beside[name] + sizes["peak"])
+        return program, seconds
 
-    say(f"compiling {', '.join(args)}; for accelerators it takes minutes")
+    for name, program in every.items():  # before anybody waits for the compiler
+        check(name, beside[name] + device_bytes(program.args))
+    say(f"compiling {', '.join(every)}; for accelerators it takes minutes")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = zip(*pool.map(build, args), strict=True)
-    compiled, seconds, changed = (dict(zip(args, x, strict=True)) for x in built)
-    most = max(program_bytes(compiled[name])["peak"] + stay[name] for name in args)
-    refuse_too_large(cfg, mesh, most, limit)
-    changed = {name: way for name, way in changed.items() if way}
-    wait_for_all("compiled")
-    return compiled, {"compile_seconds": seconds, "settings": changed}
+        built = dict(zip(every, pool.map(build, every), strict=True))
+    from_all(0)  # the first step waits for processes that compile longer
+    seconds = {name: seconds for name, (_, seconds) in built.items()}
+    return {name: program for name, (program, _) in built.items()}, {"compile_seconds": seconds}
 
 
 def warm_up(compiled: dict):
@@ -3009,28 +2830,19 @@ def warm_up(compiled: dict):
 
 
 # ------------------------------------------------------------------------------------------------
-# Checkpoints: RUN_DIR/checkpoints/<step>/ with meta.json and <process>.npz, each process's rows
+# Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json, and of every array the rows of each shard,
+# KIND.NAME.FIRST_ROW.npy, without those that only pad it for the devices
 # ------------------------------------------------------------------------------------------------
-
-KEPT = 2  # the newest checkpoints of a run; older ones are deleted
-PART_SECONDS = 120  # that process 0 waits for the rows of the others
-OFFSETS = "loader.offsets."  # then the first row of those that follow
-PIECE = 2**27  # bytes that a host holds at a time of the n-gram table, which may have 65 GB
 
 
 class Saved(NamedTuple):
-    """A checkpoint of which every byte has been checked."""
+    """A checkpoint, all of whose files are there."""
 
     folder: Path
     cfg: Config
     step: int  # steps done
-    train_time_ms: float
     loader: LoaderState  # of the next batch, and all of its rows
-    logs: dict  # file name -> bytes that it had; what came later is of steps that are lost
-    data: dict  # the answer of check_tokens
-    source_sha256: str
-    processes: int  # each of which has written a file
-    dropped_ngrams: int  # on the way
+    meta: dict  # run.json as it was, the clock, the sizes of the logs
 
 
 def keeps_end(cfg: Config) -> bool:
@@ -3040,361 +2852,147 @@ def keeps_end(cfg: Config) -> bool:
     return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
-def own_arrays(cfg: Config, state) -> tuple[dict[str, np.ndarray], Iterator]:
-    """({name: array} on the host, iterator over more of such pairs) of what this process writes.
-
-    Names are kind.name.first_row. Of what is cut, a process has the rows of its devices, without
-    padding; of what every device has, process 0 has the first replica. The n-gram
-    table comes by the iterator, in pieces of PIECE bytes that leave the devices one by one, so they
-    must keep it until its end. All else is copied, and all these transfers begin before one is
-    waited for.
-    """
-    copied, table = [], []
+def own_shards(cfg: Config, state, loader: LoaderState) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (file name, rows) of what this process stores: of what is sharded the rows of its
+    devices, one by one; of what every device has, the first replica."""
+    first = jax.process_index() * len(loader.offsets)
+    yield f"loader.offsets.{first}.npy", np.array(loader.offsets)
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
-        row = param_table(cfg)[name]
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
-            rows = min(len(shard.data), row.shape[0] - first)
-            if shard.replica_id == 0 and rows > 0:
-                large = (kind, name) == ("params", NGRAMS)
-                part = f"{kind}.{name}", first, rows, shard.data
-                (table if large else copied).append(part)
-
-    def pieces():
-        for name, first, rows, data in table:
-            size = max(1, PIECE * len(data) // data.nbytes)
-            for at in range(0, rows, size):
-                count = min(size, rows - at)
-                part = data if len(data) <= size else lax.dynamic_slice_in_dim(data, at, count)
-                yield f"{name}.{first + at}", np.asarray(part)[:count]
-
-    for *_, data in copied:
-        data.copy_to_host_async()
-    # A copy stays when the state is donated; of a CPU's arrays numpy would give a view.
-    copy = np.array if jax.default_backend() == "cpu" else np.asarray
-    found = {f"{name}.{first}": copy(data)[:rows] for name, first, rows, data in copied}
-    return found, pieces()
+            count = min(len(shard.data), param_table(cfg)[name].shape[0] - first)
+            if shard.replica_id == 0 and count > 0:
+                yield f"{kind}.{name}.{first}.npy", np.asarray(shard.data)[:count]
 
 
-@contextlib.contextmanager
-def whole_file(path: Path):
-    """A file to write, which gets its name when all of it is on the disk."""
-    temporary = path.with_name(f"{path.name}.new")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def sync_folder(path: Path):
-    """Bring the names in a folder to the disk, where the system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def write_checkpoint(folder: Path, rows, meta: dict, leaving: threading.Event | None = None):
-    """Write what this process has of a checkpoint; process 0 makes it visible when it is whole.
-
-    `rows` are pairs of a name, which ends with the first row, and an array, taken one by one; zip
-    keeps a checksum of each. Everything goes into a folder that begins with a dot, to which
-    process 0 gives its name, the step, last of all: a checkpoint that can be seen is complete.
-    Raises OSError, and leaves the older checkpoints as they are. `leaving` ends the wait for the
-    other processes.
-    """
-    temporary, final = folder / f".{meta['step']}", folder / str(meta["step"])
-    temporary.mkdir(parents=True, exist_ok=True)
-    part = temporary / f"{jax.process_index()}.npz"
-    with whole_file(part) as file, zipfile.ZipFile(file, "w") as members:
-        for name, array in rows:
+def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
+    """Write the `shards` of this process; their MB. OSError if any process cannot. The folder has a
+    dot before its name until all is there: a checkpoint that can be seen is whole."""
+    new = folder / f".{meta['step']}"
+    failed = None
+    sizes = {}
+    try:
+        new.mkdir(parents=True, exist_ok=True)
+        for name, rows in shards:
             # numpy's files do not know bfloat16: its bits lie in them as numbers.
-            array = array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
-            with members.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array)
-    if jax.process_index():
-        return
-    deadline = time.monotonic() + PART_SECONDS
-    for process in range(jax.process_count()):
-        while not (temporary / f"{process}.npz").exists():
-            if (leaving and leaving.is_set()) or time.monotonic() > deadline:
-                raise OSError(f"no rows of process {process}: does it see {folder}?")
-            time.sleep(0.05)
-    body = json.dumps({**meta, "processes": jax.process_count()}, sort_keys=True)
-    check = {"crc32": zlib.crc32(body.encode()), "checkpoint": json.loads(body)}
-    with whole_file(temporary / "meta.json") as file:
-        file.write(json.dumps(check, sort_keys=True, indent=1).encode())
-    sync_folder(temporary)
-    os.rename(temporary, final)
-    sync_folder(folder)
-    for old in sorted(step for step in checkpoint_steps(folder) if step <= meta["step"])[:-KEPT]:
-        hidden = folder / f".{old}"  # or a kill would leave half of it in sight
-        os.rename(folder / str(old), hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+            np.save(new / name, rows.view(np.uint16) if rows.dtype == jnp.bfloat16 else rows)
+            sizes[name] = (new / name).stat().st_size
+        (new / f"{jax.process_index()}.json").write_text(json.dumps(sizes))
+    except OSError as error:
+        failed = error
+    if max(from_all(failed is not None)):
+        raise failed or OSError("another process could not write")
+    if jax.process_index() == 0:
+        for process in range(jax.process_count()):  # not found if they do not share the folder
+            sizes |= json.loads((new / f"{process}.json").read_text())
+        (new / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
+        older = [step for step in checkpoint_steps(folder) if step < meta["step"]]
+        for step in {*checkpoint_steps(folder)} - {*older[-1:]}:  # also what a resume passed over
+            os.rename(folder / str(step), folder / f".old-{step}")  # no half of it must be seen
+            shutil.rmtree(folder / f".old-{step}", ignore_errors=True)
+        os.rename(new, folder / str(meta["step"]))
+    return sum(sizes.values()) / 1e6
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps of what looks like a checkpoint in RUN_DIR/checkpoints."""
-    names = re.compile(r"0|[1-9]\d{0,11}")
-    return [int(path.name) for path in folder.glob("*") if names.fullmatch(path.name)]
-
-
-def read_checkpoint(folder: Path) -> Saved:
-    """The checkpoint in `folder`, every byte of it checked; some exception if it is damaged."""
-    found = json.loads((folder / "meta.json").read_text())
-    meta = found["checkpoint"]
-    if zlib.crc32(json.dumps(meta, sort_keys=True).encode()) != found["crc32"]:
-        raise ValueError("meta.json has been changed")
-    if meta["step"] != int(folder.name):
-        raise ValueError(f"it is of step {meta['step']}")
-    for process in range(meta["processes"]):
-        with zipfile.ZipFile(folder / f"{process}.npz") as file:
-            if name := file.testzip():
-                raise ValueError(f"{name} in {process}.npz is not as it was written")
-    cfg, offsets = config_from_json(meta.pop("config")), {}
-    for process in range(meta["processes"]):
-        file = np.load(folder / f"{process}.npz")
-        offsets |= {int(x[len(OFFSETS) :]): file[x] for x in file.files if x.startswith(OFFSETS)}
-    offsets = np.concatenate([part for _, part in sorted(offsets.items())]).tolist()
-    return Saved(
-        folder=folder, cfg=cfg, loader=LoaderState(meta.pop("cursor"), tuple(offsets)), **meta
-    )
+    """The steps of what looks like a checkpoint in RUN_DIR/checkpoints, ascending."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
-    """The newest whole checkpoint of a run; damaged ones are passed over with a warning."""
-    folder = run_dir / "checkpoints"
-    for step in sorted(checkpoint_steps(folder), reverse=True):
+    """The newest whole checkpoint of a run, or that of RUN_DIR/checkpoints/STEP; damaged ones are
+    passed over with a warning."""
+    folder = run_dir.resolve() / "checkpoints"
+    found = [folder / str(step) for step in checkpoint_steps(folder)]
+    if folder.parents[1].name == "checkpoints":
+        found = [folder.parent]
+    for path in reversed(found):
         try:
-            return read_checkpoint(folder / str(step))
+            meta = json.loads((path / "meta.json").read_text())
+            for name, size in meta["files"].items():
+                need((path / name).stat().st_size == size, f"{name} is not whole")
+            offsets = sorted((int(x.suffixes[1][1:]), np.load(x)) for x in path.glob("loader.*"))
+            offsets = tuple(np.concatenate([x for _, x in offsets]).tolist())
+            cfg = validate(typed(Config, meta["config"]))
+            return Saved(path, cfg, meta["step"], LoaderState(meta["cursor"], offsets), meta)
         except Exception as error:  # whatever a damaged file leads to
-            say(f"warning: {folder / str(step)} cannot be used ({error}): skipped")
-    if (run_dir / "run.json").exists():
-        raise UserError(f"{run_dir} has no checkpoint (see --set checkpoint_every): start it anew")
-    raise UserError(f"no checkpoint in {run_dir}: name the folder of a run, such as logs/<run id>")
-
-
-def is_finished(run_dir: Path) -> bool:
-    """Whether its run.json says so, with or without a checkpoint of the end."""
-    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-        return json.loads((run_dir / "run.json").read_text())["finished"] is True
-    return False
-
-
-def set_aside(saved: Saved):
-    """Rename the later checkpoints, which were passed over: no resume must go on from them."""
-    folder = saved.folder.parent
-    for later in (step for step in checkpoint_steps(folder) if step > saved.step):
-        shutil.rmtree(folder / f"damaged-{later}", ignore_errors=True)
-        os.rename(folder / str(later), folder / f"damaged-{later}")
+            say(f"warning: {path} cannot be used ({error}): skipped")
+    how = "name the folder of a run that has one, such as logs/<run id>"
+    raise UserError(f"no checkpoint in {run_dir}: {how} (see --set checkpoint_every)")
 
 
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
-    """The training state of a checkpoint (or some `kinds` of it), straight onto its devices.
+    """The training state of a checkpoint (or some `kinds` of it) on the devices of `mesh`, of which
+    any number reads what any number has written: files are memory-mapped, and a host copies the
+    rows of one device at a time. UserError where shapes are not the parameter table's."""
+    want = abstract_state(saved.cfg, mesh)
 
-    Any number of devices reads what any number has written. A host reads the rows that its devices
-    need, and holds of a table no more than a piece of it, as it was written. UserError where shapes
-    are not the parameter table's.
-    """
-    files = [np.load(saved.folder / f"{process}.npz") for process in range(saved.processes)]
-    places = {}  # kind.name -> [(first row, process, member)]
-    for process, file in enumerate(files):
-        for member in file.files:
-            name, _, first = member.rpartition(".")
-            places.setdefault(name, []).append((int(first), process, member))
-    wanted = abstract_state(saved.cfg, mesh)
-    read = functools.lru_cache(1)(lambda process, member: files[process][member])  # for neighbours
-    put_rows = jax.jit(lax.dynamic_update_slice_in_dim, static_argnums=3, donate_argnums=0)
-
-    def load(path, leaf):
+    def load(path, like):
         kind, name = (key.key for key in path)
-        rows, name = param_table(saved.cfg)[name].shape[0], f"{kind}.{name}"
-        parts = sorted(places.get(name, []))
-        ends = [*(first for first, _, _ in parts[1:]), rows]
-        dtype = np.dtype(np.uint16) if leaf.dtype == jnp.bfloat16 else leaf.dtype
-        if not parts or parts[0][0] != 0:
-            raise UserError(f"{saved.folder} lacks rows of {name}: use another checkpoint")
+        paths = saved.folder.glob(f"{kind}.{name}.*.npy")
+        files = {int(x.suffixes[1][1:]): np.load(x, mmap_mode="r") for x in paths}
+        dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
+        fits = {(x.dtype, x.shape[1:]) for x in files.values()} == {(dtype, like.shape[1:])}
+        fits = fits and sum(map(len, files.values())) == param_table(saved.cfg)[name].shape[0]
+        need(fits, f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log")
 
-        def share(device, index):
-            start, stop, _ = index[0].indices(leaf.shape[0])
-            size = (stop - start, *leaf.shape[1:])  # with zeros where there is padding
-            large = math.prod(size) * leaf.dtype.itemsize > PIECE
-            zeros = functools.partial(jnp.zeros, device=device) if large else np.zeros
-            out = zeros(size, leaf.dtype)
-            for (first, process, member), end in zip(parts, ends, strict=True):
-                low, high = max(first, start), min(end, stop)
-                if low >= high:
-                    continue
-                array, shape = read(process, member), (end - first, *leaf.shape[1:])
-                if (array.dtype, array.shape) != (dtype, shape):
-                    is_one = f"is {array.dtype}{[*array.shape]}, not {dtype}{[*shape]}"
-                    raise UserError(f"{saved.folder}: {member} {is_one}: use another checkpoint")
-                found = array[low - first : high - first].view(leaf.dtype)
-                if large:
-                    out = put_rows(out, found, low - start, 0).block_until_ready()
-                else:
-                    out[low - start : high - start] = found
-            return jax.device_put(out, device).block_until_ready()
+        def rows_of(index) -> np.ndarray:
+            start, stop, _ = index[0].indices(like.shape[0])
+            rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zeros where it is padded
+            for first, x in files.items():
+                low, high = max(first, start), min(first + len(x), stop)
+                if low < high:
+                    rows[low - start : high - start] = x[low - first : high - first]
+            return rows.view(like.dtype)
 
-        shares = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        shares = [share(device, index) for device, index in shares.items()]
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shares)
+        each = like.sharding.addressable_devices_indices_map(like.shape).items()
+        shards = [jax.device_put(rows_of(at), x).block_until_ready() for x, at in each]
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
-    return jax.tree.map_with_path(load, {kind: wanted[kind] for kind in kinds or wanted})
-
-
-class Saver:
-    """Saves checkpoints beside training: save() copies to the host, a thread writes to the disk.
-
-    The n-gram table goes straight to the disk, and training waits for that. What cannot be written
-    is reported, and `missing` says so until a later one is there; older ones stay. Leaving the
-    block waits for the last one.
-    """
-
-    def __init__(self, cfg: Config, mesh: Mesh, log: "RunLog"):
-        self.cfg, self.log, self.missing, self.held = cfg, log, "", 0.0
-        self.first_row = own_rows(mesh, cfg.rows).start
-        self.thread, self.leaving = None, threading.Event()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *exc):
-        if kind is not None:  # another process may have died: its rows will never come
-            self.leaving.set()
-        if self.thread:
-            self.thread.join()
-
-    def save(self, step: int, state, data: LoaderState):
-        """Waits for the state, for the checkpoint before if that is not written yet, and until
-        the n-gram table is."""
-        began, go_on = time.perf_counter(), threading.Event()
-        if self.thread:
-            self.thread.join()
-        (copies, pieces), meta = own_arrays(self.cfg, state), self.log.meta(step, data.cursor)
-        copies[f"{OFFSETS}{self.first_row}"] = np.array(data.offsets)
-
-        def rows():
-            yield from pieces
-            self.held = 1000 * (time.perf_counter() - began)
-            go_on.set()
-            yield from copies.items()
-
-        self.thread = threading.Thread(target=self._write, args=(rows(), meta, go_on))
-        self.thread.start()
-        go_on.wait()
-
-    def _write(self, rows, meta, go_on: threading.Event):
-        began, step = time.perf_counter(), meta["step"]
-        folder = self.log.folder / "checkpoints"
-        try:
-            self.log.sync()
-            write_checkpoint(folder, rows, meta, self.leaving)
-        except Exception as error:  # whatever it is, the run must hear of it, and goes on
-            self.missing = f"there is no checkpoint of step {step}: {error}"
-            self.log.say(f"warning: {self.missing}; older ones stay")
-            if jax.process_index() == 0:
-                shutil.rmtree(folder / f".{step}", ignore_errors=True)
-            return
-        finally:
-            go_on.set()
-        self.missing = ""
-        size = sum(path.stat().st_size for path in (folder / str(step)).glob("*.npz"))
-        self.log.write(
-            "log.txt",
-            f"checkpoint:{step} held the loop for {self.held:.1f}ms, "
-            f"{size / 1e6:.1f} MB written in {time.perf_counter() - began:.2f}s",
-        )
+    return jax.tree.map_with_path(load, {kind: want[kind] for kind in kinds or want})
 
 
 # ------------------------------------------------------------------------------------------------
 # Run log: RUN_DIR/log.txt, metrics.jsonl, run.json
 # ------------------------------------------------------------------------------------------------
 
-
-def versions() -> dict[str, str]:
-    """What the numbers of a run may depend on."""
-    found = {"python": platform.python_version()}
-    cuda = "jax-cuda{0}-plugin", "nvidia-cudnn-cu{0}", "nvidia-cublas-cu{0}"
-    cuda = *(name.format(number) for number in (12, 13) for name in cuda), "nvidia-cublas"
-    for package in ("jax", "jaxlib", "numpy", "libtpu", *cuda):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    with contextlib.suppress(OSError, IndexError):
-        driver = Path("/proc/driver/nvidia/version").read_text()
-        found["NVIDIA driver"] = re.findall(r"\b\d+(?:\.\d+)+\b", driver)[0]
-    return found
-
-
-def host() -> dict:
-    """The machine around the devices: its CPU, the cores this process may use, its system."""
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-        model = found[1].strip() if found else model
-    limited = hasattr(os, "sched_getaffinity")  # not on every system
-    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
-    return {"cpu": model, "cores": cores, "platform": platform.platform()}
-
-
-LISTENED_TO = ("XLA_", "TF_XLA_", "JAX_", "LIBTPU_", "TPU_", "CUDA_", "CUDNN_", "CUBLAS_", "NCCL_")
-LISTENED_TO += "OMP_", "OPENBLAS_", "MKL_", "NVIDIA_TF32_OVERRIDE", "PYTHON", "LD_"
-
-
-def environment() -> dict[str, str]:
-    """The variables that Python, jax and what is below it listen to."""
-    return {name: x for name, x in sorted(os.environ.items()) if name.startswith(LISTENED_TO)}
-
-
-def make_folder(path: Path, option: str):
-    """Make a folder that the user named; UserError if that cannot be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror}: name another folder") from None
-
-
-def memory_peak_mib() -> float:
-    """Peak memory of the busiest device in MiB; of this process where devices do not tell (CPU)."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
-    if peak:
-        return peak / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-
-
-# Dense bfloat16, by a part of the device kind; the longest that is in it counts.
+# Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
 PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
 PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
 PEAK_FLOPS |= {"L40S": 362e12, "RTX 4090": 165e12}
+# Of the environment, what Python, jax and what is below it read.
+VARIABLES = "XLA_ TF_XLA_ JAX_ LIBTPU_ TPU_ CUDA_ CUDNN_ CUBLAS_ NCCL_ OMP_ OPENBLAS_ MKL_ PYTHON"
 
 
 def peak_flops(kind: str) -> float | None:
     """FLOP/s of a device of this kind by its maker's data sheet; None if it is not in the table."""
-    names = [name for name in PEAK_FLOPS if name in kind]
-    return PEAK_FLOPS[max(names, key=len)] if names else None
+    name = max((name for name in PEAK_FLOPS if name in kind), key=len, default="")
+    return PEAK_FLOPS.get(name)
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
-    """Model FLOPs of forward and backward per token of `step`: 6 per matmul weight that is read.
-
-    Attention scores are left out, as in the original's figures, and so are the small MLPs of gates.
-    """
+    """Model FLOPs of forward and backward per token of `step`: 6 per matmul weight that is read,
+    without attention scores, as in the original's figures, and without the small MLPs of gates."""
     heads = (heads_of(cfg, i, (0, 0)) for i in cfg.layers_with("attends"))
     columns = sum(2 * cfg.heads * (of.qk_width + of.v_width) for of in heads)
     columns += 2 * cfg.mlp_width * sum(layer.mlps for layer in cfg.layers)
     return 6.0 * cfg.width * (columns + (schedule(cfg).candidates[step] or cfg.vocab))
 
 
-def total_flops(cfg: Config) -> float:
-    """Model FLOPs of a whole run."""
-    steps = range(cfg.steps)
-    return sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in steps)
+def memory_peak_mib() -> float:
+    """Peak memory of the busiest device in MiB; of this process where devices do not tell (CPU)."""
+    of_devices = [(x.memory_stats() or {}).get("peak_bytes_in_use", 0) for x in jax.local_devices()]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return (max(of_devices) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit) / 2**20
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run may depend on."""
+    own = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
+    names = sorted({x.name for x in importlib.metadata.distributions() if own.fullmatch(x.name)})
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
@@ -3405,6 +3003,13 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     if mesh.size > cfg.rows:  # not what the recipe says
         tokens = [stage.row_tokens for stage in for_devices(cfg, mesh.size).stages]
         choices["rows"] = {"count": mesh.size, "tokens": tokens}
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, IndexError):
+        cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
+    limited = hasattr(os, "sched_getaffinity")  # not on every system
+    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
+    read = (*VARIABLES.split(), "LD_", "NVIDIA_TF32_OVERRIDE")
+    devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
@@ -3412,266 +3017,203 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "command": command,
         "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
         "versions": versions(),
-        "devices": {"kind": device.device_kind, "platform": device.platform}
-        | {"count": mesh.size, "processes": jax.process_count()},
-        "host": host(),
-        "environment": environment(),
+        "devices": {**devices, "processes": jax.process_count()},
+        "host": {"cpu": cpu, "cores": cores, "platform": platform.platform()},
+        "environment": {x: os.environ[x] for x in sorted(os.environ) if x.startswith(read)},
         "choices": choices,
     }
 
 
-class Stopped(Exception):
-    """The run was asked to end early, and has saved where it is; `number` is that of the signal."""
-
-    def __init__(self, text: str, number: int):
-        super().__init__(text)
-        self.number = number
-
-
-class RunLog:
-    """The files of a run, written by process 0, and what the terminal shows.
-
-    Opening it fails if its `head` does not fit the disk. Later a full disk does not end the run:
-    what it refuses is said once, kept, and written with the next line.
-    """
-
-    def __init__(self, cfg: Config, folder: Path, facts: dict, saved: Saved | None, say, head=""):
-        self.cfg, self.folder, self.facts, self.say = cfg, folder, facts, say
-        self.clock = Clock(saved.train_time_ms if saved else 0.0)
-        self.first = saved.step if saved else 0
-        self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
-        self.files, self.kept, self.warned, self.pending = {}, {}, False, None
-        self.lock = threading.Lock()  # the loop and the thread of the Saver write
-        if jax.process_index():
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=bool(saved))
-            for name in ("log.txt", "metrics.jsonl"):
-                file, was = claim(folder, name), saved.logs[name] if saved else 0
-                size, self.files[name], self.kept[name] = file.tell(), file, b""
-                if was < size:
-                    file.truncate(was)
-                    file.seek(0, os.SEEK_END)
-                elif was > size:  # half a line may be its end
-                    say(f"warning: {name} of {folder} lacks what stood in it: no record any more")
-                    self.kept[name] = b"\n" if size else b""
-            for partial in (folder / "checkpoints").glob(".*"):
-                shutil.rmtree(partial, ignore_errors=True)
-            self._append("log.txt", head)
-            self._write_facts()
-        except OSError as error:
-            cure = "make that possible" if saved else "name another --out"
-            raise UserError(f"cannot write {folder} ({error.strerror}): {cure}") from None
-
-    def _append(self, name: str, text: str):
-        with self.lock:
-            self.kept[name] += text.encode("utf-8", "backslashreplace")
-            while self.kept[name]:
-                self.kept[name] = self.kept[name][self.files[name].write(self.kept[name]) :]
-
-    def _write_facts(self):
-        with whole_file(self.folder / "run.json") as file:
-            file.write(json.dumps(self.facts, indent=1).encode() + b"\n")
-
-    def attempt(self, write: Callable, *args):
-        """write(*args) if this process has files; what the disk refuses is said once."""
-        if self.files:
-            try:
-                write(*args)
-            except OSError as error:
-                if not self.warned:
-                    self.say(f"warning: cannot write {self.folder} ({error}); the run goes on")
-                self.warned = True
-
-    def write(self, name: str, text: str):
-        """Append a line to a file at once, so that a crash loses nothing."""
-        self.attempt(self._append, name, f"{text}\n")
-
-    def write_facts(self, **changes):
-        """Put `changes` into run.json, atomically."""
-        self.facts.update(changes)
-        self.attempt(self._write_facts)
-
-    def compiled(self, facts: dict):
-        """Write down what compile_all says; of settings only those that memory has changed."""
-        self.write_facts(**facts)
-        if facts["settings"]:
-            self.write("log.txt", f"settings: {json.dumps(facts['settings'])}")
-
-    def sync(self):
-        """Bring the files to the disk itself."""
-        for file in self.files.values():
-            self.attempt(os.fsync, file.fileno())
-
-    def meta(self, step: int, cursor: int) -> dict:
-        """What a checkpoint says beside its arrays."""
-        sizes = {name: file.tell() + len(self.kept[name]) for name, file in self.files.items()}
-        kept = "config", "data", "source_sha256", "dropped_ngrams"
-        facts = {key: self.facts[key] for key in kept} | {"logs": sizes}
-        return facts | {"step": step, "train_time_ms": self.clock.ms(), "cursor": cursor}
-
-    def line(self, step: int, kind: str, loss: float, dropped: int, shown="", **more) -> str:
-        """Write a loss after `step` steps, and how many n-grams found no room, into both files.
-
-        Returns the line, in the original speedrun's format.
-        UserError if the run has diverged: no finite loss, or twice that of a uniform guess.
-        """
-        if not loss < 2 * math.log(self.cfg.vocab):
-            raise UserError(
-                f"the loss of step {step} is {loss:.4g}: lower the learning rates "
-                f"(--set lr_anvil=...); the steps before are in {self.folder}/metrics.jsonl"
-            )
-        ms, tokens = self.clock.ms(), self.cfg.tokens_after(step)
-        average = f"step_avg:{ms / max(step, 1):.2f}ms"
-        line = f"step:{step}/{self.cfg.steps} {shown}train_time:{ms:.0f}ms {average}"
-        fields = {"step": step, kind: round(loss, 6), "train_time_ms": round(ms, 3)}
-        fields |= {"tokens": tokens, "dropped_ngrams": dropped}
-        self.facts["dropped_ngrams"] += dropped
-        self.write("log.txt", line)
-        self.write("metrics.jsonl", json.dumps(fields | more))
-        return line
-
-    def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict[str, jax.Array]):
-        """Take note of the step that makes `step` steps and, while it runs, log the one before."""
-        self.flush()
-        self.pending = step, loss, dropped, norms
-
-    def flush(self):
-        """Wait for the loss of the newest step, and log it."""
-        if self.pending:
-            self._trained(*self.pending)
-            self.pending = None
-
-    def _trained(self, step: int, loss, dropped, norms):
-        """`norms` of the gradient come with the updates: ANVIL's at every step, others at their
-        own."""
-        loss, names = float(loss), {"anvil": "grad_norm", "adam": "grad_norm_adam"}
-        found = {
-            names.get(update.removesuffix("_tied"), "grad_norm_event"): float(f"{x:.6g}")
-            for update, x in norms.items()
-            if np.isfinite(x)
-        }
-        found["lr"] = float(schedule(self.cfg).hyper.lr[step - 1])
-        line = self.line(step, "train_loss", loss, int(dropped), **found)
-        if step % self.cfg.log_every and step != self.first + 1:
-            return
-        ms, tokens = self.clock.ms(), self.cfg.tokens_after(step)
-        speed = (tokens - self.mark[1]) / max(ms - self.mark[0], 1e-3) * 1000
-        devices, mfu = self.facts["devices"], ""
-        if peak := peak_flops(devices["kind"]):
-            flops = speed * flops_per_token(self.cfg, step - 1)
-            mfu = f" mfu:{flops / (peak * devices['count']):.1%}"
-        eta = (self.cfg.steps - step) * ms / step / 1000
-        self.say(f"{line} train_loss:{loss:.4f} {speed:,.0f} tok/s{mfu} eta:{eta:.0f}s")
-        self.mark = ms, tokens
-
-    def validated(self, step: int, loss: float, dropped: int):
-        """Write down the validation loss after `step` steps; the clock stands still."""
-        self.say(self.line(step, "val_loss", loss, dropped, f"val_loss:{loss:.4f} "))
-        self.progress(step, val_loss=round(loss, 6))
-
-    def progress(self, step: int, **facts):
-        """Put into run.json how far the run is."""
-        ms, tokens = round(self.clock.ms(), 3), self.cfg.tokens_after(step)
-        self.write_facts(steps=step, tokens=tokens, train_time_ms=ms, **facts)
-
-    def end(self, step: int, asked: int, missing: str):
-        """The last lines. Stopped if a signal has ended the run; UserError if it is not saved."""
-        if step < self.cfg.steps:
-            self.progress(step)
-            if missing:
-                raise UserError(f"stopped after {step} steps, but {missing}")
-            again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
-            of = f"{step} of {self.cfg.steps} steps"
-            raise Stopped(f"stopped after {of}; to continue: {again}", asked)
-        peak, target, loss = memory_peak_mib(), self.cfg.target, self.facts["val_loss"]
-        self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
-        self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
-        self.write_facts(finished=True)
-        met, seconds = "met" if loss <= target else "MISSED", self.clock.ms() / 1000
-        verdict = f"target {target} {met}: " if target else ""  # one's own text has none
-        self.say(
-            f"{verdict}val_loss {loss:.4f} after {seconds:.1f} s of training on "
-            f"{self.cfg.total_tokens:,} tokens; peak memory {peak:.0f} MiB"
-        )
-        if missing:
-            raise UserError(f"the run has ended well, but {missing}")
-
-
-def claim(run_dir: Path, name: str):
-    """Open a file of a run to append to it, locked if its disk can; UserError if another process
-    has it. The system takes the lock back when this process ends or closes the file."""
-    file = open(run_dir / name, "ab", buffering=0)
+def claim(path: Path):
+    """A file of a run, opened to append to it; UserError if another process has it. The system ends
+    the lock with this process. While a disk is full, lines wait in the buffer."""
+    file = open(path, "ab", buffering=2**20)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise UserError(f"another process writes {run_dir}: wait for it, or end it") from None
+    except BlockingIOError:
+        raise UserError(f"another process writes {path.parent}: wait, or end it") from None
     except OSError:  # a file system without locks
         pass
     return file
 
 
-def open_log(
-    cfg: Config, facts: dict, data: Path, out: Path, saved: Saved | None, profile: bool, say
-) -> RunLog:
-    """The log of a new run, or of one that goes on, with its head; UserError if it cannot be.
+class RunLog:
+    """The files of a run, written by process 0, and what the terminal shows. `facts` are run_facts
+    and the answer of check_tokens. What a full disk refuses is said once and written later."""
 
-    `facts` are run_facts and the answer of check_tokens, on which all processes must agree; `data`
-    is the folder of the shards, `out` where new runs go.
-    """
-    first = saved.step if saved else 0
-    if first == cfg.steps:
-        raise UserError(f"{saved.folder.parents[1]} is finished: there is nothing to resume")
-    if profile and cfg.steps - first <= PROFILED.stop:
-        raise UserError(f"--profile needs more than {PROFILED.stop} steps: raise --set steps=")
-    same = {key: facts[key] for key in ("source_sha256", "versions", "data")}
-    config = {key: value for key, value in facts["config"].items() if key != "data"}  # its place
-    same |= {f"config's {key}": value for key, value in config.items()}
-    saved_as = [first, saved and (saved.train_time_ms, saved.loader.cursor, saved.logs)]
-    agree({**same, "checkpoint to resume from": saved_as})
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
-    folder = saved.folder.parents[1] if saved else out / from_first(stamp)
-    if saved and saved.data != facts["data"]:
-        raise UserError(f"{data} does not hold the shards of {folder}: name their --data")
-    token_bytes(cfg, data)  # training needs them: if they cannot be had, that is known here
-    changed = saved and saved.source_sha256 != facts["source_sha256"]
-    if changed:
-        say("warning: train_gpt.py has changed since; what follows may differ from what was")
-    facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "settings": {}}
-    facts |= {"steps": first, "tokens": cfg.tokens_after(first)}
-    facts |= {"train_time_ms": round(saved.train_time_ms, 3) if saved else 0.0, "val_loss": None}
-    facts |= {"dropped_ngrams": saved.dropped_ngrams if saved else 0, "target": cfg.target}
-    facts |= {"resumed": bool(saved), "finished": False}
-    rule, devices = "=" * 100, facts["devices"]
-    on = f"{devices['count']} x {devices['kind']}"
-    about = [*(f"{k} {v}" for k, v in facts["versions"].items()), f"{on} ({devices['platform']})"]
-    about += [facts["host"]["platform"], f"command: {facts['command']}"]
-    about += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
-    if not saved or cfg != dataclasses.replace(saved.cfg, data=cfg.data, devices=cfg.devices):
-        about += [f"config: {json.dumps(facts['config'])}"]
-    head = [rule, "resumed"] if saved else [SOURCE]
-    head += [f"source: {facts['source_sha256']}", SOURCE] if changed else []
-    head += [*about, rule, ""] if saved and not changed else [rule, *about, rule, ""]
-    log = RunLog(cfg, folder, facts, saved, say, "\n".join(head))
-    if saved and jax.process_index() == 0:
-        set_aside(saved)
-    say(f"run {folder} on {on}; kernels: {facts['choices']['kernels']}")
-    if rows := facts["choices"].get("rows"):
-        say("a batch is cut into {count} rows, of {tokens} tokens".format(**rows))
-    if devices["count"] < (cfg.devices or jax.device_count()):
-        say(f"more devices do not share {cfg.rows} rows evenly: the others have nothing to do")
-    if saved:
-        say(f"resumed after {saved.step} of {cfg.steps} steps from {saved.folder}")
-    if cfg.encoding == "bpe" and not (folder / MERGES).exists():
-        log.attempt(shutil.copy, data / MERGES, folder)  # a sample needs the run's folder only
-    return log
+    def __init__(self, cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable):
+        agree(facts, saved)
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
+        stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
+        start = {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
+        was = saved.meta if saved else start | facts
+        self.cfg, self.say = cfg, say
+        self.folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
+        self.clock = Clock(was["train_time_ms"])
+        self.first = was["step"]
+        self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
+        self.pending = None  # the newest step, whose loss nobody has waited for
+        self.missing = ""  # why the newest checkpoint is not there
+        self.refused = None  # why the disk did not take a line
+        self.files = {}
+        self.facts = {"run_id": self.folder.resolve().name, **facts, "compile_seconds": {}}
+        self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
+        self.facts |= {"train_time_ms": round(self.clock.total, 3), "target": cfg.target}
+        self.facts |= {"dropped_ngrams": was["dropped_ngrams"], "resumed": bool(saved)}
+        self.facts["finished"] = False
+        other = f"{cfg.data} does not hold the shards of {self.folder}: name their --data"
+        need(was["data"] == facts["data"], other)
+        other = f"train_gpt.py is not what {self.folder} began with: see the head of its log.txt"
+        need(was["source_sha256"] == facts["source_sha256"], other)
+        if jax.process_index() == 0:
+            self.open(saved)
+        on = "{count} x {kind}".format(**facts["devices"])
+        say(f"run {self.folder} on {on}; kernels: {facts['choices']['kernels']}")
+        if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
+            say(f"more devices do not share {cfg.rows} rows evenly: the others have nothing to do")
+        if saved:
+            say(f"resumed after {self.first} of {cfg.steps} steps from {saved.folder}")
+
+    def open(self, saved: Saved | None):
+        """Open the files, cut back to a checkpoint, and write what log.txt begins with."""
+        facts, rule = self.facts, "=" * 100
+        head = [rule, "resumed"] if saved else [SOURCE, rule]
+        head += [f"{name} {version}" for name, version in facts["versions"].items()]
+        head += ["{count} x {kind} ({platform})".format(**facts["devices"])]
+        head += [facts["host"]["platform"], f"command: {facts['command']}"]
+        head += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
+        moved = {"data": self.cfg.data, "devices": self.cfg.devices}
+        if not saved or self.cfg != dataclasses.replace(saved.cfg, **moved):
+            head += [f"config: {json.dumps(facts['config'])}"]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+            for name in ("log.txt", "metrics.jsonl"):
+                self.files[name] = file = claim(self.folder / name)
+                if saved:  # what came after the checkpoint is of steps that are lost
+                    file.truncate(min(file.tell(), saved.meta["logs"][name]))
+                    file.seek(0, os.SEEK_END)
+            for partial in (self.folder / "checkpoints").glob(".*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            self.write("log.txt", "\n".join([*head, rule]))
+            self.write_facts()
+        except OSError as error:
+            self.refused = error
+        cure = "make that possible" if saved else "name another --out"
+        need(not self.refused, f"cannot write {self.folder} ({self.refused}): {cure}")
+
+    def write(self, name: str, text: str):
+        """Append a line to a file at once, so that a crash loses nothing, or replace run.json."""
+        if not self.files:
+            return
+        try:
+            if name in self.files:
+                self.files[name].write(f"{text}\n".encode("utf-8", "backslashreplace"))
+                self.files[name].flush()
+            else:
+                (self.folder / f"{name}.new").write_text(f"{text}\n")
+                os.replace(self.folder / f"{name}.new", self.folder / name)
+        except OSError as error:
+            if not self.refused:
+                self.say(f"warning: cannot write {self.folder} ({error}); the run goes on")
+            self.refused = error
+
+    def write_facts(self, **changes):
+        """Put `changes` into run.json."""
+        self.facts.update(changes)
+        self.write("run.json", json.dumps(self.facts, indent=1))
+
+    def save(self, step: int, state, loader: LoaderState):
+        """Write a checkpoint, while training waits; a warning says if that cannot be."""
+        began = time.perf_counter()
+        folder = self.folder / "checkpoints"
+        now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
+        now["logs"] = {name: file.tell() for name, file in self.files.items()}
+        self.missing = ""
+        try:
+            size = write_checkpoint(folder, own_shards(self.cfg, state, loader), self.facts | now)
+        except OSError as error:
+            self.missing = f"there is no checkpoint of step {step}: {error}"
+            self.say(f"warning: {self.missing}; older ones stay")
+            shutil.rmtree(folder / f".{step}", ignore_errors=True)
+            return
+        held = time.perf_counter() - began
+        line = f"checkpoint:{step} held the loop for {1000 * held:.1f}ms, {size:.1f} MB"
+        self.write("log.txt", f"{line} written in {held:.2f}s")
+
+    def line(self, step: int, kind: str, loss: float, dropped: int, **more) -> str:
+        """Write a loss after `step` steps into both files; the line, in the original's format.
+        UserError if the run has diverged: no finite loss, or twice that of a uniform guess."""
+        cure = f"lower the learning rates (--set lr_anvil=...); see {self.folder}/metrics.jsonl"
+        need(loss < 2 * math.log(self.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
+        ms = round(self.clock.ms(), 3)
+        now = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
+        self.facts |= {"steps": step, **now}
+        self.facts["dropped_ngrams"] += dropped
+        shown = f"val_loss:{loss:.4f} " if kind == "val_loss" else ""
+        average = f"step_avg:{ms / max(step, 1):.2f}ms"
+        line = f"step:{step}/{self.cfg.steps} {shown}train_time:{ms:.0f}ms {average}"
+        self.write("log.txt", line)
+        fields = {"step": step, kind: round(loss, 6), **now, "dropped_ngrams": dropped, **more}
+        self.write("metrics.jsonl", json.dumps(fields))
+        return line
+
+    def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict[str, jax.Array]):
+        """Take note of the step that makes `step` steps, with the gradient norm of each update; log
+        the one before while it runs."""
+        self.flush()
+        self.pending = step, loss, dropped, norms
+
+    def flush(self):
+        """Wait for the loss of the newest step, and log it."""
+        if not self.pending:
+            return
+        step, loss, dropped, norms = self.pending
+        self.pending = None
+        names = {"anvil": "grad_norm", "adam": "grad_norm_adam", "adam_tied": "grad_norm_adam"}
+        found = {names.get(x, "grad_norm_event"): float(norm) for x, norm in norms.items()}
+        more = {name: float(f"{norm:.6g}") for name, norm in found.items() if math.isfinite(norm)}
+        more["lr"] = float(schedule(self.cfg).hyper.lr[step - 1])
+        line = self.line(step, "train_loss", float(loss), int(dropped), **more)
+        if step % self.cfg.log_every and step != self.first + 1:
+            return
+        ms, tokens, devices = (self.facts[x] for x in ("train_time_ms", "tokens", "devices"))
+        speed = (tokens - self.mark[1]) / max(ms - self.mark[0], 1e-3) * 1000
+        self.mark = ms, tokens
+        mfu = ""
+        if peak := peak_flops(devices["kind"]):
+            used = speed * flops_per_token(self.cfg, step - 1) / (peak * devices["count"])
+            mfu = f" mfu:{used:.1%}"
+        eta = (self.cfg.steps - step) * ms / step / 1000
+        self.say(f"{line} train_loss:{float(loss):.4f} {speed:,.0f} tok/s{mfu} eta:{eta:.0f}s")
+
+    def validated(self, step: int, loss: float, dropped: int):
+        """Write down the validation loss after `step` steps; the clock stands still."""
+        self.say(self.line(step, "val_loss", loss, dropped))
+        self.write_facts(val_loss=round(loss, 6))
+
+    def end(self, step: int, signalled: int):
+        """The last lines; SystemExit if a signal has ended the run."""
+        if step < self.cfg.steps:
+            self.write_facts()
+            need(not self.missing, f"stopped after {step} steps, but {self.missing}")
+            again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
+            self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
+            raise SystemExit(128 + signalled)
+        peak, target, loss = memory_peak_mib(), self.cfg.target, self.facts["val_loss"]
+        self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
+        self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
+        self.write_facts(finished=True)
+        verdict = f"target {target} {'met' if loss <= target else 'MISSED'}: " if target else ""
+        text = f"{verdict}val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training on"
+        self.say(f"{text} {self.cfg.total_tokens:,} tokens; peak memory {peak:.0f} MiB")
+        need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
 PROFILED = range(20, 24)  # the steps of this process that --profile traces, well after the start
 
 
 def trace(at: int, folder: Path, last):
-    """Trace the steps PROFILED into folder/profile; called before each, with the `last` loss."""
+    """Trace the steps PROFILED into folder/profile; called before each, with the `last` result."""
     if at == PROFILED.start:
         jax.profiler.start_trace(str(folder / "profile"))
     if at == PROFILED.stop:
@@ -3679,148 +3221,81 @@ def trace(at: int, folder: Path, last):
         jax.profiler.stop_trace()
 
 
-def demonstrate(cfg: Config, run_dir: Path, val: TokenStream, val_loss: float, say: Callable):
-    """At the end of a demonstration: compression beside gzip's and xz's, and a sample."""
-    tool = "records/sample.py"
-    if jax.process_count() == 1 and (Path(__file__).resolve().parent / tool).exists():
-        say(run_tool(tool)["demonstrate"](cfg, run_dir, val, val_loss))
+def demonstrate(log: RunLog, words: list[bytes], val: TokenStream):
+    """At the end of `tiny`: how well the model compresses the validation text (a loss of x nats is
+    x / ln 2 bits, with an arithmetic coder), and a sample."""
+    pieces = [words[i] for i in val.read(1, log.cfg.val_tokens) if i < len(words)]
+    text = b"".join(pieces)
+    bits = {"the model": log.facts["val_loss"] * log.cfg.val_tokens / math.log(2)}
+    bits |= {"gzip": 8 * len(gzip.compress(text)), "xz": 8 * len(lzma.compress(text, preset=9))}
+    each = ", ".join(f"{name} {size / len(text):.3f}" for name, size in bits.items())
+    log.say(f"bits per byte of the validation text: {each}")
+    tool = Path(__file__).resolve().parent / "records/sample.py"
+    if tool.exists() and jax.process_count() == 1 and checkpoint_steps(log.folder / "checkpoints"):
+        prompt = b"".join(pieces[:48]).decode(errors="replace")
+        command = [sys.executable, tool, log.folder, f"--prompt={prompt}"]
+        subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 # ------------------------------------------------------------------------------------------------
 # Signals and hosts: several processes, each with its own devices, that run the same programs
 # ------------------------------------------------------------------------------------------------
 
-JOIN_SECONDS = 300  # that a process waits for the others at the start
 
+def ask_to_stop() -> Callable[[int], int]:
+    """A function of the step: the number of the signal that has asked for the end, or 0.
 
-@contextlib.contextmanager
-def ask_to_stop():
-    """A function of the step: the signal that has asked for the end, on all processes, or 0.
-
-    Inside, SIGTERM, Ctrl-C and the end of the terminal (SIGHUP) ask; another one, a second or more
-    later (some send the same one twice), ends the process at once. Of several processes the one
-    that hears a signal tells jax by SIGTERM, which finds a step at which all can stop: each asks at
-    every step. Steps are those of this process, from 0 on: jax may name the next one that nobody
-    has asked about.
+    SIGTERM, Ctrl-C and the end of the terminal (SIGHUP) ask; another one a second later (`timeout`
+    sends two) ends the process. Of several processes jax finds a step at which all can stop.
     """
-    asked, before, agreed = [], {}, []  # (signal, time); signal -> handler
     one = jax.process_count() == 1
+    asked = []  # (signal, time)
+    agreed = []
 
     def ask(number, frame):
         if asked and time.monotonic() > asked[0][1] + 1:
-            signal.signal(number, signal.SIG_DFL)  # an exception could be lost, in a callback
-            signal.raise_signal(number)
+            os._exit(128 + number)
         asked.append((number, time.monotonic()))
         if not one:
             signal.raise_signal(signal.SIGTERM)
 
     def reached(step: int) -> int:
-        if one:
-            return asked[0][0] if asked else 0
-        if multihost_utils.reached_preemption_sync_point(step):  # says so once
+        if not one and multihost_utils.reached_preemption_sync_point(step):  # says so once
             agreed.append(signal.SIGTERM)
-        return agreed[0] if agreed else 0
+        return max(agreed, default=asked[0][0] if one and asked else 0)
 
-    numbers = [signal.SIGINT, *[signal.SIGTERM] * one]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # what `nohup` asks for
-        numbers.append(signal.SIGHUP)
-    if threading.current_thread() is threading.main_thread():
-        before |= {number: signal.signal(number, ask) for number in numbers}
-    try:
-        yield reached
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def tpu_hosts() -> int:
-    """How many hosts the TPU slice of this machine has; 1 where there is no TPU or no answer."""
-    names = os.environ.get("TPU_WORKER_HOSTNAMES")
-    there = Path("/dev/vfio").exists() or Path("/dev/accel0").exists()
-    if names is None and there and importlib.util.find_spec("libtpu") is not None:
-        where = "metadata.google.internal/computeMetadata/v1/instance/attributes"
-        ask = urllib.request.Request(f"http://{where}/worker-network-endpoints")
-        ask.add_header("Metadata-Flavor", "Google")
-        with contextlib.suppress(OSError), urllib.request.urlopen(ask, timeout=3) as answer:
-            names = answer.read().decode()
-    return len((names or "one").split(","))
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[: 2 + one]:
+        if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and `&` ask for
+            signal.signal(number, ask)
+    return reached
 
 
 def join_hosts(coordinator: str | None, processes: int | None, process_id: int | None):
-    """Join the other processes of the run, if there are any; before jax touches a device.
-
-    With nothing given: on a TPU slice of several hosts and in a Slurm step of several tasks, where
-    jax finds out by itself.
-    """
-    several = tpu_hosts() > 1 or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    if coordinator is None and not several:
-        return
-    tell(f"waiting for the other processes, up to {JOIN_SECONDS} s; Ctrl-C ends")
-    if process_id == 0:
-        check_port(coordinator)
-
-    def give_up():  # a thread, for jax waits outside Python, and then dumps its stack
-        word = f"no word of all processes after {JOIN_SECONDS} s"
-        tell(f"error: {word}: start them all, see --coordinator", sys.stderr)
-        os._exit(2)
-
-    timer = threading.Timer(JOIN_SECONDS, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        where = coordinator, processes, process_id
-        jax.distributed.initialize(*where, initialization_timeout=2 * JOIN_SECONDS)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"cannot join the other processes ({error}): see --coordinator") from None
-    finally:
-        timer.cancel()
-
-
-def wait_for_all(where: str):
-    """Return when all processes of the run are here, a day later if need be: the first collective
-    would not wait for who compiles longer, nor jax at its end for the last checkpoint."""
-    if jax.distributed.is_initialized():
-        from jax._src import distributed  # there is no public way without a collective
-
-        distributed.global_state.client.wait_at_barrier(where, 86_400_000)
-
-
-def check_port(coordinator: str):
-    """UserError if the port is in use on this machine: jax would crash."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or old connections count
+    """Join the other processes of the run, before jax touches a device: those that are named, or
+    those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
+    asked = {coordinator, processes, process_id} != {None}
+    asked |= os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+    if asked or any(Path("/dev").glob("vfio/[0-9]*")) or any(Path("/dev").glob("accel[0-9]*")):
         try:
-            probe.bind(("", int(coordinator.rsplit(":", 1)[1])))
-        except OSError as error:
-            why = f"{error.strerror}: choose another port"
-            raise UserError(f"--coordinator {coordinator}: {why}") from None
+            jax.distributed.initialize(coordinator, processes, process_id)
+        except (OSError, RuntimeError, ValueError) as error:  # or a TPU without a slice around it
+            need(not asked, f"cannot join the other processes ({error}): see --coordinator")
 
 
-def agree(facts: dict):
-    """UserError, on every process, unless all of them have the same `facts`."""
-    digests = [hashlib.sha256(json.dumps(fact).encode()).digest() for fact in facts.values()]
-    mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(facts), -1)
-    own = (mine == multihost_utils.broadcast_one_to_all(mine)).all(axis=1)
-    same = multihost_utils.process_allgather(own).reshape(-1, len(facts)).all(axis=0)
-    if not same.all():
-        names = ", ".join(name for name, equal in zip(facts, same, strict=True) if not equal)
-        raise UserError(f"the processes differ in {names}: make that equal on all hosts")
+def from_all(number: int) -> list[int]:
+    """The numbers of all processes, which wait for each other here."""
+    return multihost_utils.process_allgather(np.int32(number)).reshape(-1).tolist()
 
 
-def from_first(text: str) -> str:
-    """The text that process 0 has, on every process; at most 256 bytes."""
-    own = np.frombuffer(text.encode().ljust(256), np.uint8)
-    return multihost_utils.broadcast_one_to_all(own).tobytes().decode().strip()
-
-
-def alone(status: int) -> int:
-    """`status`; one of several processes ends with it at once: jax would wait for the others."""
-    if jax.distributed.is_initialized():
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed at the start
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(status)
-    return status
+def agree(facts: dict, saved: Saved | None):
+    """UserError, on every process, unless all have the same source, versions, config and so on."""
+    config = {key: value for key, value in facts["config"].items() if key != "data"}  # its place
+    same = {key: facts[key] for key in ("source_sha256", "versions", "data")} | {"config": config}
+    same["checkpoint"] = saved and saved.meta
+    mine = np.array([zlib.crc32(json.dumps(fact).encode()) for fact in same.values()], np.uint32)
+    each = multihost_utils.process_allgather(mine).reshape(-1, len(same))
+    differ = [name for name, x in zip(same, each.T, strict=True) if len({*x.tolist()}) > 1]
+    need(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3831,35 +3306,26 @@ def alone(status: int) -> int:
 def show(cfg: Config) -> str:
     """The resolved config, the layers, the parameter table, the stages and the totals, as text."""
     fields = dataclasses.asdict(cfg).items()
-    lines = [f"{k} = {v!r}" for k, v in fields if k not in LISTS]
+    lines = [f"{k} = {v!r}" for k, v in fields if k not in ("layers", "stages")]
     lines += ["", *(f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers))]
     form = "{:13} {:>14} {:>14} {:>9} {:>11} {:>6} {:>10}".format
     lines.append("\n" + form("parameter", "shape", "numbers", "update", "lr", "decay", "betas"))
-    table = param_table(cfg)
-    for name, row in table.items():
+    for name, row in param_table(cfg).items():
         shape = "x".join(map(str, row.shape))
         rates = "/".join(f"{row.lr * scale:.3g}" for scale in sorted({*row.scale} - {0}) or [1])
         betas = "{}/{}".format(*row.betas) if any(row.betas) else ""
         count, decay = f"{row.count:,}", f"{row.decay:.3g}"
         lines.append(form(name, shape, count, row.updated_by, rates, decay, betas))
-    lines.append(f"{'total':13} {'':>14} {sum(row.count for row in table.values()):14,}")
-    form = "{:>10} {:>7} {:>14} {:>7} {:>9} {:>10} {:>12} {:>9}  {}".format
-    heads = "steps", "batch", "row", "doc cap", "windows", "lr", "attn scales", "M tokens"
-    lines.append("\n" + form(*heads, "loss weights, prefix, candidates"))
-    for i, s in enumerate(cfg.stages):
+    total = sum(row.count for row in param_table(cfg).values())
+    lines.append(f"{'total':13} {'':14} {total:14,}\n")
+    for i, stage in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
-        lr = "{:.3g}..{:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
-        cells = f"{first}..{end - 1}", s.batch_tokens, s.row_tokens, s.doc_cap or "-"
-        scales = "/".join(f"{x:.4f}" for x in yarn(cfg)[i][1])
-        cells += "/".join(map(str, s.windows)), lr, scales
-        tokens = f"{(end - first) * s.batch_tokens / 1e6:.1f}"
-        lines.append(form(*cells, tokens, f"{s.weights} {s.weights_end} {s.prefix} {s.candidates}"))
-    flat = int((1 - cfg.cooldown) * (cfg.steps - cfg.extension))
-    lines.append(f"learning rate falls from step {flat} on")
-    tied = schedule(cfg).tied.sum()
-    lines.append(f"head and embedding tied up to step {tied - 1}" if tied else "never tied")
-    total = f"{cfg.total_tokens:,} tokens, {total_flops(cfg):.3e} model FLOPs"
-    return "\n".join([*lines, f"{cfg.steps} steps, {total}"])
+        lr = "{:.3g} to {:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
+        tokens = f"{(end - first) * stage.batch_tokens / 1e6:.1f} M tokens"
+        lines.append(f"steps {first} to {end - 1}, {tokens}, lr {lr}: stages.{i} = {stage}")
+    flops = sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in range(cfg.steps))
+    lines.append(f"{cfg.steps} steps, {cfg.total_tokens:,} tokens, {flops:.3e} model FLOPs")
+    return "\n".join(lines)
 
 
 def tell(line, stream=None):
@@ -3871,6 +3337,14 @@ def tell(line, stream=None):
     except OSError:
         with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def make_folder(path: Path, option: str):
+    """Make a folder that the user named; UserError if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}: name another folder") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -3890,140 +3364,85 @@ def add_config_options(parser: argparse.ArgumentParser):
 
 
 def resolve(args, say: Callable = tell) -> Config:
-    """The Config that the command line asks for."""
+    """The Config that the command line asks for; with one's own text it fits that."""
     name = args.preset
     if name is None:
         name = "tiny" if all_devices()[0].platform == "cpu" else "speedrun"
-    if name not in PRESETS:
-        raise UserError(f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
+    need(name in PRESETS, f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
     given = {"data": args.data, "seed": args.seed}
-    given = {key: value for key, value in given.items() if value is not None}
-    cfg = validate(dataclasses.replace(overridden(PRESETS[name], args.set), **given))
-    folder, given = place_of(cfg.data), {item.partition("=")[0] for item in args.set}
-    if (folder / DESCRIPTION).exists():
-        return run_tool("data/own_text.py")["fit"](cfg, folder, given, say)
+    items = args.set + [f"{key}={value}" for key, value in given.items() if value is not None]
+    data = [PRESETS[name].data, *(x.partition("=")[2] for x in items if x.startswith("data="))][-1]
+    if not (data_place(data) / DESCRIPTION).exists():
+        return override(PRESETS[name], items)
+    cfg = override(fit_text(PRESETS[name], data_place(data)), items)
+    about = f"{cfg.encoding} tokens, vocabulary {cfg.vocab}, for {cfg.steps} steps"
+    say(f"{cfg.data} holds text of your own: {about}, validation on {cfg.val_tokens:,} tokens")
     return cfg
 
 
-def overridden(cfg: Config, items: list[str]) -> Config:
-    """`cfg` with every KEY=VALUE of --set in it."""
-    for item in items:
-        key, equals, text = item.partition("=")
-        if not equals:
-            raise UserError(f"--set {item}: write KEY=VALUE (and PRESET before all options)")
-        cfg = override(cfg, key, text)
-    return cfg
-
-
-def parse_args(argv):
-    """The command line as a namespace; UserError for what does not go together."""
+def run(argv: list[str], command: str):
+    """Do what the command line says."""
     about = (__doc__ or "").split("\n")[0]  # python -OO leaves no docstrings
     parser = Parser(prog="train_gpt.py", description=about, allow_abbrev=False)
     add_config_options(parser)
     option = parser.add_argument
     option("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
     option("--show", action="store_true", help="config, parameters, stages; then exit")
-    option("--resume", metavar="RUN_DIR", help="continue an interrupted run")
+    option("--resume", metavar="RUN_DIR", help="go on with a run, or from RUN_DIR/checkpoints/STEP")
     option("--profile", action="store_true", help="trace a few steps")
     option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
-    for name in ("out", "resume", "cache"):
-        if getattr(args, name) == "":
-            raise UserError(f"--{name} is empty: name a folder, or drop it")
     own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
-    starts_anew = args.preset is not None or args.seed is not None or own or args.show
-    if args.resume is not None and starts_anew:
-        also = f"--show, --set but for {', '.join(MACHINE)}"
-        raise UserError(f"--resume takes the config of the run: drop PRESET, --seed, {also}")
-    group = args.coordinator, args.processes, args.process_id
-    if any(x is not None for x in group):
-        if None in group or not 0 <= args.process_id < args.processes:
-            raise UserError("--coordinator HOST:PORT, --processes N, --process-id 0..N-1: give all")
-        port = re.fullmatch(r"[^:/\s]+:(\d{1,5})", args.coordinator)
-        if not port or not 0 < int(port[1]) < 2**16:
-            raise UserError(f"--coordinator {args.coordinator}: write HOST:PORT, a port to 65535")
-    return args
-
-
-def keep_programs(folder: str | None):
-    """Have jax keep compiled programs in `folder`, by default in the user's cache; "off": nowhere.
-
-    By default nothing is changed where jax has been told another folder, or this one cannot be.
-    """
-    if folder == "off" or (folder is None and "JAX_COMPILATION_CACHE_DIR" in os.environ):
-        return
-    own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(folder or f"{own}/train_gpt")
-    try:
-        make_folder(path, "--cache")
-    except UserError:
-        if folder:
-            raise
-        return
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def run(argv: list[str], command: str):
-    """Do what the command line says."""
-    # Ctrl-C ends the process at once, but for training (ask_to_stop): in the compiler's threads, or
-    # while jax waits for others, no handler of Python's would be heard for minutes.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `&`
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    args = parse_args(argv)
-    keep_programs(args.cache)
+    fresh = args.resume is None or not (args.preset or args.seed is not None or own or args.show)
+    also = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
+    need(fresh, f"--resume takes the config of the run: {also}")
+    default = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if args.cache != "off" and (args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ):
+        jax.config.update("jax_compilation_cache_dir", args.cache or f"{default}/train_gpt")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if args.show:
-        print(show(resolve(args)), flush=True)
-        return
-    if args.resume is not None and is_finished(Path(args.resume)):
-        raise UserError(f"{args.resume} is finished: there is nothing to resume")
-    if args.coordinator is not None and args.preset is not None:
-        resolve(args, lambda line: None)  # what is wrong with it is said before others wait
+        return print(show(resolve(args)), flush=True)
     join_hosts(args.coordinator, args.processes, args.process_id)
-    all_devices()  # before anything else asks jax: without a backend this is one line
+    there = len(all_devices())
     say = tell if jax.process_index() == 0 else lambda line: None
-    if args.resume is None:
-        saved, cfg = None, resolve(args, say)
+    saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
+    if saved:
+        count = saved.cfg.devices if saved.cfg.devices <= there else 0
+        items = [f"devices={count}", f"data={args.data or saved.cfg.data}", *args.set]
+        cfg = override(saved.cfg, items)
+        done = saved.step == cfg.steps
+        with contextlib.suppress(OSError, ValueError, LookupError):  # no whole run.json
+            done |= json.loads((saved.folder.parents[1] / "run.json").read_text())["finished"]
+        need(not done, f"{args.resume} is finished: there is nothing to resume")
     else:
-        saved = find_checkpoint(Path(args.resume), say)
-        many = saved.cfg.devices > len(all_devices()) or jax.process_count() > 1
-        moved = {"devices": 0 if many else saved.cfg.devices, "data": args.data or saved.cfg.data}
-        cfg = validate(overridden(dataclasses.replace(saved.cfg, **moved), args.set))
+        cfg = resolve(args, say)
     train(cfg, Path(args.out), command, saved, args.profile, say)
-    wait_for_all("end")
 
 
 def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
+    # Ctrl-C ends the process at once, but for training (ask_to_stop): in the compiler's threads, or
+    # while jax waits for others, no handler of Python's would be heard for minutes.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `&`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
     try:
         return do() or 0
-    except Stopped as stop:
-        wait_for_all("end")
-        tell(stop)
-        return 128 + stop.number
-    except KeyboardInterrupt:
-        tell("interrupted", sys.stderr)
-        return alone(130)
     except Exception as error:
-        line, hint = str(error), ""
+        line = str(error)
         if "RESOURCE_EXHAUSTED" in line:
-            line = f"out of memory: {line}"
-            hint = "(use --set recompute=1, a smaller micro_tokens or ngram_rows, or more devices)"
-        elif jax.distributed.is_initialized() and not isinstance(error, UserError):
-            if not isinstance(error, jax.errors.JaxRuntimeError):
-                traceback.print_exc()
-            line = f"the devices failed: {line}"
-            hint = "(if another process has ended, start all of them again, or --resume the run)"
+            ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
+            line = f"out of memory: use {ways}: {line[:400]}"
         elif not isinstance(error, UserError | OSError):
-            raise  # a fault of this file: its traceback helps
-        words = line.split()[:60] if hint else line.split()
-        tell(" ".join(["error:", *words, *hint.split()]), sys.stderr)
-        return alone(2)
+            raise
+        tell(f"error: {' '.join(line.split())}", sys.stderr)
+    if jax.distributed.is_initialized():  # jax would wait for the other processes
+        os._exit(2)
+    return 2
 
 
 def main(argv=None) -> int:

@@ -1,6 +1,7 @@
 """Runs of the trainer inside a test: quick ones, and what they leave behind."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from programs import BUILT, key, quick_compilation
 
 import train_gpt as T
 
-# One stage, one kind of event and six small programs, which compile in two seconds; 4 steps take
-# 0.1 s. Tables and banks are padded on more devices than one.
+# One stage, one kind of table update and six small programs, which compile in two seconds; 4 steps
+# take 0.1 s. Tables and banks are padded on more devices than one.
 BRIEF = small_config(
     preset="brief",
     layers=(
@@ -46,7 +47,7 @@ def trained(cfg: T.Config, out: Path, shards: Path, saved=None, say=None, **opti
     """T.train; runs that differ in smooth things only share their compiled programs."""
 
     def once(make, known):
-        """`make`, which is not asked twice for what depends on the programs of a config alone."""
+        """`make`, called once for all configs with the same programs."""
 
         def made(cfg, mesh, *args):
             same = key(replace(cfg, log_every=10, prefetch=4, sample_tokens=0), mesh.size)
@@ -82,26 +83,26 @@ def facts(run: Path) -> dict:
     return json.loads((run / "run.json").read_text())
 
 
-def unfinished(run: Path):
-    """Let run.json say that the run has not ended yet."""
-    text = json.dumps(facts(run) | {"finished": False}, indent=1)
-    (run / "run.json").write_text(f"{text}\n")
-
-
 def steps_of(run: Path) -> list[str]:
     """The names in the folder of a run's checkpoints: their steps, if all is well."""
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
+def back_to(run: Path, step: int) -> T.Saved:
+    """Let a run be as if it had been killed when this was its last checkpoint."""
+    for folder in (run / "checkpoints").iterdir():
+        if int(folder.name) > step:
+            shutil.rmtree(folder)
+    (run / "run.json").write_text(json.dumps(facts(run) | {"finished": False}))
+    return T.find_checkpoint(run)
+
+
 def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    """kind.name -> the whole array, from the rows in the files of all processes."""
+    """kind.name -> the whole array, from the rows in its files."""
     rows = {}
-    for path in checkpoint.glob("*.npz"):
-        with np.load(path) as file:
-            for member in file.files:
-                name, _, first = member.rpartition(".")
-                assert int(first) not in rows.setdefault(name, {}), "rows that two files hold"
-                rows[name][int(first)] = file[member]
+    for path in checkpoint.glob("*.npy"):
+        kind, name, first, _ = path.name.split(".")
+        rows.setdefault(f"{kind}.{name}", {})[int(first)] = np.load(path)
     for name, pieces in rows.items():
         ends = [first + len(pieces[first]) for first in sorted(pieces)]
         assert sorted(pieces) == [0, *ends[:-1]], f"rows of {name} are missing"
