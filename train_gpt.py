@@ -116,9 +116,7 @@ class UserError(Exception):
 # PART I: THE SPEEDRUN
 # ================================================================================================
 
-# ------------------------------------------------------------------------------------------------
-# Config and presets
-# ------------------------------------------------------------------------------------------------
+# ---- Config and presets ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,12 +161,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields.
-
-    The defaults are record 92 with half of its n-gram table, and with normalised ids in the hashes
+    """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields. The
+    defaults are record 92 with half of its n-gram table, and with normalised ids in the hashes
     (pull request 375), which never read two thirds of the bigrams' half of the whole table. The
-    record's own: ngram_rows=84602880, ngram_ids=raw.
-    """
+    record's own: ngram_rows=84602880, ngram_ids=raw."""
 
     preset: str = "speedrun"
     # ---- The recipe: what decides the loss ----
@@ -302,11 +298,6 @@ class Config:
         return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
 
     @property
-    def total_tokens(self) -> int:
-        """Tokens that the whole run trains on."""
-        return self.tokens_after(self.steps)
-
-    @property
     def most_tokens(self) -> int:
         """Tokens of the largest batch."""
         return max(stage.batch_tokens for stage in self.stages)
@@ -366,9 +357,31 @@ PRESETS = {
 }
 # fmt: on
 
-# ------------------------------------------------------------------------------------------------
-# Parameters: one table, from which init, state, shardings, checkpoint and listing are mapped
-# ------------------------------------------------------------------------------------------------
+BLOCK = 256  # tokens that kernels take at a time
+
+
+def for_devices(cfg: Config, devices: int) -> Config:
+    """The config with which so many devices train: the rows divide evenly over its `devices`. Of no
+    more devices than rows, it uses the largest number that divides the rows; batches stay the
+    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
+    it uses the next smaller number of devices with which it can."""
+
+    def fits(n: int) -> bool:
+        if n <= cfg.rows:
+            return cfg.rows % n == 0
+        each = [(s.batch_tokens // n, s) for s in cfg.stages]
+        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
+        return whole and all(t >= len(s.weights) for t, s in each)
+
+    used = next(n for n in range(devices, 0, -1) if fits(n))
+    if used > cfg.rows:
+        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
+        cfg = dataclasses.replace(cfg, stages=tuple(stages))
+    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
+    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
+
+
+# ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
 
 GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
 GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
@@ -398,11 +411,6 @@ class Param:
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
     tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
     dtype: str = "float32"  # of the master
-
-    @property
-    def count(self) -> int:
-        """How many numbers it has."""
-        return math.prod(self.shape)
 
 
 def normal(std: float) -> Callable:
@@ -561,21 +569,6 @@ def updated(cfg: Config, update: str) -> list[str]:
     return [name for name, row in param_table(cfg).items() if row.updated_by == by]
 
 
-def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
-    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
-    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
-    and sharded like the parameter: each device updates its shard (ZeRO)."""
-    state = {}
-    for name, row in param_table(cfg).items():
-        shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
-        shapes |= {average: row.shape for average, _ in row.averages}
-        for kind, shape in shapes.items():
-            dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
-            state.setdefault(kind, {})[name] = leaf(shape, dtype, row)
-    return state
-
-
 def padded_shape(shape: tuple[int, ...], row: Param, shards: int) -> tuple[int, ...]:
     """`shape` on so many devices: rows of zeros make what is sharded divisible."""
     return (-(-shape[0] // shards) * shards, *shape[1:]) if row.sharded else shape
@@ -586,11 +579,33 @@ def pad_rows(x, rows: int):
     return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
 
 
-def init_state(cfg: Config, shards: int, seed):
-    """The training state before the first step, padded for so many devices; its numbers do not
-    depend on how many there are."""
+def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
+    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def abstract_state(cfg: Config, mesh: Mesh) -> dict[str, dict]:
+    """The training state, kind -> name -> shape, dtype and sharding on `mesh`. Kinds are "params",
+    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
+    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
+    and sharded like the parameter: each device updates its shard (ZeRO)."""
+    state = {}
+    for name, row in param_table(cfg).items():
+        shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
+        shapes |= {average: row.shape for average, _ in row.averages}
+        axes = (AXIS,) if row.sharded else ()
+        for kind, shape in shapes.items():
+            dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
+            shape = padded_shape(shape, row, mesh.size)
+            state.setdefault(kind, {})[name] = abstract(mesh, shape, dtype, *axes)
+    return state
+
+
+def init_state(cfg: Config, mesh: Mesh, seed):
+    """The training state before the first step; its numbers do not depend on how many devices the
+    mesh has."""
     key = jax.random.key(seed)
-    state = map_state(cfg, lambda s, dtype, row: jnp.zeros(padded_shape(s, row, shards), dtype))
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_state(cfg, mesh))
     for name, row in param_table(cfg).items():
         # A key from the name: adding a parameter does not change the others.
         salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
@@ -603,9 +618,7 @@ def init_state(cfg: Config, shards: int, seed):
     return state
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention: the contract, the reference that every kernel of Part III is held against, the heads
-# ------------------------------------------------------------------------------------------------
+# ---- Attention: the contract, the reference for every kernel of Part III, the heads ------------
 
 # (q_btnh, k_btnh, v_btnv, segments_bt, window, scale) -> o_btnv. Token t attends to itself and to
 # those of the `window` tokens before it that have its segment id. Values may be wider or narrower
@@ -634,12 +647,10 @@ def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
 
 
 def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
-    """Split rows into blocks of queries, each with all keys that its window can reach.
-
-    Returns (q [b', c, n, h], k and v [b', s, n, h or v], mask [b', 1, c, s]) with b' = b t / c,
-    where c is the smallest divisor of t that holds the window and s = 2 c: the block and the one
-    before it. So the cost grows with t * window. Where no such c < t exists, c = s = t.
-    """
+    """Split rows into blocks of queries, each with all keys that its window can reach. Returns (q
+    [b', c, n, h], k and v [b', s, n, h or v], mask [b', 1, c, s]) with b' = b t / c, where c is the
+    smallest divisor of t that holds the window and s = 2 c: the block and the one before it. So the
+    cost grows with t * window. Where no such c < t exists, c = s = t."""
     b, t = segments_bt.shape
     c = next((c for c in range(max(window, 1), t) if t % c == 0), t)
 
@@ -792,9 +803,7 @@ def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
     return y.reshape(b, t, -1)
 
 
-# ------------------------------------------------------------------------------------------------
-# Model: rows of tables -> features
-# ------------------------------------------------------------------------------------------------
+# ---- Model: rows of tables -> features ---------------------------------------------------------
 
 
 class Kernels(NamedTuple):
@@ -1032,9 +1041,7 @@ def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
     }
 
 
-# ------------------------------------------------------------------------------------------------
-# Loss: features -> summed cross-entropy
-# ------------------------------------------------------------------------------------------------
+# ---- Loss: features -> summed cross-entropy ----------------------------------------------------
 
 
 def cap_logits(z, cfg: Config):
@@ -1044,12 +1051,10 @@ def cap_logits(z, cfg: Config):
 
 
 def targets_ahead(aims, weights_k, prefix_weight=None):
-    """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k].
-
-    Target j of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight`
-    adds the next token's prefix, where there is one (record 88). The weight is 0 beyond the end of
-    a row, and in a row of targets -1, which only fills up the last validation batch.
-    """
+    """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k]. Target j
+    of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight` adds the
+    next token's prefix, where there is one (record 88). The weight is 0 beyond the end of a row,
+    and in a row of targets -1, which only fills up the last validation batch."""
     tokens = jnp.arange(aims.targets.shape[1])
     targets = []
     weights = []
@@ -1088,11 +1093,9 @@ def add_losses(totals, losses_ck, weights_ck):
 
 def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
-
     Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
     is 0 counts in neither. It works through cfg.loss_chunk tokens at a time, whose logits the
-    backward pass computes again.
-    """
+    backward pass computes again."""
 
     @jax.checkpoint
     def add(totals, chunk):
@@ -1137,9 +1140,7 @@ ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
 PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 
 
-# ------------------------------------------------------------------------------------------------
-# Schedule: one table with a row for every step; the devices get a row of it as a Hyper
-# ------------------------------------------------------------------------------------------------
+# ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
 
 AVERAGES = ("ema", "average", "planes", "blend")  # of the last weights; whose: Param.averages
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
@@ -1276,12 +1277,10 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each stage (frequencies float32 [2, h/4], attention scales [2]): of half-wide heads, with
-    the short window, and of whole ones, with the long one.
-
-    YaRN (Peng et al. 2023): when a window grows, dimensions that turn less than once within the old
-    one slow down in proportion, those that turn 32 times keep their frequency, and those between
-    are interpolated. Attention over more keys also gets sharper.
-    """
+    the short window, and of whole ones, with the long one. YaRN (Peng et al. 2023): when a window
+    grows, dimensions that turn less than once within the old one slow down in proportion, those
+    that turn 32 times keep their frequency, and those between are interpolated. Attention over more
+    keys also gets sharper."""
     # Every step is rounded to float32, as in the original.
     start = (1 / cfg.rope_base) ** np.linspace(0, 1, cfg.head_width // 4, dtype=np.float32)
     found = [(np.stack([start, start]), np.array(cfg.attn_scales))]
@@ -1297,13 +1296,11 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def average_rates(cfg: Config, adam, tables) -> np.ndarray:
-    """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average).
-
-    The first rate of each is 1: there the average starts as the weight. `ema` and `blend` cover the
-    last cfg.tail steps, `average` and `planes` the last cfg.tail_average. Head and embedding change
-    only at Adam steps, so one update of their `ema` there stands for one at each step up to the
-    next Adam step. It starts a step before the record's, from the same weights.
-    """
+    """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average). The first
+    rate of each is 1: there the average starts as the weight. `ema` and `blend` cover the last
+    cfg.tail steps, `average` and `planes` the last cfg.tail_average. Head and embedding change only
+    at Adam steps, so one update of their `ema` there stands for one at each step up to the next
+    Adam step. It starts a step before the record's, from the same weights."""
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     in_tail = left < cfg.tail
     in_average = left < cfg.tail_average
@@ -1329,9 +1326,7 @@ def is_due(period: int, last: int, step: int) -> bool:
     return period > 0 and step // period > last // period
 
 
-# ------------------------------------------------------------------------------------------------
-# Optimizers
-# ------------------------------------------------------------------------------------------------
+# ---- Optimizers --------------------------------------------------------------------------------
 
 # Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
 # singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
@@ -1388,12 +1383,11 @@ def equalize(update, square, rate):
 
 def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92).
-
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL has two_rails for momentum, and equalizes.
     Banks are [l, rows, cols], `square` [l, neurons]: this device's matrices. Weights decay only
-    where the slow average shrinks them or is zero (cautious, after Liang et al. 2024; record 43).
-    """
+    where the slow average shrinks them or is zero (cautious, after Liang et al. 2024; record
+    43)."""
     param, fast, slow, square = old
     update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
     update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
@@ -1436,12 +1430,10 @@ def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> tuple:
 
 def apply_updates(cfg: Config, state, grads, hyper: Hyper):
     """The state after an update of the parameters in `grads`: this device's shard of the gradients,
-    summed over devices and the steps since the last update.
-
-    While tied, the head's gradient contains that of the embedding, which has none of its own: it is
-    a copy of the head, and so are its moments (records 51, 53). Every update writes the averages,
-    with rate 0 where they do not change, so that no step needs a program of its own.
-    """
+    summed over devices and the steps since the last update. While tied, the head's gradient
+    contains that of the embedding, which has none of its own: it is a copy of the head, and so are
+    its moments (records 51, 53). Every update writes the averages, with rate 0 where they do not
+    change, so that no step needs a program of its own."""
     new = {kind: dict(entries) for kind, entries in state.items()}
     for name, row in param_table(cfg).items():  # in this order: the head stands before its copy
         kinds = "params", *MOMENTS[row.optimizer](row.shape)
@@ -1485,9 +1477,7 @@ def finish_step(cfg: Config, state):
     return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
-# ------------------------------------------------------------------------------------------------
-# N-gram table: hashed rows for the bigrams and trigrams of the text, 99 % of all numbers
-# ------------------------------------------------------------------------------------------------
+# ---- N-gram table: hashed rows for the bigrams and trigrams of the text, 99 % of all numbers ---
 # A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
 # every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
 # sends their gradients to the owners; a table update sums those of some steps.
@@ -1522,11 +1512,9 @@ def table_rows(ids: np.ndarray, rows: int) -> np.ndarray:
 
 def capacity(batch_tokens: int, devices: int) -> int:
     """How many rows of the n-gram table a device can fetch from another for its part of a batch.
-
     Every different n-gram is fetched once. Of the 2t n-grams of t tokens of English a share of up
     to (1300 / t)^0.06 is different (measured: records/NOTES.md); owners have equal shares of them,
-    up to chance: five standard deviations.
-    """
+    up to chance: five standard deviations."""
     tokens = batch_tokens // devices
     mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
     return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
@@ -1616,13 +1604,11 @@ def sum_requests(parts, size: int, add_rows: Callable):
 
 def adam_rows(table, square, ids, grad, rates: tuple):
     """One step on the rows of a table that were read: (new table, new mean square of each row).
-
     Adam without a mean and with one second moment for each row (record 92; both moments of all
     numbers would take 520 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
     device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
     but their mean squares decay. The table has no float32 master. A change is added, not put in
-    place: a v6e's SparseCores can only add.
-    """
+    place: a v6e's SparseCores can only add."""
     lr, decay, count, (_, b2), eps = rates
     square = b2 * square
     increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
@@ -1648,9 +1634,7 @@ def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
     return state | {"params": params, "second": second}, norm2
 
 
-# ------------------------------------------------------------------------------------------------
-# The step: what every device does, with every collective in plain sight (inside shard_map)
-# ------------------------------------------------------------------------------------------------
+# ---- The step: what every device does, with every collective in plain sight --------------------
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
@@ -1666,16 +1650,24 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     return copies
 
 
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """Shapes, dtypes and shardings of the compute copies and signs: banks are sharded, all others
+    whole on each device."""
+    params = abstract_state(cfg, mesh)["params"]
+    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
+    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
+    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
+
+
 def gather_banks(cfg: Config, copies, after):
     """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
-    with whole banks, a function that reduce-scatters the gradients of these).
-
-    XLA starts a collective as early as it can and needs its result as late as it can; the barrier
-    starts these with `after`, the first input of the model. MLPs are gathered one matrix of each
-    device at a time: the first layers need not wait for all. A whole bank is a list of matrices
-    from lax.split: its transpose joins their gradients, where XLA would pad those of slices to the
-    whole bank and add them. (update_step gathers the tables: no computation could hide that.)
-    """
+    with whole banks, a function that reduce-scatters the gradients of these). XLA starts a
+    collective as early as it can and needs its result as late as it can; the barrier starts these
+    with `after`, the first input of the model. MLPs are gathered one matrix of each device at a
+    time: the first layers need not wait for all. A whole bank is a list of matrices from lax.split:
+    its transpose joins their gradients, where XLA would pad those of slices to the whole bank and
+    add them. (update_step gathers the tables: no computation could hide that.)"""
     sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
     after, sharded = lax.optimization_barrier((after, sharded))
 
@@ -1703,13 +1695,11 @@ def micro_batches(cfg: Config, rows: "Rows"):
 def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: "Batch"):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
     dropped n-grams). Gradients of banks are shards of the sum over all devices: see gather_banks.
-
     `kind` is one of grads_kinds, `table` this device's shard of the n-gram table. Gradients of
     n-grams go to the rows' owners, beside their requests: a pair, see sum_requests. The model's
     gradient is that of the rows that tokens look up; add_rows adds them to a table's. As in the
     original, the summed loss of a row is averaged over rows: so the gradient grows with their
-    length, while the moments remember the old size.
-    """
+    length, while the moments remember the old size."""
     at, count = kind
     stage = cfg.stages[at]
     hyper = batch.hyper
@@ -1796,12 +1786,10 @@ def reduce_scatter(x):
 
 def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
     """(state, compute copies of what changed, norm of the gradient) after an update of `due`: name
-    -> this device's gradients of the steps since the last update, a tuple.
-
-    Each device receives its shard of their sum (reduce-scatter), updates it, and all gather the
-    results, already rounded: ZeRO. Large gradients cross the network in the compute dtype, as in
-    the original. In adam_tied the head's gradient is the sum of its own and the embedding's.
-    """
+    -> this device's gradients of the steps since the last update, a tuple. Each device receives its
+    shard of their sum (reduce-scatter), updates it, and all gather the results, already rounded:
+    ZeRO. Large gradients cross the network in the compute dtype, as in the original. In adam_tied
+    the head's gradient is the sum of its own and the embedding's."""
     due = dict(due)
     if update == "adam_tied":
         due["head"] += due.pop("embed")
@@ -1845,9 +1833,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
     return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
 
 
-# ------------------------------------------------------------------------------------------------
-# Token stream: shards -> one stream of tokens -> rows
-# ------------------------------------------------------------------------------------------------
+# ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
 SHARD_MAGIC = 20240520  # the llm.c token file format: this,
 SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
@@ -1919,13 +1905,11 @@ def plan_plain(cursor: int, rows: int, t: int):
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch.
-
-    A piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the
-    row is full; the rest of a cut document is passed over. Rows of t tokens are filled in order,
-    with t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
-    shard, the next one begins. This is the original's order on its eight devices.
-    """
+    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch. A
+    piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the row
+    is full; the rest of a cut document is passed over. Rows of t tokens are filled in order, with
+    t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
+    shard, the next one begins. This is the original's order on its eight devices."""
     while True:
         number, base = stream.shard_at(cursor)
         starts = stream.documents(number)
@@ -1969,9 +1953,7 @@ def next_rows(stream: TokenStream, cursor: int, stage: Stage, here: range | None
     return read_rows(stream, pieces, here or range(stage.rows)), after
 
 
-# ------------------------------------------------------------------------------------------------
-# Vocabulary: prefixes and normal forms of ids, and the few ids that a row's softmax runs over
-# ------------------------------------------------------------------------------------------------
+# ---- Vocabulary: prefixes and normal forms of ids, the ids of a row's softmax ------------------
 
 
 class Vocabulary(NamedTuple):
@@ -2098,9 +2080,7 @@ def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
     return Aims(ids.astype(np.int32), *found), offset
 
 
-# ------------------------------------------------------------------------------------------------
-# Loader: batches that are on the devices ahead of use
-# ------------------------------------------------------------------------------------------------
+# ---- Loader: batches that are on the devices ahead of use --------------------------------------
 
 
 class LoaderState(NamedTuple):
@@ -2214,25 +2194,25 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
         yield item
 
 
-# ------------------------------------------------------------------------------------------------
-# Training: the clock and the loop
-# ------------------------------------------------------------------------------------------------
+# ---- Training: the clock and the loop ----------------------------------------------------------
 
 
 class Clock:
     """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
 
     def __init__(self, elapsed_ms: float = 0.0):
-        self.total, self.since, self.running = elapsed_ms, 0.0, threading.Event()
+        self.total = elapsed_ms
+        self.since = 0.0
+        self.running = threading.Event()
 
     def start(self):
-        """Count, if it does not already."""
+        """Start counting; a running clock goes on."""
         if not self.running.is_set():
             self.since = time.perf_counter()
             self.running.set()
 
     def stop(self):
-        """Hold."""
+        """Stop counting."""
         self.total = self.ms()
         self.running.clear()
 
@@ -2240,6 +2220,22 @@ class Clock:
         """Training time so far."""
         counting = self.running.is_set()
         return self.total + (1000 * (time.perf_counter() - self.since) if counting else 0.0)
+
+
+def start_state(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function seed -> training state, born in its shards."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    return jax.jit(functools.partial(init_state, cfg, mesh), out_shardings=shardings)
+
+
+def start_copies(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
+
+    def copies(params, seed):
+        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
+
+    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
+    return jax.jit(copies, out_shardings=shardings)
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
@@ -2262,15 +2258,12 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
-
     Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
     training step, all loading of its data, and checkpoints on the way. Checkpoints are taken where
-    no gradients wait for an update; where a signal asks for the end, it comes there too.
-
-    From Parts II and III: make_mesh, data_folder, check_tokens, run_facts and RunLog (what goes to
-    the disk and the terminal), pick_kernels, compile_all, load_state (checkpoints), keeps_end,
-    ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`).
-    """
+    no gradients wait for an update; where a signal asks for the end, it comes there too. From Parts
+    II and III: make_mesh, data_folder, check_tokens, run_facts and RunLog (what goes to the disk
+    and the terminal), pick_kernels, compile_all, load_state (checkpoints), keeps_end, ask_to_stop
+    (signals), trace (--profile), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
@@ -2315,7 +2308,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
             log.validated(step, *evaluate(cfg, mesh, loss, step, val_stream, known))
         if stops:
-            if keeps_end(cfg) if ends else is_new:
+            small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
+            keeps_end = cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and small)
+            if (keeps_end and ends) or (is_new and not ends):
                 log.save(step, state, data)
             break
 
@@ -2355,9 +2350,7 @@ def need(holds, reason: str):
         raise UserError(reason)
 
 
-# ------------------------------------------------------------------------------------------------
-# Overrides: --set, and the numbers with which no run can be built, with what would be valid
-# ------------------------------------------------------------------------------------------------
+# ---- Overrides: --set, and the numbers with which no run can be built --------------------------
 
 MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume may --set:
 MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
@@ -2366,6 +2359,12 @@ POSITIVE = (
     "loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup attention_cap "
     "row_tokens batch_tokens"
 ).split()
+CHOICES = {
+    "encoding": ("gpt2", "bytes", "bpe"),
+    "compute_dtype": ("bfloat16", "float32"),
+    "checkpoint_end": ("auto", "always", "never"),
+    "ngram_ids": ("normalised", "raw"),
+}
 
 
 def rules(c: Config):
@@ -2373,12 +2372,10 @@ def rules(c: Config):
     for at, part in {"": c, **{f"stages.{i}.": stage for i, stage in enumerate(c.stages)}}.items():
         for field in dataclasses.fields(part):
             number = getattr(part, field.name) if field.type in (int, float) else 1
-            yield at + field.name, number >= 0, "it must not be negative"
-            yield at + field.name, number or field.name not in POSITIVE, "it must be positive"
-    yield "encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe"
-    yield "compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32"
-    yield "checkpoint_end", c.checkpoint_end in ("auto", "always", "never"), "auto, always or never"
-    yield "ngram_ids", c.ngram_ids in ("normalised", "raw"), "normalised or raw"
+            least = 1e-30 if field.name in POSITIVE else 0
+            yield at + field.name, number >= least, "it must be positive" if least else "0 or more"
+    for name, choices in CHOICES.items():
+        yield name, getattr(c, name) in choices, f"one of {', '.join(choices)}"
     known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
     yield "kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}"
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
@@ -2470,11 +2467,9 @@ def override(cfg: Config, items: list[str]) -> Config:
     return validate(typed(Config, fields))
 
 
-# ------------------------------------------------------------------------------------------------
-# Data checks: every token that the run will read is there, before anything starts
-# ------------------------------------------------------------------------------------------------
+# ---- Data checks: every token that the run will read is there, before anything starts ----------
 
-DESCRIPTION = "dataset.json"  # beside shards of own text, by data/tokenize_text.py: what they are
+DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
 
 
 def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
@@ -2539,38 +2534,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     return folder
 
 
-def fit_text(cfg: Config, folder: Path) -> Config:
-    """`cfg` for the text of one's own in `folder`, as its DESCRIPTION says: its vocabulary, no
-    target, and no more steps and validation than it has tokens."""
-    try:
-        about = json.loads((folder / DESCRIPTION).read_text())
-        own = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
-        own |= {"vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise UserError(f"{folder / DESCRIPTION} ({error!r}): tokenize the text again") from None
-    if own["vocab"] != cfg.vocab:
-        own["stages"] = tuple(dataclasses.replace(x, candidates=(0,)) for x in cfg.stages)
-    train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
-    rows = cfg.val_batch // cfg.val_row
-    row = min(cfg.val_row, (len(val) - 1) // rows)
-    row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
-    if row and len(val) <= cfg.val_tokens:
-        own |= {"val_row": row, "val_batch": rows * row}
-        own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
-    steps = min(cfg.steps, cfg.steps * len(train) // cfg.total_tokens + 1)
-    while steps:
-        own |= {"steps": steps, "extension": min(cfg.extension, -(-steps // 8))}
-        with contextlib.suppress(UserError):
-            short = validate(dataclasses.replace(cfg, **own))
-            cursor_after(short, train, steps)
-            return short
-        steps = steps * 15 // 16
-    raise UserError(f"{folder}: {len(train):,} training tokens are too few for {cfg.preset}")
-
-
-# ------------------------------------------------------------------------------------------------
-# Compilation: every program of the run, before the clock starts, so that it fits the devices
-# ------------------------------------------------------------------------------------------------
+# ---- Compilation: every program of the run, before the clock starts ----------------------------
 
 # XLA on GPUs would leave out the rounding to bfloat16 between operations that it fuses, and so keep
 # activations as float32. One of its Triton matmuls does not compile at rows of 262,144 tokens.
@@ -2589,47 +2553,6 @@ COMPILER_OPTIONS = {
 }
 
 
-BLOCK = 256  # tokens that kernels take at a time
-
-
-def for_devices(cfg: Config, devices: int) -> Config:
-    """The config with which so many devices train: the rows divide evenly over its `devices`.
-
-    Of no more devices than rows, it uses the largest number that divides the rows; batches stay the
-    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
-    it uses the next smaller number of devices with which it can.
-    """
-
-    def fits(n: int) -> bool:
-        if n <= cfg.rows:
-            return cfg.rows % n == 0
-        each = [(s.batch_tokens // n, s) for s in cfg.stages]
-        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
-        return whole and all(t >= len(s.weights) for t, s in each)
-
-    used = next(n for n in range(devices, 0, -1) if fits(n))
-    if used > cfg.rows:
-        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
-        cfg = dataclasses.replace(cfg, stages=tuple(stages))
-    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
-    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
-
-
-def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-
-def abstract_state(cfg: Config, mesh: Mesh):
-    """Shapes, dtypes and shardings of the training state on `mesh`."""
-
-    def leaf(shape, dtype, row):
-        axes = (AXIS,) if row.sharded else ()
-        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
-
-    return map_state(cfg, leaf)
-
-
 class Program(NamedTuple):
     """A step before it is compiled."""
 
@@ -2642,29 +2565,15 @@ class Program(NamedTuple):
 def updates(cfg: Config) -> dict[str, int]:
     """Name of each update -> steps whose gradients it sums. They wait for it side by side, on the
     device that made them: a sum would be read and written in every step."""
-    names = dict.fromkeys(name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:])
-    names = sorted(names, key=lambda name: name.startswith("tables"))
+    names = {name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:]}
     sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
-    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in names}
-
-
-def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: banks are sharded, all others
-    whole on each device."""
-    params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
-    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
-    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
+    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in sorted(names)}
 
 
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the
-    end, validation.
-
-    Each device keeps the gradients of its own rows until an update takes them. All of them are one
-    array, [devices * n, ...] for a parameter [n, ...]; but gradients of banks are shards already.
-    """
+    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the end,
+    validation. Until an update each device keeps the gradients of its own rows; together they are
+    one array, [devices * n, ...] for a parameter [n, ...]. (Those of banks are shards already.)"""
 
     def specs(tree):
         return jax.tree.map(lambda x: x.sharding.spec, tree)
@@ -2710,22 +2619,6 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     evaluate = functools.partial(eval_step, cfg, kernels)
     all_programs["eval"] = Program(evaluate, args, (P(), P()))
     return all_programs
-
-
-def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state, born in its shards."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-    return jax.jit(functools.partial(init_state, cfg, mesh.size), out_shardings=shardings)
-
-
-def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
-
-    def copies(params, seed):
-        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
-
-    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(copies, out_shardings=shardings)
 
 
 def lower(program: Program, mesh: Mesh):
@@ -2829,10 +2722,7 @@ def warm_up(compiled: dict):
         jax.block_until_ready(program(*zeros))
 
 
-# ------------------------------------------------------------------------------------------------
-# Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json, and of every array the rows of each shard,
-# KIND.NAME.FIRST_ROW.npy, without those that only pad it for the devices
-# ------------------------------------------------------------------------------------------------
+# ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
 
 
 class Saved(NamedTuple):
@@ -2843,13 +2733,6 @@ class Saved(NamedTuple):
     step: int  # steps done
     loader: LoaderState  # of the next batch, and all of its rows
     meta: dict  # run.json as it was, the clock, the sizes of the logs
-
-
-def keeps_end(cfg: Config) -> bool:
-    """Whether a checkpoint is written when the run has ended; see Config.checkpoint_end."""
-    state = map_state(cfg, lambda shape, dtype, row: math.prod(shape) * dtype.itemsize)
-    size = sum(sum(of.values()) for of in state.values())
-    return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
 def own_shards(cfg: Config, state, loader: LoaderState) -> Iterator[tuple[str, np.ndarray]]:
@@ -2953,9 +2836,7 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
     return jax.tree.map_with_path(load, {kind: want[kind] for kind in kinds or want})
 
 
-# ------------------------------------------------------------------------------------------------
-# Run log: RUN_DIR/log.txt, metrics.jsonl, run.json
-# ------------------------------------------------------------------------------------------------
+# ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -----------------------------------------
 
 # Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
 PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
@@ -2978,13 +2859,6 @@ def flops_per_token(cfg: Config, step: int) -> float:
     columns = sum(2 * cfg.heads * (of.qk_width + of.v_width) for of in heads)
     columns += 2 * cfg.mlp_width * sum(layer.mlps for layer in cfg.layers)
     return 6.0 * cfg.width * (columns + (schedule(cfg).candidates[step] or cfg.vocab))
-
-
-def memory_peak_mib() -> float:
-    """Peak memory of the busiest device in MiB; of this process where devices do not tell (CPU)."""
-    of_devices = [(x.memory_stats() or {}).get("peak_bytes_in_use", 0) for x in jax.local_devices()]
-    unit = 1 if sys.platform == "darwin" else 1024
-    return (max(of_devices) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit) / 2**20
 
 
 def versions() -> dict[str, str]:
@@ -3199,13 +3073,16 @@ class RunLog:
             again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
             self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
             raise SystemExit(128 + signalled)
-        peak, target, loss = memory_peak_mib(), self.cfg.target, self.facts["val_loss"]
+        stats = (device.memory_stats() or {} for device in jax.local_devices())
+        peak = max(of.get("peak_bytes_in_use", 0) for of in stats)  # CPUs do not tell: all of it
+        peak = peak / 2**20 or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
+        target, loss = self.cfg.target, self.facts["val_loss"]
         verdict = f"target {target} {'met' if loss <= target else 'MISSED'}: " if target else ""
         text = f"{verdict}val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training on"
-        self.say(f"{text} {self.cfg.total_tokens:,} tokens; peak memory {peak:.0f} MiB")
+        self.say(f"{text} {self.facts['tokens']:,} tokens; peak memory {peak:.0f} MiB")
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
@@ -3237,17 +3114,13 @@ def demonstrate(log: RunLog, words: list[bytes], val: TokenStream):
         subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
-# ------------------------------------------------------------------------------------------------
-# Signals and hosts: several processes, each with its own devices, that run the same programs
-# ------------------------------------------------------------------------------------------------
+# ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
 def ask_to_stop() -> Callable[[int], int]:
-    """A function of the step: the number of the signal that has asked for the end, or 0.
-
-    SIGTERM, Ctrl-C and the end of the terminal (SIGHUP) ask; another one a second later (`timeout`
-    sends two) ends the process. Of several processes jax finds a step at which all can stop.
-    """
+    """A function of the step: the number of the signal that has asked for the end, or 0. SIGTERM,
+    Ctrl-C and the end of the terminal (SIGHUP) ask; another one a second later (`timeout` sends
+    two) ends the process. Of several processes jax finds a step at which all can stop."""
     one = jax.process_count() == 1
     asked = []  # (signal, time)
     agreed = []
@@ -3298,33 +3171,25 @@ def agree(facts: dict, saved: Saved | None):
     need(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
 
 
-# ------------------------------------------------------------------------------------------------
-# Command line
-# ------------------------------------------------------------------------------------------------
+# ---- Command line ------------------------------------------------------------------------------
 
 
 def show(cfg: Config) -> str:
     """The resolved config, the layers, the parameter table, the stages and the totals, as text."""
     fields = dataclasses.asdict(cfg).items()
     lines = [f"{k} = {v!r}" for k, v in fields if k not in ("layers", "stages")]
-    lines += ["", *(f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers))]
-    form = "{:13} {:>14} {:>14} {:>9} {:>11} {:>6} {:>10}".format
-    lines.append("\n" + form("parameter", "shape", "numbers", "update", "lr", "decay", "betas"))
+    lines += [f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers)]
     for name, row in param_table(cfg).items():
-        shape = "x".join(map(str, row.shape))
-        rates = "/".join(f"{row.lr * scale:.3g}" for scale in sorted({*row.scale} - {0}) or [1])
-        betas = "{}/{}".format(*row.betas) if any(row.betas) else ""
-        count, decay = f"{row.count:,}", f"{row.decay:.3g}"
-        lines.append(form(name, shape, count, row.updated_by, rates, decay, betas))
-    total = sum(row.count for row in param_table(cfg).values())
-    lines.append(f"{'total':13} {'':14} {total:14,}\n")
+        learns = f"{row.updated_by} lr {row.lr:.3g} decay {row.decay:.3g} betas {row.betas}"
+        lines.append(f"{name:13} {row.shape!s:>18} {math.prod(row.shape):14,}  {learns}")
+    numbers = sum(math.prod(row.shape) for row in param_table(cfg).values())
     for i, stage in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
         lr = "{:.3g} to {:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
-        tokens = f"{(end - first) * stage.batch_tokens / 1e6:.1f} M tokens"
-        lines.append(f"steps {first} to {end - 1}, {tokens}, lr {lr}: stages.{i} = {stage}")
+        lines.append(f"steps {first} to {end - 1}, lr {lr}: stages.{i} = {stage}")
+    tokens = f"{cfg.tokens_after(cfg.steps):,} tokens"
     flops = sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in range(cfg.steps))
-    lines.append(f"{cfg.steps} steps, {cfg.total_tokens:,} tokens, {flops:.3e} model FLOPs")
+    lines.append(f"{numbers:,} numbers, {cfg.steps} steps, {tokens}, {flops:.3e} model FLOPs")
     return "\n".join(lines)
 
 
@@ -3337,14 +3202,6 @@ def tell(line, stream=None):
     except OSError:
         with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def make_folder(path: Path, option: str):
-    """Make a folder that the user named; UserError if that cannot be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror}: name another folder") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -3371,12 +3228,13 @@ def resolve(args, say: Callable = tell) -> Config:
     need(name in PRESETS, f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
     given = {"data": args.data, "seed": args.seed}
     items = args.set + [f"{key}={value}" for key, value in given.items() if value is not None]
-    data = [PRESETS[name].data, *(x.partition("=")[2] for x in items if x.startswith("data="))][-1]
-    if not (data_place(data) / DESCRIPTION).exists():
-        return override(PRESETS[name], items)
-    cfg = override(fit_text(PRESETS[name], data_place(data)), items)
-    about = f"{cfg.encoding} tokens, vocabulary {cfg.vocab}, for {cfg.steps} steps"
-    say(f"{cfg.data} holds text of your own: {about}, validation on {cfg.val_tokens:,} tokens")
+    cfg = override(PRESETS[name], items)
+    about = data_place(cfg.data) / DESCRIPTION
+    if about.exists():
+        own = json.loads(about.read_text())["settings"][name]
+        need(own, f"{about.parent} has too few tokens for {name}: tokenize more text")
+        cfg = override(PRESETS[name], own + items)
+        say(f"{about.parent} holds text of your own: {' '.join(own)}")
     return cfg
 
 
@@ -3457,9 +3315,7 @@ def main(argv=None) -> int:
 # Kernels that equal Part I's functions up to rounding, and the one function that chooses them.
 
 
-# ------------------------------------------------------------------------------------------------
-# The choice
-# ------------------------------------------------------------------------------------------------
+# ---- The choice --------------------------------------------------------------------------------
 
 SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours fits
 
@@ -3544,9 +3400,7 @@ def capability_of(device) -> float:
     return 0.0
 
 
-# ------------------------------------------------------------------------------------------------
-# For all hardware: the loss with its own gradient, ReLU^2, document starts
-# ------------------------------------------------------------------------------------------------
+# ---- For all hardware: the loss with its own gradient, ReLU^2, document starts -----------------
 
 
 def squash(z, cfg: Config):
@@ -3684,9 +3538,7 @@ def document_starts(segments_bt):
     return lax.cummax(jnp.where(begins, here, 0), axis=1)
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention for TPUs: all heads of a layer in one pass
-# ------------------------------------------------------------------------------------------------
+# ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 # One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
 # the projection left them, [t, n h] and never [n, t, h]: what costs most around other kernels is
 # not attention but transposing arrays, and QK norm and rotation as passes of their own. Here they
@@ -4288,9 +4140,7 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = F
     return window_attention(plan, arrays | jax.tree.map(lax.stop_gradient, others))
 
 
-# ------------------------------------------------------------------------------------------------
-# MLPs for TPUs
-# ------------------------------------------------------------------------------------------------
+# ---- MLPs for TPUs -----------------------------------------------------------------------------
 # XLA makes three fusions of a matmul and its gradients. In a kernel weights, and float32 sums of
 # their gradients, stay in VMEM while blocks of tokens come by, and norm, ReLU^2 and residual are
 # done while the matrix unit works: 55 MiB for 2816 hidden units, which go to memory once, for the
@@ -4443,9 +4293,7 @@ def fused_mlp_backward(interpret, kept, y_grad):
 fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 
-# ------------------------------------------------------------------------------------------------
-# Sums with weights of each token, for TPUs
-# ------------------------------------------------------------------------------------------------
+# ---- Sums with weights of each token, for TPUs -------------------------------------------------
 # XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way
 # back. In one kernel a block of tokens stays in VMEM for all sources. The weights come packed in a
 # tile of columns, and a matrix of zeros and ones, one for each source, spreads its share of them
@@ -4530,9 +4378,7 @@ def weighted_sum_backward(interpret, kept, grad_btd):
 weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
 
 
-# ------------------------------------------------------------------------------------------------
-# Gradients of tables for TPUs
-# ------------------------------------------------------------------------------------------------
+# ---- Gradients of tables for TPUs --------------------------------------------------------------
 # XLA scatters the rows of a lookup's gradient one by one, into zeros that it has to write first, in
 # float32 because a frequent id comes up thousands of times. On a TPU one-hot matrices do better:
 # where tokens are sorted by id, a tile of table rows meets few blocks of tokens, and each meeting
@@ -4630,9 +4476,7 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
     return table_vd + out["sums"].reshape(v, d).astype(table_vd.dtype)
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention for NVIDIA GPUs
-# ------------------------------------------------------------------------------------------------
+# ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
 # One kernel takes a block of queries of one head through the keys that any of them can see, tile by
 # tile (FlashAttention, Dao et al. 2022); two more go back, one with a block of queries through its
 # keys, and one with a block of keys through its queries. Windows and documents only move on along

@@ -35,7 +35,7 @@ import numpy as np
 from shards import BYTE_BPE_PATTERN, byte_bpe, encode_documents, write_shard, write_whole
 
 # Importing shards has put the folder of train_gpt.py on the path.
-from train_gpt import MERGES, Parser, UserError, make_folder, report_errors, tell
+from train_gpt import MERGES, Parser, UserError, report_errors, tell
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent / "builtin"
 VAL_FRACTION, VAL_MIN_BYTES = 0.05, 300_000
@@ -233,7 +233,7 @@ def build(folder: Path) -> str:
 
     Takes about five seconds. The first documents in SHA-1 order are for validation.
     """
-    make_folder(folder, "FOLDER")
+    folder.mkdir(parents=True, exist_ok=True)
     documents = collect()
     sizes = np.cumsum([len(text.encode()) for text in documents])
     wanted = max(VAL_MIN_BYTES, VAL_FRACTION * sizes[-1])

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
-from train_gpt import Parser, UserError, make_folder, open_shard, report_errors, tell
+from train_gpt import Parser, UserError, open_shard, report_errors, tell
 
 REPO = "kjj0/fineweb10B-gpt2"  # a dataset on huggingface.co
 MAX_SHARDS = 103
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not 1 <= args.shards <= MAX_SHARDS:
         raise UserError(f"N={args.shards}: there are 1 to {MAX_SHARDS} training shards")
-    make_folder(args.dir, "--dir")
+    args.dir.mkdir(parents=True, exist_ok=True)
     train = [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
     for path in (args.dir / name for name in ("fineweb_val_000000.bin", *train)):
         try:

@@ -7,10 +7,11 @@ one document), or .jsonl, in which every line is an object with a document under
 Every document is encoded on its own, with <|endoftext|> in front. Validation is the last tenth of
 all tokens (10.5 M at most), unless --val names files for it.
 
-DIR is new, and appears with all of its files at once: the shards, and dataset.json, which tells the
-trainer what their tokens are. Until then the tokens are in memory, two bytes for each.
+DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
+their tokens are, and what every preset must --set to train on them. Until then the tokens are in memory, two bytes for each.
 """
 
+import contextlib
 import itertools
 import json
 import sys
@@ -22,7 +23,17 @@ import numpy as np
 from shards import encode_documents, text_encoding, write_shard
 
 # Importing shards has put the folder of train_gpt.py on the path.
-from train_gpt import DESCRIPTION, Parser, UserError, make_folder, report_errors, tell
+from train_gpt import (
+    DESCRIPTION,
+    PRESETS,
+    Parser,
+    TokenStream,
+    UserError,
+    cursor_after,
+    override,
+    report_errors,
+    tell,
+)
 
 MARKER = "<|endoftext|>"
 SUFFIXES = ".txt", ".md", ".jsonl"
@@ -95,6 +106,29 @@ def check(out: Path, paths: list[Path]) -> None:
         raise UserError(f"--out {out} is there already: name another folder, or delete it")
 
 
+def settings(name: str, folder: Path, own: dict) -> list[str]:
+    """What the preset `name` must --set to train on the shards in `folder`: the vocabulary `own`, no
+    target, no more steps and validation than there are tokens. []: they are too few."""
+    cfg = PRESETS[name]
+    own = {**own, "vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
+    if own["vocab"] != cfg.vocab:  # candidates are of another one
+        own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
+    train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
+    rows = cfg.val_batch // cfg.val_row
+    row = min(cfg.val_row, (len(val) - 1) // rows)
+    row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
+    if row and len(val) <= cfg.val_tokens:
+        own |= {"val_row": row, "val_batch": rows * row}
+        own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
+    for steps in (int(cfg.steps * 0.95**n) for n in range(100)):
+        own |= {"steps": steps, "extension": min(cfg.extension, -(-steps // 8))}
+        items = [f"{key}={value}" for key, value in own.items()]
+        with contextlib.suppress(UserError):
+            cursor_after(override(cfg, items), train, steps)
+            return items
+    return []
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
@@ -108,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     check(out, args.files + args.val)
     encoding = text_encoding(args.encoding)
     bos = encoding.eot_token
-    make_folder(out.parent, "--out")
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tokenizing-", dir=out.parent) as work:
         if args.val:
             train = tokenize(encoding, args.files)
@@ -122,7 +156,8 @@ def main(argv: list[str] | None = None) -> None:
             write_shard(path, train[at : at + SHARD_TOKENS])
         write_shard(folder / "text_val_000000.bin", val)
         about = {"encoding": args.encoding, "real_tokens": encoding.n_vocab, "bos": bos}
-        (folder / DESCRIPTION).write_text(json.dumps(about))
+        about["settings"] = {name: settings(name, folder, dict(about)) for name in PRESETS}
+        (folder / DESCRIPTION).write_text(json.dumps(about, indent=1))
         folder.rename(out)
     tell(f"{args.out}: {len(train):,} tokens for training, {len(val):,} for validation")
 

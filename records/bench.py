@@ -310,7 +310,7 @@ def main(argv=None) -> int:
         if args.dump == "":
             raise T.UserError("--dump is empty: name a folder, or drop it")
         if args.dump:
-            T.make_folder(Path(args.dump), "--dump")
+            Path(args.dump).mkdir(parents=True, exist_ok=True)
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
         facts = bench(T.resolve(args), args.parts, args.kernels, command)
         if args.dump:

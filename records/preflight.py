@@ -768,7 +768,7 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
     """Compile the run's programs, or those in `names`, for absent hardware, and report what they
     need; whether they fit. `dump` gets preflight.json and the optimized HLO of each program."""
     if dump:
-        T.make_folder(dump, "--dump")
+        dump.mkdir(parents=True, exist_ok=True)
     before = os.environ.get("LIBTPU_INIT_ARGS", "")
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
@@ -794,7 +794,7 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
         "devices": mesh.size,
         "kernels": reason,
         "total_steps": cfg.steps,
-        "total_tokens": cfg.total_tokens,
+        "total_tokens": cfg.tokens_after(cfg.steps),
         "variants": rows,
         "predicted": None if names else whole_run(rows),
     }
