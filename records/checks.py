@@ -1,13 +1,8 @@
 """What a run and a record must be. It reads logs; it executes nothing, and imports no trainer.
 
-A record is a folder records/TRACK/DATE_NAME/ with
-
-    record.json           what its author says, and what follows from the logs
-    README.md             if there is more to say: ablations, what did not work
-    RUN_ID/               one folder for each run, with the files of train_gpt.py:
-        log.txt           the source, what the run stood on, a line for every step
-        metrics.jsonl     the same steps for machines, with more digits
-        run.json          config, seed, hashes, versions, hardware, totals
+A record is a folder records/TRACK/DATE_NAME/ with a folder for each run, as train_gpt.py wrote it
+(FILES), and record.json: what its author says, and what follows from the logs. README.md is for
+those who have more to say.
 
 Every number is derived from the logs and compared. How many steps a run has, their tokens and when
 it validates follows from a few fields of its config (see `planned`), so a record can be checked
@@ -27,10 +22,10 @@ import json
 import math
 import re
 import shlex
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -56,6 +51,11 @@ def need(holds: bool, reason: str):
         raise Refused(reason)
 
 
+def agree(what: str, got, want):
+    """Refuse unless both values are the same."""
+    need(got == want, f"{what}: {got!s:.200}, not {want!s:.200}")
+
+
 @contextlib.contextmanager
 def about(what):
     """Begin the reasons of refusals inside with `what`; what cannot be read is refused."""
@@ -69,25 +69,22 @@ def about(what):
         raise Refused(f"{what}: not as train_gpt.py writes it ({error})") from None
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """What a track fixes. The rest is free, or for a reviewer to see."""
 
     target: float = 3.28
     val_tokens: int = 10_485_760
     corpus: str = "fineweb"  # what the names of its shards begin with
-    platform: str = ""  # of jax; "": any
     kind: str = ""  # part of the name of the devices
-    devices: int = 0  # how many; 0: any number
-    processes: int = 0  # that drive them: one is one machine; 0: any number
+    devices: dict = {}  # what run.json says of them; one process sees one machine
     batch_tokens: int = 0  # of every step. If not 0, records are ranked by steps, not by seconds
 
 
 TRACKS = {
-    "v6e-8": Track(platform="tpu", kind="TPU v6 lite", devices=8),
-    "8xh100": Track(platform="gpu", kind="H100", devices=8, processes=1),
-    "1xgpu": Track(platform="gpu", devices=1, processes=1),
-    "cpu": Track(3.95, 98_304, "builtin", platform="cpu", processes=1),
+    "v6e-8": Track(kind="TPU v6 lite", devices={"platform": "tpu", "count": 8}),
+    "8xh100": Track(kind="H100", devices={"platform": "gpu", "count": 8, "processes": 1}),
+    "1xgpu": Track(devices={"platform": "gpu", "count": 1, "processes": 1}),
+    "cpu": Track(3.95, 98_304, "builtin", devices={"platform": "cpu", "processes": 1}),
     "steps": Track(batch_tokens=524_288),
     "medium": Track(target=2.92),
 }
@@ -98,20 +95,15 @@ TRACKS = {
 # ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What one run left behind."""
 
     folder: Path
     source: bytes  # as its log has it
-    command: str  # that began it
+    words: list[str]  # the arguments that began it, without seed and folders
+    asked: dict[str, str]  # what they set: field of the config -> text
     facts: dict  # run.json
     metrics: list[dict]  # metrics.jsonl
-
-    @property
-    def name(self) -> str:
-        """Its run id, which begins with the time at which it started."""
-        return self.folder.name
 
     @property
     def loss(self) -> float:
@@ -126,15 +118,11 @@ class Run:
     @property
     def hardware(self) -> str:
         """The class in which it competes; times of different classes are not compared."""
-        devices, host = self.facts["devices"], self.facts["host"]
+        devices = self.facts["devices"]
+        host = self.facts["host"]
         if devices["platform"] == "cpu":
             return f"{' '.join(host['cpu'].split())}, {host['cores']} cores"
         return f"{devices['count']} x {devices['kind']}"
-
-    @property
-    def words(self) -> list[str]:
-        """The arguments that began it, without seed and folders."""
-        return launch(self.command)[0]
 
     def losses(self, kind: str) -> list[tuple[float, float, float]]:
         """(seconds, tokens, loss) at every step with a loss of this kind."""
@@ -148,7 +136,8 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     These fields of the config are part of the format of logs: steps, extension, val_every, and of
     the stages share and batch_tokens.
     """
-    steps, stages, period = config["steps"], config["stages"], config["val_every"]
+    steps = config["steps"]
+    stages = config["stages"]
     ends = accumulate(stage["share"] for stage in stages)
     ends = [round(end * (steps - config["extension"])) for end in ends][:-1] + [steps]
     sizes = []
@@ -158,7 +147,7 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     for step, tokens in enumerate([0, *accumulate(sizes)]):
         if step > 0:
             plan.append((step, False, tokens))
-        if step == steps or (period and step % period == 0):
+        if step == steps or (config["val_every"] and step % config["val_every"] == 0):
             plan.append((step, True, tokens))
     return plan
 
@@ -178,7 +167,7 @@ def read_run(folder: Path) -> Run:
         source, *sections = RULE.split((folder / "log.txt").read_bytes().decode())
         heads = [section.split("\n") for section in sections[::2]]
         command = next(line[9:] for line in heads[0] if line.startswith("command: "))
-        run = Run(folder, source.removesuffix("\n").encode(), command, facts, metrics)
+        run = Run(folder, source.removesuffix("\n").encode(), *launch(command), facts, metrics)
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
         check_heads(run, heads)
         lines = [STEP.fullmatch(line) for body in sections[1::2] for line in body.split("\n")]
@@ -188,52 +177,51 @@ def read_run(folder: Path) -> Run:
 
 def check_heads(run: Run, heads: list[list[str]]):
     """What log.txt says before its steps, and again after each resume, is what run.json says."""
-    facts, devices, config = run.facts, run.facts["devices"], run.facts["config"]
-    resumes, said = len(heads) - 1, facts["resumed"]
+    facts = run.facts
+    resumes = len(heads) - 1
     changed = [x for head in heads[1:] for x in head if x.startswith(("source: ", "config: "))]
     need(not changed, "it was resumed with another source or other settings: that is no record")
-    need(said is (resumes > 0), f"log.txt was resumed {resumes} times, run.json says {said}")
-    digest, said = hashlib.sha256(run.source).hexdigest(), facts["source_sha256"]
-    both = f"the source in log.txt has sha256 {digest[:12]}, run.json says {said[:12]}"
-    need(digest == said, both)
-    names = [name for name in ("host", "environment", "choices", "data") if name in facts]
-    want = [f"{package} {version}" for package, version in facts["versions"].items()]
-    want += [f"{devices['count']} x {devices['kind']} ({devices['platform']})"]
-    want += [f"{name}: {json.dumps(facts[name])}" for name in names]
-    for line in want:
-        there = all(line in head for head in heads)
-        need(there, f"log.txt and run.json disagree: the log does not have {line:.70}")
-    same = f"command: {facts['command']}" in heads[-1]
-    need(same, "log.txt and run.json disagree on the command")
+    agree("resumed in run.json, by log.txt", facts["resumed"], resumes > 0)
+    digest = hashlib.sha256(run.source).hexdigest()
+    agree("sha256 in run.json, of the source in log.txt", facts["source_sha256"], digest)
+    agree("seed in run.json, in its config", facts["seed"], facts["config"]["seed"])
     begun = next(json.loads(x[8:]) for x in heads[0] if x.startswith("config: "))
     moved = {"data": "", "devices": 0} if resumes else {}  # which a resume may name anew
-    need(begun | moved == config | moved, "log.txt and run.json disagree on the config")
-    need(facts["seed"] == config["seed"], "run.json has two seeds, one in its config")
+    agree("config in run.json, in log.txt", facts["config"] | moved, begun | moved)
+    said = f"command: {facts['command']}" in heads[-1]
+    need(said, f"log.txt does not have the command of run.json, {facts['command']}")
+    want = [f"{package} {version}" for package, version in facts["versions"].items()]
+    want += ["{count} x {kind} ({platform})".format(**facts["devices"])]
+    names = ("host", "environment", "choices", "data")  # older logs lack choices
+    want += [f"{name}: {json.dumps(facts[name])}" for name in names if name in facts]
+    for line in want:
+        said = all(line in head for head in heads)
+        need(said, f"log.txt does not say what run.json does: {line:.100}")
 
 
 def check_steps(run: Run, lines: list[re.Match]):
     """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
-    facts, plan, before = run.facts, planned(run.facts["config"]), -1.0
-    counts = f"{len(lines)} lines in log.txt, {len(run.metrics)} in metrics.jsonl"
-    whole = facts["finished"] is True and len(lines) == len(run.metrics) == len(plan)
-    need(whole, f"not finished, or not by its config, which has {len(plan)} losses: {counts}")
+    facts = run.facts
+    plan = planned(facts["config"])
+    counts = len(lines), len(run.metrics), facts["finished"]
+    want = len(plan), len(plan), True
+    agree("losses in log.txt, in metrics.jsonl, whether it finished", counts, want)
+    before = -1.0
     for (step, validates, tokens), line, row in zip(plan, lines, run.metrics, strict=True):
         with about(f"step {step}"):
-            ms, loss = row["train_time_ms"], row["val_loss" if validates else "train_loss"]
-            same = step == int(line[1]) == row["step"] and validates is (line[2] is not None)
-            need(same, "log.txt or metrics.jsonl has another step there")
-            need(tokens == row["tokens"], f"{row['tokens']} tokens, by the config {tokens}")
-            differ = "log.txt and metrics.jsonl disagree on the"
-            apart = abs(int(line[3]) - ms)
-            need(apart <= CLOCK_MS, f"{differ} time: {line[3]} and {ms} ms")
-            same = not validates or abs(float(line[2]) - loss) < 0.51e-4
-            need(same, f"{differ} loss: {line[2]} and {loss}")
+            ms = row["train_time_ms"]
+            loss = row["val_loss" if validates else "train_loss"]
+            agree("in metrics.jsonl", (row["step"], row["tokens"]), (step, tokens))
+            agree("in log.txt", (int(line[1]), line[2] is not None), (step, validates))
+            near = abs(int(line[3]) - ms) <= CLOCK_MS
+            need(near, f"{line[3]} ms in log.txt, {ms} in metrics.jsonl")
+            near = not validates or abs(float(line[2]) - loss) < 0.51e-4
+            need(near, f"loss {line[2]} in log.txt, {loss} in metrics.jsonl")
             need(ms > before or (validates and ms == before), "the clock went backwards, or stood")
             before = ms
-    for name, value in (run.metrics[-1] | {"steps": plan[-1][0]}).items():
-        if name in ("steps", "tokens", "train_time_ms", "val_loss"):
-            said = f"run.json and metrics.jsonl disagree: {name} {facts[name]} and {value}"
-            need(facts[name] == value, said)
+    last = run.metrics[-1] | {"steps": plan[-1][0]}
+    for name in ("steps", "tokens", "train_time_ms", "val_loss"):
+        agree(f"{name} in run.json, in metrics.jsonl", facts[name], last[name])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -259,10 +247,11 @@ def launch(command: str) -> tuple[list[str], dict[str, str]]:
 
 def check_command(run: Run):
     """The run's config is what its command asked for."""
-    for key, text in launch(run.command)[1].items():
-        value, said = run.facts["config"], [text]
+    for key, text in run.asked.items():
+        value = run.facts["config"]
         for part in key.split("."):
             value = value[int(part) if isinstance(value, list) else part]
+        said = [text]
         with contextlib.suppress(ValueError, SyntaxError):
             number = ast.literal_eval(text.capitalize())  # true is True
             said += [number, [number], json.loads(json.dumps(number))]  # (1,) is [1]
@@ -278,16 +267,13 @@ def stream_name(track: Track, data: dict) -> str:
 
 def check_stream(track: Track, run: Run, pinned: dict):
     """The run read the track's token stream: `pinned` has size and hash of each of its shards."""
-    data, other = run.facts["data"], "token stream other than the rules'"
+    data = run.facts["data"]
     known = pinned.get(stream_name(track, data), {})
     names = [f"{track.corpus}_train_{i:06}.bin" for i in range(1, len(data))]
-    whole = set(data) == {f"{track.corpus}_val_000000.bin", *names}
-    need(whole, f"{other}: {', '.join(sorted(data))}")
-    for name, shard in sorted(data.items()):
-        what = f"{name} with {shard['bytes']} bytes and sha256 {shard['sha256'][:12]}"
-        need(known.get(name) == shard, f"{other}: {what} is not in tokens.json")
-        full = track.corpus != "fineweb" or shard["bytes"] == 1024 + 2 * 100_000_000
-        need(full, f"{other}: {what} does not hold 100 million tokens")
+    other = "token stream other than the rules'"
+    agree(other, sorted(data), [*names, f"{track.corpus}_val_000000.bin"])
+    for name, shard in data.items():
+        need(known.get(name) == shard, f"{other}: {name} {shard} is not in tokens.json")
     there = sum((data[name]["bytes"] - 1024) // 2 for name in names)
     taken = run.metrics[-1]["tokens"]
     need(taken < there, f"trained on {taken} tokens, its shards hold {there}: read twice?")
@@ -295,23 +281,19 @@ def check_stream(track: Track, run: Run, pinned: dict):
 
 def check_run(track: Track, run: Run, pinned: dict):
     """The run keeps the rules of the track."""
-    config, devices = run.facts["config"], run.facts["devices"]
-    count, kind, processes = devices["count"], devices["kind"], devices["processes"]
-    got, want = config["val_tokens"], track.val_tokens
-    need(got == want, f"wrong number of validation tokens: {got}, not {want}")
-    got, want = config["target"], track.target
-    how = f"run with --set target={want}"
-    need(got == want, f"the run's target is {got}, the track's another: {how}")
-    right = track.platform in ("", devices["platform"]) and track.devices in (0, count)
-    right = right and track.kind in kind and "MIG" not in kind  # a part of a GPU is no GPU
-    need(right, f"{count} x {kind} is not the hardware of this track")
-    one = track.processes in (0, processes)
-    need(one, f"{processes} processes: one drives all devices on this track")
+    config = run.facts["config"]
+    devices = run.facts["devices"]
+    agree("wrong number of validation tokens", config["val_tokens"], track.val_tokens)
+    agree("wrong target (see --set target=)", config["target"], track.target)
+    for name, want in track.devices.items():
+        agree(f"not the hardware of this track, {name}", devices[name], want)
+    right = track.kind in devices["kind"] and "MIG" not in devices["kind"]  # a part is no GPU
+    need(right, f"not the hardware of this track: {devices['kind']}")
     check_command(run)
     check_stream(track, run, pinned)
-    got, want = {stage["batch_tokens"] for stage in config["stages"]}, track.batch_tokens
-    same = got == {want} or not want
-    need(same, f"every step of this track takes {want} tokens, not {got}")
+    if track.batch_tokens:
+        sizes = {stage["batch_tokens"] for stage in config["stages"]}
+        agree("tokens of every step", sizes, {track.batch_tokens})
 
 
 def essence(run: Run) -> dict:
@@ -331,31 +313,29 @@ def check_runs(runs: list[Run]):
 
     for run in runs[1:]:
         for name, value in shared(run).items():
-            both = f"{runs[0].name} and {run.name}"
-            need(value == shared(runs[0])[name], f"{name} differs between {both}")
+            agree(f"{name} of {run.folder.name}", value, shared(runs[0])[name])
     seeds = sorted(run.facts["seed"] for run in runs)
-    gaps = f"seeds {seeds} are not 0 to {len(seeds) - 1}: to choose seeds is to choose losses"
-    need(seeds == [*range(len(seeds))], gaps)
+    agree("seeds (to choose seeds is to choose losses)", seeds, [*range(len(seeds))])
     for one, other in combinations(runs, 2):
         curves = [[loss for _, _, loss in run.losses("train_loss")] for run in (one, other)]
-        same = f"{one.name} and {other.name} have the same training losses"
+        same = f"{one.folder.name} and {other.folder.name} have the same training losses"
         need(curves[0] != curves[1], f"seeds repeat: {same}")
 
 
 def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     """What record.json says of runs that keep all rules but those of rank."""
     for run in runs:
-        with about(run.name):
+        with about(run.folder.name):
             check_run(track, run, pinned)
     check_runs(runs)
     result = derive(track, runs)
-    mean, target = result["mean_loss"], track.target
-    need(mean <= target, f"the mean loss {mean:.4f} is above the target {target}")
+    mean = result["mean_loss"]
+    need(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
     if track.batch_tokens:
         reason = f"(target - mean) * sqrt(n) is {result['margin']:.4f}, less than {STEP_MARGIN}"
         need(result["margin"] >= STEP_MARGIN, reason)
     else:
-        reason = f"p = {result['p_value']} that the mean loss is not below {target}"
+        reason = f"p = {result['p_value']} that the mean loss is not below {track.target}"
         reason += f", not < {P_VALUE}: more seeds, or a lower loss"
         need(result["p_value"] < P_VALUE, reason)
     return result
@@ -364,12 +344,14 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
 def derive(track: Track, runs: list[Run]) -> dict:
     """All that record.json says of the runs; a function of their logs."""
     runs = sorted(runs, key=lambda run: run.facts["seed"])
-    losses, seconds = [run.loss for run in runs], [run.seconds for run in runs]
-    facts, mean = runs[0].facts, float(np.mean(losses))
+    losses = [run.loss for run in runs]
+    seconds = [run.seconds for run in runs]
+    facts = runs[0].facts
+    mean = float(np.mean(losses))
     p_value = stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     return {
-        "date": f"{datetime.strptime(max(run.name[:8] for run in runs), '%Y%m%d'):%Y-%m-%d}",
-        "runs": [run.name for run in runs],
+        "date": f"{datetime.strptime(max(run.folder.name[:8] for run in runs), '%Y%m%d'):%Y-%m-%d}",
+        "runs": [run.folder.name for run in runs],
         "source_sha256": facts["source_sha256"],
         "hardware": runs[0].hardware,
         "versions": facts["versions"],
@@ -386,17 +368,11 @@ def derive(track: Track, runs: list[Run]) -> dict:
         "sd_seconds": round(float(np.std(seconds, ddof=1)), 3),
         "p_value": float(f"{p_value:.3g}"),
         "margin": round((track.target - mean) * math.sqrt(len(runs)), 6),
-        "resumed": [run.name for run in runs if run.facts["resumed"]],
+        "resumed": [run.folder.name for run in runs if run.facts["resumed"]],
     }
 
 
-# ------------------------------------------------------------------------------------------------
-# Records: folders of runs
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A folder of runs that keeps the rules."""
 
     folder: Path
@@ -423,8 +399,8 @@ class Record:
 
 def check_beats(record: Record, other: Record):
     """The record changes something, and takes fewer steps, or less time than can be chance."""
-    slow, unit = "not faster than the standing record", "steps" if record.by_steps else "s"
-    both = f"{record.score} {unit} against {other.score} {unit}"
+    slow = "not faster than the standing record"
+    both = f"{record.score} against {other.score}"
     need(record.score < other.score, f"{slow}: {both}")
     if not record.by_steps:
         times = record.result["seconds"], other.result["seconds"]
@@ -442,11 +418,10 @@ def check_record(folder: Path, pinned: dict) -> Record:
         known = fields["track"] == folder.parent.name in TRACKS
         need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        result, claimed = judge(TRACKS[fields["track"]], runs, pinned), fields["result"]
-        for key in result.keys() | claimed.keys():
-            got, want = claimed.get(key), result.get(key)
-            need(got == want, f"record.json says {key} {got}, from the logs it is {want}")
-        need(folder.name == f"{result['date']}_{fields['name']}", "folder, name and date differ")
+        result = judge(TRACKS[fields["track"]], runs, pinned)
+        for key in result.keys() | fields["result"].keys():
+            agree(f"{key} in record.json", fields["result"].get(key), result.get(key))
+        agree("name of the folder", folder.name, f"{result['date']}_{fields['name']}")
         return Record(folder, fields, result, runs)
 
 
@@ -463,16 +438,16 @@ def check_ranks(records: list[Record]):
     for chain in chains(records).values():
         for before, record in pairwise([None, *chain]):
             with about(f"{record.fields['track']}/{record.folder.name}"):
-                beats, stood = record.fields["beats"], before and before.folder.name
-                said = f"it beats {beats or 'nothing'}, before it stood {stood or 'nothing'}"
-                need(beats == stood, f"{said}: add it anew")
+                stood = before.folder.name if before else None
+                agree("it must beat what stood: add it anew", record.fields["beats"], stood)
                 if before:
                     check_beats(record, before)
 
 
 def all_valid(root: Path) -> list[Record]:
     """The records; Refused if one of them is not valid."""
-    pinned, folders = read_json(root / "tokens.json"), sorted(root.glob("*/*/record.json"))
-    records = [check_record(path.parent, pinned) for path in folders]
+    pinned = read_json(root / "tokens.json")
+    folders = [path.parent for path in sorted(root.glob("*/*/record.json"))]
+    records = [check_record(folder, pinned) for folder in folders]
     check_ranks(records)
     return records

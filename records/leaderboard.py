@@ -8,9 +8,8 @@
     python records/leaderboard.py compare BASE.py CAND.py --runs N -- ARGS
     python records/leaderboard.py plot RUN...    # runs, records, all in one picture: plot.png
 
-The rules are in records/README.md, what is checked in checks.py. Only `reproduce` and `compare`
-execute sources; nothing here needs jax. A refusal is one line with its reason and exit status 1, a
-wrong command line one line and exit status 2.
+The rules are in README.md. Only `reproduce` and `compare` execute sources; nothing here needs jax.
+A refusal is one line with its reason and exit status 1, a wrong command line one line and 2.
 """
 
 import argparse
@@ -41,7 +40,8 @@ def add(root: Path, args) -> str:
     named = re.fullmatch("[A-Za-z0-9-]+", args.name)
     need(bool(named), f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
     track = C.TRACKS[args.track]
-    pinned, before = C.read_json(root / "tokens.json"), C.all_valid(root)
+    pinned = C.read_json(root / "tokens.json")
+    before = C.all_valid(root)
     runs = [C.read_run(Path(path).resolve()) for path in args.runs]
     if args.pin:  # a stream that is there is neither changed nor extended
         data = runs[0].facts["data"]
@@ -54,9 +54,9 @@ def add(root: Path, args) -> str:
         fields["beats"] = standing[-1].folder.name
     C.check_ranks([*before, record])
     for run in runs:
-        (record.folder / run.name).mkdir(parents=True)
+        (record.folder / run.folder.name).mkdir(parents=True)
         for name in C.FILES:
-            shutil.copy(run.folder / name, record.folder / run.name)
+            shutil.copy(run.folder / name, record.folder / run.folder.name)
     (record.folder / "record.json").write_text(json.dumps(fields, indent=1) + "\n")
     if args.pin:
         (root / "tokens.json").write_text(json.dumps(pinned, indent=1, sort_keys=True) + "\n")
@@ -77,7 +77,8 @@ def table(rows: list[dict]) -> str:
 
 def record_row(number: int, record: Record) -> dict:
     """What a record is compared by, for the table of its competition."""
-    got, fields = record.result, record.fields
+    got = record.result
+    fields = record.fields
     resumed = f" ({len(got['resumed'])} resumed)" if got["resumed"] else ""
     proof = f"margin {got['margin']:.4f}" if record.by_steps else f"p = {got['p_value']:.1e}"
     return {
@@ -102,17 +103,13 @@ def predicted_row(root: Path, path: Path) -> dict:
     report = C.read_json(path)
     names = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
     parts = [report["predicted"][name] for name in names]
-    shown = ["unknown"] * 4
-    if None not in parts:
-        shown = [f"{seconds:.1f} s" for seconds in (math.fsum(parts), *parts)]
+    known = None not in parts
     peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])
     return {
         "hardware": f"{report['devices']} x {report['device_kind']}",
         "preset": f"[{report['preset']}]({path.relative_to(root).as_posix()})",
-        "in all": f"**{shown[0]}**",
-        "predicted": shown[1],
-        "links": shown[2],
-        "moves": shown[3],
+        "in all": f"**{math.fsum(parts):.1f} s**" if known else "unknown",
+        "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts) if known else "",
         "steps": f"{report['total_steps']:,}",
         "tokens": f"{report['total_tokens']:,}",
         "GiB": f"{peak / 2**30:.1f}",
@@ -120,49 +117,38 @@ def predicted_row(root: Path, path: Path) -> dict:
     }
 
 
-def picture_of(competition: tuple) -> str:
+def picture_of(track: str, machine: str, stream: str) -> str:
     """The plot of a competition, below records/."""
-    track, machine, stream = competition
     return f"{track}/{re.sub('[^a-z0-9]+', '-', f'{machine} {stream}'.lower())}.png"
 
 
 def standings(root: Path, records: list[Record]) -> str:
     """The generated part of records/README.md."""
     text = f"{MARKERS[0]}\n## Standings\n"
-    for competition, chain in C.chains(records).items():
-        track, machine, stream = competition
+    for (track, machine, stream), chain in C.chains(records).items():
         rows = [record_row(number, record) for number, record in enumerate(chain, 1)]
         text += f"\n### `{track}`: {machine}, tokens `{stream}`\n\n{table(rows[::-1])}"
-        text += f"\n![losses of these records]({picture_of(competition)})\n"
+        text += f"\n![losses of these records]({picture_of(track, machine, stream)})\n"
     paths = sorted(root.glob("predicted/*/preflight.json"))
     predicted = table([predicted_row(root, path) for path in paths]) if paths else "None yet."
     return f"{text}\n## Predicted by the compiler\n\n{predicted}\n{MARKERS[1]}"
 
 
 def render(root: Path, args) -> str:
-    """Bring tables and plots up to date; with --check refuse if they are not.
-
-    The text of the page decides: what changes a plot changes it too, and every matplotlib draws
-    other bytes.
-    """
-    records, page = C.all_valid(root), root / "README.md"
+    """Bring tables and plots up to date; with --check refuse if the text of the page is not."""
+    records = C.all_valid(root)
+    page = root / "README.md"
     text = page.read_text(encoding="utf-8")
     parts = re.fullmatch(f"(.*?){MARKERS[0]}.*{MARKERS[1]}(.*)", text, re.S)
     need(bool(parts), "README.md has lost the two markers of the leaderboard")
     fresh = parts[1] + standings(root, records) + parts[2]
-    pictures = {root / picture_of(of): chain for of, chain in C.chains(records).items()}
+    pictures = {root / picture_of(*of): chain for of, chain in C.chains(records).items()}
     if fresh != text or not all(path.is_file() for path in pictures):
-        again = "run python records/leaderboard.py render"
-        need(not args.check, f"the leaderboard in README.md is stale: {again}")
+        need(not args.check, "README.md is stale: run python records/leaderboard.py render")
         for path, chain in pictures.items():
-            draw(path, {record.folder.name: record.runs for record in chain})
+            draw(path, {labelled(x.folder.name, x.runs): x.runs for x in chain})
         page.write_text(fresh, encoding="utf-8")
     return f"{page} is up to date, {len(records)} records"
-
-
-# ------------------------------------------------------------------------------------------------
-# Pictures
-# ------------------------------------------------------------------------------------------------
 
 
 def draw(path: Path, groups: dict[str, list[Run]]):
@@ -182,14 +168,13 @@ def draw(path: Path, groups: dict[str, list[Run]]):
         for i, (label, runs) in enumerate(groups.items()):
             for run in runs:
                 look = {"color": f"C{i}", "alpha": 0.8 if len(runs) == 1 else 0.4}
-                line, dots = (np.array(run.losses(of)) for of in ("train_loss", "val_loss"))
+                line = np.array(run.losses("train_loss"))
                 window = np.ones(len(line) // 40 + 1) / (len(line) // 40 + 1)
                 line = [np.convolve(line[:, column], window, "valid") for column in (x, 2)]
                 axis.plot(*line, lw=1, **look)
-                if len(dots):
-                    axis.plot(dots[:, x], dots[:, 2], "o", ms=5, **look)
-            named = f"{label}: val_loss {dots[-1, 2]}" if len(dots) else label
-            axis.plot([], [], "o", color=f"C{i}", label=named)
+                dots = np.array(run.losses("val_loss")).reshape(-1, 3)
+                axis.plot(dots[:, x], dots[:, 2], "o", ms=5, **look)
+            axis.plot([], [], "o", color=f"C{i}", label=label)
         for target in {run.facts["config"]["target"] for run in every}:
             axis.axhline(target, color="0.2", lw=0.8, ls="--")
         axis.set(ylabel="loss, nats a token", xlim=(0, None))
@@ -199,6 +184,14 @@ def draw(path: Path, groups: dict[str, list[Run]]):
     title = "line: training, dots: validation, dashed: target"
     figure.legend(*axes[0].get_legend_handles_labels(), title=title, loc="outside lower center")
     figure.savefig(path, dpi=90)
+
+
+def labelled(name: str, runs: list[Run]) -> str:
+    """`name` with the step and the mean loss and time at which these runs, or one of them, are."""
+    step = runs[0].metrics[-1]["step"]
+    seconds = np.mean([run.seconds for run in runs])
+    losses = [run.metrics[-1].get("val_loss", run.losses("train_loss")[-1][2]) for run in runs]
+    return f"{name}: step {step}, loss {np.mean(losses):.4f}, {seconds:.1f} s"
 
 
 def runs_at(path: str) -> list[Path]:
@@ -213,20 +206,18 @@ def glance(folder: Path) -> Run:
     """A run for the eye, which may be under way; no rule is checked, and half a line left out."""
     with about(folder):
         lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-        return Run(folder, b"", "", C.read_json(folder / "run.json"), [*map(json.loads, lines)])
+        return Run(folder, b"", [], {}, C.read_json(folder / "run.json"), [*map(json.loads, lines)])
 
 
 def plot(root: Path, args) -> str:
     """Draw runs in one picture, those of a record in one color; a run may be under way."""
-    kinds = ".png", ".svg", ".pdf"
-    need(Path(args.out).suffix in kinds, f"--out {args.out}: it must end with {', '.join(kinds)}")
     groups = {}
     for path in args.runs:
-        runs = [glance(folder) for folder in runs_at(path)]
+        runs = [run for run in map(glance, runs_at(path)) if run.losses("train_loss")]
         if Path(path, "record.json").is_file():
-            groups[Path(path).resolve().name] = runs
+            groups[labelled(Path(path).resolve().name, runs)] = runs
         else:
-            groups |= {run.name: [run] for run in runs}
+            groups |= {labelled(run.folder.name, [run]): [run] for run in runs}
     draw(Path(args.out), groups)
     return f"drawn: {args.out}"
 
@@ -250,17 +241,16 @@ def lay_out(source: bytes, home: Path):
     """
     home.mkdir()
     (home / "train_gpt.py").write_bytes(source)
-    today, data = HERE.parent / "data", home / "data"
+    today = HERE.parent / "data"
     blob = git("hash-object", "--stdin", stdin=source).decode().strip()
     commits = git("log", "--format=%H", f"--find-object={blob}", "--", "train_gpt.py").split()
     if not commits:
-        data.symlink_to(today, target_is_directory=True)
+        (home / "data").symlink_to(today, target_is_directory=True)
         return
     archive = git("archive", commits[-1].decode(), "data")
     subprocess.run(["tar", "-x", "-C", home], input=archive, check=True)
-    for folder in today.iterdir():
-        if folder.is_dir() and not (data / folder.name).exists():
-            (data / folder.name).symlink_to(folder, target_is_directory=True)
+    for folder in today.glob("*/"):
+        (home / "data" / folder.name).symlink_to(folder, target_is_directory=True)
 
 
 def train_with(home: Path, words: list[str], out: Path, environment=None) -> Run:
@@ -281,10 +271,9 @@ def reproduce(root: Path, args) -> str:
 
     The loss must be in the interval in which 99% of further runs of such a mean and deviation are.
     """
-    there = Path(args.record, "record.json").is_file()
-    need(there, f"{args.record} is no record: name a folder such as records/cpu/DATE_NAME")
     record = C.check_record(Path(args.record).resolve(), C.read_json(root / "tokens.json"))
-    mean, n = record.result["mean_loss"], len(record.runs)
+    mean = record.result["mean_loss"]
+    n = len(record.runs)
     need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
     reach = stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
@@ -292,16 +281,17 @@ def reproduce(root: Path, args) -> str:
     environment = {name: then[name] for name in REPEATED if name in then}
     data = ["--data", str(Path(args.data).resolve())] if args.data else []
     with tempfile.TemporaryDirectory() as temporary:
-        home, out = Path(temporary, "source"), Path(args.out or Path(temporary, "runs"))
+        home = Path(temporary, "source")
+        out = Path(args.out or Path(temporary, "runs"))
         lay_out(runs[0].source, home)
         for seed, old in enumerate(runs):
             with about(f"seed {seed}"):
                 words = [*old.words, *data, "--seed", str(seed)]
                 new = train_with(home, words, out, environment)
-                same = new.facts["data"] == old.facts["data"]
-                need(same, "other tokens than the record's; another Python has another demo corpus")
-                same = new.facts["config"] | C.FREE == old.facts["config"] | C.FREE
-                need(same, "the command does not give the config of the record")
+                other = "other tokens than the record's (another Python has another demo corpus)"
+                need(new.facts["data"] == old.facts["data"], other)
+                configs = [run.facts["config"] | C.FREE for run in (new, old)]
+                C.agree("config of the command, of the record", *configs)
                 pairs = zip(new.losses("train_loss"), old.losses("train_loss"), strict=True)
                 equal = next((i for i, (a, b) in enumerate(pairs) if a[2] != b[2]), None)
                 digits = "equal to the last digit" if equal is None else f"equal for {equal} steps"
@@ -315,7 +305,8 @@ def reproduce(root: Path, args) -> str:
 
 def interval(values) -> tuple[float, float, float]:
     """(mean, lower, upper) with 95% confidence, by Student's t."""
-    mean, reach = np.mean(values), stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    mean = np.mean(values)
+    reach = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
     return float(mean), float(mean - reach), float(mean + reach)
 
 
@@ -336,7 +327,8 @@ def compare(root: Path, args) -> str:
     """
     need(args.runs >= 2, "--runs: two pairs at least, one has no confidence interval")
     sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
-    ratios, differences = [], []
+    ratios = []
+    differences = []
     print("seed   base s   cand s   ratio   base loss   cand loss   difference", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name, (source, _) in sides.items():
@@ -344,13 +336,14 @@ def compare(root: Path, args) -> str:
         for seed in range(args.runs):
             pair = {}
             for name in ("base", "cand") if seed % 2 == 0 else ("cand", "base"):
-                home, out = Path(temporary, f"source-{name}"), Path(args.out or temporary, name)
+                home = Path(temporary, f"source-{name}")
+                words = [*sides[name][1], "--seed", str(seed)]
                 with about(f"{name}, seed {seed}"):
-                    pair[name] = train_with(home, [*sides[name][1], "--seed", str(seed)], out)
+                    pair[name] = train_with(home, words, Path(args.out or temporary, name))
             base, cand = pair["base"], pair["cand"]
             for key in ("val_tokens", "target", "data"):
-                one, other = (run.facts.get(key, run.facts["config"][key]) for run in (base, cand))
-                need(one == other, f"base and cand have different {key}: no losses to compare")
+                both = [x.facts.get(key, x.facts["config"][key]) for x in (base, cand)]
+                need(both[0] == both[1], f"base and cand have different {key}")
             ratios.append(math.log(cand.seconds / base.seconds))
             differences.append(cand.loss - base.loss)
             times = f"{base.seconds:8.2f} {cand.seconds:8.2f} {math.exp(ratios[-1]):7.4f}"
@@ -365,16 +358,10 @@ def compare(root: Path, args) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Command line
-# ------------------------------------------------------------------------------------------------
-
-
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, with exit status 2."""
 
     def error(self, message):
-        """End the program without the whole usage."""
         self.exit(2, f"error: {message} (see --help)\n")
 
 
@@ -418,13 +405,13 @@ def parse_args(argv: list[str]):
 def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    root, do = Path(args.records).resolve(), {"add": add, "render": render, "plot": plot}
-    do |= {"reproduce": reproduce, "compare": compare}
+    root = Path(args.records).resolve()
+    do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare, "plot": plot}
     do |= {"check": lambda root, args: f"valid records: {len(C.all_valid(root))}"}
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}
     try:
         print(do[args.do](root, args))
-    except (Refused, OSError, ImportError) as error:
+    except (Refused, OSError, ImportError, ValueError) as error:
         print("refused:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

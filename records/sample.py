@@ -1,6 +1,4 @@
-"""Continue a text from a run's newest checkpoint.
-
-    python records/sample.py RUN_DIR --prompt TEXT
+"""Continue a text from a run's newest checkpoint: python records/sample.py RUN_DIR --prompt TEXT
 
 `tiny` ends with it. Every token computes its whole row again: there is no second form of the model.
 """
@@ -21,8 +19,8 @@ from data.shards import text_encoding
 
 def sample(saved: T.Saved, prompt: str, count: int, temperature=0.7) -> str:
     """`prompt` and `count` tokens more, or as many as the document has."""
-    cfg, run_dir = dataclasses.replace(saved.cfg, devices=1), saved.folder.parents[1]
-    cfg, mesh = T.make_mesh(cfg)
+    cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=1))
+    run_dir = saved.folder.parents[1]
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(cfg.seed))
