@@ -53,8 +53,9 @@ def add(root: Path, args) -> str:
     if standing := C.chains(before).get(record.competition):
         fields["beats"] = standing[-1].folder.name
     C.check_ranks([*before, record])
+    record.folder.mkdir(parents=True)
     for run in runs:
-        (record.folder / run.folder.name).mkdir(parents=True)
+        (record.folder / run.folder.name).mkdir()
         for name in C.FILES:
             shutil.copy(run.folder / name, record.folder / run.folder.name)
     (record.folder / "record.json").write_text(json.dumps(fields, indent=1) + "\n")
