@@ -103,73 +103,81 @@ def records(original, tmp_path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "records"))
 
 
-def edit(path: Path, old: str, new: str, count=1):
-    """Replace what matches `old`."""
-    text = path.read_text()
-    assert re.search(old, text), (path, old)
-    path.write_text(re.sub(old, lambda _: new, text, count=count))
-
-
 def edit_json(path: Path, **changes):
     """Change fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=1))
 
 
-def edit_facts(folder: Path, **changes):
-    """Change run.json, and what the log says of it: consistently, as a forger would."""
-    facts = json.loads((folder / "run.json").read_text())
-    edit_json(folder / "run.json", **changes)
-    for name, value in changes.items():
-        if name in facts and f"\n{name}: " in (folder / "log.txt").read_text():
-            value = value if name == "command" else json.dumps(value)
-            edit(folder / "log.txt", rf"\n{name}: .*", f"\n{name}: {value}", count=0)
+# ------------------------------------------------------------------------------------------------
+# What a reviewer fears: every way is refused, for the right reason. `run` is that of seed 0.
+# ------------------------------------------------------------------------------------------------
 
 
-def edit_metrics(run: Path, at: int, **changes):
+def in_log(record: Path, run: Path, old: str, new: str):
+    """Replace text in the log of the run."""
+    text = (run / "log.txt").read_text()
+    assert old in text
+    (run / "log.txt").write_text(text.replace(old, new, 1))
+
+
+def in_metrics(record: Path, run: Path, at=-1, **changes):
     """Change line `at` of metrics.jsonl."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[at] = json.dumps(json.loads(lines[at]) | changes)
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
-# ------------------------------------------------------------------------------------------------
-# What a reviewer fears: every way is refused, for the right reason
-# ------------------------------------------------------------------------------------------------
+def in_json(record: Path, run: Path, **changes):
+    """Change run.json alone."""
+    edit_json(run / "run.json", **changes)
 
 
-def in_all(record: Path, **changes):
+def in_one(record: Path, run: Path, **changes):
+    """Change run.json and what its log says of it: consistently, as a forger would."""
+    for name, new in changes.items():
+        old = json.loads((run / "run.json").read_text())[name]
+        lines = (f"\n{name}: {x if name == 'command' else json.dumps(x)}\n" for x in (old, new))
+        in_log(record, run, *lines)
+    edit_json(run / "run.json", **changes)
+
+
+def in_all(record: Path, run: Path, **changes):
     """Change fields of the config of all runs, consistently."""
     for run in record.glob("*-s*-*"):
-        config = json.loads((run / "run.json").read_text())["config"] | changes
-        edit_facts(run, config=config)
+        config = json.loads((run / "run.json").read_text())["config"]
+        in_one(record, run, config=config | changes)
 
 
-def resume(run: Path, before="", after="", said=True):
+def in_result(record: Path, run: Path, **changes):
+    """Change the results in record.json."""
+    result = json.loads((record / "record.json").read_text())["result"]
+    edit_json(record / "record.json", result=result | changes)
+
+
+def resume(record: Path, run: Path, before="", after="", said=True):
     """Make it look as if it had been resumed after step 5; `before` and `after` in its new head."""
-    log = (run / "log.txt").read_text()
     about = head(json.loads((run / "run.json").read_text()))
-    at = log.index("step:6/")
-    log = log[:at] + f"{RULE}\nresumed\n{before}{about}\n{after}{RULE}\n" + log[at:]
-    (run / "log.txt").write_text(log)
+    new = f"{RULE}\nresumed\n{before}{about}\n{after}{RULE}\n"
+    in_log(record, run, "step:6/", f"{new}step:6/")
     edit_json(run / "run.json", resumed=said)
 
 
 def set_clock_back(record: Path, run: Path):
-    """As if a resumed run had begun its time anew: after step 7 it is 3 seconds earlier."""
-    resume(run)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    log = (run / "log.txt").read_text()
-    for at, row in enumerate(map(json.loads, lines)):
+    """As if a resumed run had begun its time anew: from step 8 on it is 3 seconds less."""
+    resume(record, run)
+    for at, line in enumerate((run / "metrics.jsonl").read_text().splitlines()):
+        row = json.loads(line)
         if row["step"] > 7:
-            ms = row["train_time_ms"]
-            log = log.replace(f"train_time:{ms:.0f}ms", f"train_time:{ms - 3000:.0f}ms")
-            edit_metrics(run, at, train_time_ms=ms - 3000)
-    (run / "log.txt").write_text(log)
+            old = f"step:{row['step']}/12 train_time:{row['train_time_ms']:.0f}ms"
+            new = f"step:{row['step']}/12 train_time:{row['train_time_ms'] - 3000:.0f}ms"
+            in_metrics(record, run, at, train_time_ms=row["train_time_ms"] - 3000)
+            if "train_loss" in row:
+                in_log(record, run, old, new)
 
 
 def other_source(record: Path, run: Path):
-    """One of the runs has another source, with its hash."""
-    edit(run / "log.txt", "a trainer", "a cheater")
+    """The run has another source, with its hash."""
+    in_log(record, run, "a trainer", "a cheater")
     source = SOURCE.replace("a trainer", "a cheater")
     edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
 
@@ -179,172 +187,64 @@ def seed_without_effect(record: Path, run: Path):
     (other,) = record.glob("*-s1-*")
     for at, line in enumerate((run / "metrics.jsonl").read_text().splitlines()):
         if "train_loss" in (row := json.loads(line)):
-            edit_metrics(other, at, train_loss=row["train_loss"])
+            in_metrics(record, other, at, train_loss=row["train_loss"])
 
 
-def doctored(record: Path, **changes):
-    """Change the results in record.json."""
-    result = json.loads((record / "record.json").read_text())["result"]
-    edit_json(record / "record.json", result=result | changes)
-
-
-EASY = shard("easier", 4_000_000)
-STAGES = [stage | {"batch_tokens": 512} for stage in as_json(TINY)["stages"]]
+EASY = BUILTIN | {"builtin_train_000001.bin": shard("easier", 4_000_000)}
+SMALL = [stage | {"batch_tokens": 512} for stage in as_json(TINY)["stages"]]
+RATE = as_json(replace(TINY, lr_anvil=0.5))
+TRICK = "python train_gpt.py tiny --set lr_anvil=0.5"
+HOST = {"cpu": "B", "cores": 64, "platform": "Linux"}
+ELSE = "it was resumed with another source or other settings"
 FEARED = {
-    "a doctored loss in the log": (
-        lambda record, run: edit(run / "log.txt", r"12 val_loss:3\.9", "12 val_loss:2.9"),
-        r"step 12: loss 2\.9000 in log\.txt, 3\.9 in metrics\.jsonl",
-    ),
-    "a doctored loss in the metrics": (
-        lambda record, run: edit_metrics(run, -1, val_loss=2.9),
-        r"step 12: loss 3\.9000 in log\.txt, 2\.9 in metrics\.jsonl",
-    ),
-    "a doctored loss in run.json": (
-        lambda record, run: edit_json(run / "run.json", val_loss=2.9),
-        r"val_loss in run\.json, in metrics\.jsonl: 2\.9, not 3\.9",
-    ),
-    "a doctored loss in record.json": (
-        lambda record, run: doctored(record, losses=[2.9, 2.9, 2.9]),
-        r"losses in record\.json: \[2\.9, 2\.9, 2\.9\], not \[3\.9",
-    ),
-    "a doctored p-value": (
-        lambda record, run: doctored(record, p_value=1e-9),
-        r"p_value in record\.json: 1e-09, not 0\.00",
-    ),
-    "a doctored time": (
-        lambda record, run: edit_metrics(run, -1, train_time_ms=9000.0),
-        r"step 12: 10000 ms in log\.txt, 9000\.0 in metrics\.jsonl",
-    ),
-    "no number for a loss": (
-        lambda record, run: edit_metrics(run, -1, val_loss=float("nan")),
-        r"loss 3\.9000 in log\.txt, nan in metrics",
-    ),
-    "a changed source": (
-        lambda record, run: edit(run / "log.txt", "a trainer", "a cheater"),
-        "sha256 in run.json, of the source in log.txt",
-    ),
-    "another source in one run": (other_source, "source_sha256 of "),
-    "a left-out seed": (
-        lambda record, run: shutil.rmtree(run),
-        r"seeds \(to choose seeds is to choose losses\): \[1, 2\], not \[0, 1\]",
-    ),
-    "one run under two seeds": (seed_without_effect, "seeds repeat: .* the same training losses"),
-    "another seed than its config's": (
-        lambda record, run: edit_json(run / "run.json", seed=7),
-        "seed in run.json, in its config: 7, not 0",
-    ),
-    "a shortened validation": (
-        lambda record, run: in_all(record, val_tokens=4096),
-        "wrong number of validation tokens: 4096, not 98304",
-    ),
-    "an easier target": (
-        lambda record, run: in_all(record, target=4.5),
-        r"wrong target \(see --set target=\): 4\.5, not 3\.95",
-    ),
-    "other training tokens": (
-        lambda record, run: edit_facts(run, data=BUILTIN | {"builtin_train_000001.bin": EASY}),
-        "token stream other than the rules': builtin_train_000001.bin .* is not in tokens.json",
-    ),
-    "more training tokens": (
-        lambda record, run: edit_facts(run, data=BUILTIN | {"mine_train_000001.bin": EASY}),
-        r"token stream other than the rules': \[.*'mine_train_000001\.bin'\], not ",
-    ),
-    "a left-out step": (
-        lambda record, run: edit(run / "log.txt", r"step:7/12 .*\n", ""),
-        r"losses in log\.txt, in metrics\.jsonl, whether it finished: \(15, 16, True\)",
-    ),
-    "a run that was cut short": (
-        lambda record, run: in_all(record, steps=14),
-        r"losses in log\.txt, .*: \(16, 16, True\), not \(18, 18, True\)",
-    ),
-    "a run that did not finish": (
-        lambda record, run: edit_json(run / "run.json", finished=False),
-        r"whether it finished: \(16, 16, False\)",
-    ),
-    "smaller batches in the config": (
-        lambda record, run: in_all(record, stages=STAGES),
-        r"step 1: in metrics\.jsonl: \(1, 1024\), not \(1, 512\)",
-    ),
-    "a clock that was set back": (set_clock_back, "step 8: the clock went backwards, or stood"),
-    "a clock that stood": (
-        lambda record, run: [
-            edit(run / "log.txt", "step:7/12 train_time:5833", "step:7/12 train_time:5000"),
-            edit_metrics(run, 8, train_time_ms=5000.0),
-        ],
-        "step 7: the clock went backwards, or stood",
-    ),
-    "resumed in silence": (
-        lambda record, run: resume(run, said=False),
-        "resumed in run.json, by log.txt: False, not True",
-    ),
-    "resumed with another source": (
-        lambda record, run: resume(run, before=f"source: {'0' * 64}\n"),
-        "it was resumed with another source or other settings",
-    ),
-    "resumed with other settings": (
-        lambda record, run: resume(run, after='config: {"log_every": 7}\n'),
-        "it was resumed with another source or other settings",
-    ),
-    "a setting that only the command has": (
-        lambda record, run: edit_facts(run, command="python train_gpt.py tiny --set lr_anvil=0.5"),
-        "the command asks for lr_anvil=0.5, the config has ",
-    ),
-    "a setting that only the config has": (
-        lambda record, run: edit_facts(run, config=as_json(replace(TINY, lr_anvil=0.5))),
-        "config of ",
-    ),
-    "another config in run.json": (
-        lambda record, run: edit_json(run / "run.json", config=as_json(replace(TINY, width=64))),
-        "config in run.json, in log.txt",
-    ),
-    "a command that is none": (
-        lambda record, run: edit_facts(run, command="python train_gpt.py tiny --out"),
-        "argument --out: expected one argument",
-    ),
-    "one run on another machine": (
-        lambda record, run: edit_facts(run, host={"cpu": "B", "cores": 64, "platform": "Linux"}),
-        "host of ",
-    ),
-    "flags in one run": (
-        lambda record, run: edit_facts(run, environment={"OMP_NUM_THREADS": "9"}),
-        "environment of ",
-    ),
-    "other versions in run.json": (
-        lambda record, run: edit_json(run / "run.json", versions={"jax": "0.11.0"}),
-        "log.txt does not say what run.json does: jax 0.11.0",
-    ),
-    "a run of another name": (
-        lambda record, run: run.rename(run.with_name("20260101-000000-tiny-s0-000000")),
-        "run.json is of another run",
-    ),
-    "half a file": (
-        lambda record, run: (run / "run.json").write_text('{"run_id": '),
-        r"run\.json: not as train_gpt\.py writes it",
-    ),
-    "a missing file": (lambda record, run: (run / "metrics.jsonl").unlink(), "metrics.jsonl: not"),
-    "a missing field": (
-        lambda record, run: (run / "run.json").write_text("{}"),
-        "'run_id' is missing",
-    ),
-    "a record on no track": (
-        lambda record, run: shutil.move(record, record.parents[1] / "moon" / record.name),
-        "it is in the folder of no track, or of another than its cpu",
-    ),
-    "a record of another day": (
-        lambda record, run: record.rename(record.with_name("2025-01-01_First")),
-        "name of the folder: 2025-01-01_First, not 2026-01-01_First",
-    ),
+    "a doctored loss in the log": (in_log, {"old": "val_loss:3.9000", "new": "val_loss:2.9000"},
+        "step 12: loss 2.9000 in log.txt, 3.9 in metrics.jsonl"),
+    "a doctored loss in the metrics": (in_metrics, {"val_loss": 2.9},
+        "step 12: loss 3.9000 in log.txt, 2.9 in metrics.jsonl"),
+    "a doctored loss in run.json": (in_json, {"val_loss": 2.9},
+        "val_loss in run.json, in metrics.jsonl: 2.9, not 3.9"),
+    "a doctored loss in record.json": (in_result, {"mean_loss": 2.9},
+        "mean_loss in record.json: 2.9, not 3.9"),
+    "a doctored p-value": (in_result, {"p_value": 1e-9}, "p_value in record.json: 1e-09, not 0.0"),
+    "a doctored time": (in_metrics, {"train_time_ms": 9000.0},
+        "step 12: 10000 ms in log.txt, 9000.0 in metrics.jsonl"),
+    "no number for a loss": (in_metrics, {"val_loss": float("nan")}, "nan in metrics.jsonl"),
+    "a changed source": (in_log, {"old": "a trainer", "new": "a cheater"},
+        "sha256 in run.json, of the source in log.txt"),
+    "another source in one run": (other_source, {}, "source_sha256 of "),
+    "a left-out seed": (lambda record, run: shutil.rmtree(run), {},
+        "seeds (to choose seeds is to choose losses): [1, 2], not [0, 1]"),
+    "one run under two seeds": (seed_without_effect, {}, "have the same training losses"),
+    "a shortened validation": (in_all, {"val_tokens": 4096}, "tokens: 4096, not 98304"),
+    "an easier target": (in_all, {"target": 4.5}, "target (see --set target=): 4.5, not 3.95"),
+    "other training tokens": (in_one, {"data": EASY}, "is not in tokens.json"),
+    "a left-out step": (in_log, {"old": "step:7/", "new": "7/"}, "(15, 16, True), not (16, 16"),
+    "a run that was cut short": (in_all, {"steps": 14}, "(16, 16, True), not (18, 18, True)"),
+    "a run that did not finish": (in_json, {"finished": False}, "(16, 16, False), not (16, 16, Tr"),
+    "smaller batches in the config": (in_all, {"stages": SMALL}, "metrics.jsonl: (1, 1024), not"),
+    "a clock that was set back": (set_clock_back, {}, "step 8: the clock went backwards, or stood"),
+    "resumed in silence": (resume, {"said": False}, "resumed in run.json, by log.txt: False"),
+    "resumed with another source": (resume, {"before": f"source: {'0' * 64}\n"}, ELSE),
+    "resumed with other settings": (resume, {"after": 'config: {"log_every": 7}\n'}, ELSE),
+    "a setting that only the command has": (in_one, {"command": TRICK}, "asks for lr_anvil=0.5"),
+    "a setting that one config has": (in_one, {"config": RATE}, "config of "),
+    "another config in run.json": (in_json, {"config": RATE}, "config in run.json, in log.txt"),
+    "one run on another machine": (in_one, {"host": HOST}, "host of "),
+    "flags in one run": (in_one, {"environment": {"XLA_FLAGS": "--fast"}}, "environment of "),
+    "other versions in run.json": (in_json, {"versions": {"jax": "9"}}, "does: jax 9"),
+    "half a file": (lambda _, run: (run / "run.json").write_text('{"run'), {}, "run.json: not as"),
+    "a missing file": (lambda _, run: (run / "metrics.jsonl").unlink(), {}, "metrics.jsonl: not as"),
+    "a record on no track": (lambda record, _: record.parent.rename(record.parents[1] / "moon"), {},
+        "it is in the folder of no track, or of another than its cpu"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("way", FEARED)
 def test_what_a_reviewer_fears_is_refused(records, capsys, way):
-    tamper, reason = FEARED[way]
+    tamper, changes, reason = FEARED[way]
     record = next((records / "cpu").glob("*_First"))
-    (records / "moon").mkdir()
-    tamper(record, next(record.glob("*-s0-*")))
-    said = refusal(records, capsys)
-    assert re.search(reason, said), said
+    tamper(record, next(record.glob("*-s0-*")), **changes)
+    assert reason in refusal(records, capsys)
 
 
 def test_losses_and_times_that_are_not_good_enough(records, tmp_path, capsys):
@@ -357,6 +257,7 @@ def test_losses_and_times_that_are_not_good_enough(records, tmp_path, capsys):
                 rf"p = 0\.\d+ that the mean loss is not below {TARGET}, not < 0\.01",
             ),
             ({"losses": [GOOD]}, "one run has no p-value"),
+            ({"seconds": 0.0}, "step 1: the clock went backwards, or stood"),
             ({"seconds": 8.5}, r"not faster than the standing record: 8\.51 against 8\.01"),
             ({"seconds": 7.0, "spread": 0.9}, r"beyond chance: 7\.9 against 8\.01, p = 0\.\d+ \(W"),
             ({"seconds": 5.0, "source": BETTER}, "nothing was changed since the standing record"),
@@ -444,7 +345,7 @@ def test_rules_that_the_tool_repeats_are_those_of_the_presets():
 def test_a_run_that_was_resumed_and_says_so_is_marked(tmp_path, capsys):
     root = empty(tmp_path / "records")
     runs = runs_of(tmp_path / "runs")
-    resume(runs[1])
+    resume(None, runs[1])
     assert add(root, runs, "Resumed") == 0 and tool(root, "check") == 0
     assert json.loads(next(root.glob("cpu/*/record.json")).read_text())["result"]["resumed"] == [
         runs[1].name
@@ -639,7 +540,8 @@ def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
 def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
     root = empty(tmp_path / "records")
     source = stub(tmp_path / "a.py", GOOD, 10)
-    assert L.main(["compare", str(source), str(source), "--out", str(tmp_path / "a")]) == 0
+    words = "--runs", "2", "--out", str(tmp_path / "a")
+    assert L.main(["compare", str(source), str(source), *words]) == 0
     assert add(root, sorted((tmp_path / "a/base").iterdir()), "Stub") == 0
     (record,) = (root / "cpu").iterdir()
     capsys.readouterr()
@@ -647,9 +549,8 @@ def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"seed 0: loss {GOOD:.4f}, recorded {GOOD:.4f}; 10.00 s on A CPU")
     assert said[0].endswith("equal to the last digit") and said[-1] == "reproduced"
-    for runs in (0, 6):
-        said = refusal(root, capsys, "reproduce", record, "--runs", runs)
-        assert f"--runs {runs}: the record has 1 to 5" in said
+    said = refusal(root, capsys, "reproduce", record, "--runs", 3)
+    assert "--runs 3: the record has 1 to 2" in said
 
 
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
@@ -658,9 +559,8 @@ def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsy
     runs = runs_of(tmp_path / "runs", (GOOD - 0.1, GOOD - 0.09, GOOD - 0.08), source=source)
     assert add(root, runs, "Lucky") == 0
     (record,) = (root / "cpu").iterdir()
-    said = refusal(root, capsys, "reproduce", record)
     words = f"loss {GOOD + 0.04:.4f} is not within .* recorded mean {GOOD - 0.09:.4f}"
-    assert re.search(f"not reproduced: {words}", said)
+    assert re.search(f"not reproduced: {words}", refusal(root, capsys, "reproduce", record))
     assert "No such file" in refusal(root, capsys, "reproduce", "nothing")
 
 
