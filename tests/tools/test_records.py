@@ -233,7 +233,7 @@ FEARED = {
     "flags in one run": (in_one, {"environment": {"XLA_FLAGS": "--fast"}}, "environment of "),
     "other versions in run.json": (in_json, {"versions": {"jax": "9"}}, "does: jax 9"),
     "half a file": (lambda _, run: (run / "run.json").write_text('{"run'), {}, "run.json: not as"),
-    "a missing file": (lambda _, run: (run / "metrics.jsonl").unlink(), {}, "metrics.jsonl: not as"),
+    "a missing file": (lambda _, run: (run / "metrics.jsonl").unlink(), {}, "metrics.jsonl: not"),
     "a record on no track": (lambda record, _: record.parent.rename(record.parents[1] / "moon"), {},
         "it is in the folder of no track, or of another than its cpu"),
 }  # fmt: skip
