@@ -66,7 +66,7 @@ def about(what):
     except KeyError as error:
         raise Refused(f"{what}: {error} is missing") from None
     except BROKEN as error:
-        raise Refused(f"{what}: not as train_gpt.py writes it ({error})") from None
+        raise Refused(f"{what}: cannot be read ({error})") from None
 
 
 class Track(NamedTuple):
@@ -230,10 +230,7 @@ def check_steps(run: Run, lines: list[re.Match]):
 
 
 def launch(command: str) -> tuple[list[str], dict[str, str]]:
-    """(arguments without seed and folders, what was asked of which field of the config).
-
-    It takes abbreviations as the trainer of older records did.
-    """
+    """(arguments without seed and folders, what they set: field of the config -> text)."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--set", nargs="+", action="extend", default=[])
     for option in ("seed", "out", "data", "cache", "coordinator", "processes", "process-id"):

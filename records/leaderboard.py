@@ -72,7 +72,7 @@ def add(root: Path, args) -> str:
 def table(rows: list[dict]) -> str:
     """A Markdown table of rows with the same columns; no text leaves its cell."""
     lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    cells = [[str(x).replace("|", "\\|") for x in line] for line in lines]
+    cells = [[" ".join(str(x).replace("|", "\\|").split()) for x in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
@@ -97,10 +97,7 @@ def record_row(number: int, record: Record) -> dict:
 
 
 def predicted_row(root: Path, path: Path) -> dict:
-    """What records/preflight.py said of hardware that nobody has timed yet.
-
-    Times are unknown where a compiler estimates none, as for GPUs.
-    """
+    """What preflight.py said of hardware that nobody has timed yet; of GPUs it knows no times."""
     report = C.read_json(path)
     names = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
     parts = [report["predicted"][name] for name in names]
@@ -212,8 +209,10 @@ def glance(folder: Path) -> Run:
 
 def plot(root: Path, args) -> str:
     """Draw runs in one picture, those of a record in one color; a run may be under way."""
+    kinds = (".png", ".svg", ".pdf")
+    need(args.out.endswith(kinds), f"--out {args.out}: it must end with {', '.join(kinds)}")
     groups = {}
-    for path in args.runs:
+    for path in [x for x in args.runs if not Path(x).is_file()]:  # of records/cpu/*, folders
         runs = [run for run in map(glance, runs_at(path)) if run.losses("train_loss")]
         if Path(path, "record.json").is_file():
             groups[labelled(Path(path).resolve().name, runs)] = runs
@@ -313,11 +312,12 @@ def interval(values) -> tuple[float, float, float]:
 
 def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
     """(source, arguments) of one side: "FILE", "FILE ARG ...", or a record or run, with its own."""
-    file, *own = [text] if Path(text).exists() else shlex.split(text)
-    if Path(file).is_dir():
-        run = C.read_run(runs_at(file)[0])
-        return run.source, run.words + own
-    return Path(file).read_bytes(), [*arguments, *own]
+    with about(text):
+        file, *own = [text] if Path(text).exists() else shlex.split(text)
+        if Path(file).is_dir():
+            run = C.read_run(runs_at(file)[0])
+            return run.source, run.words + own
+        return Path(file).read_bytes(), [*arguments, *own]
 
 
 def compare(root: Path, args) -> str:
@@ -342,9 +342,12 @@ def compare(root: Path, args) -> str:
                 with about(f"{name}, seed {seed}"):
                     pair[name] = train_with(home, words, Path(args.out or temporary, name))
             base, cand = pair["base"], pair["cand"]
-            for key in ("val_tokens", "target", "data"):
-                both = [x.facts.get(key, x.facts["config"][key]) for x in (base, cand)]
-                need(both[0] == both[1], f"base and cand have different {key}")
+            for key in ("val_tokens", "target"):
+                values = [run.facts["config"][key] for run in (base, cand)]
+                C.agree(f"{key} of base, of cand", *values)
+            for name in base.facts["data"].keys() & cand.facts["data"].keys():
+                shards = [run.facts["data"][name] for run in (base, cand)]
+                C.agree(f"{name} of base, of cand", *shards)
             ratios.append(math.log(cand.seconds / base.seconds))
             differences.append(cand.loss - base.loss)
             times = f"{base.seconds:8.2f} {cand.seconds:8.2f} {math.exp(ratios[-1]):7.4f}"
@@ -363,6 +366,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, with exit status 2."""
 
     def error(self, message):
+        """End the program without the whole usage."""
         self.exit(2, f"error: {message} (see --help)\n")
 
 
@@ -412,7 +416,7 @@ def main(argv=None) -> int:
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}
     try:
         print(do[args.do](root, args))
-    except (Refused, OSError, ImportError, ValueError) as error:
+    except (Refused, OSError, ImportError) as error:
         print("refused:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -232,8 +232,8 @@ FEARED = {
     "one run on another machine": (in_one, {"host": HOST}, "host of "),
     "flags in one run": (in_one, {"environment": {"XLA_FLAGS": "--fast"}}, "environment of "),
     "other versions in run.json": (in_json, {"versions": {"jax": "9"}}, "does: jax 9"),
-    "half a file": (lambda _, run: (run / "run.json").write_text('{"run'), {}, "run.json: not as"),
-    "a missing file": (lambda _, run: (run / "metrics.jsonl").unlink(), {}, "metrics.jsonl: not"),
+    "half a file": (lambda _, run: (run / "run.json").write_text('{"run'), {}, "run.json: cannot be read"),
+    "a missing file": (lambda _, run: (run / "metrics.jsonl").unlink(), {}, "metrics.jsonl: can"),
     "a record on no track": (lambda record, _: record.parent.rename(record.parents[1] / "moon"), {},
         "it is in the folder of no track, or of another than its cpu"),
 }  # fmt: skip
@@ -458,11 +458,11 @@ def test_what_cannot_be_plotted_is_refused(tmp_path, capsys):
     assert "no run is in nothing: name logs/<run id>" in refusal(
         tmp_path, capsys, "plot", "nothing"
     )
-    assert "'doc' is not supported" in refusal(tmp_path, capsys, "plot", run, "--out", "a.doc")
+    assert "must end with .png" in refusal(tmp_path, capsys, "plot", run, "--out", "a.doc")
     (run / "metrics.jsonl").write_text("")
     assert "there is no step to draw yet" in refusal(tmp_path, capsys, "plot", run)
     (run / "run.json").write_text("{")
-    assert "not as train_gpt.py writes it" in refusal(tmp_path, capsys, "plot", run)
+    assert "run.json: cannot be read" in refusal(tmp_path, capsys, "plot", run)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -534,7 +534,9 @@ def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
     assert "No such file" in said(missing, broken)
     assert "--runs: two pairs" in refusal(tmp_path, capsys, "compare", idle, idle, "--runs", "1")
     cand = stub(tmp_path / "b.py", 3.8, 10, val_tokens=4096)
-    assert "different val_tokens" in said(stub(tmp_path / "a.py", 3.9, 10), cand)
+    assert "val_tokens of base, of cand: 98304, not 4096" in said(
+        stub(tmp_path / "a.py", 3.9, 10), cand
+    )
 
 
 def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
