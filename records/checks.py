@@ -166,7 +166,7 @@ def read_run(folder: Path) -> Run:
             metrics = [json.loads(line) for line in open(folder / "metrics.jsonl", "rb")]
         source, *sections = RULE.split((folder / "log.txt").read_bytes().decode())
         heads = [section.split("\n") for section in sections[::2]]
-        command = next(line[9:] for line in heads[0] if line.startswith("command: "))
+        command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
         run = Run(folder, source.removesuffix("\n").encode(), *launch(command), facts, metrics)
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
         check_heads(run, heads)
@@ -185,7 +185,7 @@ def check_heads(run: Run, heads: list[list[str]]):
     digest = hashlib.sha256(run.source).hexdigest()
     agree("sha256 in run.json, of the source in log.txt", facts["source_sha256"], digest)
     agree("seed in run.json, in its config", facts["seed"], facts["config"]["seed"])
-    begun = next(json.loads(x[8:]) for x in heads[0] if x.startswith("config: "))
+    begun = next((json.loads(x[8:]) for x in heads[0] if x.startswith("config: ")), {})
     moved = {"data": "", "devices": 0} if resumes else {}  # which a resume may name anew
     agree("config in run.json, in log.txt", facts["config"] | moved, begun | moved)
     said = f"command: {facts['command']}" in heads[-1]
