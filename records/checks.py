@@ -203,9 +203,8 @@ def check_steps(run: Run, lines: list[re.Match]):
     """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
     facts = run.facts
     plan = planned(facts["config"])
-    counts = len(lines), len(run.metrics), facts["finished"]
-    want = len(plan), len(plan), True
-    agree("losses in log.txt, in metrics.jsonl, whether it finished", counts, want)
+    agree("finished in run.json", facts["finished"], True)
+    agree("losses in log.txt, in metrics.jsonl", [len(lines), len(run.metrics)], [len(plan)] * 2)
     before = -1.0
     for (step, validates, tokens), line, row in zip(plan, lines, run.metrics, strict=True):
         with about(f"step {step}"):
