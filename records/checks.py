@@ -163,7 +163,8 @@ def read_run(folder: Path) -> Run:
     with about(folder.name):
         facts = read_json(folder / "run.json")
         with about("metrics.jsonl"):
-            metrics = [json.loads(line) for line in open(folder / "metrics.jsonl", "rb")]
+            metrics = (folder / "metrics.jsonl").read_bytes().splitlines()
+            metrics = [*map(json.loads, metrics)]
         source, *sections = RULE.split((folder / "log.txt").read_bytes().decode())
         heads = [section.split("\n") for section in sections[::2]]
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
