@@ -163,8 +163,7 @@ def read_run(folder: Path) -> Run:
     with about(folder.name):
         facts = read_json(folder / "run.json")
         with about("metrics.jsonl"):
-            metrics = (folder / "metrics.jsonl").read_bytes().splitlines()
-            metrics = [*map(json.loads, metrics)]
+            metrics = [json.loads(x) for x in (folder / "metrics.jsonl").read_bytes().splitlines()]
         source, *sections = RULE.split((folder / "log.txt").read_bytes().decode())
         heads = [section.split("\n") for section in sections[::2]]
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
@@ -217,6 +216,7 @@ def check_steps(run: Run, lines: list[re.Match]):
             need(near, f"{line[3]} ms in log.txt, {ms} in metrics.jsonl")
             near = not validates or abs(float(line[2]) - loss) < 0.51e-4
             need(near, f"loss {line[2]} in log.txt, {loss} in metrics.jsonl")
+            need(0 < loss < 1000, f"{loss} is no loss")
             need(ms > before or (validates and ms == before), "the clock went backwards, or stood")
             before = ms
     last = run.metrics[-1] | {"steps": plan[-1][0]}

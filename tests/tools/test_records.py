@@ -209,6 +209,7 @@ FEARED = {
     "a doctored time": (in_metrics, {"train_time_ms": 9000.0},
         "step 12: 10000 ms in log.txt, 9000.0 in metrics.jsonl"),
     "no number for a loss": (in_metrics, {"val_loss": float("nan")}, "nan in metrics.jsonl"),
+    "no training loss": (in_metrics, {"at": 3, "train_loss": float("nan")}, "nan is no loss"),
     "a changed source": (in_log, {"old": "a trainer", "new": "a cheater"},
         "sha256 in run.json, of the source in log.txt"),
     "another source in one run": (other_source, {}, "source_sha256 of "),
