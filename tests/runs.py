@@ -1,7 +1,6 @@
 """A writer of runs in the trainer's format, without the trainer: quick, and any content."""
 
 import json
-import zlib
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -10,12 +9,10 @@ import numpy as np
 
 RULE = "=" * 100
 SOURCE = "import sys\n\nprint('a trainer')\n"
-HOST = {"cpu": "A CPU", "cores": 2, "platform": "Linux"}
-CHOICES = {"kernels": "plain: this is a CPU", "compiler_options": {}}
-SETTINGS = {"grads0": {"micro_tokens": 512, "recompute": False}}  # that memory forced
 
 
 def shard(content: str, size: int) -> dict:
+    """What run.json says of a shard."""
     return {"bytes": size, "sha256": sha256(content.encode()).hexdigest()}
 
 
@@ -23,53 +20,37 @@ BUILTIN = {
     "builtin_train_000001.bin": shard("words", 4_000_000),
     "builtin_val_000000.bin": shard("other words", 300_000),
 }
-FINEWEB = {
-    f"fineweb_{split}.bin": shard(split, 200_001_024) for split in ("val_000000", "train_000001")
-}
 BUILTIN_NAME = "builtin-" + BUILTIN["builtin_val_000000.bin"]["sha256"][:8]
+FINEWEB = {
+    f"fineweb_{split}.bin": shard(split, 200_001_024) for split in ("train_000001", "val_000000")
+}
 
 
 def write_run(
-    folder: Path,
-    seed: int,
-    config: dict,
-    loss=3.9,
-    seconds=10.0,
-    data=BUILTIN,
-    source=SOURCE,
-    devices=None,
-    curve_seed=None,
-    day=1,
-    **changes,
+    folder: Path, seed: int, config: dict, loss=3.9, seconds=10.0, source=SOURCE, day=1, **changes
 ) -> Path:
-    """A run as train_gpt.py leaves it, but for checkpoints; `changes` of run.json."""
-    steps, stages, period = config["steps"], config["stages"], config["val_every"]
+    """A run as train_gpt.py leaves it, without checkpoints; `changes` of run.json."""
+    steps = config["steps"]
+    stages = config["stages"]
     ends = accumulate(stage["share"] for stage in stages)
     ends = [0, *(round(end * (steps - config["extension"])) for end in ends)][:-1] + [steps]
-    spans = zip(stages, pairwise(ends), strict=True)
-    sizes = [stage["batch_tokens"] for stage, (a, b) in spans for _ in range(b - a)]
-    rng = np.random.default_rng(seed if curve_seed is None else curve_seed)
+    sizes = [s["batch_tokens"] for s, (a, b) in zip(stages, pairwise(ends), strict=True)
+             for _ in range(b - a)]  # fmt: skip
+    rng = np.random.default_rng(seed)
     run_id = f"202601{day:02}-{seed:02}0000-{config['preset']}-s{seed}-{rng.bytes(3).hex()}"
-    run_dir = folder / run_id
-    run_dir.mkdir(parents=True)
-    metrics, lines, tokens = [], [], 0
-    uneven = np.random.default_rng(zlib.crc32(str(run_dir).encode())).uniform(-0.4, 0.4, steps + 1)
-    uneven[[0, steps]] = 0  # ms: no two runs take the same times
+    lines = []
+    metrics = []
     for step in range(steps + 1):
-        ms = round(seconds * 1000 * step / steps + uneven[step], 3)
+        ms = round(seconds * 1000 * step / steps, 3)
         line = f"step:{step}/{steps} {{}}train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        common = {"train_time_ms": ms, "tokens": tokens, "dropped_ngrams": int(step == 1)}
-        if step:
-            tokens = common["tokens"] = tokens + sizes[step - 1]
+        common = {"step": step, "train_time_ms": ms, "tokens": sum(sizes[:step])}
+        if step > 0:
             lines.append(line.format(""))
-            guess = round(loss + 3 / step + rng.normal() / 100, 6)
-            norms = {"grad_norm": 1.5} | ({} if step % 2 else {"grad_norm_adam": 0.25})
-            norms |= {} if step % 4 else {"grad_norm_event": 0.125}
-            metrics.append({"step": step, "train_loss": guess, **common, "lr": 1.0, **norms})
-        if step == steps or (period and step % period == 0):
-            now = round(loss if step == steps else loss + 3 / (step + 1), 6)
+            metrics.append(common | {"train_loss": round(loss + 3 / step + rng.normal() / 100, 6)})
+        if step == steps or (config["val_every"] and step % config["val_every"] == 0):
+            now = round(loss + 3 * (steps - step) / steps, 6)
             lines.append(line.format(f"val_loss:{now:.4f} "))
-            metrics.append({"step": step, "val_loss": now, **common})
+            metrics.append(common | {"val_loss": now})
     facts = {
         "run_id": run_id,
         "preset": config["preset"],
@@ -78,49 +59,33 @@ def write_run(
         "command": f"python train_gpt.py {config['preset']} --seed {seed} --out /mine",
         "source_sha256": sha256(source.encode()).hexdigest(),
         "versions": {"python": "3.11.9", "jax": "0.10.2", "jaxlib": "0.10.2"},
-        "devices": devices or {"kind": "cpu", "count": 1, "platform": "cpu", "processes": 1},
-        "host": HOST,
+        "devices": {"kind": "cpu", "platform": "cpu", "count": 1, "processes": 1},
+        "host": {"cpu": "A CPU", "cores": 2, "platform": "Linux"},
         "environment": {"JAX_PLATFORMS": "cpu"},
-        "choices": CHOICES,
-        "data": data,
-        "compile_seconds": {"grads0": 1.2},
-        "settings": {},
+        "choices": {"kernels": "plain: this is a CPU", "compiler_options": {}},
+        "data": BUILTIN,
         "steps": steps,
-        "tokens": tokens,
+        "tokens": metrics[-1]["tokens"],
         "train_time_ms": metrics[-1]["train_time_ms"],
         "val_loss": metrics[-1]["val_loss"],
-        "dropped_ngrams": 1,
         "target": config["target"],
         "resumed": False,
         "finished": True,
     } | changes
-    lines.append(f"checkpoint:{steps} held the loop for 5.1ms, 38.8 MB written in 0.17s")
-    lines += ["n-grams that found no room: 1", "peak memory allocated: 1 MiB"]
+    run_dir = folder / run_id
+    run_dir.mkdir(parents=True)
     log = f"{source}\n{RULE}\n{head(facts)}\nconfig: {json.dumps(facts['config'])}\n{RULE}\n"
+    lines += [f"checkpoint:{steps} held the loop for 5.1ms", "peak memory allocated: 1 MiB"]
     (run_dir / "log.txt").write_text(log + "\n".join(lines) + "\n")
-    write_metrics(run_dir, metrics)
-    write_json(run_dir / "run.json", facts)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    (run_dir / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
     return run_dir
 
 
-def write_json(path: Path, value):
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
 def head(facts: dict) -> str:
-    devices = facts["devices"]
-    about = "\n".join(f"{k} {v}" for k, v in facts["versions"].items())
-    about += f"\n{devices['count']} x {devices['kind']} ({devices['platform']})"
-    about += f"\n{facts['host']['platform']}"
-    about += f"\ncommand: {facts['command']}"
-    for name in ("host", "environment", "choices", "data"):
-        about += f"\n{name}: {json.dumps(facts[name])}"
-    return about
-
-
-def write_metrics(run_dir: Path, rows: list[dict]):
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """What a log says before the steps, and again where a run was resumed."""
+    about = [f"{name} {version}" for name, version in facts["versions"].items()]
+    about += ["{count} x {kind} ({platform})".format(**facts["devices"])]
+    about += [facts["host"]["platform"], f"command: {facts['command']}"]
+    names = "host", "environment", "choices", "data"
+    return "\n".join(about + [f"{name}: {json.dumps(facts[name])}" for name in names])
