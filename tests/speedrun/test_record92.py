@@ -29,13 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, fitting, lay, mesh_of, quick_compilation, spread, strip_padding
+from programs import QUICK, lay, mesh_of, quick_compilation, strip_padding
 
 import train_gpt as T
 
 GOLDEN = ROOT / "tests/golden/record92"
 RECORD = replace(T.Config(), ngram_ids="raw")
-STEPS = range(RECORD.steps)
 
 
 @functools.cache
@@ -420,6 +419,44 @@ def test_gradient_of_every_parameter(name):
 # ------------------------------------------------------------------------------------------------
 
 
+def spread(cfg: T.Config, grads: dict, mesh) -> dict:
+    """Gradients as a `grads` program leaves them: every device has some rows of the sum.
+
+    Of banks, its share of the sum. Of the n-gram table every row that has a gradient was
+    read by two devices, of which each has half of it.
+    """
+
+    def one(name, x):
+        row = T.param_table(cfg)[name]
+        shape = T.padded_shape(x.shape, row, mesh.size)
+        if row.optimizer == "rows":
+            return requests(cfg, x, shape[0] // mesh.size, mesh)
+        if row.optimizer == "anvil":
+            return lay(cfg, {name: x}, mesh)[name]
+        parts = np.zeros((mesh.size, *shape), x.dtype)
+        for i in range(mesh.size):
+            parts[i, i : len(x) : mesh.size] = x[i :: mesh.size]
+        return T.put(parts.reshape(-1, *shape[1:]), mesh, jax.P(T.AXIS))
+
+    return {name: one(name, np.asarray(x)) for name, x in grads.items()}
+
+
+def requests(cfg: T.Config, grad, share: int, mesh):
+    """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
+    n, size = mesh.size, T.capacity(cfg.most_tokens, mesh.size)
+    wanted = np.full((n, n, size), share, np.int32)
+    parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
+    read = np.flatnonzero(np.any(grad, axis=1))
+    for owner in range(n):
+        own = read[read // share == owner]
+        for device in range(n):
+            mine = own[(own - device) % n < 2] if n > 1 else own
+            wanted[owner, device, : len(mine)] = mine % share
+            parts[owner, device, : len(mine)] = grad[mine] / min(n, 2)
+    arrays = wanted.reshape(n * n, size), parts.reshape(n * n, size, -1)
+    return tuple(T.put(x, mesh, jax.P(T.AXIS)) for x in arrays)
+
+
 @functools.cache
 def program(cfg: T.Config, devices: int, name: str):
     """A compiled program. The gradients' one tells the weighted loss in place of the plain one."""
@@ -482,7 +519,6 @@ class Training:
             missing = T.updates(self.cfg)[name] - len(next(iter(due.values())))
             for n, found in due.items():  # a scenario may begin in the middle: zeros before it
                 due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
-            due = fitting(T.programs(self.cfg, self.mesh, T.PLAIN)[name], due)
             step_of = program(self.cfg, self.devices, name)
             self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed
@@ -730,53 +766,52 @@ def sha256(x) -> str:
 
 def test_schedule_of_every_step():
     """All 1,194 steps; equal to float32 rounding (the original computes in Python floats too)."""
-    golden, cfg = arrays("schedule"), RECORD
+    golden, cfg, table = arrays("schedule"), RECORD, T.schedule(RECORD)
     assert cfg.total_tokens == golden["total_tokens"] == 328_663_040
     assert cfg.attention_cap == golden["virtual_cap"]
-    assert golden["untie_step"] == max(s for s in STEPS if T.schedule(cfg).tied[s])
-    assert golden["event_steps"].sum() == (T.schedule(cfg).tables > 0).sum() == 382
-    scales = [T.yarn(cfg)[i][1] for i in range(len(cfg.stages))]
+    assert golden["untie_step"] == np.flatnonzero(table.tied)[-1]
+    assert np.count_nonzero(table.tables) == 382
+    yarn = T.yarn(cfg)
     for i, (first, end) in enumerate(golden["boundaries"].tolist()):
         assert (first, end) == cfg.boundaries[i : i + 2]
-        for freqs, name in zip(T.yarn(cfg)[i][0], ("yarn_narrow", "yarn_wide"), strict=True):
+        for freqs, name in zip(yarn[i][0], ("yarn_narrow", "yarn_wide"), strict=True):
             want = golden[name][i]
             found = np.pad(np.repeat(freqs, 2), (0, len(want) - 2 * len(freqs)))
             np.testing.assert_allclose(found, want, rtol=0, atol=3e-7)
     np.testing.assert_array_equal(golden["final_eval"][:2], cfg.val_windows)
-    np.testing.assert_allclose(golden["final_eval"][2:], scales[-1], rtol=3e-7)
-    table = T.param_table(cfg)
-    for step in STEPS:
-        stage, hyper = T.stage_at(cfg, step), T.hyper_at(cfg, step)
-        exact = {
-            "stage": T.schedule(cfg).stage[step],
-            "batch_tokens": stage.batch_tokens,
-            "window_short": stage.windows[0],
-            "window_long": stage.windows[1],
-            "doc_cap": stage.doc_cap,
-            "adam_steps": T.schedule(cfg).adam[step],
-            "event_steps": T.schedule(cfg).tables[step] > 0,
-            "tied_during_update": T.schedule(cfg).tied[step],
-            "mtp_count": len(stage.weights),
-            "candidates": T.schedule(cfg).candidates[step],
-        }
-        for name, value in exact.items():
-            assert golden[name][step] == value, (name, step)
-        planes = T.adam_rates(cfg, table["value_tables"], hyper)
-        ngrams = T.adam_rates(cfg, table["ngram_table"], hyper)
-        rounded = {
-            "lr_factor": hyper.lr,
-            "momentum": hyper.momentum,
-            "fast_beta": hyper.fast_beta,
-            "fast_weight": hyper.fast_weight,
-            "scale_narrow": hyper.scales[0],
-            "scale_wide": hyper.scales[1],
-            "mtp_weights": hyper.weights,
-            "prefix_weight": hyper.prefix,
-            "value_beta1": planes.betas[0],
-            "value_beta2": planes.betas[1],
-            "value_wd_mul": planes.decay / cfg.decay_adam,
-            "ngram_beta2": ngrams.betas[1],
-            "ngram_wd_mul": ngrams.decay / cfg.decay_adam,
-        }
-        for name, value in rounded.items():
-            np.testing.assert_allclose(value, golden[name][step], rtol=3e-7, err_msg=name)
+    np.testing.assert_allclose(golden["final_eval"][2:], yarn[-1][1], rtol=3e-7)
+    stages = [cfg.stages[i] for i in table.stage]
+    exact = {
+        "stage": table.stage,
+        "batch_tokens": [stage.batch_tokens for stage in stages],
+        "window_short": [stage.windows[0] for stage in stages],
+        "window_long": [stage.windows[1] for stage in stages],
+        "doc_cap": [stage.doc_cap for stage in stages],
+        "adam_steps": table.adam,
+        "event_steps": table.tables > 0,
+        "tied_during_update": table.tied,
+        "mtp_count": [len(stage.weights) for stage in stages],
+        "candidates": table.candidates,
+    }
+    for name, column in exact.items():
+        np.testing.assert_array_equal(golden[name], column, err_msg=name)
+    hyper, parameters = T.Hyper(*map(np.float32, table.hyper)), T.param_table(cfg)
+    values = T.adam_rates(cfg, parameters["value_tables"], hyper)
+    ngrams = T.adam_rates(cfg, parameters["ngram_table"], hyper)
+    rounded = {
+        "lr_factor": hyper.lr,
+        "momentum": hyper.momentum,
+        "fast_beta": hyper.fast_beta,
+        "fast_weight": hyper.fast_weight,
+        "scale_narrow": hyper.scales[:, 0],
+        "scale_wide": hyper.scales[:, 1],
+        "mtp_weights": hyper.weights,
+        "prefix_weight": hyper.prefix,
+        "value_beta1": values.betas[0],
+        "value_beta2": values.betas[1],
+        "value_wd_mul": values.decay / cfg.decay_adam,
+        "ngram_beta2": ngrams.betas[1],
+        "ngram_wd_mul": ngrams.decay / cfg.decay_adam,
+    }
+    for name, column in rounded.items():
+        np.testing.assert_allclose(column, golden[name], rtol=3e-7, err_msg=name)
