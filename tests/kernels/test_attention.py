@@ -302,6 +302,9 @@ def test_layers_of_the_record_can_be_lowered(kind):
     shapes = layer_shapes(heads, 1, 49_152, parts, jnp.bfloat16)
     text = lowered(layer_with_gradients(T.attend_window, heads), *shapes)
     assert text.count("tpu_custom_call") == 2
+    arrays, _, *rest = shapes
+    text = lowered(layer(T.attend_window, heads), arrays, *rest)  # as validation has it
+    assert text.count("tpu_custom_call") == 1
     attend = functools.partial(T.attend_heads, T.attend_triton)
     text = lowered(layer_with_gradients(attend, heads), *shapes, platform="cuda")
     assert text.count("xla.gpu.triton") == 3
