@@ -98,10 +98,6 @@ def check(got, arrays, window: int, atol: float):
         np.testing.assert_allclose(x / size, y / size, atol=atol, err_msg=name)
 
 
-# ------------------------------------------------------------------------------------------------
-# attend_plain: rows are cut into blocks of the smallest divisor that holds the window
-# ------------------------------------------------------------------------------------------------
-
 plain = jit(with_gradients(T.attend_plain), static_argnums=5)
 
 
@@ -144,11 +140,6 @@ def test_plain_keeps_16_bits_outside_and_32_inside():
     want, _ = reference(q, k, v, out_grad, segments, 6, 3.0)
     # probabilities and output are rounded to 8 bits, 2^-9 each; scores must not be: they reach 30
     np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=0.02)
-
-
-# ------------------------------------------------------------------------------------------------
-# attend_triton: tiles of up to 128 tokens; alone, and under attend_heads
-# ------------------------------------------------------------------------------------------------
 
 
 def triton(*args):
@@ -231,10 +222,6 @@ def test_triton_computes_a_layer_forward_and_backward(t, heads, parts):
     assert_same_layer(triton_heads, heads, parts, layer_inputs(heads, t, parts, np.float32))
 
 
-# ------------------------------------------------------------------------------------------------
-# attend_window: a layer in one TPU kernel, against attend_heads with attend_plain
-# ------------------------------------------------------------------------------------------------
-
 window_heads = functools.partial(T.attend_window, interpret=True)
 
 LAYERS = [  # (row, heads, parts); a block is gcd(row, 256) tokens
@@ -289,11 +276,6 @@ def test_plan_takes_every_visible_pair_of_blocks_and_no_other():
                 keys, queries = plan.part(j)
                 assert not np.delete(seen, np.r_[keys], 0).any()
                 assert not np.delete(seen, np.r_[queries], 1).any()
-
-
-# ------------------------------------------------------------------------------------------------
-# Hardware that is not here
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -49,11 +49,6 @@ CFG = small_config(
 )
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention: by itself, and as whole layers
-# ------------------------------------------------------------------------------------------------
-
-
 def attention_inputs(t: int, n: int = 6, h: int = 128, v: int = 128):
     """q, k (normed) [1, t, n, h], v and an output gradient [1, t, n, v] in bfloat16, and documents
     of 700 tokens."""
@@ -123,11 +118,6 @@ def test_layers_of_the_record_are_the_reference(kind):
         assert distance(x, want[name]) < 0.015, name
 
 
-# ------------------------------------------------------------------------------------------------
-# The loss, tables
-# ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [0, 14_336])
 def test_the_loss_with_its_own_gradient_is_the_plain_one(count):
     """On a GPU it has a form of its own, with rounded logits; in chunks of the record's width, over
@@ -171,11 +161,6 @@ def test_gradients_of_tables_are_the_reference(shape, rows, tables):
         np.add.at(want, ids + n * rows, np.asarray(part, np.float64))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=5e-3)
-
-
-# ------------------------------------------------------------------------------------------------
-# Runs
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

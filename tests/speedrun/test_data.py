@@ -21,10 +21,6 @@ def texts(*lengths) -> np.ndarray:
     return np.concatenate([np.r_[BOS, np.arange(1, n) % BOS] for n in lengths]).astype(np.uint16)
 
 
-# ------------------------------------------------------------------------------------------------
-# Shards and streams
-# ------------------------------------------------------------------------------------------------
-
 DAMAGES = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
@@ -75,11 +71,6 @@ def test_a_folder_without_shards_is_named_with_the_fix(tmp_path):
     with pytest.raises(T.UserError, match=r"no val shards .*cached_fineweb10B") as error:
         T.TokenStream(tmp_path, "val", BOS)
     assert str(tmp_path) in str(error.value)
-
-
-# ------------------------------------------------------------------------------------------------
-# Rows
-# ------------------------------------------------------------------------------------------------
 
 
 def test_plain_rows_leave_no_token_out_and_share_one_with_the_neighbour(tmp_path):
@@ -169,11 +160,6 @@ def test_packed_rows_by_hand(tmp_path):
     stream = stream_of(tmp_path / "b", texts(8, 8, 8), np.ones(50, np.uint16), texts(8, 8))
     assert T.plan_packed(stream, 0, packed(2, 7, 8)) == ([(0, 0, 8), (1, 8, 16)], 16)
     assert T.plan_packed(stream, 16, packed(2, 7, 8)) == ([(0, 74, 82), (1, 82, 90)], 90)
-
-
-# ------------------------------------------------------------------------------------------------
-# Batches
-# ------------------------------------------------------------------------------------------------
 
 
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another
@@ -292,11 +278,6 @@ def test_a_run_goes_on_with_another_number_of_rows():
     assert back.offsets == tuple((5 + CFG.vocab * r // 8) % CFG.vocab for r in range(8))
 
 
-# ------------------------------------------------------------------------------------------------
-# N-grams
-# ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows", [4, 522, 65_536])
 def test_every_row_of_the_ngram_table_has_a_place_of_its_own(rows):
     places = T.table_rows(np.arange(rows), rows)
@@ -353,11 +334,6 @@ def test_room_is_for_different_ngrams_and_five_deviations(tokens, devices):
     assert room <= 2 * each
 
 
-# ------------------------------------------------------------------------------------------------
-# Candidates and vocabulary
-# ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [5, 20, 104])
 def test_candidates_are_the_targets_and_the_next_ids_of_the_walk(count):
     assert all(math.gcd(T.STRIDE, cfg.vocab) == 1 for cfg in T.PRESETS.values())  # meets every id
@@ -396,11 +372,6 @@ def test_prefixes_and_normal_forms_by_hand():
     raw, known = (T.vocabulary(small_config(ngram_ids=x), WORDS) for x in ("raw", "normalised"))
     np.testing.assert_array_equal(raw.hashed_v, np.arange(104))
     np.testing.assert_array_equal(raw.prefix_v, known.prefix_v)
-
-
-# ------------------------------------------------------------------------------------------------
-# Prefetch
-# ------------------------------------------------------------------------------------------------
 
 
 def always() -> threading.Event:

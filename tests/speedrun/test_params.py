@@ -17,11 +17,6 @@ TABLES = {"head", "embed", "value_tables", "ngram_table"}
 BANKS = {"qk_bank", "vo_bank", "mlp_bank"}
 
 
-# ------------------------------------------------------------------------------------------------
-# Sizes
-# ------------------------------------------------------------------------------------------------
-
-
 def test_numbers_and_flops_of_the_record_by_hand():
     """A token costs 6 for every weight of a matmul that is used: of half-wide q and k in five
     layers, of whole ones in two, of half-wide v and o in two and whole ones in five, of eleven
@@ -96,10 +91,6 @@ def test_rates_and_decays_of_the_config_reach_every_parameter():
         assert other[name].decay == pytest.approx(3 * row.decay, rel=1e-12), name
 
 
-# ------------------------------------------------------------------------------------------------
-# The state on the devices
-# ------------------------------------------------------------------------------------------------
-
 # Large enough to measure a standard deviation; eight devices share none of the tables and not all
 # of the banks equally.
 WIDE = small_config(width=128, mlp_width=256, vocab=1021, ngram_rows=1022)
@@ -168,10 +159,6 @@ def test_the_record_on_eight_devices_has_whole_matrices():
         assert leaf.shape == (rows, *table[name].shape[1:]), name
         assert leaf.sharding.spec == (P("data") if name in TABLES | BANKS else P()), name
 
-
-# ------------------------------------------------------------------------------------------------
-# Starts
-# ------------------------------------------------------------------------------------------------
 
 UNIFORM = {"qk_bank": 0.5, "vo_bank": 0.5, "mlp_bank": 0.5}  # std times the root of the width
 UNIFORM |= dict.fromkeys(("mudd_w1", "gate_w1"), 1 / math.sqrt(3))

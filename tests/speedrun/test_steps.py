@@ -70,10 +70,6 @@ def distance(got, want) -> float:
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-# ------------------------------------------------------------------------------------------------
-# Gradients
-# ------------------------------------------------------------------------------------------------
-
 # On 8 devices with one row of 32 tokens at a time: four micro-batches for each step, the logits of
 # each in two chunks, layers computed again on the way back. Three value tables lie in one array of
 # 306 rows, which eight devices pad to 312: these must not be taken for tables of 104 rows.
@@ -194,10 +190,6 @@ def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows
         np.testing.assert_array_equal(x, y.reshape(rows // want, want, *y.shape[1:]))
 
 
-# ------------------------------------------------------------------------------------------------
-# What crosses the network, and in which types
-# ------------------------------------------------------------------------------------------------
-
 SHORT = replace(CFG, compute_dtype="bfloat16")  # two devices take its rows in two micro-batches
 SENDS = "all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"
 
@@ -309,11 +301,6 @@ def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take(rows, wid
         np.testing.assert_array_equal(*quick(both, x))
 
 
-# ------------------------------------------------------------------------------------------------
-# State and copies
-# ------------------------------------------------------------------------------------------------
-
-
 def test_first_copies_are_the_state_cut_or_whole_on_every_device():
     """With signs of a seed, as many of either kind."""
     params = random_state(CFG)["params"]
@@ -385,11 +372,6 @@ def test_an_update_rounds_its_copies_to_bfloat16():
     assert np.mean(moved & hidden) > 0.5
 
 
-# ------------------------------------------------------------------------------------------------
-# Programs
-# ------------------------------------------------------------------------------------------------
-
-
 def test_programs_of_the_record_on_eight_devices():
     """Shapes of all that goes in, and where it lies, without a device that could hold it."""
     cfg, mesh = T.Config(), mesh_of(8)
@@ -424,11 +406,6 @@ def test_a_run_takes_the_first_devices_or_says_how_many_there_are(devices, want)
     assert mesh.axis_names == (T.AXIS,) and mesh.devices.tolist() == jax.devices()[:want]
     with pytest.raises(T.UserError, match="devices=16, but there are 8: use a smaller number or 0"):
         T.make_mesh(small_config(devices=16))
-
-
-# ------------------------------------------------------------------------------------------------
-# Validation
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
