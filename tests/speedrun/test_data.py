@@ -323,17 +323,6 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     assert np.all(found[~fits] == 0) and np.sum(~fits) == T.dropped_ngrams(places) > 1000
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("tokens", [8, 4096, 393_216])
-def test_room_is_for_different_ngrams_and_five_deviations(tokens, devices):
-    """But not for more than there can be."""
-    each = tokens // devices
-    mean = 2 * each * min(1, (1300 / each) ** 0.06) / devices
-    room, need = T.capacity(tokens, devices), mean + 5 * math.sqrt(mean)
-    assert room == 2 * each or need <= room < need + 8 and room % 8 == 0
-    assert room <= 2 * each
-
-
 @pytest.mark.parametrize("count", [5, 20, 104])
 def test_candidates_are_the_targets_and_the_next_ids_of_the_walk(count):
     assert all(math.gcd(T.STRIDE, cfg.vocab) == 1 for cfg in T.PRESETS.values())  # meets every id

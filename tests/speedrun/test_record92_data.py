@@ -21,24 +21,16 @@ import train_gpt as T
 GOLDEN = ROOT / "tests/golden/record92"
 META = json.loads((GOLDEN / "data.json").read_text())
 RECORD = replace(T.PRESETS["speedrun"], ngram_ids="raw", ngram_rows=META["ngram_rows"])
-# One stage for each step of the plan.
-CFG = replace(
-    RECORD,
-    steps=len(META["plan"]),
-    extension=0,
-    stages=tuple(
-        T.Stage(
-            1 / len(META["plan"]),
-            step["global_tokens"],
-            step["row_tokens"],
-            step["doc_cap"],
-            (1, 1),
-            candidates=(step["candidates"],),
-        )
-        for step in META["plan"]
-    ),
-)
-STEPS = range(CFG.steps)
+STEPS = range(len(META["plan"]))
+
+
+def stage_of(step: dict) -> T.Stage:
+    """The stage of one step of the plan."""
+    sizes = (step[name] for name in ("global_tokens", "row_tokens", "doc_cap"))
+    return T.Stage(1 / len(STEPS), *sizes, (1, 1), candidates=(step["candidates"],))
+
+
+CFG = replace(RECORD, steps=len(STEPS), extension=0, stages=tuple(map(stage_of, META["plan"])))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,9 +180,8 @@ def test_candidates(golden, batches, step):
         np.testing.assert_array_equal(aims.prefixes, golden.known.prefix_v[tokens[:, 1:]])
         assert place.offsets == after.offsets
         return
-    assert (
-        list(place.offsets) == about["walk_before"] and list(after.offsets) == about["walk_after"]
-    )
+    assert list(place.offsets) == about["walk_before"]
+    assert list(after.offsets) == about["walk_after"]
     assert [sha256(x) for x in aims.candidates] == about["sha256_of_candidates_int32"]
     assert sha256(aims.targets) == about["sha256_of_target_pos_int32"]
     assert [len(np.unique(row[1:])) for row in tokens] == about["distinct_targets"]

@@ -175,19 +175,12 @@ def test_padding_is_never_read(shards):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize(
-    ("micro_tokens", "rows", "want"),
-    [(64, 8, 2), (63, 8, 1), (10_000, 8, 8), (160, 6, 3), (16, 8, 1)],
-)
-def test_micro_batches_have_the_most_rows_that_divide_and_fit(micro_tokens, rows, want):
-    """Five of six rows would fit, but do not divide them; a row is never cut."""
-    tokens = np.arange(rows * 33, dtype=np.uint16).reshape(rows, -1)
-    places = np.arange(rows * 2 * 32).reshape(rows, 2, -1)
-    aims = T.Aims(np.empty((rows, 0)), tokens[:, 1:], tokens[:, 1:])
-    batch = T.Rows(tokens, tokens[:, :-1], places, aims)
-    got = T.micro_batches(small_config(micro_tokens=micro_tokens), batch)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(batch), strict=True):
-        np.testing.assert_array_equal(x, y.reshape(rows // want, want, *y.shape[1:]))
+def test_micro_batches_have_the_most_rows_that_divide_and_fit():
+    """Five of six rows would fit into 160 tokens, but do not divide them; a row is never cut."""
+    for tokens, rows, want in ((64, 8, 2), (63, 8, 1), (999, 8, 8), (160, 6, 3), (16, 8, 1)):
+        batch = T.Rows(np.arange(rows * 33).reshape(rows, 33), None, None, None)
+        got = T.micro_batches(small_config(micro_tokens=tokens), batch).tokens
+        np.testing.assert_array_equal(got, batch.tokens.reshape(rows // want, want, 33))
 
 
 SHORT = replace(CFG, compute_dtype="bfloat16")  # two devices take its rows in two micro-batches
@@ -301,20 +294,6 @@ def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take(rows, wid
         np.testing.assert_array_equal(*quick(both, x))
 
 
-def test_first_copies_are_the_state_cut_or_whole_on_every_device():
-    """With signs of a seed, as many of either kind."""
-    params = random_state(CFG)["params"]
-    copies, _ = model_on(CFG, params, mesh_of(8))
-    whole = {name for name, copy in copies.items() if copy.sharding.is_fully_replicated}
-    assert whole == copies.keys() - BANKS and len(BANKS) == 3
-    signs = np.asarray(copies.pop("signs"))
-    del params["ngram_table"]
-    jax.tree.map(np.testing.assert_array_equal, strip_padding(CFG, copies), params)
-    assert signs.dtype == np.int8 and signs.shape == (64, 32) and abs(signs.mean()) < 0.1
-    assert set(signs.reshape(-1).tolist()) == {-1, 1}
-    assert np.any(signs != T.sign_pool(CFG, 1))
-
-
 @pytest.fixture(scope="module")
 def gradients(shards):
     """Those of a batch on 8 devices."""
@@ -379,25 +358,19 @@ def test_programs_of_the_record_on_eight_devices():
     updates = "anvil", "adam_tied", "adam", "tables2", "tables4"
     assert list(found) == [*grads, *updates, "finish", "eval"]
     shapes = [(16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576)]
-    shapes += [(40_960, 0), (16_384, 0)]
-    shapes = dict(zip(grads, shapes, strict=True)) | {"eval": (262_144, 0)}
-    for name, (t, candidates) in shapes.items():
+    shapes += [(40_960, 0), (16_384, 0), (262_144, 0)]
+    for name, (t, candidates) in zip((*grads, "eval"), shapes, strict=True):
         copies, table, (rows, wanted, hyper) = found[name].args
         assert (rows.tokens.shape, rows.tokens.dtype) == ((8, t + 1), np.uint16)
         assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t)]
         assert rows.slots.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(8 * t, 8))
-        assert (table.shape, table.dtype) == ((42_301_440, 768), cfg.dtype)
         assert {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))} == {P(T.AXIS)}
         assert copies["qk_bank"].shape == (48, 256, 768) and copies["qk_bank"].dtype == cfg.dtype
         assert {x.sharding.spec for x in jax.tree.leaves(hyper)} == {P()}
     for name, steps in T.updates(cfg).items():
         state, due, _ = found[name].args
-        assert jax.tree.all(jax.tree.map(lambda x, y: x == y, state, T.abstract_state(cfg, mesh)))
+        assert state == T.abstract_state(cfg, mesh) and found[name].donates == (0,)
         assert list(due) == T.updated(cfg, name) and {len(x) for x in due.values()} == {steps}
-        assert found[name].donates == (0,)
-    for ids, rows in found["tables4"].args[1]["ngram_table"]:
-        room = T.capacity(393_216, 8)  # the largest stage's
-        assert (ids.shape, rows.shape, rows.dtype) == ((64, room), (64, room, 768), cfg.dtype)
 
 
 @pytest.mark.parametrize(("devices", "want"), [(0, 8), (1, 1), (4, 4)])
