@@ -170,12 +170,11 @@ def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
     return found
 
 
-def check(what: str, got, want, limit: float, scale: float | None = None):
+def check(what: str, got, want, limit: float):
     """Fails if `got` is further from `want` than `limit` times the largest magnitude."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, what
-    scale = scale or max(np.abs(want).max(initial=0), 1e-30)
-    error = np.abs(got - want).max() / scale
+    error = np.abs(got - want).max() / max(np.abs(want).max(initial=0), 1e-30)
     assert error <= limit, f"{what}: off by {error:.2e} of its largest value, limit {limit:.0e}"
 
 
@@ -274,38 +273,33 @@ def outcome(name: str):
     """(weighted sum of losses, what was seen on the way, gradients or None) of a case."""
     c = case_parts(name)
     cfg, hyper = c.cfg, c.hyper
-    tokens, inputs = jnp.asarray(c.tokens[None]), jnp.asarray(c.tokens[None, :-1])
-    aims = T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
+    inputs, aims = jnp.asarray(c.tokens[None, :-1]), T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
     weights, prefix = jnp.asarray(c.mtp or [1.0], jnp.float32), c.prefix_weight or None
     places = T.table_rows(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows)
-    places = places.swapaxes(0, 1)
+    validates = c.mode == "eval"
 
     def loss(params):
         seen = {}
         with pytest.MonkeyPatch.context() as patch:
             kernels = watch(patch, seen)
             tables = params | {"ngrams": params["ngram_table"]}
-            rows = T.look_up(cfg, tables, inputs, places)
+            rows = T.look_up(cfg, tables, inputs, places.swapaxes(0, 1))
             rows["ngram"] = T.signed_sum(cfg, c.signs, rows["ngrams"], inputs)
             seen["big"] = [rows["ngram"]]
-            if c.mode == "eval":
-                segments = T.segment_ids(inputs, cfg.bos)
-                every = aims._replace(targets=tokens[:, 1:].astype(jnp.int32))
-                model = T.Model(params, cfg, kernels, cfg.val_windows, segments, hyper)
-                x = T.forward(model, rows)
-                return T.loss_sums(model, x, params["head"], every, jnp.ones(1))[1], seen
-            segments = T.segment_ids(inputs, cfg.bos, cfg.attention_cap)
+            segments = T.segment_ids(inputs, cfg.bos, 0 if validates else cfg.attention_cap)
             model = T.Model(params, cfg, kernels, tuple(c.windows), segments, hyper)
             head = params["head"]
             if aims.candidates.size:
                 head = T.candidate_head(head, aims.candidates)
-            x = T.forward(model, rows)
-            return T.loss_sums(model, x, head, aims, weights, prefix)[0], seen
+            weighted, plain = T.loss_sums(
+                model, T.forward(model, rows), head, aims, weights, prefix
+            )
+            return plain if validates else weighted, seen
 
     # Full width is worth the optimizations: it computes for longer than it compiles.
     jit = functools.partial(jax.jit, compiler_options=None if c.config == "full" else QUICK)
     params = {name: jnp.asarray(x) for name, x in ours(cfg, parameters(c)).items()}
-    if c.mode == "eval":
+    if validates:
         return *jit(loss)(params), None
     (total, seen), grads = jit(jax.value_and_grad(loss, has_aux=True))(params)
     return total, seen, grads

@@ -18,29 +18,20 @@ def staged(steps: int, *shares: float, **changes) -> T.Config:
     return small_config(**{"steps": steps, "extension": 0, "stages": stages, **changes})
 
 
-def updates_in(steps, period: int) -> list[int]:
-    """The last step of every group of `period`."""
-    return [step for step in range(steps) if (step + 1) % period == 0]
-
-
 @pytest.mark.parametrize("preset", T.PRESETS)
 def test_every_gradient_of_a_preset_goes_into_one_update(preset):
     """Which takes those of as many steps as its program is made for. Stages hold all tokens."""
     cfg = T.PRESETS[preset]
-    table = T.schedule(cfg)
-    lengths = np.diff(cfg.boundaries)
+    table, lengths = T.schedule(cfg), np.diff(cfg.boundaries)
     assert lengths.min() > 0 and lengths.sum() == cfg.steps and len(lengths) == len(cfg.stages)
     tokens = sum(n * stage.batch_tokens for n, stage in zip(lengths, cfg.stages, strict=True))
-    assert cfg.tokens_after(10**9) == cfg.total_tokens == tokens
-    assert cfg.tokens_after(1) == cfg.stages[0].batch_tokens
+    assert cfg.total_tokens == tokens and cfg.tokens_after(1) == cfg.stages[0].batch_tokens
     takes, kinds = T.updates(cfg), T.grads_kinds(cfg)
     last = dict.fromkeys(T.param_table(cfg), -1)  # the step of each parameter's last update
     for step in range(cfg.steps):
         grads, *updates = table.programs(step)
-        assert kinds[int(grads.removeprefix("grads"))] == (
-            table.stage[step],
-            table.candidates[step],
-        )
+        now = table.stage[step], table.candidates[step]
+        assert kinds[int(grads.removeprefix("grads"))] == now
         for update in updates:
             for name in T.updated(cfg, update):
                 assert step - last[name] == takes[update]
@@ -48,36 +39,31 @@ def test_every_gradient_of_a_preset_goes_into_one_update(preset):
     assert cfg.steps - 1 - min(last.values()) < max(cfg.event_every)
 
 
-@pytest.mark.parametrize(
-    "steps, shares, extension, boundaries",
-    [
-        (5, (0.5, 0.5), 0, (0, 2, 5)),  # halves go to the even number
-        (7, (0.5, 0.5), 0, (0, 4, 7)),
-        (10, (0.1, 0.2, 0.7), 0, (0, 1, 3, 10)),  # 0.1 + 0.2 is a little above 0.3
-        (10, (0.5, 0.5, 0.0), 4, (0, 3, 6, 10)),
-    ],
-)
-def test_shares_of_the_schedule_become_whole_steps(steps, shares, extension, boundaries):
-    cfg = staged(steps, *shares, extension=extension)
-    assert cfg.boundaries == boundaries
-    numbers = [T.stage_at(cfg, step).windows[0] - 1 for step in range(steps)]
-    assert numbers == np.repeat(np.arange(len(shares)), np.diff(boundaries)).tolist()
-    assert numbers == T.schedule(cfg).stage.tolist()
+def test_shares_of_the_schedule_become_whole_steps():
+    """Halves go to the even number; 0.1 + 0.2 is a little above 0.3."""
+    for shares, extension, boundaries in (
+        ((0.5, 0.5), 0, (0, 2, 5)),
+        ((0.5, 0.5), 0, (0, 4, 7)),
+        ((0.1, 0.2, 0.7), 0, (0, 1, 3, 10)),
+        ((0.5, 0.5, 0.0), 4, (0, 3, 6, 10)),
+    ):
+        cfg = staged(boundaries[-1], *shares, extension=extension)
+        assert cfg.boundaries == boundaries
+        numbers = [T.stage_at(cfg, step).windows[0] - 1 for step in range(cfg.steps)]
+        assert numbers == np.repeat(np.arange(len(shares)), np.diff(boundaries)).tolist()
+        assert numbers == T.schedule(cfg).stage.tolist()
 
 
-@pytest.mark.parametrize(
-    "changes, step, scale",
-    [
+def test_lr_falls_over_the_cooldown_to_the_floor():
+    for changes, step, scale in (
         ({"cooldown": 0.0}, 1106, 1.73),
         ({"cooldown": 0.0}, 1174, 0.3),
         ({"cooldown": 1.0, "lr_floor": 0.0}, 587, 1.52 / 2),
         ({"cooldown": 1.0, "lr_floor": 0.0}, 1174, 0.0),
         ({"lr_floor": 1.0}, 1193, 1.0),
-    ],
-)
-def test_lr_falls_over_the_cooldown_to_the_floor(changes, step, scale):
-    lr = T.schedule(replace(RECORD, **changes)).hyper.lr
-    assert lr[step] == pytest.approx(scale, rel=1e-12)
+    ):
+        lr = T.schedule(replace(RECORD, **changes)).hyper.lr
+        assert lr[step] == pytest.approx(scale, rel=1e-12)
     without_extension = T.schedule(staged(10, 1.0, cooldown=0.5)).hyper.lr
     want = [1.0, 1.0, 0.2 + 0.8 * 0.3]  # the floor itself would be reached at step 10
     assert without_extension[[0, 5, 9]] == pytest.approx(want, rel=1e-12)
@@ -115,7 +101,7 @@ def test_updates_take_the_last_step_of_every_group(every, change, updates):
     before, and one."""
     table = T.schedule(replace(RECORD, event_every=every, event_change=change, adam_every=every[0]))
     assert table.tables[:12].tolist() == [updates.get(step, 0) for step in range(12)]
-    adam = updates_in(12, every[0])
+    adam = [*range(every[0] - 1, 12, every[0])]
     assert np.flatnonzero(table.adam[:12]).tolist() == adam
     for step in range(12):
         assert table.hyper.adam_count[step] == 1 + sum(s < step for s in adam)
@@ -133,18 +119,19 @@ def test_head_and_embedding_part_after_an_adam_step():
         assert T.schedule(cfg).tied.tolist() == [always] * 12
 
 
-@pytest.mark.parametrize("period, saved", [(0, []), (1, [2, 4, 8]), (3, [4, 8]), (5, [8])])
-def test_a_checkpoint_comes_at_the_first_step_after_its_period_at_which_no_gradient_waits(
-    period, saved
-):
-    """Tables are updated after steps 1, 3, 7 of ten."""
-    cfg, last, found = small_config(), 0, []
-    for step in range(10):
-        waiting = step > 0 and not T.schedule(cfg).tables[step - 1]
-        if not waiting and T.is_due(period, last, step):
-            found.append(step)
-            last = step
-    assert found == saved
+def test_a_checkpoint_comes_at_the_first_step_after_its_period_at_which_no_gradient_waits():
+    """Tables are updated after steps 1, 3, 7 of ten. At the end there is one if it is small."""
+    tables = T.schedule(small_config()).tables
+    for period, saved in ((0, []), (1, [2, 4, 8]), (3, [4, 8]), (5, [8])):
+        found = [0]
+        for step in range(1, 10):
+            if tables[step - 1] and T.is_due(period, found[-1], step):
+                found.append(step)
+        assert found[1:] == saved
+    speedrun, tiny = (T.PRESETS[preset] for preset in ("speedrun", "tiny"))
+    assert T.keeps_end(tiny) and T.keeps_end(replace(speedrun, ngram_rows=1_000_000))  # 6.5 GB
+    assert not T.keeps_end(speedrun) and not T.keeps_end(replace(tiny, checkpoint_end="never"))
+    assert T.keeps_end(replace(speedrun, checkpoint_end="always"))
 
 
 def test_average_rates_by_hand():
@@ -192,10 +179,7 @@ def test_yarn_of_each_kind_of_heads_follows_its_own_windows(base, scale):
 def test_hyper_is_a_row_of_the_schedule_in_float32():
     """With the same shapes at every step, so that none recompiles a program."""
     cfg = small_config()
-    shapes = [()] * 7 + [(2, cfg.head_width // 4), (2,), (2,), (), (4,)]
     for step in range(cfg.steps):
-        hyper = T.hyper_at(cfg, step)
-        assert all(type(x) is np.ndarray and x.dtype == np.float32 for x in hyper)
-        assert [x.shape for x in hyper] == shapes
-        for x, column in zip(hyper, T.schedule(cfg).hyper, strict=True):
+        for x, column in zip(T.hyper_at(cfg, step), T.schedule(cfg).hyper, strict=True):
+            assert type(x) is np.ndarray and x.dtype == np.float32 and x.shape == column.shape[1:]
             np.testing.assert_array_equal(x, np.float32(column[step]))
