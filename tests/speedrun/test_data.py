@@ -9,8 +9,6 @@ import jax
 import numpy as np
 import pytest
 from conftest import BOS, documents, small_config, stream_of, write_shard
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from programs import CFG, mesh_of
 
 import train_gpt as T
@@ -182,31 +180,6 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("devices", [1, 4, 8])
-def test_batches_hold_the_same_on_any_number_of_devices(shards, eight, devices):
-    """But for what each asks the others for, which leads to the same rows of the n-gram table."""
-    mesh = mesh_of(devices)
-    for step, (batch, after) in enumerate(batches(CFG, shards, devices)):
-        stage = T.stage_at(CFG, step)
-        assert batch.rows.tokens.dtype == batch.rows.hashed.dtype == np.uint16
-        assert batch.rows.tokens.shape == (stage.rows, stage.row_tokens + 1)
-        for x in jax.tree.leaves((batch.rows, batch.requests)):
-            assert x.sharding == NamedSharding(mesh, P(T.AXIS))
-            assert x.addressable_shards[0].data.shape == (x.shape[0] // devices, *x.shape[1:])
-        for x, value in zip(batch.hyper, T.hyper_at(CFG, step), strict=True):
-            assert x.sharding == NamedSharding(mesh, P()) and x.dtype == np.float32
-            np.testing.assert_array_equal(x, value)
-        want, want_after = eight[step]
-        assert_same(batch.rows._replace(slots=0), want.rows._replace(slots=0))
-        assert after == want_after
-        ids = T.ngram_ids(np.asarray(batch.rows.hashed), CFG.ngram_rows).swapaxes(0, 1)
-        share = -(-CFG.ngram_rows // devices)
-        asked = np.asarray(batch.requests) + share * np.arange(devices)[:, None]
-        slots = np.split(np.asarray(batch.rows.slots), devices)
-        found = [rows[at] for rows, at in zip(asked.reshape(devices, -1), slots, strict=True)]
-        np.testing.assert_array_equal(np.concatenate(found), T.table_rows(ids, CFG.ngram_rows))
-
-
 def test_batches_follow_the_stages(shards, eight):
     """Plain rows from the start of the stream, then packed ones from where these ended; each row
     walks through the candidates by itself."""
@@ -323,32 +296,10 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     assert np.all(found[~fits] == 0) and np.sum(~fits) == T.dropped_ngrams(places) > 1000
 
 
-@pytest.mark.parametrize("count", [5, 20, 104])
-def test_candidates_are_the_targets_and_the_next_ids_of_the_walk(count):
-    assert all(math.gcd(T.STRIDE, cfg.vocab) == 1 for cfg in T.PRESETS.values())  # meets every id
-    targets, place = np.array([7, 3, 7, 99, 50, 3, 1]), 90
-    ids, after = T.candidates(targets, place, count, 104)
-    assert ids.tolist() == sorted(set(ids.tolist())) and len(ids) == count
-    others = [i for i in (np.arange(place, 208) * T.STRIDE % 104).tolist() if i not in targets]
-    assert set(ids) == {1, 3, 7, 50, 99, *others[: count - 5]}
-    drawn = min(104, int((count - 5) * 1.7) + 256) if count > 5 else 0
-    assert after == (place + drawn) % 104
+def test_a_row_with_too_many_targets_is_refused():
     with pytest.raises(T.UserError, match=r"5 different tokens, more than its 4 .*stages.N.cand"):
-        T.candidates(targets, place, 4, 104)
-
-
-def test_aims_are_places_among_the_candidates():
-    """Of a token without a prefix, or with one that is no candidate: -1."""
-    prefix_v = np.full(104, -1, np.int32)
-    prefix_v[[7, 99, 50]] = 3, 20, 1
-    row = np.array([5, 7, 3, 99, 50, 1], np.uint16)
-    aims, _ = T.aim(row, 0, 5, prefix_v)
-    assert aims.candidates.tolist() == [1, 3, 7, 50, 99]
-    assert (aims.targets.tolist(), aims.prefixes.tolist()) == ([2, 1, 4, 3, 0], [1, -1, -1, 0, -1])
-    aims, after = T.aim(row, 17, 0, prefix_v)  # all ids
-    assert (aims.candidates.shape, after) == ((0,), 17)
-    assert aims.targets.tolist() == [7, 3, 99, 50, 1]
-    assert aims.prefixes.tolist() == [3, -1, 20, 1, -1]
+        T.candidates(np.array([7, 3, 7, 99, 50, 1]), 0, 4, 104)
+    assert all(math.gcd(T.STRIDE, cfg.vocab) == 1 for cfg in T.PRESETS.values())  # meets every id
 
 
 def test_prefixes_and_normal_forms_by_hand():

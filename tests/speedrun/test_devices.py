@@ -3,12 +3,11 @@
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, documents, write_shard
+from conftest import ROOT
 from programs import CFG, mesh_of, programs_of, run_steps
 
 import train_gpt as T
@@ -80,28 +79,3 @@ def test_more_devices_than_rows_train_as_one_does_on_rows_as_short(shards, tmp_p
     subprocess.run([sys.executable, "-c", SCRIPT, str(shards), str(found)], check=True, cwd=ROOT)
     want = train(T.for_devices(CFG, 16), 1, shards)
     assert_same_training(pickle.loads(found.read_bytes()), want)
-
-
-@pytest.mark.slow
-def test_a_shrunken_twin_of_medium_trains(tmp_path):
-    """All of its layers and kinds of stages, by other numbers: so it is the same program."""
-    write_shard(tmp_path / "small_train_000001.bin", documents(1, 120_000))
-    write_shard(tmp_path / "small_val_000000.bin", documents(2, 2000))
-    medium, stages = T.PRESETS["medium"], []
-    for stage in medium.stages:
-        t = stage.row_tokens // 256
-        sizes = {"batch_tokens": stage.rows * t, "row_tokens": t, "doc_cap": t // 3}
-        sizes["candidates"] = tuple(72 if n else 0 for n in stage.candidates)
-        stages.append(replace(stage, **sizes, windows=(t // 4, t)))
-    same = "layers skip source adam_every event_every tied cooldown lr_floor".split()
-    twin = replace(
-        CFG,
-        **{name: getattr(medium, name) for name in same},
-        **{"width": 64, "heads": 8, "mlp_width": 240, "steps": 22, "extension": 2},
-        **{"stages": tuple(stages), "micro_tokens": 128, "val_every": 0, "attention_cap": 80},
-        **{"event_change": 8, "tail": 6, "tail_average": 5, "rails_step": 9},
-    )
-    assert len(T.grads_kinds(twin)) == len(twin.stages) == len(medium.stages)
-    losses, state = train(twin, 2, tmp_path)
-    assert np.isfinite(losses).all() and losses[-1] < np.log(twin.vocab) - 0.3
-    assert all(np.any(x) for x in state["params"].values())

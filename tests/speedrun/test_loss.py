@@ -22,29 +22,6 @@ def exact_losses(x_rd, head_vd, cfg):
     return top + np.log(np.exp(logits - top).sum(-1, keepdims=True)) - logits
 
 
-@pytest.mark.parametrize("prefix", [None, 0.25])
-@pytest.mark.parametrize("t, weights", [(7, [1.0, 0.5, 0.25]), (3, [1.0, 0.5, 0.25])])
-def test_targets_ahead_end_with_the_row_and_cross_documents(t, weights, prefix):
-    """The third row only fills up a batch."""
-    rng = np.random.default_rng(0)
-    next_bt, prefixes = (rng.integers(n, 48, (3, t)).astype(np.int32) for n in (0, -20))
-    prefixes[2] = next_bt[2] = -1
-    aims, k = T.Aims(None, next_bt, prefixes), len(weights)
-    targets, got = jit(lambda *args: T.targets_ahead(*args, prefix))(aims, np.float32(weights))
-    assert targets.shape == got.shape == (3, t, k + bool(prefix)) and targets.dtype == jnp.int32
-    for row, token, ahead in np.ndindex(2, t, k):
-        if token + ahead < t:
-            assert targets[row, token, ahead] == next_bt[row, token + ahead]
-            assert got[row, token, ahead] == np.float32(weights[ahead])
-        else:
-            assert got[row, token, ahead] == 0
-    assert not got[2].any() and targets.min() >= 0
-    if prefix:
-        has = prefixes >= 0
-        np.testing.assert_array_equal(got[..., k], prefix * has)
-        np.testing.assert_array_equal(targets[..., k], prefixes * has)
-
-
 def loss_inputs(tokens: int, k: int = 3):
     """Outputs, head, targets [r, k] of which some repeat within a token, and weights."""
     rng = np.random.default_rng(0)

@@ -2,11 +2,12 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, small_config
-from programs import jit
+from programs import jit, mesh_of
 
 import train_gpt as T
 
@@ -82,3 +83,19 @@ def test_segments_rise_at_every_bos_and_after_each_cap():
         got = np.asarray(T.segment_ids(tokens, BOS, cap))
         np.testing.assert_array_equal(np.diff(got) != 0, np.diff(want) != 0)
         assert got.dtype == np.int32 and np.all(np.diff(got) >= 0)
+
+
+@pytest.mark.parametrize("preset", T.PRESETS)
+def test_the_layers_of_a_preset_fit_together(preset):
+    cfg = T.PRESETS[preset]
+    params = T.abstract_state(cfg, mesh_of(1))["params"]
+    copies = jax.eval_shape(lambda params: T.compute_copies(cfg, params), params)
+    x = jax.ShapeDtypeStruct((1, 128, cfg.width), cfg.dtype)
+    rows = {"embed": x, "value_tables": (x,) * len(cfg.layers_with("values")), "ngram": x}
+
+    def run(copies, rows):
+        segments = np.zeros((1, 128), np.int32)
+        model = T.Model(copies, cfg, T.PLAIN, cfg.val_windows, segments, T.hyper_at(cfg, 0))
+        return T.forward(model, rows)
+
+    assert jax.eval_shape(run, copies, rows) == x

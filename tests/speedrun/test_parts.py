@@ -75,20 +75,6 @@ def test_no_part_names_anything_of_a_later_one_but_what_train_lists():
     assert found == {("train",): listed()}
 
 
-def test_a_later_name_would_be_found():
-    """In a body, a default, a decorator, a method; not where a variable has that name."""
-    name = next(name for name, part in PARTS.items() if part == 2)
-    for text in (
-        "def f(x):\n    return [LATER for _ in x]",
-        "def f(x=LATER):\n    pass",
-        "@LATER\ndef f(x):\n    pass",
-        "class C:\n    def f(self) -> LATER:\n        pass",
-        "X = 1, LATER",
-    ):
-        assert later_names(text.replace("LATER", name), 1) == {name}, text
-    assert not later_names(f"def f(x):\n    {name} = x\n    return {name}.{name}", 1)
-
-
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_a_part_stays_within_its_lines(part):
     """When this fails: is the new thing worth its place? If so, what can go?"""
