@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, small_config
@@ -74,15 +73,6 @@ def test_attention_does_not_cross_documents_but_keys_of_long_layers_do(at):
     tokens = tokens_with(0, 9)
     assert moved(tokens, changed(tokens, at), off=ALONE)[: 9 - at] == list(range(at, 9))
     assert 9 not in moved(tokens, changed(tokens, at), off=ALONE)
-
-
-def test_segments_rise_at_every_bos_and_after_each_cap():
-    tokens = jnp.array([[BOS, 1, 2, BOS, BOS, 3, 4, 5], [4, 5, BOS, 6, 7, 8, 9, 1]])
-    for cap, want in ((0, [[1, 1, 1, 2, 3, 3, 3, 3], [1, 1, 2, 2, 2, 2, 2, 2]]),
-                      (2, [[1, 1, 2, 3, 4, 4, 5, 5], [1, 1, 2, 2, 3, 3, 4, 4]])):  # fmt: skip
-        got = np.asarray(T.segment_ids(tokens, BOS, cap))
-        np.testing.assert_array_equal(np.diff(got) != 0, np.diff(want) != 0)
-        assert got.dtype == np.int32 and np.all(np.diff(got) >= 0)
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)

@@ -190,11 +190,6 @@ def check_stored(golden: dict, key: str, got, limit: float, at=...):
         check(key, picked, golden[f"{key}.val"][at], limit)
 
 
-# ------------------------------------------------------------------------------------------------
-# Forward and gradients
-# ------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def case_parts(name: str) -> SimpleNamespace:
     """A case of the model file: facts, golden arrays, config, parameters and what goes in."""
@@ -399,11 +394,6 @@ def test_gradient_of_every_parameter(name):
             check(f"norms of {parameter}", np.sqrt(np.sum(each, axis=-1)), norms, limit)
 
 
-# ------------------------------------------------------------------------------------------------
-# Updates, by the run's own programs
-# ------------------------------------------------------------------------------------------------
-
-
 def spread(cfg: T.Config, grads: dict, mesh) -> dict:
     """Gradients as a `grads` program leaves them: every device has some rows of the sum.
 
@@ -475,16 +465,6 @@ class Training:
         )
         return jax.tree.map(lambda x: T.put(x, self.mesh, T.P()), hyper)
 
-    def loss(self, tokens) -> float:
-        """Summed loss of validation rows after the last step."""
-        counts = [True] * len(tokens)
-        known, hyper = T.vocabulary(self.cfg, []), self.hyper(self.cfg.steps - 1)
-        batch = T.val_batch(self.cfg, self.mesh, known, tokens, counts, hyper)
-        table = self.state["params"][T.NGRAMS]
-        total, dropped = program(self.cfg, self.devices, "eval")(self.copies, table, batch)
-        assert dropped == 0
-        return float(total)
-
     def gradients(self, step: int, rows, wanted):
         """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
         name, table = T.schedule(self.cfg).programs(step)[0], self.state["params"]["ngram_table"]
@@ -510,10 +490,6 @@ class Training:
         self.adams += T.schedule(self.cfg).adam[step]
         self.table_updates += T.schedule(self.cfg).tables[step] > 0
 
-    def kinds(self) -> dict[str, dict]:
-        """The state without padding."""
-        return {kind: strip_padding(self.cfg, x) for kind, x in self.state.items()}
-
 
 def gradient(size: str, step: int) -> dict[str, np.ndarray]:
     """The original's gradients at a step of the optimizer scenarios."""
@@ -530,13 +506,9 @@ def equalisers(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
     """The running mean squares of ANVIL in the original's shapes."""
     qk, vo, mlp = (np.asarray(mine[name]) for name in ("qk_bank", "vo_bank", "mlp_bank"))
     layers = len(cfg.layers_with("attends"))
-    up, down = np.split(mlp, 2)
-    return {
-        "attn_qk": qk.reshape(layers, 2, cfg.heads // 2, -1),
-        "attn_vo": vo.reshape(layers, 2, -1),
-        "fc": up,
-        "proj": down,
-    }
+    found = dict(zip(("fc", "proj"), np.split(mlp, 2), strict=True))
+    found["attn_qk"] = qk.reshape(layers, 2, cfg.heads // 2, -1)
+    return found | {"attn_vo": vo.reshape(layers, 2, -1)}
 
 
 SCENARIOS = facts("optimizer")["scenarios"]
@@ -563,7 +535,7 @@ def test_updates_of_every_group(scenario, devices):
         assert (fact["adam"], fact["event"], fact["tied_during_update"]) == due
         run.update(step, spread(cfg, ours(cfg, gradient("tiny", step)), run.mesh))
         kinds = {"params": "w", "first": "m", "second": "v", "fast": "fast", "slow": "slow"}
-        state = run.kinds()
+        state = {kind: strip_padding(cfg, x) for kind, x in run.state.items()}
         for kind, short in kinds.items():
             for name, x in back(cfg, state[kind]).items():
                 if name == "embed" and kind != "params" and fact["tied_after"]:
@@ -655,8 +627,12 @@ def test_validation(devices):
     c = case_parts("eval")
     many = {"val_batch": devices * c.row_tokens, "val_tokens": devices * c.row_tokens}
     run = Training(replace(c.cfg, **many), devices, parameters(c), c.signs)
-    loss = run.loss(np.tile(c.tokens.astype(np.uint16), (devices, 1)))
-    assert loss / devices == pytest.approx(c.loss_sum_float64, rel=1e-6)
+    tokens = np.tile(c.tokens.astype(np.uint16), (devices, 1))
+    args = run.cfg, run.mesh, T.vocabulary(run.cfg, []), tokens, [True] * devices
+    batch = T.val_batch(*args, run.hyper(run.cfg.steps - 1))
+    of_devices = program(run.cfg, devices, "eval")
+    loss, dropped = of_devices(run.copies, run.state["params"]["ngram_table"], batch)
+    assert float(loss) / devices == pytest.approx(c.loss_sum_float64, rel=1e-6) and not dropped
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The schedule of what a user edits; that of the record at every step: test_record92.py."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -145,35 +144,6 @@ def test_average_rates_by_hand():
         rates = T.schedule(small_config(tail=tail, tail_average=tail)).hyper.average_rates
         assert np.all((rates >= 0) & (rates <= 1))
         assert all(column[column > 0][:1].tolist() in ([], [1.0]) for column in rates.T)
-
-
-def exact_yarn(base: float, count: int, windows) -> tuple[np.ndarray, float]:
-    """(frequencies, growth of the scale) after a window went through `windows`, in float64."""
-    freqs, growth = np.array([base ** (-k / (count - 1)) for k in range(count)]), 1.0
-    for old, new in zip(windows, windows[1:], strict=False):
-        for k in range(count):
-            turns = old * freqs[k] / (2 * math.pi)
-            share = min(max((turns - 1) / (32 - 1), 0), 1)
-            freqs[k] *= share + (1 - share) * old / new
-        growth *= 1 + 0.2 * math.log(new / old)
-    return freqs, growth
-
-
-@pytest.mark.parametrize("base, scale", [(1024.0, 0.1), (50.0, 0.25)])
-def test_yarn_of_each_kind_of_heads_follows_its_own_windows(base, scale):
-    """Half-wide heads the short one, whole heads the long one; a window that shrinks turns all
-    around, one that stays changes nothing, not even by a rounding."""
-    windows = (8, 64), (64, 64), (64, 512), (32, 256)
-    stages = tuple(T.Stage(0.25, 512, 64, 0, pair) for pair in windows)
-    cfg = small_config(width=128, extension=0, stages=stages, rope_base=base)
-    found = T.yarn(replace(cfg, attn_scales=(1.0, scale)))
-    for i, (freqs, scales) in enumerate(found):
-        for kind, start in enumerate((1.0, scale)):
-            want, growth = exact_yarn(base, 8, [pair[kind] for pair in windows[: i + 1]])
-            np.testing.assert_allclose(freqs[kind], want, rtol=3e-6)
-            assert scales[kind] == pytest.approx(start * growth, rel=1e-12)
-    for kind, at in ((1, 1), (0, 2)):
-        np.testing.assert_array_equal(found[at - 1][0][kind], found[at][0][kind])
 
 
 def test_hyper_is_a_row_of_the_schedule_in_float32():
