@@ -1,6 +1,7 @@
 """A run that compiles quickly, and its programs, each compiled once for all tests that use them."""
 
 import contextlib
+import functools
 import importlib.util
 from dataclasses import replace
 from functools import partial
@@ -113,6 +114,12 @@ def programs_of(cfg: T.Config, devices: int) -> dict:
     return BUILT[key(cfg, devices)][0]
 
 
+@functools.cache
+def first_state(cfg: T.Config) -> dict[str, dict]:
+    """The training state before the first step, as NumPy arrays."""
+    return jax.device_get(quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)))
+
+
 def run_steps(
     cfg: T.Config, mesh, compiled: dict, folder, words=None, steps=None
 ) -> tuple[list[float], dict]:
@@ -122,10 +129,9 @@ def run_steps(
     last loss is that of validation, and the state that of the averages. The state is without
     padding. `words` are those of the encoding "bytes" by default.
     """
-    start, seed = quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)), np.uint32(cfg.seed)
-    state = {kind: lay(cfg, arrays, mesh) for kind, arrays in start.items()}
+    state = {kind: lay(cfg, arrays, mesh) for kind, arrays in first_state(cfg).items()}
     with quick_compilation():
-        copies = T.start_copies(cfg, mesh)(state["params"], seed)
+        copies = T.start_copies(cfg, mesh)(state["params"], np.uint32(cfg.seed))
     words = words or [bytes([i]) for i in range(min(cfg.bos, 256))]
     stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))

@@ -1,18 +1,11 @@
-"""The three parts of train_gpt.py: what they may name, how large they are, and Part I alone."""
+"""The three parts of train_gpt.py: what they may name, how large they are."""
 
 import ast
-import contextlib
-import dataclasses
 import re
 import symtable
-import sys
-from dataclasses import replace
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from programs import CFG, mesh_of, programs_of, quick_compilation, run_steps
 
 import train_gpt as T
 
@@ -22,7 +15,7 @@ TREE = ast.parse("\n".join(LINES))
 LIMITS = 2741, 1537, 1392
 # Where the parts begin, at the rules above their titles; Part I with the head of the file.
 FIRST = [0, *(i - 1 for i, line in enumerate(LINES) if re.match("# PART II+: ", line)), len(LINES)]
-SOURCE = "\n".join(LINES[: FIRST[1]])
+PART_ONE = "\n".join(LINES[: FIRST[1]])
 
 
 def names_of(node) -> list[str]:
@@ -91,62 +84,3 @@ def test_no_function_of_part_one_has_more_than_six_parameters():
         if isinstance(node, ast.FunctionDef) and part_of(node) == 1
     }
     assert len(counts) > 50 and max(counts.values()) <= 6, max(counts, key=counts.get)
-
-
-class Log:
-    """In place of the run's log: keeps what `train` tells of losses, hears nothing else."""
-
-    def __init__(self, clock, folder):
-        self.clock, self.folder, self.losses, self.val_losses = clock, folder, [], {}
-
-    def trained(self, step, loss, dropped, norms):
-        self.losses.append(float(loss))
-        assert step == len(self.losses)
-
-    def validated(self, step, loss, dropped):
-        self.val_losses[step] = loss
-
-    def __getattr__(self, name):
-        return lambda *_, **__: None
-
-
-def test_part_one_alone_trains_the_same_losses(monkeypatch, tmp_path, shards):
-    """Its source and stand-ins for what `train` takes from elsewhere, against the whole file."""
-    alone = ModuleType("part_one")
-    alone.__file__ = T.__file__
-    monkeypatch.setitem(sys.modules, "part_one", alone)
-    exec(compile(SOURCE, "part_one", "exec"), vars(alone))
-    stage, log = replace(CFG.stages[0], share=1.0), Log(alone.Clock(), tmp_path)
-
-    def compile_all(cfg, mesh, kernels, say):
-        programs = alone.programs(cfg, mesh, kernels)
-        return {n: T.lower(program, mesh).compile() for n, program in programs.items()}, {}
-
-    stand_ins = dict.fromkeys(listed(), lambda *_: None)
-    stand_ins |= {
-        "make_mesh": T.make_mesh,
-        "data_folder": lambda cfg, say: Path(cfg.data),
-        "pick_kernels": lambda cfg, device, devices: (alone.PLAIN, "plain"),
-        "compile_all": compile_all,
-        "open_log": lambda *_: log,
-        "run_facts": lambda *_: {},
-        "ask_to_stop": lambda: contextlib.nullcontext(lambda step: ""),  # nobody asks
-        "Saver": lambda *_: contextlib.nullcontext(SimpleNamespace(missing="")),
-        "keeps_end": lambda cfg: False,  # nothing is saved
-    }
-    assert not stand_ins.keys() & vars(alone).keys()
-    vars(alone).update(stand_ins)
-    common = {field.name: getattr(CFG, field.name) for field in dataclasses.fields(CFG)}
-    common |= {"extension": 0, "steps": 4, "checkpoint_every": 0, "devices": 1}
-    common["data"] = str(shards)
-    layers = tuple(alone.Layer(**vars(layer)) for layer in CFG.layers)
-    own = alone.Config(**common | {"stages": (alone.Stage(**vars(stage)),), "layers": layers})
-    with quick_compilation():
-        assert alone.train(own, tmp_path, "") == tmp_path
-    cfg = T.Config(**common | {"stages": (stage,)})
-    losses, _ = run_steps(cfg, mesh_of(1), programs_of(CFG, 1), shards)
-    assert len(losses) == 5
-    # Plain kernels on the one side, those of a CPU on the other.
-    assert log.losses == pytest.approx(losses[:4], rel=1e-5)
-    assert log.val_losses == {0: log.val_losses[0], 4: pytest.approx(losses[4], rel=1e-5)}
-    assert log.val_losses[4] < log.val_losses[0] - 0.1

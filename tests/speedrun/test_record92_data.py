@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, write_shard
-from programs import mesh_of
+from programs import jit, mesh_of
 
 import train_gpt as T
 
@@ -22,6 +22,10 @@ GOLDEN = ROOT / "tests/golden/record92"
 META = json.loads((GOLDEN / "data.json").read_text())
 RECORD = replace(T.PRESETS["speedrun"], ngram_ids="raw", ngram_rows=META["ngram_rows"])
 STEPS = range(len(META["plan"]))
+segment_ids = jit(
+    T.segment_ids, static_argnums=(1, 2)
+)  # one by one their operations compile longer
+sign_ids = jit(T.sign_ids, static_argnums=1)
 
 
 def stage_of(step: dict) -> T.Stage:
@@ -122,7 +126,7 @@ def test_rows_and_the_pieces_they_are_made_of(golden, batches, step):
 def test_documents_apart_as_in_the_original(golden, batches, step):
     """Its boundaries, those after 2560 tokens too, are where our segment ids rise."""
     inputs = batches[step][0].tokens[:, :-1].astype(np.int32)
-    ids = np.asarray(T.segment_ids(inputs, CFG.bos, CFG.attention_cap))
+    ids = np.asarray(segment_ids(inputs, CFG.bos, CFG.attention_cap))
     for row, want in zip(ids, golden.arrays[f"step{step}/cu_seqlens"], strict=True):
         assert borders(row) == np.unique(want).tolist()
     assert CFG.attention_cap == META["virtual_cap"]
@@ -135,7 +139,7 @@ def test_hashes(golden, batches, step):
     about, arrays = META["steps"][step], golden.arrays
     np.testing.assert_array_equal(rows.hashed, rows.tokens[:, :-1])
     ids = T.ngram_ids(rows.hashed, CFG.ngram_rows).swapaxes(0, 1)  # theirs: [8, 2, t]
-    signs = np.asarray(T.sign_ids(rows.hashed, CFG.sign_rows)).swapaxes(0, 1)
+    signs = np.asarray(sign_ids(rows.hashed, CFG.sign_rows)).swapaxes(0, 1)
     assert sha256(ids) == about["sha256_of_ngram_ids_int32"]
     assert sha256(signs) == about["sha256_of_sign_rows_int32"]
     np.testing.assert_array_equal(ids[:, :, :12], arrays[f"step{step}/ngram_first"])
@@ -222,7 +226,7 @@ def test_validation_rows(golden, batch):
     pieces, cursor = T.plan_plain(batch * rows * t, rows, t)
     got = T.read_rows(golden.val, pieces, range(rows))
     assert (got.shape, cursor) == ((rows, t + 1), (batch + 1) * rows * t)
-    ids = np.asarray(T.segment_ids(got[:, :-1].astype(np.int32), CFG.bos))
+    ids = np.asarray(segment_ids(got[:, :-1].astype(np.int32), CFG.bos, 0))
     for row, want in zip(ids, golden.arrays[f"val/{batch}/cu_seqlens"], strict=True):
         assert borders(row) == np.unique(want).tolist()
     hashed = T.ngram_ids(got[:, :-1], CFG.ngram_rows).swapaxes(0, 1)[:, :, :16]
