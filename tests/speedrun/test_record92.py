@@ -312,12 +312,13 @@ def test_what_goes_in(name):
     golden, inputs = c.golden, c.tokens[None, :-1]
     np.testing.assert_array_equal(golden["tokens"], c.tokens)
     cap = 0 if c.mode == "eval" else c.cfg.attention_cap
-    segments = np.asarray(T.segment_ids(inputs, c.cfg.bos, cap))[0]
+    jit = functools.partial(jax.jit, compiler_options=QUICK)  # not one operation after the other
+    segments = np.asarray(jit(T.segment_ids, static_argnums=(1, 2))(inputs, c.cfg.bos, cap))[0]
     starts = np.flatnonzero(np.diff(segments, prepend=-1))
     np.testing.assert_array_equal(starts, np.unique(golden["cu_seqlens"])[:-1])
     ids = T.ngram_ids(inputs, c.cfg.ngram_rows)
     np.testing.assert_array_equal(ids[:, 0], golden["ngram_ids"])
-    signs = np.asarray(T.sign_ids(inputs, c.cfg.sign_rows))
+    signs = np.asarray(jit(T.sign_ids, static_argnums=1)(inputs, c.cfg.sign_rows))
     np.testing.assert_array_equal(signs[:, 0], golden["sign_rows"])
     for freqs, key in zip(c.hyper.freqs, ("yarn_narrow", "yarn_wide"), strict=True):
         want = golden[key]  # of every dimension, those that stand still included
