@@ -5,7 +5,6 @@ import functools
 import importlib.util
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 import jax
 import numpy as np
@@ -120,14 +119,11 @@ def first_state(cfg: T.Config) -> dict[str, dict]:
     return jax.device_get(quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)))
 
 
-def run_steps(
-    cfg: T.Config, mesh, compiled: dict, folder, words=None, steps=None
-) -> tuple[list[float], dict]:
-    """(losses of the first steps of `cfg`, the state after them), as the loop of T.train does it.
+def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words=None) -> tuple[list, dict]:
+    """(losses of the steps of `cfg`, the state after them), as the loop of T.train does it.
 
-    All steps by default; `compiled` has the programs that they use. With `finish` among these the
-    last loss is that of validation, and the state that of the averages. The state is without
-    padding. `words` are those of the encoding "bytes" by default.
+    With `finish` among the programs the last loss is that of validation, and the state that of the
+    averages. The state is without padding. `words` are those of the encoding "bytes" by default.
     """
     state = {kind: lay(cfg, arrays, mesh) for kind, arrays in first_state(cfg).items()}
     with quick_compilation():
@@ -135,7 +131,7 @@ def run_steps(
     words = words or [bytes([i]) for i in range(min(cfg.bos, 256))]
     stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
-    for step, (batch, _) in enumerate(islice(batches, steps)):
+    for step, (batch, _) in enumerate(batches):
         grads_of, *updates = T.schedule(cfg).programs(step)
         grads, loss, _ = compiled[grads_of](copies, state["params"][T.NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
