@@ -1,8 +1,7 @@
 """Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards.
 
-speedrun/ has Part I: the original's numbers (test_record92*), those of before (test_golden), any
-number of devices (test_devices), section by section. around/ has Part II, kernels/ Part III (each
-kernel equals its plain form; test_gpu with --gpu), tools/ the tools of data/ and records/.
+speedrun/ has Part I, first of all against the original's numbers (test_record92*) and those of
+before (test_golden); around/ has Part II, kernels/ Part III, tools/ what is in data/ and records/.
 """
 
 import os

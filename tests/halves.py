@@ -1,7 +1,6 @@
 """Two processes take the test files from one list, which halves the wait on two cores.
 
-The second one is the same command once more, without a terminal: what it printed follows at the
-end. Few files, or `-x`, `--pdb` or `-s`, run in pytest's own loop.
+The second one is the same command once more; what it printed follows at the end.
 """
 
 import os
@@ -15,7 +14,7 @@ LIST = "LIST_OF_TEST_FILES"  # in the environment of the second process: a pipe 
 
 
 def pytest_runtestloop(session):
-    """Run all tests in two processes; None leaves them to pytest's own loop."""
+    """Run all tests in two processes; None leaves few files, -x, --pdb and -s to pytest's loop."""
     files, option = {}, session.config.option
     for item in session.items:
         files.setdefault(item.path, []).append(item)

@@ -17,23 +17,16 @@ import train_gpt as T
 # and 7; head and embedding part after 5; step 3 changes the stage, and its updates have gradients
 # of both. All averages begin in the last steps. Two devices cannot share the tables of tokens
 # equally, four neither that of n-grams, eight neither the banks.
+SMALL = small_config()
+PAIRED, _, ADDED, SHORT, LONG = SMALL.layers
 CFG = small_config(
     vocab=101,
     ngram_rows=522,
-    layers=(
-        T.Layer("paired", values=True, x0=True, ngram=True),
-        T.Layer(x0=True, ngram=True, mlps=0),
-        T.Layer("short", narrow=True, values=True, xsa=True, mlps=2),
-        T.Layer("long", values=True, gated=True),
-    ),
+    layers=(PAIRED, ADDED, replace(SHORT, xsa=True), LONG),
     skip=(0, 1),
     source=1,
     steps=8,
-    stages=(
-        T.Stage(0.5, 8 * 32, 32, 0, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0), (0.2, 0.1), (48,)),
-        T.Stage(0.5, 8 * 64, 64, 40, (16, 64), 1.5, candidates=(72,)),
-        T.Stage(0.0, 8 * 64, 64, 40, (24, 64)),
-    ),
+    stages=tuple(replace(stage, doc_cap=stage.doc_cap and 40) for stage in SMALL.stages),
     checkpoint_every=1,
 )
 
@@ -50,7 +43,7 @@ cuda_compiler = pytest.mark.skipif(
 
 # Without the optimizations that cost the most a program of CFG compiles in 1 s instead of 8.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-QUICK["xla_cpu_parallel_codegen_split_count"] = 1
+QUICK |= {"xla_cpu_parallel_codegen_split_count": 1}
 
 # QUICK, and XLA must not drop roundings to bfloat16 where it can: tests look for those that should
 # not be there.
@@ -119,16 +112,13 @@ def first_state(cfg: T.Config) -> dict[str, dict]:
     return jax.device_get(quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)))
 
 
-def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words=None) -> tuple[list, dict]:
-    """(losses of the steps of `cfg`, the state after them), as the loop of T.train does it.
-
-    With `finish` among the programs the last loss is that of validation, and the state that of the
-    averages. The state is without padding. `words` are those of the encoding "bytes" by default.
+def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list, dict]:
+    """(losses of the steps of `cfg`, the state after them without padding), as T.train does it.
+    With `finish` among the programs the last loss is that of validation, and the state the averages.
     """
     state = {kind: lay(cfg, arrays, mesh) for kind, arrays in first_state(cfg).items()}
     with quick_compilation():
         copies = T.start_copies(cfg, mesh)(state["params"], np.uint32(cfg.seed))
-    words = words or [bytes([i]) for i in range(min(cfg.bos, 256))]
     stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
     for step, (batch, _) in enumerate(batches):

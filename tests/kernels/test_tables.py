@@ -111,9 +111,8 @@ def weighted(function, down, x, weights, sources):
 @pytest.mark.parametrize(
     ("shape", "groups", "count", "dtype", "off"),
     [
-        ((2, 384, 256), 4, 5, "float32", 1e-6),  # blocks that 256 tokens do not fill
+        ((2, 40, 256), 64, 3, "float32", 1e-6),  # one block of whatever there is
         ((1, 512, 384), 12, 10, "bfloat16", 6e-3),  # many blocks; weights in two tiles
-        ((1, 7, 128), 64, 3, "float32", 1e-6),
     ],
 )
 def test_a_sum_with_weights_of_each_token_and_its_gradients(shape, groups, count, dtype, off):
