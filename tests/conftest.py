@@ -40,17 +40,15 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        for name in ("gpu", "slow"):
-            if item.get_closest_marker(name) and not config.getoption(f"--{name}"):
-                item.add_marker(pytest.mark.skip(reason=f"only with --{name}"))
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: python -m pytest --slow"))
 
 
 def pytest_configure(config):
     # As from a terminal: a script's `&` and nohup have these signals ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    for name in ("gpu", "slow"):
-        config.addinivalue_line("markers", f"{name}: only with --{name}")
+    config.addinivalue_line("markers", "slow: takes minutes; only with --slow")
 
 
 @pytest.fixture(autouse=True)

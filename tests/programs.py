@@ -65,8 +65,7 @@ def quick_compilation():
 
 def quick(function, *args):
     """function(*args), jitted and compiled with QUICK."""
-    with quick_compilation():
-        return jax.jit(function)(*args)
+    return jax.jit(function, compiler_options=QUICK)(*args)
 
 
 def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
@@ -113,9 +112,8 @@ def first_state(cfg: T.Config) -> dict[str, dict]:
 
 
 def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list, dict]:
-    """(losses of the steps of `cfg`, the state after them without padding), as T.train does it.
-    With `finish` among the programs the last loss is that of validation, and the state the averages.
-    """
+    """(losses, last that of validation if there is a program for it; state without padding) of a
+    run, as T.train has them."""
     state = {kind: lay(cfg, arrays, mesh) for kind, arrays in first_state(cfg).items()}
     with quick_compilation():
         copies = T.start_copies(cfg, mesh)(state["params"], np.uint32(cfg.seed))

@@ -19,7 +19,7 @@ from programs import run_steps
 
 import train_gpt as T
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.skipif(not GPU, reason="only with --gpu")
 DEVICES = {kind: jax.devices(kind)[0] for kind in (("cuda", "cpu") if GPU else ())}
 CFG = small_config(
     width=128,

@@ -104,8 +104,9 @@ def packed(rows, t, doc_cap) -> T.Stage:
     return T.Stage(1.0, rows * t, t, doc_cap, (1, 1))
 
 
-PACK_SHARDS = (  # many short documents, too few tokens for some batches, short and long ones
+PACK_SHARDS = (  # many short documents, none, too few tokens for some, short and long ones
     documents(5, 2400, mean=6),
+    np.ones(50, np.uint16),
     documents(6, 150)[3:],
     np.concatenate([documents(7, 900, mean=5)[11:], documents(8, 600, mean=60)]),
 )
@@ -138,21 +139,6 @@ def test_packed_rows_agree_with_a_walk_over_every_token(tmp_path, rows, t, doc_c
 
 def segments(tokens):
     return np.asarray(T.segment_ids(tokens[:, :-1], BOS))
-
-
-def test_packed_rows_by_hand(tmp_path):
-    """Capped at 5, cut by the end of a row, a whole document, a lone BOS as the last target."""
-    stream = stream_of(tmp_path / "a", np.r_[1, 2, texts(7, 9, 2, 4, 3)].astype(np.uint16))
-    rows, cursor = T.next_rows(stream, 0, packed(2, 7, 5))
-    assert rows.dtype == np.uint16
-    assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS, 1, 2], [BOS, 1, BOS, 1, 2, 3, BOS, 1]]
-    assert cursor == 2 + 7 + 9 + 2 + 4 + 2  # just after the last piece
-    rows, cursor = T.next_rows(stream, 0, packed(1, 5, 5))
-    assert rows.tolist() == [[BOS, 1, 2, 3, 4, BOS]] and cursor == 2 + 7 + 1
-    # One document is left in the first shard, too few; the second has none.
-    stream = stream_of(tmp_path / "b", texts(8, 8, 8), np.ones(50, np.uint16), texts(8, 8))
-    assert T.plan_packed(stream, 0, packed(2, 7, 8)) == ([(0, 0, 8), (1, 8, 16)], 16)
-    assert T.plan_packed(stream, 16, packed(2, 7, 8)) == ([(0, 74, 82), (1, 82, 90)], 90)
 
 
 WORDS = [bytes([i % 48]) * (1 + i // 48) for i in range(BOS)]  # half of them begin with another

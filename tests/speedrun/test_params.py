@@ -70,11 +70,6 @@ def test_shapes_follow_the_layers():
         **dict.fromkeys(("mudd_w1", "gate_w1"), (2, 8, 32)),
     }
     assert table["mlp_bank"].scale == (2, 2, 0, 2, 2, 2, 4, 4, 0, 4, 4, 4)
-    assert T.mlp_slots(cfg) == ([(0, 4, 5), (1,), (), (3,)], 6)
-    first, second = T.gate_slices(cfg)
-    assert first == {("xsa", 0): slice(0, 4), ("ngram", 0): slice(4, 5)}
-    own = {("gated", 3): slice(0, 4), ("x0", 1): slice(4, 5)}
-    assert second == own | {("ngram", 3): slice(5, 6), ("skip", 1): slice(6, 7)}
 
 
 def test_rates_and_decays_of_the_config_reach_every_parameter():

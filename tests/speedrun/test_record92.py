@@ -54,7 +54,7 @@ SIZES, SHAPES = facts("model")["configs"], facts("model")["parameters"]
 SEED, CASES = facts("model")["seed"], facts("model")["cases"]
 
 
-def config(size: str, block: int = 16, row: int = 192, rows: int = 8, **changes) -> T.Config:
+def config(size: str, block: int = 16, row: int = 192, rows: int = 8) -> T.Config:
     """The record's Config at a golden size; windows in units of `block` tokens."""
     sizes = SIZES[size]
     stages = tuple(
@@ -67,23 +67,13 @@ def config(size: str, block: int = 16, row: int = 192, rows: int = 8, **changes)
         )
         for stage in RECORD.stages
     )
-    cfg = replace(
+    return replace(
         RECORD,
-        width=sizes["dim"],
-        mlp_width=sizes["mlp"],
-        vocab=sizes["vpad"],
-        real_tokens=sizes["vocab"],
-        bos=sizes["vocab"] - 1,
-        ngram_rows=sizes["table"],
-        compute_dtype="float32",
-        stages=stages,
-        loss_chunk=128,
-        micro_tokens=row,
-        val_row=row,
-        val_batch=rows * row,
-        val_tokens=rows * row,
+        **{"width": sizes["dim"], "mlp_width": sizes["mlp"], "ngram_rows": sizes["table"]},
+        **{"vocab": sizes["vpad"], "real_tokens": sizes["vocab"], "bos": sizes["vocab"] - 1},
+        **{"compute_dtype": "float32", "stages": stages, "loss_chunk": 128, "micro_tokens": row},
+        **{"val_row": row, "val_batch": rows * row, "val_tokens": rows * row},
     )
-    return replace(cfg, **changes)
 
 
 LANES = np.array([0, 1, 2, 4, 3, 5, 7, 6, 8, 9, 10, 11, 12, 13])  # our sources in their order
@@ -396,41 +386,33 @@ def test_gradient_of_every_parameter(name):
 
 
 def spread(cfg: T.Config, grads: dict, mesh) -> dict:
-    """Gradients as a `grads` program leaves them: every device has some rows of the sum.
-
-    Of banks, its share of the sum. Of the n-gram table every row that has a gradient was
-    read by two devices, of which each has half of it.
-    """
-
-    def one(name, x):
+    """Gradients as a `grads` program leaves them: every device has some rows of the sum, of banks
+    its share of it. Of the n-gram table every row was requested by two devices, which have half of
+    its gradient each."""
+    n, found = mesh.size, {}
+    for name, x in grads.items():
         row = T.param_table(cfg)[name]
-        shape = T.padded_shape(x.shape, row, mesh.size)
-        if row.optimizer == "rows":
-            return requests(cfg, x, shape[0] // mesh.size, mesh)
+        shape = T.padded_shape(x.shape, row, n)
         if row.optimizer == "anvil":
-            return lay(cfg, {name: x}, mesh)[name]
-        parts = np.zeros((mesh.size, *shape), x.dtype)
-        for i in range(mesh.size):
-            parts[i, i : len(x) : mesh.size] = x[i :: mesh.size]
-        return T.put(parts.reshape(-1, *shape[1:]), mesh, jax.P(T.AXIS))
-
-    return {name: one(name, np.asarray(x)) for name, x in grads.items()}
-
-
-def requests(cfg: T.Config, grad, share: int, mesh):
-    """The gradient [rows, d] of the n-gram table as T.sum_requests takes it, of two devices."""
-    n, size = mesh.size, T.capacity(cfg.most_tokens, mesh.size)
-    wanted = np.full((n, n, size), share, np.int32)
-    parts = np.zeros((n, n, size, grad.shape[1]), grad.dtype)
-    read = np.flatnonzero(np.any(grad, axis=1))
-    for owner in range(n):
-        own = read[read // share == owner]
-        for device in range(n):
-            mine = own[(own - device) % n < 2] if n > 1 else own
-            wanted[owner, device, : len(mine)] = mine % share
-            parts[owner, device, : len(mine)] = grad[mine] / min(n, 2)
-    arrays = wanted.reshape(n * n, size), parts.reshape(n * n, size, -1)
-    return tuple(T.put(x, mesh, jax.P(T.AXIS)) for x in arrays)
+            found[name] = lay(cfg, {name: x}, mesh)[name]
+            continue
+        if row.optimizer == "rows":
+            share, size = shape[0] // n, T.capacity(cfg.most_tokens, n)
+            requests = np.full((n, n, size), share, np.int32)
+            parts = np.zeros((n, n, size, x.shape[1]), x.dtype)
+            read = np.flatnonzero(np.any(x, axis=1))
+            for owner, device in np.ndindex(n, n):
+                own = read[(read // share == owner) & ((read - device) % n < 2)]
+                requests[owner, device, : len(own)] = own % share
+                parts[owner, device, : len(own)] = x[own] / min(n, 2)
+            arrays = requests.reshape(n * n, size), parts.reshape(n * n, size, -1)
+        else:
+            parts = np.zeros((n, *shape), x.dtype)
+            for i in range(n):
+                parts[i, i : len(x) : n] = x[i::n]
+            arrays = parts.reshape(-1, *shape[1:])
+        found[name] = jax.tree.map(lambda part: T.put(part, mesh, T.P(T.AXIS)), arrays)
+    return found
 
 
 @functools.cache

@@ -144,12 +144,3 @@ def test_average_rates_by_hand():
         rates = T.schedule(small_config(tail=tail, tail_average=tail)).hyper.average_rates
         assert np.all((rates >= 0) & (rates <= 1))
         assert all(column[column > 0][:1].tolist() in ([], [1.0]) for column in rates.T)
-
-
-def test_hyper_is_a_row_of_the_schedule_in_float32():
-    """With the same shapes at every step, so that none recompiles a program."""
-    cfg = small_config()
-    for step in range(cfg.steps):
-        for x, column in zip(T.hyper_at(cfg, step), T.schedule(cfg).hyper, strict=True):
-            assert type(x) is np.ndarray and x.dtype == np.float32 and x.shape == column.shape[1:]
-            np.testing.assert_array_equal(x, np.float32(column[step]))

@@ -4,8 +4,6 @@ which is the same on any number of devices and for Part I alone.
 
 import contextlib
 import functools
-import pickle
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, ROOT, small_config
+from conftest import BOS, small_config
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
@@ -280,24 +278,18 @@ def test_each_parameter_crosses_once_in_bfloat16_and_sums_are_float32(
     assert {x.dtype.name for x in rest} <= {"float32"}
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "parts"),
-    [
-        (96, 40_000, 3),  # 15 MB a device: thirds have 32 rows
-        (64, 40_000, 1),  # 10 MB
-        (33, 99_000, 1),  # 13.07 MB, and no part has a multiple of 32 rows
-    ],
-)
-def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take(rows, width, parts):
+def test_large_sums_over_devices_cross_in_parts_that_sparse_cores_take():
+    """15 MB a device in three, of 32 rows; where no part has a multiple of 32 rows in one."""
+
     def both(x):
         return T.reduce_scatter(x), lax.psum_scatter(x, T.AXIS, tiled=True)
 
     specs = {"in_specs": P(T.AXIS), "out_specs": P(T.AXIS), "check_vma": False}
     both = jax.shard_map(both, mesh=mesh_of(2), **specs)
-    x = np.random.default_rng(rows).integers(-9, 9, (2 * 2 * rows, width)).astype(np.float32)
-    names = [eqn.primitive.name for eqn, _ in equations(jax.make_jaxpr(both)(x).jaxpr)]
-    assert sum(name.startswith("reduce_scatter") for name in names) == parts + 1
-    if parts > 1:
+    for rows, parts in ((96, 3), (99, 1)):
+        x = np.random.default_rng(rows).integers(-9, 9, (4 * rows, 40_000)).astype(np.float32)
+        names = [eqn.primitive.name for eqn, _ in equations(jax.make_jaxpr(both)(x).jaxpr)]
+        assert sum(name.startswith("reduce_scatter") for name in names) == parts + 1
         np.testing.assert_array_equal(*quick(both, x))
 
 
@@ -367,17 +359,12 @@ def test_programs_of_the_record_on_eight_devices():
     shapes = [(16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576)]
     shapes += [(40_960, 0), (16_384, 0), (262_144, 0)]
     for name, (t, candidates) in zip((*grads, "eval"), shapes, strict=True):
-        copies, table, (rows, wanted, hyper) = found[name].args
+        copies, table, (rows, wanted, _) = found[name].args
         assert (rows.tokens.shape, rows.tokens.dtype) == ((8, t + 1), np.uint16)
         assert [x.shape for x in rows.aims] == [(8, candidates), (8, t), (8, t)]
         assert rows.slots.shape == (8, 2, t) and wanted.shape == (8, 8, T.capacity(8 * t, 8))
         assert {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))} == {P(T.AXIS)}
         assert copies["qk_bank"].shape == (48, 256, 768) and copies["qk_bank"].dtype == cfg.dtype
-        assert {x.sharding.spec for x in jax.tree.leaves(hyper)} == {P()}
-    for name, steps in T.updates(cfg).items():
-        state, due, _ = found[name].args
-        assert state == T.abstract_state(cfg, mesh) and found[name].donates == (0,)
-        assert list(due) == T.updated(cfg, name) and {len(x) for x in due.values()} == {steps}
 
 
 @pytest.mark.parametrize(("devices", "want"), [(0, 8), (1, 1), (4, 4)])
@@ -535,23 +522,3 @@ def test_training_is_the_same_on_any_number_of_devices_and_by_part_one_alone(
     assert len(losses) == CFG.steps + 1
     assert losses[-2] < np.log(CFG.vocab) - 0.2  # the last stage has no candidates
     assert_same_training((losses, state), part_one)
-
-
-# The training on more devices than this process has, in a file.
-SCRIPT = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
-import conftest, jax, pickle
-jax.config.update("jax_num_cpu_devices", 16)
-from test_steps import CFG, T, train
-found = train(16, conftest.Path(sys.argv[1]), T.for_devices(CFG, 16))
-pickle.dump(found, open(sys.argv[2], "wb"))
-"""
-
-
-@pytest.mark.slow
-def test_more_devices_than_rows_train_as_one_does_on_rows_as_short(shards, tmp_path):
-    found = tmp_path / "found.pickle"
-    subprocess.run([sys.executable, "-c", SCRIPT, str(shards), str(found)], check=True, cwd=ROOT)
-    want = train(1, shards, T.for_devices(CFG, 16))
-    assert_same_training(pickle.loads(found.read_bytes()), want)
