@@ -1,8 +1,4 @@
-"""Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards.
-
-speedrun/ has Part I, first of all against the original's numbers (test_record92*) and those of
-before (test_golden); around/ has Part II, kernels/ Part III, tools/ what is in data/ and records/.
-"""
+"""Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards."""
 
 import os
 import signal
@@ -62,8 +58,7 @@ BOS = 96  # of the small vocabulary
 
 
 def small_config(**changes) -> T.Config:
-    """Five layers with every idea of the record, 97 token ids, three stages of 8 rows, of which the
-    last is the extension; tables are updated after steps 1, 3 and 7."""
+    """Every idea of the record in five layers; tables are updated after steps 1, 3 and 7."""
     cfg = T.Config(
         preset="small",
         layers=(

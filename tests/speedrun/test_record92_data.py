@@ -22,9 +22,8 @@ GOLDEN = ROOT / "tests/golden/record92"
 META = json.loads((GOLDEN / "data.json").read_text())
 RECORD = replace(T.PRESETS["speedrun"], ngram_ids="raw", ngram_rows=META["ngram_rows"])
 STEPS = range(len(META["plan"]))
-segment_ids = jit(
-    T.segment_ids, static_argnums=(1, 2)
-)  # one by one their operations compile longer
+# Compiled as a whole: one by one their operations take longer.
+segment_ids = jit(T.segment_ids, static_argnums=(1, 2))
 sign_ids = jit(T.sign_ids, static_argnums=1)
 
 
