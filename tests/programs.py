@@ -26,7 +26,7 @@ CFG = small_config(
     skip=(0, 1),
     source=1,
     steps=8,
-    stages=tuple(replace(stage, doc_cap=stage.doc_cap and 40) for stage in SMALL.stages),
+    stages=tuple(replace(x, doc_cap=40 if x.doc_cap else 0) for x in SMALL.stages),
     checkpoint_every=1,
 )
 

@@ -39,9 +39,8 @@ def golden_config(**changes) -> T.Config:
 
 def golden_tokens(count: int, bos: int) -> np.ndarray:
     """Documents of ids below 256 that rise in steps of 0 to 2; from a hash, so alike everywhere."""
-    steps, ends = np.frombuffer(hashlib.shake_256(b"tokens").digest(2 * count), np.uint8).reshape(
-        2, count
-    )
+    drawn = np.frombuffer(hashlib.shake_256(b"tokens").digest(2 * count), np.uint8)
+    steps, ends = np.split(drawn, 2)
     ids = np.cumsum(steps % 3) % 256
     return np.where(ends < 3, bos, ids).astype(np.uint16)
 

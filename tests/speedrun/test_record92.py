@@ -184,9 +184,8 @@ def check_stored(golden: dict, key: str, got, limit: float, at=...):
 def case_parts(name: str) -> SimpleNamespace:
     """A case of the model file: facts, golden arrays, config, parameters and what goes in."""
     c = SimpleNamespace(**CASES[name])
-    c.golden = {
-        k.split("/", 1)[1]: x for k, x in arrays("model").items() if k.startswith(f"{name}/")
-    }
+    own = (key for key in arrays("model") if key.startswith(f"{name}/"))
+    c.golden = {key.removeprefix(f"{name}/"): arrays("model")[key] for key in own}
     c.tokens = np.random.default_rng(c.token_seed).integers(0, 999, c.row_tokens + 1)
     starts = np.cumsum([0, *c.segment_lengths])
     assert starts[-1] == c.row_tokens
@@ -276,9 +275,8 @@ def outcome(name: str):
             head = params["head"]
             if aims.candidates.size:
                 head = T.candidate_head(head, aims.candidates)
-            weighted, plain = T.loss_sums(
-                model, T.forward(model, rows), head, aims, weights, prefix
-            )
+            x = T.forward(model, rows)
+            weighted, plain = T.loss_sums(model, x, head, aims, weights, prefix)
             return plain if validates else weighted, seen
 
     # Full width is worth the optimizations: it computes for longer than it compiles.
@@ -679,8 +677,8 @@ def test_schedule_of_every_step():
     assert golden["untie_step"] == np.flatnonzero(table.tied)[-1]
     assert np.count_nonzero(table.tables) == 382
     yarn = T.yarn(cfg)
-    for i, (first, end) in enumerate(golden["boundaries"].tolist()):
-        assert (first, end) == cfg.boundaries[i : i + 2]
+    for i, ends in enumerate(golden["boundaries"].tolist()):
+        assert tuple(ends) == cfg.boundaries[i : i + 2]
         for freqs, name in zip(yarn[i][0], ("yarn_narrow", "yarn_wide"), strict=True):
             want = golden[name][i]
             found = np.pad(np.repeat(freqs, 2), (0, len(want) - 2 * len(freqs)))

@@ -359,14 +359,6 @@ def test_programs_of_the_record_on_eight_devices():
         assert {x.sharding.spec for x in jax.tree.leaves((table, rows, wanted))} == {P(T.AXIS)}
 
 
-@pytest.mark.parametrize(("devices", "want"), [(0, 8), (1, 1), (4, 4)])
-def test_a_run_takes_the_first_devices_or_says_how_many_there_are(devices, want):
-    _, mesh = T.make_mesh(small_config(devices=devices))
-    assert mesh.axis_names == (T.AXIS,) and mesh.devices.tolist() == jax.devices()[:want]
-    with pytest.raises(T.UserError, match="devices=16, but there are 8: use a smaller number or 0"):
-        T.make_mesh(small_config(devices=16))
-
-
 @pytest.fixture(scope="module")
 def validation(shards):
     """A function (steps done, val_tokens) -> (the run's loss, that in float64)."""
