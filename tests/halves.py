@@ -19,7 +19,8 @@ def pytest_runtestloop(session):
     for item in session.items:
         files.setdefault(item.path, []).append(item)
     alone = option.collectonly or option.usepdb or option.maxfail or option.capture == "no"
-    if alone or session.testsfailed or len(files) <= FEW_FILES or os.cpu_count() < 2:
+    few = len(files) <= FEW_FILES or (os.cpu_count() or 1) < 2
+    if alone or few or session.testsfailed:
         return None
     files = [files[path] for path in sorted(files, key=lambda x: (-x.stat().st_size, x))]
     if LIST in os.environ:
