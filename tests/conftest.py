@@ -1,45 +1,4 @@
-"""Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards.
-
-What protects what:
-
-    speedrun/               Part I: what decides the loss
-        test_model          causality, windows, documents
-        test_loss           cross-entropy and its gradient against float64, in all chunkings
-        test_params         the table of the record by hand; sizes, starts, shares, padding
-        test_optim          the rules of ANVIL and Adam against float64
-        test_schedule       what holds at every step: stages, rates, weights, YaRN, what is due
-        test_steps          gradients in any micro-batches, whatever the padding; collectives,
-                            donation, dtypes; validation
-        test_golden         the losses of 12 steps to five digits, with and without kernels
-        test_devices        a whole training gives the same numbers on 1 to 32 devices
-        test_record92       the original: losses, gradients, optimizers, averages, schedule
-        test_record92_data  the original: its rows of tokens, hashes, candidates, prefixes
-        test_data           shards, packing against a walk over every token, batches, prefetch
-        test_loader_speed   (--slow) the loader is four times faster than a run needs
-        test_parts          no part names a later one, sizes of the parts, Part I trains alone
-    around/                 Part II: what stands around a run
-        test_config         presets, --set, and each refusal with its reason
-        test_data_checks    enough tokens, known ids, the right folder, before anything starts
-        test_compilation    what memory allows, and what is tried where it is too little
-        test_run            one whole run: log, metrics, run.json, the clock, no compilation in it
-        test_checkpoints    whole or not to be seen, checked, read by any number of devices
-        test_resume         stopped and resumed runs equal others bit for bit; signals; processes
-        test_survival       (some --slow) real processes, killed at random moments
-        test_cli            what is wrong is said in one line, with status 2
-        test_fuzz           damaged files and command lines: correct work or one line
-    kernels/                Part III: each kernel equals its plain form
-        test_attention      attention on TPUs and GPUs, interpreted, and lowered for either
-        test_tables         gradients of the tables, weighted sums
-        test_loss_kernels   the loss with its own gradient, the lean ReLU^2
-        test_mlp            MLPs
-        test_choice         which kernels a device gets, and the reason in the log
-        test_gpu            (--gpu) all of it on an NVIDIA GPU
-    tools/                  data/, records/ and the README's commands
-
-Shared: conftest.py (configs, shards), programs.py (a small run and its programs, compiled once for
-all files), runs.py (runs as files, without the trainer), around/training.py (runs of it),
-kernels/layers.py (inputs of the record's layers).
-"""
+"""Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards."""
 
 import os
 import signal
@@ -53,11 +12,9 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("data", "records", "t
 GPU = "--gpu" in sys.argv
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if GPU else "cpu"
 if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop there
-    # Halves the time that XLA takes to compile for a CPU (test_model: 17 s instead of 38).
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
-    )
-
+    # Halves the time that XLA takes to compile for a CPU.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # tests keep no programs
 
 import jax  # noqa: E402
@@ -74,18 +31,13 @@ import train_gpt as T  # noqa: E402
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="what an NVIDIA GPU is needed for")
-    parser.addoption(
-        "--slow", action="store_true", help="also what takes minutes, some with libtpu"
-    )
+    parser.addoption("--slow", action="store_true", help="also what takes minutes")
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: python -m pytest --slow"))
-        if item.get_closest_marker("gpu") and not GPU:
-            how = "needs an NVIDIA GPU: python -m pytest --gpu tests/kernels"
-            item.add_marker(pytest.mark.skip(reason=how))
 
 
 def pytest_configure(config):
@@ -93,7 +45,6 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line("markers", "slow: takes minutes; only with --slow")
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; only with --gpu")
 
 
 @pytest.fixture(autouse=True)
@@ -107,10 +58,7 @@ BOS = 96  # of the small vocabulary
 
 
 def small_config(**changes) -> T.Config:
-    """Five layers with every idea of the record, 97 token ids, three stages of 8 rows.
-
-    Compiles in a few seconds. The last stage is the extension; events come after steps 1, 3 and 7.
-    """
+    """Every idea of the record in five layers; tables are updated after steps 1, 3 and 7."""
     cfg = T.Config(
         preset="small",
         layers=(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from programs import jit
 
 import train_gpt as T
@@ -46,9 +47,8 @@ KINDS = {"narrow": 1, "paired": 2, "long": 3}  # -> a layer of the record: of al
 def record_layer(kind: str, windows: tuple[int, int]) -> tuple[T.Heads, str]:
     """(Heads, parts as layer_shapes takes them) of a layer of the record with these windows."""
     one = RECORD.layers[KINDS[kind]]
-    parts = {"xsa": one.xsa, "gates": one.gated}
-    heads = T.heads_of(RECORD, KINDS[kind], windows)
-    return heads, " ".join(name for name, has in parts.items() if has)
+    parts = [name for name, has in (("xsa", one.xsa), ("gates", one.gated)) if has]
+    return T.heads_of(RECORD, KINDS[kind], windows), " ".join(parts)
 
 
 def layer_shapes(heads: T.Heads, b: int, t: int, parts: str, dtype, sharding=None):
@@ -62,9 +62,8 @@ def layer_shapes(heads: T.Heads, b: int, t: int, parts: str, dtype, sharding=Non
     def shape(*sides, dtype=np.float32):
         return jax.ShapeDtypeStruct(sides, dtype, sharding=sharding)
 
-    more = {"xsa": shape(b, t, n), "gates": shape(b, t, n)}
     arrays = {"qkv": shape(b, t, n * (2 * h + heads.v_width), dtype=dtype)}
-    arrays |= {name: more[name] for name in parts.split()}
+    arrays |= {name: shape(b, t, n) for name in parts.split()}
     freqs = shape(h // 4 if heads.offset else h // 2)
     return arrays, shape(b, t, n * heads.v_width), shape(b, t, dtype=np.int32), freqs
 
@@ -92,10 +91,8 @@ def layer(attend, heads: T.Heads):
     """A Kernels.attend with all but arrays filled in: (arrays, segments, freqs) -> y."""
 
     def run(arrays, segments, freqs):
-        return attend(
-            *(heads, arrays["qkv"]),
-            T.HeadInputs(arrays.get("xsa"), arrays.get("gates"), segments, freqs, jnp.float32(0.1)),
-        )
+        own = arrays.get("xsa"), arrays.get("gates")
+        return attend(heads, arrays["qkv"], T.HeadInputs(*own, segments, freqs, jnp.float32(0.1)))
 
     return run
 
@@ -119,3 +116,40 @@ def run_layer(attend, heads: T.Heads, *inputs, jit=jit) -> dict[str, np.ndarray]
     qk = heads.count * heads.qk_width
     d_qkv = np.split(grads.pop("qkv"), (qk, 2 * qk), axis=-1)
     return {"y": y, **dict(zip("qkv", d_qkv, strict=True)), **grads}
+
+
+def lowered(function, *shapes, platform: str = "tpu") -> str:
+    """What `function` becomes in the language of Mosaic or Triton, whose rules an interpreted
+    kernel need not keep; all of its kernels read all of their operands."""
+    kind = {"tpu": "TPU v6 lite", "cuda": "NVIDIA H100"}[platform]  # jax 0.11 asks which GPU
+    device = jax.sharding.AbstractDevice(kind, None, platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(function).trace(*shapes)
+    calls = [*kernel_calls(traced.jaxpr.jaxpr)]
+    assert calls and [unread(call) for call in calls] == [[]] * len(calls)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def kernel_calls(jaxpr):
+    """All calls of kernels in a jaxpr and in those that it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn
+        else:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from kernel_calls(inner)
+
+
+def unread(call) -> list[int]:
+    """The operands of a kernel that neither it nor a choice of its blocks reads: libtpu 0.0.43 to
+    0.0.45 can then read zeros from memory (jax issue 39744)."""
+    mapping, kernel = call.params["grid_mapping"], call.params["jaxpr"]
+    scalars = mapping.num_index_operands
+    read = {id(x) for eqn in kernel.eqns for x in eqn.invars}
+    for block in mapping.block_mappings:  # these take the place in the grid, and then the scalars
+        choice = block.index_map_jaxpr.jaxpr
+        used = {id(x) for eqn in choice.eqns for x in eqn.invars}
+        refs = choice.invars[len(choice.invars) - scalars :] if scalars else []
+        read |= {id(x) for x, ref in zip(kernel.invars, refs, strict=False) if id(ref) in used}
+    operands = kernel.invars[: scalars + mapping.num_inputs]
+    return [i for i, x in enumerate(operands) if id(x) not in read]

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BOS, GPU, documents, small_config, write_shard
+from conftest import GPU, documents, small_config, write_shard
 from layers import KINDS, RECORD, distance, layer_inputs, record_layer, run_layer
+from programs import run_steps
 
 import train_gpt as T
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.skipif(not GPU, reason="only with --gpu")
 DEVICES = {kind: jax.devices(kind)[0] for kind in (("cuda", "cpu") if GPU else ())}
 CFG = small_config(
     width=128,
@@ -48,11 +49,6 @@ CFG = small_config(
 )
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention: by itself, and as whole layers
-# ------------------------------------------------------------------------------------------------
-
-
 def attention_inputs(t: int, n: int = 6, h: int = 128, v: int = 128):
     """q, k (normed) [1, t, n, h], v and an output gradient [1, t, n, v] in bfloat16, and documents
     of 700 tokens."""
@@ -75,27 +71,23 @@ def attended(attend, device, dtype, arrays, segments, window: int):
     return jax.device_get(jax.jit(run)(*arrays, jax.device_put(segments, device)))
 
 
-def assert_attends(arrays, segments, window: int):
-    """attend_triton on the GPU is attend_plain on the CPU, forward and backward."""
+@pytest.mark.parametrize(
+    "h, v, window",
+    [
+        *((128, 128, window) for window in (63, 64, 128, 640, 1408)),
+        *((h, v, 200) for h, v in ((64, 64), (64, 128), (32, 64), (16, 16))),
+    ],
+)
+def test_attention_is_the_reference(h, v, window):
+    """Windows and documents, half and whole heads. A mistake at one edge in 100 would be 10 %."""
+    arrays, segments = attention_inputs(4096, n=3, h=h, v=v)
     got = attended(T.attend_triton, DEVICES["cuda"], jnp.bfloat16, arrays, segments, window)
     want = attended(T.attend_plain, DEVICES["cpu"], np.float32, arrays, segments, window)
     for name, x, y in zip(("out", "q", "k", "v"), got, want, strict=True):
         assert distance(x, y) < 0.012, name  # rounded to bfloat16 thrice, 2^-9 each
 
 
-@pytest.mark.parametrize("window", [63, 64, 128, 384, 640, 1408])
-def test_attention_of_whole_heads_is_the_reference(window):
-    """Windows and documents. A mistake at one edge in 100 would be 10 %."""
-    assert_attends(*attention_inputs(4096), window)
-
-
-@pytest.mark.parametrize("h, v", [(64, 64), (64, 128), (32, 32), (32, 64), (16, 16), (16, 32)])
-def test_attention_of_narrower_heads_is_the_reference(h, v):
-    """Queries and keys of half a head, and values of half a head or a whole one."""
-    assert_attends(*attention_inputs(1024, n=3, h=h, v=v), 200)
-
-
-@pytest.mark.parametrize("h, v, window", [(128, 128, 1408), (64, 64, 640), (64, 128, 640)])
+@pytest.mark.parametrize("h, v, window", [(128, 128, 1408), (64, 128, 640)])
 def test_attention_in_a_row_of_the_record(h, v, window):
     """49,152 tokens: offsets beyond 2^24; against the plain form on the GPU, also in bfloat16."""
     arrays, segments = attention_inputs(49_152, h=h, v=v)
@@ -124,11 +116,6 @@ def test_layers_of_the_record_are_the_reference(kind):
     assert got.keys() == {"y", "q", "k", "v", *parts.split()}
     for name, x in got.items():
         assert distance(x, want[name]) < 0.015, name
-
-
-# ------------------------------------------------------------------------------------------------
-# The loss, tables
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 14_336])
@@ -160,55 +147,6 @@ def test_the_loss_with_its_own_gradient_is_the_plain_one(count):
         assert not np.delete(got[3], candidates, axis=0).any()
 
 
-@pytest.mark.parametrize("shape, rows, tables", [((2, 8192), 5030, 4), ((1, 2, 8192), 9000, 1)])
-def test_gradients_of_tables_are_the_reference(shape, rows, tables):
-    """Of tokens that come up up to a thousand times, in 16 bits, summed in 32."""
-    rng = np.random.default_rng(0)
-    ids = np.minimum(3 * rng.pareto(1, shape), rows - 1).astype(np.int32)
-    table = rng.standard_normal((tables * rows, 256)).astype(np.float32)
-    parts = [jnp.asarray(rng.standard_normal((*shape, 256)), jnp.bfloat16) for _ in range(tables)]
-    args = jax.device_put((table, ids, parts), DEVICES["cuda"])
-    got = jax.jit(T.pick_kernels(RECORD, DEVICES["cuda"])[0].add_rows)(*args)
-    want = table.astype(np.float64)
-    for n, part in enumerate(parts):
-        np.add.at(want, ids + n * rows, np.asarray(part, np.float64))
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=5e-3)
-
-
-def test_ngrams_are_fetched_and_their_gradients_go_back_to_their_rows():
-    """With one device, which sends all to itself; tests/speedrun has more of them."""
-    cfg = replace(CFG, ngram_rows=100_000)
-    hashed, rng = documents(1, 8 * 512).reshape(8, 512), np.random.default_rng(0)
-    (wanted,), places = T.request(cfg, hashed, 1)
-    table = rng.standard_normal((cfg.ngram_rows, 128)).astype(np.float32)
-    grads = rng.standard_normal((*places.shape, 128)).astype(np.float32)
-
-    def run(table, wanted, places, grads):
-        fetched = T.fetch(table, wanted)
-        summed = T.scatter_rows(jnp.zeros_like(fetched), places, [grads])
-        parts = [(wanted, summed[None])] * 2  # as of two steps
-        return fetched[places], T.sum_requests(parts, len(table), T.scatter_rows)
-
-    cfg, mesh = T.make_mesh(cfg, [DEVICES["cuda"]])
-    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    args = jax.tree.map(lambda x: T.put(x, mesh, jax.P()), (table, wanted, places, grads))
-    found, (ids, sums) = jax.device_get(jax.jit(run)(*args))
-    rows = T.table_rows(T.ngram_ids(hashed, cfg.ngram_rows), cfg.ngram_rows).swapaxes(0, 1)
-    np.testing.assert_array_equal(found, table[rows])
-    want, got = np.zeros(table.shape), np.zeros(table.shape)
-    np.add.at(want, rows, 2.0 * grads)
-    read = ids < len(table)
-    got[ids[read]] = sums[read]
-    assert len(np.unique(ids[read])) == read.sum() == len(np.unique(rows))
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-4)
-
-
-# ------------------------------------------------------------------------------------------------
-# Runs
-# ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Tokens for CFG."""
@@ -219,26 +157,10 @@ def folder(tmp_path_factory):
 
 
 def losses(cfg: T.Config, device, folder) -> list[float]:
-    """Training losses of all steps of `cfg` on one device."""
-    (cfg, mesh), found = T.make_mesh(cfg, [device]), []
-    kernels, _ = T.pick_kernels(cfg, device)
-    compiled, _ = T.compile_all(cfg, mesh, kernels, lambda line: None)
-    seed, waiting = np.uint32(0), {}
-    state = T.start_state(cfg, mesh)(seed)
-    copies = T.start_copies(cfg, mesh)(state["params"], seed)
-    stream, words = T.TokenStream(folder, "train", BOS), [bytes([i]) for i in range(BOS)]
-    batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
-    for step, batch in enumerate(batches):
-        grads_of, *updates = T.schedule(cfg).programs(step)
-        args = copies, state["params"][T.NGRAMS], batch
-        grads, loss = compiled[grads_of](*args)
-        waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-        for update in updates:
-            due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
-            state, changed, _ = compiled[update](state, due, batch.hyper)
-            copies |= changed
-        found.append(float(loss))
-    return found
+    """Training losses of all steps of `cfg` on one device, then that of validation."""
+    cfg, mesh = T.make_mesh(cfg, [device])
+    compiled, _ = T.compile_all(cfg, mesh, T.pick_kernels(cfg, device)[0], lambda line: None)
+    return run_steps(cfg, mesh, compiled, folder, [bytes([i]) for i in range(cfg.bos)])[0]
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +170,8 @@ def on_cpu(folder):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kernels": "plain"}, {"micro_tokens": 512}, {"recompute": True}],
-    ids=["auto", "plain", "512 tokens at a time", "recompute"],
+    [{}, {"kernels": "plain"}, {"micro_tokens": 512, "recompute": True}],
+    ids=["auto", "plain", "512 tokens at a time, recomputed"],
 )
 def test_training_follows_the_cpu(folder, on_cpu, changes):
     """The loss falls by more than 0.5 in these 24 steps; 0.02 is the mean distance on the way."""
@@ -258,7 +180,7 @@ def test_training_follows_the_cpu(folder, on_cpu, changes):
     asked = cfg.kernels == "plain"
     assert reason == ("plain, as asked for" if asked else "attention for NVIDIA GPUs")
     got = losses(cfg, DEVICES["cuda"], folder)
-    assert on_cpu[0] - on_cpu[-1] > 0.5
+    assert on_cpu[0] - on_cpu[-2] > 0.5
     assert abs(got[0] - on_cpu[0]) < 0.01
     assert np.mean(np.abs(np.subtract(got, on_cpu))) < 0.02
 
@@ -276,21 +198,3 @@ def test_a_run_on_the_gpu_is_finished_and_resumed(folder, tmp_path):
     T.train(saved.cfg, tmp_path, "test", saved, say=lambda line: None)
     again = json.loads((whole / "run.json").read_text())
     assert abs(again["val_loss"] - facts["val_loss"]) < 0.01
-
-
-def test_a_stage_that_does_not_fit_the_memory_is_compiled_with_less_at_a_time():
-    """The record's smallest stage, from the compiler's own account of it on this GPU; of the table
-    of n-grams an eighth."""
-    cfg, device = replace(RECORD, devices=1, ngram_rows=5_287_680), DEVICES["cuda"]
-    (cfg, mesh), said = T.make_mesh(cfg, [device]), []
-    kernels, _ = T.pick_kernels(cfg, device)
-
-    def build(limit):
-        compiled, changes, _ = T.compile_fitting(cfg, mesh, kernels, "grads0", limit, said.append)
-        return T.program_bytes(compiled)["peak"] + T.resident_bytes(cfg, mesh, "grads0"), changes
-
-    whole, changes = build(None)
-    assert not changes and not said
-    less, changes = build(whole - 1)
-    assert less < whole and changes["recompute"]
-    assert said[0].startswith("grads0 with recompute=False")

@@ -2,11 +2,11 @@
 
 import functools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from conftest import BOS, small_config
-from programs import jit
+from programs import jit, mesh_of
 
 import train_gpt as T
 
@@ -16,13 +16,10 @@ CFG = small_config()
 
 
 @functools.cache
-def random_params(cfg: T.Config) -> dict[str, np.ndarray]:
+def random_params() -> dict[str, np.ndarray]:
     """Every parameter non-zero."""
-    rng = np.random.default_rng(0)
-    return {
-        name: rng.normal(0, 0.3, row.shape).astype(np.float32)
-        for name, row in T.param_table(cfg).items()
-    }
+    rng, table = np.random.default_rng(0), T.param_table(CFG)
+    return {name: rng.normal(0, 0.3, row.shape).astype(np.float32) for name, row in table.items()}
 
 
 def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
@@ -32,31 +29,28 @@ def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
     return tokens
 
 
-@functools.cache
-def compiled(cfg: T.Config, windows):
-    """A function of parameters, tokens and their rows of the table, random, so in any order."""
-
-    def run(params, tokens, places):
-        tables = params | {"ngrams": params["ngram_table"]}
-        rows = T.look_up(cfg, tables, tokens, places.swapaxes(0, 1))
-        rows["ngram"] = T.signed_sum(cfg, T.sign_pool(cfg, 0), rows["ngrams"], tokens)
-        segments = T.segment_ids(tokens, BOS)
-        model = T.Model(params, cfg, T.PLAIN, windows, segments, T.hyper_at(cfg, 0))
-        return T.forward(model, rows)
-
-    return jit(run)
+@jit
+def outputs(params, tokens, places):
+    """Of parameters, tokens and their rows of the n-gram table."""
+    tables = params | {"ngrams": params["ngram_table"]}
+    rows = T.look_up(CFG, tables, tokens, places.swapaxes(0, 1))
+    rows["ngram"] = T.signed_sum(CFG, T.sign_pool(CFG, 0), rows["ngrams"], tokens)
+    segments = T.segment_ids(tokens, BOS)
+    return T.forward(T.Model(params, CFG, T.PLAIN, WIDE, segments, T.hyper_at(CFG, 0)), rows)
 
 
 # Smear, key offset and n-gram hashes look at tokens before whatever their document. Without:
 ALONE = "smear_lambda", "ngram_table"
 
 
-def moved(cfg, tokens, other, windows=WIDE, off=()) -> list[int]:
+def moved(tokens, other, off=()) -> list[int]:
     """Positions at which the outputs for two batches differ to the bit, in any row."""
-    params = random_params(cfg)
+    params = random_params()
     params = params | {name: np.zeros_like(params[name]) for name in off}
-    run = compiled(cfg, windows)
-    one, two = (np.asarray(run(params, x, T.ngram_ids(x, cfg.ngram_rows))) for x in (tokens, other))
+    places = (T.ngram_ids(x, CFG.ngram_rows) for x in (tokens, other))
+    one, two = (
+        np.asarray(outputs(params, x, at)) for x, at in zip((tokens, other), places, strict=True)
+    )
     return np.flatnonzero((one != two).any(axis=(0, 2))).tolist()
 
 
@@ -70,34 +64,28 @@ def changed(tokens, at: int):
 @pytest.mark.parametrize("at", [0, 1, 10, ROW - 1])
 def test_no_token_sees_the_future(at):
     tokens = tokens_with()
-    assert moved(CFG, tokens, changed(tokens, at)) == list(range(at, ROW))
+    assert moved(tokens, changed(tokens, at)) == list(range(at, ROW))
 
 
 @pytest.mark.parametrize("at", [1, 8])
 def test_attention_does_not_cross_documents_but_keys_of_long_layers_do(at):
     """The key of a BOS shows the document before; the BOS itself sees one key, whatever it is."""
     tokens = tokens_with(0, 9)
-    assert moved(CFG, tokens, changed(tokens, at), off=ALONE)[: 9 - at] == list(range(at, 9))
-    assert 9 not in moved(CFG, tokens, changed(tokens, at), off=ALONE)
+    assert moved(tokens, changed(tokens, at), off=ALONE)[: 9 - at] == list(range(at, 9))
+    assert 9 not in moved(tokens, changed(tokens, at), off=ALONE)
 
 
-def test_segments_rise_at_every_bos_and_after_each_cap():
-    tokens = jnp.array([[BOS, 1, 2, BOS, BOS, 3, 4, 5], [4, 5, BOS, 6, 7, 8, 9, 1]])
-    for cap, want in ((0, [[1, 1, 1, 2, 3, 3, 3, 3], [1, 1, 2, 2, 2, 2, 2, 2]]),
-                      (2, [[1, 1, 2, 3, 4, 4, 5, 5], [1, 1, 2, 2, 3, 3, 4, 4]])):  # fmt: skip
-        got = np.asarray(T.segment_ids(tokens, BOS, cap))
-        np.testing.assert_array_equal(np.diff(got) != 0, np.diff(want) != 0)
-        assert got.dtype == np.int32 and np.all(np.diff(got) >= 0)
+@pytest.mark.parametrize("preset", T.PRESETS)
+def test_the_layers_of_a_preset_fit_together(preset):
+    cfg = T.PRESETS[preset]
+    params = T.abstract_state(cfg, mesh_of(1))["params"]
+    copies = jax.eval_shape(lambda params: T.compute_copies(cfg, params), params)
+    x = jax.ShapeDtypeStruct((1, 128, cfg.width), cfg.dtype)
+    rows = {"embed": x, "value_tables": (x,) * len(cfg.layers_with("values")), "ngram": x}
 
+    def run(copies, rows):
+        segments = np.zeros((1, 128), np.int32)
+        model = T.Model(copies, cfg, T.PLAIN, cfg.val_windows, segments, T.hyper_at(cfg, 0))
+        return T.forward(model, rows)
 
-@pytest.mark.parametrize("window", [1, 4, 23])
-def test_attention_sees_exactly_its_window(window):
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, ROW, 2, 8)).astype(np.float32) for _ in range(3))
-    segments = np.zeros((1, ROW), np.int32)
-    other = k.copy(), v.copy()
-    for x in other:
-        x[:, 5] += 1
-    one, two = (T.attend_plain(q, *x, segments, window, 0.3) for x in ((k, v), other))
-    reached = np.flatnonzero(np.any(np.asarray(one) != two, axis=(0, 2, 3))).tolist()
-    assert reached == list(range(5, min(ROW, 6 + window)))
+    assert jax.eval_shape(run, copies, rows) == x

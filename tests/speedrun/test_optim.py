@@ -1,7 +1,5 @@
 """The rules of the optimizers once more, in float64. As the programs use them: test_record92.py."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +17,17 @@ def matrices(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def mapped(s):
+    """Singular values after the six maps."""
+    for a, b, c in T.ANVIL_MAPS:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
 def exact_polar(x):
     """What the six maps make of one matrix, by way of its singular values."""
     u, s, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
-    s = s / (1.05 * np.sqrt((s**2).sum()) + 1e-6)
-    for a, b, c in T.ANVIL_MAPS:
-        s = a * s + b * s**3 + c * s**5
-    return (u * s) @ vt
+    return (u * mapped(s / (1.05 * np.sqrt((s**2).sum()) + 1e-6))) @ vt
 
 
 def exact_equal(update, square, rate):
@@ -43,31 +45,22 @@ def exact_adam(param, mean, square, grad, lr, decay, count, betas, eps):
     return param - step - np.where(step * param > 0, lr**2 * decay * param, 0), mean, square
 
 
-def by_rates(step):
-    """`step` of Adam's rates as a function of its five numbers."""
-
-    def run(*args):
-        return step(*args[:-5], args[-5:])
-
-    return run
-
-
-adam = jit(by_rates(T.adam), static_argnums=(7, 8))
-
-
-@pytest.mark.parametrize("betas", [(0.5, 0.95), (0.9, 0.99)])
-@pytest.mark.parametrize("eps", [1e-10, 0.1])
+@pytest.mark.parametrize("betas, eps", [((0.5, 0.95), 1e-10), ((0.9, 0.99), 0.1)])
 def test_thirty_steps_of_adam(betas, eps):
     """Gradients of sizes from 1 to 100, a falling rate, a decay that is a tenth of the step; a
     row that never has a gradient rests."""
+
+    @jit
+    def adam(param, mean, square, grad, lr, count):
+        return T.adam(param, mean, square, grad, T.AdamRates(lr, 10.0, count, betas, eps))
+
     exact = matrices(7, 5).astype(np.float64), np.zeros((7, 5)), np.zeros((7, 5))
     state = tuple(jnp.asarray(x, jnp.float32) for x in exact)
     for count in range(1, 31):
         grad, lr = matrices(7, 5, seed=count) * 10.0 ** (count % 3), 0.1 / count
         grad[3] = 0
-        args = lr, 10.0, count, betas, eps
-        exact = exact_adam(*exact, grad, *args)
-        state = adam(*state, grad, lr, 10.0, jnp.float32(count), betas, eps)
+        exact = exact_adam(*exact, grad, lr, 10.0, count, betas, eps)
+        state = adam(*state, grad, jnp.float32(lr), jnp.float32(count))
         # 1 - 0.99^count loses two of float32's seven digits at count 1
         for got, want in zip(state, exact, strict=True):
             assert got.dtype == jnp.float32
@@ -75,26 +68,8 @@ def test_thirty_steps_of_adam(betas, eps):
     np.testing.assert_array_equal(state[0][3], matrices(7, 5)[3])
 
 
-def test_rows_of_a_table():
-    """Those that were read, each with one second moment; the others stay, their moments fade."""
-    table, square = matrices(9, 4).astype(np.float64), np.square(matrices(9, seed=1))
-    ids, grad = np.array([7, 0, 4, 9, 11], np.int32), matrices(5, 4, seed=2)  # two only fill up
-    lr, decay, count, b2 = 0.1, 20.0, 3.0, 0.95
-    run = jit(by_rates(T.adam_rows), static_argnums=(6, 7))
-    args = lr, decay, jnp.float32(count), (0.0, b2), 1e-10
-    got, moments = run(jnp.asarray(table, jnp.float32), square, (ids, grad), *args)
-    want, faded = table.copy(), b2 * square.astype(np.float64)
-    for i, g in zip(ids[:3], grad[:3].astype(np.float64), strict=True):
-        faded[i] += (1 - b2) * np.mean(g**2)
-        step = lr * np.sqrt(1 - b2**count) / (np.sqrt(faded[i]) + 1e-10) * g
-        want[i] -= step + lr**2 * decay * (step * table[i] > 0) * table[i]
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(moments, faded, rtol=1e-5)
-    assert np.sum(np.any(np.asarray(got) != table.astype(np.float32), axis=1)) == 3
-
-
 @pytest.mark.parametrize("dtype, atol", [("float32", 1e-4), ("bfloat16", 0.08)])
-@pytest.mark.parametrize("rows, cols", [(64, 64), (128, 32), (32, 128), (48, 40)])
+@pytest.mark.parametrize("rows, cols", [(64, 64), (128, 32), (32, 128)])
 def test_orthogonalize_maps_the_singular_values(rows, cols, dtype, atol):
     """Of each matrix of a bank alone, whatever its size; zero stays zero."""
     bank = matrices(4, rows, cols) * np.float32([1, 1e-3, 0, 1e4])[:, None, None]
@@ -105,19 +80,17 @@ def test_orthogonalize_maps_the_singular_values(rows, cols, dtype, atol):
 
 
 def test_the_maps_send_the_whole_interval_close_to_1():
-    s = np.geomspace(1 / 256, 1 / 1.05, 10_000)
-    for a, b, c in T.ANVIL_MAPS:
-        s = a * s + b * s**3 + c * s**5
+    s = mapped(np.geomspace(1 / 256, 1 / 1.05, 10_000))
     assert 0.999 < s.min() and s.max() < 1.001
 
 
 @pytest.mark.parametrize("shape", [(3, 12, 6), (3, 6, 12), (2, 8, 8)])
 def test_four_steps_of_anvil(shape):
-    """Two averages of the gradient, lanes of equal size, decay where the slow average shrinks."""
+    """Two averages of the gradient, neurons of equal size, decay where the slow average shrinks.
+    A zero gradient leaves the averages and moments, without NaN."""
     row = T.Param(shape, None, "anvil", "anvil", 0.3, 2.0, scale=tuple(range(1, 1 + shape[0])))
-    lanes = shape[0], max(shape[1:])
     param = matrices(*shape, seed=9).astype(np.float64)
-    exact = [param, np.zeros(shape), np.zeros(shape), np.zeros(lanes)]
+    exact = [param, np.zeros(shape), np.zeros(shape), np.zeros((shape[0], max(shape[1:])))]
     state = [jnp.asarray(x, jnp.float32) for x in exact]
     hyper = T.hyper_at(CFG, 5)._replace(lr=np.float32(0.5), momentum=np.float32(0.9))
     hyper = hyper._replace(fast_beta=np.float32(0.85), fast_weight=np.float32(0.4))
@@ -125,6 +98,10 @@ def test_four_steps_of_anvil(shape):
         lambda *args: T.anvil(CFG, row, args[:4], args[4], hyper),
         mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False,
     )  # fmt: skip
+    still = quick(step, *state, np.zeros(shape, np.float32))
+    shrunk = 1 - 0.15 * 0.15 * 2.0 * (1 + np.arange(shape[0]))[:, None, None]
+    np.testing.assert_allclose(still[0], param * shrunk, rtol=1e-6)
+    assert not any(np.any(x) for x in still[1:])
     for at in range(4):
         grad = matrices(*shape, seed=at)
         state = quick(step, *state, grad)
@@ -140,17 +117,3 @@ def test_four_steps_of_anvil(shape):
         for got, want in zip(state, exact, strict=True):
             assert got.dtype == jnp.float32
             np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
-
-
-def test_a_zero_gradient_leaves_a_matrix_but_for_its_decay():
-    """Nothing becomes NaN; an average of zero lets it decay."""
-    param, zero = matrices(2, 6, 4), jnp.zeros((2, 6, 4))
-    row = replace(T.param_table(CFG)["vo_bank"], lr=0.1, decay=5.0, scale=(1.0, 1.0))
-    hyper = T.hyper_at(CFG, 0)._replace(lr=np.float32(1))
-    step = jax.shard_map(
-        lambda *args: T.anvil(CFG, row, args[:4], args[4], hyper),
-        mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False,
-    )  # fmt: skip
-    new, fast, slow, square = quick(step, param, zero, zero, jnp.zeros((2, 6)), zero)
-    np.testing.assert_allclose(new, param * (1 - 0.1 * 0.1 * 5.0), rtol=1e-6)
-    assert not np.any(fast) and not np.any(slow) and not np.any(square)

@@ -29,13 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, fitting, lay, mesh_of, quick_compilation, spread, strip_padding
+from programs import QUICK, lay, mesh_of, quick_compilation, strip_padding
 
 import train_gpt as T
 
 GOLDEN = ROOT / "tests/golden/record92"
 RECORD = replace(T.Config(), ngram_ids="raw")
-STEPS = range(RECORD.steps)
 
 
 @functools.cache
@@ -55,7 +54,7 @@ SIZES, SHAPES = facts("model")["configs"], facts("model")["parameters"]
 SEED, CASES = facts("model")["seed"], facts("model")["cases"]
 
 
-def config(size: str, block: int = 16, row: int = 192, rows: int = 8, **changes) -> T.Config:
+def config(size: str, block: int = 16, row: int = 192, rows: int = 8) -> T.Config:
     """The record's Config at a golden size; windows in units of `block` tokens."""
     sizes = SIZES[size]
     stages = tuple(
@@ -68,28 +67,14 @@ def config(size: str, block: int = 16, row: int = 192, rows: int = 8, **changes)
         )
         for stage in RECORD.stages
     )
-    cfg = replace(
+    return replace(
         RECORD,
-        width=sizes["dim"],
-        mlp_width=sizes["mlp"],
-        vocab=sizes["vpad"],
-        real_tokens=sizes["vocab"],
-        bos=sizes["vocab"] - 1,
-        ngram_rows=sizes["table"],
-        compute_dtype="float32",
-        stages=stages,
-        loss_chunk=128,
-        micro_tokens=row,
-        val_row=row,
-        val_batch=rows * row,
-        val_tokens=rows * row,
+        **{"width": sizes["dim"], "mlp_width": sizes["mlp"], "ngram_rows": sizes["table"]},
+        **{"vocab": sizes["vpad"], "real_tokens": sizes["vocab"], "bos": sizes["vocab"] - 1},
+        **{"compute_dtype": "float32", "stages": stages, "loss_chunk": 128, "micro_tokens": row},
+        **{"val_row": row, "val_batch": rows * row, "val_tokens": rows * row},
     )
-    return replace(cfg, **changes)
 
-
-# ------------------------------------------------------------------------------------------------
-# Parameters: theirs and ours
-# ------------------------------------------------------------------------------------------------
 
 LANES = np.array([0, 1, 2, 4, 3, 5, 7, 6, 8, 9, 10, 11, 12, 13])  # our sources in their order
 
@@ -175,17 +160,11 @@ def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# Comparison
-# ------------------------------------------------------------------------------------------------
-
-
-def check(what: str, got, want, limit: float, scale: float | None = None):
+def check(what: str, got, want, limit: float):
     """Fails if `got` is further from `want` than `limit` times the largest magnitude."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, what
-    scale = scale or max(np.abs(want).max(initial=0), 1e-30)
-    error = np.abs(got - want).max() / scale
+    error = np.abs(got - want).max() / max(np.abs(want).max(initial=0), 1e-30)
     assert error <= limit, f"{what}: off by {error:.2e} of its largest value, limit {limit:.0e}"
 
 
@@ -201,18 +180,12 @@ def check_stored(golden: dict, key: str, got, limit: float, at=...):
         check(key, picked, golden[f"{key}.val"][at], limit)
 
 
-# ------------------------------------------------------------------------------------------------
-# Forward and gradients
-# ------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def case_parts(name: str) -> SimpleNamespace:
     """A case of the model file: facts, golden arrays, config, parameters and what goes in."""
     c = SimpleNamespace(**CASES[name])
-    c.golden = {
-        k.split("/", 1)[1]: x for k, x in arrays("model").items() if k.startswith(f"{name}/")
-    }
+    own = (key for key in arrays("model") if key.startswith(f"{name}/"))
+    c.golden = {key.removeprefix(f"{name}/"): arrays("model")[key] for key in own}
     c.tokens = np.random.default_rng(c.token_seed).integers(0, 999, c.row_tokens + 1)
     starts = np.cumsum([0, *c.segment_lengths])
     assert starts[-1] == c.row_tokens
@@ -284,38 +257,32 @@ def outcome(name: str):
     """(weighted sum of losses, what was seen on the way, gradients or None) of a case."""
     c = case_parts(name)
     cfg, hyper = c.cfg, c.hyper
-    tokens, inputs = jnp.asarray(c.tokens[None]), jnp.asarray(c.tokens[None, :-1])
-    aims = T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
+    inputs, aims = jnp.asarray(c.tokens[None, :-1]), T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
     weights, prefix = jnp.asarray(c.mtp or [1.0], jnp.float32), c.prefix_weight or None
     places = T.table_rows(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows)
-    places = places.swapaxes(0, 1)
+    validates = c.mode == "eval"
 
     def loss(params):
         seen = {}
         with pytest.MonkeyPatch.context() as patch:
             kernels = watch(patch, seen)
             tables = params | {"ngrams": params["ngram_table"]}
-            rows = T.look_up(cfg, tables, inputs, places)
+            rows = T.look_up(cfg, tables, inputs, places.swapaxes(0, 1))
             rows["ngram"] = T.signed_sum(cfg, c.signs, rows["ngrams"], inputs)
             seen["big"] = [rows["ngram"]]
-            if c.mode == "eval":
-                segments = T.segment_ids(inputs, cfg.bos)
-                every = aims._replace(targets=tokens[:, 1:].astype(jnp.int32))
-                model = T.Model(params, cfg, kernels, cfg.val_windows, segments, hyper)
-                x = T.forward(model, rows)
-                return T.loss_sums(model, x, params["head"], every, jnp.ones(1))[1], seen
-            segments = T.segment_ids(inputs, cfg.bos, cfg.attention_cap)
+            segments = T.segment_ids(inputs, cfg.bos, 0 if validates else cfg.attention_cap)
             model = T.Model(params, cfg, kernels, tuple(c.windows), segments, hyper)
             head = params["head"]
             if aims.candidates.size:
                 head = T.candidate_head(head, aims.candidates)
             x = T.forward(model, rows)
-            return T.loss_sums(model, x, head, aims, weights, prefix)[0], seen
+            weighted, plain = T.loss_sums(model, x, head, aims, weights, prefix)
+            return plain if validates else weighted, seen
 
     # Full width is worth the optimizations: it computes for longer than it compiles.
     jit = functools.partial(jax.jit, compiler_options=None if c.config == "full" else QUICK)
     params = {name: jnp.asarray(x) for name, x in ours(cfg, parameters(c)).items()}
-    if c.mode == "eval":
+    if validates:
         return *jit(loss)(params), None
     (total, seen), grads = jit(jax.value_and_grad(loss, has_aux=True))(params)
     return total, seen, grads
@@ -333,12 +300,13 @@ def test_what_goes_in(name):
     golden, inputs = c.golden, c.tokens[None, :-1]
     np.testing.assert_array_equal(golden["tokens"], c.tokens)
     cap = 0 if c.mode == "eval" else c.cfg.attention_cap
-    segments = np.asarray(T.segment_ids(inputs, c.cfg.bos, cap))[0]
+    jit = functools.partial(jax.jit, compiler_options=QUICK)  # not one operation after the other
+    segments = np.asarray(jit(T.segment_ids, static_argnums=(1, 2))(inputs, c.cfg.bos, cap))[0]
     starts = np.flatnonzero(np.diff(segments, prepend=-1))
     np.testing.assert_array_equal(starts, np.unique(golden["cu_seqlens"])[:-1])
     ids = T.ngram_ids(inputs, c.cfg.ngram_rows)
     np.testing.assert_array_equal(ids[:, 0], golden["ngram_ids"])
-    signs = np.asarray(T.sign_ids(inputs, c.cfg.sign_rows))
+    signs = np.asarray(jit(T.sign_ids, static_argnums=1)(inputs, c.cfg.sign_rows))
     np.testing.assert_array_equal(signs[:, 0], golden["sign_rows"])
     for freqs, key in zip(c.hyper.freqs, ("yarn_narrow", "yarn_wide"), strict=True):
         want = golden[key]  # of every dimension, those that stand still included
@@ -415,9 +383,34 @@ def test_gradient_of_every_parameter(name):
             check(f"norms of {parameter}", np.sqrt(np.sum(each, axis=-1)), norms, limit)
 
 
-# ------------------------------------------------------------------------------------------------
-# Updates, by the run's own programs
-# ------------------------------------------------------------------------------------------------
+def spread(cfg: T.Config, grads: dict, mesh) -> dict:
+    """Gradients as a `grads` program leaves them: every device has some rows of the sum, of banks
+    its share of it. Of the n-gram table every row was requested by two devices, which have half of
+    its gradient each."""
+    n, found = mesh.size, {}
+    for name, x in grads.items():
+        row = T.param_table(cfg)[name]
+        shape = T.padded_shape(x.shape, row, n)
+        if row.optimizer == "anvil":
+            found[name] = lay(cfg, {name: x}, mesh)[name]
+            continue
+        if row.optimizer == "rows":
+            share, size = shape[0] // n, T.capacity(cfg.most_tokens, n)
+            requests = np.full((n, n, size), share, np.int32)
+            parts = np.zeros((n, n, size, x.shape[1]), x.dtype)
+            read = np.flatnonzero(np.any(x, axis=1))
+            for owner, device in np.ndindex(n, n):
+                own = read[(read // share == owner) & ((read - device) % n < 2)]
+                requests[owner, device, : len(own)] = own % share
+                parts[owner, device, : len(own)] = x[own] / min(n, 2)
+            arrays = requests.reshape(n * n, size), parts.reshape(n * n, size, -1)
+        else:
+            parts = np.zeros((n, *shape), x.dtype)
+            for i in range(n):
+                parts[i, i : len(x) : n] = x[i::n]
+            arrays = parts.reshape(-1, *shape[1:])
+        found[name] = jax.tree.map(lambda part: T.put(part, mesh, T.P(T.AXIS)), arrays)
+    return found
 
 
 @functools.cache
@@ -453,16 +446,6 @@ class Training:
         )
         return jax.tree.map(lambda x: T.put(x, self.mesh, T.P()), hyper)
 
-    def loss(self, tokens) -> float:
-        """Summed loss of validation rows after the last step."""
-        counts = [True] * len(tokens)
-        known, hyper = T.vocabulary(self.cfg, []), self.hyper(self.cfg.steps - 1)
-        batch = T.val_batch(self.cfg, self.mesh, known, tokens, counts, hyper)
-        table = self.state["params"][T.NGRAMS]
-        total, dropped = program(self.cfg, self.devices, "eval")(self.copies, table, batch)
-        assert dropped == 0
-        return float(total)
-
     def gradients(self, step: int, rows, wanted):
         """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
         name, table = T.schedule(self.cfg).programs(step)[0], self.state["params"]["ngram_table"]
@@ -482,16 +465,11 @@ class Training:
             missing = T.updates(self.cfg)[name] - len(next(iter(due.values())))
             for n, found in due.items():  # a scenario may begin in the middle: zeros before it
                 due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
-            due = fitting(T.programs(self.cfg, self.mesh, T.PLAIN)[name], due)
             step_of = program(self.cfg, self.devices, name)
             self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed
         self.adams += T.schedule(self.cfg).adam[step]
         self.table_updates += T.schedule(self.cfg).tables[step] > 0
-
-    def kinds(self) -> dict[str, dict]:
-        """The state without padding."""
-        return {kind: strip_padding(self.cfg, x) for kind, x in self.state.items()}
 
 
 def gradient(size: str, step: int) -> dict[str, np.ndarray]:
@@ -509,25 +487,9 @@ def equalisers(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
     """The running mean squares of ANVIL in the original's shapes."""
     qk, vo, mlp = (np.asarray(mine[name]) for name in ("qk_bank", "vo_bank", "mlp_bank"))
     layers = len(cfg.layers_with("attends"))
-    up, down = np.split(mlp, 2)
-    return {
-        "attn_qk": qk.reshape(layers, 2, cfg.heads // 2, -1),
-        "attn_vo": vo.reshape(layers, 2, -1),
-        "fc": up,
-        "proj": down,
-    }
-
-
-def check_ticks(run: Training, step: int, before: dict):
-    """The averages ticked with the weights that the step has left, where an update was."""
-    updated = {
-        n for name in T.schedule(run.cfg).programs(step)[1:] for n in T.updated(run.cfg, name)
-    }
-    for tail, rate in zip(T.AVERAGES, T.schedule(run.cfg).hyper.average_rates[step], strict=True):
-        for name, old in before[tail].items():
-            change = rate * (np.asarray(run.state["params"][name]) - old)
-            want = old + change if name in updated else old
-            np.testing.assert_allclose(run.state[tail][name], want, rtol=1e-5, atol=1e-6)
+    found = dict(zip(("fc", "proj"), np.split(mlp, 2), strict=True))
+    found["attn_qk"] = qk.reshape(layers, 2, cfg.heads // 2, -1)
+    return found | {"attn_vo": vo.reshape(layers, 2, -1)}
 
 
 SCENARIOS = facts("optimizer")["scenarios"]
@@ -549,16 +511,12 @@ def test_updates_of_every_group(scenario, devices):
     compared = set()
     for at, fact in enumerate(about["steps"]):
         step = fact["step"]
-        assert (fact["adam"], fact["event"]) == (
-            T.schedule(cfg).adam[step],
-            T.schedule(cfg).tables[step] > 0,
-        )
-        assert fact["tied_during_update"] == T.schedule(cfg).tied[step]
-        averages = jax.device_get({tail: run.state[tail] for tail in T.AVERAGES})
+        now = T.schedule(cfg)
+        due = now.adam[step], now.tables[step] > 0, now.tied[step]
+        assert (fact["adam"], fact["event"], fact["tied_during_update"]) == due
         run.update(step, spread(cfg, ours(cfg, gradient("tiny", step)), run.mesh))
-        check_ticks(run, step, averages)
         kinds = {"params": "w", "first": "m", "second": "v", "fast": "fast", "slow": "slow"}
-        state = run.kinds()
+        state = {kind: strip_padding(cfg, x) for kind, x in run.state.items()}
         for kind, short in kinds.items():
             for name, x in back(cfg, state[kind]).items():
                 if name == "embed" and kind != "params" and fact["tied_after"]:
@@ -574,16 +532,8 @@ def test_updates_of_every_group(scenario, devices):
     assert compared == {key for key in stored if not key.endswith("/step")}
 
 
-# ------------------------------------------------------------------------------------------------
-# Averages of the last weights
-# ------------------------------------------------------------------------------------------------
-
-TAGS = {
-    "ema": "tail-ema",
-    "average": "tail-avg",
-    "planes": "value-embed-avg",
-    "blend": "bank-blend",
-}
+TAGS = {"ema": "tail-ema", "average": "tail-avg"}
+TAGS |= {"planes": "value-embed-avg", "blend": "bank-blend"}
 AVERAGED = "head", "embed", "value_tables", "attn", "fc", "proj"
 
 
@@ -603,11 +553,8 @@ def test_when_the_averages_tick():
 
 def test_averages_of_the_last_weights():
     """On weights that a rule gives for every step; then the program that ends a run."""
-    golden, cfg, shapes = (
-        arrays("tail"),
-        config("tiny"),
-        {row["name"]: row for row in SHAPES["tiny"]},
-    )
+    golden, cfg = arrays("tail"), config("tiny")
+    shapes = {row["name"]: row for row in SHAPES["tiny"]}
     table, first = T.param_table(cfg), facts("tail")["first_step"]
     numbers = {name: k for k, name in enumerate(shapes)}
 
@@ -623,7 +570,7 @@ def test_averages_of_the_last_weights():
 
     def weights(step):
         adam = max(s for s in (step - 1, step) if T.schedule(cfg).adam[s])
-        event = max(s for s in range(step - 3, step + 1) if (T.schedule(cfg).tables[s] > 0))
+        event = max(s for s in range(step - 3, step + 1) if T.schedule(cfg).tables[s])
         last = {"head": adam, "embed": adam, "value_tables": event}
         found = {name: moved(name, last.get(name, step)) for name in AVERAGED}
         return ours(cfg, rest | (tied(found) if step < 1177 else found))
@@ -654,11 +601,6 @@ def test_averages_of_the_last_weights():
         np.testing.assert_array_equal(copy, ended["params"][name])
 
 
-# ------------------------------------------------------------------------------------------------
-# Everything together
-# ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_validation(devices):
@@ -666,8 +608,12 @@ def test_validation(devices):
     c = case_parts("eval")
     many = {"val_batch": devices * c.row_tokens, "val_tokens": devices * c.row_tokens}
     run = Training(replace(c.cfg, **many), devices, parameters(c), c.signs)
-    loss = run.loss(np.tile(c.tokens.astype(np.uint16), (devices, 1)))
-    assert loss / devices == pytest.approx(c.loss_sum_float64, rel=1e-6)
+    tokens = np.tile(c.tokens.astype(np.uint16), (devices, 1))
+    args = run.cfg, run.mesh, T.vocabulary(run.cfg, []), tokens, [True] * devices
+    batch = T.val_batch(*args, run.hyper(run.cfg.steps - 1))
+    of_devices = program(run.cfg, devices, "eval")
+    loss, dropped = of_devices(run.copies, run.state["params"]["ngram_table"], batch)
+    assert float(loss) / devices == pytest.approx(c.loss_sum_float64, rel=1e-6) and not dropped
 
 
 @pytest.mark.slow
@@ -723,60 +669,54 @@ def sha256(x) -> str:
     return hashlib.sha256(np.ascontiguousarray(x, "<i4").tobytes()).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------
-# Schedule
-# ------------------------------------------------------------------------------------------------
-
-
 def test_schedule_of_every_step():
     """All 1,194 steps; equal to float32 rounding (the original computes in Python floats too)."""
-    golden, cfg = arrays("schedule"), RECORD
+    golden, cfg, table = arrays("schedule"), RECORD, T.schedule(RECORD)
     assert cfg.total_tokens == golden["total_tokens"] == 328_663_040
     assert cfg.attention_cap == golden["virtual_cap"]
-    assert golden["untie_step"] == max(s for s in STEPS if T.schedule(cfg).tied[s])
-    assert golden["event_steps"].sum() == (T.schedule(cfg).tables > 0).sum() == 382
-    scales = [T.yarn(cfg)[i][1] for i in range(len(cfg.stages))]
-    for i, (first, end) in enumerate(golden["boundaries"].tolist()):
-        assert (first, end) == cfg.boundaries[i : i + 2]
-        for freqs, name in zip(T.yarn(cfg)[i][0], ("yarn_narrow", "yarn_wide"), strict=True):
+    assert golden["untie_step"] == np.flatnonzero(table.tied)[-1]
+    assert np.count_nonzero(table.tables) == 382
+    yarn = T.yarn(cfg)
+    for i, ends in enumerate(golden["boundaries"].tolist()):
+        assert tuple(ends) == cfg.boundaries[i : i + 2]
+        for freqs, name in zip(yarn[i][0], ("yarn_narrow", "yarn_wide"), strict=True):
             want = golden[name][i]
             found = np.pad(np.repeat(freqs, 2), (0, len(want) - 2 * len(freqs)))
             np.testing.assert_allclose(found, want, rtol=0, atol=3e-7)
     np.testing.assert_array_equal(golden["final_eval"][:2], cfg.val_windows)
-    np.testing.assert_allclose(golden["final_eval"][2:], scales[-1], rtol=3e-7)
-    table = T.param_table(cfg)
-    for step in STEPS:
-        stage, hyper = T.stage_at(cfg, step), T.hyper_at(cfg, step)
-        exact = {
-            "stage": T.schedule(cfg).stage[step],
-            "batch_tokens": stage.batch_tokens,
-            "window_short": stage.windows[0],
-            "window_long": stage.windows[1],
-            "doc_cap": stage.doc_cap,
-            "adam_steps": T.schedule(cfg).adam[step],
-            "event_steps": T.schedule(cfg).tables[step] > 0,
-            "tied_during_update": T.schedule(cfg).tied[step],
-            "mtp_count": len(stage.weights),
-            "candidates": T.schedule(cfg).candidates[step],
-        }
-        for name, value in exact.items():
-            assert golden[name][step] == value, (name, step)
-        planes = T.adam_rates(cfg, table["value_tables"], hyper)
-        ngrams = T.adam_rates(cfg, table["ngram_table"], hyper)
-        rounded = {
-            "lr_factor": hyper.lr,
-            "momentum": hyper.momentum,
-            "fast_beta": hyper.fast_beta,
-            "fast_weight": hyper.fast_weight,
-            "scale_narrow": hyper.scales[0],
-            "scale_wide": hyper.scales[1],
-            "mtp_weights": hyper.weights,
-            "prefix_weight": hyper.prefix,
-            "value_beta1": planes.betas[0],
-            "value_beta2": planes.betas[1],
-            "value_wd_mul": planes.decay / cfg.decay_adam,
-            "ngram_beta2": ngrams.betas[1],
-            "ngram_wd_mul": ngrams.decay / cfg.decay_adam,
-        }
-        for name, value in rounded.items():
-            np.testing.assert_allclose(value, golden[name][step], rtol=3e-7, err_msg=name)
+    np.testing.assert_allclose(golden["final_eval"][2:], yarn[-1][1], rtol=3e-7)
+    stages = [cfg.stages[i] for i in table.stage]
+    exact = {
+        "stage": table.stage,
+        "batch_tokens": [stage.batch_tokens for stage in stages],
+        "window_short": [stage.windows[0] for stage in stages],
+        "window_long": [stage.windows[1] for stage in stages],
+        "doc_cap": [stage.doc_cap for stage in stages],
+        "adam_steps": table.adam,
+        "event_steps": table.tables > 0,
+        "tied_during_update": table.tied,
+        "mtp_count": [len(stage.weights) for stage in stages],
+        "candidates": table.candidates,
+    }
+    for name, column in exact.items():
+        np.testing.assert_array_equal(golden[name], column, err_msg=name)
+    hyper, parameters = T.Hyper(*map(np.float32, table.hyper)), T.param_table(cfg)
+    values = T.adam_rates(cfg, parameters["value_tables"], hyper)
+    ngrams = T.adam_rates(cfg, parameters["ngram_table"], hyper)
+    rounded = {
+        "lr_factor": hyper.lr,
+        "momentum": hyper.momentum,
+        "fast_beta": hyper.fast_beta,
+        "fast_weight": hyper.fast_weight,
+        "scale_narrow": hyper.scales[:, 0],
+        "scale_wide": hyper.scales[:, 1],
+        "mtp_weights": hyper.weights,
+        "prefix_weight": hyper.prefix,
+        "value_beta1": values.betas[0],
+        "value_beta2": values.betas[1],
+        "value_wd_mul": values.decay / cfg.decay_adam,
+        "ngram_beta2": ngrams.betas[1],
+        "ngram_wd_mul": ngrams.decay / cfg.decay_adam,
+    }
+    for name, column in rounded.items():
+        np.testing.assert_allclose(column, golden[name], rtol=3e-7, err_msg=name)
