@@ -569,6 +569,21 @@ def updated(cfg: Config, update: str) -> list[str]:
     return [name for name, row in param_table(cfg).items() if row.updated_by == by]
 
 
+def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
+    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
+    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
+    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
+    and sharded like the parameter: each device updates its shard (ZeRO)."""
+    state = {}
+    for name, row in param_table(cfg).items():
+        shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
+        shapes |= {average: row.shape for average, _ in row.averages}
+        for kind, shape in shapes.items():
+            dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
+            state.setdefault(kind, {})[name] = leaf(shape, dtype, row)
+    return state
+
+
 def padded_shape(shape: tuple[int, ...], row: Param, shards: int) -> tuple[int, ...]:
     """`shape` on so many devices: rows of zeros make what is sharded divisible."""
     return (-(-shape[0] // shards) * shards, *shape[1:]) if row.sharded else shape
@@ -584,28 +599,21 @@ def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
 
-def abstract_state(cfg: Config, mesh: Mesh) -> dict[str, dict]:
-    """The training state, kind -> name -> shape, dtype and sharding on `mesh`. Kinds are "params",
-    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
-    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
-    and sharded like the parameter: each device updates its shard (ZeRO)."""
-    state = {}
-    for name, row in param_table(cfg).items():
-        shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
-        shapes |= {average: row.shape for average, _ in row.averages}
+def abstract_state(cfg: Config, mesh: Mesh):
+    """Shapes, dtypes and shardings of the training state on `mesh`."""
+
+    def leaf(shape, dtype, row):
         axes = (AXIS,) if row.sharded else ()
-        for kind, shape in shapes.items():
-            dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
-            shape = padded_shape(shape, row, mesh.size)
-            state.setdefault(kind, {})[name] = abstract(mesh, shape, dtype, *axes)
-    return state
+        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
+
+    return map_state(cfg, leaf)
 
 
-def init_state(cfg: Config, mesh: Mesh, seed):
-    """The training state before the first step; its numbers do not depend on how many devices the
-    mesh has."""
+def init_state(cfg: Config, shards: int, seed):
+    """The training state before the first step, padded for so many devices; its numbers do not
+    depend on how many there are."""
     key = jax.random.key(seed)
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_state(cfg, mesh))
+    state = map_state(cfg, lambda s, dtype, row: jnp.zeros(padded_shape(s, row, shards), dtype))
     for name, row in param_table(cfg).items():
         # A key from the name: adding a parameter does not change the others.
         salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
@@ -1944,7 +1952,7 @@ def read_rows(stream: TokenStream, pieces, here: range) -> np.ndarray:
     for row, start, stop in pieces:
         if row in found:
             found[row].append(stream.read(start, stop - start))
-    return np.stack([np.concatenate(parts) for parts in found.values()])
+    return np.stack([np.concatenate(found[row]) for row in here])
 
 
 def next_rows(stream: TokenStream, cursor: int, stage: Stage, here: range | None = None):
@@ -2129,39 +2137,42 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
-def put_batch(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims, step: int) -> Batch:
-    """A Batch of this process's rows uint16 [b, t+1], as `step` has it, on the devices."""
+def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
     hashed = known.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    rows = Rows(tokens, hashed, slots, aims)
-    rows, requests = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
-    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
-    return Batch(rows, requests, hyper)
+    return Rows(tokens, hashed, slots, aims), requests
+
+
+def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
+    """(Rows, requests) on the devices, with the Hyper of `step`."""
+    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
+    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
 
 
 def next_batch(
     cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
-) -> tuple[Batch, LoaderState]:
-    """The Batch of `step`, and the LoaderState after it, from these arguments alone. Every process
-    plans the whole batch, from where documents begin, and reads its own rows."""
+):
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
+    process plans the whole batch, from where documents begin, and reads its own rows."""
     stage = stage_at(cfg, step)
     count = schedule(cfg).candidates[step]
     tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
     each = zip(tokens, state.offsets, strict=True)
     aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
     aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
-    return put_batch(cfg, mesh, known, tokens, aims, step), LoaderState(cursor, offsets)
+    return *hashed_rows(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
 
 
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield next_batch of every step from `step` to the end of the run. The tables of the
-    vocabulary are made here, so that the clock counts them."""
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
+    tables of the vocabulary are made here, so that the clock counts them."""
     known = vocabulary(cfg, words)
     for now in range(step, cfg.steps):
-        batch, state = next_batch(cfg, mesh, stream, known, now, state)
-        yield batch, state
+        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
+        yield put_batch(cfg, mesh, now, *arrays), state
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
@@ -2225,7 +2236,7 @@ class Clock:
 def start_state(cfg: Config, mesh: Mesh) -> Callable:
     """A jitted function seed -> training state, born in its shards."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-    return jax.jit(functools.partial(init_state, cfg, mesh), out_shardings=shardings)
+    return jax.jit(functools.partial(init_state, cfg, mesh.size), out_shardings=shardings)
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
@@ -2251,7 +2262,8 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
         tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
         targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
         aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-        results.append(loss(put_batch(cfg, mesh, known, tokens, aims, max(step - 1, 0))))
+        arrays = hashed_rows(cfg, mesh, known, tokens, aims)
+        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
     total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
 
@@ -2308,9 +2320,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
             log.validated(step, *evaluate(cfg, mesh, loss, step, val_stream, known))
         if stops:
-            small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
-            keeps_end = cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and small)
-            if (keeps_end and ends) or (is_new and not ends):
+            if (ends and keeps_end(cfg)) or (is_new and not ends):
                 log.save(step, state, data)
             break
 
@@ -2359,12 +2369,6 @@ POSITIVE = (
     "loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup attention_cap "
     "row_tokens batch_tokens"
 ).split()
-CHOICES = {
-    "encoding": ("gpt2", "bytes", "bpe"),
-    "compute_dtype": ("bfloat16", "float32"),
-    "checkpoint_end": ("auto", "always", "never"),
-    "ngram_ids": ("normalised", "raw"),
-}
 
 
 def rules(c: Config):
@@ -2372,10 +2376,12 @@ def rules(c: Config):
     for at, part in {"": c, **{f"stages.{i}.": stage for i, stage in enumerate(c.stages)}}.items():
         for field in dataclasses.fields(part):
             number = getattr(part, field.name) if field.type in (int, float) else 1
-            least = 1e-30 if field.name in POSITIVE else 0
-            yield at + field.name, number >= least, "it must be positive" if least else "0 or more"
-    for name, choices in CHOICES.items():
-        yield name, getattr(c, name) in choices, f"one of {', '.join(choices)}"
+            yield at + field.name, number >= 0, "it must not be negative"
+            yield at + field.name, number or field.name not in POSITIVE, "it must be positive"
+    yield "encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe"
+    yield "compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32"
+    yield "checkpoint_end", c.checkpoint_end in ("auto", "always", "never"), "auto, always or never"
+    yield "ngram_ids", c.ngram_ids in ("normalised", "raw"), "normalised or raw"
     known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
     yield "kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}"
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
@@ -2733,6 +2739,13 @@ class Saved(NamedTuple):
     step: int  # steps done
     loader: LoaderState  # of the next batch, and all of its rows
     meta: dict  # run.json as it was, the clock, the sizes of the logs
+
+
+def keeps_end(cfg: Config) -> bool:
+    """Whether a checkpoint is written when the run has ended; see Config.checkpoint_end."""
+    state = map_state(cfg, lambda shape, dtype, row: math.prod(shape) * dtype.itemsize)
+    size = sum(sum(of.values()) for of in state.values())
+    return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
 
 
 def own_shards(cfg: Config, state, loader: LoaderState) -> Iterator[tuple[str, np.ndarray]]:

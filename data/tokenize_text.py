@@ -8,7 +8,8 @@ Every document is encoded on its own, with <|endoftext|> in front. Validation is
 all tokens (10.5 M at most), unless --val names files for it.
 
 DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
-their tokens are, and what every preset must --set to train on them. Until then the tokens are in memory, two bytes for each.
+their tokens are, and what every preset must --set to train on them. Until then the tokens are in
+memory, two bytes for each.
 """
 
 import contextlib
@@ -107,8 +108,8 @@ def check(out: Path, paths: list[Path]) -> None:
 
 
 def settings(name: str, folder: Path, own: dict) -> list[str]:
-    """What the preset `name` must --set to train on the shards in `folder`: the vocabulary `own`, no
-    target, no more steps and validation than there are tokens. []: they are too few."""
+    """What the preset `name` must --set to train on the shards in `folder`: their vocabulary `own`,
+    no target, no more steps and validation than there are tokens. []: they are too few."""
     cfg = PRESETS[name]
     own = {**own, "vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
     if own["vocab"] != cfg.vocab:  # candidates are of another one

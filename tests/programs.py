@@ -111,6 +111,13 @@ def first_state(cfg: T.Config) -> dict[str, dict]:
     return jax.device_get(quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)))
 
 
+def val_batch(cfg: T.Config, mesh, known, tokens, step: int):
+    """The Batch of such validation rows, as T.evaluate makes it."""
+    targets = tokens[:, 1:].astype(np.int32)
+    aims = T.Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
+    return T.put_batch(cfg, mesh, step, *T.hashed_rows(cfg, mesh, known, tokens, aims))
+
+
 def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list, dict]:
     """(losses, last that of validation if there is a program for it; state without padding) of a
     run, as T.train has them."""

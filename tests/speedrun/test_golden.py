@@ -56,7 +56,9 @@ def program(kernels: str, name: str):
 
 def losses(cfg: T.Config, folder: Path) -> list[float]:
     """The training losses."""
-    path = write_shard(folder / "golden_train_0.bin", golden_tokens(cfg.total_tokens + 1, cfg.bos))
+    path = write_shard(
+        folder / "golden_train_0.bin", golden_tokens(cfg.tokens_after(cfg.steps) + 1, cfg.bos)
+    )
     compiled = {name: program("auto", name) for name in T.updates(cfg)}
     compiled |= {f"grads{i}": program(cfg.kernels, f"grads{i}") for i in range(4)}
     words = [bytes([i % 128]) * (1 + i // 128) for i in range(256)]  # half of them have a prefix

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, lay, mesh_of, quick_compilation, strip_padding
+from programs import QUICK, lay, mesh_of, quick_compilation, strip_padding, val_batch
 
 import train_gpt as T
 
@@ -609,8 +609,8 @@ def test_validation(devices):
     many = {"val_batch": devices * c.row_tokens, "val_tokens": devices * c.row_tokens}
     run = Training(replace(c.cfg, **many), devices, parameters(c), c.signs)
     tokens = np.tile(c.tokens.astype(np.uint16), (devices, 1))
-    args = run.cfg, run.mesh, T.vocabulary(run.cfg, []), tokens, [True] * devices
-    batch = T.val_batch(*args, run.hyper(run.cfg.steps - 1))
+    known = T.vocabulary(run.cfg, [])
+    batch = val_batch(run.cfg, run.mesh, known, tokens, run.cfg.steps - 1)
     of_devices = program(run.cfg, devices, "eval")
     loss, dropped = of_devices(run.copies, run.state["params"]["ngram_table"], batch)
     assert float(loss) / devices == pytest.approx(c.loss_sum_float64, rel=1e-6) and not dropped
@@ -672,7 +672,7 @@ def sha256(x) -> str:
 def test_schedule_of_every_step():
     """All 1,194 steps; equal to float32 rounding (the original computes in Python floats too)."""
     golden, cfg, table = arrays("schedule"), RECORD, T.schedule(RECORD)
-    assert cfg.total_tokens == golden["total_tokens"] == 328_663_040
+    assert cfg.tokens_after(cfg.steps) == golden["total_tokens"] == 328_663_040
     assert cfg.attention_cap == golden["virtual_cap"]
     assert golden["untie_step"] == np.flatnonzero(table.tied)[-1]
     assert np.count_nonzero(table.tables) == 382

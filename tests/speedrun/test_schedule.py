@@ -24,7 +24,9 @@ def test_every_gradient_of_a_preset_goes_into_one_update(preset):
     table, lengths = T.schedule(cfg), np.diff(cfg.boundaries)
     assert lengths.min() > 0 and lengths.sum() == cfg.steps and len(lengths) == len(cfg.stages)
     tokens = sum(n * stage.batch_tokens for n, stage in zip(lengths, cfg.stages, strict=True))
-    assert cfg.total_tokens == tokens and cfg.tokens_after(1) == cfg.stages[0].batch_tokens
+    assert (
+        cfg.tokens_after(cfg.steps) == tokens and cfg.tokens_after(1) == cfg.stages[0].batch_tokens
+    )
     takes, kinds = T.updates(cfg), T.grads_kinds(cfg)
     last = dict.fromkeys(T.param_table(cfg), -1)  # the step of each parameter's last update
     for step in range(cfg.steps):
