@@ -1853,7 +1853,7 @@ def open_shard(path) -> np.memmap:
     try:
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-        if header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
+        if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
             raise ValueError(f"{len(tokens)} tokens follow a header {header}")
     except (OSError, ValueError) as error:
         no = f"{path} is no whole token shard ({error})"
@@ -2017,7 +2017,7 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     words = [bytes([i]) for i in range(256)]
     try:
         if cfg.encoding == "gpt2":
-            cure = "install tiktoken, and connect to the network once or set TIKTOKEN_CACHE_DIR"
+            cure = "pip install -r requirements.txt, and connect to the network once"
             import tiktoken
 
             gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
@@ -2274,8 +2274,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     training step, all loading of its data, and checkpoints on the way. Checkpoints are taken where
     no gradients wait for an update; where a signal asks for the end, it comes there too. From Parts
     II and III: make_mesh, data_folder, check_tokens, run_facts and RunLog (what goes to the disk
-    and the terminal), pick_kernels, compile_all, load_state (checkpoints), keeps_end, ask_to_stop
-    (signals), trace (--profile), demonstrate (end of `tiny`)."""
+    and the terminal), pick_kernels, compile_all, warm_up, load_state (checkpoints), keeps_end,
+    ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
@@ -2386,6 +2386,8 @@ def rules(c: Config):
     yield "kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}"
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
     yield "heads", whole, f"an even number that cuts width={c.width} into multiples of 8"
+    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
+    yield "logit_cap", capped, "a up to 64 (float32 holds its exponential), b, and c above 0"
     yield "real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}"
     yield "bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}"
     yield "ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more"
@@ -3241,14 +3243,17 @@ def resolve(args, say: Callable = tell) -> Config:
     need(name in PRESETS, f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
     given = {"data": args.data, "seed": args.seed}
     items = args.set + [f"{key}={value}" for key, value in given.items() if value is not None]
-    cfg = override(PRESETS[name], items)
-    about = data_place(cfg.data) / DESCRIPTION
+    data = dict(item.partition("=")[::2] for item in items).get("data", PRESETS[name].data)
+    about = data_place(data) / DESCRIPTION
     if about.exists():
-        own = json.loads(about.read_text())["settings"][name]
+        try:
+            own = json.loads(about.read_text())["settings"][name]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{about} ({error!r}): tokenize the text again") from None
         need(own, f"{about.parent} has too few tokens for {name}: tokenize more text")
-        cfg = override(PRESETS[name], own + items)
         say(f"{about.parent} holds text of your own: {' '.join(own)}")
-    return cfg
+        items = own + items
+    return override(PRESETS[name], items)
 
 
 def run(argv: list[str], command: str):

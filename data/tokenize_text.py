@@ -125,8 +125,10 @@ def settings(name: str, folder: Path, own: dict) -> list[str]:
         own |= {"steps": steps, "extension": min(cfg.extension, -(-steps // 8))}
         items = [f"{key}={value}" for key, value in own.items()]
         with contextlib.suppress(UserError):
-            cursor_after(override(cfg, items), train, steps)
-            return items
+            fitted = override(cfg, items)
+            if fitted.tokens_after(steps) < len(train):
+                cursor_after(fitted, train, steps)
+                return items
     return []
 
 
@@ -158,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
         write_shard(folder / "text_val_000000.bin", val)
         about = {"encoding": args.encoding, "real_tokens": encoding.n_vocab, "bos": bos}
         about["settings"] = {name: settings(name, folder, dict(about)) for name in PRESETS}
-        (folder / DESCRIPTION).write_text(json.dumps(about, indent=1))
+        (folder / DESCRIPTION).write_text(json.dumps(about))
         folder.rename(out)
     tell(f"{args.out}: {len(train):,} tokens for training, {len(val):,} for validation")
 

@@ -27,7 +27,7 @@ def test_speedrun_sizes_by_hand():
     assert SPEEDRUN.boundaries == (0, 320, 681, 1107, 1174, 1194)
     assert [stage.rows for stage in SPEEDRUN.stages] == [SPEEDRUN.rows] * 5 == [8] * 5
     assert SPEEDRUN.tokens_after(SPEEDRUN.steps) == 328_663_040
-    assert SPEEDRUN.scheduled == 1174 and SPEEDRUN.depth == 11
+    assert SPEEDRUN.depth == 11
     assert SPEEDRUN.val_tokens == 5 * SPEEDRUN.val_batch == 5 * 8 * SPEEDRUN.val_row == 10_485_760
     assert SPEEDRUN.layers_with("attends") == (0, 1, 2, 3, 5, 8, 10)
     assert SPEEDRUN.layers_with("values") == (1, 2, 8, 10)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenize_text
 from conftest import BOS, documents, small_config, stream_of
 from programs import CFG
 
@@ -143,6 +144,8 @@ def own_text(folder, train: int, val: int, **about):
         tokens[tokens == BOS] = 256
         stream_of(folder, tokens, split=split)
     about = {"encoding": "bytes", "real_tokens": 257, "bos": 256} | about
+    own = {name: tokenize_text.settings(name, folder, about) for name in T.PRESETS}
+    about = about | {"settings": own}
     (folder / T.DESCRIPTION).write_text(json.dumps(about))
     return folder
 
@@ -158,7 +161,7 @@ def test_own_text_says_what_its_tokens_are_and_has_no_target(tmp_path):
     assert (cfg.encoding, cfg.real_tokens, cfg.bos, cfg.vocab) == ("bytes", 257, 256, 384)
     assert cfg.target == 0 and not any(any(stage.candidates) for stage in cfg.stages)
     same = {"encoding": "gpt2", "real_tokens": 50257, "bos": 256}  # the vocabulary of the record
-    cfg = T.fit_text(T.Config(), own_text(tmp_path / "b", 9_000_000, 10_485_761, **same))
+    cfg = fitted(own_text(tmp_path / "b", 9_000_000, 10_485_761, **same), preset="speedrun")
     assert cfg.stages == T.Config().stages and cfg.vocab == 50304
 
 
@@ -167,10 +170,7 @@ def test_enough_text_changes_no_step_and_what_is_set_counts(tmp_path):
     folder = own_text(tmp_path, 720_000, 98_305)
     cfg = fitted(folder, say=said.append)
     assert (cfg.steps, cfg.val_tokens, cfg.val_row) == (want.steps, want.val_tokens, want.val_row)
-    assert said == [
-        f"{tmp_path} holds text of your own: bytes tokens, vocabulary 384, for 320 steps, "
-        "validation on 98,304 tokens"
-    ]
+    assert said[0].startswith(f"{tmp_path} holds text of your own: encoding=bytes real_tokens=257")
     cfg = fitted(folder, "steps=60", "val_tokens=4096", "target=2.5", "vocab=400")
     assert (cfg.steps, cfg.val_tokens, cfg.target, cfg.vocab) == (60, 4096, 2.5, 400)
 
@@ -190,13 +190,12 @@ def test_short_text_makes_a_run_short(tmp_path, train, val):
 
 def test_text_that_is_too_short_and_a_damaged_description_are_refused(tmp_path):
     own_text(tmp_path, 3000, 999)
-    with pytest.raises(T.UserError, match="3,000 training tokens are too few for tiny"):
+    with pytest.raises(T.UserError, match="too few tokens for tiny: tokenize more text"):
         fitted(tmp_path)
     for text in (
         "",
         "[]",
         '{"encoding": "bytes"}',
-        '{"encoding": 1, "real_tokens": "x", "bos": 2}',
     ):
         (tmp_path / T.DESCRIPTION).write_text(text)
         with pytest.raises(T.UserError, match=f"{T.DESCRIPTION} .*: tokenize the text again"):

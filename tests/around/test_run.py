@@ -74,7 +74,7 @@ def run(train, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, T.Clock, "start", clock=True)
         watch(patch, T.Clock, "stop", clock=False)
-        watch(patch, T.TokenStream, "_documents", event="documents")
+        watch(patch, T.TokenStream, "find_documents", event="documents")
         for name in ("next_rows", "evaluate", "write_checkpoint", "warm_up", "vocabulary"):
             watch(patch, T, name, event=name)
         folder = train(CFG, tmp_path_factory.mktemp("logs"), say=said.append)

@@ -51,7 +51,7 @@ def later_names(text: str, part: int) -> set[str]:
 
 def listed() -> set[str]:
     """The names that the docstring of `train` lists as those of Parts II and III."""
-    text = ast.get_docstring(TRAIN).split("From Parts II and III:")[1]
+    text = " ".join(ast.get_docstring(TRAIN).split()).split("From Parts II and III:")[1]
     return set(re.findall(r"\w+", text)) & {name for name, part in PARTS.items() if part > 1}
 
 

@@ -701,8 +701,8 @@ def test_schedule_of_every_step():
     for name, column in exact.items():
         np.testing.assert_array_equal(golden[name], column, err_msg=name)
     hyper, parameters = T.Hyper(*map(np.float32, table.hyper)), T.param_table(cfg)
-    values = T.adam_rates(cfg, parameters["value_tables"], hyper)
-    ngrams = T.adam_rates(cfg, parameters["ngram_table"], hyper)
+    _, value_decay, _, value_betas, _ = T.adam_rates(cfg, parameters["value_tables"], hyper)
+    _, ngram_decay, _, ngram_betas, _ = T.adam_rates(cfg, parameters["ngram_table"], hyper)
     rounded = {
         "lr_factor": hyper.lr,
         "momentum": hyper.momentum,
@@ -712,11 +712,11 @@ def test_schedule_of_every_step():
         "scale_wide": hyper.scales[:, 1],
         "mtp_weights": hyper.weights,
         "prefix_weight": hyper.prefix,
-        "value_beta1": values.betas[0],
-        "value_beta2": values.betas[1],
-        "value_wd_mul": values.decay / cfg.decay_adam,
-        "ngram_beta2": ngrams.betas[1],
-        "ngram_wd_mul": ngrams.decay / cfg.decay_adam,
+        "value_beta1": value_betas[0],
+        "value_beta2": value_betas[1],
+        "value_wd_mul": value_decay / cfg.decay_adam,
+        "ngram_beta2": ngram_betas[1],
+        "ngram_wd_mul": ngram_decay / cfg.decay_adam,
     }
     for name, column in rounded.items():
         np.testing.assert_allclose(column, golden[name], rtol=3e-7, err_msg=name)

@@ -347,7 +347,7 @@ def test_an_update_rounds_its_copies_to_bfloat16():
 
 def test_programs_of_the_record_on_eight_devices():
     """One row on each, of the lengths and candidates of its stages."""
-    found, updates = T.programs(T.Config(), mesh_of(8), T.PLAIN), ["anvil", "adam_tied", "adam"]
+    found, updates = T.programs(T.Config(), mesh_of(8), T.PLAIN), ["adam", "adam_tied", "anvil"]
     shapes = [(16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576)]
     shapes += [(40_960, 0), (16_384, 0), (262_144, 0)]
     names = [*(f"grads{i}" for i in range(6)), "eval"]

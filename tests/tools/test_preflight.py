@@ -368,7 +368,7 @@ def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
     [
         (["v6e-8", "small", "--program", "grads3"], "--program grads3: there are grads0, grads1"),
         (["v6e-8", "large"], "unknown preset 'large'"),
-        (["v6e-8", "small", "--dump", "/dev/null/x"], "--dump /dev/null/x: "),
+        (["v6e-8", "small", "--dump", "/dev/null/x"], "/dev/null/x"),
         (["v6e-8", "small", "--dump", ""], "--dump is empty"),
         (["v6e-8", "small", "--set", "devices=16"], "devices=16, but there are 8"),
         ([], "the following arguments are required: TARGET"),

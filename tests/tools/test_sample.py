@@ -120,4 +120,4 @@ def test_what_is_no_run_or_lacks_its_merges_is_refused_in_one_line(saved, monkey
     assert "the following arguments are required: RUN_DIR" in refused()
     saved.cfg = replace(CFG, encoding="bpe")
     monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
-    assert "merges.json cannot be used" in refused("logs/x")
+    assert "merges.json" in refused("logs/x")
