@@ -485,21 +485,19 @@ MUDD_START = np.array([Mudd(), np.eye(len(Mudd._fields))[1] * -0.5]) / MUDD_SCAL
 
 @functools.cache
 def param_table(cfg: Config) -> dict[str, Param]:
-    """Name -> Param: every parameter, its size, its start and how it learns.
-
-    Tables have a row for each token (value_tables: for each of its layers) or hashed n-gram. A row
-    whose moments are still zero neither moves nor decays, so rare tokens keep their start.
+    """Name -> Param: every parameter, its size, its start and how it learns. Tables have a row for
+    each token (value_tables: for each of its layers) or hashed n-gram. A row whose moments are
+    still zero neither moves nor decays, so rare tokens keep their start.
 
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
         qk_bank [2 n/2 per attention, 2h, d]: q of each two heads, then k; x W^T
         vo_bank [2 per attention, d, d]: v, then o; x W^T
         mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
     ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
-    80). Down-projections start at zero: the MLPs begin as the identity.
-
-    An orthogonalized update has unit singular values whatever the shape, so it changes an output
-    element less as the output grows; sqrt(f / d) makes up for that in the up-projections (Jordan et
-    al. 2024). The down-projections get twice as much, found by trial (record 48).
+    80). Down-projections start at zero: the MLPs begin as the identity. An orthogonalized update
+    has unit singular values whatever the shape, so it changes an output element less as the output
+    grows; sqrt(f / d) makes up for that in the up-projections (Jordan et al. 2024). The
+    down-projections get twice as much, found by trial (record 48).
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth

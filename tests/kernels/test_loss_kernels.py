@@ -1,6 +1,6 @@
 """The loss with its own gradient and the lean ReLU^2, against the plain forms and autodiff.
 
-tests/speedrun/test_loss.py has the loss against NumPy float64; here are its form for NVIDIA GPUs,
+tests/recipe/test_loss.py has the loss against NumPy float64; here are its form for NVIDIA GPUs,
 and what it keeps and does not differentiate.
 """
 

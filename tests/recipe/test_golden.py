@@ -1,6 +1,6 @@
 """The loss of 12 steps of the tiny preset, number by number: no change of it goes unnoticed.
 
-PYTHONPATH=tests python tests/speedrun/test_golden.py     # writes tests/golden/tiny_steps.json anew
+PYTHONPATH=tests python tests/recipe/test_golden.py     # writes tests/golden/tiny_steps.json anew
 """
 
 import functools
