@@ -61,13 +61,11 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
-import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
 import json
-import lzma
 import math
 import os
 import platform
@@ -110,6 +108,12 @@ GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
 
 class UserError(Exception):
     """An error that the user can fix: printed as one line, exit status 2."""
+
+
+def need(holds, reason: str):
+    """UserError for this reason unless it `holds`."""
+    if not holds:
+        raise UserError(reason)
 
 
 # ================================================================================================
@@ -1865,11 +1869,9 @@ class TokenStream:
 
     def __init__(self, folder: Path, split: str, bos: int):
         self.paths = sorted(folder.glob(f"*_{split}_[0-9]*.bin"))
-        if not self.paths:
-            raise UserError(
-                f"no {split} shards (*_{split}_*.bin) in {folder}: get some with "
-                "data/cached_fineweb10B.py or data/tokenize_text.py, or name another --data"
-            )
+        cure = "get some with data/cached_fineweb10B.py or data/tokenize_text.py"
+        none = f"no {split} shards (*_{split}_*.bin) in {folder}: {cure}, or name another --data"
+        need(self.paths, none)
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])
@@ -1885,11 +1887,8 @@ class TokenStream:
     def shard_at(self, cursor: int) -> tuple[int, int]:
         """(number of the shard that holds `cursor`, its first position)."""
         number = int(np.searchsorted(self.ends, cursor, side="right"))
-        if number == len(self.shards):
-            raise UserError(
-                f"the tokens in {self.paths[0].parent} end at {len(self):,}: "
-                "download more shards or use fewer steps"
-            )
+        end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
+        need(number < len(self.shards), f"{end}: download more shards or use fewer steps")
         return number, int(self.ends[number]) - len(self.shards[number])
 
     def read(self, cursor: int, count: int) -> np.ndarray:
@@ -2047,19 +2046,16 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
     last stages take the whole vocabulary."""
     chosen = np.zeros(vocab, bool)
     chosen[targets_t] = True
-    need = count - np.count_nonzero(chosen)
-    if need < 0:
-        raise UserError(
-            f"a row has {count - need:,} different tokens, more than its {count:,} candidates: "
-            "raise --set stages.N.candidates="
-        )
-    if need:
-        draw = min(vocab, int(need * 1.7) + 256)  # enough, though some of them are targets
+    lacking = count - np.count_nonzero(chosen)
+    many = f"a row has {count - lacking:,} different tokens, more than its {count:,} candidates"
+    need(lacking >= 0, f"{many}: raise --set stages.N.candidates=")
+    if lacking:
+        draw = min(vocab, int(lacking * 1.7) + 256)  # enough, though some of them are targets
         ids = np.arange(offset, offset + draw) * STRIDE % vocab
-        ids = ids[~chosen[ids]][:need]
-        if len(ids) < need:  # the walk met too many targets: evenly from all that are none
+        ids = ids[~chosen[ids]][:lacking]
+        if len(ids) < lacking:  # the walk met too many targets: evenly from all that are none
             others = np.flatnonzero(~chosen)
-            ids = others[:: max(1, len(others) // need)][:need]
+            ids = others[:: max(1, len(others) // lacking)][:lacking]
         chosen[ids] = True
         offset = (offset + draw) % vocab
     return np.flatnonzero(chosen), offset
@@ -2343,19 +2339,13 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
     log.end(step, signalled)
     if cfg.sample_tokens:
-        demonstrate(log, words, val_stream)
+        demonstrate(log.folder)
     return log.folder
 
 
 # ================================================================================================
 # PART II: AROUND A RUN
 # ================================================================================================
-
-
-def need(holds, reason: str):
-    """UserError for this reason unless it `holds`."""
-    if not holds:
-        raise UserError(reason)
 
 
 # ---- Overrides: --set, and the numbers with which no run can be built --------------------------
@@ -2369,68 +2359,66 @@ POSITIVE = (
 ).split()
 
 
-def rules(c: Config):
-    """Yield (field, whether it is valid, what would be); each may trust those before it."""
-    for at, part in {"": c, **{f"stages.{i}.": stage for i, stage in enumerate(c.stages)}}.items():
-        for field in dataclasses.fields(part):
-            number = getattr(part, field.name) if field.type in (int, float) else 1
-            yield at + field.name, number >= 0, "it must not be negative"
-            yield at + field.name, number or field.name not in POSITIVE, "it must be positive"
-    yield "encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe"
-    yield "compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32"
-    yield "checkpoint_end", c.checkpoint_end in ("auto", "always", "never"), "auto, always or never"
-    yield "ngram_ids", c.ngram_ids in ("normalised", "raw"), "normalised or raw"
-    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
-    yield "kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}"
-    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
-    yield "heads", whole, f"an even number that cuts width={c.width} into multiples of 8"
-    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
-    yield "logit_cap", capped, "a up to 64 (float32 holds its exponential), b, and c above 0"
-    yield "real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}"
-    yield "bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}"
-    yield "ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more"
-    yield "sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two"
-    yield "skip", 0 <= c.skip[0] < c.skip[1] < c.depth - 1, "an earlier and a later layer"
-    yield "source", c.skip[0] < c.source < c.depth - 1, "a layer between skip[0] and the last one"
-    for i, layer in enumerate(c.layers):
-        known = layer.attends in ("short", "long", "paired")
-        known |= not (layer.attends or layer.values or layer.xsa or layer.gated or layer.narrow)
-        yield f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it"
-    ends = c.layers[0].ngram and c.layers[-1].values and c.layers[-1].mlps > 0
-    yield "layers", ends, "the first one needs n-grams, the last one values and an MLP"
-    often, seldom = c.event_every
-    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
-    yield "event_every", whole, f"multiples of adam_every={c.adam_every} and of each other"
-    yield "event_change", c.event_change % seldom == 0, f"a multiple of {seldom}, see event_every"
-    yield "val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}"
-    yield "val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}"
-    shares = [stage.share for stage in c.stages]
-    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
-    yield "extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0"
-    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
-    yield "stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0"
-    taken = f"every stage needs a step, and extension={c.extension} of them are taken"
-    yield "steps", min(np.diff(c.boundaries)) > 0, taken
-    for i, s in enumerate(c.stages):
-        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
-        rows = f"whole rows of row_tokens={s.row_tokens}, {c.rows} as in the first stage"
-        yield f"stages.{i}.batch_tokens", whole, rows
-        for name in ("windows", "weights", "weights_end", "prefix", "candidates"):
-            some = getattr(s, name)
-            yield f"stages.{i}.{name}", some and min(some) >= 0, "one or more, none below 0"
-        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
-        yield f"stages.{i}.weights", same, "the first above 0, and as many as weights_end"
-        yield f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}"
+def validate(c: Config) -> Config:
+    """Return the config if a run can be built from it, else UserError with field and value."""
 
-
-def validate(cfg: Config) -> Config:
-    """Return `cfg` if a run can be built from it, else raise UserError naming field and value."""
-    for name, valid, would_be in rules(cfg):
-        value = cfg
+    def rule(name, valid, would_be):
+        value = c
         for key in name.split("."):
             value = value[int(key)] if key.isdecimal() else getattr(value, key)
         need(valid, f"{name}={value!r} is not valid: {would_be}")
-    return cfg
+
+    for at, part in {"": c, **{f"stages.{i}.": stage for i, stage in enumerate(c.stages)}}.items():
+        for field in dataclasses.fields(part):
+            number = getattr(part, field.name) if field.type in (int, float) else 1
+            rule(at + field.name, number >= 0, "it must not be negative")
+            rule(at + field.name, number or field.name not in POSITIVE, "it must be positive")
+    rule("encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe")
+    rule("compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
+    rule("checkpoint_end", c.checkpoint_end in ("auto", "always", "never"), "auto, always or never")
+    rule("ngram_ids", c.ngram_ids in ("normalised", "raw"), "normalised or raw")
+    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
+    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
+    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
+    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
+    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
+    rule("logit_cap", capped, "a up to 64 (float32 holds its exponential), b, and c above 0")
+    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
+    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
+    rule("ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more")
+    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two")
+    rule("skip", 0 <= c.skip[0] < c.skip[1] < c.depth - 1, "an earlier and a later layer")
+    rule("source", c.skip[0] < c.source < c.depth - 1, "a layer between skip[0] and the last one")
+    for i, layer in enumerate(c.layers):
+        known = layer.attends in ("short", "long", "paired")
+        known |= not (layer.attends or layer.values or layer.xsa or layer.gated or layer.narrow)
+        rule(f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it")
+    ends = c.layers[0].ngram and c.layers[-1].values and c.layers[-1].mlps > 0
+    rule("layers", ends, "the first one needs n-grams, the last one values and an MLP")
+    often, seldom = c.event_every
+    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
+    rule("event_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
+    rule("event_change", c.event_change % seldom == 0, f"a multiple of {seldom}, see event_every")
+    rule("val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}")
+    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
+    shares = [stage.share for stage in c.stages]
+    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
+    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
+    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
+    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
+    taken = f"every stage needs a step, and extension={c.extension} of them are taken"
+    rule("steps", min(np.diff(c.boundaries)) > 0, taken)
+    for i, s in enumerate(c.stages):
+        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
+        rows = f"whole rows of row_tokens={s.row_tokens}, {c.rows} as in the first stage"
+        rule(f"stages.{i}.batch_tokens", whole, rows)
+        for name in ("windows", "weights", "weights_end", "prefix", "candidates"):
+            some = getattr(s, name)
+            rule(f"stages.{i}.{name}", some and min(some) >= 0, "one or more, none below 0")
+        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
+        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
+        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
+    return c
 
 
 def typed(kind, value, name=""):
@@ -2446,8 +2434,8 @@ def typed(kind, value, name=""):
             return tuple(typed(each, x, f"{name}.{i}") for i, x in enumerate(value))
     number = kind in (int, float) and type(value) in (int, kind) and abs(value) < 2**63
     fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
-    shown = f"{kind}, see --show" if typing.get_origin(kind) else kind.__name__
-    need(fits, f"{name}={value!r} is not valid: it must be {shown}")
+    shown = kind if typing.get_origin(kind) else kind.__name__
+    need(fits, f"{name}={value!r} is not valid: it must be {shown}, see --show")
     return kind(value)
 
 
@@ -2463,9 +2451,9 @@ def override(cfg: Config, items: list[str]) -> Config:
                 part = part[int(at) if isinstance(part, tuple) else at]
             is_text = isinstance(part[name], str)
         except (LookupError, TypeError, ValueError):
+            bad = f"--set {item}: unknown key {key!r}: write KEY=VALUE, after PRESET"
             keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD"
-            how = "write KEY=VALUE, after PRESET; the keys are"
-            raise UserError(f"--set {item}: unknown key {key!r}: {how} {keys}") from None
+            raise UserError(f"{bad}; the keys are {keys}") from None
         part[name] = text
         if not is_text:
             with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
@@ -2487,16 +2475,15 @@ def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
             if not stage_at(cfg, step).doc_cap:
                 train.shard_at(cursor)  # holds the last target
         except UserError:
-            has = f"{train.paths[0].parent} holds {len(train):,} training tokens, which last for"
-            more = "get more shards, or lower --set steps="
-            raise UserError(f"{has} {step} of {cfg.steps} steps: {more}") from None
+            last = f"{len(train):,} training tokens last for {step} of {cfg.steps} steps"
+            cure = "get more shards, or lower --set steps="
+            raise UserError(f"{train.paths[0].parent}: {last}: {cure}") from None
     train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
 
 
 def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
-    """Size and hash of every shard that the run will read: {file name: {bytes, sha256}}; UserError
-    unless every token is there and is a known id."""
+    """Size and hash of every shard that the run will read; all tokens must be there and known."""
     cure = f"not made with {cfg.encoding}: set encoding, real_tokens and bos, or tokenize it again"
     for stream in (train, val):
         begins = np.any(stream.shards[0] == cfg.bos)
@@ -2522,8 +2509,7 @@ def data_place(data: str) -> Path:
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Where the shards are; UserError if that is no folder, or has more than one data set. The demo
-    corpus is made on first use, of text that every Python installation has."""
+    """Where the shards are, of one data set; the demo corpus is made on first use."""
     folder = data_place(cfg.data)
     demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
     whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
@@ -2532,21 +2518,19 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         made = subprocess.run([sys.executable, demo.parent / "builtin_corpus.py"]).returncode == 0
         need(made, "no demo corpus: copy the folder data/ there too, or name a --data")
     from_all(0)  # the other processes wait until it is there
-    cure = "run data/cached_fineweb10B.py, or name a --data"
-    need(folder.is_dir(), f"no folder {folder}: {cure}")
+    need(folder.is_dir(), f"no folder {folder}: run data/cached_fineweb10B.py, or name a --data")
     shards = (re.fullmatch(r"(.+)_(train|val)_\d+\.bin", path.name) for path in folder.iterdir())
     names = ", ".join(sorted({shard[1] for shard in shards if shard}))
     need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
     return folder
 
 
-# ---- Compilation: every program of the run, before the clock starts ----------------------------
+# ---- Devices and programs: what runs, on what, described by shapes alone -----------------------
 
-# XLA on GPUs would leave out the rounding to bfloat16 between operations that it fuses, and so keep
-# activations as float32. One of its Triton matmuls does not compile at rows of 262,144 tokens.
-# The SparseCores of TPUs move the data of collectives while the TensorCore computes, with these
-# options alone (2d, nd: on more than eight chips), and add rows to tables. They do not read rows:
-# that slows down small gathers (jax issue 40553).
+# XLA on GPUs would keep activations as float32 where it fuses operations, and one of its Triton
+# matmuls does not compile at rows of 262,144 tokens. The SparseCores of TPUs move the data of
+# collectives beside other work with these options alone (2d, nd: on more than eight chips), and add
+# rows to tables; they read none, which slows down small gathers (jax issue 40553).
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 COMPILER_OPTIONS = {
     "tpu": {
@@ -2569,17 +2553,15 @@ class Program(NamedTuple):
 
 
 def updates(cfg: Config) -> dict[str, int]:
-    """Name of each update -> steps whose gradients it sums. They wait for it side by side, on the
-    device that made them: a sum would be read and written in every step."""
+    """Name of each update -> steps whose gradients it sums; they wait for it side by side."""
     names = {name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:]}
     sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
     return {name: sums.get(name) or int(name.removeprefix("tables")) for name in sorted(names)}
 
 
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: the gradients of each of grads_kinds, the updates, the averaging at the end,
-    validation. Until an update each device keeps the gradients of its own rows; together they are
-    one array, [devices * n, ...] for a parameter [n, ...]. (Those of banks are shards already.)"""
+    """Name -> Program: gradients, updates, averaging, validation. Until an update each device keeps
+    the gradients of its own rows: for a parameter [n, ...] together [devices * n, ...]."""
 
     def specs(tree):
         return jax.tree.map(lambda x: x.sharding.spec, tree)
@@ -2619,23 +2601,11 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         out = specs(state), changed, P()
         all_programs[update] = Program(step, (state, due, hyper), out, donates=(0,))
     out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
-    finish = functools.partial(finish_step, cfg)
-    all_programs["finish"] = Program(finish, (state,), out, donates=(0,))
+    step = functools.partial(finish_step, cfg)
+    all_programs["finish"] = Program(step, (state,), out, donates=(0,))
     args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    evaluate = functools.partial(eval_step, cfg, kernels)
-    all_programs["eval"] = Program(evaluate, args, (P(), P()))
-    return all_programs
-
-
-def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there."""
-    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    step = jax.shard_map(
-        program.step, mesh=mesh, in_specs=specs, out_specs=program.out, check_vma=False
-    )
-    options = COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {})
-    step = jax.jit(step, donate_argnums=program.donates, compiler_options=options)
-    return step.lower(*program.args)
+    step = functools.partial(eval_step, cfg, kernels)
+    return all_programs | {"eval": Program(step, args, (P(), P()))}
 
 
 def all_devices() -> list:
@@ -2643,13 +2613,11 @@ def all_devices() -> list:
     try:
         return jax.devices()
     except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"jax finds no devices ({reason}): see JAX_PLATFORMS and drivers") from None
+        raise UserError(f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers") from None
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
-    """(`cfg` for the devices that it trains on, the one-axis mesh over them), of all `devices`
-    (default: those of all processes), or the first cfg.devices of them, process by process."""
+    """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
     there = len(devices)
     need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
@@ -2657,75 +2625,6 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     whole = cfg.devices == there or devices[-1].process_index == 0
     need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
     return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
-
-
-def program_bytes(compiled) -> dict[str, int]:
-    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
-    memory = compiled.memory_analysis()
-    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
-    sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
-    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
-    return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
-
-
-def device_bytes(tree) -> int:
-    """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
-    shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-
-
-def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes on a device of what may be there beside the arguments of the program `name`: the
-    training state, the copies, and gradients that wait for an update."""
-    every = programs(cfg, mesh, PLAIN)
-    there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
-    for update, steps in updates(cfg).items():
-        # Before an update the gradients of all its steps wait, beside others all but the newest.
-        count = steps if name in updates(cfg) else steps - 1
-        for param, grads in every[update].args[1].items():
-            there[param] = max(there.get(param, ()), grads[:count], key=len)
-    return device_bytes(there) - device_bytes(every[name].args[:2])
-
-
-def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({name: executable}, {"compile_seconds": {name: seconds}}) of all programs, side by side, so
-    that nothing compiles inside the clock. UserError if one does not fit the memory."""
-    every = programs(cfg, mesh, kernels)
-    beside = {name: resident_bytes(cfg, mesh, name) for name in every}
-    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-
-    def check(name, size):
-        sizes = f"{name} needs {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
-        ways = f"--set recompute=1 micro_tokens={cfg.micro_tokens // 2}"
-        ways += f" ngram_rows={cfg.ngram_rows // 4 * 2}, or more devices"
-        need(size <= limit, f"{sizes}: use some of {ways}")
-
-    def build(name):
-        began = time.perf_counter()
-        program = lower(every[name], mesh).compile()
-        seconds = round(time.perf_counter() - began, 3)
-        sizes = program_bytes(program)
-        say(f"compiled {name} in {seconds:.1f} s, {sizes['temporary'] / 2**20:.0f} MiB temporary")
-        check(name, beside[name] + sizes["peak"])
-        return program, seconds
-
-    for name, program in every.items():  # before anybody waits for the compiler
-        check(name, beside[name] + device_bytes(program.args))
-    say(f"compiling {', '.join(every)}; for accelerators it takes minutes")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = dict(zip(every, pool.map(build, every), strict=True))
-    from_all(0)  # the first step waits for processes that compile longer
-    seconds = {name: seconds for name, (_, seconds) in built.items()}
-    return {name: program for name, (program, _) in built.items()}, {"compile_seconds": seconds}
-
-
-def warm_up(compiled: dict):
-    """Run every program once on zeros, so that first-call costs are outside the clock."""
-    for program in compiled.values():
-        args = program.args_info[0]
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), args)
-        zeros = jax.jit(zeros, out_shardings=program.input_shardings[0])()
-        jax.block_until_ready(program(*zeros))
 
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
@@ -2797,8 +2696,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
-    """The newest whole checkpoint of a run, or that of RUN_DIR/checkpoints/STEP; damaged ones are
-    passed over with a warning."""
+    """The newest whole checkpoint of RUN_DIR, or the one in RUN_DIR/checkpoints/STEP."""
     folder = run_dir.resolve() / "checkpoints"
     found = [folder / str(step) for step in checkpoint_steps(folder)]
     if folder.parents[1].name == "checkpoints":
@@ -2814,14 +2712,12 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
             return Saved(path, cfg, meta["step"], LoaderState(meta["cursor"], offsets), meta)
         except Exception as error:  # whatever a damaged file leads to
             say(f"warning: {path} cannot be used ({error}): skipped")
-    how = "name the folder of a run that has one, such as logs/<run id>"
-    raise UserError(f"no checkpoint in {run_dir}: {how} (see --set checkpoint_every)")
+    raise UserError(f"no checkpoint in {run_dir}: name a run that has one (--set checkpoint_every)")
 
 
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
-    """The training state of a checkpoint (or some `kinds` of it) on the devices of `mesh`, of which
-    any number reads what any number has written: files are memory-mapped, and a host copies the
-    rows of one device at a time. UserError where shapes are not the parameter table's."""
+    """The training state of a checkpoint (or some `kinds` of it) on any number of devices. Files
+    are memory-mapped; a host copies the rows of one device at a time."""
     want = abstract_state(saved.cfg, mesh)
 
     def load(path, like):
@@ -2855,19 +2751,19 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
 PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
 PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
 PEAK_FLOPS |= {"L40S": 362e12, "RTX 4090": 165e12}
+PROFILED = range(20, 24)  # the steps of a process that --profile traces, well after the start
 # Of the environment, what Python, jax and what is below it read.
-VARIABLES = "XLA_ TF_XLA_ JAX_ LIBTPU_ TPU_ CUDA_ CUDNN_ CUBLAS_ NCCL_ OMP_ OPENBLAS_ MKL_ PYTHON"
+VARIABLES = "XLA_ TF_XLA_ JAX_ LIBTPU_ TPU_ CUDA_ CUDNN_ CUBLAS_ NCCL_ NVIDIA_TF32_OVERRIDE "
+VARIABLES += "OMP_ OPENBLAS_ MKL_ PYTHON LD_"
 
 
-def peak_flops(kind: str) -> float | None:
-    """FLOP/s of a device of this kind by its maker's data sheet; None if it is not in the table."""
-    name = max((name for name in PEAK_FLOPS if name in kind), key=len, default="")
-    return PEAK_FLOPS.get(name)
+def peak_flops(kind: str) -> float:
+    """FLOP/s of a device of this kind by its maker's data sheet; 0 if it is not in the table."""
+    return PEAK_FLOPS.get(max((x for x in PEAK_FLOPS if x in kind), key=len, default=""), 0.0)
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
-    """Model FLOPs of forward and backward per token of `step`: 6 per matmul weight that is read,
-    without attention scores, as in the original's figures, and without the small MLPs of gates."""
+    """Model FLOPs per token of `step`: 6 per weight of the large matmuls, as in the original."""
     heads = (heads_of(cfg, i, (0, 0)) for i in cfg.layers_with("attends"))
     columns = sum(2 * cfg.heads * (of.qk_width + of.v_width) for of in heads)
     columns += 2 * cfg.mlp_width * sum(layer.mlps for layer in cfg.layers)
@@ -2878,24 +2774,19 @@ def versions() -> dict[str, str]:
     """What the numbers of a run may depend on."""
     own = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
     names = sorted({x.name for x in importlib.metadata.distributions() if own.fullmatch(x.name)})
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version()} | {x: importlib.metadata.version(x) for x in names}
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
-    """What the figures of a run or a benchmark stand on: source, versions, machine, config, and the
-    `reason` that pick_kernels gives for its choice."""
+    """What the figures of a run stand on: source, versions, machine, config, choice of kernels."""
     device = mesh.devices.flat[0]
     choices = {"kernels": reason, "compiler_options": COMPILER_OPTIONS.get(device.platform, {})}
-    if mesh.size > cfg.rows:  # not what the recipe says
-        tokens = [stage.row_tokens for stage in for_devices(cfg, mesh.size).stages]
-        choices["rows"] = {"count": mesh.size, "tokens": tokens}
-    cpu = platform.processor() or platform.machine()
+    cpu = platform.machine()
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     limited = hasattr(os, "sched_getaffinity")  # not on every system
     cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
-    read = (*VARIABLES.split(), "LD_", "NVIDIA_TF32_OVERRIDE")
+    read = tuple(VARIABLES.split())
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     return {
         "preset": cfg.preset,
@@ -2912,9 +2803,8 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
 
 
 def claim(path: Path):
-    """A file of a run, opened to append to it; UserError if another process has it. The system ends
-    the lock with this process. While a disk is full, lines wait in the buffer."""
-    file = open(path, "ab", buffering=2**20)
+    """A file of a run, opened to append to it; UserError if another process has it."""
+    file = open(path, "ab", buffering=2**20)  # where lines wait while a disk is full
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -2934,7 +2824,8 @@ class RunLog:
         stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
         start = {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
         was = saved.meta if saved else start | facts
-        self.cfg, self.say = cfg, say
+        self.cfg = cfg
+        self.say = say
         self.folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
         self.clock = Clock(was["train_time_ms"])
         self.first = was["step"]
@@ -2944,18 +2835,18 @@ class RunLog:
         self.refused = None  # why the disk did not take a line
         self.files = {}
         self.facts = {"run_id": self.folder.resolve().name, **facts, "compile_seconds": {}}
-        self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
+        self.facts |= {"steps": self.first, "tokens": self.mark[1]}
+        self.facts |= {"val_loss": None, "finished": False}
         self.facts |= {"train_time_ms": round(self.clock.total, 3), "target": cfg.target}
         self.facts |= {"dropped_ngrams": was["dropped_ngrams"], "resumed": bool(saved)}
-        self.facts["finished"] = False
         other = f"{cfg.data} does not hold the shards of {self.folder}: name their --data"
         need(was["data"] == facts["data"], other)
         other = f"train_gpt.py is not what {self.folder} began with: see the head of its log.txt"
         need(was["source_sha256"] == facts["source_sha256"], other)
         if jax.process_index() == 0:
             self.open(saved)
-        on = "{count} x {kind}".format(**facts["devices"])
-        say(f"run {self.folder} on {on}; kernels: {facts['choices']['kernels']}")
+        chosen = facts["devices"] | facts["choices"]
+        say(f"run {self.folder} on " + "{count} x {kind}; kernels: {kernels}".format(**chosen))
         if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
             say(f"more devices do not share {cfg.rows} rows evenly: the others have nothing to do")
         if saved:
@@ -2963,7 +2854,8 @@ class RunLog:
 
     def open(self, saved: Saved | None):
         """Open the files, cut back to a checkpoint, and write what log.txt begins with."""
-        facts, rule = self.facts, "=" * 100
+        facts = self.facts
+        rule = "=" * 100
         head = [rule, "resumed"] if saved else [SOURCE, rule]
         head += [f"{name} {version}" for name, version in facts["versions"].items()]
         head += ["{count} x {kind} ({platform})".format(**facts["devices"])]
@@ -2985,18 +2877,15 @@ class RunLog:
             self.write_facts()
         except OSError as error:
             self.refused = error
-        cure = "make that possible" if saved else "name another --out"
-        need(not self.refused, f"cannot write {self.folder} ({self.refused}): {cure}")
+        need(not self.refused, f"cannot write {self.folder} ({self.refused}): name another --out")
 
     def write(self, name: str, text: str):
         """Append a line to a file at once, so that a crash loses nothing, or replace run.json."""
-        if not self.files:
-            return
         try:
             if name in self.files:
                 self.files[name].write(f"{text}\n".encode("utf-8", "backslashreplace"))
                 self.files[name].flush()
-            else:
+            elif self.files:
                 (self.folder / f"{name}.new").write_text(f"{text}\n")
                 os.replace(self.folder / f"{name}.new", self.folder / name)
         except OSError as error:
@@ -3023,13 +2912,11 @@ class RunLog:
             self.say(f"warning: {self.missing}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
             return
-        held = time.perf_counter() - began
-        line = f"checkpoint:{step} held the loop for {1000 * held:.1f}ms, {size:.1f} MB"
-        self.write("log.txt", f"{line} written in {held:.2f}s")
+        held = f"checkpoint:{step} held the loop for {1000 * (time.perf_counter() - began):.1f}ms"
+        self.write("log.txt", f"{held}, {size:.1f} MB")
 
     def line(self, step: int, kind: str, loss: float, dropped: int, **more) -> str:
-        """Write a loss after `step` steps into both files; the line, in the original's format.
-        UserError if the run has diverged: no finite loss, or twice that of a uniform guess."""
+        """Write a loss after `step` steps into both files; the line, in the original's format."""
         cure = f"lower the learning rates (--set lr_anvil=...); see {self.folder}/metrics.jsonl"
         need(loss < 2 * math.log(self.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
         ms = round(self.clock.ms(), 3)
@@ -3045,8 +2932,7 @@ class RunLog:
         return line
 
     def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict[str, jax.Array]):
-        """Take note of the step that makes `step` steps, with the gradient norm of each update; log
-        the one before while it runs."""
+        """Keep what a step has returned; log the one before, while this one runs."""
         self.flush()
         self.pending = step, loss, dropped, norms
 
@@ -3066,15 +2952,13 @@ class RunLog:
         ms, tokens, devices = (self.facts[x] for x in ("train_time_ms", "tokens", "devices"))
         speed = (tokens - self.mark[1]) / max(ms - self.mark[0], 1e-3) * 1000
         self.mark = ms, tokens
-        mfu = ""
-        if peak := peak_flops(devices["kind"]):
-            used = speed * flops_per_token(self.cfg, step - 1) / (peak * devices["count"])
-            mfu = f" mfu:{used:.1%}"
-        eta = (self.cfg.steps - step) * ms / step / 1000
-        self.say(f"{line} train_loss:{float(loss):.4f} {speed:,.0f} tok/s{mfu} eta:{eta:.0f}s")
+        shown = f"{line} train_loss:{float(loss):.4f} {speed:,.0f} tok/s"
+        if peak := peak_flops(devices["kind"]) * devices["count"]:
+            shown += f" mfu:{speed * flops_per_token(self.cfg, step - 1) / peak:.1%}"
+        self.say(f"{shown} eta:{(self.cfg.steps - step) * ms / step / 1000:.0f}s")
 
     def validated(self, step: int, loss: float, dropped: int):
-        """Write down the validation loss after `step` steps; the clock stands still."""
+        """Write down the validation loss after `step` steps."""
         self.say(self.line(step, "val_loss", loss, dropped))
         self.write_facts(val_loss=round(loss, 6))
 
@@ -3099,9 +2983,6 @@ class RunLog:
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
-PROFILED = range(20, 24)  # the steps of this process that --profile traces, well after the start
-
-
 def trace(at: int, folder: Path, last):
     """Trace the steps PROFILED into folder/profile; called before each, with the `last` result."""
     if at == PROFILED.start:
@@ -3111,35 +2992,25 @@ def trace(at: int, folder: Path, last):
         jax.profiler.stop_trace()
 
 
-def demonstrate(log: RunLog, words: list[bytes], val: TokenStream):
-    """At the end of `tiny`: how well the model compresses the validation text (a loss of x nats is
-    x / ln 2 bits, with an arithmetic coder), and a sample."""
-    pieces = [words[i] for i in val.read(1, log.cfg.val_tokens) if i < len(words)]
-    text = b"".join(pieces)
-    bits = {"the model": log.facts["val_loss"] * log.cfg.val_tokens / math.log(2)}
-    bits |= {"gzip": 8 * len(gzip.compress(text)), "xz": 8 * len(lzma.compress(text, preset=9))}
-    each = ", ".join(f"{name} {size / len(text):.3f}" for name, size in bits.items())
-    log.say(f"bits per byte of the validation text: {each}")
+def demonstrate(folder: Path):
+    """At the end of `tiny`: what the model makes of the validation text, by records/sample.py."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
-    if tool.exists() and jax.process_count() == 1 and checkpoint_steps(log.folder / "checkpoints"):
-        prompt = b"".join(pieces[:48]).decode(errors="replace")
-        command = [sys.executable, tool, log.folder, f"--prompt={prompt}"]
-        subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    if tool.exists() and jax.process_count() == 1 and checkpoint_steps(folder / "checkpoints"):
+        subprocess.run([sys.executable, tool, folder], env=os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
 def ask_to_stop() -> Callable[[int], int]:
-    """A function of the step: the number of the signal that has asked for the end, or 0. SIGTERM,
-    Ctrl-C and the end of the terminal (SIGHUP) ask; another one a second later (`timeout` sends
-    two) ends the process. Of several processes jax finds a step at which all can stop."""
+    """A function of the step: the signal (SIGTERM, Ctrl-C, the end of the terminal) that has asked
+    for the end, or 0; of several processes, where all can stop. Another one ends the process."""
     one = jax.process_count() == 1
     asked = []  # (signal, time)
     agreed = []
 
     def ask(number, frame):
-        if asked and time.monotonic() > asked[0][1] + 1:
+        if asked and time.monotonic() > asked[0][1] + 1:  # `timeout` sends two at once
             os._exit(128 + number)
         asked.append((number, time.monotonic()))
         if not one:
@@ -3200,15 +3071,13 @@ def show(cfg: Config) -> str:
         first, end = cfg.boundaries[i : i + 2]
         lr = "{:.3g} to {:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
         lines.append(f"steps {first} to {end - 1}, lr {lr}: stages.{i} = {stage}")
-    tokens = f"{cfg.tokens_after(cfg.steps):,} tokens"
     flops = sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in range(cfg.steps))
-    lines.append(f"{numbers:,} numbers, {cfg.steps} steps, {tokens}, {flops:.3e} model FLOPs")
-    return "\n".join(lines)
+    total = f"{numbers:,} numbers, {cfg.steps} steps, {cfg.tokens_after(cfg.steps):,} tokens"
+    return "\n".join([*lines, f"{total}, {flops:.3e} model FLOPs"])
 
 
 def tell(line, stream=None):
-    """Print a line, on stdout if on nothing else. If nobody can read it, the run goes on all the
-    same: the terminal may be closed, the disk below it full, `| head` may have seen enough."""
+    """Print a line. If nobody can read it (a closed terminal, a full disk), the run goes on."""
     stream = stream or sys.stdout
     try:
         print(line, file=stream, flush=True)
@@ -3221,7 +3090,6 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are UserErrors: one line, exit status 2."""
 
     def error(self, message):
-        """Raise instead of printing the whole usage."""
         raise UserError(f"{message} (see --help)")
 
 
@@ -3270,30 +3138,29 @@ def run(argv: list[str], command: str):
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
     own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
-    fresh = args.resume is None or not (args.preset or args.seed is not None or own or args.show)
-    also = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
-    need(fresh, f"--resume takes the config of the run: {also}")
-    default = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    anew = args.preset or args.seed is not None or args.show or own
+    drop = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
+    need(args.resume is None or not anew, f"--resume takes the config of the run: {drop}")
+    cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
     if args.cache != "off" and (args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ):
-        jax.config.update("jax_compilation_cache_dir", args.cache or f"{default}/train_gpt")
+        jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if args.show:
         return print(show(resolve(args)), flush=True)
     join_hosts(args.coordinator, args.processes, args.process_id)
     there = len(all_devices())
     say = tell if jax.process_index() == 0 else lambda line: None
-    saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
-    if saved:
-        count = saved.cfg.devices if saved.cfg.devices <= there else 0
-        items = [f"devices={count}", f"data={args.data or saved.cfg.data}", *args.set]
-        cfg = override(saved.cfg, items)
-        done = saved.step == cfg.steps
-        with contextlib.suppress(OSError, ValueError, LookupError):  # no whole run.json
-            done |= json.loads((saved.folder.parents[1] / "run.json").read_text())["finished"]
-        need(not done, f"{args.resume} is finished: there is nothing to resume")
-    else:
-        cfg = resolve(args, say)
-    train(cfg, Path(args.out), command, saved, args.profile, say)
+    if args.resume is None:
+        train(resolve(args, say), Path(args.out), command, None, args.profile, say)
+        return
+    saved = find_checkpoint(Path(args.resume), say)
+    count = saved.cfg.devices if saved.cfg.devices <= there else 0
+    items = [f"devices={count}", f"data={args.data or saved.cfg.data}", *args.set]
+    done = saved.step == saved.cfg.steps
+    with contextlib.suppress(OSError, ValueError, LookupError):  # no whole run.json
+        done |= json.loads((saved.folder.parents[1] / "run.json").read_text())["finished"]
+    need(not done, f"{args.resume} is finished: there is nothing to resume")
+    train(override(saved.cfg, items), Path(args.out), command, saved, args.profile, say)
 
 
 def report_errors(do: Callable) -> int:
@@ -3331,6 +3198,89 @@ def main(argv=None) -> int:
 # Kernels that equal Part I's functions up to rounding, and the one function that chooses them.
 
 
+# ---- Compilation: every program of the run, before the clock starts ----------------------------
+
+
+def lower(program: Program, mesh: Mesh):
+    """A program lowered for the devices of `mesh`, which need not be there."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    step = jax.shard_map(
+        program.step, mesh=mesh, in_specs=specs, out_specs=program.out, check_vma=False
+    )
+    options = COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {})
+    step = jax.jit(step, donate_argnums=program.donates, compiler_options=options)
+    return step.lower(*program.args)
+
+
+def program_bytes(compiled) -> dict[str, int]:
+    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
+    memory = compiled.memory_analysis()
+    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
+    sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
+    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
+    return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
+
+
+def device_bytes(tree) -> int:
+    """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
+    shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+
+def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
+    """Bytes on a device of what may be there beside the arguments of the program `name`: the
+    training state, the copies, and gradients that wait for an update."""
+    every = programs(cfg, mesh, PLAIN)
+    there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
+    for update, steps in updates(cfg).items():
+        # Before an update the gradients of all its steps wait, beside others all but the newest.
+        count = steps if name in updates(cfg) else steps - 1
+        for param, grads in every[update].args[1].items():
+            there[param] = max(there.get(param, ()), grads[:count], key=len)
+    return device_bytes(there) - device_bytes(every[name].args[:2])
+
+
+def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
+    """({name: executable}, {"compile_seconds": {name: seconds}}) of all programs, side by side, so
+    that nothing compiles inside the clock. UserError if one does not fit the memory."""
+    every = programs(cfg, mesh, kernels)
+    beside = {name: resident_bytes(cfg, mesh, name) for name in every}
+    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+
+    def check(name, size):
+        sizes = f"{name} needs {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
+        ways = f"--set recompute=1 micro_tokens={cfg.micro_tokens // 2}"
+        ways += f" ngram_rows={cfg.ngram_rows // 4 * 2}, or more devices"
+        need(size <= limit, f"{sizes}: use some of {ways}")
+
+    def build(name):
+        began = time.perf_counter()
+        program = lower(every[name], mesh).compile()
+        seconds = round(time.perf_counter() - began, 3)
+        sizes = program_bytes(program)
+        say(f"compiled {name} in {seconds:.1f} s, {sizes['temporary'] / 2**20:.0f} MiB temporary")
+        check(name, beside[name] + sizes["peak"])
+        return program, seconds
+
+    for name, program in every.items():  # before anybody waits for the compiler
+        check(name, beside[name] + device_bytes(program.args))
+    say(f"compiling {', '.join(every)}; for accelerators it takes minutes")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = dict(zip(every, pool.map(build, every), strict=True))
+    from_all(0)  # the first step waits for processes that compile longer
+    seconds = {name: seconds for name, (_, seconds) in built.items()}
+    return {name: program for name, (program, _) in built.items()}, {"compile_seconds": seconds}
+
+
+def warm_up(compiled: dict):
+    """Run every program once on zeros, so that first-call costs are outside the clock."""
+    for program in compiled.values():
+        args = program.args_info[0]
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), args)
+        zeros = jax.jit(zeros, out_shardings=program.input_shardings[0])()
+        jax.block_until_ready(program(*zeros))
+
+
 # ---- The choice --------------------------------------------------------------------------------
 
 SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours fits
@@ -3351,13 +3301,10 @@ def pick_kernels(cfg: Config, device, devices: int = 1) -> tuple[Kernels, str]:
 
 
 def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
-    """(all Kernels that serve there, which these are: a line for the log).
-
-    The loss with its own gradient and the lean ReLU^2 serve everywhere. Attention, MLPs, weighted
-    sums and the gradients of tables have kernels for TPUs since v5 and attention for NVIDIA GPUs
-    since Ampere; where one of their conditions fails, the plain form does the work, and
-    the line says which.
-    """
+    """(all Kernels that serve there, which these are: a line for the log). The loss with its own
+    gradient and the lean ReLU^2 serve everywhere. Attention, MLPs, weighted sums and the gradients
+    of tables have kernels for TPUs since v5 and attention for NVIDIA GPUs since Ampere; where one
+    of their conditions fails, the plain form does the work, and the line says which."""
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
     rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
@@ -3427,16 +3374,13 @@ def squash(z, cfg: Config):
 
 def token_losses(x_cd, head_vd, wide_vd, targets_ck, cfg: Config):
     """(losses in nats [c, k], logits [c, v] before the cap, sums of exponentials [c]) as float32.
-
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
     while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [c, v]
     goes to memory. The logits of the targets come once more, from their rows of the head: to pick
-    them out of [c, v] by comparison takes half as long again.
-
-    On an NVIDIA GPU matmuls are a library's, and the product does go to memory: in the dtype of x,
-    as in the original, 0.4 GB a chunk instead of 0.8. The sums are then those of rounded logits,
-    the logits of the targets are not rounded.
-    """
+    them out of [c, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
+    library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
+    chunk instead of 0.8. The sums are then those of rounded logits, the logits of the targets are
+    not rounded."""
     half = cfg.logit_cap[0] / 2
 
     def logits(x_cd, head_vd, dtype=jnp.float32):
@@ -3455,11 +3399,9 @@ def token_losses(x_cd, head_vd, wide_vd, targets_ck, cfg: Config):
 
 def loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Config):
     """Gradients of the weighted losses: (x's [c, d] in its dtype, the head's [v, d] in float32).
-
     That of a logit z is (total weight of the token * its probability - weight of z as a target)
     times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
-    rounded to bfloat16, either gradient is off by 0.3 % (relative norm).
-    """
+    rounded to bfloat16, either gradient is off by 0.3 % (relative norm)."""
     a, _, c = cfg.logit_cap
     weights_ck = a / (4 * c) * weights_ck
 
@@ -3488,12 +3430,9 @@ def loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Conf
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def fused_cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
-    """cross_entropy, whose gradient is formed together with it, chunk by chunk.
-
-    On the way back the logits would have to be either kept or computed again. Only the weighted sum
-    has a gradient, with respect to x and head; without gradients, in validation, it is the plain
-    form.
-    """
+    """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
+    logits would have to be either kept or computed again. Only the weighted sum has a gradient,
+    with respect to x and head; without gradients, in validation, it is the plain form."""
     return cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg)
 
 
@@ -3529,10 +3468,8 @@ fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_back
 
 @jax.custom_vjp
 def lean_squared_relu(z):
-    """squared_relu, whose slope is 2 sqrt(h), so that z need not be kept beside h.
-
-    That saves a sixth of an H100's temporaries; on a TPU XLA finds it by itself.
-    """
+    """squared_relu, whose slope is 2 sqrt(h), so that z need not be kept beside h. That saves a
+    sixth of an H100's temporaries; on a TPU XLA finds it by itself."""
     return squared_relu(z)
 
 
@@ -3580,17 +3517,14 @@ KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB
 
 
 def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpret: bool):
-    """pl.pallas_call by name: `body` gets one object with a reference for every name.
-
-    Its `row` (of the batch) and `i` (block of it) are the place in the grid, all i of a row first.
-
-    inputs: name -> (array, block shape, index map); outputs: name -> (shape with dtype, block
-    shape, index map); scratch in VMEM: name -> (shape, dtype). Blocks lie twice in VMEM, to come
-    and go behind the work; what has no block shape is there as a whole, once, for all blocks. An
-    input or output that is None is left out, and None for the body. `scalars`, name -> array, are
-    there before the first block. Returns {name: output}. XLA may put none of these arrays into VMEM
-    ahead: it would do so in some calls, and libtpu compile the kernel anew for each such choice.
-    """
+    """pl.pallas_call by name: `body` gets one object with a reference for every name. Its `row` (of
+    the batch) and `i` (block of it) are the place in the grid, all i of a row first. inputs: name
+    -> (array, block shape, index map); outputs: name -> (shape with dtype, block shape, index map);
+    scratch in VMEM: name -> (shape, dtype). Blocks lie twice in VMEM, to come and go behind the
+    work; what has no block shape is there as a whole, once, for all blocks. An input or output that
+    is None is left out, and None for the body. `scalars`, name -> array, are there before the first
+    block. Returns {name: output}. XLA may put none of these arrays into VMEM ahead: it would do so
+    in some calls, and libtpu compile the kernel anew for each such choice."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -3661,10 +3595,8 @@ class Plan:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(head of the queries, head of the keys) for all products of scores, by query head.
-
-        Those with o < half are the first of their c, those with c < half the first of their o.
-        """
+        """(head of the queries, head of the keys) for all products of scores, by query head. Those
+        with o < half are the first of their c, those with c < half the first of their o."""
         n, half = self.heads.count, self.half
         return [(c, o) for c in range(n) for o in range(c % half, n, half)]
 
@@ -3680,10 +3612,8 @@ class Plan:
 
     def part(self, j: int) -> tuple[slice, slice]:
         """(keys, queries) of a block and of the one j before it that can see each other at all.
-
         All, or the last half of the keys and the first half of the queries, 1 score in 4: most
-        windows of the record end in the middle of a block.
-        """
+        windows of the record end in the middle of a block."""
         half = self.block // 2
         if j and j * self.block - self.reach >= half:
             return slice(half, self.block), slice(0, half)
@@ -3770,11 +3700,9 @@ def swap_halves(x, h: int):
 
 
 def means(x, h: int, dtype):
-    """The mean of every head of a tile [t, LANES], float32, in all of its columns: a matmul.
-
-    The MXU has nothing else to do then; with sums over lanes the forward pass takes a fifth more.
-    What is summed is rounded to `dtype` first, which changes a mean of 128 by about 2^-12.
-    """
+    """The mean of every head of a tile [t, LANES], float32, in all of its columns: a matmul. The
+    MXU has nothing else to do then; with sums over lanes the forward pass takes a fifth more. What
+    is summed is rounded to `dtype` first, which changes a mean of 128 by about 2^-12."""
     row, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
     same = lax.div(row, h) == lax.div(column, h)
     return times(x.astype(dtype), jnp.where(same, 1 / h, 0.0).astype(dtype))
@@ -3837,23 +3765,18 @@ def visible(plan: Plan, first, i, j: int, c: int, o: int):
 
 def window_forward(plan: Plan, arrays: dict, save: bool = True):
     """(y [b, t, n v], all that window_backward needs, if asked to `save`); one grid step a block.
-
     Saved are log_sums, log2 of the softmax sums [b, n, t], standing outputs of attention alone
-    saved_y [b, n v, t], and queries and keys as they met, saved_q [b, n h, t] and saved_k
-    [b, t, n h]: to rotate them again would take a quarter of its time. The references of `body`:
-
-    q, k [1, block, n h], v [1, block, n v]: columns of qkv
-    tables [1, block, 2 LANES]: cos, cos of the heads of a tile, then sin, -sin
-    starts [1, 1, block]: the place in its row where the document of each token begins
-    earliest [b, blocks]: the block in which the document of each block's first token begins
-    shares, gates [1, n, block]: float32, tanh of the lanes of XSA, factors on outputs; or None
-    scale [1]; y [1, block, n v], saved_q, saved_k, saved_y, log_sums: outputs
-    keys [slots, n, block, h]: ring of rotated keys
-    values [slots, n, v + ONES, block]: ring of standing values, with rows of ones below
-    queries [n h, block]: rotated, scaled, standing
-    sums [n, v + ONES, block]: float32, of weighted values; row v: of weights
-    last [8, n h]: float32, row 0: the last rotated keys of the block before
-    """
+    saved_y [b, n v, t], and queries and keys as they met, saved_q [b, n h, t] and saved_k [b, t, n
+    h]: to rotate them again would take a quarter of its time. The references of `body`: q, k [1,
+    block, n h], v [1, block, n v]: columns of qkv tables [1, block, 2 LANES]: cos, cos of the heads
+    of a tile, then sin, -sin starts [1, 1, block]: the place in its row where the document of each
+    token begins earliest [b, blocks]: the block in which the document of each block's first token
+    begins shares, gates [1, n, block]: float32, tanh of the lanes of XSA, factors on outputs; or
+    None scale [1]; y [1, block, n v], saved_q, saved_k, saved_y, log_sums: outputs keys [slots, n,
+    block, h]: ring of rotated keys values [slots, n, v + ONES, block]: ring of standing values,
+    with rows of ones below queries [n h, block]: rotated, scaled, standing sums [n, v + ONES,
+    block]: float32, of weighted values; row v: of weights last [8, n h]: float32, row 0: the last
+    rotated keys of the block before"""
     from jax.experimental import pallas as pl
 
     (n, h, v, block), slots = plan.sizes, plan.slots
@@ -3949,21 +3872,17 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
 
 @functools.partial(jax.jit, static_argnums=0)
 def window_backward(plan: Plan, kept, y_grad):
-    """The gradients of qkv, shares and gates; other arrays have none.
-
-    Grid step i takes block i of the queries through all blocks that they can see, whose gradients
-    collect in rings. What block i - delay was missing has then arrived, and it leaves, all its
-    columns together: concatenated outside, they would be copied once more. With the key offset the
-    first row of the next block is needed too, one step later. The references of `body`:
-
-    v, starts, shares, gates, scale, earliest, log_sums, saved_q, saved_k, saved_y: as in
-        window_forward, of block i; y_grad [1, block, n v] likewise
-    old_q, old_k, old_tables: of block i - delay
-    qkv [1, block, columns of qkv], of block i - delay; share_grads, gate_grads, of i: outputs
-    keys [ring, n, block, h], values [ring, n, block, v], standing_keys [ring, n h, block]
-    k_grads, q_grads [ring, n h, block], v_grads [ring, n v, block]: float32, standing
-    y_grads [n v, block]: standing, of the output of attention alone
-    """
+    """The gradients of qkv, shares and gates; other arrays have none. Grid step i takes block i of
+    the queries through all blocks that they can see, whose gradients collect in rings. What block i
+    - delay was missing has then arrived, and it leaves, all its columns together: concatenated
+    outside, they would be copied once more. With the key offset the first row of the next block is
+    needed too, one step later. The references of `body`: v, starts, shares, gates, scale, earliest,
+    log_sums, saved_q, saved_k, saved_y: as in window_forward, of block i; y_grad [1, block, n v]
+    likewise old_q, old_k, old_tables: of block i - delay qkv [1, block, columns of qkv], of block i
+    - delay; share_grads, gate_grads, of i: outputs keys [ring, n, block, h], values [ring, n,
+    block, v], standing_keys [ring, n h, block] k_grads, q_grads [ring, n h, block], v_grads [ring,
+    n v, block]: float32, standing y_grads [n v, block]: standing, of the output of attention
+    alone"""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -4024,11 +3943,9 @@ def window_backward(plan: Plan, kept, y_grad):
         leave(r, r.i - delay, lax.rem(r.i + 1, ring))
 
     def undo(r, slot, c: int):
-        """Take y_grads of head c back to before gates and XSA, whose gradients it writes.
-
-        Returns what all score gradients of a query have too much. With XSA, v_grads has v here, and
-        then the gradient that v has from it.
-        """
+        """Take y_grads of head c back to before gates and XSA, whose gradients it writes. Returns
+        what all score gradients of a query have too much. With XSA, v_grads has v here, and then
+        the gradient that v has from it."""
         row, part = (0, slice(c, c + 1)), part_of(c, v)
         y, grad = (x.astype(jnp.float32) for x in (r.saved_y[0, part], r.y_grads[part]))
         left = y
@@ -4117,11 +4034,9 @@ window_attention.defvjp(window_forward, window_backward)
 
 
 def turns(places_tc, freqs):
-    """cos and sin [t, c] of places * freqs, of places that rise evenly from row to row.
-
-    From those of every 128th place and of the first 128, by the addition theorem: cosines of all
-    places and columns would take a v6e longer than some layers.
-    """
+    """cos and sin [t, c] of places * freqs, of places that rise evenly from row to row. From those
+    of every 128th place and of the first 128, by the addition theorem: cosines of all places and
+    columns would take a v6e longer than some layers."""
     some = places_tc[::128, None], places_tc[None, :128] - places_tc[:1, None]
     angles = [x.astype(jnp.float32) * freqs[None] for x in some]
     (cos_a, cos_b), (sin_a, sin_b) = map(jnp.cos, angles), map(jnp.sin, angles)
@@ -4130,12 +4045,10 @@ def turns(places_tc, freqs):
 
 
 def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = False):
-    """attend_heads in one TPU kernel each way: same arguments, same result up to rounding.
-
-    Needs heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128
-    tokens (see pick_kernels). No gradients of freqs and scale. `interpret` runs the kernel on a
-    CPU, for tests.
-    """
+    """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
+    heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
+    (see pick_kernels). No gradients of freqs and scale. `interpret` runs the kernel on a CPU, for
+    tests."""
     xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     t, h = segments_bt.shape[1], heads.qk_width
     plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
@@ -4176,11 +4089,9 @@ def like(x):
 
 
 def run_blocks(name: str, body, block: int, tiled, whole, interpret, scratch=(), scalars=()):
-    """run_kernel over blocks of `block` tokens, or of fewer that divide them.
-
-    `tiled` and `whole`: (inputs, outputs) [r, columns] by name, outputs as shapes. Of the first
-    `body` has a block of rows, of the second all.
-    """
+    """run_kernel over blocks of `block` tokens, or of fewer that divide them. `tiled` and `whole`:
+    (inputs, outputs) [r, columns] by name, outputs as shapes. Of the first `body` has a block of
+    rows, of the second all."""
     tokens = next(len(x) for x in tiled[0].values() if x is not None)
     block = math.gcd(tokens, block)
 
@@ -4209,20 +4120,17 @@ def mlp_part(d: int, f: int) -> int:
 
 def mlp_block(d: int, f: int) -> int:
     """Tokens of a block of fused_mlp, at most, for d features and f hidden units; 0 if none fit.
-
     The way back has in VMEM, in bfloat16: weights and their gradients once, also as float32 sums;
-    of each token x, z and the gradients of x and y twice, and what the compiler keeps beside them.
-    """
+    of each token x, z and the gradients of x and y twice, and what the compiler keeps beside
+    them."""
     room = KERNEL_VMEM - 16 * f * d
     return next((block for block in (512, 256, 128) if block * (28 * d + 10 * f) <= room), 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def fused_mlp(x_btd, up_fd, down_fd, keep, weight, interpret=False):
-    """add_mlp in one TPU kernel, and one for its gradients: see mlp_block for what fits.
-
-    d and f must be multiples of 128. `interpret` runs the kernels on a CPU, for tests.
-    """
+    """add_mlp in one TPU kernel, and one for its gradients: see mlp_block for what fits. d and f
+    must be multiples of 128. `interpret` runs the kernels on a CPU, for tests."""
     return fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=False)[0]
 
 
@@ -4265,11 +4173,9 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True)
 
 @functools.partial(jax.jit, static_argnums=0)
 def fused_mlp_backward(interpret, kept, y_grad):
-    """Gradients of all arguments.
-
-    Every block rounds the weights' sums into the outputs, though only the last one's stay: behind
-    matmuls that costs nothing. Of keep and weight there are sums for each feature.
-    """
+    """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
+    only the last one's stay: behind matmuls that costs nothing. Of keep and weight there are sums
+    for each feature."""
     x_rd, weights, scales, z_rf = kept
     (f, d), dtype = weights["up"].shape, z_rf.dtype
 
@@ -4335,8 +4241,7 @@ def spreaders(k: int, g: int, lanes: int, d: int, dtype):
 def run_weighted(name: str, body, x, weights_btkg, sources, outputs: int, sums: bool, interpret):
     """run_blocks, in which `body` has x, y0, y1, ... [block, d], with w, of pack_weights, and hot,
     of spreaders; `x` may be None. It writes out0, out1, ... like y0, and with `sums` the sums of
-    packed weights, float32 [block, lanes].
-    """
+    packed weights, float32 [block, lanes]."""
     w, y0 = pack_weights(weights_btkg, sources[0].dtype), flat(sources[0])
     lanes = w.shape[1] // 2
     arrays = {"x": None if x is None else flat(x), "w": w}
@@ -4405,11 +4310,9 @@ ROW_TILE, ROW_BLOCK = 256, 256  # rows of a table, and tokens, that meet in one 
 
 
 def sorted_ids(ids_r, rows: int):
-    """(ids below `rows` in ascending order, which of them each was).
-
-    As one integer where id and place fit 32 bits; two arrays take twice as long, 10 s of a core to
-    compile instead of 4. To gather ids by place would take seven times as long.
-    """
+    """(ids below `rows` in ascending order, which of them each was). As one integer where id and
+    place fit 32 bits; two arrays take twice as long, 10 s of a core to compile instead of 4. To
+    gather ids by place would take seven times as long."""
     places, bits = jnp.arange(ids_r.size, dtype=jnp.uint32), (ids_r.size - 1).bit_length()
     if rows << bits > 2**32:
         return lax.sort((ids_r, places.astype(jnp.int32)), num_keys=1, is_stable=False)
@@ -4418,12 +4321,10 @@ def sorted_ids(ids_r, rows: int):
 
 
 def meetings(ids_r, rows: int, block: int):
-    """(tile, block): which tile meets which block at each step.
-
-    A tile is ROW_TILE of the `rows` of a table; the tokens, whose ids ascend, are cut into blocks.
-    Every tile has a step even if no token uses it. As tiles and blocks rise together, there are
-    tiles + blocks - 1 steps at most; those that are left over have a block past the last.
-    """
+    """(tile, block): which tile meets which block at each step. A tile is ROW_TILE of the `rows` of
+    a table; the tokens, whose ids ascend, are cut into blocks. Every tile has a step even if no
+    token uses it. As tiles and blocks rise together, there are tiles + blocks - 1 steps at most;
+    those that are left over have a block past the last."""
     tiles, blocks = -(-rows // ROW_TILE), ids_r.size // block
     starts = jnp.searchsorted(ids_r, jnp.arange(tiles + 1) * ROW_TILE).astype(jnp.int32)
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
@@ -4435,17 +4336,14 @@ def meetings(ids_r, rows: int, block: int):
 
 
 def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = False):
-    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`.
-
-    A step builds the one-hot matrix [tile, block] of a meeting, multiplies each table's rows of
-    the block by it, and adds up in VMEM; there are also the block and the tile, twice each: 11 MiB
-    for five tables 768 wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table
-    [50304, 768]: 0.25 M instead of 1.72 M, the permutation of the rows (0.28 M) in neither.
-
-    `body` reads tile and at [steps], the tile and the block of every meeting, and of that block ids
-    [1, 1, block] and for each table rows0, rows1, ... [block, d]. It adds up in total (float32) and
-    writes sums, of one tile [n, ROW_TILE, d] both.
-    """
+    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step builds the
+    one-hot matrix [tile, block] of a meeting, multiplies each table's rows of the block by it, and
+    adds up in VMEM; there are also the block and the tile, twice each: 11 MiB for five tables 768
+    wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table [50304, 768]: 0.25 M
+    instead of 1.72 M, the permutation of the rows (0.28 M) in neither. `body` reads tile and at
+    [steps], the tile and the block of every meeting, and of that block ids [1, 1, block] and for
+    each table rows0, rows1, ... [block, d]. It adds up in total (float32) and writes sums, of one
+    tile [n, ROW_TILE, d] both."""
     from jax.experimental import pallas as pl
 
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, ROW_BLOCK)
@@ -4521,11 +4419,10 @@ KEY_TILES = Tiles(64, 128, 8, 2)
 
 def run_tiles(name, body, tiles: Tiles, block: int, arrays, cut, whole, outputs, interpret: bool):
     """pl.pallas_call for each block of `block` tokens of each head and row: {output name: array}.
-
     `body` gets one object with a reference for every name, and `i`, the number of its block. Of the
     `arrays` named in `cut`, and of `outputs` (name -> shape with dtype), it has the block, of those
-    in `whole` the row, always of its head alone. Arrays are [b, t, n, h or v], [b, n, t] or [b, t].
-    """
+    in `whole` the row, always of its head alone. Arrays are [b, t, n, h or v], [b, n, t] or [b,
+    t]."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -4557,11 +4454,9 @@ def run_tiles(name, body, tiles: Tiles, block: int, arrays, cut, whole, outputs,
 
 
 def tiles_forward(arrays: dict, interpret: bool):
-    """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t]).
-
-    `body` reads q [queries, h] and first [queries], the first key that each query can see, of its
-    block, and k [t, h] and v [t, v] of the row; it writes y [queries, v] and log_sums [queries].
-    """
+    """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t]). `body`
+    reads q [queries, h] and first [queries], the first key that each query can see, of its block,
+    and k [t, h] and v [t, v] of the row; it writes y [queries, v] and log_sums [queries]."""
     from jax.experimental import pallas as pl
 
     (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
@@ -4591,11 +4486,8 @@ def tiles_forward(arrays: dict, interpret: bool):
 
 
 def tiles_backward_queries(arrays: dict, interpret: bool):
-    """The gradient of q.
-
-    `body` reads q, y_grad, first, log_sums and mean [queries] (see tiles_backward) of its block,
-    and k and v of the row; it writes q_grad [queries, h].
-    """
+    """The gradient of q. `body` reads q, y_grad, first, log_sums and mean [queries] (see
+    tiles_backward) of its block, and k and v of the row; it writes q_grad [queries, h]."""
     from jax.experimental import pallas as pl
 
     h, dtype = arrays["q"].shape[3], arrays["q"].dtype
@@ -4625,11 +4517,9 @@ def tiles_backward_queries(arrays: dict, interpret: bool):
 
 
 def tiles_backward_keys(arrays: dict, interpret: bool):
-    """The gradients of k and of v; scores stand as [keys, queries].
-
-    `body` reads k, v and last [keys], the last query that can see each key, of its block, and q,
-    y_grad, log_sums and mean [t] of the row; it writes k_grad [keys, h] and v_grad [keys, v].
-    """
+    """The gradients of k and of v; scores stand as [keys, queries]. `body` reads k, v and last
+    [keys], the last query that can see each key, of its block, and q, y_grad, log_sums and mean [t]
+    of the row; it writes k_grad [keys, h] and v_grad [keys, v]."""
     from jax.experimental import pallas as pl
 
     dtype = arrays["k"].dtype
@@ -4679,11 +4569,9 @@ tiles_attention.defvjp(tiles_forward, tiles_backward)
 
 
 def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale, interpret=False):
-    """One kernel forward and two back. `interpret` runs them on a CPU, for tests.
-
-    Needs rows of a multiple of LARGEST_TILE tokens, heads whose widths are powers of two, and
-    scores up to MAX_SCORE.
-    """
+    """One kernel forward and two back. `interpret` runs them on a CPU, for tests. Needs rows of a
+    multiple of LARGEST_TILE tokens, heads whose widths are powers of two, and scores up to
+    MAX_SCORE."""
     t = segments_bt.shape[1]
     if t % LARGEST_TILE:  # or tokens at the end of a row would silently be left out
         tiles = f"a multiple of {LARGEST_TILE} tokens, not {t}: use kernels=plain"

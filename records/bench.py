@@ -167,7 +167,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
         if not np.isfinite(loss):
             raise T.UserError(f"{name}: the loss is {loss}: lower the rates (--set lr_anvil=...)")
         rate = 1e3 * cfg.stages[stage].batch_tokens / row["ms"]
-        used = peak and rate * T.flops_per_token(cfg, step) / (mesh.size * peak)
+        used = rate * T.flops_per_token(cfg, step) / (mesh.size * peak) if peak else None
         needs = [
             T.resident_bytes(cfg, mesh, x) + T.program_bytes(compiled[x])["peak"]
             for x in (name, *updates)

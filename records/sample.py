@@ -1,9 +1,13 @@
-"""Continue a text from a run's newest checkpoint: python records/sample.py RUN_DIR --prompt TEXT
+"""Continue a text from a run's newest checkpoint: python records/sample.py RUN_DIR [--prompt TEXT]
 
-`tiny` ends with it. Every token computes its whole row again: there is no second form of the model.
+Without a prompt, as at the end of `tiny`, it continues the validation text, and says how well the
+model compresses that. Every token computes its whole row again: there is no second form of it.
 """
 
 import dataclasses
+import gzip
+import lzma
+import math
 import sys
 from pathlib import Path
 
@@ -55,14 +59,35 @@ def sample(saved: T.Saved, prompt: str, count: int, temperature=0.7) -> str:
     return b"".join(words[x] for x in tokens if x != cfg.bos).decode("utf-8", "replace")
 
 
+def validation_text(saved: T.Saved) -> list[bytes]:
+    """The bytes of the tokens that the run was validated on, but for those that begin documents."""
+    words = T.token_bytes(saved.cfg, saved.folder.parents[1])
+    val = T.TokenStream(T.data_place(saved.cfg.data), "val", saved.cfg.bos)
+    return [words[i] for i in val.read(1, saved.cfg.val_tokens) if i < len(words)]
+
+
+def compression(saved: T.Saved, text: bytes) -> str:
+    """Bits a byte of this text by the run's loss, beside gzip's and xz's: with an arithmetic coder,
+    a loss of x nats a token is x / ln 2 bits."""
+    sizes = {"the model": saved.meta["val_loss"] * saved.cfg.val_tokens / math.log(2)}
+    sizes |= {"gzip": 8 * len(gzip.compress(text)), "xz": 8 * len(lzma.compress(text, preset=9))}
+    each = (f"{name} {size / len(text):.3f}" for name, size in sizes.items())
+    return f"bits per byte of the validation text: {', '.join(each)}"
+
+
 def main(argv=None):
     """Run the command line."""
     parser = T.Parser(prog="sample.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run_dir", metavar="RUN_DIR", help="as train_gpt.py left it")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to continue")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     args = parser.parse_args(argv)
     saved = T.find_checkpoint(Path(args.run_dir), lambda line: T.tell(line, sys.stderr))
-    T.tell(sample(saved, args.prompt, saved.cfg.sample_tokens or 64))
+    prompt = args.prompt
+    if prompt is None:
+        pieces = validation_text(saved)
+        T.tell(compression(saved, b"".join(pieces)))
+        prompt = b"".join(pieces[:48]).decode("utf-8", "replace")
+    T.tell(sample(saved, prompt, saved.cfg.sample_tokens or 64))
 
 
 if __name__ == "__main__":

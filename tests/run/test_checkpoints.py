@@ -252,7 +252,7 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning_or_refused_by_name(fol
     assert T.find_checkpoint(folder.parent, said.append).step == 6
     (line,) = said
     assert line.startswith(f"warning: {folder / '8'} cannot be used (") and "\n" not in line
-    with pytest.raises(T.UserError, match="no checkpoint in .*/8: name the folder of a run that "):
+    with pytest.raises(T.UserError, match="no checkpoint in .*/8: name a run that has one"):
         T.find_checkpoint(folder / "8", quiet)
 
 

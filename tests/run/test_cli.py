@@ -104,7 +104,7 @@ def test_half_of_what_several_processes_need_is_refused(main, group):
 def test_what_has_no_checkpoint_is_not_resumed(main, tmp_path, where):
     (tmp_path / "young").mkdir()
     (tmp_path / "young/run.json").write_text("{}")
-    words = "name the folder of a run that has one, such as logs/<run id> (see --set checkpoint_ev"
+    words = "name a run that has one (--set checkpoint_every)"
     status, out, err = main("--resume", where)
     assert words in refused((status, "", err))
     assert [path.name for path in tmp_path.rglob("*")] == ["young", "run.json"]
@@ -188,7 +188,7 @@ def test_no_accelerator_is_one_line(main, monkeypatch, words, error, reason):
 
     monkeypatch.setattr(jax, "devices", devices)
     line = refused(main(*words))
-    assert f"jax finds no devices ({reason}" in line and "see JAX_PLATFORMS and drivers" in line
+    assert "jax finds no devices" in line and reason in line and "see JAX_PLATFORMS" in line
 
 
 def test_good_arguments_go_on_to_compile(main, data):
@@ -225,7 +225,7 @@ def test_programs_are_kept_in_the_users_cache_or_where_the_user_says(main, monke
     before = {name: getattr(jax.config, name) for name in names}
     seen = []
     monkeypatch.setattr(T, "train", lambda *_: seen.append(jax.config.jax_compilation_cache_dir))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/.cache")
+    monkeypatch.setenv("HOME", "/home/me")
     main("tiny")  # the variable of jax is set
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     for options in (["--cache", "off"], [], ["--cache", "a/b"]):

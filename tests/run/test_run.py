@@ -222,20 +222,12 @@ def test_utilization_is_of_the_peak_of_all_devices(run, tmp_path, monkeypatch, k
     assert re.findall(r"mfu:(\S+)", said[-1]) == [share] * bool(share)
 
 
-def test_the_end_of_a_demonstration_compares_with_gzip_and_xz_and_shows_a_sample(
-    train, run, tmp_path, monkeypatch
-):
-    commands, said = [], []
+def test_a_demonstration_ends_with_the_tool_that_shows_a_sample(train, tmp_path, monkeypatch):
+    commands = []
     monkeypatch.setattr(subprocess, "run", lambda words, env: commands.append((words, env)))
-    folder = train(replace(CFG, sample_tokens=5), tmp_path, say=said.append)
-    form = r"bits per byte of the validation text: the model (\S+), gzip \S+, xz \S+"
-    bits = float(re.fullmatch(form, said[-1])[1])
-    tokens = T.TokenStream(T.Path(facts(folder)["config"]["data"]), "val", CFG.bos).read(1, 512)
-    size = np.count_nonzero(tokens != CFG.bos)  # a token that is no BOS is a byte
-    assert bits == pytest.approx(facts(run.dir)["val_loss"] * 512 / math.log(2) / size, abs=1e-3)
+    folder = train(replace(CFG, sample_tokens=5), tmp_path)
     ((words, env),) = commands
-    assert words[1:3] == [ROOT / "records/sample.py", folder] and words[3].startswith("--prompt=")
-    assert env["JAX_PLATFORMS"] == "cpu"
+    assert words[1:] == [ROOT / "records/sample.py", folder] and env["JAX_PLATFORMS"] == "cpu"
     train(replace(CFG, sample_tokens=5, checkpoint_every=0, checkpoint_end="never"), tmp_path)
     assert len(commands) == 1  # without a checkpoint there is nothing to sample from
 
@@ -287,7 +279,7 @@ def test_checkpoints_are_taken_at_the_first_chance_after_each_period(train, tmp_
     folder = train(replace(CFG, checkpoint_every=every), tmp_path)
     assert steps_of(folder) == list(want[-2:])  # the newest two stay
     log = (folder / "log.txt").read_text()
-    form = r"^checkpoint:(\d) held the loop for \d+\.\dms, \d+\.\d MB written in \d+\.\d\ds$"
+    form = r"^checkpoint:(\d) held the loop for \d+\.\dms, \d+\.\d MB$"
     assert re.findall(form, log, re.MULTILINE) == list(want)
 
 
