@@ -33,8 +33,11 @@ Words that are used throughout:
     value table a row for each id, added to attention's v in some layers
     n-gram      two or three neighbouring ids, hashed to a row of the n-gram table
     source      the layer whose output all later attentions read; `sources`: what blend adds
-    ANVIL       the optimizer of the matrices (`anvil`)
+    ANVIL       the optimizer of the matrices (`anvil`); a rail is a moving average that it keeps
+    MUDD        each token weights what the last layer and the output take in (mudd_layer, mudd_mix)
     stage       a stretch of the run with one shape of batch
+    event       in names of the config: an update of the value and n-gram tables
+    tail        in names of the config: the last steps, whose weights are averaged
     Hyper       the numbers that change from step to step
     waiting     gradients of the steps since the last update of their parameters
 
@@ -45,10 +48,10 @@ i bigram or trigram, r tokens of a batch in one line, c tokens of a chunk; l mat
 and c their rows and columns. Batches, rows, windows and documents are counted in tokens.
 
     PART I, the speedrun          all that decides the loss, in plain JAX
-    PART II, around a run         refusals, data checks, compilation, checkpoints, log, signals,
+    PART II, around a run         refusals, data checks, programs, checkpoints, log, signals,
                                   several hosts, command line: look it up
-    PART III, fast on hardware    kernels that equal Part I's functions, for TPUs and NVIDIA GPUs;
-                                  `--set kernels=plain` trains without
+    PART III, fast on hardware    compilation; kernels that equal Part I's functions, for TPUs and
+                                  NVIDIA GPUs: `--set kernels=plain` trains without
 
 Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
 param_table and its use in forward; a new kernel is a function in Part III that equals one of
@@ -2265,8 +2268,8 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
     Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
-    training step, all loading of its data, and checkpoints on the way. Checkpoints are taken where
-    no gradients wait for an update; where a signal asks for the end, it comes there too. From Parts
+    training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
+    after a signal, come at the next step before which no gradients wait for an update. From Parts
     II and III: make_mesh, data_folder, check_tokens, run_facts and RunLog (what goes to the disk
     and the terminal), pick_kernels, compile_all, warm_up, load_state (checkpoints), keeps_end,
     ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`)."""
@@ -3195,7 +3198,7 @@ def main(argv=None) -> int:
 # ================================================================================================
 # PART III: FAST ON HARDWARE
 # ================================================================================================
-# Kernels that equal Part I's functions up to rounding, and the one function that chooses them.
+# Compilation, kernels that equal Part I's functions up to rounding, and their choice.
 
 
 # ---- Compilation: every program of the run, before the clock starts ----------------------------
