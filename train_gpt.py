@@ -3198,8 +3198,6 @@ def main(argv=None) -> int:
 # ================================================================================================
 # PART III: FAST ON HARDWARE
 # ================================================================================================
-# Compilation, kernels that equal Part I's functions up to rounding, and their choice.
-
 
 # ---- Compilation: every program of the run, before the clock starts ----------------------------
 
@@ -3207,12 +3205,10 @@ def main(argv=None) -> int:
 def lower(program: Program, mesh: Mesh):
     """A program lowered for the devices of `mesh`, which need not be there."""
     specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    step = jax.shard_map(
-        program.step, mesh=mesh, in_specs=specs, out_specs=program.out, check_vma=False
-    )
-    options = COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {})
-    step = jax.jit(step, donate_argnums=program.donates, compiler_options=options)
-    return step.lower(*program.args)
+    shard = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    step = shard(program.step, in_specs=specs, out_specs=program.out)
+    how = {"compiler_options": COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {})}
+    return jax.jit(step, donate_argnums=program.donates, **how).lower(*program.args)
 
 
 def program_bytes(compiled) -> dict[str, int]:
@@ -3231,8 +3227,7 @@ def device_bytes(tree) -> int:
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes on a device of what may be there beside the arguments of the program `name`: the
-    training state, the copies, and gradients that wait for an update."""
+    """Bytes of state, copies and waiting gradients on a device beside a program's arguments."""
     every = programs(cfg, mesh, PLAIN)
     there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
     for update, steps in updates(cfg).items():
@@ -3244,17 +3239,15 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({name: executable}, {"compile_seconds": {name: seconds}}) of all programs, side by side, so
-    that nothing compiles inside the clock. UserError if one does not fit the memory."""
+    """({name: executable}, {"compile_seconds": {name: seconds}}) of all programs, if they fit."""
     every = programs(cfg, mesh, kernels)
     beside = {name: resident_bytes(cfg, mesh, name) for name in every}
     limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
     def check(name, size):
         sizes = f"{name} needs {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
-        ways = f"--set recompute=1 micro_tokens={cfg.micro_tokens // 2}"
-        ways += f" ngram_rows={cfg.ngram_rows // 4 * 2}, or more devices"
-        need(size <= limit, f"{sizes}: use some of {ways}")
+        less = f"micro_tokens={cfg.micro_tokens // 2} ngram_rows={cfg.ngram_rows // 4 * 2}"
+        need(size <= limit, f"{sizes}: use some of --set recompute=1 {less}, or more devices")
 
     def build(name):
         began = time.perf_counter()
