@@ -2271,8 +2271,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
     after a signal, come at the next step before which no gradients wait for an update. From Parts
     II and III: make_mesh, data_folder, check_tokens, run_facts and RunLog (what goes to the disk
-    and the terminal), pick_kernels, compile_all, warm_up, load_state (checkpoints), keeps_end,
-    ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`)."""
+    and the terminal), pick_kernels, compile_all, warm_up, load_state (checkpoints), ask_to_stop
+    (signals), trace (--profile), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
@@ -2293,9 +2293,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
     known = vocabulary(cfg, words)
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
-    clock = log.clock
     batches = train_batches(cfg, mesh, stream, words, first, data)
-    batches = prefetch(batches, cfg.prefetch, clock.running, say)
+    batches = prefetch(batches, cfg.prefetch, log.clock.running, say)
     asked = ask_to_stop()
     last_saved = first
     waiting = {}  # gradients that no update has taken yet
@@ -2312,16 +2311,18 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         if validates or stops:
             log.flush()
             jax.block_until_ready((state, copies))
-            clock.stop()
+            log.clock.stop()
         if validates:
             loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
             log.validated(step, *evaluate(cfg, mesh, loss, step, val_stream, known))
         if stops:
-            if (ends and keeps_end(cfg)) or (is_new and not ends):
+            small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
+            kept = {"always": True, "auto": small, "never": False}[cfg.checkpoint_end]
+            if (ends and kept) or (is_new and not ends):
                 log.save(step, state, data)
             break
 
-        clock.start()
+        log.clock.start()
         if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
             log.flush()
             log.save(step, state, data)
@@ -2371,10 +2372,11 @@ def validate(c: Config) -> Config:
             value = value[int(key)] if key.isdecimal() else getattr(value, key)
         need(valid, f"{name}={value!r} is not valid: {would_be}")
 
+    rule("stages", c.stages, "one or more")
     for at, part in {"": c, **{f"stages.{i}.": stage for i, stage in enumerate(c.stages)}}.items():
         for field in dataclasses.fields(part):
             number = getattr(part, field.name) if field.type in (int, float) else 1
-            rule(at + field.name, number >= 0, "it must not be negative")
+            rule(at + field.name, 0 <= number < 2**32, "it must not be negative, nor so large")
             rule(at + field.name, number or field.name not in POSITIVE, "it must be positive")
     rule("encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe")
     rule("compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
@@ -2384,8 +2386,9 @@ def validate(c: Config) -> Config:
     rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
     rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
-    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
-    rule("logit_cap", capped, "a up to 64 (float32 holds its exponential), b, and c above 0")
+    rule("logit_cap", 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0, "a up to 64, c above 0")
+    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
+    rule("val_windows", min(c.val_windows) > 0, "two numbers above 0")
     rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
     rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
     rule("ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more")
@@ -2409,15 +2412,16 @@ def validate(c: Config) -> Config:
     rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
     whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
     rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    taken = f"every stage needs a step, and extension={c.extension} of them are taken"
-    rule("steps", min(np.diff(c.boundaries)) > 0, taken)
+    rule(
+        "steps", min(np.diff(c.boundaries)) > 0, f"a step for every stage, {c.extension} at the end"
+    )
     for i, s in enumerate(c.stages):
         whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
-        rows = f"whole rows of row_tokens={s.row_tokens}, {c.rows} as in the first stage"
-        rule(f"stages.{i}.batch_tokens", whole, rows)
+        rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens}")
         for name in ("windows", "weights", "weights_end", "prefix", "candidates"):
             some = getattr(s, name)
             rule(f"stages.{i}.{name}", some and min(some) >= 0, "one or more, none below 0")
+        rule(f"stages.{i}.windows", min(s.windows) > 0, "two numbers above 0")
         same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
         rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
         rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
@@ -2643,13 +2647,6 @@ class Saved(NamedTuple):
     meta: dict  # run.json as it was, the clock, the sizes of the logs
 
 
-def keeps_end(cfg: Config) -> bool:
-    """Whether a checkpoint is written when the run has ended; see Config.checkpoint_end."""
-    state = map_state(cfg, lambda shape, dtype, row: math.prod(shape) * dtype.itemsize)
-    size = sum(sum(of.values()) for of in state.values())
-    return cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and size <= 10e9)
-
-
 def own_shards(cfg: Config, state, loader: LoaderState) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (file name, rows) of what this process stores: of what is sharded the rows of its
     devices, one by one; of what every device has, the first replica."""
@@ -2709,6 +2706,7 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
             meta = json.loads((path / "meta.json").read_text())
             for name, size in meta["files"].items():
                 need((path / name).stat().st_size == size, f"{name} is not whole")
+                np.load(path / name, mmap_mode="r")  # fails if this is no array
             offsets = sorted((int(x.suffixes[1][1:]), np.load(x)) for x in path.glob("loader.*"))
             offsets = tuple(np.concatenate([x for _, x in offsets]).tolist())
             cfg = validate(typed(Config, meta["config"]))
@@ -2874,8 +2872,9 @@ class RunLog:
                 if saved:  # what came after the checkpoint is of steps that are lost
                     file.truncate(min(file.tell(), saved.meta["logs"][name]))
                     file.seek(0, os.SEEK_END)
-            for partial in (self.folder / "checkpoints").glob(".*"):
-                shutil.rmtree(partial, ignore_errors=True)
+            for old in (self.folder / "checkpoints").glob("*"):  # what is not whole, or is later
+                if not old.name.isdecimal() or int(old.name) > self.first:
+                    shutil.rmtree(old, ignore_errors=True)
             self.write("log.txt", "\n".join([*head, rule]))
             self.write_facts()
         except OSError as error:
@@ -3181,6 +3180,8 @@ def report_errors(do: Callable) -> int:
         if "RESOURCE_EXHAUSTED" in line:
             ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
             line = f"out of memory: use {ways}: {line[:400]}"
+        elif jax.distributed.is_initialized() and isinstance(error, jax.errors.JaxRuntimeError):
+            line = f"another process has ended or cannot be reached: see its output ({line[:200]})"
         elif not isinstance(error, UserError | OSError):
             raise
         tell(f"error: {' '.join(line.split())}", sys.stderr)

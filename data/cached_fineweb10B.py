@@ -23,6 +23,7 @@ def download(path: Path) -> None:
     try:
         from huggingface_hub import hf_hub_download
 
+        path.unlink(missing_ok=True)  # it is damaged, if it is there
         # It continues a partial download, and gives a file its name only when it is complete.
         hf_hub_download(REPO, path.name, repo_type="dataset", local_dir=path.parent)
     except ImportError:
@@ -48,7 +49,6 @@ def main(argv: list[str] | None = None) -> None:
         try:
             open_shard(path)
         except UserError:  # it is missing or damaged
-            path.unlink(missing_ok=True)
             download(path)
             open_shard(path)
     tell(f"{args.dir}: the validation shard and {args.shards} training shards, all whole")

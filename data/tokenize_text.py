@@ -162,7 +162,9 @@ def main(argv: list[str] | None = None) -> None:
         about["settings"] = {name: settings(name, folder, dict(about)) for name in PRESETS}
         (folder / DESCRIPTION).write_text(json.dumps(about))
         folder.rename(out)
-    tell(f"{args.out}: {len(train):,} tokens for training, {len(val):,} for validation")
+    enough = ", ".join(name for name, own in about["settings"].items() if own) or "no preset"
+    tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
+    tell(f"{args.out}: {tokens}, enough for {enough}")
 
 
 if __name__ == "__main__":

@@ -414,6 +414,7 @@ def check_record(folder: Path, pinned: dict) -> Record:
         fields = read_json(folder / "record.json")
         known = fields["track"] == folder.parent.name in TRACKS
         need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
+        need(fields.get("by") and fields.get("what"), "record.json lacks `by` or `what`")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
         result = judge(TRACKS[fields["track"]], runs, pinned)
         for key in result.keys() | fields["result"].keys():
@@ -444,7 +445,8 @@ def check_ranks(records: list[Record]):
 def all_valid(root: Path) -> list[Record]:
     """The records; Refused if one of them is not valid."""
     pinned = read_json(root / "tokens.json")
-    folders = [path.parent for path in sorted(root.glob("*/*/record.json"))]
-    records = [check_record(folder, pinned) for folder in folders]
+    folders = {path.parent for path in root.glob("*/*/record.json")}
+    folders |= {path.parents[1] for path in root.glob("*/*/*/run.json")}  # runs need a record
+    records = [check_record(folder, pinned) for folder in sorted(folders)]
     check_ranks(records)
     return records

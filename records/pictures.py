@@ -146,5 +146,6 @@ def draw_model(cfg) -> str:
 
 
 if __name__ == "__main__":
+    T.Parser(description=(__doc__ or "").split("\n")[0]).parse_args()
     for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
         (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))

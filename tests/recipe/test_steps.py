@@ -470,7 +470,6 @@ def part_one(tmp_path_factory, shards):
         "RunLog": lambda *_: log,
         "run_facts": lambda *_: {},
         "ask_to_stop": lambda: lambda step: 0,  # nobody asks
-        "keeps_end": lambda cfg: True,
     }
     assert not stand_ins.keys() & vars(part).keys()
     vars(part).update(stand_ins, token_bytes=lambda cfg, folder: WORDS)

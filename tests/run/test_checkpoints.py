@@ -241,6 +241,7 @@ DAMAGE = {
     "empty": lambda file: file.write_bytes(b""),
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-4]),
     "longer": lambda file: file.write_bytes(file.read_bytes() + b"}"),
+    "overwritten": lambda file: file.write_bytes(b"\0" * 8 + file.read_bytes()[8:]),
 }
 
 

@@ -103,6 +103,18 @@ def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, tmp_path, cfg)
     assert any(line.startswith("resumed after 4 of 8 steps from ") for line in said)
 
 
+def test_later_checkpoints_go_when_an_older_one_is_resumed_from(train, tmp_path, monkeypatch):
+    """At once: if the run is killed before its next one, the log would lack their steps."""
+    run = train(replace(CFG, checkpoint_every=2), tmp_path)
+    saved = T.find_checkpoint(run / "checkpoints/4")
+    monkeypatch.setattr(T, "load_state", lambda *_: 1 / 0)  # as if it were killed here
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ZeroDivisionError):
+        train(saved.cfg, tmp_path, saved)
+    assert T.checkpoint_steps(run / "checkpoints") == [4]
+    assert [line["step"] for line in metrics(run) if "train_loss" in line] == [*range(1, 5)]
+
+
 @pytest.mark.parametrize("after", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_resumes_on_another_number_of_devices(train, run, copy, after):
     """As far as sums in another order allow. Other numbers have other padding, 1 has none."""
