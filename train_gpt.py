@@ -1,6 +1,6 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
-    python train_gpt.py                    # without an accelerator: `tiny`, 2 minutes on a laptop
+    python train_gpt.py                    # without an accelerator: `tiny`, minutes on a laptop
     python train_gpt.py speedrun           # FineWeb, target 3.28, on v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 

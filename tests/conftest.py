@@ -12,9 +12,10 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("data", "records", "t
 GPU = "--gpu" in sys.argv
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if GPU else "cpu"
 if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop there
-    # Halves the time that XLA takes to compile for a CPU.
+    # Halves the time that XLA takes to compile for a CPU, and two test processes fill two cores.
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+    flags += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = flags
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # tests keep no programs
 
 import jax  # noqa: E402
