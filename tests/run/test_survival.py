@@ -139,9 +139,8 @@ def assert_close(got, want):
 SIX = [signal.SIGKILL, signal.SIGTERM] * 3
 
 
-@pytest.mark.parametrize(
-    "stops, steps", [([signal.SIGKILL], 8), pytest.param(SIX, STEPS, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stops, steps", [([signal.SIGKILL], 8), (SIX, STEPS)])
 def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_path, stops, steps):
     """It ends bit for bit as if nothing had been. A checkpoint every other step: many are amid a
     write."""
