@@ -1871,10 +1871,10 @@ class TokenStream:
     position in it, counted from the first token of the first shard."""
 
     def __init__(self, folder: Path, split: str, bos: int):
-        self.paths = sorted(folder.glob(f"*_{split}_[0-9]*.bin"))
-        cure = "get some with data/cached_fineweb10B.py or data/tokenize_text.py"
-        none = f"no {split} shards (*_{split}_*.bin) in {folder}: {cure}, or name another --data"
-        need(self.paths, none)
+        own = re.compile(rf".*_{split}_\d+\.bin")
+        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
+        cure = "get some with data/cached_fineweb10B.py or data/tokenize_text.py, or name another"
+        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: {cure} --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])

@@ -44,7 +44,7 @@ def test_a_damaged_shard_is_named_with_the_fix(tmp_path, damage):
 def test_a_stream_is_the_shards_of_one_split_in_the_order_of_their_names(tmp_path):
     """It is read across their borders; places in it know their shard."""
     sizes = {"b_train_3": 25, "b_train_1": 10, "b_train_2": 1}
-    sizes |= {"b_val_1": 9, "b_train_set_val_1": 9, "b_train_x": 9}
+    sizes |= {"b_val_1": 9, "b_train_set_val_1": 9, "b_train_x": 9, "b_train_4_old": 9}
     parts = {name: documents(n, n) for name, n in sizes.items()}
     for name, tokens in parts.items():
         write_shard(tmp_path / f"{name}.bin", tokens)
