@@ -2418,7 +2418,7 @@ def validate(c: Config) -> Config:
     for i, s in enumerate(c.stages):
         whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
         rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens}")
-        for name in ("windows", "weights", "weights_end", "prefix", "candidates"):
+        for name in ("weights", "weights_end", "prefix", "candidates"):
             some = getattr(s, name)
             rule(f"stages.{i}.{name}", some and min(some) >= 0, "one or more, none below 0")
         rule(f"stages.{i}.windows", min(s.windows) > 0, "two numbers above 0")
@@ -3231,9 +3231,9 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     """Bytes of state, copies and waiting gradients on a device beside a program's arguments."""
     every = programs(cfg, mesh, PLAIN)
     there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
-    for update, steps in updates(cfg).items():
-        # Before an update the gradients of all its steps wait, beside others all but the newest.
-        count = steps if name in updates(cfg) else steps - 1
+    summed = updates(cfg)
+    for update, steps in summed.items():
+        count = steps if name in summed else steps - 1  # beside gradients all but the newest wait
         for param, grads in every[update].args[1].items():
             there[param] = max(there.get(param, ()), grads[:count], key=len)
     return device_bytes(there) - device_bytes(every[name].args[:2])
@@ -4408,7 +4408,7 @@ class Tiles(NamedTuple):
 
 LARGEST_TILE = 128
 # Heads of 128 on an H100: 150, 160 and 234 registers a thread, none spilled; 128 KiB of shared
-# memory. Not yet timed: tests/kernels/tile_times.py has others.
+# memory. Not yet timed: `records/bench.py --kernels STAGE` tries others.
 FORWARD_TILES = Tiles(128, 64, 8, 3)
 QUERY_TILES = Tiles(128, 64, 8, 2)
 KEY_TILES = Tiles(64, 128, 8, 2)

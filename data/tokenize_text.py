@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
             write_shard(path, train[at : at + SHARD_TOKENS])
         write_shard(folder / "text_val_000000.bin", val)
         about = {"encoding": args.encoding, "real_tokens": encoding.n_vocab, "bos": bos}
-        about["settings"] = {name: settings(name, folder, dict(about)) for name in PRESETS}
+        about["settings"] = {name: settings(name, folder, about) for name in PRESETS}
         (folder / DESCRIPTION).write_text(json.dumps(about))
         folder.rename(out)
     enough = ", ".join(name for name, own in about["settings"].items() if own) or "no preset"

@@ -41,6 +41,7 @@ import jax
 import numpy as np
 
 import train_gpt as T
+from data.shards import write_shard
 
 BATCHES = 4  # lie on the devices and are taken in turn
 CHUNKS = 5  # stretches of calls that are timed; their median counts
@@ -97,9 +98,7 @@ def write_random_tokens(cfg: T.Config, folder: Path):
     tokens = (cfg.real_tokens ** rng.random(count) ** 1.2).astype(np.uint16) - 1
     tokens[rng.random(count) < 1 / DOCUMENT] = cfg.bos
     tokens[0] = cfg.bos
-    header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, count
-    (folder / "random_train_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    write_shard(folder / "random_train_000001.bin", tokens)
 
 
 def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> list[T.Batch]:
