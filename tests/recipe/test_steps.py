@@ -64,11 +64,12 @@ WORDS = [bytes([i]) for i in range(48)] + [bytes([i, 65 + i % 40]) for i in rang
 
 
 def random_state(cfg, tied=False):
-    """A state in which everything has a gradient and every moment is there, as NumPy arrays."""
+    """A state in which everything has a gradient and every moment is there, as NumPy arrays. Larger
+    weights make a model whose float32 gradients are noise: 0.5 % off at 0.3 and 0.5."""
     rng = np.random.default_rng(0)
 
     def leaf(shape, dtype, row):
-        return rng.normal(0, 0.3 if row.sharded else 0.5, shape).astype(dtype)
+        return rng.normal(0, 0.1 if row.sharded else 0.2, shape).astype(dtype)
 
     state = T.map_state(cfg, leaf)
     for kind in ("second", "equaliser"):
@@ -166,7 +167,7 @@ def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch
         assert not total[row.shape[0] :].any()
         # With such parameters both sides are up to 8e-4 from the same in float64.
         error = np.linalg.norm(total[: row.shape[0]] - wanted[name])
-        assert error < 2e-3 * np.linalg.norm(wanted[name]), name
+        assert error < 3e-5 * np.linalg.norm(wanted[name]), name
 
 
 def test_padding_is_never_read(shards):
