@@ -313,53 +313,26 @@ class Config:
 # fmt: off
 PRESETS = {
     "speedrun": Config(),
-    # the same ideas at toy size, for a few minutes on two cores; lengths in proportion to 320 steps
+    # The same model at toy size, for a minute on two cores. One stage: to compile another shape of
+    # batch would take as long as a tenth of the run.
     "tiny": Config(
         preset="tiny",
         layers=(
             Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-            Layer("long", gated=True),
-            Layer("paired", values=True, x0=True, ngram=True),
-            Layer(mlps=2),
-            Layer(x0=True, mlps=0),
+            Layer(),
+            Layer("paired", values=True, x0=True),
             Layer("long", values=True, gated=True),
         ),
-        width=128,
-        heads=4,
-        mlp_width=512,
-        vocab=2048,
-        real_tokens=2048,
-        bos=2047,
-        encoding="bpe",
-        ngram_rows=65_536,
-        skip=(1, 3),
-        source=4,
+        width=128, heads=2, mlp_width=256, gate_width=32, ngram_rows=262_144, skip=(0, 1), source=1,
+        encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
         compute_dtype="float32",
-        steps=320,
-        extension=20,
-        stages=(
-            Stage(0.28, 1024, 128, 0, (32, 96), 1.0, (1, 0.5, 0.25), (1, 0.5, 0), (0.25,), (512,)),
-            Stage(0.33, 2048, 256, 0, (64, 192), 1.52, (1, 0.5), (1, 0), (0.2, 0.1), (1024,)),
-            Stage(0.39, 3072, 384, 0, (128, 384), 1.73),
-            Stage(0.0, 2048, 256, 0, (160, 448)),
-        ),
-        attention_cap=320,
-        momentum_warmup=64,
-        momentum_cooldown=13,
-        rails_step=136,
-        event_change=92,
-        tail=80,
-        tail_average=66,
+        steps=400, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
+        momentum_warmup=80, momentum_cooldown=16, rails_step=171, event_change=112,
+        tail=100, tail_average=80,
         lr_adam=0.016,
-        micro_tokens=512,  # fits the caches: 1.4 times the speed of 4096
-        val_tokens=98_304,
-        val_every=160,
-        val_batch=4096,
-        val_row=512,
-        val_windows=(160, 512),
-        target=3.75,
-        data="data/builtin",
-        sample_tokens=80,
+        val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
+        micro_tokens=256,  # fits a core's caches
+        data="data/builtin", sample_tokens=80,
     ),
 }
 # fmt: on
@@ -386,6 +359,35 @@ def for_devices(cfg: Config, devices: int) -> Config:
         cfg = dataclasses.replace(cfg, stages=tuple(stages))
     val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
     return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
+
+
+def cpu_cores() -> int:
+    """How many cores this process may use."""
+    limited = hasattr(os, "sched_getaffinity")  # not on every system
+    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+
+
+def all_devices() -> list:
+    """The devices of all processes; UserError if jax cannot start its backend. Each core of a CPU
+    is a device, up to eight, which have a row each: one device would share every operation out to
+    the cores, and most are too small for that."""
+    if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
+        jax.config.update("jax_num_cpu_devices", min(cpu_cores(), 8))
+    try:
+        return jax.devices()
+    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
+        raise UserError(f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers") from None
+
+
+def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
+    """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
+    devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
+    there = len(devices)
+    need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
+    cfg = for_devices(cfg, cfg.devices or there)
+    whole = cfg.devices == there or devices[-1].process_index == 0
+    need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
+    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
 
 
 # ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
@@ -1635,16 +1637,13 @@ def adam_rows(table, square, ids, grad, rates: tuple):
 
 
 def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
-    """(state, squared norm of the gradient) after adam_rows; `parts`: see sum_requests."""
+    """The state after adam_rows; `parts`: see sum_requests."""
     table = state["params"][NGRAMS]
     ids, grads = sum_requests(parts, len(table), kernels.add_rows)
     rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
     table, square = adam_rows(table, state["second"][NGRAMS], ids, grads, rates)
     params = state["params"] | {NGRAMS: table}
-    second = state["second"] | {NGRAMS: square}
-    # A mean for each row, as in adam_rows: XLA then computes both in one pass.
-    norm2 = cfg.width * jnp.sum(jnp.mean(jnp.square(grads), axis=1))
-    return state | {"params": params, "second": second}, norm2
+    return state | {"params": params, "second": state["second"] | {NGRAMS: square}}
 
 
 # ---- The step: what every device does, with every collective in plain sight --------------------
@@ -1798,18 +1797,17 @@ def reduce_scatter(x):
 
 
 def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
-    """(state, compute copies of what changed, norm of the gradient) after an update of `due`: name
-    -> this device's gradients of the steps since the last update, a tuple. Each device receives its
-    shard of their sum (reduce-scatter), updates it, and all gather the results, already rounded:
-    ZeRO. Large gradients cross the network in the compute dtype, as in the original. In adam_tied
-    the head's gradient is the sum of its own and the embedding's."""
+    """(state, compute copies of what changed) after an update of `due`: name -> this device's
+    gradients of the steps since the last update, a tuple. Each device receives its shard of their
+    sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
+    gradients cross the network in the compute dtype, as in the original. In adam_tied the head's
+    gradient is the sum of its own and the embedding's."""
     due = dict(due)
     if update == "adam_tied":
         due["head"] += due.pop("embed")
     reduced = {}
-    norm2_sharded = norm2_replicated = 0.0
     if NGRAMS in due:
-        state, norm2_sharded = update_ngrams(cfg, kernels, state, due.pop(NGRAMS), hyper)
+        state = update_ngrams(cfg, kernels, state, due.pop(NGRAMS), hyper)
     for name, grads in due.items():
         row = param_table(cfg)[name]
         total = sum(grad.astype(jnp.float32) for grad in grads)
@@ -1817,15 +1815,13 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
             if row.optimizer != "anvil":  # gradients of banks are reduced already
                 total = reduce_scatter(total.astype(cfg.dtype))
             reduced[name] = total.astype(jnp.float32)
-            norm2_sharded += jnp.sum(jnp.square(reduced[name]))
         else:
             reduced[name] = lax.psum(total, AXIS)
-            norm2_replicated += jnp.sum(jnp.square(reduced[name]))
     state = apply_updates(cfg, state, reduced, hyper)
     copies = compute_copies(cfg, {name: state["params"][name] for name in reduced}, GATHER)
     if update == "adam_tied":
         copies["embed"] = copies["head"]
-    return state, copies, jnp.sqrt(lax.psum(norm2_sharded, AXIS) + norm2_replicated)
+    return state, copies
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
@@ -1972,6 +1968,7 @@ class Vocabulary(NamedTuple):
 
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
+DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
 
 
 def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
@@ -2270,9 +2267,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
     training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
     after a signal, come at the next step before which no gradients wait for an update. From Parts
-    II and III: make_mesh, data_folder, check_tokens, run_facts and RunLog (what goes to the disk
-    and the terminal), pick_kernels, compile_all, warm_up, load_state (checkpoints), ask_to_stop
-    (signals), trace (--profile), demonstrate (end of `tiny`)."""
+    II and III: data_folder, check_tokens, run_facts and RunLog (what goes to the disk and the
+    terminal), pick_kernels, compile_all, warm_up, load_state (checkpoints), ask_to_stop (signals),
+    trace (--profile), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
@@ -2334,16 +2331,15 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         del grads  # or those that an update has taken would lie beside the next program
-        norms = {}
         for update in due_updates:
             due = {name: waiting.pop(name) for name in updated(cfg, update)}
-            state, changed, norms[update] = compiled[update](state, due, batch.hyper)
+            state, changed = compiled[update](state, due, batch.hyper)
             copies |= changed
             del due
-        log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
+        log.trained(step + 1, loss, dropped)  # it waits for those of the step before
     log.end(step, signalled)
     if cfg.sample_tokens:
-        demonstrate(log.folder)
+        demonstrate(log.folder, say)
     return log.folder
 
 
@@ -2470,8 +2466,6 @@ def override(cfg: Config, items: list[str]) -> Config:
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
-DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
-
 
 def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
     """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
@@ -2510,6 +2504,27 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
     return shards
 
 
+def run_tool(name: str, *args):
+    """Run data/`name` beside this file in a process of its own; UserError with its last line."""
+    tool = Path(__file__).resolve().parent / "data" / name
+    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+    done = subprocess.run([sys.executable, tool, *args], stderr=subprocess.PIPE, text=True)
+    said = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+    need(done.returncode == 0, f"data/{name}: {said}")
+
+
+def own_tokens(text: Path, say: Callable) -> Path:
+    """The folder with the tokens of a file of text, FILE.tokens beside it; made on first use."""
+    folder = text.with_suffix(".tokens")
+    if jax.process_index() == 0:
+        if not folder.exists():
+            say(f"tokenizing {text} into {folder}")
+            run_tool("tokenize_text.py", text, "--out", folder)
+        need(folder.stat().st_mtime >= text.stat().st_mtime, f"{text} is newer: delete {folder}")
+    from_all(0)  # the other processes wait until it is there
+    return folder
+
+
 def data_place(data: str) -> Path:
     """The folder `data`, under the current one or beside this file."""
     return Path(data) if Path(data).exists() else Path(__file__).resolve().parent / data
@@ -2522,8 +2537,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
     if folder.resolve() == demo.resolve() and not whole and jax.process_index() == 0:
         say(f"making the demo corpus in {folder}")
-        made = subprocess.run([sys.executable, demo.parent / "builtin_corpus.py"]).returncode == 0
-        need(made, "no demo corpus: copy the folder data/ there too, or name a --data")
+        run_tool("builtin_corpus.py")
     from_all(0)  # the other processes wait until it is there
     need(folder.is_dir(), f"no folder {folder}: run data/cached_fineweb10B.py, or name a --data")
     shards = (re.fullmatch(r"(.+)_(train|val)_\d+\.bin", path.name) for path in folder.iterdir())
@@ -2605,7 +2619,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         due = {name: (grads(name),) * steps for name in updated(cfg, update)}
         changed = specs({name: copies[name] for name in due if name != NGRAMS})
         step = functools.partial(update_step, cfg, kernels, update)
-        out = specs(state), changed, P()
+        out = specs(state), changed
         all_programs[update] = Program(step, (state, due, hyper), out, donates=(0,))
     out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
     step = functools.partial(finish_step, cfg)
@@ -2613,25 +2627,6 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
     step = functools.partial(eval_step, cfg, kernels)
     return all_programs | {"eval": Program(step, args, (P(), P()))}
-
-
-def all_devices() -> list:
-    """The devices of all processes; UserError if jax cannot start its backend."""
-    try:
-        return jax.devices()
-    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        raise UserError(f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers") from None
-
-
-def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
-    """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
-    devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
-    there = len(devices)
-    need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
-    cfg = for_devices(cfg, cfg.devices or there)
-    whole = cfg.devices == there or devices[-1].process_index == 0
-    need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
-    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
 
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
@@ -2785,8 +2780,6 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     cpu = platform.machine()
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
-    limited = hasattr(os, "sched_getaffinity")  # not on every system
-    cores = len(os.sched_getaffinity(0)) if limited else os.cpu_count()
     read = tuple(VARIABLES.split())
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     return {
@@ -2797,7 +2790,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
         "versions": versions(),
         "devices": {**devices, "processes": jax.process_count()},
-        "host": {"cpu": cpu, "cores": cores, "platform": platform.platform()},
+        "host": {"cpu": cpu, "cores": cpu_cores(), "platform": platform.platform()},
         "environment": {x: os.environ[x] for x in sorted(os.environ) if x.startswith(read)},
         "choices": choices,
     }
@@ -2836,9 +2829,9 @@ class RunLog:
         self.refused = None  # why the disk did not take a line
         self.files = {}
         self.facts = {"run_id": self.folder.resolve().name, **facts, "compile_seconds": {}}
-        self.facts |= {"steps": self.first, "tokens": self.mark[1]}
-        self.facts |= {"val_loss": None, "finished": False}
-        self.facts |= {"train_time_ms": round(self.clock.total, 3), "target": cfg.target}
+        self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
+        ms = round(self.clock.total, 3)
+        self.facts |= {"finished": False, "train_time_ms": ms, "target": cfg.target}
         self.facts |= {"dropped_ngrams": was["dropped_ngrams"], "resumed": bool(saved)}
         other = f"{cfg.data} does not hold the shards of {self.folder}: name their --data"
         need(was["data"] == facts["data"], other)
@@ -2933,22 +2926,19 @@ class RunLog:
         self.write("metrics.jsonl", json.dumps(fields))
         return line
 
-    def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict[str, jax.Array]):
+    def trained(self, step: int, loss: jax.Array, dropped: jax.Array):
         """Keep what a step has returned; log the one before, while this one runs."""
         self.flush()
-        self.pending = step, loss, dropped, norms
+        self.pending = step, loss, dropped
 
     def flush(self):
         """Wait for the loss of the newest step, and log it."""
         if not self.pending:
             return
-        step, loss, dropped, norms = self.pending
+        step, loss, dropped = self.pending
         self.pending = None
-        names = {"anvil": "grad_norm", "adam": "grad_norm_adam", "adam_tied": "grad_norm_adam"}
-        found = {names.get(x, "grad_norm_event"): float(norm) for x, norm in norms.items()}
-        more = {name: float(f"{norm:.6g}") for name, norm in found.items() if math.isfinite(norm)}
-        more["lr"] = float(schedule(self.cfg).hyper.lr[step - 1])
-        line = self.line(step, "train_loss", float(loss), int(dropped), **more)
+        lr = float(schedule(self.cfg).hyper.lr[step - 1])
+        line = self.line(step, "train_loss", float(loss), int(dropped), lr=lr)
         if step % self.cfg.log_every and step != self.first + 1:
             return
         ms, tokens, devices = (self.facts[x] for x in ("train_time_ms", "tokens", "devices"))
@@ -2981,7 +2971,8 @@ class RunLog:
         target, loss = self.cfg.target, self.facts["val_loss"]
         verdict = f"target {target} {'met' if loss <= target else 'MISSED'}: " if target else ""
         text = f"{verdict}val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training on"
-        self.say(f"{text} {self.facts['tokens']:,} tokens; peak memory {peak:.0f} MiB")
+        text = f"{text} {self.facts['tokens']:,} tokens; peak memory {peak:.0f} MiB"
+        self.say(f"{text}; see {self.folder}")
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
@@ -2994,11 +2985,12 @@ def trace(at: int, folder: Path, last):
         jax.profiler.stop_trace()
 
 
-def demonstrate(folder: Path):
+def demonstrate(folder: Path, say: Callable):
     """At the end of `tiny`: what the model makes of the validation text, by records/sample.py."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
     if tool.exists() and jax.process_count() == 1 and checkpoint_steps(folder / "checkpoints"):
         subprocess.run([sys.executable, tool, folder], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    say("next: a text of your own, by --data FILE.txt; or `speedrun`, on a TPU or on GPUs")
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
@@ -3079,10 +3071,12 @@ def show(cfg: Config) -> str:
 
 
 def tell(line, stream=None):
-    """Print a line. If nobody can read it (a closed terminal, a full disk), the run goes on."""
+    """Print a line; on a terminal the next one overwrites it if it ends with a carriage return. If
+    nobody can read it (a closed terminal, a full disk), the run goes on."""
     stream = stream or sys.stdout
     try:
-        print(line, file=stream, flush=True)
+        end = "" if str(line).endswith("\r") and stream.isatty() else "\n"
+        print(line, end=end, file=stream, flush=True)
     except OSError:
         with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -3099,7 +3093,7 @@ def add_config_options(parser: argparse.ArgumentParser):
     """PRESET, --set, --data and --seed: what `resolve` makes a Config of."""
     parser.add_argument("preset", nargs="?", help=f"{' or '.join(PRESETS)}; default: by hardware")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--data", metavar="DIR", help="folder with the token shards")
+    parser.add_argument("--data", metavar="DIR|FILE", help="folder with token shards, or a text")
     parser.add_argument("--seed", type=int, metavar="N")
 
 
@@ -3109,6 +3103,8 @@ def resolve(args, say: Callable = tell) -> Config:
     if name is None:
         name = "tiny" if all_devices()[0].platform == "cpu" else "speedrun"
     need(name in PRESETS, f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
+    if args.data and Path(args.data).is_file():
+        args.data = str(own_tokens(Path(args.data), say))
     given = {"data": args.data, "seed": args.seed}
     items = args.set + [f"{key}={value}" for key, value in given.items() if value is not None]
     data = dict(item.partition("=")[::2] for item in items).get("data", PRESETS[name].data)
@@ -3150,13 +3146,13 @@ def run(argv: list[str], command: str):
     if args.show:
         return print(show(resolve(args)), flush=True)
     join_hosts(args.coordinator, args.processes, args.process_id)
-    there = len(all_devices())
+    all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume is None:
         train(resolve(args, say), Path(args.out), command, None, args.profile, say)
         return
     saved = find_checkpoint(Path(args.resume), say)
-    count = saved.cfg.devices if saved.cfg.devices <= there else 0
+    count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
     items = [f"devices={count}", f"data={args.data or saved.cfg.data}", *args.set]
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError):  # no whole run.json
@@ -3254,28 +3250,28 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         began = time.perf_counter()
         program = lower(every[name], mesh).compile()
         seconds = round(time.perf_counter() - began, 3)
-        sizes = program_bytes(program)
-        say(f"compiled {name} in {seconds:.1f} s, {sizes['temporary'] / 2**20:.0f} MiB temporary")
-        check(name, beside[name] + sizes["peak"])
+        check(name, beside[name] + program_bytes(program)["peak"])
+        done.append(name)
+        say(f"compiled {len(done)} of {len(every)} programs\r")
         return program, seconds
 
     for name, program in every.items():  # before anybody waits for the compiler
         check(name, beside[name] + device_bytes(program.args))
-    say(f"compiling {', '.join(every)}; for accelerators it takes minutes")
+    done = []
+    say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = dict(zip(every, pool.map(build, every), strict=True))
+        built = zip(*pool.map(build, every), strict=True)
     from_all(0)  # the first step waits for processes that compile longer
-    seconds = {name: seconds for name, (_, seconds) in built.items()}
-    return {name: program for name, (program, _) in built.items()}, {"compile_seconds": seconds}
+    compiled, seconds = (dict(zip(every, x, strict=True)) for x in built)
+    return compiled, {"compile_seconds": seconds}
 
 
 def warm_up(compiled: dict):
     """Run every program once on zeros, so that first-call costs are outside the clock."""
     for program in compiled.values():
-        args = program.args_info[0]
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), args)
-        zeros = jax.jit(zeros, out_shardings=program.input_shardings[0])()
-        jax.block_until_ready(program(*zeros))
+        like = program.args_info[0], program.input_shardings[0]
+        args = jax.tree.map(lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), *like)
+        jax.block_until_ready(program(*args))
 
 
 # ---- The choice --------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from train_gpt import (
 MARKER = "<|endoftext|>"
 SUFFIXES = ".txt", ".md", ".jsonl"
 SHARD_TOKENS = 100_000_000
+SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_DOCUMENTS = 10_000  # are encoded between two lines of progress, on all cores
 
@@ -138,12 +139,15 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help=f"files: {', '.join(SUFFIXES)}")
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the shards")
-    add("--encoding", choices=("gpt2", "bytes"), default="gpt2", help="default: gpt2")
+    short = f"default: bytes below {SHORT // 1_000_000} MB, else gpt2"
+    add("--encoding", choices=("gpt2", "bytes"), help=short)
     add("--val", nargs="+", type=Path, default=[], metavar="FILE", help="files for validation")
     args = parser.parse_args(argv)
     out = args.out.resolve()
     check(out, args.files + args.val)
-    encoding = text_encoding(args.encoding)
+    size = sum(path.stat().st_size for path in args.files)
+    name = args.encoding or ("bytes" if size < SHORT else "gpt2")
+    encoding = text_encoding(name)
     bos = encoding.eot_token
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tokenizing-", dir=out.parent) as work:
@@ -158,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
             path = folder / f"text_train_{number:06d}.bin"
             write_shard(path, train[at : at + SHARD_TOKENS])
         write_shard(folder / "text_val_000000.bin", val)
-        about = {"encoding": args.encoding, "real_tokens": encoding.n_vocab, "bos": bos}
+        about = {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}
         about["settings"] = {name: settings(name, folder, about) for name in PRESETS}
         (folder / DESCRIPTION).write_text(json.dumps(about))
         folder.rename(out)

@@ -145,7 +145,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
             del grads  # or they would lie beside the updates and the next step
             for update in (x for x, every in updates.items() if step % every == 0):
                 due = {x: waiting.pop(x) for x in T.updated(cfg, update)}
-                state, changed, _ = compiled[update](state, due, batch.hyper)
+                state, changed = compiled[update](state, due, batch.hyper)
                 copies |= changed
                 del due
             jax.block_until_ready(before)  # as in training, while this step runs

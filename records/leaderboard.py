@@ -1,12 +1,11 @@
-"""Records: collect timed runs, check them, rank them, plot them, run them again.
+"""Records: collect timed runs, check them, rank them, run them again.
 
     python records/leaderboard.py                # the standings, on the terminal
     python records/leaderboard.py add RUN_DIR... --track T --name NAME --by WHO --what TEXT
     python records/leaderboard.py check          # everything is derived anew from the logs
-    python records/leaderboard.py render         # the tables in records/README.md, and the plots
+    python records/leaderboard.py render         # the tables in records/README.md
     python records/leaderboard.py reproduce records/T/DATE_NAME
     python records/leaderboard.py compare BASE.py CAND.py --runs N -- ARGS
-    python records/leaderboard.py plot RUN...    # runs, records, all in one picture: plot.png
 
 The rules are in README.md. Only `reproduce` and `compare` execute sources; nothing here needs jax.
 A refusal is one line with its reason and exit status 1, a wrong command line one line and 2.
@@ -115,111 +114,29 @@ def predicted_row(root: Path, path: Path) -> dict:
     }
 
 
-def picture_of(track: str, machine: str, stream: str) -> str:
-    """The plot of a competition, below records/."""
-    return f"{track}/{re.sub('[^a-z0-9]+', '-', f'{machine} {stream}'.lower())}.png"
-
-
 def standings(root: Path, records: list[Record]) -> str:
     """The generated part of records/README.md."""
     text = f"{MARKERS[0]}\n## Standings\n"
     for (track, machine, stream), chain in C.chains(records).items():
         rows = [record_row(number, record) for number, record in enumerate(chain, 1)]
         text += f"\n### `{track}`: {machine}, tokens `{stream}`\n\n{table(rows[::-1])}"
-        text += f"\n![losses of these records]({picture_of(track, machine, stream)})\n"
     paths = sorted(root.glob("predicted/*/preflight.json"))
     predicted = table([predicted_row(root, path) for path in paths]) if paths else "None yet."
     return f"{text}\n## Predicted by the compiler\n\n{predicted}\n{MARKERS[1]}"
 
 
 def render(root: Path, args) -> str:
-    """Bring tables and plots up to date; with --check refuse if the text of the page is not."""
+    """Bring the tables up to date; with --check refuse if they are not."""
     records = C.all_valid(root)
     page = root / "README.md"
     text = page.read_text(encoding="utf-8")
     parts = re.fullmatch(f"(.*?){MARKERS[0]}.*{MARKERS[1]}(.*)", text, re.S)
     need(bool(parts), "README.md has lost the two markers of the leaderboard")
     fresh = parts[1] + standings(root, records) + parts[2]
-    pictures = {root / picture_of(*of): chain for of, chain in C.chains(records).items()}
-    if fresh != text or not all(path.is_file() for path in pictures):
+    if fresh != text:
         need(not args.check, "README.md is stale: run python records/leaderboard.py render")
-        for path, chain in pictures.items():
-            draw(path, {labelled(x.folder.name, x.runs): x.runs for x in chain})
         page.write_text(fresh, encoding="utf-8")
     return f"{page} is up to date, {len(records)} records"
-
-
-def draw(path: Path, groups: dict[str, list[Run]]):
-    """Draw losses over seconds and over tokens: training as lines, validation as dots.
-
-    groups: label -> runs, which have one color. Training losses are averaged over a fortieth of the
-    run; the highest twentieth of them is beyond the picture.
-    """
-    from matplotlib.figure import Figure
-
-    every = [run for runs in groups.values() for run in runs]
-    losses = [loss for run in every for _, _, loss in run.losses("train_loss")]
-    need(bool(losses), "there is no step to draw yet")
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    axes = figure.subplots(1, 2)
-    for x, axis in enumerate(axes):
-        for i, (label, runs) in enumerate(groups.items()):
-            for run in runs:
-                look = {"color": f"C{i}", "alpha": 0.8 if len(runs) == 1 else 0.4}
-                line = np.array(run.losses("train_loss"))
-                window = np.ones(len(line) // 40 + 1) / (len(line) // 40 + 1)
-                line = [np.convolve(line[:, column], window, "valid") for column in (x, 2)]
-                axis.plot(*line, lw=1, **look)
-                dots = np.array(run.losses("val_loss")).reshape(-1, 3)
-                axis.plot(dots[:, x], dots[:, 2], "o", ms=5, **look)
-            axis.plot([], [], "o", color=f"C{i}", label=label)
-        for target in {run.facts["config"]["target"] for run in every}:
-            axis.axhline(target, color="0.2", lw=0.8, ls="--")
-        axis.set(ylabel="loss, nats a token", xlim=(0, None))
-        axis.set_ylim(top=np.quantile(losses, 0.95))
-    axes[0].set_xlabel("seconds of training")
-    axes[1].set_xlabel("training tokens")
-    title = "line: training, dots: validation, dashed: target"
-    figure.legend(*axes[0].get_legend_handles_labels(), title=title, loc="outside lower center")
-    figure.savefig(path, dpi=90)
-
-
-def labelled(name: str, runs: list[Run]) -> str:
-    """`name` with the step and the mean loss and time at which these runs, or one of them, are."""
-    step = runs[0].metrics[-1]["step"]
-    seconds = np.mean([run.seconds for run in runs])
-    losses = [run.metrics[-1].get("val_loss", run.losses("train_loss")[-1][2]) for run in runs]
-    return f"{name}: step {step}, loss {np.mean(losses):.4f}, {seconds:.1f} s"
-
-
-def runs_at(path: str) -> list[Path]:
-    """The folder of the run at `path`, or those of the runs in it: of a record, of logs/."""
-    folder = Path(path).resolve()
-    found = [x for x in (folder, *sorted(folder.glob("*"))) if (x / "metrics.jsonl").is_file()]
-    need(bool(found), f"no run is in {path}: name logs/<run id>, or the folder of a record")
-    return found
-
-
-def glance(folder: Path) -> Run:
-    """A run for the eye, which may be under way; no rule is checked, and half a line left out."""
-    with about(folder):
-        lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-        return Run(folder, b"", [], {}, C.read_json(folder / "run.json"), [*map(json.loads, lines)])
-
-
-def plot(root: Path, args) -> str:
-    """Draw runs in one picture, those of a record in one color; a run may be under way."""
-    kinds = (".png", ".svg", ".pdf")
-    need(args.out.endswith(kinds), f"--out {args.out}: it must end with {', '.join(kinds)}")
-    groups = {}
-    for path in [x for x in args.runs if not Path(x).is_file()]:  # of records/cpu/*, folders
-        runs = [run for run in map(glance, runs_at(path)) if run.losses("train_loss")]
-        if Path(path, "record.json").is_file():
-            groups[labelled(Path(path).resolve().name, runs)] = runs
-        else:
-            groups |= {labelled(run.folder.name, [run]): [run] for run in runs}
-    draw(Path(args.out), groups)
-    return f"drawn: {args.out}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,6 +227,14 @@ def interval(values) -> tuple[float, float, float]:
     return float(mean), float(mean - reach), float(mean + reach)
 
 
+def runs_at(path: str) -> list[Path]:
+    """The folder of the run at `path`, or those of the runs in it: of a record, of logs/."""
+    folder = Path(path).resolve()
+    found = [x for x in (folder, *sorted(folder.glob("*"))) if (x / "metrics.jsonl").is_file()]
+    need(bool(found), f"no run is in {path}: name logs/<run id>, or the folder of a record")
+    return found
+
+
 def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
     """(source, arguments) of one side: "FILE", "FILE ARG ...", or a record or run, with its own."""
     with about(text):
@@ -384,7 +309,7 @@ def parse_args(argv: list[str]):
     one.add_argument("--what", required=True, help="what changed, in a sentence")
     one.add_argument("--pin", action="store_true", help="enter new shards into tokens.json")
     commands.add_parser("check", help="derive everything anew from the logs")
-    one = commands.add_parser("render", help="tables and plots")
+    one = commands.add_parser("render", help="bring the tables of README.md up to date")
     one.add_argument("--check", action="store_true", help="only say whether they are stale")
     one = commands.add_parser("reproduce", help="run a record's source again")
     one.add_argument("record", metavar="RECORD")
@@ -397,9 +322,6 @@ def parse_args(argv: list[str]):
     one.add_argument("cand", metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
     one.add_argument("--runs", type=int, default=5, metavar="N", help="pairs")
     one.add_argument("--out", metavar="DIR", help="keep the runs in DIR/base and DIR/cand")
-    one = commands.add_parser("plot", help="any runs in one picture")
-    one.add_argument("runs", nargs="+", metavar="RUN", help="its folder, or a record's")
-    one.add_argument("--out", default="plot.png", metavar="FILE", help="plot.png")
     args = parser.parse_args(argv[:cut])
     args.arguments = argv[cut + 1 :]
     if args.arguments and args.do != "compare":
@@ -411,7 +333,7 @@ def main(argv=None) -> int:
     """Run the command line; returns the exit status."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     root = Path(args.records).resolve()
-    do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare, "plot": plot}
+    do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
     do |= {"check": lambda root, args: f"valid records: {len(C.all_valid(root))}"}
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}
     try:

@@ -466,7 +466,7 @@ class Training:
             for n, found in due.items():  # a scenario may begin in the middle: zeros before it
                 due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
             step_of = program(self.cfg, self.devices, name)
-            self.state, changed, _ = step_of(self.state, due, hyper)
+            self.state, changed = step_of(self.state, due, hyper)
             self.copies |= changed
         self.adams += T.schedule(self.cfg).adam[step]
         self.table_updates += T.schedule(self.cfg).tables[step] > 0

@@ -79,7 +79,7 @@ def refused(result) -> str:
         (["--set", "steps=many"], "steps='many' is not valid: it must be int"),
         (["--set", "heads=3"], "heads=3 is not valid: an even number"),
         (
-            ["--set", "steps=21"],
+            ["speedrun", "--set", "steps=21"],
             "steps=21 is not valid: a step for every stage, 20 at the end",
         ),
         (["--seed", "-1"], "seed=-1 is not valid: it must not be negative"),
@@ -287,6 +287,6 @@ def test_the_script_alone_says_what_to_copy_beside_it(tmp_path):
     script = Path(shutil.copy(ROOT / "train_gpt.py", tmp_path))
     done = run_script(*SMALL, "--out=logs", script=script, cwd=tmp_path)
     assert done.returncode == 2
-    there = "no demo corpus: copy the folder data/ there too, or name a --data"
-    assert done.stderr.splitlines()[-1] == f"error: {there}"
+    cure = "builtin_corpus.py: copy the folder data/ there too, or name a --data"
+    assert done.stderr.startswith("error: no ") and done.stderr.endswith(f"{cure}\n")
     assert not (tmp_path / "logs").exists()

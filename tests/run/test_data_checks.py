@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -105,15 +106,19 @@ def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkey
     """By the tool beside the script, in a process of its own; again if its merges are missing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(T, "__file__", str(tmp_path / "train_gpt.py"))
+    with pytest.raises(T.UserError, match="corpus.py: copy the folder data/ there too, or"):
+        T.data_folder(T.PRESETS["tiny"], print)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/builtin_corpus.py").touch()
     made, said = [], []
 
-    def run(command):
+    def run(command, **options):
         made.append(command)
         if len(made) < 3:
             stream_of(demo, documents(1, 50))
             stream_of(demo, documents(1, 50), split="val")
             (demo / T.MERGES).write_text("[]")
-        return SimpleNamespace(returncode=int(len(made) == 3))
+        return SimpleNamespace(returncode=int(len(made) == 3), stderr="error: a disk is full")
 
     monkeypatch.setattr(subprocess, "run", run)
     cfg, demo = T.PRESETS["tiny"], tmp_path / "data/builtin"
@@ -126,9 +131,7 @@ def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkey
     (tmp_path / "other").mkdir()
     assert T.data_folder(replace(cfg, data="other"), said.append).name == "other" and len(made) == 2
     (demo / T.MERGES).unlink()
-    with pytest.raises(
-        T.UserError, match="no demo corpus: copy the folder data/ there too, or nam"
-    ):
+    with pytest.raises(T.UserError, match="^data/builtin_corpus.py: a disk is full$"):
         T.data_folder(cfg, said.append)
 
 
@@ -182,14 +185,13 @@ def test_short_text_makes_a_run_short(tmp_path, train, val):
     cfg = fitted(own_text(tmp_path, train, val))
     streams = [T.TokenStream(tmp_path, split, cfg.bos) for split in ("train", "val")]
     T.check_tokens(cfg, *streams)
-    assert 0 < cfg.extension <= -(-cfg.steps // 8)
     assert cfg.tokens_after(cfg.steps) > 0.8 * train or cfg.steps == full.steps
     assert 0.7 * min(val, full.val_tokens) < cfg.val_tokens < val
     assert cfg.val_batch // cfg.val_row == full.val_batch // full.val_row
 
 
 def test_text_that_is_too_short_and_a_damaged_description_are_refused(tmp_path):
-    own_text(tmp_path, 3000, 999)
+    own_text(tmp_path, 900, 99)
     with pytest.raises(T.UserError, match="too few tokens for tiny: tokenize more text"):
         fitted(tmp_path)
     for text in (
@@ -200,3 +202,24 @@ def test_text_that_is_too_short_and_a_damaged_description_are_refused(tmp_path):
         (tmp_path / T.DESCRIPTION).write_text(text)
         with pytest.raises(T.UserError, match=f"{T.DESCRIPTION} .*: tokenize the text again"):
             fitted(tmp_path)
+
+
+def test_a_file_of_text_is_tokenized_beside_it_once(tmp_path):
+    """As bytes where it is short; a text that is newer than its tokens is refused by name."""
+    text = tmp_path / "poems.txt"
+    text.write_text("Roses are red. " * 9000)
+    said = []
+    cfg = fitted(text, say=said.append)
+    folder = tmp_path / "poems.tokens"
+    assert (cfg.data, cfg.encoding) == (str(folder), "bytes")
+    assert said[0] == f"tokenizing {text} into {folder}"
+    assert fitted(text, say=said.append) == cfg and sum("tokenizing" in x for x in said) == 1
+    os.utime(text, (2e9, 2e9))
+    with pytest.raises(T.UserError, match=f"{text} is newer: delete {folder}"):
+        fitted(text)
+
+
+def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path):
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    with pytest.raises(T.UserError, match=r"^data/tokenize_text.py: .*image.png: unknown kind"):
+        fitted(tmp_path / "image.png")

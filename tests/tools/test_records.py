@@ -368,7 +368,7 @@ def test_numbers_are_those_of_scipy(original):
 
 
 # ------------------------------------------------------------------------------------------------
-# The page and the plots
+# The page
 # ------------------------------------------------------------------------------------------------
 
 
@@ -404,68 +404,12 @@ def test_a_prediction_leads_with_the_sum_of_its_three_parts(tmp_path):
 
 
 def test_render_knows_when_the_page_is_stale_and_leaves_a_fresh_one(records, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     assert "README.md is stale" in refusal(records, capsys, "render", "--check")
     assert tool(records, "render") == 0 and tool(records, "render", "--check") == 0
-    (plot,) = (records / "cpu").glob("*.png")
-    before = plot.stat().st_mtime_ns
-    assert tool(records, "render") == 0 and plot.stat().st_mtime_ns == before
-    plot.unlink()
-    assert "is stale" in refusal(records, capsys, "render", "--check")
+    before = (records / "README.md").stat().st_mtime_ns
+    assert tool(records, "render") == 0 and (records / "README.md").stat().st_mtime_ns == before
     assert add(records, runs_of(tmp_path, seconds=5.0, day=3), "Third") == 0
     assert "is stale" in refusal(records, capsys, "render", "--check")
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figure that `plot` would have written."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    def plot(*words):
-        figures = []
-        with monkeypatch.context() as patch:
-            patch.setattr(Figure, "savefig", lambda self, path, **_: figures.append(self))
-            assert L.main(["plot", *map(str, words)]) == 0
-        return figures[0]
-
-    return plot
-
-
-def test_plot_draws_runs_and_records_over_time_and_tokens(drawn, original, tmp_path):
-    (run,) = runs_of(tmp_path, losses=[3.0], seconds=20.0)
-    figure = drawn(original / "cpu/2026-01-01_First", run)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        f"2026-01-01_First: step 12, loss {GOOD + 0.005:.4f}, 10.0 s",
-        f"{run.name}: step 12, loss 3.0000, 20.0 s",
-    ]
-    seconds, tokens = figure.axes
-    assert (seconds.get_xlabel(), tokens.get_xlabel()) == ("seconds of training", "training tokens")
-    dots = [line for line in seconds.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert [len(line.get_xdata()) for line in dots] == [4, 4, 4, 4]
-    assert dots[-1].get_xdata()[-1] == 20.0 and dots[-1].get_ydata()[-1] == 3.0
-    assert tokens.lines[-3].get_xdata()[-1] == C.planned(as_json(TINY))[-1][2]
-
-
-def test_plot_draws_a_run_under_way_without_its_half_line(drawn, tmp_path):
-    (run,) = runs_of(tmp_path, losses=[3.0])
-    text = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(text[: text.index('"step": 9') + 12])
-    (label,) = drawn(run).legends[0].get_texts()
-    assert label.get_text().startswith(f"{run.name}: step 8, loss ")
-
-
-def test_what_cannot_be_plotted_is_refused(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    (run,) = runs_of(tmp_path / "runs", losses=[3.0])
-    assert "no run is in nothing: name logs/<run id>" in refusal(
-        tmp_path, capsys, "plot", "nothing"
-    )
-    assert "must end with .png" in refusal(tmp_path, capsys, "plot", run, "--out", "a.doc")
-    (run / "metrics.jsonl").write_text("")
-    assert "there is no step to draw yet" in refusal(tmp_path, capsys, "plot", run)
-    (run / "run.json").write_text("{")
-    assert "run.json: cannot be read" in refusal(tmp_path, capsys, "plot", run)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -619,7 +563,6 @@ def test_it_needs_no_jax_and_nobody_who_reads(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_strangers_path_from_training_to_the_table(tmp_path):
     """In a clone without records: two seeds of a small `tiny`, add, check, render, reproduce."""
-    pytest.importorskip("matplotlib")
     clone = tmp_path / "clone"
     for part in ("data", "records"):
         ours = shutil.ignore_patterns(*C.TRACKS, "*.bin")

@@ -1,0 +1,93 @@
+"""nanoGPT's CPU example and `tiny` on the same text and the same cores, one after the other.
+
+    git clone https://github.com/karpathy/nanoGPT    # MIT; needs torch, in a Python of its own
+    python records/beside_nanogpt.py nanoGPT TEXT.txt [--python PYTHON] [--steps N]
+
+nanoGPT trains as its README says for CPUs. Both models are then validated on all of the last tenth
+of the text, in blocks of 64 characters, each without what stands before the block. Ours starts
+with nothing kept: tokens, compilation and sample count in its seconds. A text of ASCII only.
+"""
+
+import argparse
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = """train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
+--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
+--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 --out_dir=out-beside""".split()
+VALIDATE = """
+import numpy as np, torch
+from model import GPT, GPTConfig
+saved = torch.load("out-beside/ckpt.pt", map_location="cpu")
+model = GPT(GPTConfig(**saved["model_args"]))
+model.load_state_dict(saved["model"])
+ids = torch.from_numpy(np.fromfile("data/shakespeare_char/val.bin", np.uint16).astype(np.int64))
+rows = (len(ids) - 1) // 64
+inputs, targets = (ids[i : i + 64 * rows].reshape(rows, 64) for i in (0, 1))
+with torch.no_grad():
+    losses = [model(x, y)[1] * len(x) for x, y in zip(inputs.split(64), targets.split(64))]
+print(float(sum(losses)) / rows)
+"""
+
+
+def run(command: list, folder: Path) -> tuple[str, float]:
+    """(what a command prints, its seconds); it must succeed."""
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout, time.perf_counter() - start
+
+
+def train_nanogpt(folder: Path, text: str, python: str) -> tuple[float, float, float]:
+    """(loss, seconds of training, seconds in all). An iteration that evaluates counts as others."""
+    data = folder / "data/shakespeare_char"
+    (data / "input.txt").write_text(text)
+    _, prepared = run([python, "prepare.py"], data)
+    said, seconds = run([python, *NANO], folder)
+    times = [float(ms) for ms in re.findall(r"iter \d+: .*time ([\d.]+)ms", said)]
+    loss, _ = run([python, "-c", VALIDATE], folder)
+    trained = len(times) * sorted(times)[len(times) // 2] / 1000
+    return float(loss.split()[-1]), trained, prepared + seconds
+
+
+def train_ours(folder: Path, text: str, steps: int) -> tuple[float, float, float]:
+    """The same of `tiny`, on the bytes of the text."""
+    cut = int(len(text) * 0.9)
+    (folder / "train.txt").write_text(text[:cut])
+    (folder / "val.txt").write_text(text[cut:])
+    tool = [sys.executable, ROOT / "data/tokenize_text.py", "train.txt", "--encoding", "bytes"]
+    _, prepared = run([*tool, "--val", "val.txt", "--out", "tokens"], folder)
+    count = (len(text) - cut) // 512 * 512
+    options = f"steps={steps} val_row=64 val_batch=512 val_tokens={count}".split()
+    command = [sys.executable, ROOT / "train_gpt.py", "tiny", "--data", "tokens", "--cache", "off"]
+    _, seconds = run([*command, "--out", "logs", "--set", *options], folder)
+    (facts,) = (json.loads(path.read_text()) for path in folder.glob("logs/*/run.json"))
+    return facts["val_loss"], facts["train_time_ms"] / 1000, prepared + seconds
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("nanogpt", type=Path, metavar="FOLDER", help="a clone of nanoGPT")
+    parser.add_argument("text", type=Path, metavar="TEXT.txt")
+    parser.add_argument("--python", default=sys.executable, help="one with torch, for nanoGPT")
+    parser.add_argument("--steps", type=int, default=480, metavar="N", help="of `tiny`: 480")
+    args = parser.parse_args()
+    text = args.text.read_text(encoding="ascii")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = {"ours": train_ours(Path(folder), text, args.steps)}
+    rows["nanoGPT"] = train_nanogpt(args.nanogpt.resolve(), text, args.python)
+    print("| | nats a character | bits | training | in all |\n|---|---|---|---|---|")
+    for name, (loss, trained, seconds) in rows.items():
+        row = f"{name} | {loss:.4f} | {loss / math.log(2):.3f} | {trained:.1f} s | {seconds:.1f} s"
+        print(f"| {row} |")
+
+
+if __name__ == "__main__":
+    main()
