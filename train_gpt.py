@@ -326,9 +326,9 @@ PRESETS = {
         width=128, heads=2, mlp_width=256, gate_width=32, ngram_rows=262_144, skip=(0, 1), source=1,
         encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
         compute_dtype="float32",
-        steps=400, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
-        momentum_warmup=80, momentum_cooldown=16, rails_step=171, event_change=112,
-        tail=100, tail_average=80,
+        steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
+        momentum_warmup=88, momentum_cooldown=18, rails_step=188, event_change=128,
+        tail=110, tail_average=92,
         lr_adam=0.016,
         val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
         micro_tokens=256,  # fits a core's caches
