@@ -2395,8 +2395,8 @@ def validate(c: Config) -> Config:
         known = layer.attends in ("short", "long", "paired")
         known |= not (layer.attends or layer.values or layer.xsa or layer.gated or layer.narrow)
         rule(f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it")
-    ends = c.layers[0].ngram and c.layers[-1].values and c.layers[-1].mlps > 0
-    rule("layers", ends, "the first one needs n-grams, the last one values and an MLP")
+    ends = c.layers[0].ngram and c.layers[-1].mlps and c.depth - 1 in c.layers_with("values")[1:]
+    rule("layers", ends, "the first one needs n-grams, the last one an MLP, it and another values")
     often, seldom = c.event_every
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
     rule("event_every", whole, f"multiples of adam_every={c.adam_every} and of each other")

@@ -145,7 +145,7 @@ BAD_SETTINGS = {
     "source=4": "source=4 is not valid: a layer between skip[0] and the last one",
     "layers.1.attends=far": "layers.1.attends='far' is not valid: short, long, paired",
     "layers.2.values=1": "layers.2.attends='' is not valid: short, long, paired",
-    "layers.4.mlps=0": "the first one needs n-grams, the last one values and an MLP",
+    "layers.4.mlps=0": "the first one needs n-grams, the last one an MLP, it and another values",
     # optimizers
     "event_every=(4,6)": "event_every=(4, 6) is not valid: multiples of adam_every=2",
     "event_change=6": "event_change=6 is not valid: a multiple of 4",
@@ -173,6 +173,12 @@ def test_a_bad_setting_is_refused_by_name_and_value(item):
     with pytest.raises(T.UserError) as refusal:
         resolve(item)
     assert BAD_SETTINGS[item] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_values_in_the_last_layer_alone_are_refused():  # the gates of others would be none
+    layers = tuple(replace(layer, values=i == 4) for i, layer in enumerate(small_config().layers))
+    with pytest.raises(T.UserError, match="the last one an MLP, it and another values"):
+        small_config(layers=layers)
 
 
 @pytest.mark.parametrize("cfg", [*T.PRESETS.values(), small_config()], ids=lambda cfg: cfg.preset)
