@@ -82,11 +82,11 @@ def main(argv=None):
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     args = parser.parse_args(argv)
     saved = T.find_checkpoint(Path(args.run_dir), lambda line: T.tell(line, sys.stderr))
-    prompt = args.prompt
-    if prompt is None:
+    if (prompt := args.prompt) is None:
         pieces = validation_text(saved)
         T.tell(compression(saved, b"".join(pieces)))
         prompt = b"".join(pieces[:48]).decode("utf-8", "replace")
+        T.tell("a sample: how the model goes on after the first words of that text")
     T.tell(sample(saved, prompt, saved.cfg.sample_tokens or 64))
 
 

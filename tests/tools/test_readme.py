@@ -89,7 +89,7 @@ def test_first_command(tmp_path):
     for file in ("train_gpt.py", "data/shards.py", "data/builtin_corpus.py", "records/sample.py"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())
-    shorter = "steps=16 extension=2 event_change=4 val_tokens=4096 momentum_warmup=3 log_every=2"
+    shorter = "steps=16 val_every=16 event_change=4 val_tokens=4096 momentum_warmup=3 log_every=2"
     command = [sys.executable, "train_gpt.py", "--set", *shorter.split(), "sample_tokens=5"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
