@@ -117,13 +117,13 @@ def test_without_a_prompt_it_compares_with_gzip_and_xz_and_continues_the_validat
     saved.cfg, saved.meta = replace(CFG, data=str(shards)), {"val_loss": 3.5}
     monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
     sample.main(["logs/x"])
-    line, text = capsys.readouterr().out.split("\n", 1)
+    line, heading, text = capsys.readouterr().out.split("\n", 2)
     form = r"bits per byte of the validation text: the model (\S+), gzip \S+, xz \S+"
     tokens = T.TokenStream(shards, "val", BOS).read(1, CFG.val_tokens)
     own = tokens[tokens != BOS]  # each of which is a byte
     bits = 3.5 * CFG.val_tokens / math.log(2) / len(own)
     assert float(re.fullmatch(form, line)[1]) == pytest.approx(bits, abs=1e-3)
-    assert text.startswith(bytes(own[:40].tolist()).decode())
+    assert "a sample" in heading and text.startswith(bytes(own[:40].tolist()).decode())
 
 
 def test_what_is_no_run_or_lacks_its_merges_is_refused_in_one_line(saved, monkeypatch, capsys):
