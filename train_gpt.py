@@ -2513,16 +2513,19 @@ def run_tool(name: str, *args):
     need(done.returncode == 0, f"data/{name}: {said}")
 
 
-def own_tokens(text: Path, say: Callable) -> Path:
-    """The folder with the tokens of a file of text, FILE.tokens beside it; made on first use."""
-    folder = text.with_suffix(".tokens")
+def own_tokens(data: str | None) -> str | None:
+    """`data`; of a file of text the folder FILE.txt.tokens beside it, made on first use."""
+    if not data or not Path(data).is_file():
+        return data
+    text = Path(data).resolve()
+    folder = text.with_name(f"{text.name}.tokens")
+    all_devices()  # sets their number, before jax is asked which process this is
     if jax.process_index() == 0:
         if not folder.exists():
-            say(f"tokenizing {text} into {folder}")
             run_tool("tokenize_text.py", text, "--out", folder)
         need(folder.stat().st_mtime >= text.stat().st_mtime, f"{text} is newer: delete {folder}")
     from_all(0)  # the other processes wait until it is there
-    return folder
+    return str(folder)
 
 
 def data_place(data: str) -> Path:
@@ -3099,12 +3102,9 @@ def add_config_options(parser: argparse.ArgumentParser):
 
 def resolve(args, say: Callable = tell) -> Config:
     """The Config that the command line asks for; with one's own text it fits that."""
-    name = args.preset
-    if name is None:
-        name = "tiny" if all_devices()[0].platform == "cpu" else "speedrun"
+    name = args.preset or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
     need(name in PRESETS, f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
-    if args.data and Path(args.data).is_file():
-        args.data = str(own_tokens(Path(args.data), say))
+    args.data = own_tokens(args.data)
     given = {"data": args.data, "seed": args.seed}
     items = args.set + [f"{key}={value}" for key, value in given.items() if value is not None]
     data = dict(item.partition("=")[::2] for item in items).get("data", PRESETS[name].data)
@@ -3153,7 +3153,7 @@ def run(argv: list[str], command: str):
         return
     saved = find_checkpoint(Path(args.resume), say)
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
-    items = [f"devices={count}", f"data={args.data or saved.cfg.data}", *args.set]
+    items = [f"devices={count}", f"data={own_tokens(args.data) or saved.cfg.data}", *args.set]
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError):  # no whole run.json
         done |= json.loads((saved.folder.parents[1] / "run.json").read_text())["finished"]
