@@ -3268,9 +3268,13 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
 def warm_up(compiled: dict):
     """Run every program once on zeros, so that first-call costs are outside the clock."""
+
+    def zeros(x, at):  # jnp.zeros would compile; `at` is None for what the program ignores
+        x = np.zeros(x.shape, x.dtype)
+        return jax.make_array_from_callback(x.shape, at, x.__getitem__) if at else x
+
     for program in compiled.values():
-        like = program.args_info[0], program.input_shardings[0]
-        args = jax.tree.map(lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), *like)
+        args = jax.tree.map(zeros, program.args_info[0], program.input_shardings[0])
         jax.block_until_ready(program(*args))
 
 
@@ -3294,10 +3298,9 @@ def pick_kernels(cfg: Config, device, devices: int = 1) -> tuple[Kernels, str]:
 
 
 def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
-    """(all Kernels that serve there, which these are: a line for the log). The loss with its own
-    gradient and the lean ReLU^2 serve everywhere. Attention, MLPs, weighted sums and the gradients
-    of tables have kernels for TPUs since v5 and attention for NVIDIA GPUs since Ampere; where one
-    of their conditions fails, the plain form does the work, and the line says which."""
+    """(all Kernels that serve there, a line for the log that says which). The loss with its own
+    gradient and the lean ReLU^2 serve everywhere. TPUs since v5 have kernels for all else, NVIDIA
+    GPUs since Ampere for attention. Where a condition fails, the plain form does the work."""
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
     rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
@@ -3306,9 +3309,8 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
     # Conditions are pairs: whether one fails, and what then is wrong.
     uneven = next((row for row in rows if row % 128), None)
     even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
-    # Without a running maximum the largest score must be known to be small: that of normed q and k.
     scales = np.stack([scales for _, scales in yarn(cfg)])
-    score = np.max(scales * (h // 2, h))
+    score = np.max(scales * (h // 2, h))  # the largest, of normed q and k
     high = f"scores up to {score:.0f} could overflow without a running maximum"
     bounded = score > MAX_SCORE, high
     if device.platform == "tpu":
@@ -3492,13 +3494,11 @@ def document_starts(segments_bt):
 # wait in rings in VMEM (3 MiB at a window of 640; 14 in the backward pass, with their gradients).
 # Scores are kept as [keys, queries], so that what there is one of for each query (sum, gate, start
 # of the document) is a row, and costs nothing to broadcast: queries, outputs and all gradients
-# stand, [h, queries], and there XSA and gates are a few sums over rows; as passes of XLA they
-# would take 2 to 10 M cycles a layer, here 0.2 to 0.7. QK norm bounds the scores: no running
-# maximum. Blocks that hold no visible key are skipped.
+# stand, [h, queries], and there XSA and gates are a few sums over rows. QK norm bounds the scores:
+# no running maximum. Blocks that hold no visible key are skipped.
 #
 # The hardware's tiles have 128 columns: one wide head, or two narrow ones, which are normed,
-# rotated and stored together. The matrix unit, 256 wide, takes as long for the scores of narrow
-# heads, but less for what stands.
+# rotated and stored together.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
