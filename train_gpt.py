@@ -2542,7 +2542,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         say(f"making the demo corpus in {folder}")
         run_tool("builtin_corpus.py")
     from_all(0)  # the other processes wait until it is there
-    need(folder.is_dir(), f"no folder {folder}: run data/cached_fineweb10B.py, or name a --data")
+    need(folder.is_dir(), f"no folder or text {folder}: run data/cached_fineweb10B.py, or name one")
     shards = (re.fullmatch(r"(.+)_(train|val)_\d+\.bin", path.name) for path in folder.iterdir())
     names = ", ".join(sorted({shard[1] for shard in shards if shard}))
     need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
