@@ -1,4 +1,4 @@
-"""What turns text into token shards and back: encodings, and writing shards.
+"""What turns text into token shards: encodings, and writing shards.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros) and that many
 little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py. Only this file imports
@@ -83,8 +83,3 @@ def encode_documents(encoding: tiktoken.Encoding, texts: list[str]) -> list[np.n
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(encode, texts))
-
-
-def decode(encoding: tiktoken.Encoding, tokens) -> str:
-    """The text of `tokens`; ids beyond the encoding's, a table's padding, have none."""
-    return encoding.decode([int(x) for x in tokens if x < encoding.n_vocab])
