@@ -63,9 +63,9 @@ def documents(path: Path) -> Iterator[str]:
 
 
 def text_of(line: str, place: str) -> str:
-    """The document in a line of a .jsonl; UserError if there is none."""
+    """The document in a line of a .jsonl, "" for a blank one; UserError if there is none."""
     try:
-        text = json.loads(line)["text"]
+        text = json.loads(line)["text"] if line.strip() else ""
     except (ValueError, TypeError, LookupError, RecursionError):
         text = None
     if not isinstance(text, str):

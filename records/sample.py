@@ -86,7 +86,7 @@ def main(argv=None):
         pieces = validation_text(saved)
         T.tell(compression(saved, b"".join(pieces)))
         prompt = b"".join(pieces[:48]).decode("utf-8", "replace")
-        T.tell("a sample: how the model goes on after the first words of that text")
+        T.tell("a sample after the first words of that text; others: sample.py RUN --prompt TEXT")
     T.tell(sample(saved, prompt, saved.cfg.sample_tokens or 64))
 
 

@@ -20,7 +20,7 @@ AS_TEXT = "<|endoftext|>\n".join([TEXTS[0], TEXTS[1], "", TEXTS[2]])
 FILES = {
     "a.txt": AS_TEXT,
     "a.md": "\ufeff<|endoftext|>\r\n" + AS_TEXT.replace("\n", "\r\n"),
-    "a.jsonl": "".join(json.dumps({"id": 9, "text": text}) + "\n" for text in ["", *TEXTS]),
+    "a.jsonl": "".join(json.dumps({"id": 9, "text": text}) + "\n\n" for text in ["", *TEXTS]),
 }
 WORDS = [f"document {n} " * 20 for n in range(100)]
 
