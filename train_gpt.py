@@ -1372,15 +1372,16 @@ def orthogonalize(x, dtype):
     size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
     x = (x / (size * 1.05 + 1e-6)).astype(dtype)
     tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
 
     def closer(x, coefficients):
         a, b, c = coefficients
-        gram = jnp.einsum("lrc,lrk->lck" if tall else "lrc,lkc->lrk", x, x)
-        poly = b * gram + c * (gram @ gram)
-        return a * x + (x @ poly if tall else poly @ x), None
+        gram = x @ x.mT
+        return a * x + (b * gram + c * (gram @ gram)) @ x, None
 
     # As a loop: the TPU's compiler takes twice as long for six copies of its matmuls.
-    return lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))[0]
+    x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
+    return x.mT if tall else x
 
 
 def equalize(update, square, rate):
@@ -2408,9 +2409,8 @@ def validate(c: Config) -> Config:
     rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
     whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
     rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    rule(
-        "steps", min(np.diff(c.boundaries)) > 0, f"a step for every stage, {c.extension} at the end"
-    )
+    grow = min(np.diff(c.boundaries)) > 0
+    rule("steps", grow, f"a step for every stage, {c.extension} at the end")
     for i, s in enumerate(c.stages):
         whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
         rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens}")
@@ -2514,16 +2514,17 @@ def run_tool(name: str, *args):
 
 
 def own_tokens(data: str | None) -> str | None:
-    """`data`; of a file of text the folder FILE.txt.tokens beside it, made on first use."""
-    if not data or not Path(data).is_file():
+    """`data`; of a text the folder FILE.txt.tokens beside it, made anew when the text changes."""
+    if not data or data_place(data).is_dir():
         return data
+    need(Path(data).is_file(), f"--data {data}: there is no such text, and no such folder")
     text = Path(data).resolve()
     folder = text.with_name(f"{text.name}.tokens")
     all_devices()  # sets their number, before jax is asked which process this is
     if jax.process_index() == 0:
-        if not folder.exists():
-            run_tool("tokenize_text.py", text, "--out", folder)
-        need(folder.stat().st_mtime >= text.stat().st_mtime, f"{text} is newer: delete {folder}")
+        made = folder / DESCRIPTION  # has the date of the text
+        if not made.exists() or made.stat().st_mtime_ns != text.stat().st_mtime_ns:
+            run_tool("tokenize_text.py", text, "--out", folder, "--anew")
     from_all(0)  # the other processes wait until it is there
     return str(folder)
 
@@ -3144,7 +3145,7 @@ def run(argv: list[str], command: str):
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if args.show:
-        return print(show(resolve(args)), flush=True)
+        return tell(show(resolve(args)))
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
@@ -3251,13 +3252,16 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         program = lower(every[name], mesh).compile()
         seconds = round(time.perf_counter() - began, 3)
         check(name, beside[name] + program_bytes(program)["peak"])
-        done.append(name)
-        say(f"compiled {len(done)} of {len(every)} programs\r")
+        kept = events.count("/jax/compilation_cache/cache_hits")
+        say(f"{next(number)} of {len(every)} programs are ready, {kept} were in the cache\r")
         return program, seconds
 
     for name, program in every.items():  # before anybody waits for the compiler
         check(name, beside[name] + device_bytes(program.args))
-    done = []
+
+    number = itertools.count(1)
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = zip(*pool.map(build, every), strict=True)
@@ -4040,8 +4044,7 @@ def turns(places_tc, freqs):
 def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = False):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
-    (see pick_kernels). No gradients of freqs and scale. `interpret` runs the kernel on a CPU, for
-    tests."""
+    (see pick_kernels). No gradients of freqs and scale. `interpret`: the kernel runs on a CPU."""
     xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     t, h = segments_bt.shape[1], heads.qk_width
     plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
@@ -4296,8 +4299,7 @@ weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
 # XLA scatters the rows of a lookup's gradient one by one, into zeros that it has to write first, in
 # float32 because a frequent id comes up thousands of times. On a TPU one-hot matrices do better:
 # where tokens are sorted by id, a tile of table rows meets few blocks of tokens, and each meeting
-# is one small matmul. Sums are float32, every row of the table is written once, rounded, and there
-# are no zeros.
+# is one small matmul. Sums are float32, and every row of the table is written once, rounded.
 
 ROW_TILE, ROW_BLOCK = 256, 256  # rows of a table, and tokens, that meet in one matmul
 
@@ -4563,8 +4565,7 @@ tiles_attention.defvjp(tiles_forward, tiles_backward)
 
 def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale, interpret=False):
     """One kernel forward and two back. `interpret` runs them on a CPU, for tests. Needs rows of a
-    multiple of LARGEST_TILE tokens, heads whose widths are powers of two, and scores up to
-    MAX_SCORE."""
+    multiple of LARGEST_TILE tokens, heads as wide as powers of two, and scores up to MAX_SCORE."""
     t = segments_bt.shape[1]
     if t % LARGEST_TILE:  # or tokens at the end of a row would silently be left out
         tiles = f"a multiple of {LARGEST_TILE} tokens, not {t}: use kernels=plain"

@@ -1,20 +1,23 @@
 """Turn text into token shards for train_gpt.py.
 
-    python data/tokenize_text.py FILE ... --out DIR [--encoding bytes] [--val FILE ...]
+    python data/tokenize_text.py FILE ... --out DIR [--encoding bytes] [--val FILE ...] [--anew]
 
 A file is .txt or .md, in which a line <|endoftext|> separates documents (without one, the file is
 one document), or .jsonl, in which every line is an object with a document under the key "text".
 Every document is encoded on its own, with <|endoftext|> in front. Validation is the last tenth of
 all tokens (10.5 M at most), unless --val names files for it.
 
-DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
-their tokens are, and what every preset must --set to train on them. Until then the tokens are in
-memory, two bytes for each.
+DIR is new, or with --anew what this tool has made before. It appears with all of its files at once:
+the shards, and dataset.json, which says what their tokens are, and what every preset must --set to
+train on them, and has the date of the newest FILE. Until then the tokens are in memory, two bytes
+for each.
 """
 
 import contextlib
 import itertools
 import json
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -95,8 +98,9 @@ def split(tokens: np.ndarray, bos: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:-size], val if val[0] == bos else np.insert(val, 0, bos)
 
 
-def check(out: Path, paths: list[Path]) -> None:
-    """UserError unless `out` is new and every one of the files is another, of a known kind."""
+def check(out: Path, anew: bool, paths: list[Path]) -> None:
+    """UserError unless `out` is new, or `anew` and ours, and every one of the files is another, of
+    a known kind."""
     for path in paths:
         if path.suffix not in SUFFIXES:
             raise UserError(f"{path}: unknown kind of file, use {', '.join(SUFFIXES)}")
@@ -104,7 +108,7 @@ def check(out: Path, paths: list[Path]) -> None:
             raise UserError(f"{path}: there is no such file")
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a file is named twice: name it once, for training or for validation")
-    if out.exists():
+    if out.exists() and not (anew and (out / DESCRIPTION).exists()):
         raise UserError(f"--out {out} is there already: name another folder, or delete it")
 
 
@@ -142,20 +146,21 @@ def main(argv: list[str] | None = None) -> None:
     short = f"default: bytes below {SHORT // 1_000_000} MB, else gpt2"
     add("--encoding", choices=("gpt2", "bytes"), help=short)
     add("--val", nargs="+", type=Path, default=[], metavar="FILE", help="files for validation")
+    add("--anew", action="store_true", help="replace DIR, if this tool has made it")
     args = parser.parse_args(argv)
     out = args.out.resolve()
-    check(out, args.files + args.val)
+    check(out, args.anew, args.files + args.val)
     size = sum(path.stat().st_size for path in args.files)
     name = args.encoding or ("bytes" if size < SHORT else "gpt2")
     encoding = text_encoding(name)
     bos = encoding.eot_token
     out.parent.mkdir(parents=True, exist_ok=True)
+    if args.val:
+        train = tokenize(encoding, args.files)
+        val = tokenize(encoding, args.val)
+    else:
+        train, val = split(tokenize(encoding, args.files), bos)
     with tempfile.TemporaryDirectory(prefix=".tokenizing-", dir=out.parent) as work:
-        if args.val:
-            train = tokenize(encoding, args.files)
-            val = tokenize(encoding, args.val)
-        else:
-            train, val = split(tokenize(encoding, args.files), bos)
         folder = Path(work) / "whole"
         folder.mkdir()
         for number, at in enumerate(range(0, len(train), SHARD_TOKENS), 1):
@@ -165,6 +170,10 @@ def main(argv: list[str] | None = None) -> None:
         about = {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}
         about["settings"] = {name: settings(name, folder, about) for name in PRESETS}
         (folder / DESCRIPTION).write_text(json.dumps(about))
+        date = max(path.stat().st_mtime_ns for path in args.files)
+        os.utime(folder / DESCRIPTION, ns=(date, date))
+        if out.exists():
+            shutil.rmtree(out)
         folder.rename(out)
     enough = ", ".join(name for name, own in about["settings"].items() if own) or "no preset"
     tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"

@@ -8,7 +8,6 @@ the whole last tenth of the text (ASCII), in blocks of 64 characters, each witho
 before it. Ours starts with nothing kept: tokens and compilation count. Neither writes a sample.
 """
 
-import argparse
 import json
 import math
 import re
@@ -17,6 +16,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+
+from train_gpt import Parser, UserError, need, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 NANO = """train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
@@ -38,9 +41,10 @@ print(float(sum(losses)) / rows)
 
 
 def run(command: list, folder: Path) -> tuple[str, float]:
-    """(what a command prints, its seconds); it must succeed."""
+    """(what a command prints, its seconds); UserError if it fails."""
     start = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    need(done.returncode == 0, f"{Path(command[0]).name} {command[1]} failed: see above")
     return done.stdout, time.perf_counter() - start
 
 
@@ -71,15 +75,22 @@ def train_ours(folder: Path, text: str, steps: int) -> tuple[float, float, float
     return facts["val_loss"], facts["train_time_ms"] / 1000, prepared + seconds
 
 
-def main():
+def main(argv=None):
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(prog="beside_nanogpt.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("nanogpt", type=Path, metavar="FOLDER", help="a clone of nanoGPT")
     parser.add_argument("text", type=Path, metavar="TEXT.txt")
     parser.add_argument("--python", default=sys.executable, help="one with torch, for nanoGPT")
     parser.add_argument("--steps", type=int, default=450, metavar="N", help="of ours: 450")
-    args = parser.parse_args()
-    text = args.text.read_text(encoding="ascii")
+    args = parser.parse_args(argv)
+    place = args.nanogpt / "data/shakespeare_char"
+    need(place.is_dir(), f"no {place}: name a clone of github.com/karpathy/nanoGPT")
+    try:
+        text = args.text.read_text(encoding="ascii")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{args.text}: not ASCII ({error.reason})") from None
+    least = args.steps * 1200  # nine tenths of it are 1,024 bytes for each step, and some more
+    need(len(text) >= least, f"{args.text}: {args.steps} steps need {least:,} characters")
     with tempfile.TemporaryDirectory() as folder:
         rows = {"ours": train_ours(Path(folder), text, args.steps)}
     rows["nanoGPT"] = train_nanogpt(args.nanogpt.resolve(), text, args.python)
@@ -90,4 +101,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(report_errors(main))

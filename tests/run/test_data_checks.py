@@ -205,7 +205,7 @@ def test_text_that_is_too_short_and_a_damaged_description_are_refused(tmp_path):
 
 
 def test_a_file_of_text_is_tokenized_beside_it_once(tmp_path):
-    """As bytes where it is short; a text that is newer than its tokens is refused by name."""
+    """As bytes where it is short; again when it has changed, also to one with an older date."""
     text = tmp_path / "poems.txt"
     text.write_text("Roses are red. " * 9000)
     folder = tmp_path / "poems.txt.tokens"  # of poems.md it is another
@@ -214,9 +214,16 @@ def test_a_file_of_text_is_tokenized_beside_it_once(tmp_path):
     assert (cfg.data, cfg.encoding) == (str(folder), "bytes")
     assert fitted(text) == cfg and folder.stat().st_mtime_ns == made
     assert T.own_tokens(str(folder)) == str(folder) and T.own_tokens(None) is None
-    os.utime(text, (2e9, 2e9))
-    with pytest.raises(T.UserError, match=f"{text} is newer: delete {folder}"):
-        fitted(text)
+    text.write_text("Violets are blue. " * 9000)
+    os.utime(text, (1, 1))
+    fitted(text)
+    tokens = T.TokenStream(folder, "train", cfg.bos).read(1, 7)
+    assert bytes(tokens.tolist()) == b"Violets"
+    (folder / T.DESCRIPTION).unlink()
+    with pytest.raises(T.UserError, match=f"{folder} is there already"):
+        T.own_tokens(str(text))
+    with pytest.raises(T.UserError, match="none: there is no such text, and no such folder"):
+        T.own_tokens(str(tmp_path / "none"))
 
 
 def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path):

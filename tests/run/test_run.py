@@ -205,7 +205,7 @@ def test_terminal_says_how_it_went(run, train, tmp_path):
 
 
 def test_progress_is_one_line_on_a_terminal_and_several_elsewhere(monkeypatch):
-    lines = "compiled 1 of 2 programs\r", "step:1/4"
+    lines = "1 of 2 programs are ready\r", "step:1/4"
     for terminal, want in ((True, "".join(lines) + "\n"), (False, "\n".join(lines) + "\n")):
         stream = io.StringIO()
         stream.isatty = lambda answer=terminal: answer
