@@ -2,21 +2,24 @@
 
     pip install -r requirements.txt "jax[tpu]"
     python records/preflight.py TARGET [PRESET] [--set KEY=VALUE ...] [--dump DIR] [--program NAME]
+    python records/preflight.py TARGET [PRESET] [--set KEY=VALUE ...] --save DIR
 
 TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, or a TPU topology NAME:AxB that
 libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run, or only those that
 --program names, is compiled by the real compiler, on any x86 machine, for devices that are absent.
 A program with gradients takes minutes of a core. The exit status is 1 if a program does not fit.
 --dump DIR keeps the optimized programs and preflight.json, with all figures; null: not known.
+--save DIR predicts nothing, but keeps the executables in jax's compilation cache: DIR copied there,
+`train_gpt.py --cache DIR` takes those that are of the same programs, versions and topology, and
+compiles the others. Nobody has tried that on a TPU yet.
 
 The figure that counts leads the report: seconds of the whole run, the sum of
 
-    predicted  of each instruction the longer of two: the compiler's estimate of its cycles, and its
-               bytes at the rate at which memory has been measured. Loops count as often as they
-               run, once if that depends on data. Where the compiler makes no estimate, bundles of
-               its final schedule count: of Pallas kernels times 1.12, and no step of their grids
-               below 0.36 us (an upper bound: blocks that documents let them skip count), of
-               gathers, scatters and sorts times 1.77
+    predicted  of each instruction the longer of two: its cycles, and its bytes at the rate at
+               which memory has been measured. Cycles are 1.3 for each bundle of the final schedule
+               of a Pallas kernel, a gather, a scatter or a sort; of other code 1.05, or the
+               compiler's estimate if that is less. Loops count as often as they run, once if that
+               depends on data. Blocks count that documents let a kernel skip
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the rate of a link; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer. The schedule is played: links carry
@@ -29,8 +32,9 @@ Bytes are those of operands and results in memory, with padded tiles, without wh
 chip; of slices, gathers and updates in place, fused or not, only the rows that they touch. Copies
 between memory and chip take no time: they run beside other work.
 
-A prediction is no measurement: records/NOTES.md says how far it was off where there is one. Use it
-to rank changes, and quote ratios. Of other hardware than v6e only the memory is known.
+These numbers are fitted to what others have timed on a v6e, a table in records/NOTES.md: so the sum
+is the middle of a band, whose ends (YARDSTICKS) are the fastest and slowest of those timings. Use
+it to rank changes, and quote ratios. Of other hardware than v6e only the memory is known.
 """
 
 import dataclasses
@@ -82,13 +86,6 @@ NO_HOST |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 # libtpu writes its final schedules to a folder; those of all other passes would be gigabytes.
 SCHEDULES = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true "
 SCHEDULES += "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"
-# Cycles per bundle of a Pallas kernel, and seconds that a step of its grid takes at least, since it
-# waits for its blocks: records/NOTES.md has the kernels with published times that show it.
-KERNEL_FACTOR = 1.12
-STEP_SECONDS = 0.36e-6
-# Cycles per bundle of gathers, scatters and sorts, which wait for rows: the ratio of estimates to
-# bundles in an MLP of an earlier port, which waits for memory.
-WAITING_FACTOR = 1.77
 RING = 16  # chips along an axis of a v6e that closes to a ring: only a v6e-256 has them
 CALLS = "call", "call-start", "async-start"
 RENAMES = "bitcast", "get-tuple-element", "tuple", "opt-barrier"
@@ -101,18 +98,34 @@ WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
 COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
 
 
+class Yardstick(NamedTuple):
+    """What the compiler's counts take on a v6e."""
+
+    kernel: float  # cycles for each bundle of a Pallas kernel, or of what moves rows
+    code: float  # cycles for each bundle of other code
+    memory: float  # seconds in place of those at the measured rate
+    link: float
+
+
+# Fitted, and the ends of what was fitted (records/NOTES.md): attention by a kernel took 1.0 to 1.6
+# cycles a bundle, matmuls 1.0 to 1.25; memory was read and written at 0.92 to 1.45 TB/s. The links
+# have been timed once; their maker's data sheets said 56 GB/s, later 100.
+YARDSTICKS = {"middle": Yardstick(1.3, 1.05, 1.0, 1.0)}
+YARDSTICKS |= {"low": Yardstick(1.0, 1.0, 0.82, 0.87), "high": Yardstick(1.6, 1.25, 1.28, 1.55)}
+
+
 class Hardware(NamedTuple):
     """One device of a kind, by its maker's data sheet where nothing else is said."""
 
     memory: int | None = None  # bytes that programs and state can have together
     hbm: float | None = None  # bytes/s to and from memory, measured
-    link: float | None = None  # bytes/s that leave through one link
+    link: float | None = None  # bytes/s that leave through one link, measured
     clock: float | None = None  # Hz of the compiler's cycles; None: no times are predicted
 
 
 HARDWARE = defaultdict(Hardware)  # by device kind
 # Of a v6e's memory 1,185 GB/s have been measured and published; its data sheet has 1,638.
-HARDWARE["TPU v6 lite"] = Hardware(int(31.25 * 2**30), 1.185e12, 56e9, 1.75e9)
+HARDWARE["TPU v6 lite"] = Hardware(int(31.25 * 2**30), 1.185e12, 86.8e9, 1.75e9)
 # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 HARDWARE["NVIDIA H100 80GB HBM3"] = Hardware(int(0.75 * 81_559 * 2**20))
 
@@ -522,28 +535,34 @@ def read_schedule(schedule: str) -> Bundles:
 
 
 def read_schedules(instructions, folder: Path) -> dict[str, Bundles] | None:
-    """{name: Bundles} of a program's Pallas kernels, and of what else has a schedule, but no
-    estimate: gathers, scatters and sorts; None if a kernel has none.
-
-    From the schedules in `folder`, which it empties. Equal kernels are compiled once, under the
-    name of one of them.
-    """
-    others = {one.name: one for one in instructions if one.kernel or not one.cycles}
-    code = {x: re.findall(r'"body":"(.*?)"', one.rest) or x for x, one in others.items()}
+    """{name: Bundles} of what has a schedule in `folder`, which it empties; None if a kernel has
+    none. Equal instructions are compiled once, under the name of one of them."""
+    every = {one.name: one for one in instructions}
     found = {}
     for path in sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
-        if name and name[1] in others:
+        if name and name[1] in every:
             found[name[1]] = read_schedule(path.read_text(errors="replace"))
         path.unlink()
-    every = dict(found)
-    for name in (name for name, one in others.items() if one.kernel):
-        same_code = [found[x] for x in found if code[x] == code[name]]
-        same_function = [found[x] for x in found if function_of(x) == function_of(name)]
-        if not same_code and not same_function:
+    twins = {}  # what equal instructions have in common -> the most Bundles
+    for name, bundles in found.items():
+        for key in twin_keys(every[name]):
+            twins[key] = max(bundles, twins.get(key, bundles))
+    for name in every.keys() - found.keys():
+        known = [twins[key] for key in twin_keys(every[name]) if key in twins]
+        if not known and every[name].kernel:
             return None
-        every[name] = found.get(name) or max(same_code or same_function)
-    return every
+        if known:
+            found[name] = known[0]
+    return found
+
+
+def twin_keys(one: Instruction) -> list[tuple]:
+    """What tells which instructions have the same code, the surest first."""
+    if one.kernel:
+        return [(*re.findall(r'"body":"(.*?)"', one.rest),), (function_of(one.name),)]
+    names = [x.op for x in one.inner.values()] if one.op == "fusion" and one.inner else []
+    return [(one.op, one.shape, one.cycles, *names)]
 
 
 def function_of(name: str) -> str:
@@ -591,47 +610,56 @@ FIGURES += "moved_floor_ms", "functions_ms"
 
 def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     """FIGURES of one execution of an optimized program (HLO as text) on one of `devices`, with the
-    schedules that libtpu has left in a folder; None where they are not known."""
+    schedules that libtpu has left in a folder, and the sum for either end of the band as "low_ms"
+    and "high_ms"; None where they are not known."""
     known = HARDWARE[devices[0].device_kind]
     computations, entry = hlo_computations(text)
     every = (one for scope in computations.values() for one in scope.values())
     bundles = read_schedules(every, schedules)
     if known.clock is None or bundles is None:
-        return dict.fromkeys(FIGURES)
+        return dict.fromkeys((*FIGURES, "low_ms", "high_ms"))
     innermost = functions(text)
     links = link_count(devices) or 1
     load = all_to_all_load(devices)
+    instructions = [*walk(computations, entry)]
 
-    def cycles(one) -> int:
-        found = bundles.get(one.name)
-        if one.cycles or not found:
+    def cycles(one, yardstick: Yardstick) -> float:
+        if one.name not in bundles:
             return one.cycles
-        if not one.kernel:
-            return round(found.issued * WAITING_FACTOR)
-        return round(max(found.issued * KERNEL_FACTOR, found.steps * STEP_SECONDS * known.clock))
-
-    def work(one) -> float:
-        beside = one.starts  # a copy, which other work does not wait for
-        return max(cycles(one) / known.clock, 0.0 if beside else memory_bytes(one) / known.hbm)
+        issued = bundles[one.name].issued
+        if one.kernel or not one.cycles:
+            return issued * yardstick.kernel
+        return min(one.cycles, issued * yardstick.code)
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
         across = size * load if one.collective == "all-to-all" else 0.0
         return max(sent / links, across) / known.link
 
-    instructions = [*walk(computations, entry)]
-    linked, alone = link_seconds(instructions, work, cross)
-    spent = Counter()
-    parts = Counter(collectives=1e3 * alone)
-    for one in instructions:
-        took = one.times * work(one)
-        spent["predicted" if cycles(one) else "moved"] += took
-        spent["estimated"] += one.times * one.cycles
-        spent["kernels"] += one.times * cycles(one) if one.kernel else 0
-        parts[part_of(one, innermost)] += 1e3 * took
-    found = [spent["estimated"] + spent["kernels"], spent["kernels"], 1e3 * spent["predicted"]]
-    found += [1e3 * linked, 1e3 * alone, 1e3 * spent["moved"], dict(parts)]
-    return dict(zip(FIGURES, found, strict=True))
+    def measure(yardstick: Yardstick) -> list:
+        """The FIGURES by a yardstick."""
+
+        def work(one) -> float:
+            moved = yardstick.memory * memory_bytes(one) / known.hbm
+            # A copy that is started waits for nothing, nor does other work for it.
+            return max(cycles(one, yardstick) / known.clock, 0.0 if one.starts else moved)
+
+        links = link_seconds(instructions, work, lambda one: yardstick.link * cross(one))
+        parts = Counter(collectives=links[1])
+        spent = Counter()
+        for one in instructions:
+            took = one.times * work(one)
+            spent["predicted" if cycles(one, yardstick) else "moved"] += took
+            spent["cycles"] += one.times * cycles(one, yardstick)
+            spent["kernels"] += one.times * cycles(one, yardstick) if one.kernel else 0
+            parts[part_of(one, innermost)] += took
+        ms = [1e3 * x for x in (spent["predicted"], *links, spent["moved"])]
+        by_part = {part: 1e3 * seconds for part, seconds in parts.items()}
+        return [round(spent["cycles"]), round(spent["kernels"]), *ms, by_part]
+
+    found = {name: measure(yardstick) for name, yardstick in YARDSTICKS.items()}
+    sums = {f"{end}_ms": found[end][2] + sum(found[end][4:6]) for end in ("low", "high")}
+    return dict(zip(FIGURES, found["middle"], strict=True)) | sums
 
 
 # ------------------------------------------------------------------------------------------------
@@ -685,6 +713,8 @@ def whole_run(rows: list[dict]) -> dict:
         return None if None in [ms for ms, _ in each] else sum(ms * n for ms, n in each) / 1e3
 
     totals = {
+        "low_seconds": seconds("low_ms"),
+        "high_seconds": seconds("high_ms"),
         "train_seconds": seconds("predicted_ms"),
         "train_link_floor_seconds": seconds("link_floor_ms"),
         "train_moved_floor_seconds": seconds("moved_floor_ms"),
@@ -694,7 +724,7 @@ def whole_run(rows: list[dict]) -> dict:
     for row in training if known else ():
         parts.update({part: row["steps"] * ms / 1e3 for part, ms in row["functions_ms"].items()})
     return {
-        "sum_seconds": None if None in totals.values() else sum(totals.values()),
+        "sum_seconds": None if None in totals.values() else sum([*totals.values()][2:]),
         **totals,
         "eval_seconds": seconds("predicted_ms", [row for row in rows if row["name"] == "eval"]),
         "components": dict(parts) if known else None,
@@ -737,9 +767,10 @@ def describe(report: dict) -> str:
     where = f"{report['devices']} x {report['device_kind']}"
     lead = f"Some programs on {where}; the sum for a run needs all (no --program)"
     if run:
-        names = "sum_", "train_", "train_link_floor_", "train_moved_floor_"
+        names = "sum_", "train_", "train_link_floor_", "train_moved_floor_", "low_", "high_"
         said = [number(run[f"{name}seconds"], ".1f") for name in names]
-        lead = "The whole run on {}: {} s = predicted {} + links {} + moves {}".format(where, *said)
+        lead = "The whole run on {}: {} s = predicted {} + links {} + moves {}; band {} to {} s"
+        lead = lead.format(where, *said)
         if run["components"]:
             more.append(f"the run: {by_function(run['components'], 's')}")
     more = "\n".join(textwrap.fill(x, 100, subsequent_indent="    ") for x in more)
@@ -764,14 +795,22 @@ def verdict(report: dict) -> tuple[bool, list[str]]:
     return True, [f"{which} fit {memory}" if limit < math.inf else "its memory is not known here"]
 
 
-def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", say=T.tell) -> bool:
-    """Compile the run's programs, or those in `names`, for absent hardware, and report what they
-    need; whether they fit. `dump` gets preflight.json and the optimized HLO of each program."""
+def preflight(cfg, args, command="", say=T.tell) -> bool:
+    """Compile the run's programs, or those in args.program, for absent hardware (args.target), and
+    report what they need; whether they fit. args.dump gets preflight.json and the optimized HLO of
+    each program, args.save the executables; args: see main."""
+    target, names = args.target, [*dict.fromkeys(args.program)]
+    dump = Path(args.dump) if args.dump else None
     if dump:
         dump.mkdir(parents=True, exist_ok=True)
-    before = os.environ.get("LIBTPU_INIT_ARGS", "")
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
+        if args.save:  # without SCHEDULES: an executable is found under the options it was made by
+            Path(args.save).mkdir(parents=True, exist_ok=True)
+            jax.config.update("jax_compilation_cache_dir", args.save)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        else:
+            before = os.environ.get("LIBTPU_INIT_ARGS", "")
+            os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
         devices = absent_devices(target)
         cfg, mesh = T.make_mesh(cfg, devices)
         kernels, reason = T.pick_kernels(cfg, devices[0], mesh.size)
@@ -801,6 +840,8 @@ def preflight(cfg, target: str, names=(), dump: Path | None = None, command="", 
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
     fits, lines = verdict(report)
+    if args.save:
+        lines.append(f"saved: copy {args.save} to {target}, and run train_gpt.py --cache with it")
     say("\n" + "\n".join([describe(report), "", *lines]))
     return fits
 
@@ -813,17 +854,16 @@ def main(argv=None) -> int:
         parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 or the like")
         T.add_config_options(parser)
         parser.add_argument("--dump", metavar="DIR", help="keep preflight.json and the programs")
+        parser.add_argument("--save", metavar="DIR", help="keep executables, for a --cache")
         names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
         parser.add_argument("--program", **names, help="only these, such as grads0 or anvil")
         args = parser.parse_args(argv)
-        if args.dump == "":
-            raise T.UserError("--dump is empty: name a folder, or drop it")
+        if "" in (args.dump, args.save):
+            raise T.UserError("--dump or --save is empty: name a folder, or drop it")
         args.preset = "speedrun" if args.preset is None else args.preset  # what TARGET would run
         jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
-        dump = Path(args.dump) if args.dump else None
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
-        names = [*dict.fromkeys(args.program)]
-        return 0 if preflight(T.resolve(args), args.target, names, dump, command) else 1
+        return 0 if preflight(T.resolve(args), args, command) else 1
 
     return T.report_errors(run)
 
