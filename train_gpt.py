@@ -262,7 +262,7 @@ class Config:
     kernels: str = "auto"  # of Part III, where they serve; plain: none; attend,blend: only these
     micro_tokens: int = 49_152  # a device takes so many at a time (at least a row)
     recompute: bool = False  # layers again on the way back, instead of keeping their activations
-    loss_chunk: int = 4096  # tokens whose logits exist at once
+    loss_chunk: int = 4800  # tokens whose logits exist at once; more if the softmax is a sample
     prefetch: int = 4  # batches that wait on the devices
     checkpoint_every: int = 0  # steps; 0: only at the end
     checkpoint_end: str = "auto"  # auto: unless it takes more than 10 GB; always; never
@@ -1083,10 +1083,12 @@ def targets_ahead(aims, weights_k, prefix_weight=None):
     return jnp.stack(targets, axis=-1), jnp.stack(weights, axis=-1)
 
 
-def in_chunks(cfg: Config, *arrays):
-    """Arrays [r, ...] as [chunks, c, ...]: the fewest equal chunks of c <= cfg.loss_chunk."""
+def in_chunks(cfg: Config, ids: int, *arrays):
+    """Arrays [r, ...] as [chunks, c, ...]: the fewest equal chunks that have no more logits, of a
+    softmax over `ids` ids, than cfg.loss_chunk tokens have over the whole vocabulary."""
     tokens = len(arrays[0])
-    chunks = next(n for n in range(-(-tokens // cfg.loss_chunk), tokens + 1) if tokens % n == 0)
+    most = cfg.loss_chunk * cfg.vocab // ids
+    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
     return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
 
 
@@ -1109,8 +1111,7 @@ def add_losses(totals, losses_ck, weights_ck):
 def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
     Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
-    is 0 counts in neither. It works through cfg.loss_chunk tokens at a time, whose logits the
-    backward pass computes again."""
+    is 0 counts in neither. The backward pass computes the logits of each of in_chunks again."""
 
     @jax.checkpoint
     def add(totals, chunk):
@@ -1119,7 +1120,7 @@ def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
 
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return lax.scan(add, zeros, in_chunks(cfg, x_rd, targets_rk, weights_rk))[0]
+    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk))[0]
 
 
 def candidate_head(head_vd, candidates_bp):
@@ -1664,8 +1665,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 
 
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: banks are sharded, all others
-    whole on each device."""
+    """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
     params = abstract_state(cfg, mesh)["params"]
     found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
     found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
@@ -3445,12 +3445,12 @@ def fused_cross_entropy_forward(x_rd, head_vd, targets_rk, weights_rk, cfg: Conf
         dx_cd, more = loss_gradients(z_cv, sum_c, x_cd, narrow_vd, targets_ck, weights_ck, cfg)
         return (add_losses(totals, losses_ck, weights_ck), d_head + more), dx_cd
 
-    wide_vd, narrow_vd = lax.optimization_barrier(
-        (head_vd.astype(jnp.float32), head_vd.astype(x_rd.dtype))
-    )
+    copies = head_vd.astype(jnp.float32), head_vd.astype(x_rd.dtype)
+    wide_vd, narrow_vd = lax.optimization_barrier(copies)
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
-    (totals, d_head), dx = lax.scan(add, start, in_chunks(cfg, x_rd, targets_rk, weights_rk))
+    chunks = in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk)
+    (totals, d_head), dx = lax.scan(add, start, chunks)
     return totals, (dx.reshape(x_rd.shape), d_head, head_vd)
 
 

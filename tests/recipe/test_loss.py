@@ -69,7 +69,8 @@ def test_cross_entropy_and_its_gradient_against_float64(k, chunk, chunks):
     """With equal targets and zero weights; in the fewest equal chunks of which none is longer than
     asked."""
     inputs, cfg = loss_inputs(60, k), small_config(loss_chunk=chunk)
-    assert [x.shape for x in T.in_chunks(cfg, inputs[2])] == [(chunks, 60 // chunks, k)]
+    assert [x.shape for x in T.in_chunks(cfg, 104, inputs[2])] == [(chunks, 60 // chunks, k)]
+    assert len(T.in_chunks(cfg, 52, inputs[2])[0]) == -(-chunks // 2), "half as many ids"
     got, want = sums_and_gradients(*inputs, cfg), exact(*inputs, cfg)
     assert {x.dtype for x in got} == {np.dtype("float32")}
     np.testing.assert_allclose(got[:2], want[:2], rtol=1e-6)
