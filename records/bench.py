@@ -3,10 +3,9 @@
     python records/bench.py [PRESET] [--set KEY=VALUE ...] [--data DIR] [--parts N] [--dump DIR]
     python records/bench.py [PRESET] ... --kernels STAGE
 
-The steps of each stage are timed, on the first tokens of the data, or on random ones where there
-are none: milliseconds a step with its share of all updates (median, least and most of five
-stretches), tokens/s, share of the hardware's peak in bfloat16, MiB of memory. The state goes from
-stage to stage, as in training.
+The steps of each stage are timed on the first tokens of the data: milliseconds a step with its
+share of all updates (median, least and most of five stretches), tokens/s, share of the hardware's
+peak in bfloat16, MiB of memory. The state goes from stage to stage, as in training.
 
 With --kernels the gradients of one stage (0 is the first) are computed without kernels, with all of
 this hardware, with all but each, and for attention on NVIDIA GPUs with other tiles. First each is
@@ -29,7 +28,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,13 +39,11 @@ import jax
 import numpy as np
 
 import train_gpt as T
-from data.shards import write_shard
 
 BATCHES = 4  # lie on the devices and are taken in turn
 CHUNKS = 5  # stretches of calls that are timed; their median counts
 SECONDS = 0.5  # a chunk takes at least this: to wait for its end costs well under 1 % of it
 LARGE = 1000  # numbers: the gradients of single ones are as far off as roundings happen to fall
-DOCUMENT = 700  # mean length of random documents; FineWeb's: 100 M tokens / 150,000 a shard
 TILES = {  # constant of train_gpt.py -> others: queries, keys, warps, stages
     "FORWARD_TILES": [(128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
     "QUERY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
@@ -88,17 +84,6 @@ def cells(row: dict) -> list[str]:
 # ------------------------------------------------------------------------------------------------
 # Steps of the stages
 # ------------------------------------------------------------------------------------------------
-
-
-def write_random_tokens(cfg: T.Config, folder: Path):
-    """A shard of random tokens that resemble text: ids by Zipf's law, documents as long as DOCUMENT
-    on average; enough for BATCHES of every stage, with what packing passes over."""
-    rng = np.random.default_rng(cfg.seed)
-    count = 8 * BATCHES * max(stage.batch_tokens + stage.rows for stage in cfg.stages)
-    tokens = (cfg.real_tokens ** rng.random(count) ** 1.2).astype(np.uint16) - 1
-    tokens[rng.random(count) < 1 / DOCUMENT] = cfg.bos
-    tokens[0] = cfg.bos
-    write_shard(folder / "random_train_000001.bin", tokens)
 
 
 def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> list[T.Batch]:
@@ -276,20 +261,11 @@ def bench(cfg: T.Config, parts=0, stage: int | None = None, command="", say=T.te
     say(f"{cfg.preset} on {mesh.size} x {device.device_kind}, each with 1/{parts} of every batch")
     say(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     say(f"kernels: {reason}")
-    with tempfile.TemporaryDirectory() as made:
-        try:
-            folder = T.data_folder(cfg, say)
-            tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
-        except T.UserError as error:
-            if cfg.data not in {preset.data for preset in T.PRESETS.values()}:
-                raise  # the user has named a folder
-            say(f"random tokens: {error}")
-            folder = Path(made)
-            write_random_tokens(cfg, folder)
-            tokens = T.TokenStream(folder, "train", cfg.bos), []
-        facts["tokens"] = str(folder)
-        time_ = functools.partial(compare_kernels, stage) if stage is not None else time_stages
-        return facts | {"rows": time_(cfg, mesh, kernels, tokens, say)}
+    folder = T.data_folder(cfg, say)
+    tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
+    facts["tokens"] = str(folder)
+    time_ = functools.partial(compare_kernels, stage) if stage is not None else time_stages
+    return facts | {"rows": time_(cfg, mesh, kernels, tokens, say)}
 
 
 def main(argv=None) -> int:

@@ -489,15 +489,8 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
     return total, max(0.0, min(total, max(now, free) - worked))
 
 
-class Bundles(NamedTuple):
-    """What the final schedule of a kernel, or of a gather or the like, has."""
-
-    issued: int  # instruction bundles
-    steps: int  # of its outermost loops, of a kernel those over its grid
-
-
-def read_schedule(schedule: str) -> Bundles:
-    """The Bundles of the text of a final schedule.
+def read_schedule(schedule: str) -> int:
+    """How many bundles the text of a final schedule issues.
 
     A bundle has an address, `LB` where a loop's body begins, a `>` for each loop around it (some
     are missing inside), and the constant in a loop's exit test; a loop without one counts once.
@@ -511,14 +504,11 @@ def read_schedule(schedule: str) -> Bundles:
         if marks[i + 1] != "LB":
             depths[i] = max(depths[i], depths[i + 1])
     open_loops = [[0, 1]]  # from outside in: bundles, trips
-    steps = 0
 
     def close(depth: int):
-        nonlocal steps
         while len(open_loops) > depth + 1:
             bundles, trips = open_loops.pop()
             open_loops[-1][0] += bundles * (trips or 1)
-            steps += (trips or 1) * (len(open_loops) == 1)
 
     for mark, depth, bundle in zip(marks, depths, parts[2::3], strict=True):
         close(depth - (mark == "LB"))
@@ -531,11 +521,11 @@ def read_schedule(schedule: str) -> Bundles:
             if waiting:
                 waiting[-1][1] = int(trips)
     close(0)
-    return Bundles(open_loops[0][0], steps)
+    return open_loops[0][0]
 
 
-def read_schedules(instructions, folder: Path) -> dict[str, Bundles] | None:
-    """{name: Bundles} of what has a schedule in `folder`, which it empties; None if a kernel has
+def read_schedules(instructions, folder: Path) -> dict[str, int] | None:
+    """{name: bundles} of what has a schedule in `folder`, which it empties; None if a kernel has
     none. Equal instructions are compiled once, under the name of one of them."""
     every = {one.name: one for one in instructions}
     found = {}
@@ -544,7 +534,7 @@ def read_schedules(instructions, folder: Path) -> dict[str, Bundles] | None:
         if name and name[1] in every:
             found[name[1]] = read_schedule(path.read_text(errors="replace"))
         path.unlink()
-    twins = {}  # what equal instructions have in common -> the most Bundles
+    twins = {}  # what equal instructions have in common -> the most bundles
     for name, bundles in found.items():
         for key in twin_keys(every[name]):
             twins[key] = max(bundles, twins.get(key, bundles))
@@ -626,10 +616,9 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     def cycles(one, yardstick: Yardstick) -> float:
         if one.name not in bundles:
             return one.cycles
-        issued = bundles[one.name].issued
         if one.kernel or not one.cycles:
-            return issued * yardstick.kernel
-        return min(one.cycles, issued * yardstick.code)
+            return bundles[one.name] * yardstick.kernel
+        return min(one.cycles, bundles[one.name] * yardstick.code)
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
