@@ -984,13 +984,10 @@ def mudd_mix(model: Model, x_btd, sources):
 
 def blend(x_btd, weights_btkg, sources):
     """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
-    g, d = weights_btkg.shape[-1], sources[0].shape[-1]
-    # Weights are spread over features by a product with ones and zeros: of jnp.repeat a TPU's
-    # compiler makes transposed copies.
-    one_hot_gd = jnp.repeat(jnp.eye(g, dtype=weights_btkg.dtype), d // g, axis=1)
-    spread = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    size = sources[0].shape[-1] // weights_btkg.shape[-1]  # features of a group
     terms = [] if x_btd is None else [(1.0, x_btd)]
-    terms += [(spread(weights_btkg[:, :, k], one_hot_gd), y) for k, y in enumerate(sources)]
+    for k, y_btd in enumerate(sources):
+        terms.append((jnp.repeat(weights_btkg[:, :, k], size, axis=-1), y_btd))
     return mix(*terms)
 
 
@@ -2552,10 +2549,10 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 
 # ---- Devices and programs: what runs, on what, described by shapes alone -----------------------
 
-# XLA on GPUs would keep activations as float32 where it fuses operations, and one of its Triton
-# matmuls does not compile at rows of 262,144 tokens. The SparseCores of TPUs move the data of
-# collectives beside other work with these options alone (2d, nd: on more than eight chips), and add
-# rows to tables; they read none, which slows down small gathers (jax issue 40553).
+# XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
+# move the data of collectives beside other work with these options alone (2d, nd: on more than
+# eight chips), and add rows to tables; they read none, which slows down small gathers (jax issue
+# 40553).
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 COMPILER_OPTIONS = {
     "tpu": {
@@ -2564,7 +2561,7 @@ COMPILER_OPTIONS = {
         "xla_tpu_offload_gather_to_sparsecore": False,
         "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
     },
-    "gpu": {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False},
+    "gpu": {"xla_allow_excess_precision": False},
 }
 
 
