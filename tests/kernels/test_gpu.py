@@ -118,35 +118,6 @@ def test_layers_of_the_record_are_the_reference(kind):
         assert distance(x, want[name]) < 0.015, name
 
 
-@pytest.mark.parametrize("count", [0, 14_336])
-def test_the_loss_with_its_own_gradient_is_the_plain_one(count):
-    """On a GPU it has a form of its own, with rounded logits; in chunks of the record's width, over
-    the vocabulary and over candidates."""
-    cfg, rng = replace(RECORD, loss_chunk=1024), np.random.default_rng(0)
-    candidates = np.sort(rng.choice(cfg.vocab, count, replace=False)).astype(np.int32)
-    x = rng.standard_normal((2048, cfg.width))
-    head = 0.1 * rng.standard_normal((cfg.vocab, cfg.width))
-    targets = rng.integers(0, count or cfg.real_tokens, (2048, 3)).astype(np.int32)
-    weights = rng.uniform(0, 1, (2048, 3)).astype(np.float32)
-
-    def sums(function, kind: str, dtype):
-        def run(x, head):
-            part = T.candidate_head(head, candidates) if count else head
-            return function(x, part, targets, weights, cfg)
-
-        arrays = (jnp.asarray(jnp.asarray(y, jnp.bfloat16), dtype) for y in (x, head))
-        arrays = [jax.device_put(y, DEVICES[kind]) for y in arrays]
-        (weighted, plain), grads = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(*arrays)
-        return jax.device_get((weighted, plain, *grads))
-
-    got = sums(T.fused_cross_entropy, "cuda", jnp.bfloat16)
-    want = sums(T.cross_entropy, "cpu", jnp.float32)
-    for y, z, off in zip(got, want, (1e-3, 1e-3, 0.01, 0.01), strict=True):
-        assert distance(y, z) < off
-    if count:
-        assert not np.delete(got[3], candidates, axis=0).any()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Tokens for CFG."""

@@ -79,25 +79,6 @@ def test_the_kernel_for_tables_of_the_record_can_be_lowered_for_a_tpu(shape, row
     assert lowered(T.sum_rows, table, ids, parts).count("tpu_custom_call") == 1
 
 
-@pytest.mark.parametrize("rows", [100, 70_000])
-def test_meetings_cover_every_token_and_every_tile_in_rising_order(rows):
-    block, meet = 128, jit(partial(T.meetings, rows=rows, block=128))
-    for kind in KINDS:
-        ids = np.sort(ids_of(kind, 2048, rows))
-        tile, at = (np.asarray(x) for x in meet(ids))
-        tiles, blocks = -(-rows // T.ROW_TILE), ids.size // block
-        used = at < blocks
-        assert tile.size == at.size == tiles + blocks - 1
-        assert not used[np.argmin(used) :].any() or used.all(), kind
-        assert (tile[~used] == tiles - 1).all(), "steps left over must not open a tile"
-        assert set(tile[used]) == set(range(tiles)), kind
-        assert (np.diff(tile) >= 0).all() and (np.diff(at) >= 0).all(), kind
-        pairs = list(zip(tile[used].tolist(), at[used].tolist(), strict=True))
-        sorted_tiles, blocks_in_order = ids // T.ROW_TILE, np.arange(ids.size) // block
-        needed = set(zip(sorted_tiles.tolist(), blocks_in_order.tolist(), strict=True))
-        assert len(set(pairs)) == len(pairs) and needed <= set(pairs), kind
-
-
 def weighted(function, down, x, weights, sources):
     """(gradients for x, weights and sources, output) of a sum with weights."""
 

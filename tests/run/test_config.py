@@ -81,18 +81,14 @@ def test_devices_of_several_processes_are_all_used_or_the_count_is_refused():
         ("lr_anvil=1e-2", 0.01),
         ("tied=0", 0.0),  # a float, although it is written as an int
         ("data=some/where=1", "some/where=1"),
-        ("ngram_ids=raw", "raw"),
         ("momentum=(0.5,0.9)", (0.5, 0.9)),
         ("momentum=[0, 0.5]", (0.0, 0.5)),
         ("momentum=0,0.5", (0.0, 0.5)),
-        ("event_every=(4,4)", (4, 4)),
         ("recompute=1", True),
         ("recompute=False", False),
         ("stages.1.windows=(7,70)", (7, 70)),
-        ("stages.1.lr_factor=2", 2.0),
         ("stages.1.candidates=(80,0,104)", (80, 0, 104)),
         ("layers.1.attends=short", "short"),
-        ("layers.1.mlps=3", 3),
     ],
 )
 def test_set_replaces_one_field_and_keeps_its_type(item, value):
@@ -125,11 +121,8 @@ BAD_SETTINGS = {
     f"prefetch={2**63}": "is not valid: it must be int",
     "encoding=5": "encoding='5' is not valid: gpt2, bytes or bpe",
     # numbers that cannot be
-    "steps=0": "steps=0 is not valid: it must be positive",
-    "seed=-1": "seed=-1 is not valid: it must not be negative",
     "lr_anvil=-0.1": "lr_anvil=-0.1 is not valid: it must not be negative",
     "adam_eps=0": "adam_eps=0.0 is not valid: it must be positive",  # 0/0 for tokens never seen
-    "stages.1.doc_cap=-1": "stages.1.doc_cap=-1 is not valid: it must not be negative",
     "stages.0.row_tokens=0": "stages.0.row_tokens=0 is not valid: it must be positive",
     "compute_dtype=float16": "compute_dtype='float16' is not valid: bfloat16 or float32",
     "kernels=fast": "kernels='fast' is not valid: auto, plain, or some of attend,",
@@ -155,7 +148,6 @@ BAD_SETTINGS = {
     "stages.0.share=0.7": "stages.0.share=0.7 is not valid: shares above 0 that add up to 1",
     "steps=3": "steps=3 is not valid: a step for every stage, 2 at the end",
     "stages.1.batch_tokens=500": "stages.1.batch_tokens=500 is not valid: 8 rows of row_tok",
-    "stages.1.batch_tokens=1024": "is not valid: 8 rows of row_tokens=64",
     "stages=()": "stages=() is not valid: one or more",
     "stages.0.windows=(0, 0)": "stages.0.windows=(0, 0) is not valid: two numbers above 0",
     "preset=../evil": "preset='../evil' is not valid: letters, digits",

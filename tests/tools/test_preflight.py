@@ -452,21 +452,20 @@ jax.config.update("jax_platforms", "cpu")
 chip = preflight.absent_devices("v6e-1")
 def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(chip[0]))
-def matmul(m, k):
-    return jnp.matmul, array(m, k), array(k, k)
-def add(bits, _):
-    return jnp.add, *[array(2**bits // 1024, 1024)] * 2
-def gather(pages, _):  # both of keys and values, and adds up what it has gathered
-    def read(x, y, ids):
-        return [jnp.sum(jnp.take(z, ids, axis=1).astype(jnp.float32)) for z in (x, y)]
-    return read, *[array(8, pages, 16, 128)] * 2, array(pages, dtype=jnp.int32)
-def flash(t, b):
+def read(x, y, ids):  # pages of keys and values
+    return [jnp.sum(jnp.take(z, ids, axis=1).astype(jnp.float32)) for z in (x, y)]
+def attend(q, k, v):
     blocks = fa.BlockSizes(block_q=512, block_k_major=512, block_k=512, block_b=1)
-    attend = lambda q, k, v: fa.flash_attention(q, k, v, causal=True, block_sizes=blocks)
-    return attend, *[array(b, 32, t, 128)] * 3
+    return fa.flash_attention(q, k, v, causal=True, block_sizes=blocks)
+programs = {
+    "matmul": lambda m, k: (jnp.matmul, array(m, k), array(k, k)),
+    "add": lambda bits, _: (jnp.add, *[array(2**bits // 1024, 1024)] * 2),
+    "gather": lambda n, _: (read, *[array(8, n, 16, 128)] * 2, array(n, dtype=jnp.int32)),
+    "flash": lambda t, b: (attend, *[array(b, 32, t, 128)] * 3),
+}
 found = []
 for name, *sizes, share in json.loads(sys.argv[1]):
-    function, *arrays = globals()[name](*sizes)
+    function, *arrays = programs[name](*sizes)
     text = jax.jit(function).lower(*arrays).compile().as_text()
     ms = preflight.count(text, Path(folder), chip)
     found.append(1e3 * share * (ms["predicted_ms"] + ms["moved_floor_ms"]))
