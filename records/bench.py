@@ -280,8 +280,6 @@ def main(argv=None) -> int:
         args = parser.parse_args(argv)
         if args.parts < 0:
             raise T.UserError(f"--parts {args.parts}: a positive number of devices, or none")
-        if args.dump == "":
-            raise T.UserError("--dump is empty: name a folder, or drop it")
         if args.dump:
             Path(args.dump).mkdir(parents=True, exist_ok=True)
         command = shlex.join(["python", *sys.argv] if argv is None else argv)

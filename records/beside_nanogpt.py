@@ -1,7 +1,7 @@
 """nanoGPT's CPU example and `tiny` on the same text and the same cores, one after the other.
 
     git clone https://github.com/karpathy/nanoGPT    # MIT; needs torch, in a Python of its own
-    python records/beside_nanogpt.py nanoGPT TEXT.txt [--python PYTHON] [--steps N]
+    python records/beside_nanogpt.py nanoGPT TEXT.txt [--python PYTHON]
 
 nanoGPT trains as its README says for CPUs; ours is 96 wide, enough for bytes. Both are validated on
 the whole last tenth of the text (ASCII), in blocks of 64 characters, each without what stands
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.
 from train_gpt import Parser, UserError, need, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
+STEPS = 450  # of ours
 NANO = """train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
 --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 --out_dir=out-beside""".split()
@@ -60,7 +61,7 @@ def train_nanogpt(folder: Path, text: str, python: str) -> tuple[float, float, f
     return float(loss.split()[-1]), trained, prepared + seconds
 
 
-def train_ours(folder: Path, text: str, steps: int) -> tuple[float, float, float]:
+def train_ours(folder: Path, text: str) -> tuple[float, float, float]:
     """The same of `tiny`, on the bytes of the text."""
     cut = int(len(text) * 0.9)
     (folder / "train.txt").write_text(text[:cut])
@@ -68,7 +69,7 @@ def train_ours(folder: Path, text: str, steps: int) -> tuple[float, float, float
     tool = [sys.executable, ROOT / "data/tokenize_text.py", "train.txt", "--encoding", "bytes"]
     _, prepared = run([*tool, "--val", "val.txt", "--out", "tokens"], folder)
     count = (len(text) - cut) // 512 * 512
-    options = f"width=96 steps={steps} sample_tokens=0 val_row=64 val_batch=512 val_tokens={count}"
+    options = f"width=96 steps={STEPS} sample_tokens=0 val_row=64 val_batch=512 val_tokens={count}"
     command = [sys.executable, ROOT / "train_gpt.py", "tiny", "--data", "tokens", "--cache", "off"]
     _, seconds = run([*command, "--out", "logs", "--set", *options.split()], folder)
     (facts,) = (json.loads(path.read_text()) for path in folder.glob("logs/*/run.json"))
@@ -81,7 +82,6 @@ def main(argv=None):
     parser.add_argument("nanogpt", type=Path, metavar="FOLDER", help="a clone of nanoGPT")
     parser.add_argument("text", type=Path, metavar="TEXT.txt")
     parser.add_argument("--python", default=sys.executable, help="one with torch, for nanoGPT")
-    parser.add_argument("--steps", type=int, default=450, metavar="N", help="of ours: 450")
     args = parser.parse_args(argv)
     place = args.nanogpt / "data/shakespeare_char"
     need(place.is_dir(), f"no {place}: name a clone of github.com/karpathy/nanoGPT")
@@ -89,10 +89,10 @@ def main(argv=None):
         text = args.text.read_text(encoding="ascii")
     except UnicodeDecodeError as error:
         raise UserError(f"{args.text}: not ASCII ({error.reason})") from None
-    least = args.steps * 1200  # nine tenths of it are 1,024 bytes for each step, and some more
-    need(len(text) >= least, f"{args.text}: {args.steps} steps need {least:,} characters")
+    least = STEPS * 1200  # nine tenths of it are 1,024 bytes for each step, and some more
+    need(len(text) >= least, f"{args.text}: {STEPS} steps need {least:,} characters")
     with tempfile.TemporaryDirectory() as folder:
-        rows = {"ours": train_ours(Path(folder), text, args.steps)}
+        rows = {"ours": train_ours(Path(folder), text)}
     rows["nanoGPT"] = train_nanogpt(args.nanogpt.resolve(), text, args.python)
     print("| | nats a character | bits | training | in all |\n|---|---|---|---|---|")
     for name, (loss, trained, seconds) in rows.items():

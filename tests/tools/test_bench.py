@@ -136,7 +136,6 @@ def test_chunks_are_long_enough_warm_and_whole_periods():
         (["--kernels", "3"], "--kernels 3: stages are 0 to 2"),
         (["--data", "nothing"], "no such text, and no such folder"),
         (["--dump", "/dev/null/x"], "/dev/null/x"),
-        (["--dump", ""], "--dump is empty"),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):

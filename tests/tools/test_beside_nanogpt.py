@@ -2,6 +2,8 @@
 
 import beside_nanogpt
 
+from train_gpt import report_errors
+
 # In place of the Python that has torch: iteration 2 evaluates.
 PYTHON = """#!/bin/sh
 case "$1" in
@@ -19,3 +21,19 @@ def test_seconds_of_nanogpt_leave_out_its_evaluations(tmp_path):
     python.chmod(0o755)
     loss, trained, seconds = beside_nanogpt.train_nanogpt(tmp_path, "words", str(python))
     assert (loss, trained) == (1.5, 0.04) and 0 < seconds < 30
+
+
+def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "data/shakespeare_char").mkdir(parents=True)
+    for name, content in (("short.txt", b"words"), ("other.txt", "Grüße".encode())):
+        (tmp_path / name).write_bytes(content)
+    for clone, text, says in [
+        (tmp_path / "none", "short.txt", "none/data/shakespeare_char: name a clone of github"),
+        (tmp_path, "short.txt", "450 steps need 540,000 characters"),
+        (tmp_path, "other.txt", "other.txt: not ASCII"),
+        (tmp_path, "missing.txt", "No such file"),
+    ]:
+        argv = [str(clone), str(tmp_path / text)]
+        assert report_errors(lambda argv=argv: beside_nanogpt.main(argv)) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and says in error and error.count("\n") == 1

@@ -132,8 +132,6 @@ def test_a_program_takes_what_is_predicted_and_links_and_moves(tmp_path):
     mlp = 5 * 7000 / CHIP.clock
     kernels = 6 * 13_000 / CHIP.clock + 2 * array  # attend.4 waits for its bytes
     assert found["predicted_ms"] == pytest.approx(1e3 * (mlp + kernels + 3 * array))
-    assert found["kernel_cycles"] == 6 * 13_000 + 4
-    assert found["estimated_cycles"] == 5 * 7000 + 2 + found["kernel_cycles"]
     assert found["link_floor_ms"] == pytest.approx(1e3 * 7 * 512 / 2 / CHIP.link)
     moves = 2 * array + 32 / CHIP.hbm
     assert found["moved_floor_ms"] == pytest.approx(1e3 * moves)
@@ -304,8 +302,7 @@ def compiled_at_once():
     sizes = {"argument": 7, "output": 5, "alias": 2, "temp": GIB}
     sizes = {f"{name}_size_in_bytes": size for name, size in sizes.items()}
     memory = SimpleNamespace(**sizes, peak_memory_in_bytes=3 * GIB)
-    found = {"cost_analysis": lambda: {"flops": 5e12}, "memory_analysis": lambda: memory}
-    return SimpleNamespace(as_text=lambda: HLO, **found)
+    return SimpleNamespace(as_text=lambda: HLO, memory_analysis=lambda: memory)
 
 
 @pytest.fixture
@@ -336,7 +333,7 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     sizes = {"arguments": 7, "outputs": 5, "aliased": 2, "temporary": GIB, "peak": 3 * GIB}
     for row in rows.values():
         assert {key: row[key] for key in took} == took
-        assert (row["flops"], row["bytes"], row["device_bytes_limit"]) == (5e12, sizes, 31.25 * GIB)
+        assert (row["bytes"], row["device_bytes_limit"]) == (sizes, 31.25 * GIB)
         assert row["compile_seconds"] >= 0 and row["resident_bytes"] > 0
         assert (tmp_path / "new/dump" / row["hlo"]).read_text() == HLO
     run, trained = report["predicted"], sum(TIMES.values()) - TIMES["eval"]
@@ -373,7 +370,6 @@ def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
         (["v6e-8", "small", "--program", "grads3"], "--program grads3: there are grads0, grads1"),
         (["v6e-8", "large"], "unknown preset 'large'"),
         (["v6e-8", "small", "--dump", "/dev/null/x"], "/dev/null/x"),
-        (["v6e-8", "small", "--dump", ""], "--dump or --save is empty"),
         (["v6e-8", "small", "--set", "devices=16"], "devices=16, but there are 8"),
         ([], "the following arguments are required: TARGET"),
         (["v6e-3"], "no such hardware as v6e-3: use v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, "),
@@ -422,7 +418,7 @@ def test_the_record_on_a_v6e_8_takes_no_more_cycles_links_and_memory_than_before
     report = json.loads((tmp_path / "preflight.json").read_text())
     assert report["preset"] == "speedrun"
     for row in report["variants"]:
-        took = row["estimated_cycles"] / 1e6, row["link_ms"], row["bytes"]["peak"] / GIB
+        took = row["predicted_ms"], row["link_floor_ms"], row["bytes"]["peak"] / GIB
         for x, limit in zip(took, MOST[row["name"]], strict=True):
             assert x <= limit and (x > 0.5 * limit or limit < 0.1), (row["name"], took)
     kernels = sum(one.kernel for one in run((tmp_path / "grads0.hlo").read_text()))
