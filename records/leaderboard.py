@@ -101,11 +101,12 @@ def predicted_row(root: Path, path: Path) -> dict:
     names = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
     parts = [report["predicted"][name] for name in names]
     known = None not in parts
+    band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**report["predicted"]) if known else ""
     peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])
     return {
         "hardware": f"{report['devices']} x {report['device_kind']}",
         "preset": f"[{report['preset']}]({path.relative_to(root).as_posix()})",
-        "in all": f"**{math.fsum(parts):.1f} s**" if known else "unknown",
+        "in all": f"**{math.fsum(parts):.1f} s** ({band})" if known else "unknown",
         "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts) if known else "",
         "steps": f"{report['total_steps']:,}",
         "tokens": f"{report['total_tokens']:,}",

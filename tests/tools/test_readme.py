@@ -72,8 +72,9 @@ def test_options_that_it_names_are_the_command_lines(monkeypatch, capsys):
 def test_predicted_seconds_are_those_of_the_stored_prediction():
     stored = json.loads((ROOT / "records/predicted/v6e-8/preflight.json").read_text())["predicted"]
     parts = [stored[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
-    shown = "{3:.0f} s: {0:.1f} s of computing, {1:.1f} s of links, {2:.1f} s of moves"
-    assert shown.format(*parts, sum(parts)) in README
+    band = stored["low_seconds"], stored["high_seconds"]
+    shown = "{3:.0f} s ({4:.0f} to {5:.0f}): {0:.1f} s of computing, {1:.1f} s of links, {2:.1f} s"
+    assert shown.format(*parts, sum(parts), *band) in README
 
 
 @pytest.mark.parametrize("name", ["run", "model"])

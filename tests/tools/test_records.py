@@ -391,13 +391,13 @@ def test_a_prediction_leads_with_the_sum_of_its_three_parts(tmp_path):
     path = tmp_path / "predicted/A/preflight.json"
     path.parent.mkdir(parents=True)
     parts = {"train_seconds": 100.0, "train_link_floor_seconds": 20.0}
-    parts |= {"train_moved_floor_seconds": 3.25}
+    parts |= {"train_moved_floor_seconds": 3.25, "low_seconds": 99.6, "high_seconds": 150.0}
     report = {"preset": "speedrun", "device_kind": "A", "devices": 8, "versions": {"jax": "0.10.2"}}
     report |= {"total_steps": 1194, "total_tokens": 395_837_440, "predicted": parts}
     report["variants"] = [{"bytes": {"peak": n * 2**30}, "resident_bytes": 2**29} for n in (1, 2)]
     path.write_text(json.dumps(report))
-    text = "8 x A | [speedrun](predicted/A/preflight.json) | **123.2 s** | 100.0 + 20.0 + 3.2 | "
-    text += "1,194 | 395,837,440 | 2.5 | jax 0.10.2"
+    text = "8 x A | [speedrun](predicted/A/preflight.json) | **123.2 s** (100 to 150) | "
+    text += "100.0 + 20.0 + 3.2 | 1,194 | 395,837,440 | 2.5 | jax 0.10.2"
     assert " | ".join(L.predicted_row(tmp_path, path).values()) == text
     path.write_text(json.dumps(report | {"predicted": dict.fromkeys(parts)}))
     assert L.predicted_row(tmp_path, path)["in all"] == "unknown"
