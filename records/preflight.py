@@ -604,7 +604,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     computations, entry = hlo_computations(text)
     every = (one for scope in computations.values() for one in scope.values())
     bundles = read_schedules(every, schedules)
-    if known.clock is None or bundles is None:
+    if known.clock is None or not bundles:
         return dict.fromkeys((*FIGURES, "low_ms", "high_ms"))
     innermost = functions(text)
     links = link_count(devices) or 1
