@@ -1108,7 +1108,7 @@ def add_losses(totals, losses_ck, weights_ck):
 def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
     Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
-    is 0 counts in neither. The backward pass computes the logits of each of in_chunks again."""
+    is 0 counts in neither. The backward pass computes each chunk's logits again (in_chunks)."""
 
     @jax.checkpoint
     def add(totals, chunk):
@@ -3255,7 +3255,6 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
     for name, program in every.items():  # before anybody waits for the compiler
         check(name, beside[name] + device_bytes(program.args))
-
     number = itertools.count(1)
     events = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
