@@ -259,11 +259,9 @@ def bench(cfg: T.Config, parts=0, stage: int | None = None, command="", say=T.te
     kernels, reason = T.pick_kernels(cfg, device, mesh.size)
     facts = T.run_facts(whole, mesh, command, reason) | {"parts": parts}
     say(f"{cfg.preset} on {mesh.size} x {device.device_kind}, each with 1/{parts} of every batch")
-    say(", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     say(f"kernels: {reason}")
     folder = T.data_folder(cfg, say)
     tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
-    facts["tokens"] = str(folder)
     time_ = functools.partial(compare_kernels, stage) if stage is not None else time_stages
     return facts | {"rows": time_(cfg, mesh, kernels, tokens, say)}
 

@@ -24,16 +24,15 @@ The figure that counts leads the report: seconds of the whole run, the sum of
                busiest cut through the mesh, if that is longer. The schedule is played: links carry
                one collective after the other; one that is started runs beside other instructions
                until one awaits it; all others hold them up
-    moves      bytes of what has neither estimate nor schedule, above all what SparseCores do, at
-               the rate of the memory: a floor
+    moves      bytes of all others, above all what SparseCores do, at the memory's rate: a floor
 
 Bytes are those of operands and results in memory, with padded tiles, without what stays on the
 chip; of slices, gathers and updates in place, fused or not, only the rows that they touch. Copies
 between memory and chip take no time: they run beside other work.
 
 These numbers are fitted to what others have timed on a v6e, a table in records/NOTES.md: so the sum
-is the middle of a band, whose ends (YARDSTICKS) are the fastest and slowest of those timings. Use
-it to rank changes, and quote ratios. Of other hardware than v6e only the memory is known.
+is the middle of a band, whose ends (YARDSTICKS) are the fastest and slowest of those timings. Of
+other hardware only the memory is known.
 """
 
 import dataclasses
@@ -106,9 +105,7 @@ class Yardstick(NamedTuple):
     link: float
 
 
-# Fitted, and the ends of what was fitted (records/NOTES.md): attention by a kernel took 1.0 to 1.6
-# cycles a bundle, matmuls 1.0 to 1.25; memory was read and written at 0.92 to 1.45 TB/s. The links
-# have been timed once; their maker's data sheets said 56 GB/s, later 100.
+# Fitted to what others have timed on a v6e, and the ends of that: records/NOTES.md has the table.
 YARDSTICKS = {"middle": Yardstick(1.3, 1.05, 1.0, 1.0)}
 YARDSTICKS |= {"low": Yardstick(1.0, 1.0, 0.82, 0.87), "high": Yardstick(1.6, 1.25, 1.28, 1.55)}
 
@@ -739,8 +736,7 @@ def describe(report: dict) -> str:
     for row in report["variants"]:
         sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
         cells = [number(x, unit=2**30) for x in (*sizes, row["resident_bytes"])]
-        keys = "predicted_ms", "link_floor_ms", "moved_floor_ms"
-        cells += [number(row[key]) for key in keys]
+        cells += [number(row[x]) for x in ("predicted_ms", "link_floor_ms", "moved_floor_ms")]
         seconds = f"{row['compile_seconds']:.0f}"
         table.append(form(row["name"], f"{row['steps']:,}", seconds, *cells))
         more.append(f"{row['name']}, {row['what']}")
