@@ -1,6 +1,6 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
-    python train_gpt.py                    # without an accelerator: `tiny`, minutes on a laptop
+    python train_gpt.py                    # without an accelerator: `tiny`, a minute on a laptop
     python train_gpt.py speedrun           # FineWeb, target 3.28, on v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
@@ -1108,7 +1108,7 @@ def add_losses(totals, losses_ck, weights_ck):
 def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
     Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
-    is 0 counts in neither. The backward pass computes each chunk's logits again (in_chunks)."""
+    is 0 is not in the plain sum. The backward pass computes each chunk's logits again."""
 
     @jax.checkpoint
     def add(totals, chunk):
@@ -2540,7 +2540,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         say(f"making the demo corpus in {folder}")
         run_tool("builtin_corpus.py")
     from_all(0)  # the other processes wait until it is there
-    need(folder.is_dir(), f"no folder or text {folder}: run data/cached_fineweb10B.py, or name one")
+    need(folder.is_dir(), f"no folder {folder}: run data/cached_fineweb10B.py, or name one")
     shards = (re.fullmatch(r"(.+)_(train|val)_\d+\.bin", path.name) for path in folder.iterdir())
     names = ", ".join(sorted({shard[1] for shard in shards if shard}))
     need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")

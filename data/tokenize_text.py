@@ -108,7 +108,8 @@ def check(out: Path, anew: bool, paths: list[Path]) -> None:
             raise UserError(f"{path}: there is no such file")
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("a file is named twice: name it once, for training or for validation")
-    if out.exists() and not (anew and (out / DESCRIPTION).exists()):
+    inside = any(out in path.resolve().parents for path in paths)
+    if out.exists() and (inside or not anew or not (out / DESCRIPTION).exists()):
         raise UserError(f"--out {out} is there already: name another folder, or delete it")
 
 
@@ -151,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out.resolve()
     check(out, args.anew, args.files + args.val)
     size = sum(path.stat().st_size for path in args.files)
+    date = max(path.stat().st_mtime_ns for path in args.files)  # before they are read
     name = args.encoding or ("bytes" if size < SHORT else "gpt2")
     encoding = text_encoding(name)
     bos = encoding.eot_token
@@ -170,7 +172,6 @@ def main(argv: list[str] | None = None) -> None:
         about = {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}
         about["settings"] = {name: settings(name, folder, about) for name in PRESETS}
         (folder / DESCRIPTION).write_text(json.dumps(about))
-        date = max(path.stat().st_mtime_ns for path in args.files)
         os.utime(folder / DESCRIPTION, ns=(date, date))
         if out.exists():
             shutil.rmtree(out)

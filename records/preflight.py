@@ -14,11 +14,11 @@ compiles the others. Nobody has tried that on a TPU yet.
 
 The figure that counts leads the report: seconds of the whole run, the sum of
 
-    predicted  of each instruction the longer of two: its cycles, and its bytes at the rate at
-               which memory has been measured. Cycles are 1.3 for each bundle of the final schedule
-               of a Pallas kernel, a gather, a scatter or a sort; of other code 1.05, or the
-               compiler's estimate if that is less. Loops count as often as they run, once if that
-               depends on data. Blocks count that documents let a kernel skip
+    predicted  of each instruction the longer of two: its bytes at the rate at which memory has been
+               measured, and its cycles: 1.3 for each bundle of the final schedule of a Pallas
+               kernel, a gather, a scatter or a sort, 1.05 for each of other code, or for each cycle
+               that the compiler estimates if these are fewer. Loops count as often as they run (or
+               once, if data decide), with blocks that documents let a kernel skip
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the rate of a link; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer. The schedule is played: links carry
@@ -30,9 +30,8 @@ Bytes are those of operands and results in memory, with padded tiles, without wh
 chip; of slices, gathers and updates in place, fused or not, only the rows that they touch. Copies
 between memory and chip take no time: they run beside other work.
 
-These numbers are fitted to what others have timed on a v6e, a table in records/NOTES.md: so the sum
-is the middle of a band, whose ends (YARDSTICKS) are the fastest and slowest of those timings. Of
-other hardware only the memory is known.
+These numbers are fitted to what others have timed on a v6e (a table in records/NOTES.md); the ends
+of the band (YARDSTICKS) are the fastest and slowest of that. For other hardware no time is said.
 """
 
 import dataclasses
@@ -76,8 +75,7 @@ gpu_device_info {
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
 }
 """
-# Without these libtpu looks for a TPU's host, and jax for CUDA libraries; another preflight may run
-# beside this one.
+# Without these libtpu looks for a TPU's host, and jax for CUDA libraries.
 NO_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 NO_HOST |= {"TPU_ACCELERATOR_TYPE": "v6e-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 NO_HOST |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -99,15 +97,17 @@ COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "colle
 class Yardstick(NamedTuple):
     """What the compiler's counts take on a v6e."""
 
-    kernel: float  # cycles for each bundle of a Pallas kernel, or of what moves rows
-    code: float  # cycles for each bundle of other code
+    kernel: float  # cycles for each bundle of a Pallas kernel
+    rows: float  # for each bundle of a gather, a scatter or a sort
+    code: float  # for each bundle of other code, or each cycle that the compiler estimates
     memory: float  # seconds in place of those at the measured rate
     link: float
 
 
 # Fitted to what others have timed on a v6e, and the ends of that: records/NOTES.md has the table.
-YARDSTICKS = {"middle": Yardstick(1.3, 1.05, 1.0, 1.0)}
-YARDSTICKS |= {"low": Yardstick(1.0, 1.0, 0.82, 0.87), "high": Yardstick(1.6, 1.25, 1.28, 1.55)}
+YARDSTICKS = {"middle": Yardstick(1.3, 1.3, 1.05, 1.0, 1.0)}
+YARDSTICKS |= {"low": Yardstick(1.0, 1.0, 1.0, 0.82, 0.87)}
+YARDSTICKS |= {"high": Yardstick(1.6, 2.4, 1.15, 1.28, 1.55)}
 
 
 class Hardware(NamedTuple):
@@ -609,11 +609,10 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     instructions = [*walk(computations, entry)]
 
     def cycles(one, yardstick: Yardstick) -> float:
-        if one.name not in bundles:
-            return one.cycles
+        issued = bundles.get(one.name, 0)
         if one.kernel or not one.cycles:
-            return bundles[one.name] * yardstick.kernel
-        return min(one.cycles, bundles[one.name] * yardstick.code)
+            return issued * (yardstick.kernel if one.kernel else yardstick.rows)
+        return min(one.cycles, issued or one.cycles) * yardstick.code
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
@@ -831,8 +830,9 @@ def main(argv=None) -> int:
         parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
         parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 or the like")
         T.add_config_options(parser)
-        parser.add_argument("--dump", metavar="DIR", help="keep preflight.json and the programs")
-        parser.add_argument("--save", metavar="DIR", help="keep executables, for a --cache")
+        keep = parser.add_mutually_exclusive_group().add_argument
+        keep("--dump", metavar="DIR", help="keep preflight.json and the programs")
+        keep("--save", metavar="DIR", help="keep executables, for a --cache")
         names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
         parser.add_argument("--program", **names, help="only these, such as grads0 or anvil")
         args = parser.parse_args(argv)
