@@ -53,7 +53,7 @@ def documents(path: Path) -> Iterator[str]:
     try:
         with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
-                if path.suffix == ".jsonl":
+                if path.suffix.lower() == ".jsonl":
                     yield text_of(line, f"{path}, line {number}")
                 elif line.rstrip("\n") == MARKER:
                     yield "".join(lines)
@@ -102,7 +102,7 @@ def check(out: Path, anew: bool, paths: list[Path]) -> None:
     """UserError unless `out` is new, or `anew` and ours, and every one of the files is another, of
     a known kind."""
     for path in paths:
-        if path.suffix not in SUFFIXES:
+        if path.suffix.lower() not in SUFFIXES:
             raise UserError(f"{path}: unknown kind of file, use {', '.join(SUFFIXES)}")
         if not path.is_file():
             raise UserError(f"{path}: there is no such file")

@@ -18,7 +18,7 @@ BOS = 256
 TEXTS = ["one\ntwo\n", "Grüße <|endoftext|> inside\n", "three 3's"]
 AS_TEXT = "<|endoftext|>\n".join([TEXTS[0], TEXTS[1], "", TEXTS[2]])
 FILES = {
-    "a.txt": AS_TEXT,
+    "A.TXT": AS_TEXT,
     "a.md": "\ufeff<|endoftext|>\r\n" + AS_TEXT.replace("\n", "\r\n"),
     "a.jsonl": "".join(json.dumps({"id": 9, "text": text}) + "\n\n" for text in ["", *TEXTS]),
 }
