@@ -599,8 +599,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     and "high_ms"; None where they are not known."""
     known = HARDWARE[devices[0].device_kind]
     computations, entry = hlo_computations(text)
-    every = (one for scope in computations.values() for one in scope.values())
-    bundles = read_schedules(every, schedules)
+    bundles = read_schedules((x for y in computations.values() for x in y.values()), schedules)
     if known.clock is None or not bundles:
         return dict.fromkeys((*FIGURES, "low_ms", "high_ms"))
     innermost = functions(text)
@@ -610,8 +609,10 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
 
     def cycles(one, yardstick: Yardstick) -> float:
         issued = bundles.get(one.name, 0)
-        if one.kernel or not one.cycles:
-            return issued * (yardstick.kernel if one.kernel else yardstick.rows)
+        if one.kernel:
+            return issued * yardstick.kernel
+        if not one.cycles:
+            return issued * yardstick.rows
         return min(one.cycles, issued or one.cycles) * yardstick.code
 
     def cross(one) -> float:
@@ -691,8 +692,6 @@ def whole_run(rows: list[dict]) -> dict:
         return None if None in [ms for ms, _ in each] else sum(ms * n for ms, n in each) / 1e3
 
     totals = {
-        "low_seconds": seconds("low_ms"),
-        "high_seconds": seconds("high_ms"),
         "train_seconds": seconds("predicted_ms"),
         "train_link_floor_seconds": seconds("link_floor_ms"),
         "train_moved_floor_seconds": seconds("moved_floor_ms"),
@@ -702,7 +701,9 @@ def whole_run(rows: list[dict]) -> dict:
     for row in training if known else ():
         parts.update({part: row["steps"] * ms / 1e3 for part, ms in row["functions_ms"].items()})
     return {
-        "sum_seconds": None if None in totals.values() else sum([*totals.values()][2:]),
+        "sum_seconds": None if None in totals.values() else sum(totals.values()),
+        "low_seconds": seconds("low_ms"),
+        "high_seconds": seconds("high_ms"),
         **totals,
         "eval_seconds": seconds("predicted_ms", [row for row in rows if row["name"] == "eval"]),
         "components": dict(parts) if known else None,
@@ -773,10 +774,9 @@ def verdict(report: dict) -> tuple[bool, list[str]]:
 
 
 def preflight(cfg, args, command="", say=T.tell) -> bool:
-    """Compile the run's programs, or those in args.program, for absent hardware (args.target), and
-    report what they need; whether they fit. args.dump gets preflight.json and the optimized HLO of
-    each program, args.save the executables; args: see main."""
-    target, names = args.target, [*dict.fromkeys(args.program)]
+    """Compile the run's programs (or args.program) for args.target and report what they need;
+    whether they fit. args.dump gets preflight.json and all HLO, args.save the executables."""
+    names = [*dict.fromkeys(args.program)]
     dump = Path(args.dump) if args.dump else None
     if dump:
         dump.mkdir(parents=True, exist_ok=True)
@@ -788,7 +788,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         else:
             before = os.environ.get("LIBTPU_INIT_ARGS", "")
             os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
-        devices = absent_devices(target)
+        devices = absent_devices(args.target)
         cfg, mesh = T.make_mesh(cfg, devices)
         kernels, reason = T.pick_kernels(cfg, devices[0], mesh.size)
         say(f"kernels: {reason}")
@@ -805,7 +805,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         "command": command,
         "source_sha256": hashlib.sha256(Path(T.__file__).read_bytes()).hexdigest(),
         "versions": T.versions(),
-        "target": target,
+        "target": args.target,
         "device_kind": devices[0].device_kind,
         "devices": mesh.size,
         "kernels": reason,
@@ -818,7 +818,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
     fits, lines = verdict(report)
     if args.save:
-        lines.append(f"saved: copy {args.save} to {target}, and run train_gpt.py --cache with it")
+        lines.append(f"saved: copy {args.save} to {args.target}, and train with --cache DIR there")
     say("\n" + "\n".join([describe(report), "", *lines]))
     return fits
 

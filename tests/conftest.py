@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # tests keep no programs
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache.compilation_cache import reset_cache  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,6 +54,18 @@ def interruptible():
     """After a test that has called the command line, Ctrl-C means what it means to pytest."""
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def program_cache():
+    """jax's settings of where it keeps programs, which come back after the test."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    reset_cache()
+    yield before
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
 
 
 BOS = 96  # of the small vocabulary

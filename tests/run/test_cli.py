@@ -220,9 +220,7 @@ def test_errors_of_a_run_end_in_one_line_that_says_what_to_do(main, monkeypatch,
             main("tiny")
 
 
-def test_programs_are_kept_in_the_users_cache_or_where_the_user_says(main, monkeypatch):
-    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-    before = {name: getattr(jax.config, name) for name in names}
+def test_programs_are_kept_where_the_user_says(main, program_cache, monkeypatch):
     seen = []
     monkeypatch.setattr(T, "train", lambda *_: seen.append(jax.config.jax_compilation_cache_dir))
     monkeypatch.setenv("HOME", "/home/me")
@@ -230,9 +228,7 @@ def test_programs_are_kept_in_the_users_cache_or_where_the_user_says(main, monke
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     for options in (["--cache", "off"], [], ["--cache", "a/b"]):
         main("tiny", *options)
-    for name, value in before.items():
-        jax.config.update(name, value)
-    own = before["jax_compilation_cache_dir"]
+    own = program_cache["jax_compilation_cache_dir"]
     assert seen == [own, own, "/home/me/.cache/train_gpt", "a/b"]
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import jax
 import preflight
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from programs import CFG, mesh_of, quick_compilation
 from training import BRIEF
 
@@ -82,24 +81,16 @@ def test_what_does_not_fit_once_it_has_compiled_is_refused(monkeypatch):
     assert made and " GiB of the 80.0 GiB of a device: use some of --set recompute=1 " in line
 
 
-def test_the_trainer_finds_executables_that_were_saved(monkeypatch, tmp_path, capsys):
+def test_the_trainer_finds_saved_executables(program_cache, monkeypatch, tmp_path, capsys):
     """Of a CPU, for which jax's cache works as for TPUs; others are compiled, and that is said."""
     monkeypatch.setattr(T, "PRESETS", {"brief": BRIEF, "other": replace(BRIEF, mlp_width=48)})
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices())
-    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-    before = {name: getattr(jax.config, name) for name in names}
     said = []
-    try:
-        reset_cache()
-        with quick_compilation():
-            assert preflight.main(["v6e-8", "brief", "--save", str(tmp_path / "new/dir")]) == 0
-            for cfg in T.PRESETS.values():
-                mesh = T.make_mesh(cfg)[1]
-                T.compile_all(cfg, mesh, T.pick_kernels(cfg, jax.devices()[0], 8)[0], said.append)
-    finally:
-        reset_cache()
-        for name, value in before.items():
-            jax.config.update(name, value)
+    with quick_compilation():
+        assert preflight.main(["v6e-8", "brief", "--save", str(tmp_path / "new/dir")]) == 0
+        for cfg in T.PRESETS.values():
+            mesh = T.make_mesh(cfg)[1]
+            T.compile_all(cfg, mesh, T.pick_kernels(cfg, jax.devices()[0], 8)[0], said.append)
     assert f"saved: copy {tmp_path}/new/dir to v6e-8" in capsys.readouterr().out
     count = len(T.programs(BRIEF, mesh, T.PLAIN))
     ready = [re.match(r"(\d+) of \d+ programs are ready, (\d+) were in", line) for line in said]
