@@ -1,7 +1,7 @@
 """nanoGPT's CPU example and `tiny` on the same text and the same cores, one after the other.
 
     git clone https://github.com/karpathy/nanoGPT    # MIT; needs torch, in a Python of its own
-    python records/beside_nanogpt.py nanoGPT TEXT.txt [--python PYTHON]
+    python records/beside_nanogpt.py nanoGPT TEXT.txt [--python PYTHON] [--device cuda]
 
 nanoGPT trains as its README says for CPUs; ours is 96 wide, enough for bytes. Both are validated on
 the whole last tenth of the text (ASCII), in blocks of 64 characters, each without what stands
@@ -10,6 +10,7 @@ before it. Ours starts with nothing kept: tokens and compilation count. Neither 
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.
 from train_gpt import Parser, UserError, need, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 450  # of ours
-NANO = """train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
+STEPS = 450  # of ours; each reads 1,024 bytes, of nine tenths of the text
+NANO = """train.py config/train_shakespeare_char.py --compile=False --eval_iters=20
 --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 --out_dir=out-beside""".split()
 VALIDATE = """
@@ -49,12 +50,12 @@ def run(command: list, folder: Path) -> tuple[str, float]:
     return done.stdout, time.perf_counter() - start
 
 
-def train_nanogpt(folder: Path, text: str, python: str) -> tuple[float, float, float]:
+def train_nanogpt(folder: Path, text: str, python: str, device="cpu") -> tuple[float, ...]:
     """(loss, seconds of training, seconds in all). An iteration that evaluates counts as others."""
     data = folder / "data/shakespeare_char"
     (data / "input.txt").write_text(text)
     _, prepared = run([python, "prepare.py"], data)
-    said, seconds = run([python, *NANO], folder)
+    said, seconds = run([python, *NANO, f"--device={device}"], folder)
     times = [float(ms) for ms in re.findall(r"iter \d+: .*time ([\d.]+)ms", said)]
     loss, _ = run([python, "-c", VALIDATE], folder)
     trained = len(times) * sorted(times)[len(times) // 2] / 1000
@@ -81,6 +82,7 @@ def main(argv=None):
     parser = Parser(prog="beside_nanogpt.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("nanogpt", type=Path, metavar="FOLDER", help="a clone of nanoGPT")
     parser.add_argument("text", type=Path, metavar="TEXT.txt")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--python", default=sys.executable, help="one with torch, for nanoGPT")
     args = parser.parse_args(argv)
     place = args.nanogpt / "data/shakespeare_char"
@@ -89,11 +91,11 @@ def main(argv=None):
         text = args.text.read_text(encoding="ascii")
     except UnicodeDecodeError as error:
         raise UserError(f"{args.text}: not ASCII ({error.reason})") from None
-    least = STEPS * 1200  # nine tenths of it are 1,024 bytes for each step, and some more
-    need(len(text) >= least, f"{args.text}: {STEPS} steps need {least:,} characters")
+    need(len(text) >= 1200 * STEPS, f"{args.text}: less than {1200 * STEPS:,} characters")
+    os.environ["JAX_PLATFORMS"] = args.device
     with tempfile.TemporaryDirectory() as folder:
         rows = {"ours": train_ours(Path(folder), text)}
-    rows["nanoGPT"] = train_nanogpt(args.nanogpt.resolve(), text, args.python)
+    rows["nanoGPT"] = train_nanogpt(args.nanogpt.resolve(), text, args.python, args.device)
     print("| | nats a character | bits | training | in all |\n|---|---|---|---|---|")
     for name, (loss, trained, seconds) in rows.items():
         row = f"{name} | {loss:.4f} | {loss / math.log(2):.3f} | {trained:.1f} s | {seconds:.1f} s"

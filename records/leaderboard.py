@@ -98,8 +98,7 @@ def record_row(number: int, record: Record) -> dict:
 def predicted_row(root: Path, path: Path) -> dict:
     """What preflight.py said of hardware that nobody has timed yet; of GPUs it knows no times."""
     report = C.read_json(path)
-    names = "train_seconds", "train_link_floor_seconds", "train_moved_floor_seconds"
-    parts = [report["predicted"][name] for name in names]
+    parts = [report["predicted"][f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
     known = None not in parts
     band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**report["predicted"]) if known else ""
     peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])

@@ -793,9 +793,8 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         kernels, reason = T.pick_kernels(cfg, devices[0], mesh.size)
         say(f"kernels: {reason}")
         every = [*T.programs(cfg, mesh, kernels)]
-        for name in names:
-            if name not in every:
-                raise T.UserError(f"--program {name}: there are {', '.join(every)}")
+        there = f"--program {' '.join(names)}: there are {', '.join(every)}"
+        T.need({*names} <= {*every}, there)
         rows = []
         for name in names or every:
             say(f"compiling {name}")

@@ -29,7 +29,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, capsys):
         (tmp_path / name).write_bytes(content)
     for clone, text, says in [
         (tmp_path / "none", "short.txt", "none/data/shakespeare_char: name a clone of github"),
-        (tmp_path, "short.txt", "450 steps need 540,000 characters"),
+        (tmp_path, "short.txt", "less than 540,000 characters"),
         (tmp_path, "other.txt", "other.txt: not ASCII"),
         (tmp_path, "missing.txt", "No such file"),
     ]:
