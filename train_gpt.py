@@ -786,6 +786,8 @@ def exclude_self(y_btnv, v_btnv, gates_btn):
 class HeadInputs(NamedTuple):
     """What the heads of a layer get beside their queries, keys and values."""
 
+    added_btd: jax.Array | None  # added to v; a narrow head takes the first half of its part,
+    added_gates_btn: jax.Array | None  # times this factor
     xsa_btn: jax.Array | None  # gates of exclude_self
     gates_btn: jax.Array | None  # factors on the outputs of heads
     segments_bt: jax.Array
@@ -797,10 +799,13 @@ def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
     """QK norm, rotation, attention, XSA and gates of one layer: [b, t, n v_width]. `qkv_btp` holds
     side by side q, k [n qk_width] and v [n v_width]. `attend` has the contract of attend_plain.
     This is the plain form of Kernels.attend; a kernel may do all of it at once."""
-    xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
+    added_btd, added_gates_btn, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     b, t, _ = qkv_btp.shape
     n, h = heads.count, heads.qk_width
     q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv_btp, (n * h, 2 * n * h), axis=-1))
+    if added_btd is not None:
+        parts = added_btd.reshape(b, t, n, -1)[..., : heads.v_width]
+        v = mix((1.0, v), (added_gates_btn[..., None], parts))
     tables = rope_tables(freqs, positions(t, heads), h)
     q = rope(norm(q), *tables)
     k = rope(norm(k), *tables)
@@ -850,8 +855,9 @@ def gate(x_btd, weights_ng):
 
 def smear(x_btd, weights_ng, strength):
     """Every token takes a little of the one before it, by a gate (record 34)."""
-    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
-    return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
+    has_one = (jnp.arange(x_btd.shape[1]) > 0)[None, :, None]
+    amount = strength * gate(x_btd, weights_ng) * has_one
+    return mix((1.0, x_btd), (amount, jnp.roll(x_btd, 1, axis=1)))
 
 
 def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
@@ -873,15 +879,15 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
 
 
 def gated_values(model: Model, i: int, x_btd, values):
-    """What layer `i` adds to its v: the tokens' rows of its value table, times a gate a head,
-    2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row (value
+    """What layer `i` adds to its v, see HeadInputs: (the tokens' rows of its value table, a gate a
+    head: 2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row) (value
     residual of Zhou et al. 2024; records 14, 55)."""
     at = model.cfg.layers_with("values").index(i)
     weights_ng = model.params["value_gate"][at]
     values_btd = values[at]
     half = weights_ng.shape[1] // 2
     looks_btg = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
-    return model.kernels.blend(None, 2 * gate(looks_btg, weights_ng)[:, :, None], (values_btd,))
+    return values_btd, 2 * gate(looks_btg, weights_ng)
 
 
 def post_lambdas(model: Model, i: int):
@@ -901,22 +907,17 @@ def projection(model: Model, i: int, heads: Heads):
     return mix((params["qkv_lambda"][i], weights_pd))
 
 
-def attention(model: Model, i: int, x_btd, added_btd, gates):
-    """What the attention of layer `i` adds to the stream, from norm(x). `added_btd`, if not None,
-    is added to v (a narrow head takes the first half of its part). `gates`: see token_gates."""
+def attention(model: Model, i: int, x_btd, added: tuple, gates):
+    """What the attention of layer `i` adds to the stream, from norm(x). `added` are the first two
+    of HeadInputs. `gates`: see token_gates."""
     cfg, hyper = model.cfg, model.hyper
     heads = heads_of(cfg, i, model.windows)
     wide = int(cfg.layers[i].attends == "long")
     with jax.named_scope(f"attention{i}"):
         qkv_btp = norm(x_btd) @ projection(model, i, heads).T
-        if added_btd is not None:
-            parts = jnp.split(added_btd, cfg.heads, axis=-1)
-            added = jnp.concatenate([x[..., : heads.v_width] for x in parts], axis=-1)
-            others = qkv_btp.shape[-1] - added.shape[-1]
-            added = jnp.pad(added, ((0, 0), (0, 0), (others, 0)))
-            qkv_btp = mix((1.0, qkv_btp), (1.0, added))
         own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
-        inputs = HeadInputs(*own_gates, model.segments_bt, hyper.freqs[wide], hyper.scales[wide])
+        others = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
+        inputs = HeadInputs(*added, *own_gates, *others)
         y_btp = model.kernels.attend(heads, qkv_btp, inputs)
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
@@ -956,7 +957,8 @@ def mudd_layer(model: Model, x, start, source, rows, gates):
         jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
         for of_values in (mu.values_left, mu.values_right)
     ]
-    added = model.kernels.blend(None, jnp.stack(both, axis=-1), (start, source, x, values))
+    added_btd = model.kernels.blend(None, jnp.stack(both, axis=-1), (start, source, x, values))
+    added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))
     x = mix(
         (mu.keep_attention * (1 + mu.x_x), x),
         (mu.keep_attention * mu.x_start + mu.start, start),
@@ -1019,7 +1021,7 @@ def forward(model: Model, rows: dict):
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
         seen = outputs[cfg.source] if i > cfg.source else x
-        added = gated_values(model, i, norm(seen), values) if layer.values else None
+        added = gated_values(model, i, norm(seen), values) if layer.values else (None, None)
         x = mix(*terms)
         if layer.attends:
             x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
@@ -1579,8 +1581,8 @@ def sign_pool(cfg: Config, seed):
 
 def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
     """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids."""
-    ids_ibt = sign_ids(hashed_bt, cfg.sign_rows)
-    return sum(signs[ids_ibt[i]].astype(ngrams_bitd.dtype) * ngrams_bitd[:, i] for i in range(2))
+    signs_bitd = jnp.stack([signs[ids_bt] for ids_bt in sign_ids(hashed_bt, cfg.sign_rows)], axis=1)
+    return jnp.sum(signs_bitd.astype(ngrams_bitd.dtype) * ngrams_bitd, axis=1)
 
 
 def exchange(x):
@@ -1732,11 +1734,9 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
         """(gradients of x and of the head, plain sum of losses)."""
 
         def loss(x_btd, head):
-            weights_k = hyper.weights[: len(stage.weights)]
-            prefix = hyper.prefix if any(stage.prefix) else None
-            args = model(weights, rows), x_btd, head, rows.aims
-            weighted, plain = loss_sums(*args, weights_k, prefix)
-            return weighted / stage.rows, plain
+            weights_k = hyper.weights[: len(stage.weights)] / stage.rows
+            prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
+            return loss_sums(model(weights, rows), x_btd, head, rows.aims, weights_k, prefix)
 
         head_vd = tables["head"]
         ids = rows.aims.candidates
@@ -3491,14 +3491,13 @@ def document_starts(segments_bt):
 # the projection left them, [t, n h] and never [n, t, h]: what costs most around other kernels is
 # not attention but transposing arrays, and QK norm and rotation as passes of their own. Here they
 # are done once for each block, and rotated keys and values of the blocks that the window can reach
-# wait in rings in VMEM (3 MiB at a window of 640; 14 in the backward pass, with their gradients).
+# wait in rings in VMEM (3 MiB at a window of 640; 17 in the backward pass, with their gradients).
 # Scores are kept as [keys, queries], so that what there is one of for each query (sum, gate, start
 # of the document) is a row, and costs nothing to broadcast: queries, outputs and all gradients
-# stand, [h, queries], and there XSA and gates are a few sums over rows. QK norm bounds the scores:
-# no running maximum. Blocks that hold no visible key are skipped.
+# stand, [h, queries], and there QK norm, rotation, XSA and gates are a few sums over rows. QK norm
+# bounds the scores: no running maximum. Blocks that hold no visible key are skipped.
 #
-# The hardware's tiles have 128 columns: one wide head, or two narrow ones, which are normed,
-# rotated and stored together.
+# The hardware's tiles have 128 columns: one wide head, or two narrow ones, which come together.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
@@ -3506,6 +3505,7 @@ ONES = 16  # rows of ones under the values: with them one matmul also sums the w
 # Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more):
 # the sum of 4096 exponentials of them stays within float32.
 MAX_SCORE = 48.0
+OF_HEADS = "added_gates", "shares", "gates"  # arrays [b, n, t] that window_attention may have
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB
 
 
@@ -3595,8 +3595,8 @@ class Plan:
 
     @property
     def delay(self) -> int:
-        """After how many steps of the backward pass a block is complete."""
-        return self.slots - 1 + self.heads.offset
+        """After how many steps of the backward pass a block leaves: when it is complete."""
+        return self.slots + self.heads.offset
 
     def ring_bytes(self, dtype) -> int:
         """VMEM of the rings of window_backward: three of `dtype` and three of float32."""
@@ -3623,31 +3623,32 @@ class Plan:
         kind = "_paired" * self.heads.paired + "_offset" * self.heads.offset
         return f"window_{direction}_{self.heads.window}_{h}_{v}{kind}"
 
-    def across(self, array, at: Callable, width: int = 0, start: int = 0) -> tuple:
-        """For run_kernel: at step i block at(i) of an array [b, t, columns], or of some columns."""
+    def across(self, array, at: Callable) -> tuple:
+        """For run_kernel: at step i block at(i) of an array [b, t, columns]."""
         if array is None:
             return (None,)
-        width = width or array.shape[2]
-        alike = array.shape[0] == 1  # for all rows of the batch
-        block = 1, self.block, width
-        return array, block, lambda b, i, *_: (0 if alike else b, at(i), start // width)
+        return array, (1, self.block, array.shape[2]), lambda b, i, *_: (b, at(i), 0)
 
     def along(self, array, at: Callable) -> tuple:
-        """The same of an array [b, rows, t]."""
+        """The same of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
         if array is None:
             return (None,)
-        return array, (1, array.shape[1], self.block), lambda b, i, *_: (b, 0, at(i))
+        alike = array.shape[0] == 1
+        block = 1, array.shape[1], self.block
+        return array, block, lambda b, i, *_: (0 if alike else b, 0, at(i))
+
+    def tables_of(self, ref, c: int):
+        """cos and sin [h / 2, block] of head c: two heads of a pair stand at different places."""
+        half = self.heads.qk_width // 2
+        at = half * (c % 2) if self.heads.paired else 0
+        sines = ref.shape[1] // 2
+        return ref[0, at : at + half], ref[0, sines + at : sines + at + half]
 
 
 def window_plan(heads: Heads, t: int, interpret: bool = False) -> Plan:
     """The Plan for rows of `t` tokens."""
     heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
     return Plan(heads, math.gcd(t, 256), interpret)
-
-
-def visits(i, j: int, earliest):
-    """Whether block i of the queries visits block i - j of the keys, see Plan.earliest."""
-    return i - j >= earliest
 
 
 def times(a, b, transpose: bool = False):
@@ -3667,9 +3668,9 @@ def collect(ref, at: tuple, value, anew: bool):
     ref[at] = value if anew else ref[at] + value
 
 
-def tiles(width: int) -> list[slice]:
-    """The tiles of `width` columns."""
-    return [slice(x, x + LANES) for x in range(0, width, LANES)]
+def tiles(width: int, start: int = 0) -> list[slice]:
+    """The tiles of `width` columns from `start` on."""
+    return [slice(x, x + LANES) for x in range(start, start + width, LANES)]
 
 
 def heads_in(lanes: slice, h: int) -> list[tuple[int, slice]]:
@@ -3683,57 +3684,52 @@ def part_of(c: int, h: int) -> slice:
     return slice(c * h, (c + 1) * h)
 
 
-def swap_halves(x, h: int):
-    """A tile with the halves of every head exchanged."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    column = lax.rem(lax.broadcasted_iota(jnp.int32, (1, LANES), 1), h)
-    ahead = pltpu.roll(x, LANES - h // 2, 1)
-    return ahead if h == LANES else jnp.where(column < h // 2, ahead, pltpu.roll(x, h // 2, 1))
+def standing(ref, lanes: slice):
+    """A tile of a block [1, block, columns] with its columns as rows: [LANES, block], float32."""
+    return ref[0, :, lanes].T.astype(jnp.float32)
 
 
-def means(x, h: int, dtype):
-    """The mean of every head of a tile [t, LANES], float32, in all of its columns: a matmul. The
-    MXU has nothing else to do then; with sums over lanes the forward pass takes a fifth more. What
-    is summed is rounded to `dtype` first, which changes a mean of 128 by about 2^-12."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
-    same = lax.div(row, h) == lax.div(column, h)
-    return times(x.astype(dtype), jnp.where(same, 1 / h, 0.0).astype(dtype))
+def inverse_size(x):
+    """What norm multiplies a standing head [h, block] with: [1, block]."""
+    return lax.rsqrt(dot(x, x) / len(x) + 2.0**-23)
 
 
-def rotate(x, turn, h: int):
-    """QK norm and rotation of the heads of a tile, rope(norm(x)), float32; `turn`: its tables."""
-    wide, (cos, sin) = x.astype(jnp.float32), (turn[:, lanes] for lanes in tiles(2 * LANES))
-    size = lax.rsqrt(means(wide * wide, h, x.dtype) + 2.0**-23)
-    return (wide * cos + swap_halves(wide, h) * sin) * size
+def turn(left, right, cos, sin):
+    """Both halves of a head, rotated; of (right, left) and swapped again it is the way back."""
+    return left * cos + right * sin, right * cos - left * sin
 
 
-def rotate_grad(grad, x, turn, h: int):
+def rotate(x, cos, sin, factor=1.0):
+    """factor * rope(norm(x)) of a standing head, float32."""
+    halves = turn(*jnp.split(x, 2), cos, sin)
+    return jnp.concatenate(halves) * (factor * inverse_size(x))
+
+
+def rotate_grad(grad, x, cos, sin, factor):
     """The gradient of `x` from that of rotate(x)."""
-    wide, (cos, sin) = x.astype(jnp.float32), (turn[:, lanes] for lanes in tiles(2 * LANES))
-    size = lax.rsqrt(means(wide * wide, h, x.dtype) + 2.0**-23)
-    grad, wide = grad * cos + swap_halves(grad * sin, h), wide * size
-    return (grad - wide * means(grad * wide, h, x.dtype)) * size
+    left, right = jnp.split(grad, 2)
+    right, left = turn(right, left, cos, sin)
+    grad = jnp.concatenate([left, right])
+    size = inverse_size(x)
+    along = dot(grad, x) * (size**2 / len(x))
+    return (grad - x * along) * (factor * size)
 
 
-def still(h: int, axis: int):
-    """Which columns (axis 1) or rows of a tile do not rotate in wide heads, bool [1, LANES]."""
-    shape = (LANES, 1) if axis == 0 else (1, LANES)
-    return lax.rem(lax.broadcasted_iota(jnp.int32, shape, axis), h // 2) >= h // 4
+def still(h: int):
+    """Which rows of a standing wide head do not rotate, bool [h, 1]."""
+    return lax.rem(lax.broadcasted_iota(jnp.int32, (h, 1), 0), h // 2) >= h // 4
 
 
-def rotated_key(plan: Plan, r, lanes: slice, turn):
-    """The keys of a tile in the current block, with the offset; r.last keeps their last row."""
+def offset_key(r, c: int, k):
+    """key_offset of the standing head c; r.last has that of the block before, one token on."""
     from jax.experimental.pallas import tpu as pltpu
 
-    h = plan.heads.qk_width
-    k = rotate(r.k[0, :, lanes], turn, h)
-    if not plan.heads.offset:
-        return k
-    before = jnp.where(r.i == 0, k[:1], r.last[:1, lanes])
-    r.last[:1, lanes] = k[-1:]
-    row = lax.broadcasted_iota(jnp.int32, k.shape, 0)
-    return jnp.where(still(h, 1), jnp.where(row == 0, before, pltpu.roll(k, 1, 0)), k)
+    rows = part_of(c, len(k))
+    moved = pltpu.roll(k, 1, 1)
+    before = jnp.where(r.i == 0, k, r.last[rows])
+    r.last[rows] = moved
+    column = lax.broadcasted_iota(jnp.int32, k.shape, 1)
+    return jnp.where(still(len(k)), jnp.where(column == 0, before, moved), k)
 
 
 def first_keys(plan: Plan, i, starts):
@@ -3759,17 +3755,17 @@ def visible(plan: Plan, first, i, j: int, c: int, o: int):
 def window_forward(plan: Plan, arrays: dict, save: bool = True):
     """(y [b, t, n v], all that window_backward needs, if asked to `save`); one grid step a block.
     Saved are log_sums, log2 of the softmax sums [b, n, t], standing outputs of attention alone
-    saved_y [b, n v, t], and queries and keys as they met, saved_q [b, n h, t] and saved_k [b, t, n
-    h]: to rotate them again would take a quarter of its time. The references of `body`: q, k [1,
-    block, n h], v [1, block, n v]: columns of qkv tables [1, block, 2 LANES]: cos, cos of the heads
-    of a tile, then sin, -sin starts [1, 1, block]: the place in its row where the document of each
-    token begins earliest [b, blocks]: the block in which the document of each block's first token
-    begins shares, gates [1, n, block]: float32, tanh of the lanes of XSA, factors on outputs; or
-    None scale [1]; y [1, block, n v], saved_q, saved_k, saved_y, log_sums: outputs keys [slots, n,
-    block, h]: ring of rotated keys values [slots, n, v + ONES, block]: ring of standing values,
-    with rows of ones below queries [n h, block]: rotated, scaled, standing sums [n, v + ONES,
-    block]: float32, of weighted values; row v: of weights last [8, n h]: float32, row 0: the last
-    rotated keys of the block before"""
+    saved_y [b, n v, t], and queries, keys and values as they met: saved_q [b, n h, t], saved_k [b,
+    t, n h], saved_v [b, t, n v]. The references of `body`: qkv [1, block, columns], see
+    attend_heads; tables: see Plan.tables_of; starts [1, 1, block]: the place in its row where the
+    document of each token begins; earliest [b, blocks]: the block in which the document of each
+    block's first token begins; added [1, block, n LANES], or None; added_gates, shares, gates [1,
+    n, block], float32: its factors, tanh of the gates of XSA, factors on outputs; or None; scale
+    [1]; y [1, block, n v], saved_q, saved_k, saved_v, saved_y, log_sums: outputs; keys [slots, n,
+    block, h]: ring of rotated keys; values [slots, n, v + ONES, block]: ring of standing values,
+    with rows of ones below; queries [n h, block]: rotated, scaled, standing; sums [n, v + ONES,
+    block], float32: of weighted values, and in row v of weights; last [n h, block], float32: see
+    offset_key."""
     from jax.experimental import pallas as pl
 
     (n, h, v, block), slots = plan.sizes, plan.slots
@@ -3778,28 +3774,40 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     def body(r):
         i = r.i
         slot = lax.rem(i, slots)
-        first, turn = first_keys(plan, i, r.starts[0]), r.tables[0].astype(jnp.float32)
+        first = first_keys(plan, i, r.starts[0])
 
         @pl.when((r.row == 0) & (i == 0))
         def start():
             r.values[:, :, v:] = jnp.ones((slots, n, ONES, block), dtype)
 
-        for lanes in tiles(n * h):
-            k = rotated_key(plan, r, lanes, turn).astype(dtype)
-            q = rotate(r.q[0, :, lanes], turn, h) * (r.scale[0] * LOG2E)
+        for lanes, of_k in zip(tiles(n * h), tiles(n * h, n * h), strict=True):
+            qs, ks = standing(r.qkv, lanes), standing(r.qkv, of_k)
+            heads = []
+            for c, own in heads_in(lanes, h):
+                tables = plan.tables_of(r.tables, c)
+                q = rotate(qs[own], *tables, r.scale[0] * LOG2E)
+                r.queries[part_of(c, h)] = q.astype(dtype)
+                k = rotate(ks[own], *tables)
+                heads.append(offset_key(r, c, k) if plan.heads.offset else k)
+            k = jnp.concatenate(heads).astype(dtype).T
             for c, own in heads_in(lanes, h):
                 r.keys[slot, c] = k[:, own]
-            r.queries[lanes] = q.T.astype(dtype)
             if save:
-                r.saved_q[0, lanes], r.saved_k[0, :, lanes] = r.queries[lanes], k
-        for lanes in tiles(n * v):
-            standing = r.v[0, :, lanes].T
+                r.saved_q[0, lanes] = r.queries[lanes]
+                r.saved_k[0, :, lanes] = k
+        for lanes, of_v in zip(tiles(n * v), tiles(n * v, 2 * n * h), strict=True):
+            vs = standing(r.qkv, of_v)
             for c, own in heads_in(lanes, v):
-                r.values[slot, c, :v] = standing[own]
+                added = 0.0
+                if r.added is not None:
+                    added = r.added_gates[0, c : c + 1] * standing(r.added, part_of(c, LANES))[:v]
+                r.values[slot, c, :v] = (vs[own] + added).astype(dtype)
+            if save:
+                vs = [r.values[slot, c, :v] for c, _ in heads_in(lanes, v)]
+                r.saved_v[0, :, lanes] = jnp.concatenate(vs).T
 
         def look_back(j: int):
             (keys, queries), at = plan.part(j), lax.rem(i - j + slots, slots)
-
             # All scores first: the compiler keeps this order, and so has work to fill the wait for
             # each matmul. Head by head this takes twice as long.
             scores = [
@@ -3813,7 +3821,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
 
         look_back(0)
         for j in range(1, slots):
-            pl.when(visits(i, j, r.earliest[r.row, i]))(functools.partial(look_back, j))
+            pl.when(i - j >= r.earliest[r.row, i])(functools.partial(look_back, j))
         for lanes in tiles(n * v):
             ys = []
             for c, _ in heads_in(lanes, v):
@@ -3835,18 +3843,15 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     def saved(shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype) if save else None
 
-    qkv = arrays["qkv"]
     inputs = {
-        "q": plan.across(qkv, here, n * h),
-        "k": plan.across(qkv, here, n * h, n * h),
-        "v": plan.across(qkv, here, n * v, 2 * n * h),
-        "tables": plan.across(arrays["tables"], here),
-        **{name: plan.along(arrays[name], here) for name in ("starts", "shares", "gates")},
+        **{x: plan.across(arrays[x], here) for x in ("qkv", "added")},
+        **{x: plan.along(arrays[x], here) for x in ("tables", "starts", *OF_HEADS)},
     }
     outputs = {
         "y": plan.across(jax.ShapeDtypeStruct((b, t, n * v), dtype), here),
         "saved_k": plan.across(saved((b, t, n * h)), here),
         "saved_q": plan.along(saved((b, n * h, t)), here),
+        "saved_v": plan.across(saved((b, t, n * v)), here),
         "saved_y": plan.along(saved((b, n * v, t)), here),
         "log_sums": plan.along(saved((b, n, t), jnp.float32), here),
     }
@@ -3855,7 +3860,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
         "values": ((slots, n, v + ONES, block), dtype),
         "queries": ((n * h, block), dtype),
         "sums": ((n, v + ONES, block), jnp.float32),
-        "last": ((8, n * h), jnp.float32),
+        "last": ((n * h, block), jnp.float32),
     }
     scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
     args = body, (b, t // block), scalars, inputs, outputs, scratch, plan.interpret
@@ -3865,17 +3870,17 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
 
 @functools.partial(jax.jit, static_argnums=0)
 def window_backward(plan: Plan, kept, y_grad):
-    """The gradients of qkv, shares and gates; other arrays have none. Grid step i takes block i of
-    the queries through all blocks that they can see, whose gradients collect in rings. What block i
+    """The gradients of qkv, added and OF_HEADS; others have none. Grid step i takes block i of the
+    queries through all blocks that they can see, whose gradients collect in rings. What block i
     - delay was missing has then arrived, and it leaves, all its columns together: concatenated
     outside, they would be copied once more. With the key offset the first row of the next block is
-    needed too, one step later. The references of `body`: v, starts, shares, gates, scale, earliest,
-    log_sums, saved_q, saved_k, saved_y: as in window_forward, of block i; y_grad [1, block, n v]
-    likewise old_q, old_k, old_tables: of block i - delay qkv [1, block, columns of qkv], of block i
-    - delay; share_grads, gate_grads, of i: outputs keys [ring, n, block, h], values [ring, n,
-    block, v], standing_keys [ring, n h, block] k_grads, q_grads [ring, n h, block], v_grads [ring,
-    n v, block]: float32, standing y_grads [n v, block]: standing, of the output of attention
-    alone"""
+    needed too, one step later. The references of `body`: starts, shares, gates, scale, earliest,
+    log_sums, saved_q, saved_k, saved_v, saved_y: as in window_forward, of block i; y_grad [1,
+    block, n v] likewise; old_qkv, old_tables, old_added, old_added_gates: of block i - delay;
+    qkv_grad, added_grads, added_gate_grads, of block i - delay, share_grads,
+    gate_grads, of i: outputs; keys [ring, n, block, h], values [ring, n, block, v], standing_keys
+    [ring, n h, block]; k_grads, q_grads [ring, n h, block], v_grads [ring, n v, block]: float32,
+    standing; y_grads [n v, block]: standing, of the output of attention alone."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -3883,8 +3888,10 @@ def window_backward(plan: Plan, kept, y_grad):
     qkv, (b, t, _), dtype = arrays["qkv"], arrays["qkv"].shape, arrays["qkv"].dtype
     blocks, delay, ring = t // block, plan.delay, plan.delay + 1
 
-    def look_back(r, j: int, first, mean):
-        """Block i as queries of block i - j."""
+    def look_back(r, j: int, first, mean, between=None):
+        """Block i as queries of block i - j. `between` gives the vector unit work beside matmuls:
+        a generator that goes on by a step after every pair of heads."""
+        between = between or iter(())
         (keys, queries), at = plan.part(j), lax.rem(r.i - j + ring, ring)
         slot = lax.rem(r.i, ring)
 
@@ -3898,42 +3905,44 @@ def window_backward(plan: Plan, kept, y_grad):
             anew = j == 0 and o < plan.half
             collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, anew)
 
-        waiting = None
+        # The matmuls of a pair of heads fill the wait for the scores of the next two.
+        waiting = []
         for c, o in plan.pairs:
             score = times(r.keys[at, o, keys], r.saved_q[0, part_of(c, h), queries])
             value_grad = times(r.values[at, o, keys], r.y_grads[part_of(c, v), queries])
+            if len(waiting) == 2:
+                finish(*waiting.pop(0))
             seen = visible(plan, first, r.i, j, c, o)
             score -= r.log_sums[0, c : c + 1, queries]
             weights = jnp.where(seen, jnp.exp2(score), 0.0)
             grad = weights * (value_grad - mean[c][:, queries])
-            # The matmuls of one pair of heads fill the wait for the scores of the next.
-            if waiting:
-                finish(*waiting)
-            waiting = c, o, weights.astype(dtype), grad.astype(dtype)
-        finish(*waiting)
+            waiting.append((c, o, weights.astype(dtype), grad.astype(dtype)))
+            next(between, None)
+        for pair in waiting:
+            finish(*pair)
+        for _ in between:
+            pass
 
     def body(r):
         slot = lax.rem(r.i, ring)
         first = first_keys(plan, r.i, r.starts[0])
         for c in range(n):
             r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
-            r.values[slot, c] = r.v[0, :, part_of(c, v)]
+            r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
         for lanes in tiles(n * h):
             r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
         for lanes in tiles(n * v):
             r.y_grads[lanes] = r.y_grad[0, :, lanes].T
             if r.shares is not None:
-                r.v_grads[slot, lanes] = r.v[0, :, lanes].astype(jnp.float32).T
+                r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
         mean = [undo(r, slot, c) for c in range(n)]
-        look_back(r, 0, first, mean)
-        for j in range(1, slots):
-            visit = functools.partial(look_back, r, j, first, mean)
-            seen = visits(r.i, j, r.earliest[r.row, newest(r.i)])
-            pl.when(seen & (r.i < blocks))(visit)
-
         # What the first blocks that leave write is overwritten by block 0, which comes after them.
         # The last steps have no block i: they repeat the last one, into a slot that nothing reads.
-        leave(r, r.i - delay, lax.rem(r.i + 1, ring))
+        look_back(r, 0, first, mean, leave(r, r.i - delay, lax.rem(r.i + 1, ring)))
+        for j in range(1, slots):
+            visit = functools.partial(look_back, r, j, first, mean)
+            reaches = r.i - j >= r.earliest[r.row, newest(r.i)]
+            pl.when(reaches & (r.i < blocks))(visit)
 
     def undo(r, slot, c: int):
         """Take y_grads of head c back to before gates and XSA, whose gradients it writes. Returns
@@ -3960,25 +3969,46 @@ def window_backward(plan: Plan, kept, y_grad):
         return dot(y, grad)
 
     def leave(r, old, slot):
-        """Write the gradients of block `old`, which collected in `slot`."""
-        turn = r.old_tables[0].astype(jnp.float32)
-        column = lax.broadcasted_iota(jnp.int32, (LANES, block), 1)
-        for lanes in tiles(n * h):
-            grad = r.q_grads[slot, lanes].T * r.scale[0]
-            grad = rotate_grad(grad, r.old_q[0, :, lanes], turn, h)
-            r.qkv[0, :, lanes] = grad.astype(dtype)
-            grad = r.k_grads[slot, lanes]
-            if plan.heads.offset:
-                after = r.k_grads[lax.rem(slot + 1, ring), lanes, :1]
-                after = jnp.where(old + 1 < blocks, after, 0.0)
-                moved = jnp.where(column == block - 1, after, pltpu.roll(grad, block - 1, 1))
-                moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
-                grad = jnp.where(still(h, 0), moved, grad)
-            grad = rotate_grad(grad.T * (1 / LOG2E), r.old_k[0, :, lanes], turn, h)
-            r.qkv[0, :, n * h + lanes.start : n * h + lanes.stop] = grad.astype(dtype)
-        for lanes in tiles(n * v):
-            grad = r.v_grads[slot, lanes].T
-            r.qkv[0, :, 2 * n * h + lanes.start : 2 * n * h + lanes.stop] = grad.astype(dtype)
+        """Write the gradients of block `old`, which collected in `slot`, a tile at each step."""
+
+        def write(lanes, grads):
+            r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(dtype).T
+
+        def added_grad(c, grad):
+            part, row = part_of(c, LANES), (0, slice(c, c + 1))
+            r.added_gate_grads[row] = dot(grad, standing(r.old_added, part)[:v])
+            grad = pad_rows(grad * r.old_added_gates[row], LANES)
+            r.added_grads[0, :, part] = grad.astype(dtype).T
+
+        def key_grad(rows):
+            grad = r.k_grads[slot, rows]
+            if not plan.heads.offset:
+                return grad
+            column = lax.broadcasted_iota(jnp.int32, grad.shape, 1)
+            after = r.k_grads[lax.rem(slot + 1, ring), rows, :1]
+            after = jnp.where(old + 1 < blocks, after, 0.0)
+            moved = jnp.where(column == block - 1, after, pltpu.roll(grad, block - 1, 1))
+            moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
+            return jnp.where(still(h), moved, grad)
+
+        for lanes, of_k in zip(tiles(n * h), tiles(n * h, n * h), strict=True):
+            qs, ks = standing(r.old_qkv, lanes), standing(r.old_qkv, of_k)
+            q_grads = []
+            k_grads = []
+            for c, own in heads_in(lanes, h):
+                rows = part_of(c, h)
+                tables = plan.tables_of(r.old_tables, c)
+                q_grads.append(rotate_grad(r.q_grads[slot, rows], qs[own], *tables, r.scale[0]))
+                k_grads.append(rotate_grad(key_grad(rows), ks[own], *tables, 1 / LOG2E))
+            write(lanes, q_grads)
+            write(of_k, k_grads)
+            yield
+        for lanes, of_v in zip(tiles(n * v), tiles(n * v, 2 * n * h), strict=True):
+            grads = r.v_grads[slot, lanes]
+            write(of_v, [grads])
+            for c, own in heads_in(lanes, v) if r.old_added is not None else ():
+                added_grad(c, grads[own])
+            yield
 
     def newest(i):
         return jnp.minimum(i, blocks - 1)
@@ -3987,17 +4017,17 @@ def window_backward(plan: Plan, kept, y_grad):
         return jnp.maximum(i - delay, 0)
 
     inputs = {
-        "v": plan.across(qkv, newest, n * v, 2 * n * h),
         "y_grad": plan.across(y_grad, newest),
-        "saved_k": plan.across(saved["saved_k"], newest),
-        **{name: plan.along(arrays[name], newest) for name in ("starts", "shares", "gates")},
+        **{x: plan.across(saved[x], newest) for x in ("saved_k", "saved_v")},
+        **{x: plan.along(arrays[x], newest) for x in ("starts", "shares", "gates")},
         **{x: plan.along(saved[x], newest) for x in ("saved_q", "saved_y", "log_sums")},
-        "old_q": plan.across(qkv, oldest, n * h),
-        "old_k": plan.across(qkv, oldest, n * h, n * h),
-        "old_tables": plan.across(arrays["tables"], oldest),
+        **{f"old_{x}": plan.across(arrays[x], oldest) for x in ("qkv", "added")},
+        **{f"old_{x}": plan.along(arrays[x], oldest) for x in ("tables", "added_gates")},
     }
     outputs = {
-        "qkv": plan.across(qkv, oldest),
+        "qkv_grad": plan.across(qkv, oldest),
+        "added_grads": plan.across(arrays["added"], oldest),
+        "added_gate_grads": plan.along(arrays["added_gates"], oldest),
         "share_grads": plan.along(arrays["shares"], newest),
         "gate_grads": plan.along(arrays["gates"], newest),
     }
@@ -4013,7 +4043,8 @@ def window_backward(plan: Plan, kept, y_grad):
     scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
     args = body, (b, blocks + delay), scalars, inputs, outputs, scratch, plan.interpret
     out = run_kernel(plan.name("backward"), *args)
-    grads = {"qkv": out["qkv"], "shares": out.get("share_grads"), "gates": out.get("gate_grads")}
+    grads = {"qkv": out["qkv_grad"], "added": out.get("added_grads")}
+    grads |= {x: out.get(f"{x.removesuffix('s')}_grads") for x in OF_HEADS}
     return (dict.fromkeys(arrays) | grads,)
 
 
@@ -4026,38 +4057,36 @@ def window_attention(plan: Plan, arrays: dict):
 window_attention.defvjp(window_forward, window_backward)
 
 
-def turns(places_tc, freqs):
-    """cos and sin [t, c] of places * freqs, of places that rise evenly from row to row. From those
+def turns(places_kt, freqs_f):
+    """cos and sin [k, f, t] of places * freqs, of places that rise evenly along a row. From those
     of every 128th place and of the first 128, by the addition theorem: cosines of all places and
-    columns would take a v6e longer than some layers."""
-    some = places_tc[::128, None], places_tc[None, :128] - places_tc[:1, None]
-    angles = [x.astype(jnp.float32) * freqs[None] for x in some]
+    frequencies would take a v6e longer than some layers."""
+    some = places_kt[:, None, ::128, None], (places_kt[:, :128] - places_kt[:, :1])[:, None, None]
+    angles = [x.astype(jnp.float32) * freqs_f[None, :, None, None] for x in some]
     (cos_a, cos_b), (sin_a, sin_b) = map(jnp.cos, angles), map(jnp.sin, angles)
     both = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
-    return [x.reshape(places_tc.shape) for x in both]
+    return [x.reshape(*x.shape[:2], -1) for x in both]
 
 
 def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = False):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
     (see pick_kernels). No gradients of freqs and scale. `interpret`: the kernel runs on a CPU."""
-    xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
+    added_btd, added_gates_btn, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     t, h = segments_bt.shape[1], heads.qk_width
     plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
-    # Columns of a tile, of one or two heads; those that stand still turn with frequency 0.
-    column, places = jnp.arange(LANES)[None], positions(t, heads)
-    freqs = jnp.pad(freqs, (0, h // 2 - freqs.shape[0]))[column % (h // 2)]
-    cos, sin = turns(jnp.where(column // h % 2, places[:, -1:], places[:, :1]), freqs)
-    tables = cos, jnp.where(column % h < h // 2, 1, -1) * sin
+    freqs = jnp.pad(freqs, (0, h // 2 - len(freqs)))  # what stands still turns with frequency 0
+    tables = turns(positions(t, heads)[:, : 1 + heads.paired].T, freqs)
     others = {
         "starts": starts[:, None],
         "earliest": plan.earliest(starts),
-        "tables": jnp.concatenate(tables, axis=1).astype(qkv_btp.dtype)[None],
+        "tables": jnp.concatenate(tables).reshape(1, -1, t),
         "scale": jnp.reshape(scale, 1).astype(jnp.float32),
     }
-    shares = None if xsa_btn is None else jnp.tanh(xsa_btn).swapaxes(1, 2)
-    gates = None if gates_btn is None else gates_btn.swapaxes(1, 2)
-    arrays = {"qkv": qkv_btp, "shares": shares, "gates": gates}
+    shares_btn = None if xsa_btn is None else jnp.tanh(xsa_btn)
+    of_heads = dict(zip(OF_HEADS, (added_gates_btn, shares_btn, gates_btn), strict=True))
+    of_heads = {x: y if y is None else y.swapaxes(1, 2) for x, y in of_heads.items()}
+    arrays = {"qkv": qkv_btp, "added": added_btd, **of_heads}
     return window_attention(plan, arrays | jax.tree.map(lax.stop_gradient, others))
 
 
@@ -4104,12 +4133,6 @@ def add_block(r, ref, value):
     return ref[...]
 
 
-def mlp_part(d: int, f: int) -> int:
-    """How many of the hidden units fused_mlp takes at a time: all where blocks are large, else half
-    of them, as of the record's layer with two MLPs: 18 s of a core to compile become 10."""
-    return f if mlp_block(d, f) == 512 or f % (2 * LANES) else f // 2
-
-
 def mlp_block(d: int, f: int) -> int:
     """Tokens of a block of fused_mlp, at most, for d features and f hidden units; 0 if none fit.
     The way back has in VMEM, in bfloat16: weights and their gradients once, also as float32 sums;
@@ -4126,33 +4149,14 @@ def fused_mlp(x_btd, up_fd, down_fd, keep, weight, interpret=False):
     return fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=False)[0]
 
 
-def in_parts(add: Callable, total, shape: tuple[int, int]):
-    """`total` after total = add(part, total) for the parts of the hidden units, see mlp_part."""
-    from jax.experimental import pallas as pl
-
-    f, size = shape[0], mlp_part(*shape[::-1])
-    if size == f:
-        return add(slice(None), total)
-
-    def one(n, total):
-        return add(pl.ds(pl.multiple_of(n * size, LANES), size), total)
-
-    return lax.fori_loop(0, f // size, one, total)
-
-
 def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True):
     """fused_mlp, and what its gradients take."""
 
     def body(r):
-        normed = norm(r.x[...])
-
-        def add(part, y):
-            z = times(normed, r.up[part], transpose=True).astype(r.x.dtype)
-            if save:
-                r.z[:, part] = z
-            return y + times(squared_relu(z), r.down[part])
-
-        y = in_parts(add, jnp.zeros(r.y.shape, jnp.float32), up_fd.shape)
+        z = times(norm(r.x[...]), r.up[...], transpose=True).astype(r.x.dtype)
+        if save:
+            r.z[...] = z
+        y = times(squared_relu(z), r.down[...])
         r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
 
     x_rd, weights = flat(x_btd), {"up": up_fd, "down": down_fd}
@@ -4176,20 +4180,15 @@ def fused_mlp_backward(interpret, kept, y_grad):
         normed, norm_grad = jax.vjp(norm, x)
         normed, twice = normed.astype(dtype), (2 * r.scales[1] * grad).astype(dtype)
 
-        def add(part, sums):
-            x_grad, weight_grad = sums
-            root = jax.nn.relu(r.z[:, part])  # of the hidden units: half of their slope
-            z_grad = root * times(twice, r.down[part], transpose=True).astype(dtype)
-            up_sum = add_block(r, r.up_sum.at[part], times(z_grad.T, normed))
-            down_sum = add_block(r, r.down_sum.at[part], times(jnp.square(root).T, r.grad[...]))
-            r.up_grad[part] = up_sum.astype(dtype)
-            r.down_grad[part] = (r.scales[1] * down_sum).astype(dtype)
-            along = down_sum * r.down[part].astype(jnp.float32)
-            weight_grad += jnp.sum(along, axis=0, keepdims=True)
-            return x_grad + times(z_grad, r.up[part]), weight_grad
-
-        zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros((1, d), jnp.float32)
-        x_grad, r.weight_grad[...] = in_parts(add, zeros, (f, d))
+        root = jax.nn.relu(r.z[...])  # of the hidden units: half of their slope
+        z_grad = root * times(twice, r.down[...], transpose=True).astype(dtype)
+        x_grad = times(z_grad, r.up[...])  # before other matmuls, which norm_grad has beside it
+        up_sum = add_block(r, r.up_sum, times(z_grad.T, normed))
+        down_sum = add_block(r, r.down_sum, times(jnp.square(root).T, r.grad[...]))
+        r.up_grad[...] = up_sum.astype(dtype)
+        r.down_grad[...] = (r.scales[1] * down_sum).astype(dtype)
+        along = down_sum * r.down[...].astype(jnp.float32)
+        r.weight_grad[...] = jnp.sum(along, axis=0, keepdims=True)
         r.x_grad[...] = (r.scales[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
         add_block(r, r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
 

@@ -47,12 +47,13 @@ KINDS = {"narrow": 1, "paired": 2, "long": 3}  # -> a layer of the record: of al
 def record_layer(kind: str, windows: tuple[int, int]) -> tuple[T.Heads, str]:
     """(Heads, parts as layer_shapes takes them) of a layer of the record with these windows."""
     one = RECORD.layers[KINDS[kind]]
-    parts = [name for name, has in (("xsa", one.xsa), ("gates", one.gated)) if has]
+    has = {"added": one.values, "added_gates": one.values, "xsa": one.xsa, "gates": one.gated}
+    parts = [name for name, there in has.items() if there]
     return T.heads_of(RECORD, KINDS[kind], windows), " ".join(parts)
 
 
 def layer_shapes(heads: T.Heads, b: int, t: int, parts: str, dtype, sharding=None):
-    """What layer_inputs draws, as shapes with dtypes; xsa and gates only if in `parts`.
+    """What layer_inputs draws, as shapes with dtypes; all but qkv only if in `parts`.
 
     As in the record, heads with the key offset are whole, in q and k at least, and stand still in
     half of their columns; others are half a head.
@@ -64,6 +65,8 @@ def layer_shapes(heads: T.Heads, b: int, t: int, parts: str, dtype, sharding=Non
 
     arrays = {"qkv": shape(b, t, n * (2 * h + heads.v_width), dtype=dtype)}
     arrays |= {name: shape(b, t, n) for name in parts.split()}
+    if "added" in arrays:
+        arrays["added"] = shape(b, t, n * T.LANES, dtype=dtype)
     freqs = shape(h // 4 if heads.offset else h // 2)
     return arrays, shape(b, t, n * heads.v_width), shape(b, t, dtype=np.int32), freqs
 
@@ -91,7 +94,7 @@ def layer(attend, heads: T.Heads):
     """A Kernels.attend with all but arrays filled in: (arrays, segments, freqs) -> y."""
 
     def run(arrays, segments, freqs):
-        own = arrays.get("xsa"), arrays.get("gates")
+        own = (arrays.get(name) for name in ("added", "added_gates", "xsa", "gates"))
         return attend(heads, arrays["qkv"], T.HeadInputs(*own, segments, freqs, jnp.float32(0.1)))
 
     return run

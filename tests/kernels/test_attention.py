@@ -225,10 +225,10 @@ def test_triton_computes_a_layer_forward_and_backward(t, heads, parts):
 window_heads = functools.partial(T.attend_window, interpret=True)
 
 LAYERS = [  # (row, heads, parts); a block is gcd(row, 256) tokens
-    (384, narrow(2, 150), "xsa"),  # three blocks; of the first only its last half
+    (384, narrow(2, 150), "added added_gates xsa"),  # three blocks; of the first only its last half
     (384, long(1, 256), "xsa gates"),  # exactly two blocks back
     # six heads, or each head would meet heads of its own half of a tile alone
-    (384, paired(6, 201), ""),
+    (384, paired(6, 201), "added added_gates"),
 ]
 MORE_LAYERS = [
     (256, narrow(2, 1000, v_width=128), ""),  # beyond the row, which is one block
@@ -254,11 +254,11 @@ def test_window_computes_a_layer_forward_and_backward(t, heads, parts):
 )
 def test_window_in_16_bits_is_as_exact_as_they_are(heads):
     """The plain form on the same rounded inputs, in float32; 2^-9 is the error of one rounding."""
-    arrays, *rest = layer_inputs(heads, 512, "xsa gates", jnp.bfloat16)
+    arrays, *rest = layer_inputs(heads, 512, "added added_gates xsa gates", jnp.bfloat16)
     wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
     want = run_layer(T.PLAIN.attend, heads, wide, *rest)
     for name, x in run_layer(window_heads, heads, arrays, *rest).items():
-        assert x.dtype == (jnp.float32 if name in ("xsa", "gates") else jnp.bfloat16)
+        assert x.dtype == (jnp.float32 if name.endswith(("xsa", "gates")) else jnp.bfloat16)
         assert distance(x, want[name]) < 0.007, name  # seen: 0.0054
 
 

@@ -13,22 +13,18 @@ import train_gpt as T
 
 
 @pytest.mark.parametrize(
-    ("shape", "f", "keep", "parts", "dtype", "off"),
+    ("shape", "f", "keep", "dtype", "off"),
     [
-        ((1, 1024, 128), 384, 0.7, 1, "float32", 1e-6),  # blocks of 512
-        ((2, 384, 128), 256, -1.3, 1, "bfloat16", 0.01),  # of 256, one of them of both rows
-        ((1, 384, 128), 512, 0.0, 2, "float32", 1e-6),  # of 128; half of the hidden units at a time
-        ((1, 40, 128), 128, 1.0, 1, "float32", 1e-6),  # one, of whatever there is
+        ((1, 1024, 128), 384, 0.7, "float32", 1e-6),  # blocks of 512
+        ((2, 384, 128), 256, -1.3, "bfloat16", 0.01),  # of 256, one of them of both rows
+        ((1, 384, 128), 512, 0.0, "float32", 1e-6),  # of 128
+        ((1, 40, 128), 128, 1.0, "float32", 1e-6),  # one, of whatever there is
     ],
 )
-def test_an_mlp_and_its_gradients_are_the_plain_ones(
-    monkeypatch, shape, f, keep, parts, dtype, off
-):
+def test_an_mlp_and_its_gradients_are_the_plain_ones(shape, f, keep, dtype, off):
     """Up to rounding. The plain form computes in float32: in bfloat16 XLA for CPUs, from jax 0.11
     on, gives an MLP's second matrix gradients that are up to 0.0125 away from those, while the
     kernel's are 0.0037."""
-    if parts > 1:  # as of two MLPs in one
-        monkeypatch.setattr(T, "mlp_part", lambda d, f: f // parts)
     rng, d = np.random.default_rng(f), shape[-1]
     x, down = (jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
     weights = [jnp.asarray(rng.standard_normal((f, d)) / d**0.5, dtype) for _ in range(2)]
@@ -48,11 +44,9 @@ def test_an_mlp_and_its_gradients_are_the_plain_ones(
 
 
 def test_blocks_are_the_largest_of_which_the_way_back_fits_the_vmem():
-    """What libtpu takes: 512 tokens of 5376 hidden units, not of 5632, and 256 of 6656. Where
-    blocks are large hidden units are taken together."""
+    """What libtpu takes: 512 tokens of 5376 hidden units, not of 5632, and 256 of 6656."""
     hidden = 2816, 5376, 5632, 6656, 7168, 8192
     assert [T.mlp_block(768, f) for f in hidden] == [512, 512, 256, 256, 128, 0]
-    assert [T.mlp_part(768, f) for f in (2816, 5632, 5760)] == [2816, 2816, 2880 * 2]
 
 
 def test_an_mlp_and_its_gradients_can_be_lowered_for_a_tpu():
