@@ -786,8 +786,7 @@ def exclude_self(y_btnv, v_btnv, gates_btn):
 class HeadInputs(NamedTuple):
     """What the heads of a layer get beside their queries, keys and values."""
 
-    added_btd: jax.Array | None  # added to v; a narrow head takes the first half of its part,
-    added_gates_btn: jax.Array | None  # times this factor
+    added: tuple | None  # (x_btd, gates_btn): added to v; a narrow head takes half of its part
     xsa_btn: jax.Array | None  # gates of exclude_self
     gates_btn: jax.Array | None  # factors on the outputs of heads
     segments_bt: jax.Array
@@ -799,13 +798,13 @@ def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
     """QK norm, rotation, attention, XSA and gates of one layer: [b, t, n v_width]. `qkv_btp` holds
     side by side q, k [n qk_width] and v [n v_width]. `attend` has the contract of attend_plain.
     This is the plain form of Kernels.attend; a kernel may do all of it at once."""
-    added_btd, added_gates_btn, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
+    added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     b, t, _ = qkv_btp.shape
     n, h = heads.count, heads.qk_width
     q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv_btp, (n * h, 2 * n * h), axis=-1))
-    if added_btd is not None:
-        parts = added_btd.reshape(b, t, n, -1)[..., : heads.v_width]
-        v = mix((1.0, v), (added_gates_btn[..., None], parts))
+    if added is not None:
+        parts = added[0].reshape(b, t, n, -1)[..., : heads.v_width]
+        v = mix((1.0, v), (added[1][..., None], parts))
     tables = rope_tables(freqs, positions(t, heads), h)
     q = rope(norm(q), *tables)
     k = rope(norm(k), *tables)
@@ -855,9 +854,8 @@ def gate(x_btd, weights_ng):
 
 def smear(x_btd, weights_ng, strength):
     """Every token takes a little of the one before it, by a gate (record 34)."""
-    has_one = (jnp.arange(x_btd.shape[1]) > 0)[None, :, None]
-    amount = strength * gate(x_btd, weights_ng) * has_one
-    return mix((1.0, x_btd), (amount, jnp.roll(x_btd, 1, axis=1)))
+    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
+    return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
 
 
 def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
@@ -880,7 +878,7 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
 
 def gated_values(model: Model, i: int, x_btd, values):
     """What layer `i` adds to its v, see HeadInputs: (the tokens' rows of its value table, a gate a
-    head: 2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row) (value
+    head, 2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row) (value
     residual of Zhou et al. 2024; records 14, 55)."""
     at = model.cfg.layers_with("values").index(i)
     weights_ng = model.params["value_gate"][at]
@@ -907,9 +905,9 @@ def projection(model: Model, i: int, heads: Heads):
     return mix((params["qkv_lambda"][i], weights_pd))
 
 
-def attention(model: Model, i: int, x_btd, added: tuple, gates):
-    """What the attention of layer `i` adds to the stream, from norm(x). `added` are the first two
-    of HeadInputs. `gates`: see token_gates."""
+def attention(model: Model, i: int, x_btd, added, gates):
+    """What the attention of layer `i` adds to the stream, from norm(x). `added`: see HeadInputs;
+    `gates`: see token_gates."""
     cfg, hyper = model.cfg, model.hyper
     heads = heads_of(cfg, i, model.windows)
     wide = int(cfg.layers[i].attends == "long")
@@ -917,7 +915,7 @@ def attention(model: Model, i: int, x_btd, added: tuple, gates):
         qkv_btp = norm(x_btd) @ projection(model, i, heads).T
         own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
         others = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
-        inputs = HeadInputs(*added, *own_gates, *others)
+        inputs = HeadInputs(added, *own_gates, *others)
         y_btp = model.kernels.attend(heads, qkv_btp, inputs)
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
@@ -1021,7 +1019,7 @@ def forward(model: Model, rows: dict):
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
         seen = outputs[cfg.source] if i > cfg.source else x
-        added = gated_values(model, i, norm(seen), values) if layer.values else (None, None)
+        added = gated_values(model, i, norm(seen), values) if layer.values else None
         x = mix(*terms)
         if layer.attends:
             x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
@@ -1580,9 +1578,11 @@ def sign_pool(cfg: Config, seed):
 
 
 def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
-    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids."""
-    signs_bitd = jnp.stack([signs[ids_bt] for ids_bt in sign_ids(hashed_bt, cfg.sign_rows)], axis=1)
-    return jnp.sum(signs_bitd.astype(ngrams_bitd.dtype) * ngrams_bitd, axis=1)
+    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
+    (Split, not indexed: else XLA pads the gradient of either row to both, and adds.)"""
+    rows_b1td = jnp.split(ngrams_bitd, 2, axis=1)
+    terms = zip(sign_ids(hashed_bt, cfg.sign_rows), rows_b1td, strict=True)
+    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
 
 
 def exchange(x):
@@ -4072,7 +4072,8 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = F
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
     (see pick_kernels). No gradients of freqs and scale. `interpret`: the kernel runs on a CPU."""
-    added_btd, added_gates_btn, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
+    added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
+    added_btd, added_gates_btn = added or (None, None)
     t, h = segments_bt.shape[1], heads.qk_width
     plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
     freqs = jnp.pad(freqs, (0, h // 2 - len(freqs)))  # what stands still turns with frequency 0

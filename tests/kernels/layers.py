@@ -94,7 +94,8 @@ def layer(attend, heads: T.Heads):
     """A Kernels.attend with all but arrays filled in: (arrays, segments, freqs) -> y."""
 
     def run(arrays, segments, freqs):
-        own = (arrays.get(name) for name in ("added", "added_gates", "xsa", "gates"))
+        added = (arrays["added"], arrays["added_gates"]) if "added" in arrays else None
+        own = added, arrays.get("xsa"), arrays.get("gates")
         return attend(heads, arrays["qkv"], T.HeadInputs(*own, segments, freqs, jnp.float32(0.1)))
 
     return run
