@@ -719,10 +719,10 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     return Heads(cfg.heads, h if wide else h // 2, v_width, windows[wide], paired, offset=wide)
 
 
-def norm(x):
-    """RMS norm over the last axis, without gain, statistics in float32."""
+def norm(x, first: int | None = None):
+    """RMS norm over the last axis, without gain, statistics in float32; or its `first` features."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
+    return (x[..., :first] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
 
 
 def mix(*terms):
@@ -878,13 +878,13 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
 
 def gated_values(model: Model, i: int, x_btd, values):
     """What layer `i` adds to its v, see HeadInputs: (the tokens' rows of its value table, a gate a
-    head, 2 sigmoid(w_n [x, row]) of the first features of the layer's input and of the row) (value
+    head, 2 sigmoid(w_n [x, row]) of the first features of the normed input and of the row) (value
     residual of Zhou et al. 2024; records 14, 55)."""
     at = model.cfg.layers_with("values").index(i)
     weights_ng = model.params["value_gate"][at]
     values_btd = values[at]
     half = weights_ng.shape[1] // 2
-    looks_btg = jnp.concatenate([x_btd[..., :half], values_btd[..., :half]], axis=-1)
+    looks_btg = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
     return values_btd, 2 * gate(looks_btg, weights_ng)
 
 
@@ -1019,7 +1019,7 @@ def forward(model: Model, rows: dict):
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
         seen = outputs[cfg.source] if i > cfg.source else x
-        added = gated_values(model, i, norm(seen), values) if layer.values else None
+        added = gated_values(model, i, seen, values) if layer.values else None
         x = mix(*terms)
         if layer.attends:
             x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
@@ -3455,7 +3455,8 @@ def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
     dx_rd, d_head, head_vd = gradients
     weighted, _ = cotangents
     dx, d_head = weighted * dx_rd.astype(jnp.float32), weighted * d_head
-    return dx.astype(dx_rd.dtype), d_head.astype(head_vd.dtype), None, None
+    dx = lax.optimization_barrier(dx.astype(dx_rd.dtype))  # or XLA would store it as float32
+    return dx, d_head.astype(head_vd.dtype), None, None
 
 
 fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_backward)
@@ -3759,13 +3760,12 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     t, n h], saved_v [b, t, n v]. The references of `body`: qkv [1, block, columns], see
     attend_heads; tables: see Plan.tables_of; starts [1, 1, block]: the place in its row where the
     document of each token begins; earliest [b, blocks]: the block in which the document of each
-    block's first token begins; added [1, block, n LANES], or None; added_gates, shares, gates [1,
-    n, block], float32: its factors, tanh of the gates of XSA, factors on outputs; or None; scale
-    [1]; y [1, block, n v], saved_q, saved_k, saved_v, saved_y, log_sums: outputs; keys [slots, n,
-    block, h]: ring of rotated keys; values [slots, n, v + ONES, block]: ring of standing values,
-    with rows of ones below; queries [n h, block]: rotated, scaled, standing; sums [n, v + ONES,
-    block], float32: of weighted values, and in row v of weights; last [n h, block], float32: see
-    offset_key."""
+    block's first token begins; added [1, block, n LANES] and OF_HEADS [1, n, block], float32: its
+    factors, tanh of the gates of XSA, factors on outputs, each or None; scale [1]; y [1, block, n
+    v], saved_q, saved_k, saved_v, saved_y, log_sums: outputs; keys [slots, n, block, h]: ring of
+    rotated keys; values [slots, n, v + ONES, block]: ring of standing values, with rows of ones
+    below; queries [n h, block]: rotated, scaled, standing; sums [n, v + ONES, block], float32: of
+    weighted values, and in row v of weights; last [n h, block], float32: see offset_key."""
     from jax.experimental import pallas as pl
 
     (n, h, v, block), slots = plan.sizes, plan.slots
