@@ -3871,16 +3871,16 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
 @functools.partial(jax.jit, static_argnums=0)
 def window_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, added and OF_HEADS; others have none. Grid step i takes block i of the
-    queries through all blocks that they can see, whose gradients collect in rings. What block i
-    - delay was missing has then arrived, and it leaves, all its columns together: concatenated
-    outside, they would be copied once more. With the key offset the first row of the next block is
-    needed too, one step later. The references of `body`: starts, shares, gates, scale, earliest,
-    log_sums, saved_q, saved_k, saved_v, saved_y: as in window_forward, of block i; y_grad [1,
-    block, n v] likewise; old_qkv, old_tables, old_added, old_added_gates: of block i - delay;
-    qkv_grad, added_grads, added_gate_grads, of block i - delay, share_grads,
-    gate_grads, of i: outputs; keys [ring, n, block, h], values [ring, n, block, v], standing_keys
-    [ring, n h, block]; k_grads, q_grads [ring, n h, block], v_grads [ring, n v, block]: float32,
-    standing; y_grads [n v, block]: standing, of the output of attention alone."""
+    queries through all blocks that they can see, whose gradients collect in rings. Block i - delay
+    is complete by then, and leaves, all its columns together: concatenated outside, they would be
+    copied once more. With the key offset the first row of the next block is needed too, one step
+    later. The references of `body`: starts, shares, gates, scale, earliest, log_sums, saved_q,
+    saved_k, saved_v, saved_y: as in window_forward, of block i; y_grad [1, block, n v] likewise;
+    old_qkv, old_tables, old_added, old_added_gates: of block i - delay; qkv_grad, added_grads,
+    added_gate_grads of block i - delay, share_grads, gate_grads of i: outputs; keys [ring, n,
+    block, h], values [ring, n, block, v], standing_keys [ring, n h, block]; k_grads, q_grads [ring,
+    n h, block], v_grads [ring, n v, block]: float32, standing; y_grads [n v, block]: standing, of
+    the output of attention alone."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -3914,7 +3914,7 @@ def window_backward(plan: Plan, kept, y_grad):
                 finish(*waiting.pop(0))
             seen = visible(plan, first, r.i, j, c, o)
             score -= r.log_sums[0, c : c + 1, queries]
-            weights = jnp.where(seen, jnp.exp2(score), 0.0)
+            weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
             grad = weights * (value_grad - mean[c][:, queries])
             waiting.append((c, o, weights.astype(dtype), grad.astype(dtype)))
             next(between, None)
@@ -4180,7 +4180,6 @@ def fused_mlp_backward(interpret, kept, y_grad):
         x, grad = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad))
         normed, norm_grad = jax.vjp(norm, x)
         normed, twice = normed.astype(dtype), (2 * r.scales[1] * grad).astype(dtype)
-
         root = jax.nn.relu(r.z[...])  # of the hidden units: half of their slope
         z_grad = root * times(twice, r.down[...], transpose=True).astype(dtype)
         x_grad = times(z_grad, r.up[...])  # before other matmuls, which norm_grad has beside it
