@@ -720,7 +720,7 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
 
 
 def norm(x, first: int | None = None):
-    """RMS norm over the last axis, without gain, statistics in float32; or its `first` features."""
+    """RMS norm over the last axis, without gain, statistics in float32; of it the `first` few."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     return (x[..., :first] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
 
@@ -786,7 +786,7 @@ def exclude_self(y_btnv, v_btnv, gates_btn):
 class HeadInputs(NamedTuple):
     """What the heads of a layer get beside their queries, keys and values."""
 
-    added: tuple | None  # (x_btd, gates_btn): added to v; a narrow head takes half of its part
+    added: tuple | None  # (x_btd, gates_btn): x times gates, added to v; narrow heads take halves
     xsa_btn: jax.Array | None  # gates of exclude_self
     gates_btn: jax.Array | None  # factors on the outputs of heads
     segments_bt: jax.Array
@@ -795,9 +795,9 @@ class HeadInputs(NamedTuple):
 
 
 def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
-    """QK norm, rotation, attention, XSA and gates of one layer: [b, t, n v_width]. `qkv_btp` holds
-    side by side q, k [n qk_width] and v [n v_width]. `attend` has the contract of attend_plain.
-    This is the plain form of Kernels.attend; a kernel may do all of it at once."""
+    """What is added to v, QK norm, rotation, attention, XSA and gates of one layer: [b, t, n
+    v_width]. `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the
+    contract of attend_plain. The plain form of Kernels.attend; a kernel may do it all at once."""
     added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     b, t, _ = qkv_btp.shape
     n, h = heads.count, heads.qk_width
@@ -877,9 +877,9 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
 
 
 def gated_values(model: Model, i: int, x_btd, values):
-    """What layer `i` adds to its v, see HeadInputs: (the tokens' rows of its value table, a gate a
-    head, 2 sigmoid(w_n [x, row]) of the first features of the normed input and of the row) (value
-    residual of Zhou et al. 2024; records 14, 55)."""
+    """What layer `i` adds to its v, see HeadInputs.added: the tokens' rows of its value table and a
+    gate for each head, twice the sigmoid of a weighted sum of the first features of the normed
+    input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
     at = model.cfg.layers_with("values").index(i)
     weights_ng = model.params["value_gate"][at]
     values_btd = values[at]
@@ -1579,7 +1579,7 @@ def sign_pool(cfg: Config, seed):
 
 def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
     """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
-    (Split, not indexed: else XLA pads the gradient of either row to both, and adds.)"""
+    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
     rows_b1td = jnp.split(ngrams_bitd, 2, axis=1)
     terms = zip(sign_ids(hashed_bt, cfg.sign_rows), rows_b1td, strict=True)
     return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
@@ -3489,15 +3489,15 @@ def document_starts(segments_bt):
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 # One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
-# the projection left them, [t, n h] and never [n, t, h]: what costs most around other kernels is
-# not attention but transposing arrays, and QK norm and rotation as passes of their own. Here they
-# are done once for each block, and rotated keys and values of the blocks that the window can reach
-# wait in rings in VMEM (3 MiB at a window of 640; 17 in the backward pass, with their gradients).
-# Scores are kept as [keys, queries], so that what there is one of for each query (sum, gate, start
-# of the document) is a row, and costs nothing to broadcast: queries, outputs and all gradients
-# stand, [h, queries], and there QK norm, rotation, XSA and gates are a few sums over rows. QK norm
-# bounds the scores: no running maximum. Blocks that hold no visible key are skipped.
-#
+# the projection left them, [t, n h]: what costs most around other kernels is not attention but
+# arrays that are transposed to [n, t, h], and QK norm and rotation as passes of their own. Here
+# they are done once for each block, and rotated keys and values of the blocks that the window can
+# reach wait in rings in VMEM (3 MiB for short layers at a window of 640; 12 in the backward pass,
+# with their gradients). Scores are kept as [keys, queries], so that what there is one of for each
+# query (sum, gate, start of the document) is a row, and costs nothing to broadcast. Queries,
+# outputs and all gradients stand, [h, tokens], and there QK norm, rotation, XSA and gates are a few
+# sums over rows. QK norm bounds the scores: no running maximum. Blocks without visible keys are
+# skipped.
 # The hardware's tiles have 128 columns: one wide head, or two narrow ones, which come together.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
@@ -3574,7 +3574,7 @@ class Plan:
 
     @property
     def half(self) -> int:
-        """Heads that do not see each other's keys: all, or the first ones and the others."""
+        """How many heads do not see each other's keys: all, or the half of them."""
         return self.heads.count // (1 + self.heads.paired)
 
     @property
@@ -3639,7 +3639,7 @@ class Plan:
         return array, block, lambda b, i, *_: (0 if alike else b, 0, at(i))
 
     def tables_of(self, ref, c: int):
-        """cos and sin [h / 2, block] of head c: two heads of a pair stand at different places."""
+        """cos and sin [h / 2, block] of head c; of paired heads odd ones differ, see positions."""
         half = self.heads.qk_width // 2
         at = half * (c % 2) if self.heads.paired else 0
         sines = ref.shape[1] // 2
@@ -3717,12 +3717,12 @@ def rotate_grad(grad, x, cos, sin, factor):
 
 
 def still(h: int):
-    """Which rows of a standing wide head do not rotate, bool [h, 1]."""
+    """Which rows of a standing head take part in key_offset, since they do not rotate: [h, 1]."""
     return lax.rem(lax.broadcasted_iota(jnp.int32, (h, 1), 0), h // 2) >= h // 4
 
 
 def offset_key(r, c: int, k):
-    """key_offset of the standing head c; r.last has that of the block before, one token on."""
+    """key_offset of head c. The first column of r.last is the last token of the block before."""
     from jax.experimental.pallas import tpu as pltpu
 
     rows = part_of(c, len(k))
@@ -3734,7 +3734,8 @@ def offset_key(r, c: int, k):
 
 
 def first_keys(plan: Plan, i, starts):
-    """The first key that each query of block i can see, int32 [1, block], by `side` of visible."""
+    """The first key that each query of block i can see, int32 [1, block], for each `side`: by how
+    many half tokens the head of the queries stands later than that of the keys."""
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
     unit, window = 1 + plan.heads.paired, plan.heads.window
     return {s: jnp.maximum(starts, query - (window - s) // unit) for s in range(1 - unit, unit)}
@@ -3742,7 +3743,7 @@ def first_keys(plan: Plan, i, starts):
 
 def visible(plan: Plan, first, i, j: int, c: int, o: int):
     """Which keys of head o in block i - j the queries of head c in block i can see, bool [keys,
-    queries] of part(j). `side`: by how many half tokens these queries stand behind the keys."""
+    queries] of part(j). `first`: of first_keys."""
     (keys, queries), side = plan.part(j), (c >= plan.half) - (o >= plan.half)
     shape = keys.stop - keys.start, queries.stop
     key = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -3873,7 +3874,7 @@ def window_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, added and OF_HEADS; others have none. Grid step i takes block i of the
     queries through all blocks that they can see, whose gradients collect in rings. Block i - delay
     is complete by then, and leaves, all its columns together: concatenated outside, they would be
-    copied once more. With the key offset the first row of the next block is needed too, one step
+    copied once more. With the key offset the first token of the next block is needed too, one step
     later. The references of `body`: starts, shares, gates, scale, earliest, log_sums, saved_q,
     saved_k, saved_v, saved_y: as in window_forward, of block i; y_grad [1, block, n v] likewise;
     old_qkv, old_tables, old_added, old_added_gates: of block i - delay; qkv_grad, added_grads,
@@ -3946,8 +3947,8 @@ def window_backward(plan: Plan, kept, y_grad):
 
     def undo(r, slot, c: int):
         """Take y_grads of head c back to before gates and XSA, whose gradients it writes. Returns
-        what all score gradients of a query have too much. With XSA, v_grads has v here, and then
-        the gradient that v has from it."""
+        the sum of y y_grad, which softmax takes from all gradients of a query's scores. With XSA,
+        v_grads has v here, and then the gradient that v has from it."""
         row, part = (0, slice(c, c + 1)), part_of(c, v)
         y, grad = (x.astype(jnp.float32) for x in (r.saved_y[0, part], r.y_grads[part]))
         left = y
@@ -3969,7 +3970,7 @@ def window_backward(plan: Plan, kept, y_grad):
         return dot(y, grad)
 
     def leave(r, old, slot):
-        """Write the gradients of block `old`, which collected in `slot`, a tile at each step."""
+        """Write the gradients of block `old`, which collected in `slot`; yields after each part."""
 
         def write(lanes, grads):
             r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(dtype).T
@@ -4058,9 +4059,9 @@ window_attention.defvjp(window_forward, window_backward)
 
 
 def turns(places_kt, freqs_f):
-    """cos and sin [k, f, t] of places * freqs, of places that rise evenly along a row. From those
-    of every 128th place and of the first 128, by the addition theorem: cosines of all places and
-    frequencies would take a v6e longer than some layers."""
+    """cos and sin [k, f, t] of places * freqs, of places that rise evenly along a row. They follow
+    from those of every 128th place and of the first 128 by the addition theorem: cosines of all
+    would take a v6e longer than some layers."""
     some = places_kt[:, None, ::128, None], (places_kt[:, :128] - places_kt[:, :1])[:, None, None]
     angles = [x.astype(jnp.float32) * freqs_f[None, :, None, None] for x in some]
     (cos_a, cos_b), (sin_a, sin_b) = map(jnp.cos, angles), map(jnp.sin, angles)
@@ -4094,8 +4095,8 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = F
 # ---- MLPs for TPUs -----------------------------------------------------------------------------
 # XLA makes three fusions of a matmul and its gradients. In a kernel weights, and float32 sums of
 # their gradients, stay in VMEM while blocks of tokens come by, and norm, ReLU^2 and residual are
-# done while the matrix unit works: 55 MiB for 2816 hidden units, which go to memory once, for the
-# way back.
+# done while the matrix unit works: 57 MiB for 2816 hidden units. What these are before ReLU^2 goes
+# to memory once, for the way back.
 
 TOKEN_BLOCK = 256  # tokens of weighted sums (21 arrays, twice each: 16 MiB)
 
