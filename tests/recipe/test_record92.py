@@ -455,7 +455,8 @@ class Training:
         args = self.copies, table, T.Batch(rows, wanted, self.hyper(step))
         grads, loss, dropped = program(self.cfg, self.devices, name)(*args)
         assert dropped == 0
-        return grads, float(loss) * T.stage_at(self.cfg, step).batch_tokens
+        stage = T.stage_at(self.cfg, step)  # of whose rows each loss has its part
+        return grads, float(loss) * stage.batch_tokens * stage.rows
 
     def update(self, step: int, grads: dict):
         """All updates of a step with these gradients."""
