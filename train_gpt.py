@@ -3334,10 +3334,11 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
         attend, served = attend_window, f"attention, {others}"
     elif device.platform == "gpu":
         triton = importlib.util.find_spec("jax.experimental.pallas.triton")
+        capability = getattr(device, "compute_capability", "")  # an AMD GPU has a name there
         conditions = [
             (triton is None, f"jax {jax.__version__} has no Triton any more"),
             (cfg.dtype != jnp.bfloat16, f"they compute in bfloat16, not in {cfg.compute_dtype}"),
-            (capability_of(device) < 8.0, "the compute capability is below 8.0"),
+            (not re.match(r"[89]\.|\d\d", capability), "the compute capability is below 8.0"),
             (h not in (32, 64, 128), f"tiles do not fit heads {h} wide, and half of it"),
             even,
             bounded,
@@ -3349,13 +3350,6 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
         if fails:
             return chosen, ", ".join(filter(None, ["plain attention", others])) + f": {why}"
     return chosen._replace(attend=attend), served
-
-
-def capability_of(device) -> float:
-    """The CUDA compute capability of a GPU; 0 of others (an AMD GPU has a name there)."""
-    with contextlib.suppress(ValueError):
-        return float(getattr(device, "compute_capability", 0))
-    return 0.0
 
 
 # ---- For all hardware: the loss with its own gradient, ReLU^2, document starts -----------------
@@ -3865,8 +3859,8 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     }
     scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
     args = body, (b, t // block), scalars, inputs, outputs, scratch, plan.interpret
-    saved = run_kernel(plan.name("forward"), *args)
-    return saved.pop("y"), (arrays, saved)
+    out = run_kernel(plan.name("forward"), *args)
+    return out.pop("y"), (arrays, out)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -4106,15 +4100,10 @@ def flat(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def like(x):
-    """Shape and dtype of an array."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def run_blocks(name: str, body, block: int, tiled, whole, interpret, scratch=(), scalars=()):
     """run_kernel over blocks of `block` tokens, or of fewer that divide them. `tiled` and `whole`:
-    (inputs, outputs) [r, columns] by name, outputs as shapes. Of the first `body` has a block of
-    rows, of the second all."""
+    (inputs, outputs) [r, columns] by name, outputs as something of their shape and dtype. Of the
+    first `body` has a block of rows, of the second all."""
     tokens = next(len(x) for x in tiled[0].values() if x is not None)
     block = math.gcd(tokens, block)
 
@@ -4164,7 +4153,7 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True)
     x_rd, weights = flat(x_btd), {"up": up_fd, "down": down_fd}
     scales = {"scales": jnp.stack([jnp.float32(keep), jnp.float32(weight)])}
     z = {"z": jax.ShapeDtypeStruct((len(x_rd), len(up_fd)), x_rd.dtype)} if save else {}
-    tiled, block = ({"x": x_rd}, {"y": like(x_rd)} | z), mlp_block(*up_fd.shape[::-1])
+    tiled, block = ({"x": x_rd}, {"y": x_rd} | z), mlp_block(*up_fd.shape[::-1])
     out = run_blocks("mlp", body, block, tiled, (weights, {}), interpret, scalars=scales)
     return out["y"].reshape(x_btd.shape), (x_rd, weights, scales, out.get("z"))
 
@@ -4196,7 +4185,7 @@ def fused_mlp_backward(interpret, kept, y_grad):
     sums = dict.fromkeys(("keep_grad", "weight_grad"), jax.ShapeDtypeStruct((1, d), jnp.float32))
     sums |= dict.fromkeys(("up_grad", "down_grad"), jax.ShapeDtypeStruct((f, d), dtype))
     scratch = dict.fromkeys(("up_sum", "down_sum"), ((f, d), jnp.float32))
-    tiled = {"x": x_rd, "grad": flat(y_grad), "z": z_rf}, {"x_grad": like(x_rd)}
+    tiled = {"x": x_rd, "grad": flat(y_grad), "z": z_rf}, {"x_grad": x_rd}
     args = tiled, (weights, sums), interpret, scratch, scales
     out = run_blocks("mlp_grads", body, mlp_block(d, f), *args)
     x_grad = out["x_grad"].reshape(y_grad.shape)
@@ -4240,7 +4229,7 @@ def run_weighted(name: str, body, x, weights_btkg, sources, outputs: int, sums: 
     arrays |= {f"y{j}": flat(y) for j, y in enumerate(sources)}
     hot = spreaders(*weights_btkg.shape[2:], lanes, y0.shape[1], y0.dtype)
     summed = jax.ShapeDtypeStruct((len(y0), lanes), jnp.float32) if sums else None
-    out = {f"out{j}": like(y0) for j in range(outputs)} | {"sums": summed}
+    out = {f"out{j}": y0 for j in range(outputs)} | {"sums": summed}
     args = body, TOKEN_BLOCK, (arrays, out), ({"hot": hot}, {}), interpret
     return run_blocks(name, *args)
 
@@ -4563,9 +4552,6 @@ def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale, inter
     """One kernel forward and two back. `interpret` runs them on a CPU, for tests. Needs rows of a
     multiple of LARGEST_TILE tokens, heads as wide as powers of two, and scores up to MAX_SCORE."""
     t = segments_bt.shape[1]
-    if t % LARGEST_TILE:  # or tokens at the end of a row would silently be left out
-        tiles = f"a multiple of {LARGEST_TILE} tokens, not {t}: use kernels=plain"
-        raise UserError(f"attend_triton needs rows of {tiles}")
     here = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
     stops = t - 1 - document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end

@@ -81,9 +81,7 @@ def cells(row: dict) -> list[str]:
     return [f"{row[key]:.2f}" for key in ("ms", "ms_min", "ms_max")]
 
 
-# ------------------------------------------------------------------------------------------------
-# Steps of the stages
-# ------------------------------------------------------------------------------------------------
+# ---- Steps of the stages -----------------------------------------------------------------------
 
 
 def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> list[T.Batch]:
@@ -164,9 +162,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------
-# Kernels on and off
-# ------------------------------------------------------------------------------------------------
+# ---- Kernels on and off ------------------------------------------------------------------------
 
 
 def variants(cfg: T.Config, mesh, kernels, name: str):
@@ -243,9 +239,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say
     return rows
 
 
-# ------------------------------------------------------------------------------------------------
-# The command
-# ------------------------------------------------------------------------------------------------
+# ---- The command -------------------------------------------------------------------------------
 
 
 def bench(cfg: T.Config, parts=0, stage: int | None = None, command="", say=T.tell) -> dict:

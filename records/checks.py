@@ -90,9 +90,7 @@ TRACKS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------
-# One run: its three files, and whether they agree
-# ------------------------------------------------------------------------------------------------
+# ---- One run: its three files, and whether they agree ------------------------------------------
 
 
 class Run(NamedTuple):
@@ -224,9 +222,7 @@ def check_steps(run: Run, lines: list[re.Match]):
         agree(f"{name} in run.json, in metrics.jsonl", facts[name], last[name])
 
 
-# ------------------------------------------------------------------------------------------------
-# The rules: of a run, and of the runs of a record together
-# ------------------------------------------------------------------------------------------------
+# ---- The rules: of a run, and of the runs of a record together ---------------------------------
 
 
 def launch(command: str) -> tuple[list[str], dict[str, str]]:

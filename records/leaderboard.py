@@ -63,9 +63,7 @@ def add(root: Path, args) -> str:
     return f"added {record.folder}; next: python records/leaderboard.py render"
 
 
-# ------------------------------------------------------------------------------------------------
-# The standings: Markdown, in README.md and on the terminal
-# ------------------------------------------------------------------------------------------------
+# ---- The standings: Markdown, in README.md and on the terminal ---------------------------------
 
 
 def table(rows: list[dict]) -> str:
@@ -139,9 +137,7 @@ def render(root: Path, args) -> str:
     return f"{page} is up to date, {len(records)} records"
 
 
-# ------------------------------------------------------------------------------------------------
-# Running sources: reproduce, compare
-# ------------------------------------------------------------------------------------------------
+# ---- Running sources: reproduce, compare -------------------------------------------------------
 
 
 def git(*words: str, stdin=b"") -> bytes:

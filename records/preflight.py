@@ -17,8 +17,9 @@ The figure that counts leads the report: seconds of the whole run, the sum of
     predicted  of each instruction the longer of two: its bytes at the rate at which memory has been
                measured, and its cycles: 1.3 for each bundle of the final schedule of a Pallas
                kernel, a gather, a scatter or a sort, 1.05 for each of other code, or for each cycle
-               that the compiler estimates if these are fewer. Loops count as often as they run (or
-               once, if data decide), with blocks that documents let a kernel skip
+               that the compiler estimates if these are fewer (of a matmul no fewer than at the
+               peak). Loops count as often as they run (or once, if data decide), with blocks that
+               documents let a kernel skip; a row gathered out of memory counts 11.4 at least
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the rate of a link; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer. The schedule is played: links carry
@@ -83,15 +84,18 @@ NO_HOST |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 SCHEDULES = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true "
 SCHEDULES += "--xla_jf_dump_llo_pass_label_regex=^final_bundles$"
 RING = 16  # chips along an axis of a v6e that closes to a ring: only a v6e-256 has them
-CALLS = "call", "call-start", "async-start"
 RENAMES = "bitcast", "get-tuple-element", "tuple", "opt-barrier"
 # What takes no time itself, and custom calls that take none.
-FREE = *RENAMES, "parameter", "constant", "after-all", "partition-id", "while", "conditional"
+FREE = *RENAMES, "parameter", "constant", "after-all", "partition-id", "while"
 NO_WORK = "ConcatBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"
 NO_WORK += "PrepareAsyncCallStart", "PrepareAsyncCallDone"
 # Those that need all of an operand for any part of their result.
 WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
 COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
+PEAK = 2**19  # FLOP of a v6e's matrix units in a cycle
+# Bundles that fetch a row out of memory, at least: so say most schedules of gathers; those of some
+# numbers of rows hold a loop whose length is data.
+ROW_BUNDLES = 11.4
 
 
 class Yardstick(NamedTuple):
@@ -182,9 +186,7 @@ def all_to_all_load(devices) -> float:
     return max(loads)
 
 
-# ------------------------------------------------------------------------------------------------
-# Reading an optimized program: instructions, and their bytes in memory
-# ------------------------------------------------------------------------------------------------
+# ---- Reading an optimized program: instructions, and their bytes in memory ---------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,7 +236,7 @@ class Instruction:
         """The collective that it is, or that it executes or starts in a computation of its own."""
         if any(self.op in (kind, f"{kind}-start") for kind in COLLECTIVES):
             return self
-        carries = self.op in ("fusion", "call-start", "async-start") and self.inner
+        carries = self.op in ("fusion", "call-start") and self.inner
         inner = self.inner.values() if carries else ()
         return next((one.transfer for one in inner if one.transfer), None)
 
@@ -287,19 +289,15 @@ def loop_trips(one: Instruction, computations) -> int:
 
 
 def walk(computations, name: str, times: int = 1):
-    """Yield all Instructions that a computation executes, in their order; of a conditional, all
-    branches. Loops multiply `times`; fusions are one instruction."""
+    """Yield all Instructions that a computation executes, in their order. Loops multiply `times`;
+    fusions are one instruction."""
     for one in computations[name].values():
         one = dataclasses.replace(one, times=times)
         yield one
         if one.op == "while":
             trips = loop_trips(one, computations)
             yield from walk(computations, one.called("body"), times * trips)
-        elif one.op == "conditional":
-            for branch in re.findall(r"%([\w.\-]+)", one.rest.split("), ", 1)[1]):
-                if branch in computations:
-                    yield from walk(computations, branch, times)
-        elif one.op in CALLS and not one.transfer:
+        elif one.op == "call-start" and not one.transfer:
             yield from walk(computations, one.called("to_apply") or one.called("calls"), times)
 
 
@@ -334,6 +332,16 @@ def arrays(shape: str) -> list[Array]:
 def numbers(one: Instruction) -> int:
     """How many numbers its result has."""
     return sum(array.count for array in arrays(one.shape))
+
+
+def fetched_rows(one: Instruction) -> int:
+    """How many rows a gather fetches out of memory, each by a transfer; 0 of anything else."""
+    for gather in one.inner.values() if one.op == "fusion" and one.inner else [one]:
+        if gather.op == "gather":
+            table, ids = (gather.scope[name] for name in gather.operands)
+            long = numbers(gather) >= 128 * numbers(ids)  # single numbers come another way
+            return numbers(ids) if long and arrays(table.shape)[0].stored else 0
+    return 0
 
 
 def updates(one: Instruction) -> int:
@@ -399,7 +407,7 @@ def writes(one: Instruction) -> list[int]:
 
 def memory_bytes(one: Instruction) -> int:
     """Bytes that one execution reads from memory and writes there; none of a collective."""
-    if one.op in FREE or one.awaits or one.transfer or one.op in CALLS:
+    if one.op in FREE or one.awaits or one.transfer or one.op == "call-start":
         return 0
     if one.op == "custom-call" and any(f'"{target}"' in one.rest for target in NO_WORK):
         return 0
@@ -424,9 +432,7 @@ def memory_bytes(one: Instruction) -> int:
     return round(total)
 
 
-# ------------------------------------------------------------------------------------------------
-# What a program takes: links, kernels, and the count
-# ------------------------------------------------------------------------------------------------
+# ---- What a program takes: links, kernels, and the count ---------------------------------------
 
 
 def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
@@ -547,8 +553,8 @@ def twin_keys(one: Instruction) -> list[tuple]:
     """What tells which instructions have the same code, the surest first."""
     if one.kernel:
         return [(*re.findall(r'"body":"(.*?)"', one.rest),), (function_of(one.name),)]
-    names = [x.op for x in one.inner.values()] if one.op == "fusion" and one.inner else []
-    return [(one.op, one.shape, one.cycles, *names)]
+    inner = one.inner.values() if one.op == "fusion" and one.inner else ()
+    return [(one.op, one.shape, one.cycles, *((x.op, x.shape) for x in inner))]
 
 
 def function_of(name: str) -> str:
@@ -575,6 +581,15 @@ def functions(text: str) -> dict[str, str]:
         ours = callable(getattr(T, name, None))
         found[number] = name if ours else found.get(str(int(parent) - 1), "other")
     return found
+
+
+def least_cycles(one: Instruction) -> float:
+    """Cycles that a fusion's matmuls of two matrices take at the peak. The compiler's estimate can
+    be less where all operands are on the chip."""
+    fused = one.inner.values() if one.op == "fusion" and one.inner else ()
+    plain = [x for x in fused if re.search(r"dim_labels=[bf]{2}_[io]{2}->[bf]{2}[,\s]", x.rest)]
+    # m n, m k and k n numbers: the root of their product is m n k.
+    return sum(2 * math.prod(map(numbers, (x, *x.inputs()))) ** 0.5 for x in plain) / PEAK
 
 
 def part_of(one: Instruction, innermost: dict[str, str]) -> str:
@@ -608,12 +623,12 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     instructions = [*walk(computations, entry)]
 
     def cycles(one, yardstick: Yardstick) -> float:
-        issued = bundles.get(one.name, 0)
+        issued = max(bundles.get(one.name, 0), ROW_BUNDLES * fetched_rows(one))
         if one.kernel:
             return issued * yardstick.kernel
         if not one.cycles:
             return issued * yardstick.rows
-        return min(one.cycles, issued or one.cycles) * yardstick.code
+        return max(least_cycles(one), min(one.cycles, issued or one.cycles)) * yardstick.code
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
@@ -643,9 +658,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     return dict(zip(FIGURES, found["middle"], strict=True)) | sums
 
 
-# ------------------------------------------------------------------------------------------------
-# The whole run, and the report
-# ------------------------------------------------------------------------------------------------
+# ---- The whole run, and the report -------------------------------------------------------------
 
 
 def executions(cfg: T.Config) -> Counter:
@@ -816,9 +829,11 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
     fits, lines = verdict(report)
-    if args.save:
+    if args.save:  # nothing is predicted
         lines.append(f"saved: copy {args.save} to {args.target}, and train with --cache DIR there")
-    say("\n" + "\n".join([describe(report), "", *lines]))
+    else:
+        lines = [describe(report), "", *lines]
+    say("\n" + "\n".join(lines))
     return fits
 
 

@@ -193,9 +193,6 @@ def test_triton_reads_no_tile_that_a_block_cannot_see():
     k, v = (jnp.where(far, np.nan, x) for x in (k, v))
     out = np.asarray(jit(lambda *x: triton(*x, window, SCALE))(q, k, v, segments))
     assert np.isnan(out[:, :256]).all() and np.isfinite(out[:, 384:]).all()
-    q, k, v, _, segments = inputs(100, 16, 16)
-    with pytest.raises(T.UserError, match="multiple of 128 tokens, not 100"):
-        triton(q, k, v, segments, 64, 0.2)
 
 
 def assert_same_layer(attend, heads: T.Heads, parts: str, inputs):

@@ -154,9 +154,7 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
         np.testing.assert_array_equal(got, same)
 
 
-# ------------------------------------------------------------------------------------------------
-# A checkpoint that can be seen is whole
-# ------------------------------------------------------------------------------------------------
+# ---- A checkpoint that can be seen is whole ----------------------------------------------------
 
 
 class Killed(BaseException):
@@ -232,9 +230,7 @@ def test_only_the_newest_two_are_kept_and_what_a_resume_has_passed_over_goes(fol
     assert sorted(path.name for path in folder.iterdir()) == ["8", "9"]
 
 
-# ------------------------------------------------------------------------------------------------
-# A damaged one is passed over
-# ------------------------------------------------------------------------------------------------
+# ---- A damaged one is passed over --------------------------------------------------------------
 
 DAMAGE = {
     "missing": lambda file: file.unlink(),

@@ -61,9 +61,7 @@ def refused(result) -> str:
     return err
 
 
-# ------------------------------------------------------------------------------------------------
-# Wrong arguments
-# ------------------------------------------------------------------------------------------------
+# ---- Wrong arguments ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,9 +108,7 @@ def test_what_has_no_checkpoint_is_not_resumed(main, tmp_path, where):
     assert [path.name for path in tmp_path.rglob("*")] == ["young", "run.json"]
 
 
-# ------------------------------------------------------------------------------------------------
-# What the machine or the data does not allow: found before a run's folder is made
-# ------------------------------------------------------------------------------------------------
+# ---- What the machine or the data does not allow: found before a run's folder is made ----------
 
 
 @pytest.mark.parametrize(
@@ -232,9 +228,7 @@ def test_programs_are_kept_where_the_user_says(main, program_cache, monkeypatch)
     assert seen == [own, own, "/home/me/.cache/train_gpt", "a/b"]
 
 
-# ------------------------------------------------------------------------------------------------
-# --show, defaults, and the real thing
-# ------------------------------------------------------------------------------------------------
+# ---- --show, defaults, and the real thing ------------------------------------------------------
 
 
 def test_show_of_the_speedrun_is_the_record(main):

@@ -17,9 +17,7 @@ def resolve(*items: str) -> T.Config:
     return T.override(small_config(), [*items])
 
 
-# ------------------------------------------------------------------------------------------------
-# Presets and what follows from them
-# ------------------------------------------------------------------------------------------------
+# ---- Presets and what follows from them --------------------------------------------------------
 
 
 def test_speedrun_sizes_by_hand():
@@ -69,9 +67,7 @@ def test_devices_of_several_processes_are_all_used_or_the_count_is_refused():
         T.make_mesh(small_config(), [Device(number) for number in range(6)])
 
 
-# ------------------------------------------------------------------------------------------------
-# --set
-# ------------------------------------------------------------------------------------------------
+# ---- --set -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,7 @@ def test_the_answer_is_size_and_hash_of_the_shards_that_will_be_read(tmp_path):
         assert facts == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-# ------------------------------------------------------------------------------------------------
-# The folder
-# ------------------------------------------------------------------------------------------------
+# ---- The folder --------------------------------------------------------------------------------
 
 
 def test_data_folder_is_looked_for_here_and_beside_the_script(tmp_path, monkeypatch):
@@ -135,9 +133,7 @@ def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkey
         T.data_folder(cfg, said.append)
 
 
-# ------------------------------------------------------------------------------------------------
-# Text of one's own, with a description of its shards
-# ------------------------------------------------------------------------------------------------
+# ---- Text of one's own, with a description of its shards ---------------------------------------
 
 
 def own_text(folder, train: int, val: int, **about):

@@ -71,9 +71,7 @@ def steps_in_log(run) -> list[str]:
     return [line.split()[0] for line in text.splitlines() if line.startswith("step:")]
 
 
-# ------------------------------------------------------------------------------------------------
-# Exactly
-# ------------------------------------------------------------------------------------------------
+# ---- Exactly -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg", [EIGHT, pytest.param(CFG, marks=pytest.mark.slow)], ids=["1", "3"])
@@ -154,9 +152,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(train, run, copy):
     assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run / "checkpoints/8"))
 
 
-# ------------------------------------------------------------------------------------------------
-# What is not resumed, or not from there
-# ------------------------------------------------------------------------------------------------
+# ---- What is not resumed, or not from there ----------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", [[4, 8], [4], []])
@@ -231,9 +227,7 @@ def test_a_run_that_another_process_writes_is_not_resumed(copy, capsys, monkeypa
         T.main(["--resume", str(copy)])
 
 
-# ------------------------------------------------------------------------------------------------
-# Signals
-# ------------------------------------------------------------------------------------------------
+# ---- Signals -----------------------------------------------------------------------------------
 
 
 def signal_at(patch, number: int, at: int):
@@ -324,9 +318,7 @@ def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch):
     assert [asked(step) for step in (2, 3, 4)] == [0, signal.SIGTERM, signal.SIGTERM]
 
 
-# ------------------------------------------------------------------------------------------------
-# Several processes; test_survival.py has real ones
-# ------------------------------------------------------------------------------------------------
+# ---- Several processes; test_survival.py has real ones -----------------------------------------
 
 
 def test_processes_that_do_not_agree_are_told_what_differs(monkeypatch):

@@ -98,9 +98,7 @@ def last_lines(run) -> list[str]:
     return [line for line in lines if not line.startswith("checkpoint:")]
 
 
-# ------------------------------------------------------------------------------------------------
-# log.txt, metrics.jsonl, run.json, the terminal
-# ------------------------------------------------------------------------------------------------
+# ---- log.txt, metrics.jsonl, run.json, the terminal --------------------------------------------
 
 
 def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
@@ -248,9 +246,7 @@ def test_same_seed_same_run_and_other_seed_other_run(train, run, tmp_path):
     assert train_losses(other)[1:] != train_losses(run.dir)[1:] and facts(other)["seed"] == 1
 
 
-# ------------------------------------------------------------------------------------------------
-# The clock, and what happens while it runs
-# ------------------------------------------------------------------------------------------------
+# ---- The clock, and what happens while it runs -------------------------------------------------
 
 
 def test_nothing_compiles_while_the_clock_runs(run):
@@ -276,9 +272,7 @@ def test_profile_writes_a_trace(train, tmp_path, monkeypatch):
     assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
-# ------------------------------------------------------------------------------------------------
-# When checkpoints are taken
-# ------------------------------------------------------------------------------------------------
+# ---- When checkpoints are taken ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every, want", [(1, "2468"), (3, "468"), (5, "68"), (0, "8")])
@@ -291,9 +285,7 @@ def test_checkpoints_are_taken_at_the_first_chance_after_each_period(train, tmp_
     assert re.findall(form, log, re.MULTILINE) == list(want)
 
 
-# ------------------------------------------------------------------------------------------------
-# A run that diverges
-# ------------------------------------------------------------------------------------------------
+# ---- A run that diverges -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", [math.nan, 3 * math.log(CFG.vocab)])
@@ -312,9 +304,7 @@ def test_a_run_that_diverges_ends_with_a_line_and_keeps_its_last_good_checkpoint
     assert len(train_losses(folder)) == 4  # a loss that is no number is no JSON either
 
 
-# ------------------------------------------------------------------------------------------------
-# A full disk, a closed terminal
-# ------------------------------------------------------------------------------------------------
+# ---- A full disk, a closed terminal ------------------------------------------------------------
 
 
 def no_space(*_):

@@ -130,9 +130,7 @@ def assert_close(got, want):
         assert error <= 1e-3 * np.linalg.norm(want[1][name]) + 1e-6, name
 
 
-# ------------------------------------------------------------------------------------------------
-# Kills and signals at random moments
-# ------------------------------------------------------------------------------------------------
+# ---- Kills and signals at random moments -------------------------------------------------------
 
 
 SIX = [signal.SIGKILL, signal.SIGTERM] * 3
@@ -162,9 +160,7 @@ def test_a_run_survives_kills_and_signals_at_random_moments(launch, shards, tmp_
     assert_same_arrays(got[1], want[1])
 
 
-# ------------------------------------------------------------------------------------------------
-# Several processes
-# ------------------------------------------------------------------------------------------------
+# ---- Several processes -------------------------------------------------------------------------
 
 
 def launch_all(launch, *args, count=2, own=({}, {}), **settings):

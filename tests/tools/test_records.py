@@ -108,9 +108,7 @@ def edit_json(path: Path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=1))
 
 
-# ------------------------------------------------------------------------------------------------
-# What a reviewer fears: every way is refused, for the right reason. `run` is that of seed 0.
-# ------------------------------------------------------------------------------------------------
+# ---- What a reviewer fears: every way is refused, for the right reason. `run` is that of seed 0.
 
 
 def in_log(record: Path, run: Path, old: str, new: str):
@@ -367,9 +365,7 @@ def test_numbers_are_those_of_scipy(original):
     assert first["command"] == "python train_gpt.py tiny" and first["date"] == "2026-01-01"
 
 
-# ------------------------------------------------------------------------------------------------
-# The page
-# ------------------------------------------------------------------------------------------------
+# ---- The page ----------------------------------------------------------------------------------
 
 
 def test_the_records_of_this_repository_are_valid_and_their_page_is_not_stale():
@@ -412,9 +408,7 @@ def test_render_knows_when_the_page_is_stale_and_leaves_a_fresh_one(records, tmp
     assert "is stale" in refusal(records, capsys, "render", "--check")
 
 
-# ------------------------------------------------------------------------------------------------
-# Running sources
-# ------------------------------------------------------------------------------------------------
+# ---- Running sources ---------------------------------------------------------------------------
 
 STUB = """
 import json, sys
@@ -526,9 +520,7 @@ def test_an_older_source_finds_the_tools_of_its_day(tmp_path):
     assert (tmp_path / "new/data").resolve() == ROOT / "data"
 
 
-# ------------------------------------------------------------------------------------------------
-# The command line
-# ------------------------------------------------------------------------------------------------
+# ---- The command line --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
