@@ -304,11 +304,6 @@ class Config:
         spans = zip(self.stages, itertools.pairwise(self.boundaries), strict=True)
         return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the largest batch."""
-        return max(stage.batch_tokens for stage in self.stages)
-
 
 # fmt: off
 PRESETS = {
@@ -1190,9 +1185,11 @@ class Schedule(NamedTuple):
     hyper: Hyper  # in float64
 
     def programs(self, step: int) -> tuple[str, ...]:
-        """The names of the programs of a step, in order."""
+        """The names of the programs of a step, in order. That of a table update has the stages of
+        the steps that it sums: their requests of n-grams are of different sizes."""
         adam = ("adam_tied" if self.tied[step] else "adam",) if self.adam[step] else ()
-        tables = (f"tables{self.tables[step]}",) if self.tables[step] else ()
+        summed = map(str, self.stage[step + 1 - self.tables[step] : step + 1])
+        tables = (f"tables{'-'.join(summed)}",) if self.tables[step] else ()
         return f"grads{self.grads[step]}", "anvil", *adam, *tables
 
 
@@ -1777,10 +1774,7 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
     like = {name: copies[name] for name in grads}
     grads = jax.tree.map(lambda x, y: pad_rows(x, len(y)).astype(y.dtype), grads, like)
     grads |= reduce(grads)
-    # All stages fill their requests up to the same size, so that a table update has one shape.
-    filler = capacity(cfg.most_tokens, len(requested)) - requested.shape[1]
-    requested = jnp.pad(requested, ((0, 0), (0, filler)), constant_values=len(table))
-    grads[NGRAMS] = requested, jnp.pad(exchange(to_owners), ((0, 0), (0, filler), (0, 0)))
+    grads[NGRAMS] = requested, exchange(to_owners)
     return grads, *numbers
 
 
@@ -2578,7 +2572,7 @@ def updates(cfg: Config) -> dict[str, int]:
     """Name of each update -> steps whose gradients it sums; they wait for it side by side."""
     names = {name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:]}
     sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
-    return {name: sums.get(name) or int(name.removeprefix("tables")) for name in sorted(names)}
+    return {name: sums.get(name) or len(name.split("-")) for name in sorted(names)}
 
 
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
@@ -2597,9 +2591,9 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         requests = mesh.size, mesh.size, capacity(count * t, mesh.size)
         return Batch(rows, abstract(mesh, requests, jnp.int32, AXIS), hyper)
 
-    def grads(name):
-        if name == NGRAMS:  # the rows that were fetched of it
-            shape = mesh.size**2, capacity(cfg.most_tokens, mesh.size)
+    def grads(name, at):
+        if name == NGRAMS:  # the rows that were fetched of it in stage `at`
+            shape = mesh.size**2, capacity(cfg.stages[at].batch_tokens, mesh.size)
             ids = abstract(mesh, shape, jnp.int32, AXIS)
             return ids, abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)
         x = copies[name]
@@ -2617,10 +2611,10 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         args = *model, batch(stage.rows, stage.row_tokens, candidates)
         all_programs[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
     for update, steps in updates(cfg).items():
-        due = {name: (grads(name),) * steps for name in updated(cfg, update)}
-        changed = specs({name: copies[name] for name in due if name != NGRAMS})
+        stages = [int(at) for at in re.findall(r"\d+", update)] or [0] * steps
+        due = {name: tuple(grads(name, at) for at in stages) for name in updated(cfg, update)}
         step = functools.partial(update_step, cfg, kernels, update)
-        out = specs(state), changed
+        out = specs(state), specs({name: copies[name] for name in due if name != NGRAMS})
         all_programs[update] = Program(step, (state, due, hyper), out, donates=(0,))
     out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
     step = functools.partial(finish_step, cfg)
@@ -3229,7 +3223,7 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     for update, steps in summed.items():
         count = steps if name in summed else steps - 1  # beside gradients all but the newest wait
         for param, grads in every[update].args[1].items():
-            there[param] = max(there.get(param, ()), grads[:count], key=len)
+            there[param] = max(there.get(param, ()), grads[:count], key=device_bytes)
     return device_bytes(there) - device_bytes(every[name].args[:2])
 
 

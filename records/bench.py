@@ -141,10 +141,12 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
     peak = T.peak_flops(mesh.devices.flat[0].device_kind)
     for name, (step, count, batches) in work.items():
         summed = cfg.event_every[step >= cfg.event_change]
+        stage = int(schedule.stage[step])
         adam = "adam_tied" if schedule.tied[step] else "adam"
-        updates = {"anvil": 1, adam: cfg.adam_every, f"tables{summed}": summed}
+        tables = f"tables{'-'.join([str(stage)] * summed)}"
+        updates = {"anvil": 1, adam: cfg.adam_every, tables: summed}
+        T.need(tables in compiled, f"stages.{stage}: no update sums {summed} of its steps alone")
         run_steps = functools.partial(run, name, updates, itertools.cycle(batches))
-        stage = cfg.stages.index(T.stage_at(cfg, step))
         row = {"name": name, "stage": stage, "steps": count, **time_chunks(summed, run_steps)}
         if not np.isfinite(loss):
             raise T.UserError(f"{name}: the loss is {loss}: lower the rates (--set lr_anvil=...)")

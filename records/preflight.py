@@ -829,11 +829,8 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
     fits, lines = verdict(report)
-    if args.save:  # nothing is predicted
-        lines.append(f"saved: copy {args.save} to {args.target}, and train with --cache DIR there")
-    else:
-        lines = [describe(report), "", *lines]
-    say("\n" + "\n".join(lines))
+    saved = f"saved: copy {args.save} to {args.target}, and train with --cache DIR there"
+    say("\n" + "\n".join([*lines, saved] if args.save else [describe(report), "", *lines]))
     return fits
 
 

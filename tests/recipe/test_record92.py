@@ -383,10 +383,10 @@ def test_gradient_of_every_parameter(name):
             check(f"norms of {parameter}", np.sqrt(np.sum(each, axis=-1)), norms, limit)
 
 
-def spread(cfg: T.Config, grads: dict, mesh) -> dict:
-    """Gradients as a `grads` program leaves them: every device has some rows of the sum, of banks
-    its share of it. Of the n-gram table every row was requested by two devices, which have half of
-    its gradient each."""
+def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
+    """Gradients of a step as a `grads` program leaves them: every device has some rows of the sum,
+    of banks its share of it. Of the n-gram table every row was requested by two devices, which have
+    half of its gradient each."""
     n, found = mesh.size, {}
     for name, x in grads.items():
         row = T.param_table(cfg)[name]
@@ -395,7 +395,7 @@ def spread(cfg: T.Config, grads: dict, mesh) -> dict:
             found[name] = lay(cfg, {name: x}, mesh)[name]
             continue
         if row.optimizer == "rows":
-            share, size = shape[0] // n, T.capacity(cfg.most_tokens, n)
+            share, size = shape[0] // n, T.capacity(T.stage_at(cfg, step).batch_tokens, n)
             requests = np.full((n, n, size), share, np.int32)
             parts = np.zeros((n, n, size, x.shape[1]), x.dtype)
             read = np.flatnonzero(np.any(x, axis=1))
@@ -516,7 +516,7 @@ def test_updates_of_every_group(scenario, devices):
         now = T.schedule(cfg)
         due = now.adam[step], now.tables[step] > 0, now.tied[step]
         assert (fact["adam"], fact["event"], fact["tied_during_update"]) == due
-        run.update(step, spread(cfg, ours(cfg, gradient("tiny", step)), run.mesh))
+        run.update(step, spread(cfg, step, ours(cfg, gradient("tiny", step)), run.mesh))
         kinds = {"params": "w", "first": "m", "second": "v", "fast": "fast", "slow": "slow"}
         state = {kind: strip_padding(cfg, x) for kind, x in run.state.items()}
         for kind, short in kinds.items():

@@ -233,7 +233,7 @@ SMALL = len(TABLE.keys() - SHARDED)
         ("anvil", 0, 0, 0, 0),
         ("adam", 2, 2, SMALL, 0),
         ("adam_tied", 1, 1, SMALL, 0),
-        ("tables4", 1, 1, 0, 0),
+        ("tables0-0", 1, 1, 0, 0),
         ("finish", 3, 0, 5 * 2, 0),  # norms before and after
         ("eval", 2 + PIECES, 0, 1, 2),
     ],
@@ -297,7 +297,7 @@ def gradients(shards):
     return programs_of(CFG, DEVICES)["grads0"](*model, batch)[0]
 
 
-@pytest.mark.parametrize("name", ["anvil", "adam", "adam_tied", "tables4"])
+@pytest.mark.parametrize("name", ["anvil", "adam", "adam_tied", "tables0-0"])
 def test_an_update_changes_its_own_parameters_in_place_and_their_copies(gradients, name):
     """On each device, its share of what is cut and all of what is not. It consumes the old state
     and leaves the gradients. Shapes, dtypes and shardings stay."""
@@ -352,7 +352,9 @@ def test_programs_of_the_record_on_eight_devices():
     shapes = [(16_384, 10_240), (32_768, 10_240), (49_152, 14_336), (49_152, 24_576)]
     shapes += [(40_960, 0), (16_384, 0), (262_144, 0)]
     names = [*(f"grads{i}" for i in range(6)), "eval"]
-    assert list(found) == [*names[:6], *updates, "tables2", "tables4", "finish", "eval"]
+    updates += [f"tables{x}" for x in ("0-0", "1-1", "1-1-1-1", "1-2-2-2", "2-2-2-2", "2-2-2-3")]
+    updates += [f"tables{x}" for x in ("3-3-3-3", "3-3-4-4", "4-4-4-4")]
+    assert list(found) == [*names[:6], *updates, "finish", "eval"]
     for name, (t, candidates) in zip(names, shapes, strict=True):
         _, table, (rows, wanted, _) = found[name].args
         assert rows.tokens.shape == (8, t + 1) and rows.aims.candidates.shape == (8, candidates)

@@ -116,7 +116,7 @@ SMALL += 98_304 + 2944 + 46 + 1
         ("anvil", {}, 2, 4, "copies"),
         ("adam", {}, 0, 4, "copies anvil"),
         ("adam_tied", {}, 0, 4, "copies anvil"),
-        ("tables4", {}, 2, 0, "copies anvil"),
+        ("tables2-2-2-2", {}, 2, 0, "copies anvil"),
         ("finish", {}, 1, 3, "copies"),
     ],
 )

@@ -62,7 +62,7 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
         status, out, err = main("one", "--dump", "dump")
     assert (status, err) == (0, "")
     assert "small on 1 x cpu, each with 1/1 of every batch" in out
-    period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables4"]
+    period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables0-0-0-0"]
     assert calls == period * 8, "two to get warm, one to learn how long it takes, five that count"
     report = json.loads(Path("dump/bench.json").read_text())
     (row,) = report["rows"]
@@ -142,3 +142,10 @@ def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):
     monkeypatch.setattr(T, "lower", lambda *_: pytest.fail("went on to compile"))
     status, out, err = main("small", *argv)
     assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+def test_a_stage_without_an_update_of_its_own_is_refused(main, monkeypatch):
+    """Of one step: the update of the tables sums it with the next stage's."""
+    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=lambda: None))
+    status, _, err = main("small", "--set", "stages.0.share=0.125", "stages.1.share=0.875")
+    assert (status, err) == (2, "error: stages.0: no update sums 2 of its steps alone\n")
