@@ -3328,11 +3328,11 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
         attend, served = attend_window, f"attention, {others}"
     elif device.platform == "gpu":
         triton = importlib.util.find_spec("jax.experimental.pallas.triton")
-        capability = getattr(device, "compute_capability", "")  # an AMD GPU has a name there
+        capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
         conditions = [
             (triton is None, f"jax {jax.__version__} has no Triton any more"),
             (cfg.dtype != jnp.bfloat16, f"they compute in bfloat16, not in {cfg.compute_dtype}"),
-            (not re.match(r"[89]\.|\d\d", capability), "the compute capability is below 8.0"),
+            (not re.match(r"[89]\.|\d\d\.", capability), "no compute capability of 8.0 or more"),
             (h not in (32, 64, 128), f"tiles do not fit heads {h} wide, and half of it"),
             even,
             bounded,
@@ -4543,8 +4543,8 @@ tiles_attention.defvjp(tiles_forward, tiles_backward)
 
 
 def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale, interpret=False):
-    """One kernel forward and two back. `interpret` runs them on a CPU, for tests. Needs rows of a
-    multiple of LARGEST_TILE tokens, heads as wide as powers of two, and scores up to MAX_SCORE."""
+    """One kernel forward and two back; `interpret` runs them on a CPU. Needs rows of a multiple of
+    LARGEST_TILE tokens (else their end is missing), heads of powers of two, scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
     here = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)

@@ -14,10 +14,9 @@ large parameter where it is largest; over twice that of the plain form the exit 
 is timed.
 
 --parts N gives each device what it would have if N devices shared the run: its rows of every batch,
-and its share of the n-gram table, without which the record's table alone takes 65 GB. On one GPU
-`--parts 8` is what each of eight would do, but for the network, and for updates of all other
-parameters, of which each of eight does an eighth. --dump DIR keeps the figures as bench.json, with
-what run.json says of source, versions and machine.
+and its share of the n-gram table, which takes 65 GB in all. On one GPU `--parts 8` is what each of
+eight would do, but for the network, and for updates of all other parameters, of which each of eight
+does an eighth. --dump DIR keeps the figures, and the facts that run.json has, as bench.json.
 """
 
 import dataclasses
@@ -140,12 +139,12 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
     rows = []
     peak = T.peak_flops(mesh.devices.flat[0].device_kind)
     for name, (step, count, batches) in work.items():
-        summed = cfg.event_every[step >= cfg.event_change]
         stage = int(schedule.stage[step])
+        summed = cfg.event_every[step >= cfg.event_change]
         adam = "adam_tied" if schedule.tied[step] else "adam"
-        tables = f"tables{'-'.join([str(stage)] * summed)}"
-        updates = {"anvil": 1, adam: cfg.adam_every, tables: summed}
-        T.need(tables in compiled, f"stages.{stage}: no update sums {summed} of its steps alone")
+        tables = "-".join([str(stage)] * summed)
+        updates = {"anvil": 1, adam: cfg.adam_every, f"tables{tables}": summed}
+        T.need({*updates} <= {*compiled}, f"stages.{stage} has no update of tables of its own")
         run_steps = functools.partial(run, name, updates, itertools.cycle(batches))
         row = {"name": name, "stage": stage, "steps": count, **time_chunks(summed, run_steps)}
         if not np.isfinite(loss):

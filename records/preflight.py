@@ -5,8 +5,8 @@
 
 TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, or a TPU topology NAME:AxB that
 libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run, or only those that
---program names, is compiled by the real compiler, on any x86 machine, for devices that are absent.
-A program with gradients takes minutes of a core. The exit status is 1 if a program does not fit.
+--program names, is compiled by the real compiler, on any x86 machine, for devices that are absent:
+minutes of a core for one with gradients. The exit status is 1 if a program does not fit.
 --dump DIR keeps the optimized programs and preflight.json, with all figures; null: not known.
 --save DIR predicts nothing, but keeps the executables in jax's compilation cache: DIR copied there,
 `train_gpt.py --cache DIR` takes those that are of the same programs, versions and topology, and
@@ -15,11 +15,12 @@ compiles the others. Nobody has tried that on a TPU yet.
 The figure that counts leads the report: seconds of the whole run, the sum of
 
     predicted  of each instruction the longer of two: its bytes at the rate at which memory has been
-               measured, and its cycles: 1.3 for each bundle of the final schedule of a Pallas
-               kernel, a gather, a scatter or a sort, 1.05 for each of other code, or for each cycle
-               that the compiler estimates if these are fewer (of a matmul no fewer than at the
-               peak). Loops count as often as they run (or once, if data decide), with blocks that
-               documents let a kernel skip; a row gathered out of memory counts 11.4 at least
+               measured, and its cycles. These are 1.05 for each cycle that the compiler estimates,
+               or for each bundle of the final schedule if these are fewer (of a matmul no fewer
+               than at the peak); 1.3 for each bundle of a Pallas kernel and of what has no
+               estimate, such as gathers, scatters and sorts. Loops count as often as they run; if
+               data decide, those that fetch rows as often as there are rows, others once. Blocks
+               that a kernel may skip are counted
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the rate of a link; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer. The schedule is played: links carry
@@ -27,12 +28,10 @@ The figure that counts leads the report: seconds of the whole run, the sum of
                until one awaits it; all others hold them up
     moves      bytes of all others, above all what SparseCores do, at the memory's rate: a floor
 
-Bytes are those of operands and results in memory, with padded tiles, without what stays on the
-chip; of slices, gathers and updates in place, fused or not, only the rows that they touch. Copies
-between memory and chip take no time: they run beside other work.
-
-These numbers are fitted to what others have timed on a v6e (a table in records/NOTES.md); the ends
-of the band (YARDSTICKS) are the fastest and slowest of that. For other hardware no time is said.
+Bytes are those of operands and results in memory, with padded tiles; of slices, gathers and updates
+in place only the rows that they touch. Copies between memory and chip count no time, as if all of
+them ran beside other work. What is fitted to others' times on a v6e, and what the ends of the band
+are (YARDSTICKS), is in records/NOTES.md. For other hardware no time is said.
 """
 
 import dataclasses
@@ -92,10 +91,7 @@ NO_WORK += "PrepareAsyncCallStart", "PrepareAsyncCallDone"
 # Those that need all of an operand for any part of their result.
 WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
 COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
-PEAK = 2**19  # FLOP of a v6e's matrix units in a cycle
-# Bundles that fetch a row out of memory, at least: so say most schedules of gathers; those of some
-# numbers of rows hold a loop whose length is data.
-ROW_BUNDLES = 11.4
+PEAK = 2**19  # FLOP of a v6e's matrix units in a cycle, of bfloat16
 
 
 class Yardstick(NamedTuple):
@@ -111,7 +107,7 @@ class Yardstick(NamedTuple):
 # Fitted to what others have timed on a v6e, and the ends of that: records/NOTES.md has the table.
 YARDSTICKS = {"middle": Yardstick(1.3, 1.3, 1.05, 1.0, 1.0)}
 YARDSTICKS |= {"low": Yardstick(1.0, 1.0, 1.0, 0.82, 0.87)}
-YARDSTICKS |= {"high": Yardstick(1.6, 2.4, 1.15, 1.28, 1.55)}
+YARDSTICKS |= {"high": Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)}
 
 
 class Hardware(NamedTuple):
@@ -284,14 +280,15 @@ def loop_trips(one: Instruction, computations) -> int:
     for test in condition.values():
         bound = condition.get(test.operands[1]) if test.op == "compare" else None
         if bound and bound.op == "constant" and "direction=LT" in test.rest:
-            return int(bound.rest.split(")")[0])
+            return int((re.match(r"\d+(?=\))", bound.rest) or ["1"])[0])
     return 1
 
 
 def walk(computations, name: str, times: int = 1):
     """Yield all Instructions that a computation executes, in their order. Loops multiply `times`;
-    fusions are one instruction."""
+    fusions are one instruction. UserError if there is a conditional."""
     for one in computations[name].values():
+        T.need(one.op != "conditional", f"{one.name} is a conditional: which branch counts?")
         one = dataclasses.replace(one, times=times)
         yield one
         if one.op == "while":
@@ -335,12 +332,11 @@ def numbers(one: Instruction) -> int:
 
 
 def fetched_rows(one: Instruction) -> int:
-    """How many rows a gather fetches out of memory, each by a transfer; 0 of anything else."""
-    for gather in one.inner.values() if one.op == "fusion" and one.inner else [one]:
-        if gather.op == "gather":
-            table, ids = (gather.scope[name] for name in gather.operands)
-            long = numbers(gather) >= 128 * numbers(ids)  # single numbers come another way
-            return numbers(ids) if long and arrays(table.shape)[0].stored else 0
+    """How many slices a gather fetches; 0 of anything else."""
+    for x in one.inner.values() if one.op == "fusion" and one.inner else [one]:
+        if x.op == "gather":
+            sides = re.search(r"slice_sizes=\{([\d,]+)\}", x.rest)[1].split(",")
+            return numbers(x) // math.prod(map(int, sides))
     return 0
 
 
@@ -491,11 +487,12 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
     return total, max(0.0, min(total, max(now, free) - worked))
 
 
-def read_schedule(schedule: str) -> int:
+def read_schedule(schedule: str, rows: int = 0) -> int:
     """How many bundles the text of a final schedule issues.
 
     A bundle has an address, `LB` where a loop's body begins, a `>` for each loop around it (some
-    are missing inside), and the constant in a loop's exit test; a loop without one counts once.
+    are missing inside), and the constant in a loop's exit test. A loop without one counts once, or
+    if it begins transfers out of memory, so often that they are as many as the `rows` of a gather.
     Regions that a predicate may skip count as executed: an upper bound.
     """
     head = r"^ *(?:0x)?[0-9a-f]+ +([A-Z]{2})? *:([ >]*)\{"
@@ -505,18 +502,22 @@ def read_schedule(schedule: str) -> int:
     for i in reversed(range(len(depths) - 1)):
         if marks[i + 1] != "LB":
             depths[i] = max(depths[i], depths[i + 1])
-    open_loops = [[0, 1]]  # from outside in: bundles, trips
+    open_loops = [[0, 1, 0]]  # from outside in: bundles, trips, transfers
 
     def close(depth: int):
         while len(open_loops) > depth + 1:
-            bundles, trips = open_loops.pop()
-            open_loops[-1][0] += bundles * (trips or 1)
+            bundles, trips, transfers = open_loops.pop()
+            if trips is None and rows and transfers:
+                open_loops[0][0] += bundles * rows // transfers  # in all rounds of outer loops
+            else:
+                open_loops[-1][0] += bundles * (trips or 1)
 
     for mark, depth, bundle in zip(marks, depths, parts[2::3], strict=True):
         close(depth - (mark == "LB"))
         while len(open_loops) <= depth:
-            open_loops.append([0, None])
+            open_loops.append([0, None, 0])
         open_loops[-1][0] += 1
+        open_loops[-1][2] += bundle.count("dma.hbm_to_vmem")
         test = r"totalorder (?:\(\S+\), )?%\S+, (\d+) /\* loop exit test"
         for trips in re.findall(test, bundle):  # an outer loop's can stand after the inner one's
             waiting = [loop for loop in open_loops if loop[1] is None]
@@ -534,7 +535,8 @@ def read_schedules(instructions, folder: Path) -> dict[str, int] | None:
     for path in sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
         if name and name[1] in every:
-            found[name[1]] = read_schedule(path.read_text(errors="replace"))
+            rows = fetched_rows(every[name[1]])
+            found[name[1]] = read_schedule(path.read_text(errors="replace"), rows)
         path.unlink()
     twins = {}  # what equal instructions have in common -> the most bundles
     for name, bundles in found.items():
@@ -623,7 +625,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     instructions = [*walk(computations, entry)]
 
     def cycles(one, yardstick: Yardstick) -> float:
-        issued = max(bundles.get(one.name, 0), ROW_BUNDLES * fetched_rows(one))
+        issued = bundles.get(one.name, 0)
         if one.kernel:
             return issued * yardstick.kernel
         if not one.cycles:
@@ -718,7 +720,6 @@ def whole_run(rows: list[dict]) -> dict:
         "low_seconds": seconds("low_ms"),
         "high_seconds": seconds("high_ms"),
         **totals,
-        "eval_seconds": seconds("predicted_ms", [row for row in rows if row["name"] == "eval"]),
         "components": dict(parts) if known else None,
     }
 

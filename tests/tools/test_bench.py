@@ -148,4 +148,4 @@ def test_a_stage_without_an_update_of_its_own_is_refused(main, monkeypatch):
     """Of one step: the update of the tables sums it with the next stage's."""
     monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=lambda: None))
     status, _, err = main("small", "--set", "stages.0.share=0.125", "stages.1.share=0.875")
-    assert (status, err) == (2, "error: stages.0: no update sums 2 of its steps alone\n")
+    assert (status, err) == (2, "error: stages.0 has no update of tables of its own\n")
