@@ -36,6 +36,11 @@ def test_files_that_it_names_exist():
     named = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     named += re.findall(r"(?:data|records|tests)/[\w/]*\w\.\w+", README)
     assert len(named) > 10 and [path for path in named if not (ROOT / path).exists()] == []
+    places = re.findall(r"\]\(([\w/]+\.md)#([\w-]+)\)", README)
+    for page, place in places:  # as GitHub names headings
+        heads = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.M)
+        assert place in [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in heads]
+    assert len(places) > 2
 
 
 def test_names_of_train_gpt_in_the_table_of_ideas_and_in_how_to_read_exist():
