@@ -18,9 +18,8 @@ The figure that counts leads the report: seconds of the whole run, the sum of
                measured, and its cycles. These are 1.05 for each cycle that the compiler estimates,
                or for each bundle of the final schedule if these are fewer (of a matmul no fewer
                than at the peak); 1.3 for each bundle of a Pallas kernel and of what has no
-               estimate, such as gathers, scatters and sorts. Loops count as often as they run; if
-               data decide, those that fetch rows as often as there are rows, others once. Blocks
-               that a kernel may skip are counted
+               estimate, such as gathers, scatters and sorts. Loops count as often as they run (if
+               data decide: once, or until all rows are fetched), blocks as if none was skipped
     links      the time in which devices only send and receive. A collective takes what the device
                with the fewest links sends, at the rate of a link; an all-to-all what crosses the
                busiest cut through the mesh, if that is longer. The schedule is played: links carry
@@ -29,9 +28,9 @@ The figure that counts leads the report: seconds of the whole run, the sum of
     moves      bytes of all others, above all what SparseCores do, at the memory's rate: a floor
 
 Bytes are those of operands and results in memory, with padded tiles; of slices, gathers and updates
-in place only the rows that they touch. Copies between memory and chip count no time, as if all of
-them ran beside other work. What is fitted to others' times on a v6e, and what the ends of the band
-are (YARDSTICKS), is in records/NOTES.md. For other hardware no time is said.
+in place only the rows that they touch. Copies to and from the chip count no time, as if all ran
+beside other work. records/NOTES.md has what is fitted to times on a v6e, and why the band ends
+where it does (YARDSTICKS). For other hardware no time is said.
 """
 
 import dataclasses
@@ -220,6 +219,11 @@ class Instruction:
         """Names of the operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
 
+    @property
+    def contents(self) -> list["Instruction"]:
+        """The instructions that a fusion fuses, or a call starts; of others there are none."""
+        return [*self.inner.values()] if self.op in ("fusion", "call-start") and self.inner else []
+
     def inputs(self) -> list["Instruction"]:
         """The operands that are instructions of the same computation, without what only renames."""
         found = []
@@ -232,9 +236,7 @@ class Instruction:
         """The collective that it is, or that it executes or starts in a computation of its own."""
         if any(self.op in (kind, f"{kind}-start") for kind in COLLECTIVES):
             return self
-        carries = self.op in ("fusion", "call-start") and self.inner
-        inner = self.inner.values() if carries else ()
-        return next((one.transfer for one in inner if one.transfer), None)
+        return next((one.transfer for one in self.contents if one.transfer), None)
 
     @property
     def starts(self) -> bool:
@@ -333,7 +335,7 @@ def numbers(one: Instruction) -> int:
 
 def fetched_rows(one: Instruction) -> int:
     """How many slices a gather fetches; 0 of anything else."""
-    for x in one.inner.values() if one.op == "fusion" and one.inner else [one]:
+    for x in one.contents or [one]:
         if x.op == "gather":
             sides = re.search(r"slice_sizes=\{([\d,]+)\}", x.rest)[1].split(",")
             return numbers(x) // math.prod(map(int, sides))
@@ -360,7 +362,7 @@ def in_place(one: Instruction) -> bool:
 def reads(one: Instruction, needed: int) -> list[int]:
     """How many numbers of each operand `one` reads if `needed` of its result are."""
     sizes = [numbers(one.scope[x]) if x in one.scope else 0 for x in one.operands]
-    if one.op == "fusion" and one.inner:
+    if one.contents:
         taken = fused_reads(one.inner, needed)
         return [min(size, taken.get(at, 0)) for at, size in enumerate(sizes)]
     if one.op in ("slice", "dynamic-slice", "gather"):
@@ -390,8 +392,8 @@ def fused_reads(inner: dict[str, Instruction], needed: int) -> Counter:
 
 def writes(one: Instruction) -> list[int]:
     """How many numbers of each array of its result `one` writes."""
-    if one.op == "fusion" and one.inner:
-        return next(writes(x) for x in one.inner.values() if x.root)
+    if one.contents:
+        return next(writes(x) for x in one.contents if x.root)
     if one.op == "tuple":
         return [n for x in one.operands for n in writes(one.scope[x])]
     if one.op in RENAMES and len(one.operands) == 1 and one.operands[0] in one.scope:
@@ -555,8 +557,7 @@ def twin_keys(one: Instruction) -> list[tuple]:
     """What tells which instructions have the same code, the surest first."""
     if one.kernel:
         return [(*re.findall(r'"body":"(.*?)"', one.rest),), (function_of(one.name),)]
-    inner = one.inner.values() if one.op == "fusion" and one.inner else ()
-    return [(one.op, one.shape, one.cycles, *((x.op, x.shape) for x in inner))]
+    return [(one.op, one.shape, one.cycles, *((x.op, x.shape) for x in one.contents))]
 
 
 def function_of(name: str) -> str:
@@ -588,9 +589,9 @@ def functions(text: str) -> dict[str, str]:
 def least_cycles(one: Instruction) -> float:
     """Cycles that a fusion's matmuls of two matrices take at the peak. The compiler's estimate can
     be less where all operands are on the chip."""
-    fused = one.inner.values() if one.op == "fusion" and one.inner else ()
-    plain = [x for x in fused if re.search(r"dim_labels=[bf]{2}_[io]{2}->[bf]{2}[,\s]", x.rest)]
+    pattern = re.compile(r"dim_labels=[bf]{2}_[io]{2}->[bf]{2}[,\s]")
     # m n, m k and k n numbers: the root of their product is m n k.
+    plain = (x for x in one.contents if pattern.search(x.rest))
     return sum(2 * math.prod(map(numbers, (x, *x.inputs()))) ** 0.5 for x in plain) / PEAK
 
 
@@ -601,8 +602,7 @@ def part_of(one: Instruction, innermost: dict[str, str]) -> str:
         return "collectives"
     if one.kernel:
         return function_of(one.name)
-    fused = one.inner.values() if one.op == "fusion" and one.inner else ()
-    matmuls = [x for x in fused if x.op in ("dot", "convolution")]
+    matmuls = [x for x in one.contents if x.op in ("dot", "convolution")]
     frames = (re.search(r"stack_frame_id=(\d+)", x.rest) for x in (*matmuls, one))
     return next((innermost[frame[1]] for frame in frames if frame), "other")
 
