@@ -99,13 +99,18 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
     UserError if the loss is no number: such steps tell nothing."""
     schedule = T.schedule(cfg)
     grads = [steps[0] for steps in map(schedule.programs, range(cfg.steps))]
+    found = T.programs(cfg, mesh, kernels)
     work = {}
     for name in dict.fromkeys(grads):
         steps = [step for step, other in enumerate(grads) if other == name]
         middle = steps[len(steps) // 2]
-        work[name] = middle, len(steps), step_batches(cfg, mesh, middle, *tokens)
+        summed = cfg.event_every[middle >= cfg.event_change]
+        adam = "adam_tied" if schedule.tied[middle] else "adam"
+        tables = "-".join([str(schedule.stage[middle])] * summed)
+        updates = {"anvil": 1, adam: cfg.adam_every, f"tables{tables}": summed}
+        T.need({*updates} <= {*found}, f"the run has no tables{tables}, to time with {name}")
+        work[name] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
     say("compiling; for accelerators it takes minutes")
-    found = T.programs(cfg, mesh, kernels)
     names = [name for name in found if name not in ("finish", "eval")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = pool.map(lambda name: T.lower(found[name], mesh).compile(), names)
@@ -138,15 +143,11 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
     say(form("program", "stage", "steps", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB"))
     rows = []
     peak = T.peak_flops(mesh.devices.flat[0].device_kind)
-    for name, (step, count, batches) in work.items():
+    for name, (step, count, updates, batches) in work.items():
         stage = int(schedule.stage[step])
-        summed = cfg.event_every[step >= cfg.event_change]
-        adam = "adam_tied" if schedule.tied[step] else "adam"
-        tables = "-".join([str(stage)] * summed)
-        updates = {"anvil": 1, adam: cfg.adam_every, f"tables{tables}": summed}
-        T.need({*updates} <= {*compiled}, f"stages.{stage} has no update of tables of its own")
         run_steps = functools.partial(run, name, updates, itertools.cycle(batches))
-        row = {"name": name, "stage": stage, "steps": count, **time_chunks(summed, run_steps)}
+        timed = time_chunks(max(updates.values()), run_steps)
+        row = {"name": name, "stage": stage, "steps": count, **timed}
         if not np.isfinite(loss):
             raise T.UserError(f"{name}: the loss is {loss}: lower the rates (--set lr_anvil=...)")
         rate = 1e3 * cfg.stages[stage].batch_tokens / row["ms"]
@@ -271,8 +272,7 @@ def main(argv=None) -> int:
         parser.add_argument("--kernels", type=int, metavar="STAGE", help="with each on and off")
         parser.add_argument("--dump", metavar="DIR", help="keep the figures as bench.json")
         args = parser.parse_args(argv)
-        if args.parts < 0:
-            raise T.UserError(f"--parts {args.parts}: a positive number of devices, or none")
+        T.need(args.parts >= 0, f"--parts {args.parts}: a positive number of devices, or none")
         if args.dump:
             Path(args.dump).mkdir(parents=True, exist_ok=True)
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
