@@ -44,8 +44,8 @@ Words that are used throughout:
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
 d model width, n heads, h head (or hidden) width, f MLP width, v vocabulary (or v width), p columns
 of a projection or candidates, g gate inputs or groups of features, k targets, sources or devices,
-i bigram or trigram, r tokens of a batch in one line, c tokens of a chunk; l matrices of a bank, r
-and c their rows and columns. Batches, rows, windows and documents are counted in tokens.
+i bigram or trigram, r tokens of a batch in one line, c tokens of a chunk or requests to a device;
+l matrices of a bank, r and c their rows and columns. All lengths are counted in tokens.
 
     PART I, the speedrun          all that decides the loss, in plain JAX
     PART II, around a run         refusals, data checks, programs, checkpoints, log, signals,
@@ -130,7 +130,7 @@ def need(holds, reason: str):
 class Layer:
     """One layer: its attention, what it adds to the stream, how many MLPs follow. "short" and
     "long" attention have that window of the stage, "paired" reaches half as far as "short"
-    (pair_heads). The last layer must attend and have values; mudd_layer adds x0 and n-grams."""
+    (pair_heads). The last one has attention, values and an MLP; mudd_layer adds x0 and n-grams."""
 
     attends: str = ""  # short, long or paired; "": none
     narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
@@ -206,7 +206,7 @@ class Config:
     rope_base: float = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: half wide, whole heads
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
-    compute_dtype: str = "bfloat16"  # of activations and matmuls; masters and loss are float32
+    compute_dtype: str = "bfloat16"  # of activations, matmuls, n-gram table; else float32
     # schedule: batch, windows and document length grow, at the end the batch shrinks again
     steps: int = 1194
     extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
@@ -230,7 +230,7 @@ class Config:
     lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
     # optimizers; param_table has the factors of each parameter
     lr_anvil: float = 0.023
-    decay_anvil: float = 2.25  # a step takes the share lr * lr * this of a weight
+    decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
     momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Hyper.momentum, at first fast_beta too
     momentum_warmup: int = 240  # over this many steps
     momentum_cooldown: int = 50  # and back, over the last steps
@@ -407,7 +407,7 @@ class Param:
     optimizer: str  # anvil, adam, or rows (one second moment for each row of a table)
     updated_by: str  # anvil (every step), adam, or tables (seldom)
     lr: float
-    decay: float = 0.0  # a step takes lr * lr * decay of a weight, where it shrinks it
+    decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
     betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
     scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
     averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, share of the way there at the end)
@@ -505,10 +505,10 @@ def param_table(cfg: Config) -> dict[str, Param]:
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth
-    attends, planes = (len(cfg.layers_with(what)) for what in ("attends", "values"))
+    attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
     slots, count = mlp_slots(cfg)
-    live = set(itertools.chain(*slots))
-    up = [math.sqrt(max(1, f / d)) * (slot in live) for slot in range(count)]
+    served = set(itertools.chain(*slots))
+    up = [math.sqrt(max(1, f / d)) * (slot in served) for slot in range(count)]
 
     def adam(shape, start, lr, decay, betas, **more):
         updated = {"optimizer": "adam", "updated_by": "adam"} | more
@@ -524,9 +524,9 @@ def param_table(cfg: Config) -> dict[str, Param]:
         return adam(shape, start, lr, decay, betas, sharded=False)
 
     ema = {"averages": (("ema", 0.65),), "rescaled": True}
-    values = {"updated_by": "tables", "averages": (("planes", 1.0),)}
+    values = {"updated_by": "tables", "averages": (("value_average", 1.0),)}
     ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
-    replaced = ("average", 1.0), ("blend", 0.55 - 0.2007)  # both numbers: record 92
+    replaced = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # both numbers: record 92
     scale = (*up, *(2 * x for x in up))
     hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 2)  # of the small MLPs
     gates = np.zeros((2, max(at.stop for half in gate_slices(cfg) for at in half.values())))
@@ -539,14 +539,14 @@ def param_table(cfg: Config) -> dict[str, Param]:
         #             shape       start  lr  decay  betas
         "head": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
         "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema, tied_to="head"),
-        "value_tables": adam((planes * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
+        "value_tables": adam((tables * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
         "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
         #                shape  averages  live  factors on lr_anvil
-        "qk_bank": bank((n * attends, 2 * h, d), ("blend", 0.55)),
+        "qk_bank": bank((n * attends, 2 * h, d), ("bank_ema", 0.55)),
         "vo_bank": bank((2 * attends, d, d), *replaced),
         "mlp_bank": bank((2 * count, f, d), *replaced, live=count, scale=scale),
         #                      shape                       start  lr  betas
-        "value_gate": small((planes - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
+        "value_gate": small((tables - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
         "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
         "resid_lambdas": small((depth, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
         "post_lambdas": small((depth, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
@@ -567,7 +567,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
 
 def updated(cfg: Config, update: str) -> list[str]:
     """The parameters that the program `update` changes."""
-    by = re.match("[a-z]+", update)[0]  # adam of adam_tied, tables of tables4
+    by = re.match("[a-z]+", update)[0]  # adam of adam_tied, tables of tables0-0
     return [name for name, row in param_table(cfg).items() if row.updated_by == by]
 
 
@@ -853,12 +853,12 @@ def smear(x_btd, weights_ng, strength):
     return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
 
 
-def small_mlp(x_btd, w1_hd, w2_lh, b2_l):
-    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, l] (GELU: Hendrycks and Gimpel 2016)."""
+def small_mlp(x_btd, w1_hd, w2_ph, b2_p):
+    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, p] (GELU: Hendrycks and Gimpel 2016)."""
     w1_hd = w1_hd.astype(x_btd.dtype)
     hidden_bth = jnp.matmul(x_btd, w1_hd.T, preferred_element_type=jnp.float32)
     hidden_bth = hidden_bth * (0.5 + 0.5 * lax.erf(hidden_bth * math.sqrt(0.5)))
-    return hidden_bth @ w2_lh.T + b2_l[None, None]
+    return hidden_bth @ w2_ph.T + b2_p[None, None]
 
 
 def token_gates(model: Model, half: int, x_btd) -> dict:
@@ -938,12 +938,12 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
         return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(model, i)[1])
 
 
-def mudd_layer(model: Model, x, start, source, rows, gates):
+def mudd_layer(model: Model, x, start, source, found, gates):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
     A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). Attention reads
     `source`."""
     i = model.cfg.depth - 1
-    values = rows["value_tables"][-1]
+    values = found["value_tables"][-1]
     weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
     mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
     both = [
@@ -957,7 +957,7 @@ def mudd_layer(model: Model, x, start, source, rows, gates):
         (mu.keep_attention * mu.x_start + mu.start, start),
         (mu.keep_attention * mu.x_source, source),
         (mu.attention, attention(model, i, source, added, gates)),
-        (mu.ngram, rows["ngram"]),
+        (mu.ngram, found["ngram"]),
     )
     return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
 
@@ -986,16 +986,16 @@ def blend(x_btd, weights_btkg, sources):
     return mix(*terms)
 
 
-def forward(model: Model, rows: dict):
+def forward(model: Model, found: dict):
     """The model, from the tokens' rows of the tables to the normed output of mudd_mix [b, t, d].
-    `rows`: embed [b, t, d], value_tables (a tuple of [b, t, d], one for each layer with values) and
+    `found`: embed [b, t, d], value_tables (a tuple of [b, t, d], one for a layer with values) and
     ngram [b, t, d], see signed_sum. All attentions after layer cfg.source read its output (record
     77). Layer skip[1] has the gated output of layer skip[0] in place of attention (record 45)."""
     params, cfg = model.params, model.cfg
     resid = params["resid_lambdas"]
-    values = rows["value_tables"]
-    ngram = rows["ngram"]
-    x0 = norm(smear(rows["embed"], params["smear_gate"], params["smear_lambda"][0]))
+    values = found["value_tables"]
+    ngram = found["ngram"]
+    x0 = norm(smear(found["embed"], params["smear_gate"], params["smear_lambda"][0]))
     gates = token_gates(model, 0, x0)
     start = mix((1.0, x0), (gates["ngram", 0], ngram))
     outputs = []
@@ -1003,7 +1003,7 @@ def forward(model: Model, rows: dict):
     def block(i: int, x):
         layer = cfg.layers[i]
         if i == cfg.depth - 1:
-            return mudd_layer(model, x, start, outputs[cfg.source], rows, gates)
+            return mudd_layer(model, x, start, outputs[cfg.source], found, gates)
         if i == cfg.skip[1]:
             amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
             terms = [(1.0, x), (amount, outputs[cfg.skip[0]])]
@@ -1040,10 +1040,10 @@ TABLES = ("embed", "value_tables", "ngrams")  # those that look_up reads; head_g
 def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
     """The tokens' rows of TABLES: [b, t, d]; of value_tables a tuple of them, one for each layer;
     of ngrams [b, 2, t, d], found at `slots_bit` among the rows that were fetched."""
-    planes = range(len(cfg.layers_with("values")))
+    starts = (cfg.vocab * n for n in range(len(cfg.layers_with("values"))))
     return {
         "embed": tables["embed"][tokens_bt],
-        "value_tables": tuple(tables["value_tables"][tokens_bt + cfg.vocab * n] for n in planes),
+        "value_tables": tuple(tables["value_tables"][tokens_bt + start] for start in starts),
         "ngrams": tables["ngrams"][slots_bit],
     }
 
@@ -1150,9 +1150,9 @@ PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 
 # ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
 
-AVERAGES = ("ema", "average", "planes", "blend")  # of the last weights; whose: Param.averages
+AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of the last weights, see Param
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
-AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `planes` look back
+AVERAGE_MEMORY = 0.212  # share of tail_average that both averages look back
 
 
 class Hyper(NamedTuple):
@@ -1166,7 +1166,7 @@ class Hyper(NamedTuple):
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
     table_count: np.ndarray  # table updates, likewise
     table_span: np.ndarray  # steps that a table update sums, over those of the first updates
-    freqs: np.ndarray  # [2, h/4] rotary, radians per token, of half-wide and of whole heads
+    freqs: np.ndarray  # [2, h/4] rotary, radians per position, of half-wide and of whole heads
     scales: np.ndarray  # [2] of q k^T, likewise
     weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
     prefix: np.ndarray  # weight of the loss on the prefix
@@ -1307,8 +1307,8 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average). The first
-    rate of each is 1: there the average starts as the weight. `ema` and `blend` cover the last
-    cfg.tail steps, `average` and `planes` the last cfg.tail_average. Head and embedding change only
+    rate of each is 1: there the average starts as the weight. `ema` and `bank_ema` cover the
+    last cfg.tail steps, both others the last cfg.tail_average. Head and embedding change only
     at Adam steps, so one update of their `ema` there stands for one at each step up to the next
     Adam step. It starts a step before the record's, from the same weights."""
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
@@ -1316,14 +1316,14 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     in_average = left < cfg.tail_average
     every = left % AVERAGE_EVERY == 0
     r_ema = 2 / (cfg.tail + 1)
-    r_blend = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
+    r_bank_ema = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
     r_average = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
     ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
     columns = (
         ema * (1 - (1 - r_ema) ** np.minimum(cfg.adam_every, left + 1)),
         (in_average & every) * r_average,
         (in_average & (tables > 0)) * r_average,
-        (in_tail & (every | (left == 1))) * r_blend,
+        (in_tail & (every | (left == 1))) * r_bank_ema,
     )
     rates = np.stack(columns, axis=1)
     used = rates.any(axis=0)
@@ -1470,9 +1470,9 @@ def finish_step(cfg: Config, state):
     """(the state with the weights to validate, their compute copies), after the last step. Weights
     move towards their averages, in the order of Param.averages: an average is less noisy than the
     weights it is of, but also shorter. Logits and the stream depend on that length, so `rescaled`
-    parameters get back the norm they had."""
+    parameters get back the one they had."""
 
-    def norm(x):
+    def length(x):
         return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
 
     params = dict(state["params"])
@@ -1482,8 +1482,8 @@ def finish_step(cfg: Config, state):
             if used[AVERAGES.index(average)]:
                 params[name] += share * (state[average][name] - params[name])
         if row.rescaled:
-            before = norm(state["params"][name])
-            after = norm(params[name])
+            before = length(state["params"][name])
+            after = length(params[name])
             params[name] *= jnp.where(after > 0, before / after, 1.0)
     return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
@@ -1531,12 +1531,11 @@ def capacity(batch_tokens: int, devices: int) -> int:
     return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
 
 
-def request(cfg: Config, hashed, devices: int, mine: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` (0: all) of the devices. Requests
+def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
+    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` of the devices. Requests
     are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
     each token then finds its two. An n-gram that does not fit into the request to its owner gets
     slot 0, the row of trigrams without history, which every batch requests."""
-    mine = mine or devices
     size = capacity(hashed.size // mine * devices, devices)
     owned = -(-cfg.ngram_rows // devices)  # rows of each device
 
@@ -1618,7 +1617,7 @@ def sum_requests(parts, size: int, add_rows: Callable):
 def adam_rows(table, square, ids, grad, rates: tuple):
     """One step on the rows of a table that were read: (new table, new mean square of each row).
     Adam without a mean and with one second moment for each row (record 92; both moments of all
-    numbers would take 520 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
+    numbers would take 260 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
     device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
     but their mean squares decay. The table has no float32 master. A change is added, not put in
     place: a v6e's SparseCores can only add."""
@@ -1737,13 +1736,11 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
 
         head_vd = tables["head"]
         ids = rows.aims.candidates
-        # As float32: XLA gathers rows of targets faster out of that than out of bfloat16.
-        head = candidate_head(head_vd, ids).astype(jnp.float32) if count else head_vd
+        head = candidate_head(head_vd, ids) if count else head_vd
         (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
         if count:
             zeros = jnp.zeros(head_vd.shape, jnp.float32)
-            grads = [grad.astype(head_vd.dtype)]
-            grad = kernels.add_rows(zeros, ids, grads, ascending=len(ids) == 1)
+            grad = kernels.add_rows(zeros, ids, [grad], ascending=len(ids) == 1)
         return x_grad, grad.astype(head_vd.dtype), plain
 
     def add(carry, rows):
@@ -1803,12 +1800,11 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
     for name, grads in due.items():
         row = param_table(cfg)[name]
         total = sum(grad.astype(jnp.float32) for grad in grads)
-        if row.sharded:
-            if row.optimizer != "anvil":  # gradients of banks are reduced already
-                total = reduce_scatter(total.astype(cfg.dtype))
-            reduced[name] = total.astype(jnp.float32)
-        else:
-            reduced[name] = lax.psum(total, AXIS)
+        if not row.sharded:
+            total = lax.psum(total, AXIS)
+        elif row.optimizer != "anvil":  # gradients of banks are reduced already
+            total = reduce_scatter(total.astype(cfg.dtype))
+        reduced[name] = total.astype(jnp.float32)
     state = apply_updates(cfg, state, reduced, hyper)
     copies = compute_copies(cfg, {name: state["params"][name] for name in reduced}, GATHER)
     if update == "adam_tied":
@@ -1934,7 +1930,7 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
     return plan_plain(cursor, stage.rows, stage.row_tokens)
 
 
-def read_rows(stream: TokenStream, pieces, here: range) -> np.ndarray:
+def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
     """The rows `here` of a plan, uint16 [rows, t+1]."""
     found = {row: [] for row in here}
     for row, start, stop in pieces:
@@ -2171,9 +2167,9 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
 
     def make():
         try:
-            source = iter(items)
+            supply = iter(items)
             while running.wait():
-                ready.put(next(source))
+                ready.put(next(supply))
         except BaseException as error:  # StopIteration too: the main thread raises or ends
             ready.put(error)
 
@@ -2265,7 +2261,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
-    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
+    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
     folder = data_folder(cfg, say)
     stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
     shards = check_tokens(cfg, stream, val_stream)
@@ -2275,7 +2271,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     if cfg.encoding == "bpe":  # a sample needs the run's folder only
         log.write(MERGES, (folder / MERGES).read_text())
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
-    log.write_facts(**seconds)
+    log.write_facts(compile_seconds=seconds)
     warm_up(compiled)
     seed = np.uint32(cfg.seed)
     state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
@@ -2361,7 +2357,8 @@ def validate(c: Config) -> Config:
         need(valid, f"{name}={value!r} is not valid: {would_be}")
 
     rule("stages", c.stages, "one or more")
-    for at, part in {"": c, **{f"stages.{i}.": stage for i, stage in enumerate(c.stages)}}.items():
+    parts = {f"{x}.{i}.": y for x in ("stages", "layers") for i, y in enumerate(getattr(c, x))}
+    for at, part in ({"": c} | parts).items():
         for field in dataclasses.fields(part):
             number = getattr(part, field.name) if field.type in (int, float) else 1
             rule(at + field.name, 0 <= number < 2**32, "it must not be negative, nor so large")
@@ -2387,8 +2384,8 @@ def validate(c: Config) -> Config:
         known = layer.attends in ("short", "long", "paired")
         known |= not (layer.attends or layer.values or layer.xsa or layer.gated or layer.narrow)
         rule(f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it")
-    ends = c.layers[0].ngram and c.layers[-1].mlps and c.depth - 1 in c.layers_with("values")[1:]
-    rule("layers", ends, "the first one needs n-grams, the last one an MLP, it and another values")
+    ends = c.layers[0].ngram and c.layers[-1].mlps and c.depth - 1 in c.layers_with("values")[1:8]
+    rule("layers", ends, "the first needs n-grams, the last an MLP, it and 1 to 7 others values")
     often, seldom = c.event_every
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
     rule("event_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
@@ -2458,19 +2455,19 @@ def override(cfg: Config, items: list[str]) -> Config:
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
 
-def cursor_after(cfg: Config, train: TokenStream, steps: int) -> int:
+def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
     """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
     cursor = 0
     for step in range(steps):
         try:
-            cursor = plan_rows(train, cursor, stage_at(cfg, step))[1]
+            cursor = plan_rows(stream, cursor, stage_at(cfg, step))[1]
             if not stage_at(cfg, step).doc_cap:
-                train.shard_at(cursor)  # holds the last target
+                stream.shard_at(cursor)  # holds the last target
         except UserError:
-            last = f"{len(train):,} training tokens last for {step} of {cfg.steps} steps"
+            last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
             cure = "get more shards, or lower --set steps="
-            raise UserError(f"{train.paths[0].parent}: {last}: {cure}") from None
-    train.documents.cache_clear()  # the loader finds them again inside the clock: no free work
+            raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
+    stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
 
 
@@ -2504,7 +2501,7 @@ def run_tool(name: str, *args):
     need(done.returncode == 0, f"data/{name}: {said}")
 
 
-def own_tokens(data: str | None) -> str | None:
+def text_tokens(data: str | None) -> str | None:
     """`data`; of a text the folder FILE.txt.tokens beside it, made anew when the text changes."""
     if not data or data_place(data).is_dir():
         return data
@@ -2577,7 +2574,7 @@ def updates(cfg: Config) -> dict[str, int]:
 
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     """Name -> Program: gradients, updates, averaging, validation. Until an update each device keeps
-    the gradients of its own rows: for a parameter [n, ...] together [devices * n, ...]."""
+    its rows' gradients, of a parameter [n, ...] together [devices * n, ...]; of banks a shard."""
 
     def specs(tree):
         return jax.tree.map(lambda x: x.sharding.spec, tree)
@@ -2652,8 +2649,8 @@ def own_shards(cfg: Config, state, loader: LoaderState) -> Iterator[tuple[str, n
 
 
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
-    """Write the `shards` of this process; their MB. OSError if any process cannot. The folder has a
-    dot before its name until all is there: a checkpoint that can be seen is whole."""
+    """Write the `shards` of this process; MB (process 0: of all). OSError if any process cannot.
+    The folder's name has a dot in front until all is there: what can be seen is whole."""
     new = folder / f".{meta['step']}"
     failed = None
     sizes = {}
@@ -2688,9 +2685,8 @@ def checkpoint_steps(folder: Path) -> list[int]:
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     """The newest whole checkpoint of RUN_DIR, or the one in RUN_DIR/checkpoints/STEP."""
     folder = run_dir.resolve() / "checkpoints"
-    found = [folder / str(step) for step in checkpoint_steps(folder)]
-    if folder.parents[1].name == "checkpoints":
-        found = [folder.parent]
+    named = [folder.parent] if folder.parents[1].name == "checkpoints" else []
+    found = [folder / str(step) for step in checkpoint_steps(folder)] or named
     for path in reversed(found):
         try:
             meta = json.loads((path / "meta.json").read_text())
@@ -2744,8 +2740,7 @@ PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e
 PEAK_FLOPS |= {"L40S": 362e12, "RTX 4090": 165e12}
 PROFILED = range(20, 24)  # the steps of a process that --profile traces, well after the start
 # Of the environment, what Python, jax and what is below it read.
-VARIABLES = "XLA_ TF_XLA_ JAX_ LIBTPU_ TPU_ CUDA_ CUDNN_ CUBLAS_ NCCL_ NVIDIA_TF32_OVERRIDE "
-VARIABLES += "OMP_ OPENBLAS_ MKL_ PYTHON LD_"
+VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
 
 
 def peak_flops(kind: str) -> float:
@@ -2775,7 +2770,6 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     cpu = platform.machine()
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
-    read = tuple(VARIABLES.split())
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     return {
         "preset": cfg.preset,
@@ -2786,7 +2780,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "versions": versions(),
         "devices": {**devices, "processes": jax.process_count()},
         "host": {"cpu": cpu, "cores": cpu_cores(), "platform": platform.platform()},
-        "environment": {x: os.environ[x] for x in sorted(os.environ) if x.startswith(read)},
+        "environment": {x: os.environ[x] for x in sorted(os.environ) if re.match(VARIABLES, x)},
         "choices": choices,
     }
 
@@ -2870,7 +2864,7 @@ class RunLog:
         need(not self.refused, f"cannot write {self.folder} ({self.refused}): name another --out")
 
     def write(self, name: str, text: str):
-        """Append a line to a file at once, so that a crash loses nothing, or replace run.json."""
+        """Append a line to a file at once, so that a crash loses nothing, or replace one."""
         try:
             if name in self.files:
                 self.files[name].write(f"{text}\n".encode("utf-8", "backslashreplace"))
@@ -2959,7 +2953,8 @@ class RunLog:
             raise SystemExit(128 + signalled)
         stats = (device.memory_stats() or {} for device in jax.local_devices())
         peak = max(of.get("peak_bytes_in_use", 0) for of in stats)  # CPUs do not tell: all of it
-        peak = peak / 2**20 or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+        peak = (peak or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**20
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
@@ -2981,7 +2976,7 @@ def trace(at: int, folder: Path, last):
 
 
 def demonstrate(folder: Path, say: Callable):
-    """At the end of `tiny`: what the model makes of the validation text, by records/sample.py."""
+    """After a run, what the model makes of the validation text, by records/sample.py."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
     if tool.exists() and jax.process_count() == 1 and checkpoint_steps(folder / "checkpoints"):
         subprocess.run([sys.executable, tool, folder], env=os.environ | {"JAX_PLATFORMS": "cpu"})
@@ -3089,14 +3084,14 @@ def add_config_options(parser: argparse.ArgumentParser):
     parser.add_argument("preset", nargs="?", help=f"{' or '.join(PRESETS)}; default: by hardware")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     parser.add_argument("--data", metavar="DIR|FILE", help="folder with token shards, or a text")
-    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the parameters, and of samples")
 
 
 def resolve(args, say: Callable = tell) -> Config:
     """The Config that the command line asks for; with one's own text it fits that."""
     name = args.preset or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
     need(name in PRESETS, f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
-    args.data = own_tokens(args.data)
+    args.data = text_tokens(args.data)
     given = {"data": args.data, "seed": args.seed}
     items = args.set + [f"{key}={value}" for key, value in given.items() if value is not None]
     data = dict(item.partition("=")[::2] for item in items).get("data", PRESETS[name].data)
@@ -3132,8 +3127,8 @@ def run(argv: list[str], command: str):
     drop = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
     need(args.resume is None or not anew, f"--resume takes the config of the run: {drop}")
     cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
-    if args.cache != "off" and (args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ):
-        jax.config.update("jax_compilation_cache_dir", cache)
+    if args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", None if cache == "off" else cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if args.show:
         return tell(show(resolve(args)))
@@ -3145,7 +3140,7 @@ def run(argv: list[str], command: str):
         return
     saved = find_checkpoint(Path(args.resume), say)
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
-    items = [f"devices={count}", f"data={own_tokens(args.data) or saved.cfg.data}", *args.set]
+    items = [f"devices={count}", f"data={text_tokens(args.data) or saved.cfg.data}", *args.set]
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError):  # no whole run.json
         done |= json.loads((saved.folder.parents[1] / "run.json").read_text())["finished"]
@@ -3228,7 +3223,7 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({name: executable}, {"compile_seconds": {name: seconds}}) of all programs, if they fit."""
+    """({name: executable}, {name: seconds to compile}) of all programs, if they fit."""
     every = programs(cfg, mesh, kernels)
     beside = {name: resident_bytes(cfg, mesh, name) for name in every}
     limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
@@ -3253,11 +3248,10 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     events = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cpu_cores()) as pool:
         built = zip(*pool.map(build, every), strict=True)
     from_all(0)  # the first step waits for processes that compile longer
-    compiled, seconds = (dict(zip(every, x, strict=True)) for x in built)
-    return compiled, {"compile_seconds": seconds}
+    return tuple(dict(zip(every, x, strict=True)) for x in built)
 
 
 def warm_up(compiled: dict):
@@ -3274,14 +3268,14 @@ def warm_up(compiled: dict):
 
 # ---- The choice --------------------------------------------------------------------------------
 
-SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")  # kinds on which no kernel of ours fits
+LARGE_VMEM = ("TPU v5 lite", "TPU v6 lite")  # kinds with 128 MiB, see KERNEL_VMEM
 
 
-def pick_kernels(cfg: Config, device, devices: int = 1) -> tuple[Kernels, str]:
-    """(the Kernels for one of the run's `devices`, why these: a line for the log)."""
+def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
+    """(the Kernels for a run on such devices, why these: a line for the log)."""
     if cfg.kernels == "plain":
         return PLAIN, "plain, as asked for"
-    found, reason = serving_kernels(cfg, device, devices)
+    found, reason = serving_kernels(cfg, device)
     if cfg.kernels == "auto":
         return found, reason
     names = cfg.kernels.split(",")
@@ -3291,9 +3285,9 @@ def pick_kernels(cfg: Config, device, devices: int = 1) -> tuple[Kernels, str]:
     return found, f"{cfg.kernels}, as asked for{but} (auto: {reason})"
 
 
-def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
+def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(all Kernels that serve there, a line for the log that says which). The loss with its own
-    gradient and the lean ReLU^2 serve everywhere. TPUs since v5 have kernels for all else, NVIDIA
+    gradient and the lean ReLU^2 serve everywhere. v5e and v6e have kernels for all else, NVIDIA
     GPUs since Ampere for attention. Where a condition fails, the plain form does the work."""
     chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
@@ -3308,19 +3302,19 @@ def serving_kernels(cfg: Config, device, devices: int) -> tuple[Kernels, str]:
     high = f"scores up to {score:.0f} could overflow without a running maximum"
     bounded = score > MAX_SCORE, high
     if device.platform == "tpu":
-        ring = Plan(Heads(cfg.heads, h, h, window, offset=True), 256).ring_bytes(cfg.dtype)
+        ring = Plan(Heads(cfg.heads, h, h, window, offset=True), BLOCK).ring_bytes(cfg.dtype)
         large = f"a window of {window} of width {cfg.width} does not fit the VMEM"
         for_tables = [
-            (kind.startswith(SMALL_VMEM), f"a {kind} has too little VMEM"),
+            (not kind.startswith(LARGE_VMEM), f"a {kind} has too little VMEM"),
             (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
             even,
         ]
         if not any(fails for fails, _ in for_tables):
             chosen = chosen._replace(add_rows=sum_rows, blend=weighted_sum)
             others = "weighted sums and gradients of tables for TPUs"
-            narrow = cfg.dtype == jnp.bfloat16
+            bfloat16 = cfg.dtype == jnp.bfloat16
             hidden = {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}
-            if narrow and all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden):
+            if bfloat16 and all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden):
                 chosen, others = chosen._replace(add_mlp=fused_mlp), f"MLPs, {others}"
         apart = f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
         tiled = h != LANES or cfg.heads % 2, apart
@@ -3369,8 +3363,8 @@ def token_losses(x_cd, head_vd, wide_vd, targets_ck, cfg: Config):
     def logits(x_cd, head_vd, dtype=jnp.float32):
         return jnp.matmul(x_cd, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
 
-    narrow = functools.partial(logits, dtype=x_cd.dtype)
-    z_cv = lax.platform_dependent(x_cd, head_vd, cuda=narrow, default=logits)
+    rounded = functools.partial(logits, dtype=x_cd.dtype)
+    z_cv = lax.platform_dependent(x_cd, head_vd, cuda=rounded, default=logits)
     sum_c = jnp.sum(jnp.exp(half * squash(z_cv, cfg)), axis=1)
     z_ck = [
         jnp.sum(x_cd.astype(jnp.float32) * wide_vd[targets_ck[:, k]], axis=1)
@@ -3407,8 +3401,8 @@ def loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Conf
     factor_c = jnp.sum(weights_ck, axis=1) / sum_c
     miss_cv = jnp.exp(a / 2 * squashed_cv) * factor_c[:, None] - hit_cv
     grad_cv = (miss_cv * (1 - jnp.square(squashed_cv))).astype(x_cd.dtype)
-    d_head_vd = jnp.matmul(grad_cv.T, x_cd, preferred_element_type=jnp.float32)
-    return grad_cv @ head_vd, d_head_vd
+    head_grad_vd = jnp.matmul(grad_cv.T, x_cd, preferred_element_type=jnp.float32)
+    return grad_cv @ head_vd, head_grad_vd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -3423,28 +3417,28 @@ def fused_cross_entropy_forward(x_rd, head_vd, targets_rk, weights_rk, cfg: Conf
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
 
     def add(carry, chunk):
-        totals, d_head = carry
+        totals, head_grad = carry
         x_cd, targets_ck, weights_ck = chunk
         losses_ck, z_cv, sum_c = token_losses(x_cd, narrow_vd, wide_vd, targets_ck, cfg)
-        dx_cd, more = loss_gradients(z_cv, sum_c, x_cd, narrow_vd, targets_ck, weights_ck, cfg)
-        return (add_losses(totals, losses_ck, weights_ck), d_head + more), dx_cd
+        x_grad_cd, more = loss_gradients(z_cv, sum_c, x_cd, narrow_vd, targets_ck, weights_ck, cfg)
+        return (add_losses(totals, losses_ck, weights_ck), head_grad + more), x_grad_cd
 
     copies = head_vd.astype(jnp.float32), head_vd.astype(x_rd.dtype)
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
     chunks = in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk)
-    (totals, d_head), dx = lax.scan(add, start, chunks)
-    return totals, (dx.reshape(x_rd.shape), d_head, head_vd)
+    (totals, head_grad), x_grad = lax.scan(add, start, chunks)
+    return totals, (x_grad.reshape(x_rd.shape), head_grad, head_vd)
 
 
 def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
     """Gradients for x and head; targets and weights have none."""
-    dx_rd, d_head, head_vd = gradients
+    x_grad_rd, head_grad, head_vd = gradients
     weighted, _ = cotangents
-    dx, d_head = weighted * dx_rd.astype(jnp.float32), weighted * d_head
-    dx = lax.optimization_barrier(dx.astype(dx_rd.dtype))  # or XLA would store it as float32
-    return dx, d_head.astype(head_vd.dtype), None, None
+    grad = (weighted * x_grad_rd.astype(jnp.float32)).astype(x_grad_rd.dtype)
+    grad = lax.optimization_barrier(grad)  # or XLA would store it as float32
+    return grad, (weighted * head_grad).astype(head_vd.dtype), None, None
 
 
 fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_backward)
@@ -3480,7 +3474,7 @@ def document_starts(segments_bt):
 # the projection left them, [t, n h]: what costs most around other kernels is not attention but
 # arrays that are transposed to [n, t, h], and QK norm and rotation as passes of their own. Here
 # they are done once for each block, and rotated keys and values of the blocks that the window can
-# reach wait in rings in VMEM (3 MiB for short layers at a window of 640; 12 in the backward pass,
+# reach wait in rings in VMEM (2 MiB for short layers at a window of 640; 10 in the backward pass,
 # with their gradients). Scores are kept as [keys, queries], so that what there is one of for each
 # query (sum, gate, start of the document) is a row, and costs nothing to broadcast. Queries,
 # outputs and all gradients stand, [h, tokens], and there QK norm, rotation, XSA and gates are a few
@@ -3549,7 +3543,7 @@ def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpr
 
 @dataclass(frozen=True)
 class Plan:
-    """How the kernel cuts the work of one layer; distances are in blocks."""
+    """How the kernels cut the work of one layer."""
 
     heads: Heads
     block: int  # tokens
@@ -3593,7 +3587,7 @@ class Plan:
         return (self.delay + 1) * block * n * (2 * h + v) * (jnp.dtype(dtype).itemsize + 4)
 
     def part(self, j: int) -> tuple[slice, slice]:
-        """(keys, queries) of a block and of the one j before it that can see each other at all.
+        """(keys of the block j before, queries of a block) that can see each other at all.
         All, or the last half of the keys and the first half of the queries, 1 score in 4: most
         windows of the record end in the middle of a block."""
         half = self.block // 2
@@ -3637,7 +3631,7 @@ class Plan:
 def window_plan(heads: Heads, t: int, interpret: bool = False) -> Plan:
     """The Plan for rows of `t` tokens."""
     heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
-    return Plan(heads, math.gcd(t, 256), interpret)
+    return Plan(heads, math.gcd(t, BLOCK), interpret)
 
 
 def times(a, b, transpose: bool = False):
@@ -3683,21 +3677,21 @@ def inverse_size(x):
     return lax.rsqrt(dot(x, x) / len(x) + 2.0**-23)
 
 
-def turn(left, right, cos, sin):
+def rotate_halves(left, right, cos, sin):
     """Both halves of a head, rotated; of (right, left) and swapped again it is the way back."""
     return left * cos + right * sin, right * cos - left * sin
 
 
 def rotate(x, cos, sin, factor=1.0):
     """factor * rope(norm(x)) of a standing head, float32."""
-    halves = turn(*jnp.split(x, 2), cos, sin)
+    halves = rotate_halves(*jnp.split(x, 2), cos, sin)
     return jnp.concatenate(halves) * (factor * inverse_size(x))
 
 
 def rotate_grad(grad, x, cos, sin, factor):
     """The gradient of `x` from that of rotate(x)."""
     left, right = jnp.split(grad, 2)
-    right, left = turn(right, left, cos, sin)
+    right, left = rotate_halves(right, left, cos, sin)
     grad = jnp.concatenate([left, right])
     size = inverse_size(x)
     along = dot(grad, x) * (size**2 / len(x))
@@ -3857,7 +3851,6 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     return out.pop("y"), (arrays, out)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def window_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, added and OF_HEADS; others have none. Grid step i takes block i of the
     queries through all blocks that they can see, whose gradients collect in rings. Block i - delay
@@ -3865,8 +3858,8 @@ def window_backward(plan: Plan, kept, y_grad):
     copied once more. With the key offset the first token of the next block is needed too, one step
     later. The references of `body`: starts, shares, gates, scale, earliest, log_sums, saved_q,
     saved_k, saved_v, saved_y: as in window_forward, of block i; y_grad [1, block, n v] likewise;
-    old_qkv, old_tables, old_added, old_added_gates: of block i - delay; qkv_grad, added_grads,
-    added_gate_grads of block i - delay, share_grads, gate_grads of i: outputs; keys [ring, n,
+    old_qkv, old_tables, old_added, old_added_gates: of block i - delay; qkv_grad, added_grad,
+    added_gates_grad of block i - delay, shares_grad, gates_grad of i: outputs; keys [ring, n,
     block, h], values [ring, n, block, v], standing_keys [ring, n h, block]; k_grads, q_grads [ring,
     n h, block], v_grads [ring, n v, block]: float32, standing; y_grads [n v, block]: standing, of
     the output of attention alone."""
@@ -3874,7 +3867,7 @@ def window_backward(plan: Plan, kept, y_grad):
     from jax.experimental.pallas import tpu as pltpu
 
     (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
-    qkv, (b, t, _), dtype = arrays["qkv"], arrays["qkv"].shape, arrays["qkv"].dtype
+    (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
     blocks, delay, ring = t // block, plan.delay, plan.delay + 1
 
     def look_back(r, j: int, first, mean, between=None):
@@ -3895,19 +3888,19 @@ def window_backward(plan: Plan, kept, y_grad):
             collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, anew)
 
         # The matmuls of a pair of heads fill the wait for the scores of the next two.
-        waiting = []
+        in_flight = []
         for c, o in plan.pairs:
             score = times(r.keys[at, o, keys], r.saved_q[0, part_of(c, h), queries])
             value_grad = times(r.values[at, o, keys], r.y_grads[part_of(c, v), queries])
-            if len(waiting) == 2:
-                finish(*waiting.pop(0))
+            if len(in_flight) == 2:
+                finish(*in_flight.pop(0))
             seen = visible(plan, first, r.i, j, c, o)
             score -= r.log_sums[0, c : c + 1, queries]
             weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
             grad = weights * (value_grad - mean[c][:, queries])
-            waiting.append((c, o, weights.astype(dtype), grad.astype(dtype)))
+            in_flight.append((c, o, weights.astype(dtype), grad.astype(dtype)))
             next(between, None)
-        for pair in waiting:
+        for pair in in_flight:
             finish(*pair)
         for _ in between:
             pass
@@ -3946,11 +3939,11 @@ def window_backward(plan: Plan, kept, y_grad):
             along = dot(y, own) / size
             left = y - share * along * own
         if r.gates is not None:
-            r.gate_grads[row] = dot(grad, left)
+            r.gates_grad[row] = dot(grad, left)
             grad *= r.gates[row]
         if r.shares is not None:
             back = dot(grad, own) / size
-            r.share_grads[row] = -back * along * size
+            r.shares_grad[row] = -back * along * size
             twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
             r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * own))
             grad -= share * back * own
@@ -3965,9 +3958,9 @@ def window_backward(plan: Plan, kept, y_grad):
 
         def added_grad(c, grad):
             part, row = part_of(c, LANES), (0, slice(c, c + 1))
-            r.added_gate_grads[row] = dot(grad, standing(r.old_added, part)[:v])
+            r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
             grad = pad_rows(grad * r.old_added_gates[row], LANES)
-            r.added_grads[0, :, part] = grad.astype(dtype).T
+            r.added_grad[0, :, part] = grad.astype(dtype).T
 
         def key_grad(rows):
             grad = r.k_grads[slot, rows]
@@ -4014,11 +4007,9 @@ def window_backward(plan: Plan, kept, y_grad):
         **{f"old_{x}": plan.along(arrays[x], oldest) for x in ("tables", "added_gates")},
     }
     outputs = {
-        "qkv_grad": plan.across(qkv, oldest),
-        "added_grads": plan.across(arrays["added"], oldest),
-        "added_gate_grads": plan.along(arrays["added_gates"], oldest),
-        "share_grads": plan.along(arrays["shares"], newest),
-        "gate_grads": plan.along(arrays["gates"], newest),
+        **{f"{x}_grad": plan.across(arrays[x], oldest) for x in ("qkv", "added")},
+        "added_gates_grad": plan.along(arrays["added_gates"], oldest),
+        **{f"{x}_grad": plan.along(arrays[x], newest) for x in ("shares", "gates")},
     }
     scratch = {
         "keys": ((ring, n, block, h), dtype),
@@ -4032,8 +4023,7 @@ def window_backward(plan: Plan, kept, y_grad):
     scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
     args = body, (b, blocks + delay), scalars, inputs, outputs, scratch, plan.interpret
     out = run_kernel(plan.name("backward"), *args)
-    grads = {"qkv": out["qkv_grad"], "added": out.get("added_grads")}
-    grads |= {x: out.get(f"{x.removesuffix('s')}_grads") for x in OF_HEADS}
+    grads = {x: out.get(f"{x}_grad") for x in ("qkv", "added", *OF_HEADS)}
     return (dict.fromkeys(arrays) | grads,)
 
 
@@ -4046,11 +4036,12 @@ def window_attention(plan: Plan, arrays: dict):
 window_attention.defvjp(window_forward, window_backward)
 
 
-def turns(places_kt, freqs_f):
-    """cos and sin [k, f, t] of places * freqs, of places that rise evenly along a row. They follow
-    from those of every 128th place and of the first 128 by the addition theorem: cosines of all
+def standing_rope_tables(freqs_f, positions_kt):
+    """cos and sin [k, f, t] of positions * freqs, if positions rise evenly along a row. They follow
+    from those of every 128th position and of the first 128 by the addition theorem: cosines of all
     would take a v6e longer than some layers."""
-    some = places_kt[:, None, ::128, None], (places_kt[:, :128] - places_kt[:, :1])[:, None, None]
+    first = (positions_kt[:, :128] - positions_kt[:, :1])[:, None, None]
+    some = positions_kt[:, None, ::128, None], first
     angles = [x.astype(jnp.float32) * freqs_f[None, :, None, None] for x in some]
     (cos_a, cos_b), (sin_a, sin_b) = map(jnp.cos, angles), map(jnp.sin, angles)
     both = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
@@ -4060,13 +4051,13 @@ def turns(places_kt, freqs_f):
 def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = False):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
-    (see pick_kernels). No gradients of freqs and scale. `interpret`: the kernel runs on a CPU."""
+    (see serving_kernels). freqs and scale have no gradients. `interpret`: it runs on a CPU."""
     added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     added_btd, added_gates_btn = added or (None, None)
     t, h = segments_bt.shape[1], heads.qk_width
     plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
     freqs = jnp.pad(freqs, (0, h // 2 - len(freqs)))  # what stands still turns with frequency 0
-    tables = turns(positions(t, heads)[:, : 1 + heads.paired].T, freqs)
+    tables = standing_rope_tables(freqs, positions(t, heads)[:, : 1 + heads.paired].T)
     others = {
         "starts": starts[:, None],
         "earliest": plan.earliest(starts),
@@ -4085,8 +4076,6 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = F
 # their gradients, stay in VMEM while blocks of tokens come by, and norm, ReLU^2 and residual are
 # done while the matrix unit works: 57 MiB for 2816 hidden units. What these are before ReLU^2 goes
 # to memory once, for the way back.
-
-TOKEN_BLOCK = 256  # tokens of weighted sums (21 arrays, twice each: 16 MiB)
 
 
 def flat(x):
@@ -4152,7 +4141,7 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True)
     return out["y"].reshape(x_btd.shape), (x_rd, weights, scales, out.get("z"))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)  # traced once: equal layers share a kernel
 def fused_mlp_backward(interpret, kept, y_grad):
     """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
     only the last one's stay: behind matmuls that costs nothing. Of keep and weight there are sums
@@ -4183,8 +4172,8 @@ def fused_mlp_backward(interpret, kept, y_grad):
     args = tiled, (weights, sums), interpret, scratch, scales
     out = run_blocks("mlp_grads", body, mlp_block(d, f), *args)
     x_grad = out["x_grad"].reshape(y_grad.shape)
-    scales = jnp.sum(out["keep_grad"]), jnp.sum(out["weight_grad"])
-    return x_grad, out["up_grad"], out["down_grad"], *scales
+    numbers = jnp.sum(out["keep_grad"]), jnp.sum(out["weight_grad"])
+    return x_grad, out["up_grad"], out["down_grad"], *numbers
 
 
 fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
@@ -4192,7 +4181,8 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
 # XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way
-# back. In one kernel a block of tokens stays in VMEM for all sources. The weights come packed in a
+# back. In one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16
+# MiB). The weights come packed in a
 # tile of columns, and a matrix of zeros and ones, one for each source, spreads its share of them
 # over the features.
 
@@ -4213,18 +4203,18 @@ def spreaders(k: int, g: int, lanes: int, d: int, dtype):
     return (lane[None, :, None] == group[:, None]).astype(dtype)
 
 
-def run_weighted(name: str, body, x, weights_btkg, sources, outputs: int, sums: bool, interpret):
+def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool, interpret):
     """run_blocks, in which `body` has x, y0, y1, ... [block, d], with w, of pack_weights, and hot,
-    of spreaders; `x` may be None. It writes out0, out1, ... like y0, and with `sums` the sums of
-    packed weights, float32 [block, lanes]."""
+    of spreaders; `x` may be None. It writes out0, like y0; for `grads` one out for each source, and
+    sums for the packed weights, float32 [block, lanes]."""
     w, y0 = pack_weights(weights_btkg, sources[0].dtype), flat(sources[0])
     lanes = w.shape[1] // 2
     arrays = {"x": None if x is None else flat(x), "w": w}
     arrays |= {f"y{j}": flat(y) for j, y in enumerate(sources)}
     hot = spreaders(*weights_btkg.shape[2:], lanes, y0.shape[1], y0.dtype)
-    summed = jax.ShapeDtypeStruct((len(y0), lanes), jnp.float32) if sums else None
-    out = {f"out{j}": y0 for j in range(outputs)} | {"sums": summed}
-    args = body, TOKEN_BLOCK, (arrays, out), ({"hot": hot}, {}), interpret
+    summed = jax.ShapeDtypeStruct((len(y0), lanes), jnp.float32) if grads else None
+    out = {f"out{j}": y0 for j in range(len(sources) if grads else 1)} | {"sums": summed}
+    args = body, BLOCK, (arrays, out), ({"hot": hot}, {}), interpret
     return run_blocks(name, *args)
 
 
@@ -4239,7 +4229,7 @@ def weighted_sum(x_btd, weights_btkg, sources, interpret=False):
             total += times(r.w[...], r.hot[j]) * y
         r.out0[...] = total.astype(r.out0.dtype)
 
-    out = run_weighted("weighted_sum", body, x_btd, weights_btkg, sources, 1, False, interpret)
+    out = run_weighted("weighted_sum", body, x_btd, weights_btkg, sources, False, interpret)
     return out["out0"].reshape(sources[0].shape)
 
 
@@ -4264,11 +4254,11 @@ def weighted_sum_backward(interpret, kept, grad_btd):
             sums += times(both, r.hot[j, : sums.shape[1]], transpose=True)
         r.sums[...] = sums
 
-    count, name = len(sources), "weighted_sum_grads"
-    out = run_weighted(name, body, grad_btd, weights_btkg, sources, count, True, interpret)
-    d_sources = tuple(out[f"out{j}"].reshape(grad_btd.shape) for j in range(count))
-    d_weights = out["sums"][:, : math.prod(weights_btkg.shape[2:])].reshape(weights_btkg.shape)
-    return None if x_btd is None else grad_btd, d_weights, d_sources
+    name = "weighted_sum_grads"
+    out = run_weighted(name, body, grad_btd, weights_btkg, sources, True, interpret)
+    source_grads = tuple(out[f"out{j}"].reshape(grad_btd.shape) for j in range(len(sources)))
+    weight_grads = out["sums"][:, : math.prod(weights_btkg.shape[2:])].reshape(weights_btkg.shape)
+    return None if x_btd is None else grad_btd, weight_grads, source_grads
 
 
 weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
@@ -4280,7 +4270,7 @@ weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
 # where tokens are sorted by id, a tile of table rows meets few blocks of tokens, and each meeting
 # is one small matmul. Sums are float32, and every row of the table is written once, rounded.
 
-ROW_TILE, ROW_BLOCK = 256, 256  # rows of a table, and tokens, that meet in one matmul
+ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
 
 def sorted_ids(ids_r, rows: int):
@@ -4312,7 +4302,7 @@ def meetings(ids_r, rows: int, block: int):
 def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step builds the
     one-hot matrix [tile, block] of a meeting, multiplies each table's rows of the block by it, and
-    adds up in VMEM; there are also the block and the tile, twice each: 11 MiB for five tables 768
+    adds up in VMEM; there are also the block and the tile, twice each: 9 MiB for four tables 768
     wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table [50304, 768]: 0.25 M
     instead of 1.72 M, the permutation of the rows (0.28 M) in neither. `body` reads tile and at
     [steps], the tile and the block of every meeting, and of that block ids [1, 1, block] and for
@@ -4320,7 +4310,7 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
     tile [n, ROW_TILE, d] both."""
     from jax.experimental import pallas as pl
 
-    (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, ROW_BLOCK)
+    (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
     ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
     if not ascending:
         ids, order = sorted_ids(ids, v // n)

@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import shlex
 import signal
 import sys
@@ -112,7 +111,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
         work[name] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
     say("compiling; for accelerators it takes minutes")
     names = [name for name in found if name not in ("finish", "eval")]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(T.cpu_cores()) as pool:
         built = pool.map(lambda name: T.lower(found[name], mesh).compile(), names)
         compiled = dict(zip(names, built, strict=True))
     seed = np.uint32(cfg.seed)
@@ -252,7 +251,7 @@ def bench(cfg: T.Config, parts=0, stage: int | None = None, command="", say=T.te
     device = mesh.devices.flat[0]
     parts = parts or mesh.size
     cfg = part_of(cfg, mesh.size, parts)
-    kernels, reason = T.pick_kernels(cfg, device, mesh.size)
+    kernels, reason = T.pick_kernels(cfg, device)
     facts = T.run_facts(whole, mesh, command, reason) | {"parts": parts}
     say(f"{cfg.preset} on {mesh.size} x {device.device_kind}, each with 1/{parts} of every batch")
     say(f"kernels: {reason}")

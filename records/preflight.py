@@ -804,7 +804,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
             os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
         devices = absent_devices(args.target)
         cfg, mesh = T.make_mesh(cfg, devices)
-        kernels, reason = T.pick_kernels(cfg, devices[0], mesh.size)
+        kernels, reason = T.pick_kernels(cfg, devices[0])
         say(f"kernels: {reason}")
         every = [*T.programs(cfg, mesh, kernels)]
         there = f"--program {' '.join(names)}: there are {', '.join(every)}"

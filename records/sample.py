@@ -25,7 +25,7 @@ def sample(saved: T.Saved, prompt: str, count: int, temperature=0.7) -> str:
     """`prompt` and `count` tokens more, or as many as the document has."""
     cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=1))
     run_dir = saved.folder.parents[1]
-    kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0], mesh.size)
+    kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(cfg.seed))
     words = T.token_bytes(cfg, run_dir)

@@ -99,7 +99,7 @@ def programs_of(cfg: T.Config, devices: int) -> dict:
     """All programs of a run, as T.compile_all makes them."""
     if key(cfg, devices) not in BUILT:
         mesh = mesh_of(devices)
-        kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0], devices)
+        kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
         with quick_compilation():
             BUILT[key(cfg, devices)] = T.compile_all(cfg, mesh, kernels, lambda line: None)
     return BUILT[key(cfg, devices)][0]

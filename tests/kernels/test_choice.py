@@ -68,11 +68,10 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
     ("device", "attention", "others", "reason"),
     [
         *((tpu(x), "attend_window", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6 lite")),
-        (tpu("TPU7x"), "attend_window", ON_TPU, TPU_KERNELS),
         *((gpu(x), "attend_triton", EVERYWHERE, GPU_KERNELS) for x in ("8.0", "9.0", "12.1")),
     ],
 )
-def test_the_record_has_kernels_on_tpus_since_v5_and_nvidia_gpus_since_ampere(
+def test_the_record_has_kernels_on_v5e_and_v6e_and_nvidia_gpus_since_ampere(
     device, attention, others, reason
 ):
     kernels, said = T.pick_kernels(RECORD, device)
@@ -112,7 +111,7 @@ def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
 @pytest.mark.parametrize(
     ("cfg", "device", "reason"),
     [
-        (RECORD, tpu("TPU v4"), "a TPU v4 has too little VMEM"),
+        *((RECORD, tpu(x), f"a {x} has too little VMEM") for x in ("TPU v4", "TPU v5", "TPU7x")),
         (replace(RECORD, width=704, heads=11), tpu(), "128 columns do not fill a width of 704"),
         (with_row(192), tpu(), "tiles of 128 tokens do not fill rows of 192"),
         (replace(RECORD, val_row=64), tpu(), "tiles of 128 tokens do not fill rows of 64"),

@@ -253,7 +253,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     """Eight devices, and all n-grams of one owner; of the others nothing changes."""
     cfg, rows = small_config(ngram_rows=2**16), 2**16
     hashed = np.random.default_rng(0).integers(0, BOS, (16, 256)).astype(np.uint16)
-    wanted, places = T.request(cfg, hashed, 8)
+    wanted, places = T.request(cfg, hashed, 8, 8)
     room = T.capacity(16 * 256, 8)
     assert wanted.shape == (8, 8, room) and T.dropped_ngrams(places) == 0
     ids = T.ngram_ids(hashed, rows)
@@ -262,7 +262,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     moved = np.argsort(order)
     assert moved[rows - 1] == 0 and moved[used].max() < rows // 8
     monkeypatch.setattr(T, "table_rows", lambda ids, rows: moved[ids])
-    wanted, places = T.request(cfg, hashed, 8)
+    wanted, places = T.request(cfg, hashed, 8, 8)
     assert np.all(wanted[:, 1:] == rows // 8)  # nothing of seven owners
     want = moved[ids].swapaxes(0, 1)
     each = zip(wanted, np.split(places, 8), strict=True)

@@ -99,8 +99,8 @@ def test_the_kinds_of_the_state():
     want = {"params": {name: row.shape for name, row in table.items()}}
     for kind, names in (
         *((kind, table.keys() - BANKS - {"ngram_table"}) for kind in ("first", "second")),
-        *((kind, BANKS) for kind in ("fast", "slow", "blend")),
-        *(("ema", {"head", "embed"}), ("planes", {"value_tables"})),
+        *((kind, BANKS) for kind in ("fast", "slow", "bank_ema")),
+        *(("ema", {"head", "embed"}), ("value_average", {"value_tables"})),
         ("average", BANKS - {"qk_bank"}),
     ):
         want[kind] = {name: table[name].shape for name in names}

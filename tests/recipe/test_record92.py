@@ -535,7 +535,7 @@ def test_updates_of_every_group(scenario, devices):
 
 
 TAGS = {"ema": "tail-ema", "average": "tail-avg"}
-TAGS |= {"planes": "value-embed-avg", "blend": "bank-blend"}
+TAGS |= {"value_average": "value-embed-avg", "bank_ema": "bank-blend"}
 AVERAGED = "head", "embed", "value_tables", "attn", "fc", "proj"
 
 
@@ -661,7 +661,7 @@ def test_training_steps(double, scenario, devices):
         digests = [sha256(x.candidates) for x in aims if count]
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
-        wanted, places = T.request(cfg, tokens[:, :-1], devices)
+        wanted, places = T.request(cfg, tokens[:, :-1], devices, devices)
         grads, loss = run.gradients(step, T.Rows(tokens, tokens[:, :-1], places, aims), wanted)
         assert loss == pytest.approx(sum(exact["row_loss_sums_float64"][at]), rel=1e-11), step
         run.update(step, grads)

@@ -146,7 +146,7 @@ def test_hashes(golden, batches, step):
     places = T.table_rows(ids, CFG.ngram_rows)
     check_request(wanted, rows.slots, places)
     for devices in (1, 2) if step == 0 else ():
-        check_request(*T.request(CFG, rows.hashed, devices), places)
+        check_request(*T.request(CFG, rows.hashed, devices, devices), places)
 
 
 def check_request(wanted, found, places):
@@ -166,7 +166,7 @@ def test_requests_of_the_largest_batch():
     shape = stage.rows, stage.row_tokens
     hashed = np.random.default_rng(0).integers(0, CFG.bos, shape).astype(np.uint16)
     ids = T.ngram_ids(hashed, CFG.ngram_rows).swapaxes(0, 1)
-    check_request(*T.request(CFG, hashed, 8), T.table_rows(ids, CFG.ngram_rows))
+    check_request(*T.request(CFG, hashed, 8, 8), T.table_rows(ids, CFG.ngram_rows))
 
 
 @pytest.mark.parametrize("step", STEPS)

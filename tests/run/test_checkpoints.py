@@ -253,6 +253,13 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning_or_refused_by_name(fol
         T.find_checkpoint(folder / "8", quiet)
 
 
+def test_a_run_may_lie_in_a_folder_that_is_called_checkpoints(folder, tmp_path):
+    run_dir = tmp_path / "checkpoints/run"
+    os.rename(folder, tmp_path / "moved")
+    os.renames(tmp_path / "moved", run_dir / "checkpoints")
+    assert T.find_checkpoint(run_dir, pytest.fail).folder == run_dir / "checkpoints/8"
+
+
 def test_the_newest_whole_one_is_taken_unless_another_is_named(folder):
     (folder / ".99").mkdir()  # what a killed process may leave
     (folder / "10").mkdir()

@@ -225,7 +225,7 @@ def test_programs_are_kept_where_the_user_says(main, program_cache, monkeypatch)
     for options in (["--cache", "off"], [], ["--cache", "a/b"]):
         main("tiny", *options)
     own = program_cache["jax_compilation_cache_dir"]
-    assert seen == [own, own, "/home/me/.cache/train_gpt", "a/b"]
+    assert seen == [own, None, "/home/me/.cache/train_gpt", "a/b"]
 
 
 # ---- --show, defaults, and the real thing ------------------------------------------------------

@@ -90,7 +90,7 @@ def test_the_trainer_finds_saved_executables(program_cache, monkeypatch, tmp_pat
         assert preflight.main(["v6e-8", "brief", "--save", str(tmp_path / "new/dir")]) == 0
         for cfg in T.PRESETS.values():
             mesh = T.make_mesh(cfg)[1]
-            T.compile_all(cfg, mesh, T.pick_kernels(cfg, jax.devices()[0], 8)[0], said.append)
+            T.compile_all(cfg, mesh, T.pick_kernels(cfg, jax.devices()[0])[0], said.append)
     assert f"saved: copy {tmp_path}/new/dir to v6e-8" in capsys.readouterr().out
     count = len(T.programs(BRIEF, mesh, T.PLAIN))
     ready = [re.match(r"(\d+) of \d+ programs are ready, (\d+) were in", line) for line in said]

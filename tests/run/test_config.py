@@ -134,7 +134,8 @@ BAD_SETTINGS = {
     "source=4": "source=4 is not valid: a layer between skip[0] and the last one",
     "layers.1.attends=far": "layers.1.attends='far' is not valid: short, long, paired",
     "layers.2.values=1": "layers.2.attends='' is not valid: short, long, paired",
-    "layers.4.mlps=0": "the first one needs n-grams, the last one an MLP, it and another values",
+    "layers.4.mlps=0": "the first needs n-grams, the last an MLP, it and 1 to 7 others values",
+    "layers.1.mlps=-1": "layers.1.mlps=-1 is not valid: it must not be negative",
     # optimizers
     "event_every=(4,6)": "event_every=(4, 6) is not valid: multiples of adam_every=2",
     "event_change=6": "event_change=6 is not valid: a multiple of 4",
@@ -165,8 +166,15 @@ def test_a_bad_setting_is_refused_by_name_and_value(item):
 
 def test_values_in_the_last_layer_alone_are_refused():  # the gates of others would be none
     layers = tuple(replace(layer, values=i == 4) for i, layer in enumerate(small_config().layers))
-    with pytest.raises(T.UserError, match="the last one an MLP, it and another values"):
+    with pytest.raises(T.UserError, match="it and 1 to 7 others values"):
         small_config(layers=layers)
+
+
+def test_no_more_layers_have_values_than_mudd_mix_has_weights_for():
+    layer = replace(small_config().layers[0], attends="short", values=True)
+    assert len(small_config(layers=(layer,) * 8).layers) == 8
+    with pytest.raises(T.UserError, match="it and 1 to 7 others values"):
+        small_config(layers=(layer,) * 9)
 
 
 @pytest.mark.parametrize("cfg", [*T.PRESETS.values(), small_config()], ids=lambda cfg: cfg.preset)

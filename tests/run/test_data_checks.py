@@ -209,7 +209,7 @@ def test_a_file_of_text_is_tokenized_beside_it_once(tmp_path):
     made = folder.stat().st_mtime_ns
     assert (cfg.data, cfg.encoding) == (str(folder), "bytes")
     assert fitted(text) == cfg and folder.stat().st_mtime_ns == made
-    assert T.own_tokens(str(folder)) == str(folder) and T.own_tokens(None) is None
+    assert T.text_tokens(str(folder)) == str(folder) and T.text_tokens(None) is None
     text.write_text("Violets are blue. " * 9000)
     os.utime(text, (1, 1))
     fitted(text)
@@ -217,9 +217,9 @@ def test_a_file_of_text_is_tokenized_beside_it_once(tmp_path):
     assert bytes(tokens.tolist()) == b"Violets"
     (folder / T.DESCRIPTION).unlink()
     with pytest.raises(T.UserError, match=f"{folder} is there already"):
-        T.own_tokens(str(text))
+        T.text_tokens(str(text))
     with pytest.raises(T.UserError, match="none: there is no such text, and no such folder"):
-        T.own_tokens(str(tmp_path / "none"))
+        T.text_tokens(str(tmp_path / "none"))
 
 
 def test_a_file_that_is_no_text_is_refused_in_one_line(tmp_path):

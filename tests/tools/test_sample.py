@@ -65,7 +65,7 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
 
     hashed = T.vocabulary(cfg, [bytes([i]) for i in range(BOS)]).hashed_v[rows]
     assert np.any(hashed != rows), "a space is as good as a line feed"
-    wanted, places = T.request(cfg, hashed, 1)  # as a validation would have it
+    wanted, places = T.request(cfg, hashed, 1, 1)  # as a validation would have it
 
     def run(params):
         tables = params | {"ngrams": params["ngram_table"][wanted[0, 0]]}
