@@ -2685,7 +2685,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     """The newest whole checkpoint of RUN_DIR, or the one in RUN_DIR/checkpoints/STEP."""
     folder = run_dir.resolve() / "checkpoints"
-    named = [folder.parent] if folder.parents[1].name == "checkpoints" else []
+    named = [folder.parent] if folder.parent.parent.name == "checkpoints" else []
     found = [folder / str(step) for step in checkpoint_steps(folder)] or named
     for path in reversed(found):
         try:
@@ -2979,7 +2979,8 @@ def demonstrate(folder: Path, say: Callable):
     """After a run, what the model makes of the validation text, by records/sample.py."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
     if tool.exists() and jax.process_count() == 1 and checkpoint_steps(folder / "checkpoints"):
-        subprocess.run([sys.executable, tool, folder], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
+        subprocess.run([sys.executable, tool, folder], env=env)
     say("next: a text of your own, by --data FILE.txt; or `speedrun`, on a TPU or on GPUs")
 
 
@@ -3142,7 +3143,7 @@ def run(argv: list[str], command: str):
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
     items = [f"devices={count}", f"data={text_tokens(args.data) or saved.cfg.data}", *args.set]
     done = saved.step == saved.cfg.steps
-    with contextlib.suppress(OSError, ValueError, LookupError):  # no whole run.json
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
         done |= json.loads((saved.folder.parents[1] / "run.json").read_text())["finished"]
     need(not done, f"{args.resume} is finished: there is nothing to resume")
     train(override(saved.cfg, items), Path(args.out), command, saved, args.profile, say)
@@ -3160,7 +3161,7 @@ def report_errors(do: Callable) -> int:
         return do() or 0
     except Exception as error:
         line = str(error)
-        if "RESOURCE_EXHAUSTED" in line:
+        if "RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError):
             ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
             line = f"out of memory: use {ways}: {line[:400]}"
         elif jax.distributed.is_initialized() and isinstance(error, jax.errors.JaxRuntimeError):
@@ -3268,7 +3269,7 @@ def warm_up(compiled: dict):
 
 # ---- The choice --------------------------------------------------------------------------------
 
-LARGE_VMEM = ("TPU v5 lite", "TPU v6 lite")  # kinds with 128 MiB, see KERNEL_VMEM
+SMALL_VMEM = r"TPU v[2-4]|TPU v5p?$|TPU7"  # kinds with less than the 128 MiB of v5e and v6e
 
 
 def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
@@ -3305,7 +3306,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         ring = Plan(Heads(cfg.heads, h, h, window, offset=True), BLOCK).ring_bytes(cfg.dtype)
         large = f"a window of {window} of width {cfg.width} does not fit the VMEM"
         for_tables = [
-            (not kind.startswith(LARGE_VMEM), f"a {kind} has too little VMEM"),
+            (re.match(SMALL_VMEM, kind), f"a {kind} has too little VMEM"),
             (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
             even,
         ]

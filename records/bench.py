@@ -107,7 +107,8 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
         adam = "adam_tied" if schedule.tied[middle] else "adam"
         tables = "-".join([str(schedule.stage[middle])] * summed)
         updates = {"anvil": 1, adam: cfg.adam_every, f"tables{tables}": summed}
-        T.need({*updates} <= {*found}, f"the run has no tables{tables}, to time with {name}")
+        cure = f"time a run of more steps, or with a longer stages.{schedule.stage[middle]}"
+        T.need({*updates} <= {*found}, f"no tables{tables} to time with {name}: {cure}")
         work[name] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
     say("compiling; for accelerators it takes minutes")
     names = [name for name in found if name not in ("finish", "eval")]

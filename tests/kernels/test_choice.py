@@ -67,7 +67,7 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
 @pytest.mark.parametrize(
     ("device", "attention", "others", "reason"),
     [
-        *((tpu(x), "attend_window", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6 lite")),
+        *((tpu(x), "attend_window", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6e")),
         *((gpu(x), "attend_triton", EVERYWHERE, GPU_KERNELS) for x in ("8.0", "9.0", "12.1")),
     ],
 )

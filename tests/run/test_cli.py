@@ -98,7 +98,7 @@ def test_half_of_what_several_processes_need_is_refused(main, group):
     assert "cannot join the other processes (" in refused(main("tiny", *group))
 
 
-@pytest.mark.parametrize("where", ["nothing", __file__, "", "young", "young/checkpoints/4"])
+@pytest.mark.parametrize("where", ["nothing", __file__, "", "/", "young", "young/checkpoints/4"])
 def test_what_has_no_checkpoint_is_not_resumed(main, tmp_path, where):
     (tmp_path / "young").mkdir()
     (tmp_path / "young/run.json").write_text("{}")
@@ -200,6 +200,7 @@ def test_good_arguments_go_on_to_compile(main, data):
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes."),
             "out of memory: use --set recompute=1, a smaller micro_tokens or ngram_rows, or more ",
         ),
+        (MemoryError("Unable to allocate 2 TiB"), "out of memory: use --set recompute=1"),
         (PermissionError(13, "Permission denied", "tokens.bin"), "Permission denied: 'tokens.bin'"),
         (KeyError("grads7"), None),  # a fault of the program keeps its traceback
     ],

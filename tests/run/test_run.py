@@ -234,6 +234,7 @@ def test_a_demonstration_ends_with_the_tool_that_shows_a_sample(train, tmp_path,
     folder = train(replace(CFG, sample_tokens=5), tmp_path)
     ((words, env),) = commands
     assert words[1:] == [ROOT / "records/sample.py", folder] and env["JAX_PLATFORMS"] == "cpu"
+    assert env["JAX_COMPILATION_CACHE_DIR"] == "", "whatever --cache says: it leaves nothing there"
     train(replace(CFG, sample_tokens=5, checkpoint_every=0, checkpoint_end="never"), tmp_path)
     assert len(commands) == 1  # without a checkpoint there is nothing to sample from
 

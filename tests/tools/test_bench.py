@@ -148,4 +148,5 @@ def test_a_stage_without_an_update_of_its_own_is_refused(main, monkeypatch):
     """Of one step: the update of the tables sums it with the next stage's."""
     monkeypatch.setattr(T, "lower", lambda *_: pytest.fail("went on to compile"))
     status, _, err = main("small", "--set", "stages.0.share=0.125", "stages.1.share=0.875")
-    assert (status, err) == (2, "error: the run has no tables0-0, to time with grads0\n")
+    cure = "time a run of more steps, or with a longer stages.0"
+    assert (status, err) == (2, f"error: no tables0-0 to time with grads0: {cure}\n")
