@@ -4181,11 +4181,10 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
-# XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way
-# back. In one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16
-# MiB). The weights come packed in a
-# tile of columns, and a matrix of zeros and ones, one for each source, spreads its share of them
-# over the features.
+# XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way back. In
+# one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB). The
+# weights come packed in a tile of columns, and a matrix of zeros and ones, one for each source,
+# spreads its share of them over the features.
 
 
 def pack_weights(weights_btkg, dtype):

@@ -103,13 +103,14 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
     for name in dict.fromkeys(grads):
         steps = [step for step, other in enumerate(grads) if other == name]
         middle = steps[len(steps) // 2]
+        stage = int(schedule.stage[middle])
         summed = cfg.event_every[middle >= cfg.event_change]
         adam = "adam_tied" if schedule.tied[middle] else "adam"
-        tables = "-".join([str(schedule.stage[middle])] * summed)
+        tables = "-".join([str(stage)] * summed)
         updates = {"anvil": 1, adam: cfg.adam_every, f"tables{tables}": summed}
-        cure = f"time a run of more steps, or with a longer stages.{schedule.stage[middle]}"
+        cure = f"time a run of more steps, or with a longer stages.{stage}"
         T.need({*updates} <= {*found}, f"no tables{tables} to time with {name}: {cure}")
-        work[name] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
+        work[name] = stage, middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
     say("compiling; for accelerators it takes minutes")
     names = [name for name in found if name not in ("finish", "eval")]
     with ThreadPoolExecutor(T.cpu_cores()) as pool:
@@ -143,8 +144,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
     say(form("program", "stage", "steps", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB"))
     rows = []
     peak = T.peak_flops(mesh.devices.flat[0].device_kind)
-    for name, (step, count, updates, batches) in work.items():
-        stage = int(schedule.stage[step])
+    for name, (stage, step, count, updates, batches) in work.items():
         run_steps = functools.partial(run, name, updates, itertools.cycle(batches))
         timed = time_chunks(max(updates.values()), run_steps)
         row = {"name": name, "stage": stage, "steps": count, **timed}

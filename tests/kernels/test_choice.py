@@ -67,13 +67,12 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
 @pytest.mark.parametrize(
     ("device", "attention", "others", "reason"),
     [
-        *((tpu(x), "attend_window", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6e")),
+        *((tpu(x), "attend_window", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6 lite")),
+        (tpu("TPU v6e"), "attend_window", ON_TPU, TPU_KERNELS),
         *((gpu(x), "attend_triton", EVERYWHERE, GPU_KERNELS) for x in ("8.0", "9.0", "12.1")),
     ],
 )
-def test_the_record_has_kernels_on_v5e_and_v6e_and_nvidia_gpus_since_ampere(
-    device, attention, others, reason
-):
+def test_v5e_v6e_and_nvidia_gpus_since_ampere_have_kernels(device, attention, others, reason):
     kernels, said = T.pick_kernels(RECORD, device)
     assert names(kernels) == others | {attention} and said == reason
     plain, said = T.pick_kernels(replace(RECORD, kernels="plain"), device)

@@ -12,7 +12,7 @@ import train_gpt as T
 LINES = (ROOT / "train_gpt.py").read_text().splitlines()
 TREE = ast.parse("\n".join(LINES))
 # Lines of Parts I to III. They may only fall: what is new replaces something.
-LIMITS = 2333, 849, 1372
+LIMITS = 2333, 849, 1371
 # Where the parts begin, at the rules above their titles; Part I with the head of the file.
 FIRST = [0, *(i - 1 for i, line in enumerate(LINES) if re.match("# PART II+: ", line)), len(LINES)]
 PART_ONE = "\n".join(LINES[: FIRST[1]])
