@@ -260,6 +260,7 @@ class Config:
     data: str = "data/fineweb10B"
     devices: int = 0  # 0: all that there are
     kernels: str = "auto"  # of Part III, where they serve; plain: none; attend,blend: only these
+    sparse_cores: bool = True  # a TPU's move data beside other work, see COMPILER_OPTIONS
     micro_tokens: int = 49_152  # a device takes so many at a time (at least a row)
     recompute: bool = False  # layers again on the way back, instead of keeping their activations
     loss_chunk: int = 4800  # tokens whose logits exist at once; more if the softmax is a sample
@@ -1692,11 +1693,15 @@ def gather_banks(cfg: Config, copies, after):
     return after, copies | banks, lambda grads: reduce({name: grads[name] for name in banks})[0]
 
 
+def rows_together(cfg: Config, b: int, t: int) -> int:
+    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
+    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
+
+
 def micro_batches(cfg: Config, rows: "Rows"):
-    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]: as few as fit."""
+    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
     b, t = rows.tokens[:, 1:].shape
-    fits = (k for k in range(b, 0, -1) if b % k == 0 and k * t <= cfg.micro_tokens)
-    together = next(fits, 1)
+    together = rows_together(cfg, b, t)
     return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
 
 
@@ -2255,24 +2260,25 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
     training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
     after a signal, come at the next step before which no gradients wait for an update. From Parts
-    II and III: data_folder, check_tokens, run_facts and RunLog (what goes to the disk and the
-    terminal), pick_kernels, compile_all, warm_up, load_state (checkpoints), ask_to_stop (signals),
-    trace (--profile), demonstrate (end of `tiny`)."""
+    II and III: check_memory, data_folder, check_tokens, checked_kernels, run_facts and RunLog (what
+    goes to the disk and the terminal), compile_all, warm_up, load_state (checkpoints), ask_to_stop
+    (signals), trace (--profile), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
-    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
+    check_memory(cfg, mesh)
     folder = data_folder(cfg, say)
     stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
     shards = check_tokens(cfg, stream, val_stream)
     words = token_bytes(cfg, folder)
+    kernels, reason = checked_kernels(cfg, mesh, say)
     facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
     log = RunLog(recipe, facts, out, saved, say)
     if cfg.encoding == "bpe":  # a sample needs the run's folder only
         log.write(MERGES, (folder / MERGES).read_text())
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
     log.write_facts(compile_seconds=seconds)
-    warm_up(compiled)
+    warm_up(cfg, mesh, compiled)
     seed = np.uint32(cfg.seed)
     state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
     copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
@@ -2556,6 +2562,11 @@ COMPILER_OPTIONS = {
 }
 
 
+def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
+    """Those of COMPILER_OPTIONS that serve a run on such devices."""
+    return COMPILER_OPTIONS.get(platform, {}) if cfg.sparse_cores or platform != "tpu" else {}
+
+
 class Program(NamedTuple):
     """A step before it is compiled."""
 
@@ -2563,6 +2574,7 @@ class Program(NamedTuple):
     args: tuple  # shapes, dtypes and shardings of its arguments
     out: tuple  # how its results lie on the mesh
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
+    options: dict = {}  # for the compiler
 
 
 def updates(cfg: Config) -> dict[str, int]:
@@ -2572,6 +2584,7 @@ def updates(cfg: Config) -> dict[str, int]:
     return {name: sums.get(name) or len(name.split("-")) for name in sorted(names)}
 
 
+@functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     """Name -> Program: gradients, updates, averaging, validation. Until an update each device keeps
     its rows' gradients, of a parameter [n, ...] together [devices * n, ...]; of banks a shard."""
@@ -2618,7 +2631,101 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     all_programs["finish"] = Program(step, (state,), out, donates=(0,))
     args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
     step = functools.partial(eval_step, cfg, kernels)
-    return all_programs | {"eval": Program(step, args, (P(), P()))}
+    all_programs["eval"] = Program(step, args, (P(), P()))
+    options = compiler_options(cfg, mesh.devices.flat[0].platform)
+    return {name: one._replace(options=options) for name, one in all_programs.items()}
+
+
+# ---- Memory: what a run needs of a device, known from shapes before anything is compiled --------
+
+# Bytes that stay free: what a step returns may lie beside what the next one has begun (nobody has
+# measured how much that takes).
+SPARE = 2 * 2**30
+NGRAM_STEP = 2**15  # advice rounds the rows of the n-gram table down to a multiple
+
+
+def device_bytes(tree) -> int:
+    """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
+    shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+
+def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
+    """Bytes of state, copies and waiting gradients on a device beside a program's arguments."""
+    every = programs(cfg, mesh, PLAIN)
+    there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
+    summed = updates(cfg)
+    for update, steps in summed.items():
+        count = steps if name in summed else steps - 1  # beside gradients all but the newest wait
+        for param, grads in every[update].args[1].items():
+            there[param] = max(there.get(param, ()), grads[:count], key=device_bytes)
+    return device_bytes(there) - device_bytes(every[name].args[:2])
+
+
+def working_bytes(cfg: Config, mesh: Mesh, name: str, args: tuple) -> float:
+    """About what a program makes on the way on a device: slightly more than what compilers for TPUs
+    and GPUs say of `speedrun` (records/NOTES.md)."""
+    word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
+    if name.startswith("tables"):
+        rows = sum(requested.size for requested, _ in args[1][NGRAMS]) // mesh.size
+        times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, in float32
+        return times * rows * word + 2 * device_bytes(args[1]["value_tables"][:1])
+    if name != "eval" and not name.startswith("grads"):
+        return 0
+    b, _, t = args[2].rows.slots.shape
+    b = b // mesh.size
+    together = rows_together(cfg, b, t)
+    of_layer = 1.4 if name == "eval" else 5 if cfg.recompute else 12.8  # arrays of a word a token
+    fetched = args[2].requests.size // mesh.size  # rows of the n-gram table
+    size = together * t * of_layer * cfg.depth * word
+    size += fetched * word * min(mesh.size, 2)
+    if name != "eval" and together < b:  # gradients are summed in float32
+        others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
+        size += 4 * (others + fetched * cfg.width)
+    return size
+
+
+def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
+    """(bytes that the run needs of a device, about; the name of the program that needs them)."""
+
+    def size(name, args):
+        own = device_bytes(args) + working_bytes(cfg, mesh, name, args)
+        return resident_bytes(cfg, mesh, name) + own
+
+    return max((size(name, x.args), name) for name, x in programs(cfg, mesh, PLAIN).items())
+
+
+def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
+    """Why a program cannot run that needs `size` bytes of the `limit` of a device, with all that
+    lies beside it, and with which settings it can; "" if it can."""
+    over = size + SPARE - limit
+    if over <= 0:
+        return ""
+    row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
+    ways = {0: ""}  # largest ngram_rows -> the settings
+    for recompute in sorted({cfg.recompute, True}):
+        other = dataclasses.replace(cfg, recompute=recompute)
+        saved = expected_bytes(cfg, mesh)[0] - expected_bytes(other, mesh)[0]
+        rows = int(cfg.ngram_rows - max(over - saved, 0) / row) // NGRAM_STEP * NGRAM_STEP
+        if rows > max(ways):
+            more = "recompute=1 " * (recompute > cfg.recompute)
+            ways[rows] = f"--set {more}ngram_rows={rows}, or "
+    cure = f"use {''.join(ways.values())}more devices"
+    device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
+    return f"{name} needs {size / 2**30:.1f} GiB of {device}: {cure}"
+
+
+def check_memory(cfg: Config, mesh: Mesh) -> str:
+    """About what the run needs of a device, in a sentence; UserError if that is too much."""
+    size, name = expected_bytes(cfg, mesh)
+    refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
+    need(not refusal, refusal)
+    return f"{name} needs about {size / 2**30:.1f} GiB of a device, and the other programs less"
+
+
+def memory_limit(mesh: Mesh) -> float:
+    """Bytes that jax has of a device; infinity where it does not say."""
+    return (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
@@ -2766,7 +2873,8 @@ def versions() -> dict[str, str]:
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run stand on: source, versions, machine, config, choice of kernels."""
     device = mesh.devices.flat[0]
-    choices = {"kernels": reason, "compiler_options": COMPILER_OPTIONS.get(device.platform, {})}
+    options = compiler_options(cfg, device.platform)
+    choices = {"kernels": reason, "compiler_options": options}
     cpu = platform.machine()
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
@@ -3132,7 +3240,9 @@ def run(argv: list[str], command: str):
         jax.config.update("jax_compilation_cache_dir", None if cache == "off" else cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if args.show:
-        return tell(show(resolve(args)))
+        cfg = resolve(args)
+        tell(show(cfg))
+        return all_devices()[0].platform == "cpu" or tell(check_memory(*make_mesh(cfg)))
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
@@ -3161,12 +3271,14 @@ def report_errors(do: Callable) -> int:
         return do() or 0
     except Exception as error:
         line = str(error)
-        if "RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError):
-            ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
-            line = f"out of memory: use {ways}: {line[:400]}"
-        elif jax.distributed.is_initialized() and isinstance(error, jax.errors.JaxRuntimeError):
-            line = f"another process has ended or cannot be reached: see its output ({line[:200]})"
-        elif not isinstance(error, UserError | OSError):
+        if isinstance(error, UserError | OSError):
+            pass
+        elif "RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError):
+            ways = "--set recompute=1, a smaller ngram_rows or micro_tokens, or more devices"
+            line = f"out of memory: use {ways}: {line}"
+        elif isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+            line = f"another process has ended or cannot be reached: see its output ({line})"
+        else:
             raise
         tell(f"error: {' '.join(line.split())}", sys.stderr)
     if jax.distributed.is_initialized():  # jax would wait for the other processes
@@ -3192,8 +3304,8 @@ def lower(program: Program, mesh: Mesh):
     specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
     shard = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     step = shard(program.step, in_specs=specs, out_specs=program.out)
-    how = {"compiler_options": COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {})}
-    return jax.jit(step, donate_argnums=program.donates, **how).lower(*program.args)
+    how = {"donate_argnums": program.donates, "compiler_options": program.options}
+    return jax.jit(step, **how).lower(*program.args)
 
 
 def program_bytes(compiled) -> dict[str, int]:
@@ -3205,46 +3317,24 @@ def program_bytes(compiled) -> dict[str, int]:
     return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
 
 
-def device_bytes(tree) -> int:
-    """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
-    shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-
-
-def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes of state, copies and waiting gradients on a device beside a program's arguments."""
-    every = programs(cfg, mesh, PLAIN)
-    there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
-    summed = updates(cfg)
-    for update, steps in summed.items():
-        count = steps if name in summed else steps - 1  # beside gradients all but the newest wait
-        for param, grads in every[update].args[1].items():
-            there[param] = max(there.get(param, ()), grads[:count], key=device_bytes)
-    return device_bytes(there) - device_bytes(every[name].args[:2])
-
-
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
     """({name: executable}, {name: seconds to compile}) of all programs, if they fit."""
     every = programs(cfg, mesh, kernels)
-    beside = {name: resident_bytes(cfg, mesh, name) for name in every}
-    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-
-    def check(name, size):
-        sizes = f"{name} needs {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
-        less = f"micro_tokens={cfg.micro_tokens // 2} ngram_rows={cfg.ngram_rows // 4 * 2}"
-        need(size <= limit, f"{sizes}: use some of --set recompute=1 {less}, or more devices")
 
     def build(name):
         began = time.perf_counter()
-        program = lower(every[name], mesh).compile()
+        try:
+            program = lower(every[name], mesh).compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise UserError(not_compiled(cfg, mesh, name, str(error))) from None
         seconds = round(time.perf_counter() - began, 3)
-        check(name, beside[name] + program_bytes(program)["peak"])
+        size = resident_bytes(cfg, mesh, name) + program_bytes(program)["peak"]
+        refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
+        need(not refusal, refusal)
         kept = events.count("/jax/compilation_cache/cache_hits")
         say(f"{next(number)} of {len(every)} programs are ready, {kept} were in the cache\r")
         return program, seconds
 
-    for name, program in every.items():  # before anybody waits for the compiler
-        check(name, beside[name] + device_bytes(program.args))
     number = itertools.count(1)
     events = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
@@ -3255,16 +3345,130 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     return tuple(dict(zip(every, x, strict=True)) for x in built)
 
 
-def warm_up(compiled: dict):
-    """Run every program once on zeros, so that first-call costs are outside the clock."""
+# What names of kernels begin with -> the field of Kernels that they serve
+KERNEL_OF = {"window": "attend", "attend": "attend", "mlp": "add_mlp", "weighted": "blend"}
+KERNEL_OF |= {"sum_rows": "add_rows"}
 
-    def zeros(x, at):  # jnp.zeros would compile; `at` is None for what the program ignores
-        x = np.zeros(x.shape, x.dtype)
-        return jax.make_array_from_callback(x.shape, at, x.__getitem__) if at else x
 
-    for program in compiled.values():
-        args = jax.tree.map(zeros, program.args_info[0], program.input_shardings[0])
-        jax.block_until_ready(program(*args))
+def not_compiled(cfg: Config, mesh: Mesh, name: str, text: str) -> str:
+    """What is said of a program that cannot be compiled: all of the compiler's `text`, after what
+    can be done about a kernel, the memory of a device or an option."""
+    kernel = re.search(rf"({'|'.join(KERNEL_OF)})\w*/pallas_call", text)
+    sizes = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", text)
+    cure = ""
+    if kernel:
+        others = ",".join(x for x in Kernels._fields if x != KERNEL_OF[kernel[1]])
+        cure = f"--set kernels={others} leaves out {KERNEL_OF[kernel[1]]}, whose kernel fails: "
+    elif sizes:
+        size, limit = (float(x) * 2**30 for x in sizes.groups())
+        size += resident_bytes(cfg, mesh, name)
+        cure = f"{too_large(cfg, mesh, name, size, limit)}: "
+    elif "compile option" in text:
+        cure = "--set sparse_cores=0 leaves out options for TPUs: "
+    return f"{name} cannot be compiled: {cure}{text}"
+
+
+def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
+    """Run every program once on zeros, so that first-call costs are outside the clock. The devices
+    make the zeros: state and copies once for all programs, what else a program takes only while it
+    runs. So they never hold more than in training, see resident_bytes."""
+    every = programs(cfg, mesh, PLAIN)
+
+    def zeros(likes):
+        make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)
+        return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, likes))()
+
+    state, copies = zeros((every["finish"].args[0], every["eval"].args[0]))
+    for name, program in compiled.items():
+        args = every[name].args
+        if every[name].donates:
+            state = jax.block_until_ready(program(state, *zeros(args[1:])))[0]
+        else:
+            model = copies, state["params"][NGRAMS]
+            jax.block_until_ready(program(*model, *zeros(args[2:])))
+
+
+# ---- The check: kernels against their plain forms, on the hardware of the run ------------------
+
+DISAGREES = 0.05  # relative norm of a difference; that of roundings to bfloat16 is 0.01 at most
+
+
+def trials(cfg: Config) -> Iterator[tuple[str, Callable, list[tuple], list[tuple]]]:
+    """Yield pieces of what kernels do, as wide as in the run: (field of Kernels, a function of the
+    kernel and of arrays, shapes of those in cfg.dtype, of those in float32). Windows are those of
+    the largest batches; a row has two windows and three documents."""
+    at, stage = max(enumerate(cfg.stages), key=lambda x: x[1].batch_tokens)
+    t = min(stage.row_tokens, 2 * BLOCK * -(-max(stage.windows) // BLOCK))
+    d, n, v = cfg.width, cfg.heads, cfg.vocab
+    ids_t = jnp.arange(t) * t % v
+    segments_bt = jnp.arange(t)[None] * 5 // (2 * t)
+
+    def attend(heads, kernel, qkv, x, added, xsa, gates):
+        turns = (of_kind[int(heads.offset)] for of_kind in yarn(cfg)[at])
+        return kernel(heads, qkv, HeadInputs((x, added), xsa, gates, segments_bt, *turns))
+
+    def cross_entropy(kernel, x, head):
+        return kernel(0.05 * x, head, ids_t[:, None], jnp.ones((t, 1)), cfg)[0]
+
+    def add_rows(kernel, rows):  # it has no gradient
+        return kernel(jnp.zeros((v, d)), ids_t, [lax.stop_gradient(rows)])
+
+    for heads in {heads_of(cfg, i, stage.windows) for i in cfg.layers_with("attends")}:
+        qkv = 1, t, n * (2 * heads.qk_width + heads.v_width)
+        yield "attend", functools.partial(attend, heads), [qkv, (1, t, d)], [(1, t, n)] * 3
+    for f in {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}:
+        yield "add_mlp", lambda kernel, *x: kernel(*x, 1.1, 0.9), [(1, t, d), (f, d), (f, d)], []
+    yield "cross_entropy", cross_entropy, [(t, d), (v, d)], []
+    yield "add_rows", add_rows, [(t, d)], []
+    shapes = [(1, t, d)] * 8, [(1, t, 7, 2 * n)]  # a stream, seven sources, and their weights
+    yield "blend", lambda kernel, x, *rest: kernel(x, rest[-1], rest[:-1]), *shapes
+
+
+def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
+    """{field: what is wrong} of kernels that cannot run on this process's first device, or whose
+    results and gradients for random numbers are not those of their plain forms in float32."""
+
+    def results(kernel, dtype, run, shapes, wide_shapes):
+        def both():
+            every = enumerate([*shapes, *wide_shapes])
+            x = [jax.random.normal(jax.random.key(i), shape) for i, shape in every]
+            rounded = (a.astype(cfg.dtype).astype(dtype) for a in x[: len(shapes)])
+            y, back = jax.vjp(functools.partial(run, kernel), *rounded, *x[len(shapes) :])
+            return y, back(y)
+
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(jax.jit(both)())]
+
+    def trial(field, *piece):
+        kernel, plain = getattr(kernels, field), getattr(PLAIN, field)
+        if kernel is plain:
+            return ""
+        try:
+            own, exact = results(kernel, cfg.dtype, *piece), results(plain, jnp.float32, *piece)
+        except Exception as error:  # whatever a compiler says
+            return f"{field} cannot run ({error})"
+        norm = np.linalg.norm
+        off = np.max([norm(x - y) / max(norm(y), 1e-30) for x, y in zip(own, exact, strict=True)])
+        return "" if off <= DISAGREES else f"{field} is off by {off:.2g}"
+
+    with ThreadPoolExecutor(cpu_cores()) as pool:
+        found = pool.map(lambda x: trial(*x), trials(cfg))
+    return {why.split()[0]: why for why in found if why}
+
+
+def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, str]:
+    """pick_kernels, without those that are wrong where the run is; on CPUs tests have tried them.
+    UserError if it names its kernels, or has several hosts, which must have the same."""
+    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
+    wrong = {} if mesh.devices.flat[0].platform == "cpu" else wrong_kernels(cfg, kernels)
+    if not any(from_all(len(wrong))):
+        return kernels, reason
+    kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in wrong})
+    right = [x for x in Kernels._fields if getattr(kernels, x) is not getattr(PLAIN, x)]
+    line = f"wrong here, or on another host: {'; '.join(wrong.values())}"
+    cure = f"use --set kernels={','.join(right) or 'plain'}"
+    need(cfg.kernels == "auto" and jax.process_count() == 1, f"kernels that are {line}: {cure}")
+    say(f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}")
+    return kernels, f"{reason}; LEFT OUT: {line}"
 
 
 # ---- The choice --------------------------------------------------------------------------------
