@@ -269,6 +269,9 @@ def hlo_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]
             block,
             re.MULTILINE,
         ):
+            if line[1] == "call-update":  # of jax 0.12: a call begins when it has operands
+                waiting = scope.pop(re.match(r"%?([\w.\-]+)", line[2])[1])
+                line[1:] = waiting.op, line[2] + waiting.rest.removeprefix(")")
             called = re.search(r"\b(?:calls|to_apply)=%?([\w.\-]+)", line[2])
             inner = called and found.get(called[1])
             place = {"root": bool(root), "fused": head[2] in fused, "scope": scope}

@@ -292,6 +292,78 @@ def test_links_are_hidden_behind_what_is_between_start_and_done():
     assert played(start, work, now, done) == (200, 170)
 
 
+def test_a_call_in_three_pieces_begins_with_the_operands_that_its_update_gives():
+    """As libtpu of jax 0.12 writes what SparseCores do; that of jax 0.10 has two pieces."""
+    two = (
+        "s = ((bf16[64,128], token[]), f32[64]{0}) call-start(%x, %t), to_apply=%gathers",
+        "d = f32[64]{0} call-done(%s)",
+    )
+    three = (
+        "s = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), "
+        'async_execution_thread="sparsecore", to_apply=%gathers, backend_config={"core_ids":["0"]}',
+        'u = ((bf16[64,128]), f32[64]{0}) call-update(%s, %x), metadata={op_name="f"}',
+        "d = f32[64]{0} call-done(%u)",
+    )
+    before, beside = (f"{x} = bf16[64,128]{{1,0}} negate(%x), {estimate(30)}" for x in "vw")
+    assert played(before, two[0], beside, two[1]) == (100, 70)
+    assert played(three[0], before, three[1], beside, three[2]) == (100, 70)
+    update = three[1].replace("metadata", "replica_groups=mesh['d'=8] {'d'}, metadata")
+    text = BYTES.replace("ROOT %one = INSTRUCTION", f"%{three[0]}\n  ROOT %{update}")
+    *_, one = run(text.replace("[1,8]<=[8]", "mesh['d'=8] {'d'}"))
+    assert (one.name, one.operands, one.inputs()) == ("u", ["s", "x"], [one.scope["x"]])
+    assert (one.collective, preflight.sent_bytes(one, 8)) == ("all-gather", (256, 224))
+
+
+# The update of a table by SparseCores, as both libtpu write it.
+SCATTER = """HloModule m, is_scheduled=true
+%adds (p: f32[64,128], i: s32[8], q: f32[8,128]) -> f32[64,128] {
+  %p = f32[64,128]{1,0} parameter(0)
+  %i = s32[8]{0} parameter(1)
+  %q = f32[8,128]{1,0} parameter(2)
+  ROOT %u = f32[64,128]{1,0} scatter(%p, %i, %q), update_window_dims={1}
+}, execution_thread="sparsecore"
+%inner (p.1: f32[64,128], i.1: s32[8], q.1: f32[8,128]) -> f32[64,128] {
+  %p.1 = f32[64,128]{1,0} parameter(0)
+  %i.1 = s32[8]{0} parameter(1)
+  %q.1 = f32[8,128]{1,0} parameter(2)
+  ROOT %f = f32[64,128]{1,0} fusion(%p.1, %i.1, %q.1), kind=kCustom, calls=%adds
+}, execution_thread="sparsecore"
+%outer (p.2: f32[64,128], i.2: s32[8], q.2: f32[8,128]) -> f32[64,128] {
+  %p.2 = f32[64,128]{1,0} parameter(0)
+  %i.2 = s32[8]{0} parameter(1)
+  %q.2 = f32[8,128]{1,0} parameter(2)
+  %s.2 = ((f32[64,128], s32[8], f32[8,128]), f32[64,128]) call-start(%p.2, %i.2, %q.2), \
+to_apply=%inner
+  ROOT %d.2 = f32[64,128]{1,0} call-done(%s.2)
+}, execution_thread="sparsecore"
+ENTRY %main (table: f32[64,128], ids: s32[8], rows: f32[8,128]) -> f32[64,128] {
+  %table = f32[64,128]{1,0} parameter(0)
+  %ids = s32[8]{0} parameter(1)
+  %rows = f32[8,128]{1,0} parameter(2)
+  PIECES
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["%s = ((f32[64,128], s32[8], f32[8,128], token[]), f32[64,128]) "
+         "call-start(%table, %ids, %rows, %t), to_apply=%outer",
+         "ROOT %d = f32[64,128]{1,0} call-done(%s)"],
+        ["%s = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), to_apply=%outer",
+         "%u = ((f32[64,128]{1,0}, s32[8]{0}, f32[8,128]{1,0}), f32[64,128]{1,0}) "
+         "call-update(%s, %table, %ids, %rows)",
+         "ROOT %d = f32[64,128]{1,0} call-done(%u)"],
+    ],
+)  # fmt: skip
+def test_an_update_of_a_table_by_sparsecores_moves_its_rows_and_not_the_table(pieces):
+    """They are read, added to what is there, and written."""
+    every = run(SCATTER.replace("PIECES", "\n  ".join(pieces)))
+    assert sum(map(preflight.memory_bytes, every)) == 3 * 8 * 128 * 4 + 8 * 4
+    assert [one.name for one in every if preflight.memory_bytes(one)] == ["f"]
+
+
 def test_a_mesh_bounds_what_its_links_carry():
     """Of a v6e-8 two links in the middle carry half of an all-to-all; a v6e-256 closes to rings."""
     sides = {(1, 1): (0, 0), (1, 2): (1, 0.5), (2, 4): (2, 1), (8, 8): (2, 2), (16, 16): (4, 2)}
