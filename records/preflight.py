@@ -3,10 +3,12 @@
     pip install -r requirements.txt "jax[tpu]"
     python records/preflight.py TARGET [PRESET] [--set ...] [--program NAME] [--dump DIR|--save DIR]
 
-TARGET is v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, v6e-256, h100x8, or a TPU topology NAME:AxB that
-libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run, or only those that
---program names, is compiled by the real compiler, on any x86 machine, for devices that are absent:
-minutes of a core for one with gradients. The exit status is 1 if a program does not fit.
+TARGET is NAME-NUMBER of TPUs as Google names them (v6e-8, v5e-1; v4-8 and v5p-8 are four chips),
+NAMExCOUNT of GPUs (h100x8, a100-40x1, l4x1, rtx4090x1 and others: a wrong one lists all), or a TPU
+topology NAME:AxB that libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the
+run, or only those that --program names, is compiled by the real compiler, on any x86 machine, for
+devices that are absent: minutes of a core for one with gradients. The exit status is 1 if a program
+does not fit.
 --dump DIR keeps the optimized programs and preflight.json, with all figures; null: not known.
 --save DIR predicts nothing, but keeps the executables in jax's compilation cache: DIR copied there,
 `train_gpt.py --cache DIR` takes those that are of the same programs, versions and topology, and
@@ -30,7 +32,8 @@ The figure that counts leads the report: seconds of the whole run, the sum of
 Bytes are those of operands and results in memory, with padded tiles; of slices, gathers and updates
 in place only the rows that they touch. Copies to and from the chip count no time, as if all ran
 beside other work. records/NOTES.md has what is fitted to times on a v6e, and why the band ends
-where it does (YARDSTICKS). For other hardware no time is said.
+where it does (YARDSTICKS). For a v5e the same is taken with the rates of its data sheet, and the
+report says so; for other hardware no time is said.
 """
 
 import dataclasses
@@ -56,24 +59,38 @@ import jax
 
 import train_gpt as T
 
-TOPOLOGIES = {"v6e-1": "v6e:1x1", "v6e-4": "v6e:2x2", "v6e-8": "v6e:2x4", "v6e-16": "v6e:4x4"}
-TOPOLOGIES |= {"v6e-64": "v6e:8x8", "v6e-256": "v6e:16x16"}
-# What the GPU compiler must know of an H100 SXM, from NVIDIA's data sheets.
-H100 = """
-device_description_str: "NVIDIA H100 80GB HBM3" platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  memory_bandwidth: 3350000000000 device_memory_size: 80000000000 l2_cache_size: 52428800
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_core: 233472 shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+# Axes of a slice's mesh, and what the number in its name counts for each chip.
+TPUS = {"v4": (3, 2), "v5e": (2, 1), "v5p": (3, 2), "v6e": (2, 1)}
+# From NVIDIA's data sheets and architecture papers: what jax calls it, compute capability,
+# multiprocessors, GHz at most, GB/s of memory, MiB of L2 cache; GiB of memory as CUDA counts it.
+GPUS = {
+    "a10g": ("NVIDIA A10G", "8.6", 80, 1.71, 600, 6, 22.06),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", "8.0", 108, 1.41, 1555, 40, 39.42),
+    "a100-80": ("NVIDIA A100-SXM4-80GB", "8.0", 108, 1.41, 2039, 40, 79.25),
+    "b200": ("NVIDIA B200", "10.0", 148, 1.965, 7672, 126, 178.36),
+    "h100": ("NVIDIA H100 80GB HBM3", "9.0", 132, 1.98, 3350, 50, 79.1),
+    "h100pcie": ("NVIDIA H100 PCIe", "9.0", 114, 1.755, 2039, 50, 79.1),
+    "h200": ("NVIDIA H200", "9.0", 132, 1.98, 4800, 50, 139.7),
+    "l4": ("NVIDIA L4", "8.9", 58, 2.04, 300, 48, 22.03),
+    "l40s": ("NVIDIA L40S", "8.9", 142, 2.52, 864, 96, 44.4),
+    "rtx3090": ("NVIDIA GeForce RTX 3090", "8.6", 82, 1.695, 936, 6, 23.69),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", "8.9", 128, 2.52, 1008, 72, 23.64),
+    "rtx5090": ("NVIDIA GeForce RTX 5090", "12.0", 170, 2.407, 1792, 96, 31.36),
+    "rtxpro6000": (
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "12.0",
+        188,
+        2.6,
+        1597,
+        128,
+        94.97,
+    ),
+    "t4": ("Tesla T4", "7.5", 40, 1.59, 320, 4, 14.56),
 }
-"""
+# Of a capability: float32 units, KiB of shared memory (and what one block may have), threads.
+CORES = {"7.5": (64, 64, 64, 1024), "8.0": (64, 164, 163, 2048), "8.6": (128, 100, 99, 1536)}
+CORES |= {"8.9": (128, 100, 99, 1536), "9.0": (128, 228, 227, 2048)}
+CORES |= {"10.0": (128, 228, 227, 2048), "12.0": (128, 100, 99, 1536)}
 # Without these libtpu looks for a TPU's host, and jax for CUDA libraries.
 NO_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 NO_HOST |= {"TPU_ACCELERATOR_TYPE": "v6e-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -90,7 +107,6 @@ NO_WORK += "PrepareAsyncCallStart", "PrepareAsyncCallDone"
 # Those that need all of an operand for any part of their result.
 WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
 COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
-PEAK = 2**19  # FLOP of a v6e's matrix units in a cycle, of bfloat16
 
 
 class Yardstick(NamedTuple):
@@ -113,44 +129,89 @@ class Hardware(NamedTuple):
     """One device of a kind, by its maker's data sheet where nothing else is said."""
 
     memory: int | None = None  # bytes that programs and state can have together
-    hbm: float | None = None  # bytes/s to and from memory, measured
-    link: float | None = None  # bytes/s that leave through one link, measured
+    hbm: float | None = None  # bytes/s to and from memory
+    link: float | None = None  # bytes/s that leave through one link
     clock: float | None = None  # Hz of the compiler's cycles; None: no times are predicted
+    peak: int = 0  # FLOP of its matrix units in a cycle, of bfloat16
+    rates: str | None = None  # of what hbm and link are said
 
 
-HARDWARE = defaultdict(Hardware)  # by device kind
+HARDWARE = defaultdict(Hardware)  # by device kind; memory of TPUs is what libtpu says it has
 # Of a v6e's memory 1,185 GB/s have been measured and published; its data sheet has 1,638.
-HARDWARE["TPU v6 lite"] = Hardware(int(31.25 * 2**30), 1.185e12, 86.8e9, 1.75e9)
+HARDWARE["TPU v6 lite"] = Hardware(int(31.25 * 2**30), 1.185e12, 86.8e9, 1.75e9, 2**19, "measured")
+HARDWARE["TPU v5 lite"] = Hardware(int(15.75 * 2**30), 0.819e12, 50e9, 1.5e9, 2**17, "data sheet")
+HARDWARE["TPU v5"] = Hardware(int(95.74 * 2**30))
+HARDWARE["TPU v4"] = Hardware(int(30.75 * 2**30))
 # jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-HARDWARE["NVIDIA H100 80GB HBM3"] = Hardware(int(0.75 * 81_559 * 2**20))
+HARDWARE |= {kind: Hardware(int(0.75 * gib * 2**30)) for kind, *_, gib in GPUS.values()}
+
+
+def tpu_options(target: str) -> dict | None:
+    """What libtpu must know of NAME-NUMBER, where NUMBER counts chips or, by the names of v4 and
+    v5p, cores; or of a topology NAME:AxB. None if it is neither."""
+    name, _, number = target.partition("-")
+    if name in TPUS and number.isdecimal():
+        axes, cores = TPUS[name]
+        bits = (int(number) // cores).bit_length() - 1
+        if bits < 0 or int(number) != cores * 2**bits:
+            return None
+        sides = [2 ** ((bits + i) // axes) for i in range(axes)]  # as even as can be
+        target = f"{name}:{'x'.join(map(str, sorted(sides, key=lambda side: side == 1)))}"
+    if not re.fullmatch(r"\w+:\d+(x\d+)+", target):
+        return None
+    shape = [int(side) for side in target.split(":")[1].split("x")]
+    flat = len(shape) == 2 and math.prod(shape) <= 8  # one host, as on a v6e-8 VM
+    bounds = (*shape, 1) if flat else (2, 2, 1)  # others have four chips
+    options = {"platform": "tpu", "topology_name": target, "chips_per_host_bounds": bounds}
+    # Both cores of a chip are one device, as where a v4 runs.
+    return options | ({"chip_config_name": "megacore"} if target.startswith("v4:") else {})
+
+
+def gpu_options(target: str) -> dict | None:
+    """What the GPU compiler must know of NAMExCOUNT; None if that is no such target."""
+    name, _, count = target.rpartition("x")
+    if name not in GPUS or not count.isdecimal() or int(count) < 1:
+        return None
+    kind, capability, cores, clock, bandwidth, cache, gib = GPUS[name]
+    units, shared, of_block, threads = CORES[capability]
+    major, minor = capability.split(".")
+    hosts = int(count) // 8 if int(count) % 8 == 0 else 1
+    options = {"platform": "cuda", "topology_name": name}
+    options["topology"] = f"1x{hosts}x{int(count) // hosts}"
+    options["target_config"] = f"""
+        device_description_str: "{kind}" platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }}
+        runtime_version {{ major: 13 }}
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock}
+          memory_bandwidth: {bandwidth}000000000 device_memory_size: {int(gib * 2**30)}
+          l2_cache_size: {cache * 2**20} threads_per_warp: 32 threads_per_block_limit: 1024
+          threads_per_core_limit: {threads} registers_per_core_limit: 65536
+          registers_per_block_limit: 65536 shared_memory_per_block: 49152
+          shared_memory_per_core: {shared * 2**10} shared_memory_per_block_optin: {of_block * 2**10}
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        }}"""
+    return options
 
 
 def absent_devices(target: str) -> list:
-    """Devices for compilation only: h100x8, a key of TOPOLOGIES, or a TPU's NAME:AxB.
-
-    UserError if there is no such hardware, or no compiler for it.
-    """
+    """Devices for compilation only. UserError if there is no such hardware, or no compiler."""
     from jax.experimental import topologies
 
     for key, value in NO_HOST.items():
         os.environ.setdefault(key, value)
-    known = f"use {', '.join(TOPOLOGIES)}, h100x8 or a TPU topology such as v5e:2x4"
-    name = TOPOLOGIES.get(target, target)
-    if target == "h100x8":
+    options = gpu_options(target) or tpu_options(target)
+    known = "use a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
+    known += f"(TPUs: {', '.join(TPUS)}; GPUs: {', '.join(GPUS)})"
+    if options is None:
+        raise T.UserError(f"no such hardware as {target}: {known}")
+    if options["platform"] == "cuda":
         if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
             parts = " ".join(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
             raise T.UserError(f"{target} needs the GPU compiler: pip install {parts}")
-        options = {"platform": "cuda", "topology_name": "h100", "topology": "1x1x8"}
-        options["target_config"] = H100
-    elif not re.fullmatch(r"\w+:\d+(x\d+)+", name):
-        raise T.UserError(f"no such hardware as {target}: {known}")
-    else:
-        if importlib.util.find_spec("libtpu") is None:
-            raise T.UserError(f'{target} needs the TPU compiler: pip install "jax[tpu]"')
-        shape = [int(side) for side in name.split(":")[1].split("x")]
-        whole = (*shape, *[1] * (3 - len(shape)))  # one host, as on a v6e-8 VM
-        bounds = whole if math.prod(shape) <= 8 else (2, 2, 1)  # on larger slices it has four chips
-        options = {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": bounds}
+    elif importlib.util.find_spec("libtpu") is None:
+        raise T.UserError(f'{target} needs the TPU compiler: pip install "jax[tpu]"')
     try:
         return topologies.get_topology_desc(**options).devices
     except Exception as error:  # whatever the compiler library finds wrong with a name
@@ -589,13 +650,13 @@ def functions(text: str) -> dict[str, str]:
     return found
 
 
-def least_cycles(one: Instruction) -> float:
+def least_cycles(one: Instruction, peak: int) -> float:
     """Cycles that a fusion's matmuls of two matrices take at the peak. The compiler's estimate can
     be less where all operands are on the chip."""
     pattern = re.compile(r"dim_labels=[bf]{2}_[io]{2}->[bf]{2}[,\s]")
     # m n, m k and k n numbers: the root of their product is m n k.
     plain = (x for x in one.contents if pattern.search(x.rest))
-    return sum(2 * math.prod(map(numbers, (x, *x.inputs()))) ** 0.5 for x in plain) / PEAK
+    return sum(2 * math.prod(map(numbers, (x, *x.inputs()))) ** 0.5 for x in plain) / peak
 
 
 def part_of(one: Instruction, innermost: dict[str, str]) -> str:
@@ -610,13 +671,14 @@ def part_of(one: Instruction, innermost: dict[str, str]) -> str:
     return next((innermost[frame[1]] for frame in frames if frame), "other")
 
 
-FIGURES = "predicted_ms", "link_floor_ms", "moved_floor_ms", "functions_ms"
+FIGURES = "predicted_ms", "link_floor_ms", "moved_floor_ms", "functions_ms", "bound_ms"
 
 
 def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     """FIGURES of one execution of an optimized program (HLO as text) on one of `devices`, with the
     schedules that libtpu has left in a folder, and the sum for either end of the band as "low_ms"
-    and "high_ms"; None where they are not known."""
+    and "high_ms"; None where they are not known. "bound_ms" has what is computed and moved by the
+    number of the Yardstick that decides how long it takes."""
     known = HARDWARE[devices[0].device_kind]
     computations, entry = hlo_computations(text)
     bundles = read_schedules((x for y in computations.values() for x in y.values()), schedules)
@@ -627,13 +689,15 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     load = all_to_all_load(devices)
     instructions = [*walk(computations, entry)]
 
-    def cycles(one, yardstick: Yardstick) -> float:
+    def cycles(one, yardstick: Yardstick) -> tuple[float, str]:
+        """(cycles of an instruction, the number that they are multiplied by)."""
         issued = bundles.get(one.name, 0)
         if one.kernel:
-            return issued * yardstick.kernel
+            return issued * yardstick.kernel, "kernel"
         if not one.cycles:
-            return issued * yardstick.rows
-        return max(least_cycles(one), min(one.cycles, issued or one.cycles)) * yardstick.code
+            return issued * yardstick.rows, "rows"
+        issued = max(least_cycles(one, known.peak), min(one.cycles, issued or one.cycles))
+        return issued * yardstick.code, "code"
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
@@ -643,20 +707,32 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     def measure(yardstick: Yardstick) -> list:
         """The FIGURES by a yardstick."""
 
-        def work(one) -> float:
+        def bound(one) -> tuple[float, str]:
+            """(seconds of an instruction, what decides them)."""
+            computed, number = cycles(one, yardstick)
             moved = yardstick.memory * memory_bytes(one) / known.hbm
             # A copy that is started waits for nothing, nor does other work for it.
-            return max(cycles(one, yardstick) / known.clock, 0.0 if one.starts else moved)
+            moved = 0.0 if one.starts else moved
+            return max((computed / known.clock, number), (moved, "memory"))
+
+        spans = {id(one): bound(one) for one in instructions}
+
+        def work(one) -> float:
+            return spans[id(one)][0]
 
         _, alone = link_seconds(instructions, work, lambda one: yardstick.link * cross(one))
         parts = Counter(collectives=alone)
         spent = Counter()
+        bounds = Counter()
         for one in instructions:
-            took = one.times * work(one)
-            spent["predicted" if cycles(one, yardstick) else "moved"] += took
+            seconds, number = spans[id(one)]
+            took = one.times * seconds
+            spent["predicted" if cycles(one, yardstick)[0] else "moved"] += took
             parts[part_of(one, innermost)] += took
+            bounds[number] += took
         ms = [1e3 * x for x in (spent["predicted"], alone, spent["moved"])]
-        return [*ms, {part: 1e3 * seconds for part, seconds in parts.items()}]
+        lists = ({x: 1e3 * seconds for x, seconds in each.items()} for each in (parts, bounds))
+        return [*ms, *lists]
 
     found = {name: measure(yardstick) for name, yardstick in YARDSTICKS.items()}
     sums = {f"{end}_ms": sum(found[end][:3]) for end in ("low", "high")}
@@ -760,6 +836,7 @@ def describe(report: dict) -> str:
         if row["functions_ms"] and not run:
             more[-1] += f": {by_function(row['functions_ms'], 'ms')}"
     where = f"{report['devices']} x {report['device_kind']}"
+    where += ", by its data sheet" * (report["rates"] == "data sheet")
     lead = f"Some programs on {where}; the sum for a run needs all (no --program)"
     if run:
         names = "sum_", "train_", "train_link_floor_", "train_moved_floor_", "low_", "high_"
@@ -794,6 +871,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
     """Compile the run's programs (or args.program) for args.target and report what they need;
     whether they fit. args.dump gets preflight.json and all HLO, args.save the executables."""
     names = [*dict.fromkeys(args.program)]
+    config = dataclasses.asdict(cfg)
     dump = Path(args.dump) if args.dump else None
     if dump:
         dump.mkdir(parents=True, exist_ok=True)
@@ -818,6 +896,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
             rows.append(program_row(cfg, mesh, kernels, name, Path(folder), dump))
     report = {
         "preset": cfg.preset,
+        "config": config,
         "command": command,
         "source_sha256": hashlib.sha256(Path(T.__file__).read_bytes()).hexdigest(),
         "versions": T.versions(),
@@ -825,6 +904,8 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         "device_kind": devices[0].device_kind,
         "devices": mesh.size,
         "kernels": reason,
+        "rates": HARDWARE[devices[0].device_kind].rates,
+        "yardstick": YARDSTICKS["middle"]._asdict(),
         "total_steps": cfg.steps,
         "total_tokens": cfg.tokens_after(cfg.steps),
         "variants": rows,
@@ -843,7 +924,7 @@ def main(argv=None) -> int:
 
     def run():
         parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
-        parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 or the like")
+        parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 and others")
         T.add_config_options(parser)
         keep = parser.add_mutually_exclusive_group().add_argument
         keep("--dump", metavar="DIR", help="keep preflight.json and the programs")

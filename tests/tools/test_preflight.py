@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ import train_gpt as T
 
 GIB = 2**30
 CHIP = preflight.HARDWARE["TPU v6 lite"]
+FOUR = [*itertools.product(range(2), range(2))]
 
 
 def v6e(x: int, y: int) -> list:
@@ -140,11 +141,15 @@ def test_a_program_takes_what_is_predicted_and_links_and_moves(tmp_path):
     assert {x: found["functions_ms"][x] for x in seconds} == pytest.approx(
         {x: 1e3 * value for x, value in seconds.items()}
     )
+    waits = 1e3 * (5 * array + moves)  # of these 3 of the last line, 2 of attend.4
+    bounds = {"code": 1e3 * mlp, "kernel": 1e3 * 6 * 13_000 / CHIP.clock, "memory": waits}
+    assert {x: ms for x, ms in found["bound_ms"].items() if ms} == pytest.approx(bounds)
     again = schedules(tmp_path, attend_3=10_000, attend_4=3, rows=900, twice=4000)
     scheduled = preflight.count(HLO, again, v6e(2, 4))
     more = scheduled["predicted_ms"] - found["predicted_ms"]
     fewer = 5 * 1.05 * (7000 - 4000)
     assert scheduled["moved_floor_ms"] == 0
+    assert scheduled["bound_ms"]["rows"] == pytest.approx(1e3 * 1.3 * 900 / CHIP.clock)
     assert more == pytest.approx(1e3 * (1.3 * 900 - fewer) / CHIP.clock), "the gather's; the MLP's"
     large = HLO.replace("[8,128]", "[4096,4096]")
     slow = preflight.count(large, schedules(tmp_path, attend_3=9, attend_4=3), v6e(2, 4))
@@ -372,6 +377,59 @@ def test_a_mesh_bounds_what_its_links_carry():
         assert (preflight.link_count(mesh), preflight.all_to_all_load(mesh)) == figures
 
 
+@pytest.mark.parametrize(
+    ("target", "topology", "bounds"),
+    [
+        ("v6e-1", "v6e:1x1", (1, 1, 1)),
+        ("v6e-8", "v6e:2x4", (2, 4, 1)),  # one host
+        ("v6e-16", "v6e:4x4", (2, 2, 1)),
+        ("v6e-256", "v6e:16x16", (2, 2, 1)),
+        ("v5e-4", "v5e:2x2", (2, 2, 1)),
+        ("v5p-8", "v5p:2x2x1", (2, 2, 1)),  # four chips of two cores
+        ("v5p-16", "v5p:2x2x2", (2, 2, 1)),
+        ("v5p-128", "v5p:4x4x4", (2, 2, 1)),
+        ("v4-8", "v4:2x2x1", (2, 2, 1)),
+        ("v5e:2x4", "v5e:2x4", (2, 4, 1)),
+    ],
+)
+def test_a_name_of_tpus_is_a_mesh_of_chips(target, topology, bounds):
+    options = preflight.tpu_options(target)
+    assert (options["topology_name"], options["chips_per_host_bounds"]) == (topology, bounds)
+    assert (options.get("chip_config_name") == "megacore") == target.startswith("v4")
+    assert preflight.gpu_options(target) is None
+    assert preflight.tpu_options(target + "x") is None
+
+
+def test_a_name_of_gpus_is_a_description_and_a_count():
+    """Memory is what jax takes of it; every kind is one that the choice of kernels can read."""
+    one, eight, two = map(preflight.gpu_options, ("a100-40x1", "h100x8", "h200x16"))
+    assert [x["topology"] for x in (one, eight, two)] == ["1x1x1", "1x1x8", "1x2x8"]
+    words = "major: 8 minor: 0", "core_count: 108 fpus_per_core: 64", "l2_cache_size: 41943040"
+    words += "memory_bandwidth: 1555000000000", "shared_memory_per_block_optin: 166912"
+    for word in words:
+        assert word in one["target_config"]
+    assert preflight.HARDWARE["NVIDIA A100-SXM4-40GB"].memory == int(0.75 * 39.42 * GIB)
+    assert preflight.HARDWARE["NVIDIA L4"].clock is None, "no times are said"
+    assert {*preflight.CORES} == {capability for _, capability, *_ in preflight.GPUS.values()}
+    assert [preflight.gpu_options(x) for x in ("h100", "x8", "h100x-1", "v6ex8")] == 4 * [None]
+
+
+def test_times_of_a_v5e_are_by_its_data_sheet_and_said_to_be(absent, tmp_path, monkeypatch, capsys):
+    """A quarter of a v6e's matrix units at 1.5 GHz, 819 GB/s, 50 GB/s a link."""
+    chip = preflight.HARDWARE["TPU v5 lite"]
+    v5e = [SimpleNamespace(device_kind="TPU v5 lite", coords=(x, y, 0)) for x, y in FOUR]
+    large = HLO.replace("[8,128]", "[4096,4096]")
+    found = preflight.count(large, schedules(tmp_path, attend_3=9, attend_4=3), v5e)
+    cycles = 5 * 1.05 * 2 * 4096**3 / 2**17
+    assert found["functions_ms"]["mlp"] == pytest.approx(1e3 * cycles / 1.5e9)
+    assert chip.peak * chip.clock == pytest.approx(T.PEAK_FLOPS["TPU v5 lite"], rel=0.01)
+    monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, chip)
+    argv = ["v5e-8", "small", "--program", "adam", "--dump", str(tmp_path / "dump")]
+    assert preflight.main(argv) == 0
+    assert "Some programs on 8 x cpu, by its data sheet; the sum" in capsys.readouterr().out
+    assert json.loads((tmp_path / "dump/preflight.json").read_text())["rates"] == "data sheet"
+
+
 DEVICE = jax.devices()[0]
 ABSENT = preflight.absent_devices
 ISSUED = {"attend_3": 10_000, "attend_4": 30}
@@ -411,6 +469,8 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     rows = {row["name"]: row for row in report["variants"]}
     assert {name: row["steps"] for name, row in rows.items()} == TIMES
     assert (report["preset"], report["target"], report["devices"]) == ("small", "v6e-8", 8)
+    assert (report["rates"], report["yardstick"]["rows"]) == ("measured", 1.3)
+    assert report["config"] == json.loads(json.dumps(asdict(CFG)))
     assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
     assert report["command"].startswith("v6e-8 small --dump ") and report["device_kind"] == "cpu"
     assert [row["tokens_per_step"] for row in rows.values()] == [256, 512, 512, *[0] * 7, 512]
@@ -457,8 +517,12 @@ def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
         (["v6e-8", "small", "--dump", "/dev/null/x"], "/dev/null/x"),
         (["v6e-8", "small", "--set", "devices=16"], "devices=16, but there are 8"),
         ([], "the following arguments are required: TARGET"),
-        (["v6e-3"], "no such hardware as v6e-3: use v6e-1, v6e-4, v6e-8, v6e-16, v6e-64, "),
-        (["2x4"], "or a TPU topology such as v5e:2x4"),
+        (["v6e-3"], "no such hardware as v6e-3: use a TPU such as v6e-8, a topology such as v5e:"),
+        (["2x4"], "or a GPU such as h100x8 (TPUs: v4, v5e, v5p, v6e; GPUs: a10g, a100-40, "),
+        (["v4-1"], "no such hardware as v4-1: use "),
+        (["h100x0"], "no such hardware as h100x0: use "),
+        (["v5e-8"], 'v5e-8 needs the TPU compiler: pip install "jax[tpu]"'),
+        (["a100-40x1"], "a100-40x1 needs the GPU compiler: pip install jax-cuda13-plugin=="),
         (["v6e-8"], 'needs the TPU compiler: pip install "jax[tpu]"'),
         (["h100x8"], "needs the GPU compiler: pip install jax-cuda13-plugin=="),
     ],
