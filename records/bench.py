@@ -2,10 +2,12 @@
 
     python records/bench.py [PRESET] [--set KEY=VALUE ...] [--data DIR] [--parts N] [--dump DIR]
     python records/bench.py [PRESET] ... --kernels STAGE
+    python records/bench.py --beside PREFLIGHT.json BENCH.json
 
 The steps of each stage are timed on the first tokens of the data: milliseconds a step with its
 share of all updates (median, least and most of five stretches), tokens/s, share of the hardware's
-peak in bfloat16, MiB of memory. The state goes from stage to stage, as in training.
+peak in bfloat16, MiB of memory. The state goes from stage to stage, as in training. Then each
+program is timed by itself.
 
 With --kernels the gradients of one stage (0 is the first) are computed without kernels, with all of
 this hardware, with all but each, and for attention on NVIDIA GPUs with other tiles. First each is
@@ -17,16 +19,24 @@ is timed.
 and its share of the n-gram table, which takes 65 GB in all. On one GPU `--parts 8` is what each of
 eight would do, but for the network, and for updates of all other parameters, of which each of eight
 does an eighth. --dump DIR keeps the figures, and the facts that run.json has, as bench.json.
+
+--beside prints what preflight.py has predicted of each program beside what bench.json has measured,
+as a table in markdown, and the yardstick by which the predictions would be nearest: the cycles for
+each bundle of kernels, of rows and of other code with the least sum of squared errors, each as a
+share of what was measured. Links and memory stay as predicted. If `--parts N` was more than the
+devices that were there, only gradients compare, without links.
 """
 
 import dataclasses
 import functools
 import itertools
 import json
+import re
 import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.
 
 import jax
 import numpy as np
+from scipy.optimize import nnls
 
 import train_gpt as T
 
@@ -93,9 +104,9 @@ def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> 
     return batches
 
 
-def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
-    """A row for each program of gradients; `tokens`: (TokenStream, bytes of its tokens, if known).
-    UserError if the loss is no number: such steps tell nothing."""
+def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
+    """ "rows" for each program of gradients, "programs" for each by itself; `tokens`: (TokenStream,
+    bytes of its tokens, if known). UserError if the loss is no number: such steps tell nothing."""
     schedule = T.schedule(cfg)
     grads = [steps[0] for steps in map(schedule.programs, range(cfg.steps))]
     found = T.programs(cfg, mesh, kernels)
@@ -161,6 +172,55 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
         rows.append(row)
         more = f"{rate:,.0f}", f"{used:.1%}" if used else "-", f"{row['memory_mib']:,.0f}"
         say(form(name, stage, count, *cells(row), *more))
+    supplies = {name: itertools.cycle(batches) for name, (*_, batches) in work.items()}
+    return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, supplies, say)}
+
+
+def time_programs(cfg: T.Config, compiled, state, copies, supplies, say) -> list[dict]:
+    """A row for each compiled program by itself; `supplies`: batches for those with gradients. An
+    update sums what these leave of different batches, again and again."""
+    runs = Counter(name for step in range(cfg.steps) for name in T.schedule(cfg).programs(step))
+    of_stage = {at: f"grads{i}" for i, (at, _) in reversed([*enumerate(T.grads_kinds(cfg))])}
+
+    def gradients(name: str):
+        """(a batch, its gradients, its loss)."""
+        batch = next(supplies[name])
+        grads, loss, _ = compiled[name](copies, state["params"][T.NGRAMS], batch)
+        return batch, grads, loss
+
+    def update(name: str) -> Callable:
+        """A function that makes it once, and returns copies to wait for."""
+        due = {x: () for x in T.updated(cfg, name)}
+        for at in [int(x) for x in re.findall(r"\d+", name)] or [0] * T.updates(cfg)[name]:
+            batch, grads, _ = jax.block_until_ready(gradients(of_stage[at]))
+            due = {x: (*waiting, grads[x]) for x, waiting in due.items()}
+
+        def step():
+            nonlocal state
+            state, changed = compiled[name](state, due, batch.hyper)
+            return changed
+
+        return step
+
+    def run(step: Callable, calls: int) -> float:
+        start = time.perf_counter()
+        before = None
+        for _ in range(calls):
+            now = step()
+            jax.block_until_ready(before)  # no more than two at a time
+            before = now
+        jax.block_until_ready((state, before))
+        return time.perf_counter() - start
+
+    form = "{:17}{:>9}{:>11}{:>11}{:>11}".format
+    say(form("by itself", "times", "ms", "min", "max"))
+    rows = []
+    for name in compiled:
+        step = update(name) if name not in supplies else lambda name=name: gradients(name)[-1]
+        row = {"name": name, "steps": runs[name], **time_chunks(1, functools.partial(run, step))}
+        del step  # and the gradients that it holds
+        rows.append(row)
+        say(form(name, f"{row['steps']:,}", *cells(row)))
     return rows
 
 
@@ -194,8 +254,8 @@ def distance(got: list, expected: list) -> float:
     return max(float(off / max(norm, 1e-30)) for off, norm in large)
 
 
-def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say) -> list[dict]:
-    """A row for each of `variants` of the first gradients of a stage: how far off, how long."""
+def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
+    """ "rows" for `variants` of the first gradients of a stage: how far off, how long."""
     name = next((f"grads{i}" for i, (at, _) in enumerate(T.grads_kinds(cfg)) if at == stage), None)
     if name is None:
         raise T.UserError(f"--kernels {stage}: stages are 0 to {len(cfg.stages) - 1}")
@@ -238,7 +298,98 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say
         row["memory_mib"] = T.program_bytes(program)["peak"] / 2**20
         rows.append(row)
         say(form(label, f"{row['off']:.1e}", *cells(row), f"{row['memory_mib']:,.0f}"))
-    return rows
+    return {"rows": rows}
+
+
+# ---- Beside what was predicted -----------------------------------------------------------------
+
+# Fields of a config on which none of the programs depends that are timed here.
+APART = "preset seed target data devices prefetch checkpoint_every checkpoint_end log_every"
+APART += " sample_tokens val_tokens val_every val_batch val_row"
+
+
+def read_json(path: str) -> dict:
+    """The content of a JSON file."""
+    try:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise T.UserError(f"{path}: {error}") from None
+
+
+def same_programs(predicted: dict, measured: dict):
+    """UserError unless preflight.json and bench.json are of the same programs, and timed."""
+    T.need("programs" in measured, "bench.json has no times of programs: run it without --kernels")
+    T.need("config" in predicted, "preflight.json is of an older preflight.py: make it again")
+    kind = predicted["device_kind"]
+    T.need(predicted["variants"][0]["bound_ms"], f"preflight.json has no times for {kind}")
+    pairs = {"train_gpt.py": [x["source_sha256"][:12] for x in (predicted, measured)]}
+    pairs["device"] = kind, measured["devices"]["kind"]
+    pairs["devices (--parts)"] = predicted["devices"], measured["parts"]
+    for key in predicted["config"].keys() - {*APART.split()}:
+        pairs[key] = predicted["config"][key], measured["config"].get(key)
+    differ = [f"{what} {str(x)[:40]}, {str(y)[:40]}" for what, (x, y) in pairs.items() if x != y]
+    T.need(not differ, f"predicted and measured are not the same: {'; '.join(differ)}")
+
+
+def fit(rows: list[dict], yardstick: dict) -> str:
+    """The numbers of the yardstick with which the predictions are nearest to what was measured."""
+    names = [x for x in ("kernel", "rows", "code") if any(row["bound_ms"].get(x) for row in rows)]
+    measured = np.array([row["ms"] for row in rows])
+    # Each program counts alike: all is divided by what was measured.
+    cycles = [[row["bound_ms"].get(x, 0.0) / yardstick[x] for x in names] for row in rows]
+    cycles = np.array(cycles).reshape(len(rows), len(names)) / measured[:, None]
+    rest = np.array([row["links"] + row["bound_ms"].get("memory", 0.0) for row in rows])
+    target = 1 - rest / measured
+    if np.linalg.matrix_rank(cycles) < len(names) or len(rows) <= len(names):
+        return f"{len(rows)} programs are too few to fit {', '.join(names)}."
+    found, norm = nnls(cycles, target)
+    variance = norm**2 / (len(rows) - len(names))
+    errors = np.sqrt(np.diag(variance * np.linalg.inv(cycles.T @ cycles)))
+    before = np.linalg.norm(cycles @ [yardstick[x] for x in names] - target)
+    each = zip(names, found, errors, strict=True)
+    said = ", ".join(f"{x} {new:.2f} +- {off:.2f} (now {yardstick[x]:.2f})" for x, new, off in each)
+    after, before = (f"{x / len(rows) ** 0.5:.1%}" for x in (norm, before))
+    return f"Nearest to {len(rows)} programs: {said}; these are off by {after}, now by {before}."
+
+
+def beside(predicted: dict, measured: dict) -> str:
+    """Measured and predicted times as text: what preflight.json and bench.json have."""
+    same_programs(predicted, measured)
+    whole = measured["devices"]["count"] == measured["parts"]
+    timed = {row["name"]: row for row in measured["programs"]}
+    rows = []
+    for row in predicted["variants"]:
+        if row["name"] in timed and (whole or row["name"].startswith("grads")):
+            links = row["link_floor_ms"] if whole else 0.0
+            rows.append({**row, **timed[row["name"]], "links": links})
+    T.need(rows, "preflight.json and bench.json have no program in common")
+    text = ["| program | times | measured ms | predicted | computed + links + moves | ratio |"]
+    text.append("|---|---|---|---|---|---|")
+    seconds = [0.0, 0.0]
+    for row in rows:
+        parts = row["predicted_ms"], row["links"], row["moved_floor_ms"]
+        ms = row["ms"], sum(parts)
+        seconds = [s + row["steps"] * x / 1e3 for s, x in zip(seconds, ms, strict=True)]
+        spread = "{ms:.2f} ({ms_min:.2f} to {ms_max:.2f})".format(**row)
+        each = " + ".join(f"{x:.2f}" for x in parts)
+        line = f"| {row['name']} | {row['steps']:,} | {spread} | {ms[1]:.2f} | {each} |"
+        text.append(f"{line} {ms[0] / ms[1]:.2f} |")
+    which = "All programs of training" if len(rows) == len(timed) else "These programs"
+    sums = f"measured {seconds[0]:.1f} s, predicted {seconds[1]:.1f} s"
+    text += ["", f"{which}, as often as they run: {sums}, ratio {seconds[0] / seconds[1]:.2f}."]
+    text += [fit(rows, predicted["yardstick"])]
+    if not whole:
+        count, parts = measured["devices"]["count"], measured["parts"]
+        text += [
+            f"{count} of {parts} parts: links, and updates of what is not cut, do not compare."
+        ]
+    for what, x in (("Predicted", predicted), ("Measured", measured)):
+        own = {key: x["versions"].get(key) for key in ("jax", "libtpu")}
+        chosen = x["kernels"] if x is predicted else x["choices"]["kernels"]
+        versions = ", ".join(f"{key} {value}" for key, value in own.items() if value)
+        rates = f", rates of the {x['rates']}" if x.get("rates") == "data sheet" else ""
+        text.append(f"{what} with {versions}{rates}; kernels: {chosen}.")
+    return "\n".join(text)
 
 
 # ---- The command -------------------------------------------------------------------------------
@@ -259,7 +410,7 @@ def bench(cfg: T.Config, parts=0, stage: int | None = None, command="", say=T.te
     folder = T.data_folder(cfg, say)
     tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
     time_ = functools.partial(compare_kernels, stage) if stage is not None else time_stages
-    return facts | {"rows": time_(cfg, mesh, kernels, tokens, say)}
+    return facts | time_(cfg, mesh, kernels, tokens, say)
 
 
 def main(argv=None) -> int:
@@ -270,8 +421,13 @@ def main(argv=None) -> int:
         T.add_config_options(parser)
         parser.add_argument("--parts", type=int, default=0, metavar="N", help="devices that share")
         parser.add_argument("--kernels", type=int, metavar="STAGE", help="with each on and off")
+        files = {"nargs": 2, "metavar": ("PREFLIGHT.json", "BENCH.json")}
+        parser.add_argument("--beside", **files, help="print predicted beside measured times")
         parser.add_argument("--dump", metavar="DIR", help="keep the figures as bench.json")
         args = parser.parse_args(argv)
+        if args.beside:
+            print(beside(*map(read_json, args.beside)))
+            return 0
         T.need(args.parts >= 0, f"--parts {args.parts}: a positive number of devices, or none")
         if args.dump:
             Path(args.dump).mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ def built():
 
 
 def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
-    """And they train."""
+    """And they train. Then each program has its turn, alone."""
     calls = []
 
     def lower(program, mesh):
@@ -63,8 +64,16 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     assert (status, err) == (0, "")
     assert "small on 1 x cpu, each with 1/1 of every batch" in out
     period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables0-0-0-0"]
-    assert calls == period * 8, "two to get warm, one to learn how long it takes, five that count"
+    steps, alone = calls[: 8 * len(period)], calls[8 * len(period) :]
+    assert steps == period * 8, "two to get warm, one to learn how long it takes, five that count"
+    summed = {"grads0": 0, "adam_tied": 2, "anvil": 1, "tables0-0": 2, "tables0-0-0-0": 4}
+    expected = [[*count * ["grads0"], *8 * [name]] for name, count in summed.items()]
+    assert alone == [name for each in expected for name in each], "of gradients that it sums"
     report = json.loads(Path("dump/bench.json").read_text())
+    alone = {row["name"]: row for row in report["programs"]}
+    runs = {"grads0": 8, "adam_tied": 4, "anvil": 8, "tables0-0": 2, "tables0-0-0-0": 1}
+    assert {name: row["steps"] for name, row in alone.items()} == runs
+    assert all(0 < row["ms_min"] <= row["ms"] <= row["ms_max"] for row in alone.values())
     (row,) = report["rows"]
     assert (row["name"], row["stage"], row["steps"]) == ("grads0", 0, 8)
     assert row["ms_min"] <= row["ms"] <= row["ms_max"]
@@ -136,6 +145,7 @@ def test_chunks_are_long_enough_warm_and_whole_periods():
         (["--kernels", "3"], "--kernels 3: stages are 0 to 2"),
         (["--data", "nothing"], "no such text, and no such folder"),
         (["--dump", "/dev/null/x"], "/dev/null/x"),
+        (["--beside", "/dev/null", "x"], "error: /dev/null: Expecting value: line 1"),
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):
@@ -150,3 +160,103 @@ def test_a_stage_without_an_update_of_its_own_is_refused(main, monkeypatch):
     status, _, err = main("small", "--set", "stages.0.share=0.125", "stages.1.share=0.875")
     cure = "time a run of more steps, or with a longer stages.0"
     assert (status, err) == (2, f"error: no tables0-0 to time with grads0: {cure}\n")
+
+
+YARDSTICK = {"kernel": 1.3, "rows": 1.3, "code": 1.05, "memory": 1.0, "link": 1.0}
+TRUE = {"kernel": 1.1, "rows": 1.8, "code": 1.0}
+CONFIG = {"steps": 8, "ngram_rows": 4096, "kernels": "auto", "data": "here", "devices": 0}
+# Milliseconds of bundles at one cycle each, then of memory and of links in the open.
+COUNTED = {"grads0": (10, 2, 3, 4, 0.3), "grads1": (20, 3, 8, 9, 0.2), "grads2": (30, 9, 7, 6, 0.5)}
+COUNTED |= {"grads3": (35, 8, 9, 8, 0.7), "anvil": (0, 0, 0.4, 0.1, 0.0)}
+COUNTED |= {"tables0-0": (0.1, 6, 2, 1, 0.5), "eval": (90, 9, 9, 9, 1.0)}
+
+
+def files(links=1, count=8) -> tuple[dict, dict]:
+    """(preflight.json, bench.json) of a chip that takes what TRUE says, and of `count` devices."""
+    predicted, measured = [], []
+    for steps, (name, (*bundles, memory, link)) in enumerate(COUNTED.items(), 1):
+        found = dict(zip(TRUE, bundles, strict=True))
+        bound = {x: YARDSTICK[x] * ms for x, ms in found.items()} | {"memory": memory}
+        row = {"name": name, "steps": steps, "bound_ms": bound, "link_floor_ms": link}
+        row |= {"predicted_ms": sum(bound.values()) - memory / 2, "moved_floor_ms": memory / 2}
+        predicted.append(row)
+        ms = sum(TRUE[x] * ms for x, ms in found.items()) + memory + links * link
+        measured.append({"name": name, "steps": steps, "ms": ms, "ms_min": ms, "ms_max": ms + 1})
+    facts = {"source_sha256": "ab12", "versions": {"jax": "0.12.0", "numpy": "2"}, "config": CONFIG}
+    chip = {"device_kind": "TPU v6 lite", "devices": 8, "yardstick": YARDSTICK}
+    preflight = facts | chip | {"kernels": "all", "rates": "measured", "variants": predicted}
+    devices = {"kind": "TPU v6 lite", "count": count}
+    bench_json = {"devices": devices, "parts": 8, "choices": {"kernels": "all"}}
+    return preflight, facts | bench_json | {"programs": measured[:-1]}  # all but eval
+
+
+def test_measured_beside_predicted_and_the_yardstick_that_would_have_been_right(main, tmp_path):
+    """By hand: grads0 takes 11 + 3.6 + 3 + 4 + 0.3, and 13 + 2.6 + 3.15 + 4 + 0.3 was predicted."""
+    paths = [tmp_path / "preflight.json", tmp_path / "bench.json"]
+    for path, content in zip(paths, files(), strict=True):
+        path.write_text(json.dumps(content))
+    status, out, err = main("--beside", *paths)
+    assert (status, err) == (0, "")
+    table = [line for line in out.splitlines() if line.startswith("|")]
+    assert table[0].startswith("| program | times | measured ms | predicted | computed + links")
+    row = "| grads0 | 1 | 21.90 (21.90 to 22.90) | 23.05 | 20.75 + 0.30 + 2.00 | 0.95 |"
+    assert table[2] == row and len(table) == 2 + 6 and "eval" not in out
+    seconds = [sum(row["steps"] * row["ms"] for row in files()[1]["programs"]) / 1e3]
+    seconds += [sum(row["steps"] * (sum(row["bound_ms"].values()) + row["link_floor_ms"])
+                    for row in files()[0]["variants"][:-1]) / 1e3]  # fmt: skip
+    sums = "measured {:.1f} s, predicted {:.1f} s".format(*seconds)
+    assert f"All programs of training, as often as they run: {sums}, ratio " in out
+    numbers = "kernel 1.10 +- 0.00 (now 1.30), rows 1.80 +- 0.00 (now 1.30), code 1.00 +- 0.00 (now"
+    assert f"Nearest to 6 programs: {numbers} 1.05); these are off by 0.0%, now by " in out
+    assert "Predicted with jax 0.12.0; kernels: all.\nMeasured with jax 0.12.0; kernels" in out
+
+
+def test_one_chip_of_eight_compares_gradients_without_links():
+    out = bench.beside(*files(links=0, count=1))
+    assert "| grads3 |" in out and "anvil" not in out and "tables" not in out
+    assert "| 22.75 | 20.75 + 0.00 + 2.00 | 0.95 |" in out
+    assert "These programs, as often as they run: " in out
+    assert "Nearest to 4 programs: kernel 1.10 +- 0.00" in out
+    assert "1 of 8 parts: links, and updates of what is not cut, do not compare." in out
+
+
+def test_too_few_programs_fit_no_yardstick():
+    """As many as numbers would fit whatever they took; without kernels there are two numbers."""
+    predicted, measured = files()
+    measured["programs"] = measured["programs"][:3]
+    assert "3 programs are too few to fit kernel, rows, code." in bench.beside(predicted, measured)
+    for row in predicted["variants"]:
+        measured_kernels = row["bound_ms"].pop("kernel") / 1.3 * 1.1
+        for other in measured["programs"]:
+            other["ms"] -= measured_kernels if other["name"] == row["name"] else 0
+    found = bench.beside(predicted, measured)
+    assert "Nearest to 3 programs: rows 1.80 +- 0.00 (now 1.30), code 1.00 +- 0.00" in found
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ((1, "source_sha256"), "cd34", "not the same: train_gpt.py ab12, cd34"),
+        ((1, "config", "ngram_rows"), 2048, "not the same: ngram_rows 4096, 2048"),
+        ((1, "config", "data"), "there", None),
+        ((1, "devices", "kind"), "TPU v5 lite", "device TPU v6 lite, TPU v5 lite"),
+        ((1, "parts"), 4, "devices (--parts) 8, 4"),
+        ((1, "programs"), None, "run it without --kernels"),
+        ((0, "config"), None, "of an older preflight.py: make it again"),
+        ((0, "variants", 0, "bound_ms"), {}, "has no times for TPU v6 lite"),
+        ((0, "variants"), [{"name": "eval", "bound_ms": {"code": 1.0}}], "no program in common"),
+    ],
+)
+def test_files_of_other_programs_are_refused(place, value, words):
+    both = json.loads(json.dumps(files()))
+    inner = both
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    if value is None:
+        del inner[place[-1]]
+    if words is None:
+        assert "Nearest to 6" in bench.beside(*both)
+        return
+    with pytest.raises(T.UserError, match=re.escape(words)):
+        bench.beside(*both)
