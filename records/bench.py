@@ -172,15 +172,15 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
         rows.append(row)
         more = f"{rate:,.0f}", f"{used:.1%}" if used else "-", f"{row['memory_mib']:,.0f}"
         say(form(name, stage, count, *cells(row), *more))
-    supplies = {name: itertools.cycle(batches) for name, (*_, batches) in work.items()}
-    return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, supplies, say)}
+    return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, work, say)}
 
 
-def time_programs(cfg: T.Config, compiled, state, copies, supplies, say) -> list[dict]:
-    """A row for each compiled program by itself; `supplies`: batches for those with gradients. An
-    update sums what these leave of different batches, again and again."""
+def time_programs(cfg: T.Config, compiled, state, copies, work: dict, say) -> list[dict]:
+    """A row for each program of the run by itself; `work`: {one with gradients: (stage, ...,
+    batches)}. An update sums what these leave of different batches, again and again."""
     runs = Counter(name for step in range(cfg.steps) for name in T.schedule(cfg).programs(step))
-    of_stage = {at: f"grads{i}" for i, (at, _) in reversed([*enumerate(T.grads_kinds(cfg))])}
+    of_stage = {stage: name for name, (stage, *_) in work.items()}
+    supplies = {name: itertools.cycle(batches) for name, (*_, batches) in work.items()}
 
     def gradients(name: str):
         """(a batch, its gradients, its loss)."""
@@ -215,7 +215,7 @@ def time_programs(cfg: T.Config, compiled, state, copies, supplies, say) -> list
     form = "{:17}{:>9}{:>11}{:>11}{:>11}".format
     say(form("by itself", "times", "ms", "min", "max"))
     rows = []
-    for name in compiled:
+    for name in (x for x in compiled if runs[x]):
         step = update(name) if name not in supplies else lambda name=name: gradients(name)[-1]
         row = {"name": name, "steps": runs[name], **time_chunks(1, functools.partial(run, step))}
         del step  # and the gradients that it holds
@@ -383,12 +383,10 @@ def beside(predicted: dict, measured: dict) -> str:
         text += [
             f"{count} of {parts} parts: links, and updates of what is not cut, do not compare."
         ]
-    for what, x in (("Predicted", predicted), ("Measured", measured)):
-        own = {key: x["versions"].get(key) for key in ("jax", "libtpu")}
-        chosen = x["kernels"] if x is predicted else x["choices"]["kernels"]
-        versions = ", ".join(f"{key} {value}" for key, value in own.items() if value)
-        rates = f", rates of the {x['rates']}" if x.get("rates") == "data sheet" else ""
-        text.append(f"{what} with {versions}{rates}; kernels: {chosen}.")
+    kernels = f"{predicted['kernels']}; rates: {predicted['rates']}", measured["choices"]["kernels"]
+    for what, x, how in zip(("Predicted", "Measured"), (predicted, measured), kernels, strict=True):
+        own = (f"{key} {x['versions'][key]}" for key in ("jax", "libtpu") if key in x["versions"])
+        text.append(f"{what} with {', '.join(own)}; kernels: {how}.")
     return "\n".join(text)
 
 

@@ -83,6 +83,19 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     assert {"source_sha256", "versions", "host", "config", "devices"} <= {*report}
 
 
+def test_programs_that_no_step_runs_are_not_timed_by_themselves(monkeypatch):
+    """As of a stage that is too short for all of its softmaxes."""
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+    grads = dict.fromkeys(T.param_table(ONE), 1.0)
+    compiled = {"grads0": lambda *_: (grads, 0.0, None), "grads1": None}
+    compiled["anvil"] = lambda state, due, hyper: (state, due)
+    state = {"params": {T.NGRAMS: 0.0}}
+    work = {"grads0": (0, "and so on", [SimpleNamespace(hyper=0.0)])}
+    lines = []
+    rows = bench.time_programs(ONE, compiled, state, {}, work, lines.append)
+    assert [row["name"] for row in rows] == ["grads0", "anvil"] and len(lines) == 3
+
+
 def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
     """Those that are wrong are seen, and the exit status is 1."""
     grads = built["grads0"][1]
@@ -208,7 +221,7 @@ def test_measured_beside_predicted_and_the_yardstick_that_would_have_been_right(
     assert f"All programs of training, as often as they run: {sums}, ratio " in out
     numbers = "kernel 1.10 +- 0.00 (now 1.30), rows 1.80 +- 0.00 (now 1.30), code 1.00 +- 0.00 (now"
     assert f"Nearest to 6 programs: {numbers} 1.05); these are off by 0.0%, now by " in out
-    assert "Predicted with jax 0.12.0; kernels: all.\nMeasured with jax 0.12.0; kernels" in out
+    assert "Predicted with jax 0.12.0; kernels: all; rates: measured.\nMeasured with jax 0.1" in out
 
 
 def test_one_chip_of_eight_compares_gradients_without_links():
