@@ -5,9 +5,14 @@ little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py. Only t
 tiktoken.
 """
 
+import contextlib
+import fcntl
 import json
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,15 +25,44 @@ from train_gpt import HEADER_BYTES, MERGES, SHARD_MAGIC, SHARD_VERSION, UserErro
 BYTE_BPE_PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"  # no merge crosses these
 
 
+@contextlib.contextmanager
+def locked(folder: Path | str, how: int = 0) -> Iterator[bool]:
+    """Lock `folder` as long as this lasts and the process lives; False if that cannot be done."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+        got = True
+    except OSError:  # another process has it, or the file system knows no locks
+        got = False
+    try:
+        yield got
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def work_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A temporary folder in `parent`; those that killed processes have left there are removed.
+
+    A living process has a lock on its folder. Until it has that, it has one on `parent`.
+    """
+    with contextlib.ExitStack() as stack:
+        with locked(parent):
+            for old in parent.glob(f"{prefix}*"):
+                with contextlib.suppress(OSError), locked(old, fcntl.LOCK_NB) as dead:
+                    if dead:
+                        shutil.rmtree(old)
+            work = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=parent))
+            stack.enter_context(locked(work))
+        yield Path(work)
+
+
 def write_whole(path: Path, *parts) -> None:
     """Write `parts` (bytes or arrays) so that `path` has all of them, or is as it was."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
+    with work_folder(path.parent, ".writing-") as work:
+        with open(work / path.name, "wb") as file:
             file.writelines(parts)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        os.replace(work / path.name, path)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:

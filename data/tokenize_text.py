@@ -19,12 +19,11 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from shards import encode_documents, text_encoding, write_shard
+from shards import encode_documents, text_encoding, work_folder, write_shard
 
 # Importing shards has put the folder of train_gpt.py on the path.
 from train_gpt import (
@@ -162,8 +161,8 @@ def main(argv: list[str] | None = None) -> None:
         val = tokenize(encoding, args.val)
     else:
         train, val = split(tokenize(encoding, args.files), bos)
-    with tempfile.TemporaryDirectory(prefix=".tokenizing-", dir=out.parent) as work:
-        folder = Path(work) / "whole"
+    with work_folder(out.parent, ".tokenizing-") as work:
+        folder = work / "whole"
         folder.mkdir()
         for number, at in enumerate(range(0, len(train), SHARD_TOKENS), 1):
             path = folder / f"text_train_{number:06d}.bin"

@@ -36,7 +36,7 @@ STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counte
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
 CLOCK_MS = 5  # at most, between the times of a step in log.txt and in metrics.jsonl
 BROKEN = OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError
-BROKEN += (argparse.ArgumentError,)  # what reading a damaged file, or its command, can lead to
+BROKEN += ArithmeticError, MemoryError  # what reading damaged files can lead to
 RULE = re.compile(r"^={100}\n", re.M)
 STEP = re.compile(r"step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms step_avg:\S+ms")
 
@@ -82,6 +82,8 @@ class Track(NamedTuple):
 
 TRACKS = {
     "v6e-8": Track(kind="TPU v6 lite", devices={"platform": "tpu", "count": 8}),
+    "v6e-1": Track(kind="TPU v6 lite", devices={"platform": "tpu", "count": 1}),
+    "v5e-8": Track(kind="TPU v5 lite", devices={"platform": "tpu", "count": 8}),
     "8xh100": Track(kind="H100", devices={"platform": "gpu", "count": 8, "processes": 1}),
     "1xgpu": Track(devices={"platform": "gpu", "count": 1, "processes": 1}),
     "cpu": Track(3.95, 98_304, "builtin", devices={"platform": "cpu", "processes": 1}),
@@ -102,6 +104,7 @@ class Run(NamedTuple):
     asked: dict[str, str]  # what they set: field of the config -> text
     facts: dict  # run.json
     metrics: list[dict]  # metrics.jsonl
+    began: datetime  # by its id, in whole seconds
 
     @property
     def loss(self) -> float:
@@ -128,6 +131,16 @@ class Run(NamedTuple):
         return [(row["train_time_ms"] / 1000, row["tokens"], row[kind]) for row in rows]
 
 
+def planned_lines(config: dict) -> int:
+    """How many lines `planned` has; as many as a log has, or the plan is not made."""
+    steps = config["steps"]
+    every = config["val_every"]
+    sizes = [stage["batch_tokens"] for stage in config["stages"]]
+    for number in (steps, every, config["extension"], *sizes):
+        need(type(number) is int and number >= 0, f"{number!r:.50} in its config is no count")
+    return steps + 1 + (-(-steps // every) if every else 0)
+
+
 def planned(config: dict) -> list[tuple[int, bool, int]]:
     """(steps done, whether it is a validation, tokens so far) of every line of a whole run.
 
@@ -137,9 +150,11 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     steps = config["steps"]
     stages = config["stages"]
     ends = accumulate(stage["share"] for stage in stages)
-    ends = [round(end * (steps - config["extension"])) for end in ends][:-1] + [steps]
+    ends = [round(end * (steps - config["extension"])) for end in ends]
+    ends = [0, *ends[:-1], steps]
+    need(ends == sorted(ends), f"its stages begin and end at {ends!s:.100}, not one after another")
     sizes = []
-    for stage, (start, end) in zip(stages, pairwise([0, *ends]), strict=True):
+    for stage, (start, end) in zip(stages, pairwise(ends), strict=True):
         sizes += [stage["batch_tokens"]] * (end - start)
     plan = []
     for step, tokens in enumerate([0, *accumulate(sizes)]):
@@ -150,22 +165,34 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     return plan
 
 
+def read_text(path: Path) -> str:
+    """What is in a file; Refused if it is none (a pipe, say, has no end)."""
+    with about(path.name):
+        need(path.is_file(), "cannot be read (No such file)")
+        return path.read_bytes().decode()
+
+
 def read_json(path: Path):
     """The value in a JSON file."""
+    text = read_text(path)
     with about(path.name):
-        return json.loads(path.read_bytes())
+        return json.loads(text)
 
 
 def read_run(folder: Path) -> Run:
     """The run in `folder`; Refused if it is not whole, or if its files contradict each other."""
     with about(folder.name):
         facts = read_json(folder / "run.json")
+        rows = read_text(folder / "metrics.jsonl")
         with about("metrics.jsonl"):
-            metrics = [json.loads(x) for x in (folder / "metrics.jsonl").read_bytes().splitlines()]
-        source, *sections = RULE.split((folder / "log.txt").read_bytes().decode())
+            metrics = [json.loads(row) for row in rows.splitlines()]
+        with about("the date and time in its name"):
+            began = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
+        source, *sections = RULE.split(read_text(folder / "log.txt"))
         heads = [section.split("\n") for section in sections[::2]]
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
-        run = Run(folder, source.removesuffix("\n").encode(), *launch(command), facts, metrics)
+        source = source.removesuffix("\n").encode()
+        run = Run(folder, source, *launch(command), facts, metrics, began)
         need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
         check_heads(run, heads)
         lines = [STEP.fullmatch(line) for body in sections[1::2] for line in body.split("\n")]
@@ -200,9 +227,10 @@ def check_heads(run: Run, heads: list[list[str]]):
 def check_steps(run: Run, lines: list[re.Match]):
     """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
     facts = run.facts
-    plan = planned(facts["config"])
     agree("finished in run.json", facts["finished"], True)
-    agree("losses in log.txt, in metrics.jsonl", [len(lines), len(run.metrics)], [len(plan)] * 2)
+    want = planned_lines(facts["config"])
+    agree("losses in log.txt, in metrics.jsonl", [len(lines), len(run.metrics)], [want] * 2)
+    plan = planned(facts["config"])
     before = -1.0
     for (step, validates, tokens), line, row in zip(plan, lines, run.metrics, strict=True):
         with about(f"step {step}"):
@@ -225,9 +253,16 @@ def check_steps(run: Run, lines: list[re.Match]):
 # ---- The rules: of a run, and of the runs of a record together ---------------------------------
 
 
+class Words(argparse.ArgumentParser):
+    """argparse whose errors are ValueErrors."""
+
+    def error(self, message):
+        raise ValueError(message)
+
+
 def launch(command: str) -> tuple[list[str], dict[str, str]]:
     """(arguments without seed and folders, what they set: field of the config -> text)."""
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser = Words(add_help=False)
     parser.add_argument("--set", nargs="+", action="extend", default=[])
     for option in ("seed", "out", "data", "cache", "coordinator", "processes", "process-id"):
         parser.add_argument(f"--{option}")
@@ -309,6 +344,10 @@ def check_runs(runs: list[Run]):
             agree(f"{name} of {run.folder.name}", value, shared(runs[0])[name])
     seeds = sorted(run.facts["seed"] for run in runs)
     agree("seeds (to choose seeds is to choose losses)", seeds, [*range(len(seeds))])
+    for one, other in pairwise(sorted(runs, key=lambda run: run.began)):
+        later = (other.began - one.began).total_seconds() > one.seconds - 1  # of whole seconds
+        both = f"{other.folder.name} began while {one.folder.name} trained"
+        need(later or one.facts["resumed"], f"{both}: runs are made one after the other")
     for one, other in combinations(runs, 2):
         curves = [[loss for _, _, loss in run.losses("train_loss")] for run in (one, other)]
         same = f"{one.folder.name} and {other.folder.name} have the same training losses"
@@ -343,7 +382,7 @@ def derive(track: Track, runs: list[Run]) -> dict:
     mean = float(np.mean(losses))
     p_value = stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     return {
-        "date": f"{datetime.strptime(max(run.folder.name[:8] for run in runs), '%Y%m%d'):%Y-%m-%d}",
+        "date": f"{max(run.began for run in runs):%Y-%m-%d}",
         "runs": [run.folder.name for run in runs],
         "source_sha256": facts["source_sha256"],
         "hardware": runs[0].hardware,
@@ -441,8 +480,14 @@ def check_ranks(records: list[Record]):
 def all_valid(root: Path) -> list[Record]:
     """The records; Refused if one of them is not valid."""
     pinned = read_json(root / "tokens.json")
+    for name, depth in (("record.json", 3), ("run.json", 4)):
+        for path in sorted(root.rglob(name)):
+            place = path.relative_to(root)
+            right = len(place.parts) == depth
+            need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
     folders = {path.parent for path in root.glob("*/*/record.json")}
     folders |= {path.parents[1] for path in root.glob("*/*/*/run.json")}  # runs need a record
+    folders |= {path for track in TRACKS for path in root.glob(f"{track}/*/")}
     records = [check_record(folder, pinned) for folder in sorted(folders)]
     check_ranks(records)
     return records

@@ -41,12 +41,16 @@ def add(root: Path, args) -> str:
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
     before = C.all_valid(root)
-    runs = [C.read_run(Path(path).resolve()) for path in args.runs]
-    if args.pin:  # a stream that is there is neither changed nor extended
-        data = runs[0].facts["data"]
-        pinned.setdefault(C.stream_name(track, data), data)
+    need(args.by.strip() and args.what.strip(), "--by and --what: they are part of the standings")
+    runs = [C.read_run(Path(os.path.realpath(path))) for path in args.runs]
     fields = {"track": args.track, "name": args.name, "by": args.by, "what": args.what}
-    result = C.judge(track, runs, pinned)
+    with about(f"{args.track}/{args.name}"):
+        if args.pin:  # what is there is not changed; FineWeb has shards that nobody has read yet
+            data = runs[0].facts["data"]
+            stream = C.stream_name(track, data)
+            if stream == "fineweb" or stream not in pinned:
+                pinned[stream] = data | pinned.get(stream, {})
+        result = C.judge(track, runs, pinned)
     fields |= {"beats": None, "result": result}
     record = Record(root / args.track / f"{result['date']}_{args.name}", fields, result, runs)
     if standing := C.chains(before).get(record.competition):
@@ -118,8 +122,11 @@ def standings(root: Path, records: list[Record]) -> str:
     for (track, machine, stream), chain in C.chains(records).items():
         rows = [record_row(number, record) for number, record in enumerate(chain, 1)]
         text += f"\n### `{track}`: {machine}, tokens `{stream}`\n\n{table(rows[::-1])}"
-    paths = sorted(root.glob("predicted/*/preflight.json"))
-    predicted = table([predicted_row(root, path) for path in paths]) if paths else "None yet."
+    rows = []
+    for path in sorted(root.glob("predicted/*/preflight.json")):
+        with about(path.relative_to(root)):
+            rows.append(predicted_row(root, path))
+    predicted = table(rows) if rows else "None yet."
     return f"{text}\n## Predicted by the compiler\n\n{predicted}\n{MARKERS[1]}"
 
 
@@ -133,7 +140,7 @@ def render(root: Path, args) -> str:
     fresh = parts[1] + standings(root, records) + parts[2]
     if fresh != text:
         need(not args.check, "README.md is stale: run python records/leaderboard.py render")
-        page.write_text(fresh, encoding="utf-8")
+        page.write_bytes(fresh.encode())  # what cannot be encoded leaves the page alone
     return f"{page} is up to date, {len(records)} records"
 
 
@@ -334,7 +341,7 @@ def main(argv=None) -> int:
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}
     try:
         print(do[args.do](root, args))
-    except (Refused, OSError, ImportError) as error:
+    except (Refused, OSError, ImportError, UnicodeError) as error:
         print("refused:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -145,7 +145,12 @@ def draw_model(cfg) -> str:
     return picture.svg(400)
 
 
-if __name__ == "__main__":
-    T.Parser(description=(__doc__ or "").split("\n")[0]).parse_args()
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    T.Parser(description=(__doc__ or "").split("\n")[0]).parse_args(argv)
     for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
         (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
+
+
+if __name__ == "__main__":
+    sys.exit(T.report_errors(main))

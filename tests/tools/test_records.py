@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -39,6 +40,9 @@ COUNTING = replace(
 GOOD = round(TARGET - 0.05, 6)  # a loss that is low enough, and so are those around it
 V6E = {"kind": "TPU v6 lite", "platform": "tpu", "count": 8, "processes": 1}
 H100 = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "count": 8, "processes": 1}
+V5E = V6E | {"kind": "TPU v5 lite"}
+A100 = H100 | {"kind": "NVIDIA A100-SXM4-80GB", "count": 1}
+RTX = H100 | {"kind": "NVIDIA GeForce RTX 4090", "count": 1}
 
 
 def runs_of(folder: Path, losses=(), seconds=10.0, spread=0.01, cfg=TINY, **changes):
@@ -188,6 +192,25 @@ def seed_without_effect(record: Path, run: Path):
             in_metrics(record, other, at, train_loss=row["train_loss"])
 
 
+def began(record: Path, run: Path, stamp: str):
+    """Give the run another date and time."""
+    run_id = stamp + run.name[15:]
+    edit_json(run / "run.json", run_id=run_id)
+    run.rename(run.with_name(run_id))
+
+
+def a_pipe(record: Path, run: Path):
+    """In place of the log: whoever reads it waits for ever."""
+    (run / "log.txt").unlink()
+    os.mkfifo(run / "log.txt")
+
+
+def moved(record: Path, run: Path, to: str):
+    """The record lies elsewhere in the folder of records."""
+    (record.parents[1] / to).parent.mkdir(exist_ok=True)
+    record.rename(record.parents[1] / to)
+
+
 EASY = BUILTIN | {"builtin_train_000001.bin": shard("easier", 4_000_000)}
 SMALL = [stage | {"batch_tokens": 512} for stage in as_json(TINY)["stages"]]
 RATE = as_json(replace(TINY, lr_anvil=0.5))
@@ -235,6 +258,20 @@ FEARED = {
     "a log without its head": (in_log, {"old": "command: ", "new": "com"}, "not have the command"),
     "a log without a config": (in_log, {"old": "config: ", "new": "co"}, "config in run.json, in"),
     "a missing file": (lambda _, run: (run / "metrics.jsonl").unlink(), {}, "metrics.jsonl: can"),
+    "runs at the same time": (began, {"stamp": "20260101-010009"}, "s1-"),
+    "a date that is none": (began, {"stamp": "20261399-000000"},
+        "the date and time in its name: cannot be read"),
+    "a pipe": (a_pipe, {}, "log.txt: cannot be read (No such file)"),
+    "an option that could be two": (in_one, {"command": "python train_gpt.py tiny --pro 2"},
+        "cannot be read (ambiguous option"),
+    "a record a folder deeper": (moved, {"to": "cpu/x/2026-01-01_First"},
+        "cpu/x/2026-01-01_First/record.json: it is not where records are"),
+    "a record without a track": (moved, {"to": "2026-01-01_First"},
+        "2026-01-01_First/record.json: it is not where records are"),
+    "a record that is a run": (lambda record, run: run.rename(record.with_name(run.name)), {},
+        "/run.json: it is not where records are"),
+    "a record without anything": (lambda record, _: (record.parent / "2026-01-03_X").mkdir(), {},
+        "cpu/2026-01-03_X: record.json: cannot be read (No such file)"),
     "a record on no track": (lambda record, _: record.parent.rename(record.parents[1] / "moon"), {},
         "it is in the folder of no track, or of another than its cpu"),
 }  # fmt: skip
@@ -246,6 +283,42 @@ def test_what_a_reviewer_fears_is_refused(records, capsys, way):
     record = next((records / "cpu").glob("*_First"))
     tamper(record, next(record.glob("*-s0-*")), **changes)
     assert reason in refusal(records, capsys)
+
+
+def test_no_number_of_a_config_makes_a_plan_that_is_longer_than_the_log(records, capsys):
+    run = next((records / "cpu").glob("*_First/*-s0-*"))
+    config = json.loads((run / "run.json").read_text())["config"]
+    (stage, *_), no_count = config["stages"], "in its config is no count"
+    cases = [
+        ({"steps": 2_000_000}, "[16, 16], not [2400001, 2400001]"),
+        ({"steps": 2_000_000, "val_every": 1}, "[16, 16], not [4000001, 4000001]"),
+        ({"stages": [stage | {"share": x} for x in (2e5, -2e5, 1)]}, "not one after another"),
+        ({"stages": [stage | {"share": 1e999}] * 2}, "cannot be read (cannot convert float inf"),
+        ({"stages": [stage | {"batch_tokens": "9" * 10_000}]}, no_count),
+        ({"stages": [stage] * 99}, "not one after another"),
+        ({"extension": -2_000_000}, no_count),
+        ({"val_every": -1}, no_count),
+    ]
+    cases += [({"steps": x}, no_count) for x in ("12", 12.0, True, -1, None, [12], {})]
+    tracemalloc.start()
+    for changes, reason in cases:
+        in_one(None, run, config=config | changes)
+        assert reason in refusal(records, capsys)
+        in_one(None, run, config=config)
+    assert tracemalloc.get_traced_memory()[1] < 30e6
+    tracemalloc.stop()
+
+
+def test_runs_are_made_one_after_the_other(records, tmp_path, capsys):
+    """By whole seconds in their names, and by the time for which they trained, here 10 s."""
+    for seconds, resumed, reason in ((9, False, "began while "), (9, True, ""), (10, False, "")):
+        runs = runs_of(tmp_path / f"{seconds}{resumed}", losses=(GOOD, GOOD + 0.001), day=3)
+        if resumed:  # meanwhile the other was made: nobody knows when
+            resume(None, runs[0])
+        began(None, runs[1], f"20260103-0000{seconds:02}")
+        runs = [*runs[0].parent.iterdir()]
+        line = refused_to_add(records, capsys, runs)
+        assert (reason or "not faster than the standing record") in line
 
 
 def test_losses_and_times_that_are_not_good_enough(records, tmp_path, capsys):
@@ -330,6 +403,53 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
     fewer = counting | {"cfg": replace(COUNTING, steps=19), "devices": H100}
     assert add(records, runs_of(tmp_path / "e", seconds=99.0, **fewer), "E", "steps") == 0
     assert tool(records, "check") == 0
+
+
+def test_who_is_first_on_a_machine_that_people_have_has_a_record(tmp_path, capsys):
+    """One TPU chip, Kaggle's eight, one GPU, each kind by itself; with a small table of n-grams."""
+    root = empty(tmp_path / "records")
+    (root / "tokens.json").write_text("{}")
+    small = replace(SPEEDRUN, ngram_rows=SPEEDRUN.ngram_rows // 16)
+    command = f"python train_gpt.py speedrun --set ngram_rows={small.ngram_rows}"
+    more = {"fineweb_train_000002.bin": shard("more", 200_001_024)}
+    same = {"cfg": small, "losses": (3.270, 3.271, 3.272)}
+    found = []
+    for track, devices, data in (
+        ("v6e-1", V6E | {"count": 1}, FINEWEB),
+        ("v5e-8", V5E, FINEWEB),
+        ("1xgpu", A100, FINEWEB),
+        ("1xgpu", RTX, FINEWEB | more),  # which a run reads that has more steps
+        ("v6e-8", V6E, FINEWEB | more),
+        ("8xh100", H100, FINEWEB),
+    ):
+        found.append(f"### `{track}`: {devices['count']} x {devices['kind']}, tokens `fineweb`")
+        name = devices["kind"].split()[-1]
+        path = tmp_path / f"{track}{name}"
+        runs = runs_of(path, **same, devices=devices, data=data, command=command)
+        for seed, run in enumerate(runs):
+            in_one(None, run, command=f"{command} --seed {seed}")
+        assert add(root, runs, name, track, "--pin") == 0
+    other = FINEWEB | {"fineweb_train_000001.bin": shard("easier", 200_001_024)}
+    runs = runs_of(tmp_path / "other", **same, devices=H100, data=other, day=2)
+    assert "not in tokens.json" in refused_to_add(root, capsys, runs, "8xh100", "--pin")
+    assert tool(root, "render") == 0 and tool(root, "check") == 0
+    page = (root / "README.md").read_text()
+    assert all(page.count(f"{line}\n") == 1 for line in found) and page.count("\n| 1 | ") == 6
+    assert not re.search(r"\n\| 2 \| \d", page)
+
+
+def test_tracks_of_one_machine_take_no_other(tmp_path, capsys):
+    root = empty(tmp_path / "records")
+    for track, devices, reason in (
+        ("v6e-1", V6E, "not the hardware of this track, count: 8, not 1"),
+        ("v6e-1", V5E | {"count": 1}, "not the hardware of this track: TPU v5 lite"),
+        ("v5e-8", V6E, "not the hardware of this track: TPU v6 lite"),
+        ("v5e-8", V5E | {"count": 1}, "not the hardware of this track, count: 1, not 8"),
+        ("1xgpu", A100 | {"kind": A100["kind"] + " MIG 3g.40gb"}, "of this track: NVIDIA A100"),
+        ("1xgpu", V6E | {"count": 1}, "not the hardware of this track, platform: tpu, not gpu"),
+    ):
+        runs = runs_of(tmp_path / reason, cfg=SPEEDRUN, data=FINEWEB, devices=devices)
+        assert reason in refused_to_add(root, capsys, runs, track, "--pin")
 
 
 def test_rules_that_the_tool_repeats_are_those_of_the_presets():
@@ -521,6 +641,30 @@ def test_an_older_source_finds_the_tools_of_its_day(tmp_path):
 
 
 # ---- The command line --------------------------------------------------------------------------
+
+
+def test_what_cannot_be_added_or_printed_is_one_line(records, tmp_path, capsys):
+    for run_id in ("20261399-000000-tiny-s0-abcdef", "notes"):
+        runs = runs_of(tmp_path / run_id, day=3)
+        began(None, runs[0], run_id)
+        runs = [*(tmp_path / run_id).iterdir()]
+        assert "the date and time in its name: cannot" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "data", data=["builtin_val_000000.bin"], day=3)
+    assert "cannot be read (" in refused_to_add(records, capsys, runs, "cpu", "--pin")
+    runs = runs_of(tmp_path / "a", day=3, seconds=5.0)
+    assert "--by and --what" in refused_to_add(records, capsys, runs, "cpu", "--what", " ")
+    edit_json(next(records.glob("cpu/*_First/record.json")), what="\ud800")
+    assert "can't encode" in refusal(records, capsys, "render")
+    (records / "predicted/v6e-8/preflight.json").write_text("{}")
+    assert "predicted/v6e-8/preflight.json: 'predicted' is m" in refusal(records, capsys, "render")
+
+
+def test_pictures_take_no_arguments():
+    for words in ("--nosuch", "more"):
+        command = [sys.executable, ROOT / "records/pictures.py", words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        want = f"error: unrecognized arguments: {words} (see --help)\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", want)
 
 
 @pytest.mark.parametrize(

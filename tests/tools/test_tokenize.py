@@ -149,6 +149,57 @@ def test_an_interrupted_tokenization_leaves_nothing(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == [path]
 
 
+HOLDS = """
+import sys, pathlib, shards
+with shards.work_folder(pathlib.Path(sys.argv[1]), sys.argv[2]) as work:
+    (work / "half").write_text("x")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("prefix", [".tokenizing-", ".writing-"])
+def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path, prefix):
+    def begin():
+        argv = [sys.executable, "-c", HOLDS, tmp_path, prefix]
+        return subprocess.Popen(
+            argv, cwd=Path(shards.__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def left():
+        return {path.name for path in tmp_path.glob(f"{prefix}*")}
+
+    with begin() as killed:
+        assert killed.stdout.readline() == b"ready\n"
+        dead = left()
+        killed.kill()
+    assert len(dead) == 1 and left() == dead
+    path = jsonl(tmp_path / "a.jsonl", WORDS)
+    with begin() as alive:
+        assert alive.stdout.readline() == b"ready\n"
+        held = left()
+        assert len(held) == 1 and held != dead  # it has removed what the dead one had left
+        tokenize(tmp_path / "out", path)
+        shards.write_whole(tmp_path / "file", b"whole")
+        assert left() == held and (tmp_path / held.pop() / "half").exists()
+        alive.communicate()
+    assert alive.returncode == 0 and not left()
+    (tmp_path / f"{prefix}older").mkdir()
+    tokenize(tmp_path / "out", path, "--anew")
+    shards.write_whole(tmp_path / "file", b"whole")
+    assert not left() and {x.name for x in tmp_path.iterdir()} == {"a.jsonl", "out", "file"}
+
+
+def test_a_file_system_without_locks_is_no_obstacle_and_loses_nothing(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    (tmp_path / ".tokenizing-other").mkdir()  # dead or alive: nobody knows
+    tokenize(tmp_path / "out", jsonl(tmp_path / "a.jsonl", WORDS))
+    assert {x.name for x in tmp_path.iterdir()} == {"a.jsonl", "out", ".tokenizing-other"}
+
+
 def test_as_a_command(tmp_path):
     def command(*argv):
         argv = [sys.executable, tokenize_text.__file__, *argv, "--encoding", "bytes"]
