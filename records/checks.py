@@ -11,7 +11,8 @@ was invented whole: the proof of a record is to run its source again (`leaderboa
 
 tokens.json has the hashes of all shards that a record may use, by stream: `fineweb`, or `builtin-`
 and the beginning of a hash, for every version of Python has its own demo corpus. `add --pin` enters
-a new stream, which a reviewer makes or downloads and compares. From then on it never changes.
+a new stream, or shards of FineWeb that no record has read, which a reviewer makes or downloads and
+compares. From then on they never change.
 """
 
 import argparse
@@ -36,7 +37,7 @@ STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counte
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
 CLOCK_MS = 5  # at most, between the times of a step in log.txt and in metrics.jsonl
 BROKEN = OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError
-BROKEN += ArithmeticError, MemoryError  # what reading damaged files can lead to
+BROKEN += ArithmeticError, MemoryError  # what reading a damaged file, or its command, can lead to
 RULE = re.compile(r"^={100}\n", re.M)
 STEP = re.compile(r"step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms step_avg:\S+ms")
 
@@ -331,7 +332,7 @@ def essence(run: Run) -> dict:
 
 
 def check_runs(runs: list[Run]):
-    """The runs are samples of one thing: same source, config and machine, other seeds."""
+    """The runs are samples of one thing: same source, config and machine, other seeds, in turn."""
     need(len(runs) >= 2, "one run has no p-value: at least two seeds are needed")
 
     def shared(run):
