@@ -1,0 +1,141 @@
+"""records/launch/colab.ipynb: its form, its command lines, and all of it with `tiny` on a CPU."""
+
+import json
+import shutil
+import tarfile
+
+import bench
+import cached_fineweb10B
+import pytest
+from conftest import ROOT
+
+import train_gpt as T
+
+PATH = ROOT / "records/launch/colab.ipynb"
+BOOK = json.loads(PATH.read_text())
+CODE = {cell["id"]: "".join(cell["source"]) for cell in BOOK["cells"] if "outputs" in cell}
+# With plain kernels all commands share their programs, of which each is compiled once.
+SHORT = "--set kernels=plain steps=8 event_change=4 val_tokens=4096 momentum_warmup=3"
+SHORT += " val_every=8 sample_tokens=0"
+PARAMETERS = f"""
+REPOSITORY, PRESET, PARTS, STAGES, SEEDS = "", "tiny", 2, [0], [0]
+CHIPS = {{"2 x cpu": ("{SHORT}", "{SHORT}")}}
+PACKAGES = ["-r", "requirements.txt"]
+SMOKE = ["tiny", *"{SHORT}".split()]
+FIRST_SHARD = ALL_SHARDS = ["data/cached_fineweb10B.py", "--help"]
+"""
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """What the notebook needs of the repository, in a folder of its own; the current one lies in
+    it. There are two devices, and no network."""
+    kinds = "*.py", "data/*.py", "records/*.py", "records/launch/*.ipynb", "requirements.txt"
+    for path in (path for kind in kinds for path in ROOT.glob(kind)):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    environment = {"JAX_NUM_CPU_DEVICES": "2", "PIP_NO_INDEX": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path / "records/launch")
+    return tmp_path
+
+
+def test_form():
+    """One that people can read in a diff, and that holds nobody's output."""
+    assert PATH.read_text() == json.dumps(BOOK, indent=1, ensure_ascii=False) + "\n"
+    assert (BOOK["nbformat"], BOOK["nbformat_minor"]) == (4, 5)
+    cells = [cell for cell in BOOK["cells"] if cell["cell_type"] == "code"]
+    assert [(cell["outputs"], cell["execution_count"]) for cell in cells] == [([], None)] * 11
+    assert len({cell["id"] for cell in BOOK["cells"]}) == len(BOOK["cells"])
+    assert {tag for cell in cells for tag in cell["metadata"]} == {"tags"}
+
+
+@pytest.mark.parametrize("chip", ["1 x TPU v6 lite", "8 x TPU v5 lite", "1 x TPU v9"])
+def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
+    """By the command lines of the tools, which parse them, and go no further."""
+    calls = []
+    names = {}
+    for cell in ("parameters", "clone", "tools"):
+        exec(CODE[cell], names)
+
+    def run(name, *words):
+        calls.append((name, words))
+        return f"3.12.1\n0.12.0.1\n{chip}\n"
+
+    monkeypatch.setattr("subprocess.run", lambda *words, **_: None)
+    names |= {"run": run, "download": lambda: calls.append(("download", ("-",)))}
+    for cell, source in CODE.items():
+        if cell not in ("parameters", "clone", "tools"):
+            exec(source, names)
+    order = "install chip fits smoke shard bench kernels2 kernels0 download shards run0 download"
+    assert [name for name, _ in calls] == order.split()
+
+    timed, fetched = [], []
+    monkeypatch.setattr(cached_fineweb10B, "open_shard", fetched.append)
+    monkeypatch.setattr(
+        bench, "bench", lambda *how: timed.append(how) or {"rows": [{"name": "grads0"}]}
+    )
+    for _, (script, *words) in calls:
+        if script == "train_gpt.py":
+            assert T.main([*words, "--show"]) == 0, words
+        elif script == "records/bench.py":
+            assert bench.main(words) == 0, words
+        elif script == "data/cached_fineweb10B.py":
+            cached_fineweb10B.main(words)
+    assert [(cfg.preset, *how[:2]) for cfg, *how in timed] == [
+        ("speedrun", 8, None),
+        ("speedrun", 8, 2),
+        ("speedrun", 8, 0),
+    ]
+    assert len(fetched) == 2 + 10, "each time with the validation shard"
+
+
+def test_a_command_that_fails_stops_it(clone, capfd):
+    """And its output is shown, kept and in the archive."""
+    names = {}
+    for cell in ("parameters", "clone", "tools"):
+        exec(CODE[cell], names)
+    with pytest.raises(RuntimeError, match="wrong ended with status 2: see its output above"):
+        names["run"]("wrong", "-c", "import sys; sys.exit(print('a reason') or 2)")
+    assert "$ python -c" in (out := capfd.readouterr().out) and "\na reason\n" in out
+    with tarfile.open(clone / "results.tar.gz") as archive:
+        assert archive.extractfile("results/wrong.txt").read() == b"a reason\n"
+
+
+def test_without_a_clone_it_takes_an_uploaded_one_or_says_what_to_do(clone, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.make_archive(str(elsewhere / "mine"), "zip", clone.parent, clone.name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(elsewhere)
+        with pytest.raises(RuntimeError, match="write the address of your copy into REPOSITORY"):
+            exec(CODE["clone"], {"REPOSITORY": ""})
+        names = {"REPOSITORY": "mine.zip"}
+        exec(CODE["clone"], names)
+        assert names["clone"] == elsewhere / "speedrun" / clone.name
+
+
+@pytest.mark.slow
+def test_from_top_to_bottom(clone, monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(clone / "programs"))
+    book = nbformat.read(PATH, as_version=4)
+    nbformat.validate(book)
+    next(cell for cell in book.cells if cell.id == "parameters").source = PARAMETERS
+    place = {"metadata": {"path": str(clone / "records/launch")}}
+    nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=place).execute()
+    with tarfile.open(clone / "results.tar.gz") as archive:
+        files = {x.name: archive.extractfile(x).read().decode() for x in archive if x.isfile()}
+    logs = [text for name, text in files.items() if name.endswith("/log.txt")]
+    assert len(logs) == 2 and all("step:8/8 val_loss:" in log for log in logs)
+    assert len([name for name in files if name.endswith("/run.json")]) == 2
+    assert not any("checkpoints" in x for x in files) and any(clone.glob("logs/*/checkpoints"))
+    steps, kernels = (json.loads(files[f"results/{x}/bench.json"]) for x in ("bench", "kernels0"))
+    assert steps["parts"] == 2 and steps["rows"][0]["ms"] > 0
+    assert [row["name"] for row in kernels["rows"]][:2] == ["float32", "plain"]
+    outputs = "install chip fits smoke shard bench kernels0 shards run0 packages".split()
+    assert {f"results/{name}.txt" for name in outputs} <= {*files}
+    assert "2 x cpu" in files["results/chip.txt"] and "jax" in files["results/packages.txt"]
