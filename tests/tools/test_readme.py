@@ -59,6 +59,19 @@ def test_settings_that_it_names_are_valid(capsys):
     assert len(settings) == 6 and T.main(["speedrun", "--show", "--set", *settings]) == 0
 
 
+def test_tables_that_fit_a_machine_are_those_of_its_launch_files(capsys):
+    """And the trainer accepts them. ??: nobody knows the number yet."""
+    machines = re.findall(r"^\| ([^|(]+?) (?:\(.*\) )?\| `(ngram_rows=([^`]+))` \|", README, re.M)
+    files = {"TPU v6e-1": ("colab.ipynb", "v6e-1.yaml"), "TPU v5e-8": ("colab.ipynb",)}
+    files["one H100"] = ("1xgpu.yaml",)
+    assert {*files} <= {machine for machine, *_ in machines}
+    for machine, setting, number in machines:
+        if number != "??":
+            assert T.main(["speedrun", "--show", "--set", setting]) == 0
+            for name in files.get(machine, ()):
+                assert re.search(rf"\b{number}\b", (ROOT / "records/launch" / name).read_text())
+
+
 def test_options_that_it_names_are_the_command_lines(monkeypatch, capsys):
     """All options of the trainer; of a tool those in its row."""
     commands = [row[0].replace("`", "") for row in rows("The command line")]
