@@ -1,8 +1,11 @@
 """records/launch/colab.ipynb: its form, its command lines, and all of it with `tiny` on a CPU."""
 
 import json
+import re
+import shlex
 import shutil
 import tarfile
+from pathlib import Path
 
 import bench
 import cached_fineweb10B
@@ -18,7 +21,7 @@ CODE = {cell["id"]: "".join(cell["source"]) for cell in BOOK["cells"] if "output
 SHORT = "--set kernels=plain steps=8 event_change=4 val_tokens=4096 momentum_warmup=3"
 SHORT += " val_every=8 sample_tokens=0"
 PARAMETERS = f"""
-REPOSITORY, PRESET, PARTS, STAGES, SEEDS = "", "tiny", 2, [0], [0]
+REPOSITORY, PRESET, PARTS, STAGES, SEEDS, FOR_KERNELS = "", "tiny", 2, [0], [0], ""
 CHIPS = {{"2 x cpu": ("{SHORT}", "{SHORT}")}}
 PACKAGES = ["-r", "requirements.txt"]
 SMOKE = ["tiny", *"{SHORT}".split()]
@@ -60,7 +63,7 @@ def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
     for cell in ("parameters", "clone", "tools"):
         exec(CODE[cell], names)
 
-    def run(name, *words):
+    def run(name, *words, stop=True):
         calls.append((name, words))
         return f"3.12.1\n0.12.0.1\n{chip}\n"
 
@@ -69,7 +72,7 @@ def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
     for cell, source in CODE.items():
         if cell not in ("parameters", "clone", "tools"):
             exec(source, names)
-    order = "install chip fits smoke shard bench kernels2 kernels0 download shards run0 download"
+    order = "install chip fits smoke shard bench kernels0 kernels2 download shards run0 download"
     assert [name for name, _ in calls] == order.split()
 
     timed, fetched = [], []
@@ -86,34 +89,46 @@ def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
             cached_fineweb10B.main(words)
     assert [(cfg.preset, *how[:2]) for cfg, *how in timed] == [
         ("speedrun", 8, None),
-        ("speedrun", 8, 2),
         ("speedrun", 8, 0),
+        ("speedrun", 8, 2),
     ]
     assert len(fetched) == 2 + 10, "each time with the validation shard"
 
 
-def test_a_command_that_fails_stops_it(clone, capfd):
+def test_a_command_that_fails_stops_it_but_where_it_may_go_on(clone, capfd):
     """And its output is shown, kept and in the archive."""
     names = {}
     for cell in ("parameters", "clone", "tools"):
         exec(CODE[cell], names)
+    words = "wrong", "-c", "import sys; sys.exit(print('a reason') or 2)"
     with pytest.raises(RuntimeError, match="wrong ended with status 2: see its output above"):
-        names["run"]("wrong", "-c", "import sys; sys.exit(print('a reason') or 2)")
-    assert "$ python -c" in (out := capfd.readouterr().out) and "\na reason\n" in out
+        names["run"](*words)
+    assert names["run"](*words, stop=False) == "a reason\n"
+    assert capfd.readouterr().out.count("\na reason\n") == 2
     with tarfile.open(clone / "results.tar.gz") as archive:
         assert archive.extractfile("results/wrong.txt").read() == b"a reason\n"
 
 
-def test_without_a_clone_it_takes_an_uploaded_one_or_says_what_to_do(clone, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    shutil.make_archive(str(elsewhere / "mine"), "zip", clone.parent, clone.name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(elsewhere)
+def test_a_cpu_is_no_tpu():
+    names = {"PRESET": "speedrun", "CHIPS": {}, "run": lambda *_: "3.12.1\n2 x cpu\n"}
+    names |= {"re": re, "shlex": shlex}
+    with pytest.raises(RuntimeError, match="jax sees no TPU: choose one in the settings"):
+        exec(CODE["chip"], names)
+
+
+@pytest.mark.parametrize("uploaded", ["", "mine.zip", "mine"])
+def test_without_a_clone_it_takes_an_uploaded_one_or_says_what_to_do(clone, monkeypatch, uploaded):
+    elsewhere = clone.parent / f"{clone.name}_elsewhere"
+    shutil.copytree(clone, elsewhere / "mine" / "whole")
+    shutil.make_archive(str(elsewhere / "mine"), "zip", elsewhere / "mine")
+    monkeypatch.chdir(elsewhere)
+    names = {"REPOSITORY": uploaded}
+    if not uploaded:
         with pytest.raises(RuntimeError, match="write the address of your copy into REPOSITORY"):
-            exec(CODE["clone"], {"REPOSITORY": ""})
-        names = {"REPOSITORY": "mine.zip"}
+            exec(CODE["clone"], names)
+    else:
         exec(CODE["clone"], names)
-        assert names["clone"] == elsewhere / "speedrun" / clone.name
+        assert names["clone"] == elsewhere / "speedrun" / "whole" == Path.cwd()
 
 
 @pytest.mark.slow
@@ -126,7 +141,7 @@ def test_from_top_to_bottom(clone, monkeypatch):
     nbformat.validate(book)
     next(cell for cell in book.cells if cell.id == "parameters").source = PARAMETERS
     place = {"metadata": {"path": str(clone / "records/launch")}}
-    nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=place).execute()
+    nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources=place).execute()
     with tarfile.open(clone / "results.tar.gz") as archive:
         files = {x.name: archive.extractfile(x).read().decode() for x in archive if x.isfile()}
     logs = [text for name, text in files.items() if name.endswith("/log.txt")]
