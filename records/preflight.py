@@ -768,7 +768,10 @@ def program_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | Non
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
     row["device_bytes_limit"] = HARDWARE[mesh.devices.flat[0].device_kind].memory
     start = time.perf_counter()
-    compiled = T.lower(T.programs(cfg, mesh, kernels)[name], mesh).compile()
+    try:
+        compiled = T.lower(T.programs(cfg, mesh, kernels)[name], mesh).compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise T.UserError(T.not_compiled(cfg, mesh, name, str(error))) from None
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["bytes"] = T.program_bytes(compiled)
     row["hlo"] = f"{name}.hlo" if dump else None
@@ -850,26 +853,30 @@ def describe(report: dict) -> str:
     return "\n\n".join([lead, "\n".join(table), more, legend])
 
 
-def verdict(report: dict) -> tuple[bool, list[str]]:
-    """(Whether all programs fit the device, the lines that say so or by how much they do not)."""
-    limit = HARDWARE[report["device_kind"]].memory or math.inf
-    memory = f"the {limit / 2**30:.2f} GiB of a device"
-    lines = []
-    for row in report["variants"]:
+def verdict(cfg, mesh, rows: list[dict]) -> tuple[bool, list[str]]:
+    """(Whether the programs of `rows` fit the device, the lines that say so or what would)."""
+    limit = memory_of(mesh)
+    refusals = []
+    for row in rows:
         needs = row["bytes"]["peak"] + row["resident_bytes"]
-        if needs > limit:
-            over = f"{(needs - limit) / 2**30:.2f} GiB over {memory}"
-            lines.append(f"{row['name']} does not fit: {over}")
-    if lines:
-        lines.append("use --set recompute=1, a smaller micro_tokens or ngram_rows, or more devices")
-        return False, lines
-    which = "these" if report["predicted"] is None else "all"
-    return True, [f"{which} fit {memory}" if limit < math.inf else "its memory is not known here"]
+        refusals.append(T.too_large(cfg, mesh, row["name"], needs, limit))
+    if any(refusals):
+        return False, [*filter(None, refusals)]
+    which = "all" if len(rows) == len(T.programs(cfg, mesh, T.PLAIN)) else "these"
+    spare = f"with {T.SPARE >> 30} of them to spare"
+    fit = f"{which} fit the {limit / 2**30:.2f} GiB of a device, {spare}"
+    return True, [fit if limit < math.inf else "its memory is not known here"]
+
+
+def memory_of(mesh) -> float:
+    """Bytes that a run has on a device of `mesh`; infinity where they are not known."""
+    return HARDWARE[mesh.devices.flat[0].device_kind].memory or math.inf
 
 
 def preflight(cfg, args, command="", say=T.tell) -> bool:
     """Compile the run's programs (or args.program) for args.target and report what they need;
-    whether they fit. args.dump gets preflight.json and all HLO, args.save the executables."""
+    whether they fit. A run that by its shapes does not fit is not compiled. args.dump gets
+    preflight.json and all HLO, args.save the executables."""
     names = [*dict.fromkeys(args.program)]
     config = dataclasses.asdict(cfg)
     dump = Path(args.dump) if args.dump else None
@@ -890,6 +897,11 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         every = [*T.programs(cfg, mesh, kernels)]
         there = f"--program {' '.join(names)}: there are {', '.join(every)}"
         T.need({*names} <= {*every}, there)
+        size, largest = T.expected_bytes(cfg, mesh)
+        refusal = T.too_large(cfg, mesh, largest, size, memory_of(mesh))
+        if refusal and not names:
+            say(f"not compiled: {refusal}")
+            return False
         rows = []
         for name in names or every:
             say(f"compiling {name}")
@@ -913,7 +925,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
     }
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
-    fits, lines = verdict(report)
+    fits, lines = verdict(cfg, mesh, rows)
     saved = f"saved: copy {args.save} to {args.target}, and train with --cache DIR there"
     say("\n" + "\n".join([*lines, saved] if args.save else [describe(report), "", *lines]))
     return fits

@@ -494,7 +494,8 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
 
 
 def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
-    """They fit if their own peak and what stays beside it are at most the memory, to the byte."""
+    """They fit if their own peak, what stays beside it and what must stay free are at most the
+    memory, to the byte."""
     argv = ["v6e-8", "small", "--program", "grads1", "adam", "adam"]
     assert preflight.main(argv) == 0
     out = capsys.readouterr().out
@@ -502,11 +503,29 @@ def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
     assert ["grads1", "3"] in table and table.count(["adam", "1"]) == 1
     assert "Some programs on 8 x cpu" in out and "whole run" not in out
     assert "adam, update: attend 0.04, mlp 0.02" in out
-    need = 3 * GIB + T.resident_bytes(*T.make_mesh(CFG), "grads1")
+    need = 3 * GIB + T.resident_bytes(*T.make_mesh(CFG), "grads1") + T.SPARE
     for limit, status in ((need, 0), (need - 1, 1)):
         monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
         assert preflight.main(argv) == status
-    assert "grads1 does not fit: 0.00 GiB over the " in capsys.readouterr().out
+    assert "grads1 needs 3.0 GiB of the 5.0 GiB of a device, 2 of " in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypatch, capsys):
+    """One of its programs can be, and what the compiler says then counts."""
+    few = preflight.Hardware(2 * GIB)
+    monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, few)
+    assert preflight.main(["v6e-8", "small"]) == 1
+    out = capsys.readouterr().out
+    assert "not compiled: " in out and " GiB of the 2.0 GiB of a device, " in out
+    assert "compiling" not in out
+
+    def refuse():
+        raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel: why")
+
+    assert preflight.main(["v6e-8", "small", "--program", "adam"]) == 1
+    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=refuse))
+    assert preflight.main(["v6e-8", "small", "--program", "adam"]) == 2
+    assert capsys.readouterr().err.endswith("Mosaic failed to compile TPU kernel: why\n")
 
 
 @pytest.mark.parametrize(
