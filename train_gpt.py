@@ -2243,6 +2243,8 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
     of_batch = cfg.val_batch // cfg.val_row
     pieces, _ = plan_plain(0, rows, cfg.val_row)
     results = []
+    for path in stream.paths:
+        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
     for first in range(0, rows, of_batch):
         here = [first + row for row in own_rows(mesh, of_batch)]
         counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
@@ -2319,7 +2321,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             log.save(step, state, data)
             last_saved = step
         if profile:
-            trace(step - first, log.folder, copies)
+            trace(step - first, cfg.steps - first, log.folder, copies)
         batch, data = next(batches)
         grads_of, *due_updates = schedule(cfg).programs(step)
         grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
@@ -3000,6 +3002,8 @@ class RunLog:
         try:
             size = write_checkpoint(folder, own_shards(self.cfg, state, loader), self.facts | now)
         except OSError as error:
+            full = shutil.disk_usage(self.folder).free < 2**20  # numpy does not say so
+            error = "the disk is full" if full else error
             self.missing = f"there is no checkpoint of step {step}: {error}"
             self.say(f"warning: {self.missing}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
@@ -3065,7 +3069,7 @@ class RunLog:
         peak = (peak or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**20
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
-        self.write_facts(finished=True)
+        self.write_facts(finished=True, **({"missing": self.missing} if self.missing else {}))
         target, loss = self.cfg.target, self.facts["val_loss"]
         verdict = f"target {target} {'met' if loss <= target else 'MISSED'}: " if target else ""
         text = f"{verdict}val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training on"
@@ -3074,11 +3078,12 @@ class RunLog:
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
-def trace(at: int, folder: Path, last):
-    """Trace the steps PROFILED into folder/profile; called before each, with the `last` result."""
-    if at == PROFILED.start:
+def trace(at: int, steps: int, folder: Path, last):
+    """Trace four steps into folder/profile; called before each of `steps`, with the last result."""
+    start = min(PROFILED.start, (steps - 1) // 2)
+    if at == start:
         jax.profiler.start_trace(str(folder / "profile"))
-    if at == PROFILED.stop:
+    if at == min(start + len(PROFILED), steps - 1):
         jax.block_until_ready(last)
         jax.profiler.stop_trace()
 
@@ -3174,7 +3179,7 @@ def tell(line, stream=None):
     nobody can read it (a closed terminal, a full disk), the run goes on."""
     stream = stream or sys.stdout
     try:
-        end = "" if str(line).endswith("\r") and stream.isatty() else "\n"
+        end = "" if str(line).endswith("\r") and stream and stream.isatty() else "\n"
         print(line, end=end, file=stream, flush=True)
     except OSError:
         with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
@@ -3242,7 +3247,11 @@ def run(argv: list[str], command: str):
     if args.show:
         cfg = resolve(args)
         tell(show(cfg))
-        return all_devices()[0].platform == "cpu" or tell(check_memory(*make_mesh(cfg)))
+        if all_devices()[0].platform != "cpu":
+            tell(check_memory(*make_mesh(cfg)))
+        return
+    while os.open(os.devnull, os.O_RDWR) < 3:  # or log.txt would have the place of a closed stdout
+        pass
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
@@ -3254,7 +3263,8 @@ def run(argv: list[str], command: str):
     items = [f"devices={count}", f"data={text_tokens(args.data) or saved.cfg.data}", *args.set]
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
-        done |= json.loads((saved.folder.parents[1] / "run.json").read_text())["finished"]
+        facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
+        done |= facts["finished"] and "missing" not in facts
     need(not done, f"{args.resume} is finished: there is nothing to resume")
     train(override(saved.cfg, items), Path(args.out), command, saved, args.profile, say)
 

@@ -112,6 +112,22 @@ def test_later_checkpoints_go_when_an_older_one_is_resumed_from(copy):
     assert steps == [*range(1, older + 1)]
 
 
+def test_a_last_checkpoint_for_which_there_was_no_room_is_made_later(train, run, copy, monkeypatch):
+    """From the older one, although the run is finished."""
+    saved = back_to(copy, 4)
+    ended = facts(run) | {"missing": "there is no checkpoint of step 8: the disk is full"}
+    (copy / "run.json").write_text(json.dumps(ended))
+    found = []
+    with monkeypatch.context() as patch:
+        patch.setattr(T, "train", lambda cfg, out, command, saved, *_: found.append(saved))
+        assert T.main(["--resume", str(copy)]) == 0
+    assert found == [saved]
+    train(saved.cfg, copy.parent, saved)
+    assert steps_of(copy) == ["4", "8"] and without_times(copy) == without_times(run)
+    assert "missing" not in facts(copy) and facts(copy)["finished"] is True
+    assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run / "checkpoints/8"))
+
+
 @pytest.mark.parametrize("after", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_resumes_on_another_number_of_devices(train, run, copy, after):
     """As far as sums in another order allow. Other numbers have other padding, 1 has none."""

@@ -7,7 +7,9 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -267,8 +269,10 @@ def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
     assert clock["documents"][0] is False and clock["documents"][-1] is True
 
 
-def test_profile_writes_a_trace(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(T, "PROFILED", range(2, 4))
+@pytest.mark.parametrize("profiled", [range(2, 4), T.PROFILED])
+def test_profile_writes_a_trace(train, tmp_path, monkeypatch, profiled):
+    """Also of a run that has fewer steps than that."""
+    monkeypatch.setattr(T, "PROFILED", profiled)
     folder = train(replace(CFG, checkpoint_every=0), tmp_path, profile=True)
     assert list((folder / "profile").rglob("*.xplane.pb"))
 
@@ -284,6 +288,24 @@ def test_checkpoints_are_taken_at_the_first_chance_after_each_period(train, tmp_
     log = (folder / "log.txt").read_text()
     form = r"^checkpoint:(\d) held the loop for \d+\.\dms, \d+\.\d MB$"
     assert re.findall(form, log, re.MULTILINE) == list(want)
+
+
+# ---- A validation shard that is cut under the run ----------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1999, 100])
+def test_a_validation_shard_that_is_cut_under_the_run_ends_it(shards, tmp_path, tokens):
+    """What is cut off within a page of memory reads as zeros, of which the loss is better."""
+    data = shutil.copytree(shards, tmp_path / "data")
+    shard = data / "small_val_000000.bin"
+
+    def say(line):
+        if line.startswith("step:1/"):
+            os.truncate(shard, T.HEADER_BYTES + 2 * tokens)
+
+    with pytest.raises(T.UserError, match=f"{shard} is no whole token shard .{tokens} tokens foll"):
+        trained(replace(CFG, checkpoint_every=0), tmp_path / "logs", data, say=say)
+    assert facts(next((tmp_path / "logs").iterdir()))["finished"] is False
 
 
 # ---- A run that diverges -----------------------------------------------------------------------
@@ -336,19 +358,21 @@ def test_a_full_disk_during_a_checkpoint_does_not_end_the_run(train, run, tmp_pa
 def test_a_disk_that_stays_full_leaves_the_last_good_checkpoint_and_the_result(
     train, run, tmp_path, monkeypatch
 ):
-    """That the end was not saved is an error."""
+    """That the end was not saved is an error, whose line has the reason, which numpy's lacks."""
     said = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3000))
     monkeypatch.setattr(
         np,
         "save",
         lambda path, *a, real=np.save: real(path, *a) if ".2" in str(path) else no_space(),
     )
-    with pytest.raises(T.UserError, match="has ended well, but there is no checkpoint of step 8: "):
+    words = "has ended well, but there is no checkpoint of step 8: the disk is full$"
+    with pytest.raises(T.UserError, match=words):
         train(CFG, tmp_path / "logs", say=said.append)
     (folder,) = (tmp_path / "logs").iterdir()
     assert said[-1].startswith("target 10.0 met: val_loss ")
     assert facts(folder)["finished"] is True and without_times(folder) == without_times(run.dir)
-    assert steps_of(folder) == ["2"]
+    assert steps_of(folder) == ["2"] and facts(folder)["missing"].startswith("there is no checkpoi")
 
 
 def test_a_full_disk_under_the_log_does_not_end_the_run(train, run, tmp_path, monkeypatch):
@@ -397,3 +421,11 @@ def test_a_terminal_that_cannot_be_written_does_not_end_the_run(train, tmp_path)
         folder = train(replace(CFG, checkpoint_every=0), tmp_path, say=say)
         assert facts(folder)["finished"] is True
         terminal.close()  # flushes
+
+
+def test_a_run_without_a_terminal_has_nothing_in_its_place(tmp_path):
+    """As `>&-` and cron start it: what libraries print must not get into its log."""
+    code = "import train_gpt as T; T.tell('1 of 2\\r'); print(T.main(['--resume=none'])); "
+    code += "raise SystemExit(open(T.__file__).fileno())"
+    words = ["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code]
+    assert subprocess.run(words, cwd=ROOT).returncode > 2
