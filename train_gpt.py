@@ -79,6 +79,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,6 +87,7 @@ import time
 import types
 import typing
 import unicodedata
+import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -3125,21 +3127,50 @@ def ask_to_stop() -> Callable[[int], int]:
     return reached
 
 
+def slice_hosts() -> str:
+    """The hosts of this TPU slice with commas between them, from where jax has them; or ""."""
+    names = os.environ.get("TPU_PROCESS_ADDRESSES", os.environ.get("TPU_WORKER_HOSTNAMES", ""))
+    if not names and "TPU_SKIP_MDS_QUERY" not in os.environ:  # which jax sets if it sees no TPU
+        server = "http://" + os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+        url = f"{server}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with contextlib.suppress(OSError):
+            names = urllib.request.urlopen(request, timeout=STALL_SECONDS).read().decode()
+    return names
+
+
+def patiently(do: Callable, most: float | None = None):
+    """`do()`, in which this process waits for others: a long wait is said, and can have an end."""
+    result = ThreadPoolExecutor(1).submit(do)
+    try:
+        return result.result(STALL_SECONDS)
+    except TimeoutError:
+        tell("waiting for the other processes of this run")
+    return result.result(most)
+
+
 def join_hosts(coordinator: str | None, processes: int | None, process_id: int | None):
     """Join the other processes of the run, before jax touches a device: those that are named, or
     those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
-    asked = {coordinator, processes, process_id} != {None}
-    asked |= os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
-    if asked or any(Path("/dev").glob("vfio/[0-9]*")) or any(Path("/dev").glob("accel[0-9]*")):
-        try:
-            jax.distributed.initialize(coordinator, processes, process_id)
-        except Exception as error:  # also of a lone TPU, of whose slice jax finds nothing
-            need(not asked, f"cannot join the other processes ({error}): see --coordinator")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    named = {coordinator, processes, process_id} != {None}
+    if not named and tasks == "1" and "," not in slice_hosts():
+        return
+    # The only task of a node has all its GPUs, of which jax would take one.
+    gpus = [] if tasks == os.environ.get("SLURM_STEP_NUM_NODES") else None
+    join = functools.partial(jax.distributed.initialize, coordinator, processes, process_id, gpus)
+    try:
+        if coordinator and process_id == 0:  # jax would crash if the port is taken
+            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+        patiently(join, 280)  # jax would crash after 300 s
+    except Exception as error:
+        raise UserError(f"cannot join the other processes ({error!r}): see --coordinator") from None
 
 
 def from_all(number: int) -> list[int]:
     """The numbers of all processes, which wait for each other here."""
-    return multihost_utils.process_allgather(np.int32(number)).reshape(-1).tolist()
+    every = patiently(lambda: multihost_utils.process_allgather(np.int32(number)))
+    return every.reshape(-1).tolist()
 
 
 def agree(facts: dict, saved: Saved | None):

@@ -350,23 +350,3 @@ def test_processes_that_do_not_agree_are_told_what_differs(monkeypatch):
         monkeypatch.setattr(multihost_utils, "process_allgather", lambda _, x=others: np.stack(x))
         with pytest.raises(T.UserError, match=words) if words else contextlib.nullcontext():
             T.agree(facts, None)
-
-
-@pytest.mark.parametrize("error", [ValueError, ImportError, OSError])
-def test_a_process_that_cannot_join_the_others_says_so(monkeypatch, tmp_path, error):
-    """In a Slurm step of several tasks; on a lone TPU it goes on alone."""
-    calls, path = [], T.Path
-
-    def initialize(*args):
-        calls.append(args)
-        raise error("nothing found")
-
-    (tmp_path / "accel0").touch()
-    monkeypatch.setattr(T, "Path", lambda name: tmp_path if name == "/dev" else path(name))
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-    T.join_hosts(None, None, None)
-    assert calls == [(None, None, None)]
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(T.UserError, match="cannot join the other processes .nothing found"):
-        T.join_hosts(None, None, None)

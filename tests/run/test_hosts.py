@@ -1,0 +1,143 @@
+"""Which processes a process joins and waits for."""
+
+import http.server
+import socket
+import threading
+import time
+
+import jax
+import pytest
+
+import train_gpt as T
+
+SLURM = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
+TPU = "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY", "GCE_METADATA_IP"
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """With what jax.distributed.initialize is called, where no variable says anything."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
+    for name in SLURM + TPU:
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+# ---- Who is joined -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "metadata, variables, joins",
+    [
+        ("no answer", {}, 0),
+        ("404", {}, 0),
+        ("10.0.0.2", {}, 0),
+        ("10.0.0.2,10.0.0.3", {}, 1),
+        ("unused:0:10.0.0.2,unused:1:10.0.0.3", {}, 1),
+        # Where these are set, nobody is asked:
+        ("a,b", {"TPU_SKIP_MDS_QUERY": "1"}, 0),  # as jax does without a TPU
+        ("a,b", {"TPU_PROCESS_ADDRESSES": "local"}, 0),  # on Kaggle, where no host has this name
+        ("a,b", {"TPU_WORKER_HOSTNAMES": "localhost"}, 0),
+        ("404", {"TPU_WORKER_HOSTNAMES": "tpu-0.tpu,tpu-1.tpu"}, 1),  # on GKE
+    ],
+)
+def test_a_tpu_joins_the_others_of_its_slice_if_there_are_any(
+    joined, monkeypatch, metadata, variables, joins
+):
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            attribute = "/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+            assert (self.path, self.headers["Metadata-Flavor"]) == (attribute, "Google")
+            self.send_response(404 if metadata == "404" else 200)
+            self.end_headers()
+            self.wfile.write(f"{metadata}{', no such file' * (metadata == '404')}".encode())
+            asked.append(self.path)
+
+    asked = []
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        port = 1 if metadata == "no answer" else server.server_port
+        monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{port}")
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        T.join_hosts(None, None, None)
+        server.shutdown()
+    assert joined == [(None, None, None, None)] * joins
+    assert len(asked) == (not variables and port > 1)
+
+
+@pytest.mark.parametrize(
+    "tasks, nodes, words, gpus",
+    [
+        ("2", "2", (None, None, None), []),  # [] is all of them, None what jax does: one
+        ("16", "2", (None, None, None), None),
+        ("1", "1", ("node1:1", 2, 1), []),  # each process from a shell of its own
+    ],
+)
+def test_the_only_task_of_a_slurm_node_has_all_its_gpus(
+    joined, monkeypatch, tasks, nodes, words, gpus
+):
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    for name, value in zip(SLURM, (tasks, nodes), strict=True):
+        monkeypatch.setenv(name, value)
+    T.join_hosts(*words)
+    assert joined == [(*words, gpus)]
+    if tasks == "1":
+        T.join_hosts(None, None, None)
+        assert len(joined) == 1, "a step of one task is alone"
+
+
+def test_jax_takes_all_gpus_for_an_empty_list(monkeypatch):
+    """By its own code, of which no more runs than that."""
+    from jax._src import distributed
+
+    variables = {"JOB_ID": "7", "STEP_NODELIST": "node[1-2]", "NTASKS": "2", "PROCID": "1"}
+    for name, value in (variables | {"LOCALID": "0"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    seen = []
+    monkeypatch.setattr(distributed, "_jax", None)
+    monkeypatch.setattr(distributed.config, "update", lambda *args: seen.append(args))
+    for gpus, want in (([], []), (None, [("jax_cuda_visible_devices", "0")])):
+        with pytest.raises(AttributeError):
+            distributed.State().initialize(local_device_ids=gpus)
+        assert [x for x in seen if "cuda" in x[0]] == want
+
+
+# ---- What is waited for ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, ImportError, OSError])
+def test_a_process_that_cannot_join_the_others_says_so(joined, monkeypatch, error):
+    def initialize(*args):
+        raise error("nothing found")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(T.UserError, match="cannot join the other processes .*nothing found"):
+        T.join_hosts(None, None, None)
+
+
+def test_a_port_that_another_program_has_is_one_line(joined):
+    """Where jax would end by a signal."""
+    with socket.create_server(("", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(T.UserError, match=f"already in use .*{where[10:]}.*see --coordinator"):
+            T.join_hosts(where, 2, 0)
+        T.join_hosts(where, 2, 1)  # it is for the first process only
+    T.join_hosts(where, 2, 0)
+    assert joined == [(where, 2, 1, None), (where, 2, 0, None)]
+
+
+def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypatch, capsys):
+    assert T.from_all(3) == [3] and not capsys.readouterr().out
+    monkeypatch.setattr(T, "STALL_SECONDS", 0.1)
+    assert T.patiently(lambda: time.sleep(0.5) or 5) == 5
+    assert capsys.readouterr().out == "waiting for the other processes of this run\n"
+    over = threading.Event()
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_: over.wait(60))
+    monkeypatch.setattr(T, "patiently", lambda do, most, real=T.patiently: real(do, most / 1000))
+    with pytest.raises(T.UserError, match="cannot join the other processes .TimeoutError"):
+        T.join_hosts("127.0.0.1:1", 2, 1)
+    over.set()
