@@ -3127,6 +3127,24 @@ def ask_to_stop() -> Callable[[int], int]:
     return reached
 
 
+def check_hardware(preset: str | None, say: Callable):
+    """Say so if this machine has an accelerator that jax does not see; UserError if `preset` is for
+    one. What the user has chosen by JAX_PLATFORMS is right."""
+    dev = Path("/dev")
+    here = [*dev.glob("nvidia[0-9]*"), *dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
+    if not here or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
+    driver = subprocess.getoutput(query).split("\n")[0] if "nvidia" in here[0].name else ""
+    plugin = ("cuda12" if driver < "580" else "cuda13") if driver else "tpu"
+    cure = f"pip install 'jax[{plugin}]' in a new environment"
+    if plugin in " ".join(versions()):
+        cure = "end what holds it, such as a notebook, or see what jax says above"
+    line = f"jax sees only the CPU, not {here[0]} (driver: {driver or 'of a TPU'}): {cure}"
+    need(preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
+    say(f"warning: {line}")
+
+
 def slice_hosts() -> str:
     """The hosts of this TPU slice with commas between them, from where jax has them; or ""."""
     names = os.environ.get("TPU_PROCESS_ADDRESSES", os.environ.get("TPU_WORKER_HOSTNAMES", ""))
@@ -3286,6 +3304,7 @@ def run(argv: list[str], command: str):
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
+    check_hardware(args.preset, say)
     if args.resume is None:
         train(resolve(args, say), Path(args.out), command, None, args.profile, say)
         return

@@ -1,4 +1,4 @@
-"""Which processes a process joins and waits for."""
+"""Which processes a process joins and waits for, and the accelerators that jax does not see."""
 
 import http.server
 import socket
@@ -141,3 +141,49 @@ def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypa
     with pytest.raises(T.UserError, match="cannot join the other processes .TimeoutError"):
         T.join_hosts("127.0.0.1:1", 2, 1)
     over.set()
+
+
+# ---- Accelerators that jax does not see --------------------------------------------------------
+
+OLD, NEW, BROKEN = "echo 550.54.15; echo 550.54.15", "echo 580.65.06", "echo No devices; exit 9"
+HELD = "end what holds it, such as a notebook, or see what jax says above"
+
+
+@pytest.mark.parametrize(
+    "device, smi, plugin, words",
+    [
+        ("nvidia0", OLD, "jaxlib", "(driver: 550.54.15): pip install 'jax[cuda12]' in a new env"),
+        ("nvidia0", NEW, "jaxlib", "(driver: 580.65.06): pip install 'jax[cuda13]' in a new env"),
+        ("nvidia0", OLD, "jax-cuda13-plugin", "(driver: 550.54.15): pip install 'jax[cuda12]' in"),
+        ("nvidia0", NEW, "jax-cuda13-plugin", HELD),
+        ("nvidia0", BROKEN, "jaxlib", "(driver: No devices): pip install 'jax[cuda13]' in"),
+        ("nvidia0", None, "jaxlib", "not found): pip install 'jax[cuda12]' in a new env"),
+        ("accel0", None, "jax-cuda13-plugin", "(driver: of a TPU): pip install 'jax[tpu]' in a"),
+        ("vfio/0", None, "libtpu", HELD),
+        ("vfio/vfio", NEW, "jaxlib", ""),
+    ],
+)
+def test_an_accelerator_that_jax_does_not_see_is_one_line(
+    monkeypatch, tmp_path, capsys, device, smi, plugin, words
+):
+    """A warning, but for who has named the preset that needs one; nothing if he chose the CPU."""
+    path, done = T.Path, []
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    monkeypatch.setattr(T, "Path", lambda name: tmp_path if name == "/dev" else path(name))
+    monkeypatch.setattr(T, "versions", lambda: {"jax": "1", plugin: "1"})
+    monkeypatch.setattr(T, "train", lambda cfg, *_: done.append(cfg.preset))
+    (tmp_path / "bin").mkdir()
+    if smi:
+        (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (tmp_path / "bin/nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    assert T.main([]) == 0 and done == ["tiny"]
+    out = capsys.readouterr().out
+    line = f"warning: jax sees only the CPU, not {tmp_path / device} (driver: "
+    assert out.count("\n") == bool(words) and out.startswith(line if words else "") and words in out
+    assert T.main(["speedrun"]) == (2 if words else 0)
+    assert words in capsys.readouterr().err
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert T.main(["tiny"]) == 0 and capsys.readouterr().out == "" and done[-1] == "tiny"
