@@ -374,7 +374,8 @@ def all_devices() -> list:
     try:
         return jax.devices()
     except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        raise UserError(f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers") from None
+        no = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
+        raise UserError(f"{no}, and what else may hold them (a notebook)") from None
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
