@@ -2723,9 +2723,10 @@ def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> 
 def check_memory(cfg: Config, mesh: Mesh) -> str:
     """About what the run needs of a device, in a sentence; UserError if that is too much."""
     size, name = expected_bytes(cfg, mesh)
-    refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
+    limit = memory_limit(mesh)
+    refusal = too_large(cfg, mesh, name, size, limit)
     need(not refusal, refusal)
-    return f"{name} needs about {size / 2**30:.1f} GiB of a device, and the other programs less"
+    return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
 
 
 def memory_limit(mesh: Mesh) -> float:
@@ -2849,7 +2850,8 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
 # Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
 PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
 PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
-PEAK_FLOPS |= {"L40S": 362e12, "RTX 4090": 165e12}
+PEAK_FLOPS |= {"L4": 121e12, "L40S": 362e12, "A10G": 70e12, "B200": 2250e12}
+PEAK_FLOPS |= {"RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 209e12, "RTX PRO 6000": 503e12}
 PROFILED = range(20, 24)  # the steps of a process that --profile traces, well after the start
 # Of the environment, what Python, jax and what is below it read.
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
@@ -2871,7 +2873,7 @@ def flops_per_token(cfg: Config, step: int) -> float:
 def versions() -> dict[str, str]:
     """What the numbers of a run may depend on."""
     own = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
-    names = sorted({x.name for x in importlib.metadata.distributions() if own.fullmatch(x.name)})
+    names = sorted({x.name for x in importlib.metadata.distributions() if own.fullmatch(x.name or "")})
     return {"python": platform.python_version()} | {x: importlib.metadata.version(x) for x in names}
 
 
@@ -3335,7 +3337,7 @@ def report_errors(do: Callable) -> int:
         if isinstance(error, UserError | OSError):
             pass
         elif "RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError):
-            ways = "--set recompute=1, a smaller ngram_rows or micro_tokens, or more devices"
+            ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
             line = f"out of memory: use {ways}: {line}"
         elif isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
             line = f"another process has ended or cannot be reached: see its output ({line})"
@@ -3506,7 +3508,7 @@ def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
         try:
             own, exact = results(kernel, cfg.dtype, *piece), results(plain, jnp.float32, *piece)
         except Exception as error:  # whatever a compiler says
-            return f"{field} cannot run ({error})"
+            return f"{field} cannot run ({' '.join(str(error).split())})"
         norm = np.linalg.norm
         off = np.max([norm(x - y) / max(norm(y), 1e-30) for x, y in zip(own, exact, strict=True)])
         return "" if off <= DISAGREES else f"{field} is off by {off:.2g}"
