@@ -2873,7 +2873,8 @@ def flops_per_token(cfg: Config, step: int) -> float:
 def versions() -> dict[str, str]:
     """What the numbers of a run may depend on."""
     own = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
-    names = sorted({x.name for x in importlib.metadata.distributions() if own.fullmatch(x.name or "")})
+    found = (x.name or "" for x in importlib.metadata.distributions())
+    names = sorted({name for name in found if own.fullmatch(name)})
     return {"python": platform.python_version()} | {x: importlib.metadata.version(x) for x in names}
 
 
