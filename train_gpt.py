@@ -3738,6 +3738,59 @@ def document_starts(segments_bt):
     return lax.cummax(jnp.where(begins, here, 0), axis=1)
 
 
+# ---- The launcher of kernels: jax's Pallas, by names -------------------------------------------
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+KERNEL_VMEM = 100 * 2**20  # bytes that a kernel for TPUs may use of the 128 MiB
+
+
+def run_kernel(name: str, body, grid: dict, inputs, outputs, scalars=(), scratch=(), tiles=None):
+    """pl.pallas_call by name: {name of an output: array}. `body` gets one object with a reference
+    for every name and, for every axis of `grid`, name -> steps, its place there; steps of the last
+    axis come one after the other. inputs and outputs: name -> (array, or only shape and dtype; a
+    function from that to the pl.BlockSpec of its blocks, such as `whole`). If the array is None it
+    is left out, and None for the body. `tiles`: how Triton compiles it for an NVIDIA GPU. All
+    others are kernels for TPUs. Their blocks lie twice in VMEM, to come and go behind the work;
+    `scalars`, name -> array, are there before the first block; scratch in VMEM: name -> (shape,
+    dtype). XLA may put none of the arrays into VMEM ahead: it would do so in some calls, and libtpu
+    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
+    device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
+    interpret = (device.platform if device else jax.default_backend()) == "cpu"
+    absent = {key: None for key, (x, _) in (inputs | outputs).items() if x is None}
+    names = [*scalars, *(key for key in (*inputs, *outputs) if key not in absent), *scratch]
+
+    def kernel(*refs):
+        place = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
+        body(types.SimpleNamespace(**dict(zip(names, refs, strict=True)), **absent, **place))
+
+    def there(blocks):
+        return zip(*((x, cut(x)) for x, cut in blocks.values() if x is not None), strict=True)
+
+    (arrays, in_specs), (shapes, out_specs) = map(there, (inputs, outputs))
+    how = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": [*out_specs]}
+    if tiles:
+        from jax.experimental.pallas import triton
+
+        params = triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
+    else:
+        memory = [pltpu.VMEM(*x) for x in dict(scratch).values()]
+        spec = pltpu.PrefetchScalarGridSpec(len(scalars), scratch_shapes=memory, **how)
+        how, params = {"grid_spec": spec}, pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
+        if not interpret:
+            arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+            shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
+    how |= {"out_shape": [*shapes], "compiler_params": params, "interpret": interpret}
+    results = pl.pallas_call(kernel, name=name, **how)(*dict(scalars).values(), *arrays)
+    return dict(zip((x for x in outputs if x not in absent), results, strict=True))
+
+
+def whole(x):
+    """All of an array as one block, once, for all steps of a kernel."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
+
+
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 # One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
 # the projection left them, [t, n h]: what costs most around other kernels is not attention but
@@ -3758,56 +3811,6 @@ ONES = 16  # rows of ones under the values: with them one matmul also sums the w
 # the sum of 4096 exponentials of them stays within float32.
 MAX_SCORE = 48.0
 OF_HEADS = "added_gates", "shares", "gates"  # arrays [b, n, t] that window_attention may have
-KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB
-
-
-def run_kernel(name: str, body, grid, scalars, inputs, outputs, scratch, interpret: bool):
-    """pl.pallas_call by name: `body` gets one object with a reference for every name. Its `row` (of
-    the batch) and `i` (block of it) are the place in the grid, all i of a row first. inputs: name
-    -> (array, block shape, index map); outputs: name -> (shape with dtype, block shape, index map);
-    scratch in VMEM: name -> (shape, dtype). Blocks lie twice in VMEM, to come and go behind the
-    work; what has no block shape is there as a whole, once, for all blocks. An input or output that
-    is None is left out, and None for the body. `scalars`, name -> array, are there before the first
-    block. Returns {name: output}. XLA may put none of these arrays into VMEM ahead: it would do so
-    in some calls, and libtpu compile the kernel anew for each such choice."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    absent = {key: None for key, x in (inputs | outputs).items() if x[0] is None}
-    given = {key: x for key, x in inputs.items() if key not in absent}
-    outputs = {key: x for key, x in outputs.items() if key not in absent}
-    names = [*scalars, *given, *outputs, *scratch]
-
-    def spec(x, *block):
-        if block:
-            return pl.BlockSpec(*block)
-        return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
-
-    def kernel(*refs):
-        place = {"row": pl.program_id(0), "i": pl.program_id(1)}
-        body(types.SimpleNamespace(**dict(zip(names, refs, strict=True)), **absent, **place))
-
-    arrays, shapes = ([x[0] for x in each.values()] for each in (given, outputs))
-    if not interpret:
-        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
-        shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
-    results = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=grid,
-            in_specs=[spec(*x) for x in given.values()],
-            out_specs=[spec(*x) for x in outputs.values()],
-            scratch_shapes=[pltpu.VMEM(*x) for x in scratch.values()],
-        ),
-        out_shape=shapes,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * len(grid), vmem_limit_bytes=KERNEL_VMEM
-        ),
-        interpret=interpret,
-        name=name,
-    )(*scalars.values(), *arrays)
-    return dict(zip(outputs, results, strict=True))
 
 
 @dataclass(frozen=True)
@@ -3816,7 +3819,6 @@ class Plan:
 
     heads: Heads
     block: int  # tokens
-    interpret: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -3875,19 +3877,22 @@ class Plan:
         kind = "_paired" * self.heads.paired + "_offset" * self.heads.offset
         return f"window_{direction}_{self.heads.window}_{h}_{v}{kind}"
 
-    def across(self, array, at: Callable) -> tuple:
+    def across(self, at: Callable) -> Callable:
         """For run_kernel: at step i block at(i) of an array [b, t, columns]."""
-        if array is None:
-            return (None,)
-        return array, (1, self.block, array.shape[2]), lambda b, i, *_: (b, at(i), 0)
 
-    def along(self, array, at: Callable) -> tuple:
+        def cut(x):
+            return pl.BlockSpec((1, self.block, x.shape[2]), lambda b, i, *_: (b, at(i), 0))
+
+        return cut
+
+    def along(self, at: Callable) -> Callable:
         """The same of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
-        if array is None:
-            return (None,)
-        alike = array.shape[0] == 1
-        block = 1, array.shape[1], self.block
-        return array, block, lambda b, i, *_: (0 if alike else b, 0, at(i))
+
+        def cut(x):
+            alike, block = len(x) == 1, (1, x.shape[1], self.block)
+            return pl.BlockSpec(block, lambda b, i, *_: (0 if alike else b, 0, at(i)))
+
+        return cut
 
     def tables_of(self, ref, c: int):
         """cos and sin [h / 2, block] of head c; of paired heads odd ones differ, see positions."""
@@ -3895,12 +3900,6 @@ class Plan:
         at = half * (c % 2) if self.heads.paired else 0
         sines = ref.shape[1] // 2
         return ref[0, at : at + half], ref[0, sines + at : sines + at + half]
-
-
-def window_plan(heads: Heads, t: int, interpret: bool = False) -> Plan:
-    """The Plan for rows of `t` tokens."""
-    heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
-    return Plan(heads, math.gcd(t, BLOCK), interpret)
 
 
 def times(a, b, transpose: bool = False):
@@ -3974,8 +3973,6 @@ def still(h: int):
 
 def offset_key(r, c: int, k):
     """key_offset of head c. The first column of r.last is the last token of the block before."""
-    from jax.experimental.pallas import tpu as pltpu
-
     rows = part_of(c, len(k))
     moved = pltpu.roll(k, 1, 1)
     before = jnp.where(r.i == 0, k, r.last[rows])
@@ -4018,8 +4015,6 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     rotated keys; values [slots, n, v + ONES, block]: ring of standing values, with rows of ones
     below; queries [n h, block]: rotated, scaled, standing; sums [n, v + ONES, block], float32: of
     weighted values, and in row v of weights; last [n h, block], float32: see offset_key."""
-    from jax.experimental import pallas as pl
-
     (n, h, v, block), slots = plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
 
@@ -4089,23 +4084,21 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
                 ys.append(y if r.gates is None else y * r.gates[0, c : c + 1])
             r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(dtype)
 
-    def here(i):
-        return i
-
     def saved(shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype) if save else None
 
+    across, along = plan.across(lambda i: i), plan.along(lambda i: i)
     inputs = {
-        **{x: plan.across(arrays[x], here) for x in ("qkv", "added")},
-        **{x: plan.along(arrays[x], here) for x in ("tables", "starts", *OF_HEADS)},
+        **{x: (arrays[x], across) for x in ("qkv", "added")},
+        **{x: (arrays[x], along) for x in ("tables", "starts", *OF_HEADS)},
     }
     outputs = {
-        "y": plan.across(jax.ShapeDtypeStruct((b, t, n * v), dtype), here),
-        "saved_k": plan.across(saved((b, t, n * h)), here),
-        "saved_q": plan.along(saved((b, n * h, t)), here),
-        "saved_v": plan.across(saved((b, t, n * v)), here),
-        "saved_y": plan.along(saved((b, n * v, t)), here),
-        "log_sums": plan.along(saved((b, n, t), jnp.float32), here),
+        "y": (jax.ShapeDtypeStruct((b, t, n * v), dtype), across),
+        "saved_k": (saved((b, t, n * h)), across),
+        "saved_q": (saved((b, n * h, t)), along),
+        "saved_v": (saved((b, t, n * v)), across),
+        "saved_y": (saved((b, n * v, t)), along),
+        "log_sums": (saved((b, n, t), jnp.float32), along),
     }
     scratch = {
         "keys": ((slots, n, block, h), dtype),
@@ -4115,8 +4108,8 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
         "last": ((n * h, block), jnp.float32),
     }
     scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
-    args = body, (b, t // block), scalars, inputs, outputs, scratch, plan.interpret
-    out = run_kernel(plan.name("forward"), *args)
+    grid = {"row": b, "i": t // block}
+    out = run_kernel(plan.name("forward"), body, grid, inputs, outputs, scalars, scratch)
     return out.pop("y"), (arrays, out)
 
 
@@ -4132,9 +4125,6 @@ def window_backward(plan: Plan, kept, y_grad):
     block, h], values [ring, n, block, v], standing_keys [ring, n h, block]; k_grads, q_grads [ring,
     n h, block], v_grads [ring, n v, block]: float32, standing; y_grads [n v, block]: standing, of
     the output of attention alone."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
     blocks, delay, ring = t // block, plan.delay, plan.delay + 1
@@ -4268,17 +4258,17 @@ def window_backward(plan: Plan, kept, y_grad):
         return jnp.maximum(i - delay, 0)
 
     inputs = {
-        "y_grad": plan.across(y_grad, newest),
-        **{x: plan.across(saved[x], newest) for x in ("saved_k", "saved_v")},
-        **{x: plan.along(arrays[x], newest) for x in ("starts", "shares", "gates")},
-        **{x: plan.along(saved[x], newest) for x in ("saved_q", "saved_y", "log_sums")},
-        **{f"old_{x}": plan.across(arrays[x], oldest) for x in ("qkv", "added")},
-        **{f"old_{x}": plan.along(arrays[x], oldest) for x in ("tables", "added_gates")},
+        "y_grad": (y_grad, plan.across(newest)),
+        **{x: (saved[x], plan.across(newest)) for x in ("saved_k", "saved_v")},
+        **{x: (arrays[x], plan.along(newest)) for x in ("starts", "shares", "gates")},
+        **{x: (saved[x], plan.along(newest)) for x in ("saved_q", "saved_y", "log_sums")},
+        **{f"old_{x}": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
+        **{f"old_{x}": (arrays[x], plan.along(oldest)) for x in ("tables", "added_gates")},
     }
     outputs = {
-        **{f"{x}_grad": plan.across(arrays[x], oldest) for x in ("qkv", "added")},
-        "added_gates_grad": plan.along(arrays["added_gates"], oldest),
-        **{f"{x}_grad": plan.along(arrays[x], newest) for x in ("shares", "gates")},
+        **{f"{x}_grad": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
+        "added_gates_grad": (arrays["added_gates"], plan.along(oldest)),
+        **{f"{x}_grad": (arrays[x], plan.along(newest)) for x in ("shares", "gates")},
     }
     scratch = {
         "keys": ((ring, n, block, h), dtype),
@@ -4290,8 +4280,8 @@ def window_backward(plan: Plan, kept, y_grad):
         "y_grads": ((n * v, block), dtype),
     }
     scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
-    args = body, (b, blocks + delay), scalars, inputs, outputs, scratch, plan.interpret
-    out = run_kernel(plan.name("backward"), *args)
+    grid = {"row": b, "i": blocks + delay}
+    out = run_kernel(plan.name("backward"), body, grid, inputs, outputs, scalars, scratch)
     grads = {x: out.get(f"{x}_grad") for x in ("qkv", "added", *OF_HEADS)}
     return (dict.fromkeys(arrays) | grads,)
 
@@ -4317,14 +4307,15 @@ def standing_rope_tables(freqs_f, positions_kt):
     return [x.reshape(*x.shape[:2], -1) for x in both]
 
 
-def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs, interpret: bool = False):
+def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
-    (see serving_kernels). freqs and scale have no gradients. `interpret`: it runs on a CPU."""
+    (see serving_kernels). freqs and scale have no gradients."""
     added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     added_btd, added_gates_btn = added or (None, None)
     t, h = segments_bt.shape[1], heads.qk_width
-    plan, starts = window_plan(heads, t, interpret), document_starts(segments_bt)
+    heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
+    plan, starts = Plan(heads, math.gcd(t, BLOCK)), document_starts(segments_bt)
     freqs = jnp.pad(freqs, (0, h // 2 - len(freqs)))  # what stands still turns with frequency 0
     tables = standing_rope_tables(freqs, positions(t, heads)[:, : 1 + heads.paired].T)
     others = {
@@ -4352,22 +4343,9 @@ def flat(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def run_blocks(name: str, body, block: int, tiled, whole, interpret, scratch=(), scalars=()):
-    """run_kernel over blocks of `block` tokens, or of fewer that divide them. `tiled` and `whole`:
-    (inputs, outputs) [r, columns] by name, outputs as something of their shape and dtype. Of the
-    first `body` has a block of rows, of the second all."""
-    tokens = next(len(x) for x in tiled[0].values() if x is not None)
-    block = math.gcd(tokens, block)
-
-    def cut(x):
-        return (None,) if x is None else (x, (block, x.shape[1]), lambda _, i, *__: (i, 0))
-
-    inputs, outputs = (
-        {k: cut(x) for k, x in some.items()} | {k: (x,) for k, x in all_.items()}
-        for some, all_ in zip(tiled, whole, strict=True)
-    )
-    args = dict(scalars), inputs, outputs, dict(scratch), interpret
-    return run_kernel(name, body, (1, tokens // block), *args)
+def rows_of(block: int) -> Callable:
+    """For run_kernel: at step i block i of the rows of an array [r, columns]."""
+    return lambda x: pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0))
 
 
 def add_block(r, ref, value):
@@ -4385,14 +4363,14 @@ def mlp_block(d: int, f: int) -> int:
     return next((block for block in (512, 256, 128) if block * (28 * d + 10 * f) <= room), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def fused_mlp(x_btd, up_fd, down_fd, keep, weight, interpret=False):
+@jax.custom_vjp
+def fused_mlp(x_btd, up_fd, down_fd, keep, weight):
     """add_mlp in one TPU kernel, and one for its gradients: see mlp_block for what fits. d and f
-    must be multiples of 128. `interpret` runs the kernels on a CPU, for tests."""
-    return fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=False)[0]
+    must be multiples of 128."""
+    return fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=False)[0]
 
 
-def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True):
+def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
     """fused_mlp, and what its gradients take."""
 
     def body(r):
@@ -4402,21 +4380,24 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, interpret, save=True)
         y = times(squared_relu(z), r.down[...])
         r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
 
-    x_rd, weights = flat(x_btd), {"up": up_fd, "down": down_fd}
+    x_rd, (f, d) = flat(x_btd), up_fd.shape
+    block = math.gcd(len(x_rd), mlp_block(d, f))
+    cut = rows_of(block)
     scales = {"scales": jnp.stack([jnp.float32(keep), jnp.float32(weight)])}
-    z = {"z": jax.ShapeDtypeStruct((len(x_rd), len(up_fd)), x_rd.dtype)} if save else {}
-    tiled, block = ({"x": x_rd}, {"y": x_rd} | z), mlp_block(*up_fd.shape[::-1])
-    out = run_blocks("mlp", body, block, tiled, (weights, {}), interpret, scalars=scales)
-    return out["y"].reshape(x_btd.shape), (x_rd, weights, scales, out.get("z"))
+    z = jax.ShapeDtypeStruct((len(x_rd), f), x_rd.dtype) if save else None
+    inputs = {"x": (x_rd, cut), "up": (up_fd, whole), "down": (down_fd, whole)}
+    outputs = {"y": (x_rd, cut), "z": (z, cut)}
+    out = run_kernel("mlp", body, {"row": 1, "i": len(x_rd) // block}, inputs, outputs, scales)
+    return out["y"].reshape(x_btd.shape), (x_rd, down_fd, up_fd, scales, out.get("z"))
 
 
-@functools.partial(jax.jit, static_argnums=0)  # traced once: equal layers share a kernel
-def fused_mlp_backward(interpret, kept, y_grad):
+@jax.jit  # traced once: equal layers share a kernel
+def fused_mlp_backward(kept, y_grad):
     """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
     only the last one's stay: behind matmuls that costs nothing. Of keep and weight there are sums
     for each feature."""
-    x_rd, weights, scales, z_rf = kept
-    (f, d), dtype = weights["up"].shape, z_rf.dtype
+    x_rd, down_fd, up_fd, scales, z_rf = kept
+    (f, d), dtype = up_fd.shape, z_rf.dtype
 
     def body(r):
         x, grad = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad))
@@ -4434,12 +4415,16 @@ def fused_mlp_backward(interpret, kept, y_grad):
         r.x_grad[...] = (r.scales[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
         add_block(r, r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
 
-    sums = dict.fromkeys(("keep_grad", "weight_grad"), jax.ShapeDtypeStruct((1, d), jnp.float32))
-    sums |= dict.fromkeys(("up_grad", "down_grad"), jax.ShapeDtypeStruct((f, d), dtype))
+    block = math.gcd(len(x_rd), mlp_block(d, f))
+    cut = rows_of(block)
+    inputs = {"x": (x_rd, cut), "grad": (flat(y_grad), cut), "z": (z_rf, cut)}
+    inputs |= {"down": (down_fd, whole), "up": (up_fd, whole)}
+    row = jax.ShapeDtypeStruct((1, d), jnp.float32)
+    outputs = {"x_grad": (x_rd, cut), "keep_grad": (row, whole), "weight_grad": (row, whole)}
+    outputs |= {"up_grad": (up_fd, whole), "down_grad": (down_fd, whole)}
     scratch = dict.fromkeys(("up_sum", "down_sum"), ((f, d), jnp.float32))
-    tiled = {"x": x_rd, "grad": flat(y_grad), "z": z_rf}, {"x_grad": x_rd}
-    args = tiled, (weights, sums), interpret, scratch, scales
-    out = run_blocks("mlp_grads", body, mlp_block(d, f), *args)
+    grid = {"row": 1, "i": len(x_rd) // block}
+    out = run_kernel("mlp_grads", body, grid, inputs, outputs, scales, scratch)
     x_grad = out["x_grad"].reshape(y_grad.shape)
     numbers = jnp.sum(out["keep_grad"]), jnp.sum(out["weight_grad"])
     return x_grad, out["up_grad"], out["down_grad"], *numbers
@@ -4471,23 +4456,24 @@ def spreaders(k: int, g: int, lanes: int, d: int, dtype):
     return (lane[None, :, None] == group[:, None]).astype(dtype)
 
 
-def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool, interpret):
-    """run_blocks, in which `body` has x, y0, y1, ... [block, d], with w, of pack_weights, and hot,
+def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool):
+    """run_kernel, in which `body` has x, y0, y1, ... [block, d], with w, of pack_weights, and hot,
     of spreaders; `x` may be None. It writes out0, like y0; for `grads` one out for each source, and
     sums for the packed weights, float32 [block, lanes]."""
     w, y0 = pack_weights(weights_btkg, sources[0].dtype), flat(sources[0])
-    lanes = w.shape[1] // 2
-    arrays = {"x": None if x is None else flat(x), "w": w}
-    arrays |= {f"y{j}": flat(y) for j, y in enumerate(sources)}
-    hot = spreaders(*weights_btkg.shape[2:], lanes, y0.shape[1], y0.dtype)
-    summed = jax.ShapeDtypeStruct((len(y0), lanes), jnp.float32) if grads else None
-    out = {f"out{j}": y0 for j in range(len(sources) if grads else 1)} | {"sums": summed}
-    args = body, BLOCK, (arrays, out), ({"hot": hot}, {}), interpret
-    return run_blocks(name, *args)
+    (r, d), lanes = y0.shape, w.shape[1] // 2
+    block = math.gcd(r, BLOCK)
+    cut = rows_of(block)
+    inputs = {"x": (None if x is None else flat(x), cut), "w": (w, cut)}
+    inputs |= {f"y{j}": (flat(y), cut) for j, y in enumerate(sources)}
+    inputs["hot"] = spreaders(*weights_btkg.shape[2:], lanes, d, y0.dtype), whole
+    outputs = {f"out{j}": (y0, cut) for j in range(len(sources) if grads else 1)}
+    outputs["sums"] = jax.ShapeDtypeStruct((r, lanes), jnp.float32) if grads else None, cut
+    return run_kernel(name, body, {"row": 1, "i": r // block}, inputs, outputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def weighted_sum(x_btd, weights_btkg, sources, interpret=False):
+@jax.custom_vjp
+def weighted_sum(x_btd, weights_btkg, sources):
     """blend in one TPU kernel, and one for its gradients."""
 
     def body(r):
@@ -4497,17 +4483,17 @@ def weighted_sum(x_btd, weights_btkg, sources, interpret=False):
             total += times(r.w[...], r.hot[j]) * y
         r.out0[...] = total.astype(r.out0.dtype)
 
-    out = run_weighted("weighted_sum", body, x_btd, weights_btkg, sources, False, interpret)
+    out = run_weighted("weighted_sum", body, x_btd, weights_btkg, sources, False)
     return out["out0"].reshape(sources[0].shape)
 
 
-def weighted_sum_forward(x_btd, weights_btkg, sources, interpret):
+def weighted_sum_forward(x_btd, weights_btkg, sources):
     """weighted_sum, and what its gradients take."""
-    y = weighted_sum(x_btd, weights_btkg, sources, interpret)
+    y = weighted_sum(x_btd, weights_btkg, sources)
     return y, (None if x_btd is None else x_btd[:0], weights_btkg, sources)
 
 
-def weighted_sum_backward(interpret, kept, grad_btd):
+def weighted_sum_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
     x_btd, weights_btkg, sources = kept
@@ -4522,8 +4508,7 @@ def weighted_sum_backward(interpret, kept, grad_btd):
             sums += times(both, r.hot[j, : sums.shape[1]], transpose=True)
         r.sums[...] = sums
 
-    name = "weighted_sum_grads"
-    out = run_weighted(name, body, grad_btd, weights_btkg, sources, True, interpret)
+    out = run_weighted("weighted_sum_grads", body, grad_btd, weights_btkg, sources, True)
     source_grads = tuple(out[f"out{j}"].reshape(grad_btd.shape) for j in range(len(sources)))
     weight_grads = out["sums"][:, : math.prod(weights_btkg.shape[2:])].reshape(weights_btkg.shape)
     return None if x_btd is None else grad_btd, weight_grads, source_grads
@@ -4567,7 +4552,7 @@ def meetings(ids_r, rows: int, block: int):
     return tile, jnp.minimum(last[tile] + 1 + step - ends[tile], blocks)
 
 
-def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = False):
+def sum_rows(table_vd, ids, rows, ascending: bool = False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step builds the
     one-hot matrix [tile, block] of a meeting, multiplies each table's rows of the block by it, and
     adds up in VMEM; there are also the block and the tile, twice each: 9 MiB for four tables 768
@@ -4576,8 +4561,6 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
     [steps], the tile and the block of every meeting, and of that block ids [1, 1, block] and for
     each table rows0, rows1, ... [block, d]. It adds up in total (float32) and writes sums, of one
     tile [n, ROW_TILE, d] both."""
-    from jax.experimental import pallas as pl
-
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
     ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
     if not ascending:
@@ -4606,19 +4589,21 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    def block_at(_, i, tile, at):
-        return jnp.minimum(at[i], blocks - 1), 0
+    def met(*shape):
+        def place(_, i, tile, at):
+            return jnp.minimum(at[i], blocks - 1), *(0 for _ in shape[1:])
 
-    inputs = {
-        "ids": (ids.reshape(blocks, 1, block), (1, 1, block), lambda *args: (*block_at(*args), 0))
-    }
-    for k, x in enumerate(rows):
-        inputs[f"rows{k}"] = x, (block, d), block_at
-    sums = jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype)
-    outputs = {"sums": (sums, (n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))}
+        return lambda x: pl.BlockSpec(shape, place)
+
+    def tile_of(x):
+        return pl.BlockSpec((n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))
+
+    inputs = {"ids": (ids.reshape(blocks, 1, block), met(1, 1, block))}
+    inputs |= {f"rows{k}": (x, met(block, d)) for k, x in enumerate(rows)}
+    outputs = {"sums": (jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of)}
     total = {"total": ((n, ROW_TILE, d), jnp.float32)}
-    scalars = {"tile": tile, "at": at}
-    out = run_kernel(f"sum_rows_{n}", body, (1, steps), scalars, inputs, outputs, total, interpret)
+    scalars, grid = {"tile": tile, "at": at}, {"row": 1, "i": steps}
+    out = run_kernel(f"sum_rows_{n}", body, grid, inputs, outputs, scalars, total)
     return table_vd + out["sums"].reshape(v, d).astype(table_vd.dtype)
 
 
@@ -4633,7 +4618,7 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False, interpret: bool = Fal
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work; tokens are powers of two that divide LARGEST_TILE."""
+    """How a kernel cuts its work; tokens are powers of two, 128 at most."""
 
     queries: int
     keys: int
@@ -4641,7 +4626,6 @@ class Tiles(NamedTuple):
     stages: int  # tiles that are on their way at once
 
 
-LARGEST_TILE = 128
 # Heads of 128 on an H100: 150, 160 and 234 registers a thread, none spilled; 128 KiB of shared
 # memory. Not yet timed: `records/bench.py --kernels STAGE` tries others.
 FORWARD_TILES = Tiles(128, 64, 8, 3)
@@ -4649,48 +4633,31 @@ QUERY_TILES = Tiles(128, 64, 8, 2)
 KEY_TILES = Tiles(64, 128, 8, 2)
 
 
-def run_tiles(name, body, tiles: Tiles, block: int, arrays, cut, whole, outputs, interpret: bool):
-    """pl.pallas_call for each block of `block` tokens of each head and row: {output name: array}.
-    `body` gets one object with a reference for every name, and `i`, the number of its block. Of the
-    `arrays` named in `cut`, and of `outputs` (name -> shape with dtype), it has the block, of those
-    in `whole` the row, always of its head alone. Arrays are [b, t, n, h or v], [b, n, t] or [b,
-    t]."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
+def run_tiles(name, body, tiles: Tiles, block: int, arrays, own, whole, outputs):
+    """run_kernel for each block of `block` tokens of each head and row. `body` has the block of the
+    `arrays` named in `own` and of `outputs`, name -> shape and dtype, and the row of those in
+    `whole`, always of its head alone. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]."""
+    b, t, n, _ = arrays["q"].shape
 
-    (b, t, n, _), cut, whole = arrays["q"].shape, cut.split(), whole.split()
-
-    def spec(x, is_cut: bool):
-        tokens, at = (block, lambda i: i) if is_cut else (t, lambda i: 0)
+    def cut(tokens: int, at: Callable, x):
         if x.ndim == 4:
             return pl.BlockSpec((None, tokens, None, x.shape[3]), lambda i, n, b: (b, at(i), n, 0))
         if x.ndim == 3:
             return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, at(i)))
         return pl.BlockSpec((None, tokens), lambda i, n, b: (b, at(i)))
 
-    def kernel(*refs):
-        given = dict(zip((*cut, *whole, *outputs), refs, strict=True))
-        body(types.SimpleNamespace(i=pl.program_id(0), **given))
-
-    results = pl.pallas_call(
-        kernel,
-        grid=(t // block, n, b),
-        in_specs=[spec(arrays[name], name in cut) for name in (*cut, *whole)],
-        out_specs=[spec(x, True) for x in outputs.values()],
-        out_shape=[*outputs.values()],
-        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-        interpret=interpret,
-        name=name,
-    )(*(arrays[name] for name in (*cut, *whole)))
-    return dict(zip(outputs, results, strict=True))
+    of_block = functools.partial(cut, block, lambda i: i)
+    of_row = functools.partial(cut, t, lambda i: 0)
+    inputs = {x: (arrays[x], of_block) for x in own} | {x: (arrays[x], of_row) for x in whole}
+    outputs = {name: (x, of_block) for name, x in outputs.items()}
+    grid = {"i": t // block, "head": n, "row": b}
+    return run_kernel(name, body, grid, inputs, outputs, tiles=tiles)
 
 
-def tiles_forward(arrays: dict, interpret: bool):
+def tiles_forward(arrays: dict):
     """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t]). `body`
     reads q [queries, h] and first [queries], the first key that each query can see, of its block,
     and k [t, h] and v [t, v] of the row; it writes y [queries, v] and log_sums [queries]."""
-    from jax.experimental import pallas as pl
-
     (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
     queries, keys, *_ = FORWARD_TILES
 
@@ -4712,16 +4679,14 @@ def tiles_forward(arrays: dict, interpret: bool):
         r.log_sums[...] = jnp.log2(total)
 
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
-    args = body, FORWARD_TILES, queries, arrays, "q first", "k v", outputs, interpret
+    args = body, FORWARD_TILES, queries, arrays, ("q", "first"), "kv", outputs
     saved = arrays | run_tiles("attend", *args)
     return saved["y"], saved
 
 
-def tiles_backward_queries(arrays: dict, interpret: bool):
+def tiles_backward_queries(arrays: dict):
     """The gradient of q. `body` reads q, y_grad, first, log_sums and mean [queries] (see
     tiles_backward) of its block, and k and v of the row; it writes q_grad [queries, h]."""
-    from jax.experimental import pallas as pl
-
     h, dtype = arrays["q"].shape[3], arrays["q"].dtype
     queries, keys, *_ = QUERY_TILES
 
@@ -4743,17 +4708,15 @@ def tiles_backward_queries(arrays: dict, interpret: bool):
         q_grad = lax.fori_loop(r.first[0] // keys, end, add_tile, start)
         r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
 
-    cut, outputs = "q first log_sums mean y_grad", {"q_grad": arrays["q"]}
-    args = body, QUERY_TILES, queries, arrays, cut, "k v", outputs, interpret
+    own, outputs = ("q", "first", "log_sums", "mean", "y_grad"), {"q_grad": arrays["q"]}
+    args = body, QUERY_TILES, queries, arrays, own, "kv", outputs
     return run_tiles("attend_backward_queries", *args)["q_grad"]
 
 
-def tiles_backward_keys(arrays: dict, interpret: bool):
+def tiles_backward_keys(arrays: dict):
     """The gradients of k and of v; scores stand as [keys, queries]. `body` reads k, v and last
     [keys], the last query that can see each key, of its block, and q, y_grad, log_sums and mean [t]
     of the row; it writes k_grad [keys, h] and v_grad [keys, v]."""
-    from jax.experimental import pallas as pl
-
     dtype = arrays["k"].dtype
     queries, keys, *_ = KEY_TILES
 
@@ -4776,33 +4739,33 @@ def tiles_backward_keys(arrays: dict, interpret: bool):
         k_grad, v_grad = lax.fori_loop(r.i * keys // queries, end, add_tile, tuple(zeros))
         r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
 
-    whole, outputs = "q log_sums mean y_grad", {"k_grad": arrays["k"], "v_grad": arrays["v"]}
-    args = body, KEY_TILES, keys, arrays, "k v last", whole, outputs, interpret
+    row, outputs = ("q", "log_sums", "mean", "y_grad"), {f"{x}_grad": arrays[x] for x in "kv"}
+    args = body, KEY_TILES, keys, arrays, (*"kv", "last"), row, outputs
     return tuple(run_tiles("attend_backward_keys", *args).values())
 
 
-def tiles_backward(interpret: bool, arrays: dict, y_grad):
+def tiles_backward(arrays: dict, y_grad):
     """Gradients of q, k and v; their reach gets none."""
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnv,btnv->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     arrays = arrays | {"mean": mean, "y_grad": y_grad}
-    q_grad = tiles_backward_queries(arrays, interpret)
-    k_grad, v_grad = tiles_backward_keys(arrays, interpret)
+    q_grad = tiles_backward_queries(arrays)
+    k_grad, v_grad = tiles_backward_keys(arrays)
     return ({"q": q_grad, "k": k_grad, "v": v_grad, "first": None, "last": None},)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def tiles_attention(arrays: dict, interpret: bool):
+@jax.custom_vjp
+def tiles_attention(arrays: dict):
     """attend_triton of q (scaled already), k and v, with the first and last of their reach."""
-    return tiles_forward(arrays, interpret)[0]
+    return tiles_forward(arrays)[0]
 
 
 tiles_attention.defvjp(tiles_forward, tiles_backward)
 
 
-def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale, interpret=False):
-    """One kernel forward and two back; `interpret` runs them on a CPU. Needs rows of a multiple of
-    LARGEST_TILE tokens (else their end is missing), heads of powers of two, scores <= MAX_SCORE."""
+def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
+    """One kernel forward and two back. Needs rows of a multiple of 128 tokens (else their end is
+    missing), heads of powers of two, scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
     here = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
@@ -4814,7 +4777,7 @@ def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale, inter
         "first": jnp.maximum(starts, here - window),  # key that a query can see
         "last": jnp.minimum(stops, here + window),  # query that can see a key
     }
-    return tiles_attention(arrays, interpret)
+    return tiles_attention(arrays)
 
 
 if __name__ == "__main__":

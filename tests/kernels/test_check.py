@@ -1,6 +1,5 @@
 """wrong_kernels and checked_kernels: kernels beside their plain forms, before a run."""
 
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,11 +23,7 @@ CFG = replace(
     extension=0,
 )
 INTERPRETED = T.Kernels(
-    functools.partial(T.attend_window, interpret=True),
-    functools.partial(T.fused_mlp, interpret=True),
-    T.fused_cross_entropy,
-    functools.partial(T.sum_rows, interpret=True),
-    functools.partial(T.weighted_sum, interpret=True),
+    T.attend_window, T.fused_mlp, T.fused_cross_entropy, T.sum_rows, T.weighted_sum
 )
 
 

@@ -34,13 +34,12 @@ def test_an_mlp_and_its_gradients_are_the_plain_ones(shape, f, keep, dtype, off)
         y, gradients = jax.vjp(function, *inputs)
         return y, *gradients((x + down).astype(y.dtype))
 
-    fused = partial(T.fused_mlp, interpret=True)
-    got = jit(partial(run, fused))(*inputs)
+    got = jit(partial(run, T.fused_mlp))(*inputs)
     like = jax.eval_shape(partial(run, T.add_mlp), *inputs)
     want = jit(partial(run, T.add_mlp))(*(x.astype(np.float32) for x in inputs))
     for y, z, shape in zip(got, want, like, strict=True):
         assert y.dtype == shape.dtype and y.shape == shape.shape and distance(y, z) < off
-    np.testing.assert_array_equal(got[0], jit(fused)(*inputs))  # without gradients
+    np.testing.assert_array_equal(got[0], jit(T.fused_mlp)(*inputs))  # without gradients
 
 
 def test_blocks_are_the_largest_of_which_the_way_back_fits_the_vmem():

@@ -13,10 +13,10 @@ import train_gpt as T
 
 RNG = np.random.default_rng(0)
 KINDS = ["even", "frequent", "first", "last", "ends"]
-ADDERS = {"scatter": jit(T.scatter_rows), "kernel": jit(partial(T.sum_rows, interpret=True))}
+ADDERS = {"scatter": jit(T.scatter_rows), "kernel": jit(T.sum_rows)}
 IN_ORDER = {
     "scatter": jit(partial(T.scatter_rows, ascending=True)),
-    "kernel": jit(partial(T.sum_rows, ascending=True, interpret=True)),
+    "kernel": jit(partial(T.sum_rows, ascending=True)),
 }
 
 
@@ -100,8 +100,7 @@ def test_a_sum_with_weights_of_each_token_and_its_gradients(shape, groups, count
     x, *sources = (jnp.asarray(RNG.standard_normal(shape), dtype) for _ in range(count + 1))
     weights = jnp.asarray(RNG.standard_normal((*shape[:2], count, groups)), jnp.float32)
     args = RNG.standard_normal(shape).astype(np.float32), x, weights, tuple(sources)
-    kernel = partial(T.weighted_sum, interpret=True)
-    got, want = (jit(partial(weighted, function))(*args) for function in (kernel, T.blend))
+    got, want = (jit(partial(weighted, function))(*args) for function in (T.weighted_sum, T.blend))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and distance(x, y) <= off
 
