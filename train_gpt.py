@@ -3758,18 +3758,19 @@ def run_kernel(name: str, body, grid: dict, inputs, outputs, scalars=(), scratch
     compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
     device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
     interpret = (device.platform if device else jax.default_backend()) == "cpu"
-    absent = {key: None for key, (x, _) in (inputs | outputs).items() if x is None}
-    names = [*scalars, *(key for key in (*inputs, *outputs) if key not in absent), *scratch]
+    given, made = (
+        {key: x for key, x in blocks.items() if x[0] is not None} for blocks in (inputs, outputs)
+    )
+    names = [*scalars, *given, *made, *scratch]
 
     def kernel(*refs):
+        absent = dict.fromkeys((*inputs, *outputs))
         place = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(types.SimpleNamespace(**dict(zip(names, refs, strict=True)), **absent, **place))
+        body(types.SimpleNamespace(**absent | dict(zip(names, refs, strict=True)) | place))
 
-    def there(blocks):
-        return zip(*((x, cut(x)) for x, cut in blocks.values() if x is not None), strict=True)
-
-    (arrays, in_specs), (shapes, out_specs) = map(there, (inputs, outputs))
-    how = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": [*out_specs]}
+    arrays, shapes = ([x for x, _ in blocks.values()] for blocks in (given, made))
+    in_specs, out_specs = ([cut(x) for x, cut in blocks.values()] for blocks in (given, made))
+    how = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": out_specs}
     if tiles:
         from jax.experimental.pallas import triton
 
@@ -3781,9 +3782,9 @@ def run_kernel(name: str, body, grid: dict, inputs, outputs, scalars=(), scratch
         if not interpret:
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
             shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
-    how |= {"out_shape": [*shapes], "compiler_params": params, "interpret": interpret}
+    how |= {"out_shape": shapes, "compiler_params": params, "interpret": interpret}
     results = pl.pallas_call(kernel, name=name, **how)(*dict(scalars).values(), *arrays)
-    return dict(zip((x for x in outputs if x not in absent), results, strict=True))
+    return dict(zip(made, results, strict=True))
 
 
 def whole(x):
@@ -3866,11 +3867,6 @@ class Plan:
             return slice(half, self.block), slice(0, half)
         return slice(0, self.block), slice(0, self.block)
 
-    def earliest(self, starts_bt):
-        """The block in which the document of each block's first token begins [b, blocks]: no block
-        before that one is visited."""
-        return starts_bt[:, :: self.block] // self.block
-
     def name(self, direction: str) -> str:
         """A name that tells kernels of different work apart, in profiles and in dumps."""
         _, h, v, _ = self.sizes
@@ -3945,21 +3941,17 @@ def inverse_size(x):
     return lax.rsqrt(dot(x, x) / len(x) + 2.0**-23)
 
 
-def rotate_halves(left, right, cos, sin):
-    """Both halves of a head, rotated; of (right, left) and swapped again it is the way back."""
-    return left * cos + right * sin, right * cos - left * sin
-
-
 def rotate(x, cos, sin, factor=1.0):
     """factor * rope(norm(x)) of a standing head, float32."""
-    halves = rotate_halves(*jnp.split(x, 2), cos, sin)
-    return jnp.concatenate(halves) * (factor * inverse_size(x))
+    left, right = jnp.split(x, 2)
+    turned = jnp.concatenate([left * cos + right * sin, right * cos - left * sin])
+    return turned * (factor * inverse_size(x))
 
 
 def rotate_grad(grad, x, cos, sin, factor):
     """The gradient of `x` from that of rotate(x)."""
     left, right = jnp.split(grad, 2)
-    right, left = rotate_halves(right, left, cos, sin)
+    right, left = right * cos + left * sin, left * cos - right * sin
     grad = jnp.concatenate([left, right])
     size = inverse_size(x)
     along = dot(grad, x) * (size**2 / len(x))
@@ -4003,20 +3995,32 @@ def visible(plan: Plan, first, i, j: int, c: int, o: int):
 
 
 def window_forward(plan: Plan, arrays: dict, save: bool = True):
-    """(y [b, t, n v], all that window_backward needs, if asked to `save`); one grid step a block.
-    Saved are log_sums, log2 of the softmax sums [b, n, t], standing outputs of attention alone
-    saved_y [b, n v, t], and queries, keys and values as they met: saved_q [b, n h, t], saved_k [b,
-    t, n h], saved_v [b, t, n v]. The references of `body`: qkv [1, block, columns], see
-    attend_heads; tables: see Plan.tables_of; starts [1, 1, block]: the place in its row where the
-    document of each token begins; earliest [b, blocks]: the block in which the document of each
-    block's first token begins; added [1, block, n LANES] and OF_HEADS [1, n, block], float32: its
-    factors, tanh of the gates of XSA, factors on outputs, each or None; scale [1]; y [1, block, n
-    v], saved_q, saved_k, saved_v, saved_y, log_sums: outputs; keys [slots, n, block, h]: ring of
-    rotated keys; values [slots, n, v + ONES, block]: ring of standing values, with rows of ones
-    below; queries [n h, block]: rotated, scaled, standing; sums [n, v + ONES, block], float32: of
-    weighted values, and in row v of weights; last [n h, block], float32: see offset_key."""
+    """(y [b, t, n v], what window_backward needs, if asked to `save`); one grid step a block."""
     (n, h, v, block), slots = plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
+    across, along = plan.across(lambda i: i), plan.along(lambda i: i)
+
+    def saved(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype) if save else None
+
+    scalars = {x: arrays[x] for x in ("earliest", "scale")}
+    inputs = {x: (arrays[x], across) for x in ("qkv", "added")}  # [1, block, columns]
+    inputs |= {x: (arrays[x], along) for x in ("tables", "starts", *OF_HEADS)}  # [1, rows, block]
+    outputs = {
+        "y": (jax.ShapeDtypeStruct((b, t, n * v), dtype), across),
+        "saved_k": (saved(b, t, n * h), across),  # keys, queries and values as they met
+        "saved_q": (saved(b, n * h, t), along),
+        "saved_v": (saved(b, t, n * v), across),
+        "saved_y": (saved(b, n * v, t), along),  # outputs of attention alone
+        "log_sums": (saved(b, n, t, dtype=jnp.float32), along),  # log2 of the softmax sums
+    }
+    scratch = {
+        "keys": ((slots, n, block, h), dtype),  # ring, rotated
+        "values": ((slots, n, v + ONES, block), dtype),  # ring, standing, over rows of ones
+        "queries": ((n * h, block), dtype),  # rotated, scaled, standing
+        "sums": ((n, v + ONES, block), jnp.float32),  # of weighted values; from row v on of weights
+        "last": ((n * h, block), jnp.float32),  # see offset_key
+    }
 
     def body(r):
         i = r.i
@@ -4084,30 +4088,6 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
                 ys.append(y if r.gates is None else y * r.gates[0, c : c + 1])
             r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(dtype)
 
-    def saved(shape, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype) if save else None
-
-    across, along = plan.across(lambda i: i), plan.along(lambda i: i)
-    inputs = {
-        **{x: (arrays[x], across) for x in ("qkv", "added")},
-        **{x: (arrays[x], along) for x in ("tables", "starts", *OF_HEADS)},
-    }
-    outputs = {
-        "y": (jax.ShapeDtypeStruct((b, t, n * v), dtype), across),
-        "saved_k": (saved((b, t, n * h)), across),
-        "saved_q": (saved((b, n * h, t)), along),
-        "saved_v": (saved((b, t, n * v)), across),
-        "saved_y": (saved((b, n * v, t)), along),
-        "log_sums": (saved((b, n, t), jnp.float32), along),
-    }
-    scratch = {
-        "keys": ((slots, n, block, h), dtype),
-        "values": ((slots, n, v + ONES, block), dtype),
-        "queries": ((n * h, block), dtype),
-        "sums": ((n, v + ONES, block), jnp.float32),
-        "last": ((n * h, block), jnp.float32),
-    }
-    scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
     grid = {"row": b, "i": t // block}
     out = run_kernel(plan.name("forward"), body, grid, inputs, outputs, scalars, scratch)
     return out.pop("y"), (arrays, out)
@@ -4118,16 +4098,40 @@ def window_backward(plan: Plan, kept, y_grad):
     queries through all blocks that they can see, whose gradients collect in rings. Block i - delay
     is complete by then, and leaves, all its columns together: concatenated outside, they would be
     copied once more. With the key offset the first token of the next block is needed too, one step
-    later. The references of `body`: starts, shares, gates, scale, earliest, log_sums, saved_q,
-    saved_k, saved_v, saved_y: as in window_forward, of block i; y_grad [1, block, n v] likewise;
-    old_qkv, old_tables, old_added, old_added_gates: of block i - delay; qkv_grad, added_grad,
-    added_gates_grad of block i - delay, shares_grad, gates_grad of i: outputs; keys [ring, n,
-    block, h], values [ring, n, block, v], standing_keys [ring, n h, block]; k_grads, q_grads [ring,
-    n h, block], v_grads [ring, n v, block]: float32, standing; y_grads [n v, block]: standing, of
-    the output of attention alone."""
+    later."""
     (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
     blocks, delay, ring = t // block, plan.delay, plan.delay + 1
+
+    def newest(i):
+        return jnp.minimum(i, blocks - 1)
+
+    def oldest(i):
+        return jnp.maximum(i - delay, 0)
+
+    scalars = {x: arrays[x] for x in ("earliest", "scale")}
+    inputs = {  # as in window_forward, of block i; what is old is of block i - delay
+        "y_grad": (y_grad, plan.across(newest)),
+        **{x: (saved[x], plan.across(newest)) for x in ("saved_k", "saved_v")},
+        **{x: (arrays[x], plan.along(newest)) for x in ("starts", "shares", "gates")},
+        **{x: (saved[x], plan.along(newest)) for x in ("saved_q", "saved_y", "log_sums")},
+        **{f"old_{x}": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
+        **{f"old_{x}": (arrays[x], plan.along(oldest)) for x in ("tables", "added_gates")},
+    }
+    outputs = {
+        **{f"{x}_grad": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
+        "added_gates_grad": (arrays["added_gates"], plan.along(oldest)),
+        **{f"{x}_grad": (arrays[x], plan.along(newest)) for x in ("shares", "gates")},
+    }
+    scratch = {  # rings, but for y_grads
+        "keys": ((ring, n, block, h), dtype),
+        "values": ((ring, n, block, v), dtype),
+        "standing_keys": ((ring, n * h, block), dtype),
+        "k_grads": ((ring, n * h, block), jnp.float32),  # all gradients are standing
+        "v_grads": ((ring, n * v, block), jnp.float32),
+        "q_grads": ((ring, n * h, block), jnp.float32),
+        "y_grads": ((n * v, block), dtype),  # of outputs of attention alone
+    }
 
     def look_back(r, j: int, first, mean, between=None):
         """Block i as queries of block i - j. `between` gives the vector unit work beside matmuls:
@@ -4215,12 +4219,6 @@ def window_backward(plan: Plan, kept, y_grad):
         def write(lanes, grads):
             r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(dtype).T
 
-        def added_grad(c, grad):
-            part, row = part_of(c, LANES), (0, slice(c, c + 1))
-            r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
-            grad = pad_rows(grad * r.old_added_gates[row], LANES)
-            r.added_grad[0, :, part] = grad.astype(dtype).T
-
         def key_grad(rows):
             grad = r.k_grads[slot, rows]
             if not plan.heads.offset:
@@ -4248,38 +4246,12 @@ def window_backward(plan: Plan, kept, y_grad):
             grads = r.v_grads[slot, lanes]
             write(of_v, [grads])
             for c, own in heads_in(lanes, v) if r.old_added is not None else ():
-                added_grad(c, grads[own])
+                part, row, grad = part_of(c, LANES), (0, slice(c, c + 1)), grads[own]
+                r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
+                grad = pad_rows(grad * r.old_added_gates[row], LANES)
+                r.added_grad[0, :, part] = grad.astype(dtype).T
             yield
 
-    def newest(i):
-        return jnp.minimum(i, blocks - 1)
-
-    def oldest(i):
-        return jnp.maximum(i - delay, 0)
-
-    inputs = {
-        "y_grad": (y_grad, plan.across(newest)),
-        **{x: (saved[x], plan.across(newest)) for x in ("saved_k", "saved_v")},
-        **{x: (arrays[x], plan.along(newest)) for x in ("starts", "shares", "gates")},
-        **{x: (saved[x], plan.along(newest)) for x in ("saved_q", "saved_y", "log_sums")},
-        **{f"old_{x}": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
-        **{f"old_{x}": (arrays[x], plan.along(oldest)) for x in ("tables", "added_gates")},
-    }
-    outputs = {
-        **{f"{x}_grad": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
-        "added_gates_grad": (arrays["added_gates"], plan.along(oldest)),
-        **{f"{x}_grad": (arrays[x], plan.along(newest)) for x in ("shares", "gates")},
-    }
-    scratch = {
-        "keys": ((ring, n, block, h), dtype),
-        "values": ((ring, n, block, v), dtype),
-        "standing_keys": ((ring, n * h, block), dtype),
-        "k_grads": ((ring, n * h, block), jnp.float32),
-        "v_grads": ((ring, n * v, block), jnp.float32),
-        "q_grads": ((ring, n * h, block), jnp.float32),
-        "y_grads": ((n * v, block), dtype),
-    }
-    scalars = {"earliest": arrays["earliest"], "scale": arrays["scale"]}
     grid = {"row": b, "i": blocks + delay}
     out = run_kernel(plan.name("backward"), body, grid, inputs, outputs, scalars, scratch)
     grads = {x: out.get(f"{x}_grad") for x in ("qkv", "added", *OF_HEADS)}
@@ -4319,9 +4291,10 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
     freqs = jnp.pad(freqs, (0, h // 2 - len(freqs)))  # what stands still turns with frequency 0
     tables = standing_rope_tables(freqs, positions(t, heads)[:, : 1 + heads.paired].T)
     others = {
-        "starts": starts[:, None],
-        "earliest": plan.earliest(starts),
-        "tables": jnp.concatenate(tables).reshape(1, -1, t),
+        "starts": starts[:, None],  # [b, 1, t]: where in the row the document of each token begins
+        # The block where that of each block's first token begins: none before it is visited.
+        "earliest": starts[:, :: plan.block] // plan.block,
+        "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(scale, 1).astype(jnp.float32),
     }
     shares_btn = None if xsa_btn is None else jnp.tanh(xsa_btn)
