@@ -3726,9 +3726,7 @@ lean_squared_relu.defvjp(
 )
 
 
-def lean_mlp(*args):
-    """add_mlp with lean_squared_relu."""
-    return add_mlp(*args, act=lean_squared_relu)
+lean_mlp = functools.partial(add_mlp, act=lean_squared_relu)
 
 
 def document_starts(segments_bt):
@@ -3875,20 +3873,13 @@ class Plan:
 
     def across(self, at: Callable) -> Callable:
         """For run_kernel: at step i block at(i) of an array [b, t, columns]."""
-
-        def cut(x):
-            return pl.BlockSpec((1, self.block, x.shape[2]), lambda b, i, *_: (b, at(i), 0))
-
-        return cut
+        return lambda x: pl.BlockSpec((1, self.block, x.shape[2]), lambda b, i, *_: (b, at(i), 0))
 
     def along(self, at: Callable) -> Callable:
         """The same of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
-
-        def cut(x):
-            alike, block = len(x) == 1, (1, x.shape[1], self.block)
-            return pl.BlockSpec(block, lambda b, i, *_: (0 if alike else b, 0, at(i)))
-
-        return cut
+        return lambda x: pl.BlockSpec(
+            (1, x.shape[1], self.block), lambda b, i, *_: (b if len(x) > 1 else 0, 0, at(i))
+        )
 
     def tables_of(self, ref, c: int):
         """cos and sin [h / 2, block] of head c; of paired heads odd ones differ, see positions."""
@@ -4316,9 +4307,12 @@ def flat(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def rows_of(block: int) -> Callable:
-    """For run_kernel: at step i block i of the rows of an array [r, columns]."""
-    return lambda x: pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0))
+def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
+    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer that
+    divide them, and the grid of these."""
+    block = math.gcd(rows, most)
+    spec = functools.partial(pl.BlockSpec, index_map=lambda _, i, *__: (i, 0))
+    return lambda x: spec((block, x.shape[1])), {"row": 1, "i": rows // block}
 
 
 def add_block(r, ref, value):
@@ -4354,13 +4348,12 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
         r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
 
     x_rd, (f, d) = flat(x_btd), up_fd.shape
-    block = math.gcd(len(x_rd), mlp_block(d, f))
-    cut = rows_of(block)
+    cut, grid = row_blocks(len(x_rd), mlp_block(d, f))
     scales = {"scales": jnp.stack([jnp.float32(keep), jnp.float32(weight)])}
     z = jax.ShapeDtypeStruct((len(x_rd), f), x_rd.dtype) if save else None
     inputs = {"x": (x_rd, cut), "up": (up_fd, whole), "down": (down_fd, whole)}
     outputs = {"y": (x_rd, cut), "z": (z, cut)}
-    out = run_kernel("mlp", body, {"row": 1, "i": len(x_rd) // block}, inputs, outputs, scales)
+    out = run_kernel("mlp", body, grid, inputs, outputs, scales)
     return out["y"].reshape(x_btd.shape), (x_rd, down_fd, up_fd, scales, out.get("z"))
 
 
@@ -4388,15 +4381,13 @@ def fused_mlp_backward(kept, y_grad):
         r.x_grad[...] = (r.scales[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
         add_block(r, r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
 
-    block = math.gcd(len(x_rd), mlp_block(d, f))
-    cut = rows_of(block)
+    cut, grid = row_blocks(len(x_rd), mlp_block(d, f))
     inputs = {"x": (x_rd, cut), "grad": (flat(y_grad), cut), "z": (z_rf, cut)}
     inputs |= {"down": (down_fd, whole), "up": (up_fd, whole)}
     row = jax.ShapeDtypeStruct((1, d), jnp.float32)
     outputs = {"x_grad": (x_rd, cut), "keep_grad": (row, whole), "weight_grad": (row, whole)}
     outputs |= {"up_grad": (up_fd, whole), "down_grad": (down_fd, whole)}
     scratch = dict.fromkeys(("up_sum", "down_sum"), ((f, d), jnp.float32))
-    grid = {"row": 1, "i": len(x_rd) // block}
     out = run_kernel("mlp_grads", body, grid, inputs, outputs, scales, scratch)
     x_grad = out["x_grad"].reshape(y_grad.shape)
     numbers = jnp.sum(out["keep_grad"]), jnp.sum(out["weight_grad"])
@@ -4413,36 +4404,26 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 # spreads its share of them over the features.
 
 
-def pack_weights(weights_btkg, dtype):
-    """[tokens, 2 lanes]: each token's weights in whole tiles, rounded to `dtype`, and the rest."""
-    each = math.prod(weights_btkg.shape[2:])
-    packed = jnp.pad(weights_btkg.reshape(-1, each), ((0, 0), (0, -each % LANES)))
-    high = packed.astype(dtype)
-    return jnp.concatenate([high, (packed - high.astype(jnp.float32)).astype(dtype)], axis=1)
-
-
-def spreaders(k: int, g: int, lanes: int, d: int, dtype):
-    """[k, 2 lanes, d] of 0 and 1: product number i of packed weights with them has, for each of the
-    d features, the weight of source i for the feature's group."""
-    lane = jnp.arange(2 * lanes) % lanes
-    group = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)
-    return (lane[None, :, None] == group[:, None]).astype(dtype)
-
-
 def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool):
-    """run_kernel, in which `body` has x, y0, y1, ... [block, d], with w, of pack_weights, and hot,
-    of spreaders; `x` may be None. It writes out0, like y0; for `grads` one out for each source, and
-    sums for the packed weights, float32 [block, lanes]."""
-    w, y0 = pack_weights(weights_btkg, sources[0].dtype), flat(sources[0])
-    (r, d), lanes = y0.shape, w.shape[1] // 2
-    block = math.gcd(r, BLOCK)
-    cut = rows_of(block)
+    """run_kernel over blocks of tokens. `body` has x, which may be None, and y0, y1, ... [block, d];
+    w [block, 2 lanes], each token's weights in whole tiles, rounded, and the rest; hot [k, 2 lanes,
+    d] of 0 and 1: w @ hot[j] has, for each feature, the weight of source j for the feature's group.
+    It writes out0, like y0; for `grads` one out for each source, and sums for the packed weights,
+    float32 [block, lanes]."""
+    y0, (k, g) = flat(sources[0]), weights_btkg.shape[2:]
+    (r, d), dtype = y0.shape, y0.dtype
+    packed = jnp.pad(weights_btkg.reshape(r, k * g), ((0, 0), (0, -k * g % LANES)))
+    high = packed.astype(dtype)
+    w = jnp.concatenate([high, (packed - high.astype(jnp.float32)).astype(dtype)], axis=1)
+    cut, grid = row_blocks(r, BLOCK)
     inputs = {"x": (None if x is None else flat(x), cut), "w": (w, cut)}
     inputs |= {f"y{j}": (flat(y), cut) for j, y in enumerate(sources)}
-    inputs["hot"] = spreaders(*weights_btkg.shape[2:], lanes, d, y0.dtype), whole
-    outputs = {f"out{j}": (y0, cut) for j in range(len(sources) if grads else 1)}
-    outputs["sums"] = jax.ShapeDtypeStruct((r, lanes), jnp.float32) if grads else None, cut
-    return run_kernel(name, body, {"row": 1, "i": r // block}, inputs, outputs)
+    lane = jnp.arange(w.shape[1]) % packed.shape[1]
+    group = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)
+    inputs["hot"] = (lane[None, :, None] == group[:, None]).astype(dtype), whole
+    outputs = {f"out{j}": (y0, cut) for j in range(k if grads else 1)}
+    outputs["sums"] = jax.ShapeDtypeStruct(packed.shape, jnp.float32) if grads else None, cut
+    return run_kernel(name, body, grid, inputs, outputs)
 
 
 @jax.custom_vjp
@@ -4530,10 +4511,7 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
     one-hot matrix [tile, block] of a meeting, multiplies each table's rows of the block by it, and
     adds up in VMEM; there are also the block and the tile, twice each: 9 MiB for four tables 768
     wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table [50304, 768]: 0.25 M
-    instead of 1.72 M, the permutation of the rows (0.28 M) in neither. `body` reads tile and at
-    [steps], the tile and the block of every meeting, and of that block ids [1, 1, block] and for
-    each table rows0, rows1, ... [block, d]. It adds up in total (float32) and writes sums, of one
-    tile [n, ROW_TILE, d] both."""
+    instead of 1.72 M, the permutation of the rows (0.28 M) in neither."""
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
     ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
     if not ascending:
@@ -4541,6 +4519,21 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
         rows = [x[order] for x in rows]
     tile, at = meetings(ids, v // n, block)
     steps, blocks = tile.size, ids.size // block
+
+    def met(*shape):
+        def place(_, i, tile, at):
+            return jnp.minimum(at[i], blocks - 1), *(0 for _ in shape[1:])
+
+        return lambda x: pl.BlockSpec(shape, place)
+
+    def tile_of(x):
+        return pl.BlockSpec((n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))
+
+    scalars, grid = {"tile": tile, "at": at}, {"row": 1, "i": steps}
+    inputs = {"ids": (ids.reshape(blocks, 1, block), met(1, 1, block))}  # of the block that is met
+    inputs |= {f"rows{k}": (x, met(block, d)) for k, x in enumerate(rows)}
+    outputs = {"sums": (jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of)}
+    total = {"total": ((n, ROW_TILE, d), jnp.float32)}
 
     def body(r):
         tile = r.tile[r.i]
@@ -4562,20 +4555,6 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    def met(*shape):
-        def place(_, i, tile, at):
-            return jnp.minimum(at[i], blocks - 1), *(0 for _ in shape[1:])
-
-        return lambda x: pl.BlockSpec(shape, place)
-
-    def tile_of(x):
-        return pl.BlockSpec((n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))
-
-    inputs = {"ids": (ids.reshape(blocks, 1, block), met(1, 1, block))}
-    inputs |= {f"rows{k}": (x, met(block, d)) for k, x in enumerate(rows)}
-    outputs = {"sums": (jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of)}
-    total = {"total": ((n, ROW_TILE, d), jnp.float32)}
-    scalars, grid = {"tile": tile, "at": at}, {"row": 1, "i": steps}
     out = run_kernel(f"sum_rows_{n}", body, grid, inputs, outputs, scalars, total)
     return table_vd + out["sums"].reshape(v, d).astype(table_vd.dtype)
 
@@ -4683,7 +4662,7 @@ def tiles_backward_queries(arrays: dict):
 
     own, outputs = ("q", "first", "log_sums", "mean", "y_grad"), {"q_grad": arrays["q"]}
     args = body, QUERY_TILES, queries, arrays, own, "kv", outputs
-    return run_tiles("attend_backward_queries", *args)["q_grad"]
+    return run_tiles("attend_backward_queries", *args)
 
 
 def tiles_backward_keys(arrays: dict):
@@ -4714,7 +4693,7 @@ def tiles_backward_keys(arrays: dict):
 
     row, outputs = ("q", "log_sums", "mean", "y_grad"), {f"{x}_grad": arrays[x] for x in "kv"}
     args = body, KEY_TILES, keys, arrays, (*"kv", "last"), row, outputs
-    return tuple(run_tiles("attend_backward_keys", *args).values())
+    return run_tiles("attend_backward_keys", *args)
 
 
 def tiles_backward(arrays: dict, y_grad):
@@ -4722,9 +4701,8 @@ def tiles_backward(arrays: dict, y_grad):
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnv,btnv->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     arrays = arrays | {"mean": mean, "y_grad": y_grad}
-    q_grad = tiles_backward_queries(arrays)
-    k_grad, v_grad = tiles_backward_keys(arrays)
-    return ({"q": q_grad, "k": k_grad, "v": v_grad, "first": None, "last": None},)
+    grads = tiles_backward_queries(arrays) | tiles_backward_keys(arrays)
+    return ({x: grads.get(f"{x}_grad") for x in ("q", "k", "v", "first", "last")},)
 
 
 @jax.custom_vjp
