@@ -3798,10 +3798,9 @@ def whole(x):
 # reach wait in rings in VMEM (2 MiB for short layers at a window of 640; 10 in the backward pass,
 # with their gradients). Scores are kept as [keys, queries], so that what there is one of for each
 # query (sum, gate, start of the document) is a row, and costs nothing to broadcast. Queries,
-# outputs and all gradients stand, [h, tokens], and there QK norm, rotation, XSA and gates are a few
+# outputs and all gradients are standing, [h, tokens]: so QK norm, rotation, XSA and gates are a few
 # sums over rows. QK norm bounds the scores: no running maximum. Blocks without visible keys are
-# skipped.
-# The hardware's tiles have 128 columns: one wide head, or two narrow ones, which come together.
+# skipped. The hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
@@ -4087,9 +4086,8 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
 def window_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, added and OF_HEADS; others have none. Grid step i takes block i of the
     queries through all blocks that they can see, whose gradients collect in rings. Block i - delay
-    is complete by then, and leaves, all its columns together: concatenated outside, they would be
-    copied once more. With the key offset the first token of the next block is needed too, one step
-    later."""
+    is complete by then, or with the key offset a step later, for the next block's first token, and
+    leaves, all its columns together: concatenated outside, they would be copied once more."""
     (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
     blocks, delay, ring = t // block, plan.delay, plan.delay + 1
@@ -4249,12 +4247,10 @@ def window_backward(plan: Plan, kept, y_grad):
     return (dict.fromkeys(arrays) | grads,)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def window_attention(plan: Plan, arrays: dict):
-    """attend_window on the `arrays` that it has prepared."""
-    return window_forward(plan, arrays, save=False)[0]
-
-
+# attend_window of a Plan and of the arrays that it has prepared
+window_attention = jax.custom_vjp(
+    lambda plan, arrays: window_forward(plan, arrays, save=False)[0], nondiff_argnums=(0,)
+)
 window_attention.defvjp(window_forward, window_backward)
 
 
@@ -4308,11 +4304,11 @@ def flat(x):
 
 
 def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
-    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer that
-    divide them, and the grid of these."""
+    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer
+    that divide them, and the grid of these."""
     block = math.gcd(rows, most)
-    spec = functools.partial(pl.BlockSpec, index_map=lambda _, i, *__: (i, 0))
-    return lambda x: spec((block, x.shape[1])), {"row": 1, "i": rows // block}
+    grid = {"row": 1, "i": rows // block}
+    return lambda x: pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0)), grid
 
 
 def add_block(r, ref, value):
@@ -4324,8 +4320,7 @@ def add_block(r, ref, value):
 def mlp_block(d: int, f: int) -> int:
     """Tokens of a block of fused_mlp, at most, for d features and f hidden units; 0 if none fit.
     The way back has in VMEM, in bfloat16: weights and their gradients once, also as float32 sums;
-    of each token x, z and the gradients of x and y twice, and what the compiler keeps beside
-    them."""
+    of each token x, z and the gradients of x and y twice, and what the compiler keeps."""
     room = KERNEL_VMEM - 16 * f * d
     return next((block for block in (512, 256, 128) if block * (28 * d + 10 * f) <= room), 0)
 
@@ -4360,8 +4355,7 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
 @jax.jit  # traced once: equal layers share a kernel
 def fused_mlp_backward(kept, y_grad):
     """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
-    only the last one's stay: behind matmuls that costs nothing. Of keep and weight there are sums
-    for each feature."""
+    only the last one's stay: behind matmuls that costs nothing."""
     x_rd, down_fd, up_fd, scales, z_rf = kept
     (f, d), dtype = up_fd.shape, z_rf.dtype
 
@@ -4384,7 +4378,7 @@ def fused_mlp_backward(kept, y_grad):
     cut, grid = row_blocks(len(x_rd), mlp_block(d, f))
     inputs = {"x": (x_rd, cut), "grad": (flat(y_grad), cut), "z": (z_rf, cut)}
     inputs |= {"down": (down_fd, whole), "up": (up_fd, whole)}
-    row = jax.ShapeDtypeStruct((1, d), jnp.float32)
+    row = jax.ShapeDtypeStruct((1, d), jnp.float32)  # of the two numbers: sums for each feature
     outputs = {"x_grad": (x_rd, cut), "keep_grad": (row, whole), "weight_grad": (row, whole)}
     outputs |= {"up_grad": (up_fd, whole), "down_grad": (down_fd, whole)}
     scratch = dict.fromkeys(("up_sum", "down_sum"), ((f, d), jnp.float32))
@@ -4405,10 +4399,10 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 
 def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool):
-    """run_kernel over blocks of tokens. `body` has x, which may be None, and y0, y1, ... [block, d];
-    w [block, 2 lanes], each token's weights in whole tiles, rounded, and the rest; hot [k, 2 lanes,
-    d] of 0 and 1: w @ hot[j] has, for each feature, the weight of source j for the feature's group.
-    It writes out0, like y0; for `grads` one out for each source, and sums for the packed weights,
+    """run_kernel over blocks of tokens. `body` has x, or None, and y0, y1 ... [block, d]; w [block,
+    2 lanes], each token's weights in whole tiles, rounded, and the rest; hot [k, 2 lanes, d] of 0
+    and 1: w @ hot[j] has, for each feature, the weight of source j for the feature's group. It
+    writes out0, like y0; for `grads` one out for each source, and sums for the packed weights,
     float32 [block, lanes]."""
     y0, (k, g) = flat(sources[0]), weights_btkg.shape[2:]
     (r, d), dtype = y0.shape, y0.dtype
@@ -4520,18 +4514,16 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
     tile, at = meetings(ids, v // n, block)
     steps, blocks = tile.size, ids.size // block
 
-    def met(*shape):
-        def place(_, i, tile, at):
-            return jnp.minimum(at[i], blocks - 1), *(0 for _ in shape[1:])
-
-        return lambda x: pl.BlockSpec(shape, place)
+    def met(x):
+        shape, rest = (len(x) // blocks, *x.shape[1:]), (0,) * (x.ndim - 1)
+        return pl.BlockSpec(shape, lambda _, i, tile, at: (jnp.minimum(at[i], blocks - 1), *rest))
 
     def tile_of(x):
         return pl.BlockSpec((n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))
 
     scalars, grid = {"tile": tile, "at": at}, {"row": 1, "i": steps}
-    inputs = {"ids": (ids.reshape(blocks, 1, block), met(1, 1, block))}  # of the block that is met
-    inputs |= {f"rows{k}": (x, met(block, d)) for k, x in enumerate(rows)}
+    inputs = {"ids": (ids.reshape(blocks, 1, block), met)}  # of the block that is met
+    inputs |= {f"rows{k}": (x, met) for k, x in enumerate(rows)}
     outputs = {"sums": (jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of)}
     total = {"total": ((n, ROW_TILE, d), jnp.float32)}
 
@@ -4705,12 +4697,8 @@ def tiles_backward(arrays: dict, y_grad):
     return ({x: grads.get(f"{x}_grad") for x in ("q", "k", "v", "first", "last")},)
 
 
-@jax.custom_vjp
-def tiles_attention(arrays: dict):
-    """attend_triton of q (scaled already), k and v, with the first and last of their reach."""
-    return tiles_forward(arrays)[0]
-
-
+# attend_triton of q (scaled already), k and v, with the first and last of their reach
+tiles_attention = jax.custom_vjp(lambda arrays: tiles_forward(arrays)[0])
 tiles_attention.defvjp(tiles_forward, tiles_backward)
 
 
