@@ -3625,8 +3625,7 @@ def token_losses(x_cd, head_vd, wide_vd, targets_ck, cfg: Config):
     goes to memory. The logits of the targets come once more, from their rows of the head: to pick
     them out of [c, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
     library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
-    chunk instead of 0.8. The sums are then those of rounded logits, the logits of the targets are
-    not rounded."""
+    chunk instead of 0.8. The sums are then those of rounded logits."""
     half = cfg.logit_cap[0] / 2
 
     def logits(x_cd, head_vd, dtype=jnp.float32):
@@ -3963,25 +3962,25 @@ def offset_key(r, c: int, k):
     return jnp.where(still(len(k)), jnp.where(column == 0, before, moved), k)
 
 
-def first_keys(plan: Plan, i, starts):
-    """The first key that each query of block i can see, int32 [1, block], for each `side`: by how
-    many half tokens the head of the queries stands later than that of the keys."""
+def visible_keys(plan: Plan, i, starts):
+    """A function that says which keys of head o in block i - j the queries of head c in block i can
+    see, (j, c, o) -> bool [keys, queries] of part(j). `side`: by how many half tokens the head of
+    the queries stands later than that of the keys."""
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
     unit, window = 1 + plan.heads.paired, plan.heads.window
-    return {s: jnp.maximum(starts, query - (window - s) // unit) for s in range(1 - unit, unit)}
+    first = {s: jnp.maximum(starts, query - (window - s) // unit) for s in range(1 - unit, unit)}
 
+    def visible(j: int, c: int, o: int):
+        (keys, queries), side = plan.part(j), (c >= plan.half) - (o >= plan.half)
+        shape = keys.stop - keys.start, queries.stop
+        key = lax.broadcasted_iota(jnp.int32, shape, 0)
+        seen = key >= first[side][:, queries] - (i - j) * plan.block - keys.start
+        if j:
+            return seen
+        latest = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) - (side < 0)
+        return seen & (key <= latest)
 
-def visible(plan: Plan, first, i, j: int, c: int, o: int):
-    """Which keys of head o in block i - j the queries of head c in block i can see, bool [keys,
-    queries] of part(j). `first`: of first_keys."""
-    (keys, queries), side = plan.part(j), (c >= plan.half) - (o >= plan.half)
-    shape = keys.stop - keys.start, queries.stop
-    key = lax.broadcasted_iota(jnp.int32, shape, 0)
-    seen = key >= first[side][:, queries] - (i - j) * plan.block - keys.start
-    if j:
-        return seen
-    latest = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) - (side < 0)
-    return seen & (key <= latest)
+    return visible
 
 
 def window_forward(plan: Plan, arrays: dict, save: bool = True):
@@ -4015,7 +4014,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
     def body(r):
         i = r.i
         slot = lax.rem(i, slots)
-        first = first_keys(plan, i, r.starts[0])
+        visible = visible_keys(plan, i, r.starts[0])
 
         @pl.when((r.row == 0) & (i == 0))
         def start():
@@ -4055,8 +4054,7 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
                 times(r.keys[at, o, keys], r.queries[part_of(c, h), queries]) for c, o in plan.pairs
             ]
             for (c, o), score in zip(plan.pairs, scores, strict=True):
-                seen = visible(plan, first, i, j, c, o)
-                weights = jnp.where(seen, jnp.exp2(score), 0.0).astype(dtype)
+                weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0).astype(dtype)
                 weighted = times(r.values[at, o, :, keys], weights)
                 collect(r.sums, (c, slice(None), queries), weighted, j == 0 and o < plan.half)
 
@@ -4122,7 +4120,7 @@ def window_backward(plan: Plan, kept, y_grad):
         "y_grads": ((n * v, block), dtype),  # of outputs of attention alone
     }
 
-    def look_back(r, j: int, first, mean, between=None):
+    def look_back(r, j: int, visible, mean, between=None):
         """Block i as queries of block i - j. `between` gives the vector unit work beside matmuls:
         a generator that goes on by a step after every pair of heads."""
         between = between or iter(())
@@ -4146,7 +4144,7 @@ def window_backward(plan: Plan, kept, y_grad):
             value_grad = times(r.values[at, o, keys], r.y_grads[part_of(c, v), queries])
             if len(in_flight) == 2:
                 finish(*in_flight.pop(0))
-            seen = visible(plan, first, r.i, j, c, o)
+            seen = visible(j, c, o)
             score -= r.log_sums[0, c : c + 1, queries]
             weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
             grad = weights * (value_grad - mean[c][:, queries])
@@ -4159,7 +4157,7 @@ def window_backward(plan: Plan, kept, y_grad):
 
     def body(r):
         slot = lax.rem(r.i, ring)
-        first = first_keys(plan, r.i, r.starts[0])
+        visible = visible_keys(plan, r.i, r.starts[0])
         for c in range(n):
             r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
             r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
@@ -4172,9 +4170,9 @@ def window_backward(plan: Plan, kept, y_grad):
         mean = [undo(r, slot, c) for c in range(n)]
         # What the first blocks that leave write is overwritten by block 0, which comes after them.
         # The last steps have no block i: they repeat the last one, into a slot that nothing reads.
-        look_back(r, 0, first, mean, leave(r, r.i - delay, lax.rem(r.i + 1, ring)))
+        look_back(r, 0, visible, mean, leave(r, r.i - delay, lax.rem(r.i + 1, ring)))
         for j in range(1, slots):
-            visit = functools.partial(look_back, r, j, first, mean)
+            visit = functools.partial(look_back, r, j, visible, mean)
             reaches = r.i - j >= r.earliest[r.row, newest(r.i)]
             pl.when(reaches & (r.i < blocks))(visit)
 
@@ -4393,17 +4391,14 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
 # XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way back. In
-# one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB). The
-# weights come packed in a tile of columns, and a matrix of zeros and ones, one for each source,
-# spreads its share of them over the features.
+# one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
 
 def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool):
     """run_kernel over blocks of tokens. `body` has x, or None, and y0, y1 ... [block, d]; w [block,
     2 lanes], each token's weights in whole tiles, rounded, and the rest; hot [k, 2 lanes, d] of 0
-    and 1: w @ hot[j] has, for each feature, the weight of source j for the feature's group. It
-    writes out0, like y0; for `grads` one out for each source, and sums for the packed weights,
-    float32 [block, lanes]."""
+    and 1: w @ hot[j] spreads the weights of source j over the features of its groups. It writes
+    out0, like y0; for `grads` one out for each source, and sums [block, lanes], of w as float32."""
     y0, (k, g) = flat(sources[0]), weights_btkg.shape[2:]
     (r, d), dtype = y0.shape, y0.dtype
     packed = jnp.pad(weights_btkg.reshape(r, k * g), ((0, 0), (0, -k * g % LANES)))
@@ -4435,12 +4430,6 @@ def weighted_sum(x_btd, weights_btkg, sources):
     return out["out0"].reshape(sources[0].shape)
 
 
-def weighted_sum_forward(x_btd, weights_btkg, sources):
-    """weighted_sum, and what its gradients take."""
-    y = weighted_sum(x_btd, weights_btkg, sources)
-    return y, (None if x_btd is None else x_btd[:0], weights_btkg, sources)
-
-
 def weighted_sum_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
@@ -4462,7 +4451,10 @@ def weighted_sum_backward(kept, grad_btd):
     return None if x_btd is None else grad_btd, weight_grads, source_grads
 
 
-weighted_sum.defvjp(weighted_sum_forward, weighted_sum_backward)
+weighted_sum.defvjp(
+    lambda x, *more: (weighted_sum(x, *more), (None if x is None else x[:0], *more)),
+    weighted_sum_backward,
+)
 
 
 # ---- Gradients of tables for TPUs --------------------------------------------------------------
@@ -4501,11 +4493,10 @@ def meetings(ids_r, rows: int, block: int):
 
 
 def sum_rows(table_vd, ids, rows, ascending: bool = False):
-    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step builds the
-    one-hot matrix [tile, block] of a meeting, multiplies each table's rows of the block by it, and
-    adds up in VMEM; there are also the block and the tile, twice each: 9 MiB for four tables 768
-    wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table [50304, 768]: 0.25 M
-    instead of 1.72 M, the permutation of the rows (0.28 M) in neither."""
+    """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step multiplies
+    each table's rows of a block by the one-hot matrix [tile, block] of a meeting. VMEM: 9 MiB for
+    four tables 768 wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table [50304,
+    768]: 0.25 M instead of 1.72 M, the permutation of the rows (0.28 M) in neither."""
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
     ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
     if not ascending:
@@ -4577,10 +4568,10 @@ QUERY_TILES = Tiles(128, 64, 8, 2)
 KEY_TILES = Tiles(64, 128, 8, 2)
 
 
-def run_tiles(name, body, tiles: Tiles, block: int, arrays, own, whole, outputs):
-    """run_kernel for each block of `block` tokens of each head and row. `body` has the block of the
-    `arrays` named in `own` and of `outputs`, name -> shape and dtype, and the row of those in
-    `whole`, always of its head alone. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]."""
+def run_tiles(name, body, tiles: Tiles, block: int, arrays, own, row, outputs):
+    """run_kernel for each block of `block` tokens of each head and row: `arrays` are [b, t, n, h or
+    v], [b, n, t] or [b, t]. `body` has [block, h or v] or [block] of those named in `own` and of
+    `outputs`, name -> shape and dtype, and [t, h or v] or [t] of those in `row`, of its head."""
     b, t, n, _ = arrays["q"].shape
 
     def cut(tokens: int, at: Callable, x):
@@ -4592,16 +4583,14 @@ def run_tiles(name, body, tiles: Tiles, block: int, arrays, own, whole, outputs)
 
     of_block = functools.partial(cut, block, lambda i: i)
     of_row = functools.partial(cut, t, lambda i: 0)
-    inputs = {x: (arrays[x], of_block) for x in own} | {x: (arrays[x], of_row) for x in whole}
+    inputs = {x: (arrays[x], of_block) for x in own} | {x: (arrays[x], of_row) for x in row}
     outputs = {name: (x, of_block) for name, x in outputs.items()}
     grid = {"i": t // block, "head": n, "row": b}
     return run_kernel(name, body, grid, inputs, outputs, tiles=tiles)
 
 
 def tiles_forward(arrays: dict):
-    """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t]). `body`
-    reads q [queries, h] and first [queries], the first key that each query can see, of its block,
-    and k [t, h] and v [t, v] of the row; it writes y [queries, v] and log_sums [queries]."""
+    """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
     (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
     queries, keys, *_ = FORWARD_TILES
 
@@ -4629,8 +4618,7 @@ def tiles_forward(arrays: dict):
 
 
 def tiles_backward_queries(arrays: dict):
-    """The gradient of q. `body` reads q, y_grad, first, log_sums and mean [queries] (see
-    tiles_backward) of its block, and k and v of the row; it writes q_grad [queries, h]."""
+    """{"q_grad"}: by blocks of queries, each with all keys that it can see."""
     h, dtype = arrays["q"].shape[3], arrays["q"].dtype
     queries, keys, *_ = QUERY_TILES
 
@@ -4658,9 +4646,7 @@ def tiles_backward_queries(arrays: dict):
 
 
 def tiles_backward_keys(arrays: dict):
-    """The gradients of k and of v; scores stand as [keys, queries]. `body` reads k, v and last
-    [keys], the last query that can see each key, of its block, and q, y_grad, log_sums and mean [t]
-    of the row; it writes k_grad [keys, h] and v_grad [keys, v]."""
+    """{"k_grad", "v_grad"}: by blocks of keys; scores stand as [keys, queries]."""
     dtype = arrays["k"].dtype
     queries, keys, *_ = KEY_TILES
 
