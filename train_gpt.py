@@ -3725,7 +3725,9 @@ lean_squared_relu.defvjp(
 )
 
 
-lean_mlp = functools.partial(add_mlp, act=lean_squared_relu)
+def lean_mlp(*args):
+    """add_mlp with lean_squared_relu."""
+    return add_mlp(*args, act=lean_squared_relu)
 
 
 def document_starts(segments_bt):
