@@ -3409,26 +3409,21 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     return tuple(dict(zip(every, x, strict=True)) for x in built)
 
 
-# What names of kernels begin with -> the field of Kernels that they serve
-KERNEL_OF = {"window": "attend", "attend": "attend", "mlp": "add_mlp", "weighted": "blend"}
-KERNEL_OF |= {"sum_rows": "add_rows"}
-
-
 def not_compiled(cfg: Config, mesh: Mesh, name: str, text: str) -> str:
-    """What is said of a program that cannot be compiled: all of the compiler's `text`, after what
-    can be done about a kernel, the memory of a device or an option."""
-    kernel = re.search(rf"({'|'.join(KERNEL_OF)})\w*/pallas_call", text)
+    """Why a program cannot be compiled: all of the compiler's `text`, after what can be done about
+    a kernel, the memory of a device or an option."""
+    fields = {"mlp": "add_mlp", "sum_rows": "add_rows", "weighted": "blend", "window": "attend"}
+    kernel = re.search(rf"({'|'.join(fields)}|attend)\w*/pallas_call", text)
     sizes = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", text)
-    cure = ""
+    cure = "--set sparse_cores=0 leaves out options for TPUs: " * ("compile option" in text)
     if kernel:
-        others = ",".join(x for x in Kernels._fields if x != KERNEL_OF[kernel[1]])
-        cure = f"--set kernels={others} leaves out {KERNEL_OF[kernel[1]]}, whose kernel fails: "
+        field = fields.get(kernel[1], "attend")
+        others = ",".join(x for x in Kernels._fields if x != field)
+        cure = f"--set kernels={others} leaves out {field}, whose kernel fails: "
     elif sizes:
         size, limit = (float(x) * 2**30 for x in sizes.groups())
         size += resident_bytes(cfg, mesh, name)
         cure = f"{too_large(cfg, mesh, name, size, limit)}: "
-    elif "compile option" in text:
-        cure = "--set sparse_cores=0 leaves out options for TPUs: "
     return f"{name} cannot be compiled: {cure}{text}"
 
 
@@ -3502,21 +3497,21 @@ def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
 
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(jax.jit(both)())]
 
-    def trial(field, *piece):
-        kernel, plain = getattr(kernels, field), getattr(PLAIN, field)
-        if kernel is plain:
-            return ""
+    def trial(piece):
+        field, *piece = piece
         try:
-            own, exact = results(kernel, cfg.dtype, *piece), results(plain, jnp.float32, *piece)
+            own = results(getattr(kernels, field), cfg.dtype, *piece)
         except Exception as error:  # whatever a compiler says
-            return f"{field} cannot run ({' '.join(str(error).split())})"
-        norm = np.linalg.norm
-        off = np.max([norm(x - y) / max(norm(y), 1e-30) for x, y in zip(own, exact, strict=True)])
-        return "" if off <= DISAGREES else f"{field} is off by {off:.2g}"
+            return field, f"{field} cannot run ({' '.join(str(error).split())})"
+        pairs = zip(own, results(getattr(PLAIN, field), jnp.float32, *piece), strict=True)
+        norms = [(np.linalg.norm(x - y), np.linalg.norm(y)) for x, y in pairs]
+        off = np.max([of_difference / max(norm, 1e-30) for of_difference, norm in norms])
+        return field, "" if off <= DISAGREES else f"{field} is off by {off:.2g}"
 
+    chosen = {x for x in Kernels._fields if getattr(kernels, x) is not getattr(PLAIN, x)}
     with ThreadPoolExecutor(cpu_cores()) as pool:
-        found = pool.map(lambda x: trial(*x), trials(cfg))
-    return {why.split()[0]: why for why in found if why}
+        found = pool.map(trial, (piece for piece in trials(cfg) if piece[0] in chosen))
+    return {field: why for field, why in found if why}
 
 
 def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, str]:
