@@ -2594,27 +2594,24 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     """Name -> Program: gradients, updates, averaging, validation. Until an update each device keeps
     its rows' gradients, of a parameter [n, ...] together [devices * n, ...]; of banks a shard."""
 
-    def specs(tree):
-        return jax.tree.map(lambda x: x.sharding.spec, tree)
+    def cut(dtype, *shape):
+        return abstract(mesh, shape, dtype, AXIS)
 
-    def batch(count, t, candidates=0):
-        def each(dtype, *shape):
-            return abstract(mesh, (count, *shape), dtype, AXIS)
-
-        aims = Aims(each(jnp.int32, candidates), each(jnp.int32, t), each(jnp.int32, t))
-        rows = Rows(each(jnp.uint16, t + 1), each(jnp.uint16, t), each(jnp.int32, 2, t), aims)
-        requests = mesh.size, mesh.size, capacity(count * t, mesh.size)
-        return Batch(rows, abstract(mesh, requests, jnp.int32, AXIS), hyper)
+    def batch(n, t, candidates=0):
+        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
+        rows = Rows(cut(jnp.uint16, n, t + 1), cut(jnp.uint16, n, t), cut(jnp.int32, n, 2, t), aims)
+        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
+        return Batch(rows, requests, hyper)
 
     def grads(name, at):
         if name == NGRAMS:  # the rows that were fetched of it in stage `at`
             shape = mesh.size**2, capacity(cfg.stages[at].batch_tokens, mesh.size)
-            ids = abstract(mesh, shape, jnp.int32, AXIS)
-            return ids, abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)
+            return cut(jnp.int32, *shape), cut(cfg.dtype, *shape, cfg.width)
         x = copies[name]
         each = 1 if name in updated(cfg, "anvil") else mesh.size
-        return abstract(mesh, (each * x.shape[0], *x.shape[1:]), x.dtype, AXIS)
+        return cut(x.dtype, each * x.shape[0], *x.shape[1:])
 
+    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     model = copies, state["params"][NGRAMS]
@@ -2643,8 +2640,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled --------
 
-# Bytes that stay free: what a step returns may lie beside what the next one has begun (nobody has
-# measured how much that takes).
+# Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
 SPARE = 2 * 2**30
 NGRAM_STEP = 2**15  # advice rounds the rows of the n-gram table down to a multiple
 
@@ -2660,44 +2656,39 @@ def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
     every = programs(cfg, mesh, PLAIN)
     there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
     summed = updates(cfg)
-    for update, steps in summed.items():
-        count = steps if name in summed else steps - 1  # beside gradients all but the newest wait
+    for update in summed:
         for param, grads in every[update].args[1].items():
-            there[param] = max(there.get(param, ()), grads[:count], key=device_bytes)
+            waiting = grads if name in summed else grads[:-1]  # the newest are an output
+            there[param] = max(there.get(param, ()), waiting, key=device_bytes)
     return device_bytes(there) - device_bytes(every[name].args[:2])
 
 
-def working_bytes(cfg: Config, mesh: Mesh, name: str, args: tuple) -> float:
-    """About what a program makes on the way on a device: slightly more than what compilers for TPUs
-    and GPUs say of `speedrun` (records/NOTES.md)."""
+def own_bytes(cfg: Config, mesh: Mesh, name: str) -> float:
+    """About what a program has of a device, its arguments and what it makes on the way: slightly
+    more than what compilers for TPUs and GPUs say of `speedrun` (records/NOTES.md)."""
+    args = programs(cfg, mesh, PLAIN)[name].args
+    size = device_bytes(args)
     word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
     if name.startswith("tables"):
         rows = sum(requested.size for requested, _ in args[1][NGRAMS]) // mesh.size
         times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, in float32
-        return times * rows * word + 2 * device_bytes(args[1]["value_tables"][:1])
-    if name != "eval" and not name.startswith("grads"):
-        return 0
-    b, _, t = args[2].rows.slots.shape
-    b = b // mesh.size
-    together = rows_together(cfg, b, t)
-    of_layer = 1.4 if name == "eval" else 5 if cfg.recompute else 12.8  # arrays of a word a token
-    fetched = args[2].requests.size // mesh.size  # rows of the n-gram table
-    size = together * t * of_layer * cfg.depth * word
-    size += fetched * word * min(mesh.size, 2)
-    if name != "eval" and together < b:  # gradients are summed in float32
-        others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
-        size += 4 * (others + fetched * cfg.width)
+        size += times * rows * word + 2 * device_bytes(args[1]["value_tables"][:1])
+    if name == "eval" or name.startswith("grads"):
+        b, _, t = args[2].rows.slots.shape
+        together = rows_together(cfg, b // mesh.size, t)
+        of_layer = 1.4 if name == "eval" else 5 if cfg.recompute else 12.8  # words of a token
+        fetched = args[2].requests.size // mesh.size  # rows of the n-gram table
+        size += (together * t * of_layer * cfg.depth + fetched * min(mesh.size, 2)) * word
+        if name != "eval" and together < b // mesh.size:  # gradients are summed in float32
+            others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
+            size += 4 * (others + fetched * cfg.width)
     return size
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
     """(bytes that the run needs of a device, about; the name of the program that needs them)."""
-
-    def size(name, args):
-        own = device_bytes(args) + working_bytes(cfg, mesh, name, args)
-        return resident_bytes(cfg, mesh, name) + own
-
-    return max((size(name, x.args), name) for name, x in programs(cfg, mesh, PLAIN).items())
+    names = programs(cfg, mesh, PLAIN)
+    return max((resident_bytes(cfg, mesh, x) + own_bytes(cfg, mesh, x), x) for x in names)
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
