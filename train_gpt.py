@@ -2351,11 +2351,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 
 MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume may --set:
 MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
-POSITIVE = (
-    "steps width heads mlp_width gate_width sign_rows rope_base adam_eps adam_every tail prefetch "
-    "loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup attention_cap "
-    "row_tokens batch_tokens"
-).split()
+POSITIVE = """steps width heads mlp_width gate_width sign_rows rope_base adam_eps adam_every tail
+    prefetch loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup
+    attention_cap row_tokens batch_tokens""".split()
 
 
 def validate(c: Config) -> Config:
@@ -2457,9 +2455,8 @@ def override(cfg: Config, items: list[str]) -> Config:
             keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD"
             raise UserError(f"{bad}; the keys are {keys}") from None
         part[name] = text
-        if not is_text:
-            with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-                part[name] = ast.literal_eval(text)
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
+            part[name] = text if is_text else ast.literal_eval(text)
     return validate(typed(Config, fields))
 
 
@@ -2470,10 +2467,10 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
     """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
     cursor = 0
     for step in range(steps):
+        stage = stage_at(cfg, step)
         try:
-            cursor = plan_rows(stream, cursor, stage_at(cfg, step))[1]
-            if not stage_at(cfg, step).doc_cap:
-                stream.shard_at(cursor)  # holds the last target
+            cursor = plan_rows(stream, cursor, stage)[1]
+            stream.shard_at(cursor - bool(stage.doc_cap))  # a plain row's last target is at cursor
         except UserError:
             last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
             cure = "get more shards, or lower --set steps="
@@ -2491,14 +2488,12 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
     few = f"holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} are needed"
     need(len(val) > cfg.val_tokens, f"{val.paths[0].parent} {few}: lower --set val_tokens=")
     shards = {}
-    ends = cursor_after(cfg, train, cfg.steps), cfg.val_tokens
-    for stream, end in zip((train, val), ends, strict=True):
+    for stream, end in ((train, cursor_after(cfg, train, cfg.steps)), (val, cfg.val_tokens)):
         count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
         for path, tokens in zip(stream.paths[:count], stream.shards, strict=False):
             most = tokens.max()
             need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
             shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
     return shards
 
@@ -2616,33 +2611,30 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     copies = abstract_copies(cfg, mesh)
     model = copies, state["params"][NGRAMS]
     hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
-    all_programs = {}
+    found = {}
     for i, (at, candidates) in enumerate(grads_kinds(cfg)):
         stage = cfg.stages[at]
         step = functools.partial(grads_step, cfg, kernels, (at, candidates))
         args = *model, batch(stage.rows, stage.row_tokens, candidates)
-        all_programs[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
+        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
     for update, steps in updates(cfg).items():
         stages = [int(at) for at in re.findall(r"\d+", update)] or [0] * steps
         due = {name: tuple(grads(name, at) for at in stages) for name in updated(cfg, update)}
         step = functools.partial(update_step, cfg, kernels, update)
         out = specs(state), specs({name: copies[name] for name in due if name != NGRAMS})
-        all_programs[update] = Program(step, (state, due, hyper), out, donates=(0,))
+        found[update] = Program(step, (state, due, hyper), out, donates=(0,))
     out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
-    step = functools.partial(finish_step, cfg)
-    all_programs["finish"] = Program(step, (state,), out, donates=(0,))
+    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
     args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    step = functools.partial(eval_step, cfg, kernels)
-    all_programs["eval"] = Program(step, args, (P(), P()))
+    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {name: one._replace(options=options) for name, one in all_programs.items()}
+    return {name: program._replace(options=options) for name, program in found.items()}
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled --------
 
 # Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
 SPARE = 2 * 2**30
-NGRAM_STEP = 2**15  # advice rounds the rows of the n-gram table down to a multiple
 
 
 def device_bytes(tree) -> int:
@@ -2702,7 +2694,7 @@ def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> 
     for recompute in sorted({cfg.recompute, True}):
         other = dataclasses.replace(cfg, recompute=recompute)
         saved = expected_bytes(cfg, mesh)[0] - expected_bytes(other, mesh)[0]
-        rows = int(cfg.ngram_rows - max(over - saved, 0) / row) // NGRAM_STEP * NGRAM_STEP
+        rows = int(cfg.ngram_rows - max(over - saved, 0) / row) // 2**15 * 2**15  # a round number
         if rows > max(ways):
             more = "recompute=1 " * (recompute > cfg.recompute)
             ways[rows] = f"--set {more}ngram_rows={rows}, or "
@@ -2739,8 +2731,7 @@ class Saved(NamedTuple):
 
 
 def own_shards(cfg: Config, state, loader: LoaderState) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (file name, rows) of what this process stores: of what is sharded the rows of its
-    devices, one by one; of what every device has, the first replica."""
+    """Yield (file name, rows) of what this process stores, by device: each row is stored once."""
     first = jax.process_index() * len(loader.offsets)
     yield f"loader.offsets.{first}.npy", np.array(loader.offsets)
     for path, array in jax.tree.leaves_with_path(state):
@@ -2819,18 +2810,14 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
         fits = {(x.dtype, x.shape[1:]) for x in files.values()} == {(dtype, like.shape[1:])}
         fits = fits and sum(map(len, files.values())) == param_table(saved.cfg)[name].shape[0]
         need(fits, f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log")
-
-        def rows_of(index) -> np.ndarray:
-            start, stop, _ = index[0].indices(like.shape[0])
+        shards = []
+        for device, at in like.sharding.addressable_devices_indices_map(like.shape).items():
+            start, stop, _ = at[0].indices(like.shape[0])
             rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zeros where it is padded
             for first, x in files.items():
-                low, high = max(first, start), min(first + len(x), stop)
-                if low < high:
-                    rows[low - start : high - start] = x[low - first : high - first]
-            return rows.view(like.dtype)
-
-        each = like.sharding.addressable_devices_indices_map(like.shape).items()
-        shards = [jax.device_put(rows_of(at), x).block_until_ready() for x, at in each]
+                part = x[max(start - first, 0) : max(stop - first, 0)]
+                rows[max(first - start, 0) :][: len(part)] = part
+            shards.append(jax.device_put(rows.view(like.dtype), device).block_until_ready())
         return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
     return jax.tree.map_with_path(load, {kind: want[kind] for kind in kinds or want})
@@ -2873,7 +2860,6 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run stand on: source, versions, machine, config, choice of kernels."""
     device = mesh.devices.flat[0]
     options = compiler_options(cfg, device.platform)
-    choices = {"kernels": reason, "compiler_options": options}
     cpu = platform.machine()
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
@@ -2888,7 +2874,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "devices": {**devices, "processes": jax.process_count()},
         "host": {"cpu": cpu, "cores": cpu_cores(), "platform": platform.platform()},
         "environment": {x: os.environ[x] for x in sorted(os.environ) if re.match(VARIABLES, x)},
-        "choices": choices,
+        "choices": {"kernels": reason, "compiler_options": options},
     }
 
 
@@ -2912,23 +2898,22 @@ class RunLog:
         agree(facts, saved)
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
         stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
-        start = {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
-        was = saved.meta if saved else start | facts
+        was = saved.meta if saved else facts
         self.cfg = cfg
         self.say = say
         self.folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
-        self.clock = Clock(was["train_time_ms"])
-        self.first = was["step"]
+        self.clock = Clock(was.get("train_time_ms", 0.0))
+        self.first = was.get("step", 0)
         self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
         self.pending = None  # the newest step, whose loss nobody has waited for
         self.missing = ""  # why the newest checkpoint is not there
         self.refused = None  # why the disk did not take a line
         self.files = {}
+        dropped = was.get("dropped_ngrams", 0)
         self.facts = {"run_id": self.folder.resolve().name, **facts, "compile_seconds": {}}
         self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
-        ms = round(self.clock.total, 3)
-        self.facts |= {"finished": False, "train_time_ms": ms, "target": cfg.target}
-        self.facts |= {"dropped_ngrams": was["dropped_ngrams"], "resumed": bool(saved)}
+        self.facts |= {"finished": False, "target": cfg.target, "resumed": bool(saved)}
+        self.facts |= {"train_time_ms": round(self.clock.total, 3), "dropped_ngrams": dropped}
         other = f"{cfg.data} does not hold the shards of {self.folder}: name their --data"
         need(was["data"] == facts["data"], other)
         other = f"train_gpt.py is not what {self.folder} began with: see the head of its log.txt"
@@ -3182,8 +3167,7 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
 
 def from_all(number: int) -> list[int]:
     """The numbers of all processes, which wait for each other here."""
-    every = patiently(lambda: multihost_utils.process_allgather(np.int32(number)))
-    return every.reshape(-1).tolist()
+    return patiently(lambda: multihost_utils.process_allgather(np.int32(number))).ravel().tolist()
 
 
 def agree(facts: dict, saved: Saved | None):
@@ -3324,18 +3308,18 @@ def report_errors(do: Callable) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         return do() or 0
+    except (UserError, OSError) as error:
+        line = str(error)
     except Exception as error:
         line = str(error)
-        if isinstance(error, UserError | OSError):
-            pass
-        elif "RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError):
+        if "RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError):
             ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
             line = f"out of memory: use {ways}: {line}"
         elif isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
             line = f"another process has ended or cannot be reached: see its output ({line})"
         else:
             raise
-        tell(f"error: {' '.join(line.split())}", sys.stderr)
+    tell(f"error: {' '.join(line.split())}", sys.stderr)
     if jax.distributed.is_initialized():  # jax would wait for the other processes
         os._exit(2)
     return 2
