@@ -3101,6 +3101,9 @@ def ask_to_stop() -> Callable[[int], int]:
             agreed.append(signal.SIGTERM)
         return max(agreed, default=asked[0][0] if one and asked else 0)
 
+    if not one:  # from here on jax listens to SIGTERM, which before ends a process at once
+        jax.config.update("jax_enable_preemption_service", True)
+        multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[: 2 + one]:
         if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and `&` ask for
             signal.signal(number, ask)
@@ -3157,6 +3160,7 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     # The only task of a node has all its GPUs, of which jax would take one.
     gpus = [] if tasks == os.environ.get("SLURM_STEP_NUM_NODES") else None
     join = functools.partial(jax.distributed.initialize, coordinator, processes, process_id, gpus)
+    jax.config.update("jax_enable_preemption_service", False)  # until ask_to_stop
     try:
         if coordinator and process_id == 0:  # jax would crash if the port is taken
             socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()

@@ -317,16 +317,20 @@ def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved():
 
 
 def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch):
-    """Which then stops all of them at one step, with a checkpoint."""
+    """Which then stops all of them at one step, with a checkpoint. Until then, while programs are
+    compiled, SIGTERM ends a process at once: jax does not listen (join_hosts)."""
     from jax.experimental import multihost_utils
 
+    begun = []
+    state = multihost_utils.distributed.global_state
+    monkeypatch.setattr(state, "initialize_preemption_sync_manager", lambda: begun.append(1))
     heard = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: step == 3)
     asked = T.ask_to_stop()
-    assert asked(1) == 0
+    assert asked(1) == 0 and begun == [1]
     for number in (signal.SIGINT, signal.SIGHUP):
         os.kill(os.getpid(), number)
     assert heard == [signal.SIGTERM] * 2
