@@ -2304,6 +2304,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             waiting.clear()  # gradients of parameters whose last update has been
             state, changed = compiled["finish"](state)
             copies |= changed
+        if profile:
+            trace(step - first, cfg.steps - first, stops, log.folder, copies)
         if validates or stops:
             log.flush()
             jax.block_until_ready((state, copies))
@@ -2323,8 +2325,6 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             log.flush()
             log.save(step, state, data)
             last_saved = step
-        if profile:
-            trace(step - first, cfg.steps - first, log.folder, copies)
         batch, data = next(batches)
         grads_of, *due_updates = schedule(cfg).programs(step)
         grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
@@ -2690,15 +2690,18 @@ def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> 
     if over <= 0:
         return ""
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    ways = {0: ""}  # largest ngram_rows -> the settings
-    for recompute in sorted({cfg.recompute, True}):
-        other = dataclasses.replace(cfg, recompute=recompute)
+    ways = {3: ""}  # largest ngram_rows -> the settings
+    less = {"recompute": True}
+    for more in ({}, less, less | {"val_row": min(cfg.val_row, 65_536)}):
+        other = dataclasses.replace(cfg, **more)
         saved = expected_bytes(cfg, mesh)[0] - expected_bytes(other, mesh)[0]
-        rows = int(cfg.ngram_rows - max(over - saved, 0) / row) // 2**15 * 2**15  # a round number
+        rows = cfg.ngram_rows if saved >= over else int(cfg.ngram_rows - (over - saved) / row)
+        rows -= rows % (2 if rows < 2**16 or saved >= over else 2**15)  # a round number
         if rows > max(ways):
-            more = "recompute=1 " * (recompute > cfg.recompute)
-            ways[rows] = f"--set {more}ngram_rows={rows}, or "
-    cure = f"use {''.join(ways.values())}more devices"
+            changed = {key: x for key, x in more.items() if x != getattr(cfg, key)}
+            changed |= {"ngram_rows": rows} if rows < cfg.ngram_rows else {}
+            ways[rows] = f"--set {' '.join(f'{key}={int(x)}' for key, x in changed.items())}, or "
+    cure = f"use {''.join(ways.values())}smaller sizes, or more devices"
     device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
     return f"{name} needs {size / 2**30:.1f} GiB of {device}: {cure}"
 
@@ -3060,12 +3063,14 @@ class RunLog:
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
-def trace(at: int, steps: int, folder: Path, last):
-    """Trace four steps into folder/profile; called before each of `steps`, with the last result."""
-    start = min(PROFILED.start, (steps - 1) // 2)
-    if at == start:
+def trace(at: int, steps: int, stops: bool, folder: Path, last):
+    """Trace four steps, or all of fewer, into folder/profile; called before each of `steps` and at
+    their end, with the last result."""
+    start = min(PROFILED.start, max(steps - len(PROFILED), 0))
+    end = min(start + len(PROFILED), steps)
+    if at == start and not stops:
         jax.profiler.start_trace(str(folder / "profile"))
-    if at == min(start + len(PROFILED), steps - 1):
+    elif start < at <= end and (stops or at == end):
         jax.block_until_ready(last)
         jax.profiler.stop_trace()
 
@@ -3110,27 +3115,37 @@ def ask_to_stop() -> Callable[[int], int]:
     return reached
 
 
-def check_hardware(preset: str | None, say: Callable):
-    """Say so if this machine has an accelerator that jax does not see; UserError if `preset` is for
+def check_hardware(cfg: Config, say: Callable):
+    """Say so if this machine has an accelerator that jax does not see; UserError if the run is for
     one. What the user has chosen by JAX_PLATFORMS is right."""
     dev = Path("/dev")
     here = [*dev.glob("nvidia[0-9]*"), *dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
     if not here or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
         return
-    query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
-    driver = subprocess.getoutput(query).split("\n")[0] if "nvidia" in here[0].name else ""
-    plugin = ("cuda12" if driver < "580" else "cuda13") if driver else "tpu"
+    plugin = "tpu"
+    driver = ""
+    if "nvidia" in here[0].name:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # none, broken, or it hangs
+            driver = subprocess.check_output(query, text=True, timeout=STALL_SECONDS).split("\n")[0]
+        major = int((re.match(r"\d+", driver) or "0")[0])
+        plugin = "cuda13" if major >= 580 else "cuda12" if major else "cuda"
     cure = f"pip install 'jax[{plugin}]' in a new environment"
     if plugin in " ".join(versions()):
         cure = "end what holds it, such as a notebook, or see what jax says above"
-    line = f"jax sees only the CPU, not {here[0]} (driver: {driver or 'of a TPU'}): {cure}"
-    need(preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
+    if plugin == "cuda":
+        cure = (
+            "nvidia-smi does not say the driver: mend that, then install jax[cuda13] (580 and up)"
+        )
+    cure += f" (driver {driver})" * bool(driver)
+    line = f"jax sees only the CPU, not {here[0]}: {cure}"
+    need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
     say(f"warning: {line}")
 
 
 def slice_hosts() -> str:
     """The hosts of this TPU slice with commas between them, from where jax has them; or ""."""
-    names = os.environ.get("TPU_PROCESS_ADDRESSES", os.environ.get("TPU_WORKER_HOSTNAMES", ""))
+    names = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
     if not names and "TPU_SKIP_MDS_QUERY" not in os.environ:  # which jax sets if it sees no TPU
         server = "http://" + os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
         url = f"{server}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
@@ -3153,7 +3168,7 @@ def patiently(do: Callable, most: float | None = None):
 def join_hosts(coordinator: str | None, processes: int | None, process_id: int | None):
     """Join the other processes of the run, before jax touches a device: those that are named, or
     those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
     named = {coordinator, processes, process_id} != {None}
     if not named and tasks == "1" and "," not in slice_hosts():
         return
@@ -3166,7 +3181,9 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
             socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
         patiently(join, 280)  # jax would crash after 300 s
     except Exception as error:
-        raise UserError(f"cannot join the other processes ({error!r}): see --coordinator") from None
+        found = {x: os.environ[x] for x in sorted(os.environ) if re.match("SLURM_STEP_NU|TPU_", x)}
+        cure = f"see --coordinator, --processes, --process-id, and what {found} say"
+        raise UserError(f"cannot join the other processes ({error!r}): {cure}") from None
 
 
 def from_all(number: int) -> list[int]:
@@ -3279,6 +3296,7 @@ def run(argv: list[str], command: str):
     if args.show:
         cfg = resolve(args)
         tell(show(cfg))
+        check_hardware(cfg, tell)
         if all_devices()[0].platform != "cpu":
             tell(check_memory(*make_mesh(cfg)))
         return
@@ -3287,9 +3305,10 @@ def run(argv: list[str], command: str):
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
-    check_hardware(args.preset, say)
     if args.resume is None:
-        train(resolve(args, say), Path(args.out), command, None, args.profile, say)
+        cfg = resolve(args, say)
+        check_hardware(cfg, say)
+        train(cfg, Path(args.out), command, None, args.profile, say)
         return
     saved = find_checkpoint(Path(args.resume), say)
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
@@ -3299,7 +3318,9 @@ def run(argv: list[str], command: str):
         facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
         done |= facts["finished"] and "missing" not in facts
     need(not done, f"{args.resume} is finished: there is nothing to resume")
-    train(override(saved.cfg, items), Path(args.out), command, saved, args.profile, say)
+    cfg = override(saved.cfg, items)
+    check_hardware(cfg, say)
+    train(cfg, Path(args.out), command, saved, args.profile, say)
 
 
 def report_errors(do: Callable) -> int:

@@ -61,7 +61,7 @@ def test_settings_that_it_names_are_valid(capsys):
 
 def test_tables_that_fit_a_machine_are_those_of_its_launch_files(capsys):
     """And the trainer accepts them."""
-    form = r"^\| ([^|(]+?) (?:\(.*\) )?\| `((?:recompute=1 )?ngram_rows=(\d+))` \|"
+    form = r"^\| ([^|(]+?) (?:\(.*\) )?\| `((?:recompute=1 val_row=65536 )?ngram_rows=(\d+))` \|"
     machines = re.findall(form, README, re.M)
     files = {"TPU v6e-1": ("colab.ipynb", "v6e-1.yaml"), "TPU v5e-8": ("colab.ipynb",)}
     files["one H100"] = ("1xgpu.yaml",)
