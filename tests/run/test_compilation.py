@@ -78,7 +78,7 @@ def refused(monkeypatch, cfg, mesh) -> str:
 # GiB of a device, what compilers for it said of the largest program with all that lies beside it,
 # less the n-gram table: of a v6e-1 and a v5e-8 grads3, of an H100 the update of tables.
 CHIPS = [
-    ("tpu", 1, 31.25, 21.4, "grads3"),
+    ("tpu", 1, 31.25, 21.8, "grads3"),
     ("tpu", 8, 15.75, 11.9, "grads3"),
     ("gpu", 1, 59.3, 26.6, "tables2-2-2-2"),
 ]
@@ -97,9 +97,9 @@ def test_the_rows_that_a_refusal_names_fit_and_few_more_would(
     fits = T.override(RECORD, settings[0].split())
     table = fits.ngram_rows * (2 * 768 + 4) / devices / GIB
     assert 0 <= limit - 2 - beside - table <= 1.2
-    for words in settings:  # also with recompute=1, where that makes room for more
+    for words in settings:  # also with recompute=1 and short rows, where these make room for more
         T.check_memory(T.override(RECORD, words.split()), mesh)
-    assert len(settings) == (2 if platform == "tpu" else 1)
+    assert len(settings) == (3 if platform == "tpu" else 1)
 
 
 def test_where_no_table_fits_only_other_devices_help(monkeypatch):
