@@ -105,7 +105,7 @@ def test_the_rows_that_a_refusal_names_fit_and_few_more_would(
 def test_where_no_table_fits_only_other_devices_help(monkeypatch):
     """As on a TPU v5e-1."""
     line = refused(monkeypatch, RECORD, kind_of(1, 15.75 * GIB, "tpu"))
-    assert line.endswith("must stay free: use more devices")
+    assert line.endswith("must stay free: use smaller sizes, or more devices")
 
 
 @pytest.mark.parametrize("devices, limit", [(1, 90 * GIB), (8, 31.25 * GIB), (1, None)])
