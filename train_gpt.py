@@ -3134,9 +3134,7 @@ def check_hardware(cfg: Config, say: Callable):
     if plugin in " ".join(versions()):
         cure = "end what holds it, such as a notebook, or see what jax says above"
     if plugin == "cuda":
-        cure = (
-            "nvidia-smi does not say the driver: mend that, then install jax[cuda13] (580 and up)"
-        )
+        cure = "nvidia-smi does not say the driver: mend that, then install jax[cuda13] (580 on)"
     cure += f" (driver {driver})" * bool(driver)
     line = f"jax sees only the CPU, not {here[0]}: {cure}"
     need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
