@@ -457,7 +457,9 @@ def part_one(tmp_path_factory, shards):
     exec(compile(PART_ONE, "part_one", "exec"), vars(part))
     log = Log(part.Clock(), folder)
 
-    for name in ("Program", "updates", "programs"):  # the list of its steps, which Part II has
+    part.COMPILER_OPTIONS = {}
+    # The list of its steps, which Part II has.
+    for name in ("compiler_options", "Program", "updates", "programs"):
         exec(inspect.getsource(getattr(T, name)), vars(part))
 
     def compile_all(cfg, mesh, kernels, say):
