@@ -311,9 +311,22 @@ APART += " sample_tokens val_tokens val_every val_batch val_row"
 def read_json(path: str) -> dict:
     """The content of a JSON file."""
     try:
-        return json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise T.UserError(f"{path}: {error}") from None
+    T.need(isinstance(content, dict), f"{path} is no JSON object")
+    return content
+
+
+def read_pair(paths: list[str]) -> list[dict]:
+    """The contents of a preflight.json and of a bench.json; UserError if one is something else."""
+    both = [read_json(path) for path in paths]
+    swapped = "parts" in both[0] and "variants" in both[1]
+    T.need(not swapped, f"--beside {paths[0]} {paths[1]}: swap them, preflight.json comes first")
+    own = {"preflight.json": "variants", "bench.json": "parts"}
+    for path, content, (name, key) in zip(paths, both, own.items(), strict=True):
+        T.need(key in content, f"{path} is no {name}: it has no `{key}`")
+    return both
 
 
 def same_programs(predicted: dict, measured: dict):
@@ -424,7 +437,7 @@ def main(argv=None) -> int:
         parser.add_argument("--dump", metavar="DIR", help="keep the figures as bench.json")
         args = parser.parse_args(argv)
         if args.beside:
-            print(beside(*map(read_json, args.beside)))
+            print(beside(*read_pair(args.beside)))
             return 0
         T.need(args.parts >= 0, f"--parts {args.parts}: a positive number of devices, or none")
         if args.dump:

@@ -173,11 +173,13 @@ def read_text(path: Path) -> str:
         return path.read_bytes().decode()
 
 
-def read_json(path: Path):
-    """The value in a JSON file."""
+def read_json(path: Path) -> dict:
+    """The object in a JSON file."""
     text = read_text(path)
     with about(path.name):
-        return json.loads(text)
+        content = json.loads(text)
+        need(isinstance(content, dict), "is no JSON object")
+        return content
 
 
 def read_run(folder: Path) -> Run:

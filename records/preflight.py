@@ -128,7 +128,7 @@ YARDSTICKS |= {"high": Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)}
 class Hardware(NamedTuple):
     """One device of a kind, by its maker's data sheet where nothing else is said."""
 
-    memory: int | None = None  # bytes that programs and state can have together
+    memory: float | None = None  # bytes that programs and state can have together
     hbm: float | None = None  # bytes/s to and from memory
     link: float | None = None  # bytes/s that leave through one link
     clock: float | None = None  # Hz of the compiler's cycles; None: no times are predicted
@@ -142,14 +142,14 @@ HARDWARE["TPU v6 lite"] = Hardware(int(31.25 * 2**30), 1.185e12, 86.8e9, 1.75e9,
 HARDWARE["TPU v5 lite"] = Hardware(int(15.75 * 2**30), 0.819e12, 50e9, 1.5e9, 2**17, "data sheet")
 HARDWARE["TPU v5"] = Hardware(int(95.74 * 2**30))
 HARDWARE["TPU v4"] = Hardware(int(30.75 * 2**30))
-# jax takes 75 % of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-HARDWARE |= {kind: Hardware(int(0.75 * gib * 2**30)) for kind, *_, gib in GPUS.values()}
+HARDWARE |= {kind: Hardware(gib * 2**30) for kind, *_, gib in GPUS.values()}  # memory_of: a share
 
 
 def tpu_options(target: str) -> dict | None:
     """What libtpu must know of NAME-NUMBER, where NUMBER counts chips or, by the names of v4 and
     v5p, cores; or of a topology NAME:AxB. None if it is neither."""
     name, _, number = target.partition("-")
+    name = "v5e" if name == "v5litepod" else name  # as Google's accelerator types have it
     if name in TPUS and number.isdecimal():
         axes, cores = TPUS[name]
         bits = (int(number) // cores).bit_length() - 1
@@ -202,7 +202,10 @@ def absent_devices(target: str) -> list:
     for key, value in NO_HOST.items():
         os.environ.setdefault(key, value)
     options = gpu_options(target) or tpu_options(target)
-    known = "use a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
+    name = re.sub(r"x\d*$", "", target.lower())
+    near = [f"{gpu}x1" for gpu in GPUS if name and gpu.startswith(name)]
+    known = f"use {' or '.join(near)}, or " if near else "use "
+    known += "a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
     known += f"(TPUs: {', '.join(TPUS)}; GPUs: {', '.join(GPUS)})"
     if options is None:
         raise T.UserError(f"no such hardware as {target}: {known}")
@@ -766,7 +769,8 @@ def program_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | Non
     tokens, what = about(cfg, name)
     row = {"name": name, "steps": executions(cfg)[name], "what": what, "tokens_per_step": tokens}
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
-    row["device_bytes_limit"] = HARDWARE[mesh.devices.flat[0].device_kind].memory
+    limit = memory_of(mesh)
+    row["device_bytes_limit"] = limit if limit < math.inf else None
     start = time.perf_counter()
     try:
         compiled = T.lower(T.programs(cfg, mesh, kernels)[name], mesh).compile()
@@ -869,8 +873,20 @@ def verdict(cfg, mesh, rows: list[dict]) -> tuple[bool, list[str]]:
 
 
 def memory_of(mesh) -> float:
-    """Bytes that a run has on a device of `mesh`; infinity where they are not known."""
-    return HARDWARE[mesh.devices.flat[0].device_kind].memory or math.inf
+    """Bytes that a run has on a device of `mesh`; infinity where they are not known. Of a GPU's
+    memory jax takes 75 %, or the share that a variable of the environment says."""
+    kind = mesh.devices.flat[0].device_kind
+    memory = HARDWARE[kind].memory or math.inf
+    if all(kind != name for name, *_ in GPUS.values()):
+        return memory
+    variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    said = os.environ.get(variable) or "0.75"
+    try:
+        share = float(said)
+    except ValueError:
+        share = 0.0
+    T.need(0 < share <= 1, f"{variable}={said}: use a number above 0 and at most 1, such as 0.92")
+    return int(share * memory)
 
 
 def preflight(cfg, args, command="", say=T.tell) -> bool:

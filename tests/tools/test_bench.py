@@ -224,6 +224,23 @@ def test_measured_beside_predicted_and_the_yardstick_that_would_have_been_right(
     assert "Predicted with jax 0.12.0; kernels: all; rates: measured.\nMeasured with jax 0.1" in out
 
 
+def test_what_is_beside_must_be_the_two_files(main, tmp_path):
+    """The one that is not is named, as it was given."""
+    contents = dict(zip(("p", "b"), files(), strict=True)) | {"list": [], "other": {"a": 1}}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    cases = {
+        ("b", "p"): "--beside {0}/b {0}/p: swap them, preflight.json comes first",
+        ("b", "b"): "{0}/b is no preflight.json: it has no `variants`",
+        ("p", "p"): "{0}/p is no bench.json: it has no `parts`",
+        ("p", "other"): "{0}/other is no bench.json: it has no `parts`",
+        ("list", "b"): "{0}/list is no JSON object",
+    }
+    for names, words in cases.items():
+        status, _, err = main("--beside", *(tmp_path / x for x in names))
+        assert (status, err) == (2, f"error: {words.format(tmp_path)}\n")
+
+
 def test_one_chip_of_eight_compares_gradients_without_links():
     out = bench.beside(*files(links=0, count=1))
     assert "| grads3 |" in out and "anvil" not in out and "tables" not in out

@@ -1,6 +1,7 @@
 """records/launch/colab.ipynb: its form, its command lines, and all of it with `tiny` on a CPU."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -129,6 +130,32 @@ def test_without_a_clone_it_takes_an_uploaded_one_or_says_what_to_do(clone, monk
     else:
         exec(CODE["clone"], names)
         assert names["clone"] == elsewhere / "speedrun" / "whole" == Path.cwd()
+
+
+@pytest.mark.parametrize("right", ["mine.zip", "mine", "https://example.org/mine.git"])
+def test_wrong_attempts_are_said_and_block_no_right_one(clone, monkeypatch, right):
+    """Not even where one is called as the notebook calls its own folder."""
+    elsewhere = clone.parent / f"{clone.name}_elsewhere"
+    shutil.copytree(clone, elsewhere / "mine")
+    shutil.make_archive(str(elsewhere / "mine"), "zip", elsewhere / "mine")
+    (elsewhere / "speedrun").mkdir()
+    shutil.copy(clone / "train_gpt.py", elsewhere / "speedrun")
+    shutil.make_archive(str(elsewhere / "part"), "zip", elsewhere / "speedrun")
+    (elsewhere / "text.zip").write_text("no archive")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr("subprocess.run", lambda words, **_: shutil.copytree("mine", words[-1]))
+    wrong = {name: f"{name} has not all of train_gpt.py, " for name in ("part.zip", "speedrun")}
+    for name in ("good.zip", "folder"):
+        wrong[name] = f"there is no folder or .zip {name} in {elsewhere}, and it is no address of"
+    wrong["text.zip"] = "REPOSITORY cannot be unpacked: text.zip is not a zip file"
+    for name, words in wrong.items():
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            exec(CODE["clone"], {"REPOSITORY": name})
+        assert [*Path("speedrun").iterdir()] == [Path("speedrun/train_gpt.py")]
+    for _ in range(2):  # what is there is found again, and not fetched
+        exec(CODE["clone"], {"REPOSITORY": right})
+        assert Path.cwd() == elsewhere / "speedrun" / "speedrun"
+        os.chdir(elsewhere)
 
 
 @pytest.mark.slow

@@ -385,6 +385,7 @@ def test_a_mesh_bounds_what_its_links_carry():
         ("v6e-16", "v6e:4x4", (2, 2, 1)),
         ("v6e-256", "v6e:16x16", (2, 2, 1)),
         ("v5e-4", "v5e:2x2", (2, 2, 1)),
+        ("v5litepod-8", "v5e:2x4", (2, 4, 1)),  # Google's own name of a v5e-8
         ("v5p-8", "v5p:2x2x1", (2, 2, 1)),  # four chips of two cores
         ("v5p-16", "v5p:2x2x2", (2, 2, 1)),
         ("v5p-128", "v5p:4x4x4", (2, 2, 1)),
@@ -401,17 +402,33 @@ def test_a_name_of_tpus_is_a_mesh_of_chips(target, topology, bounds):
 
 
 def test_a_name_of_gpus_is_a_description_and_a_count():
-    """Memory is what jax takes of it; every kind is one that the choice of kernels can read."""
+    """Every kind is one that the choice of kernels can read."""
     one, eight, two = map(preflight.gpu_options, ("a100-40x1", "h100x8", "h200x16"))
     assert [x["topology"] for x in (one, eight, two)] == ["1x1x1", "1x1x8", "1x2x8"]
     words = "major: 8 minor: 0", "core_count: 108 fpus_per_core: 64", "l2_cache_size: 41943040"
     words += "memory_bandwidth: 1555000000000", "shared_memory_per_block_optin: 166912"
     for word in words:
         assert word in one["target_config"]
-    assert preflight.HARDWARE["NVIDIA A100-SXM4-40GB"].memory == int(0.75 * 39.42 * GIB)
     assert preflight.HARDWARE["NVIDIA L4"].clock is None, "no times are said"
     assert {*preflight.CORES} == {capability for _, capability, *_ in preflight.GPUS.values()}
     assert [preflight.gpu_options(x) for x in ("h100", "x8", "h100x-1", "v6ex8")] == 4 * [None]
+
+
+def test_memory_of_a_gpu_is_the_share_that_jax_takes(monkeypatch):
+    """Of a TPU it takes all."""
+    variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    kinds = "NVIDIA A100-SXM4-40GB", "TPU v6 lite"
+    each = (SimpleNamespace(flat=[SimpleNamespace(device_kind=kind)]) for kind in kinds)
+    gpu, tpu = (SimpleNamespace(devices=devices) for devices in each)
+    monkeypatch.delenv(variable, raising=False)
+    assert preflight.memory_of(gpu) == int(0.75 * 39.42 * GIB)
+    monkeypatch.setenv(variable, ".92")
+    assert preflight.memory_of(gpu) == int(0.92 * 39.42 * GIB)
+    for wrong in ("0", "92", "most", "nan"):
+        monkeypatch.setenv(variable, wrong)
+        with pytest.raises(T.UserError, match=f"{variable}={wrong}: use a number above 0"):
+            preflight.memory_of(gpu)
+        assert preflight.memory_of(tpu) == CHIP.memory
 
 
 def test_times_of_a_v5e_are_by_its_data_sheet_and_said_to_be(absent, tmp_path, monkeypatch, capsys):
@@ -540,6 +557,8 @@ def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypat
         (["2x4"], "or a GPU such as h100x8 (TPUs: v4, v5e, v5p, v6e; GPUs: a10g, a100-40, "),
         (["v4-1"], "no such hardware as v4-1: use "),
         (["h100x0"], "no such hardware as h100x0: use "),
+        (["a100x1"], "no such hardware as a100x1: use a100-40x1 or a100-80x1, or a TPU such as"),
+        (["H200"], "no such hardware as H200: use h200x1, or a TPU such as v6e-8"),
         (["v5e-8"], 'v5e-8 needs the TPU compiler: pip install "jax[tpu]"'),
         (["a100-40x1"], "a100-40x1 needs the GPU compiler: pip install jax-cuda13-plugin=="),
         (["v6e-8"], 'needs the TPU compiler: pip install "jax[tpu]"'),

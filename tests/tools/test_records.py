@@ -286,6 +286,16 @@ def test_what_a_reviewer_fears_is_refused(records, capsys, way):
     assert reason in refusal(records, capsys)
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '"x"'])
+@pytest.mark.parametrize(
+    "name", ["cpu/*_First/record.json", "cpu/*_First/*/run.json", "tokens.json"]
+)
+def test_a_file_that_is_no_json_object_is_named(records, capsys, name, content):
+    path = next(records.glob(name))
+    path.write_text(content)
+    assert f"{path.name}: is no JSON object" in refusal(records, capsys)
+
+
 def test_no_number_of_a_config_makes_a_plan_that_is_longer_than_the_log(records, capsys):
     run = next((records / "cpu").glob("*_First/*-s0-*"))
     config = json.loads((run / "run.json").read_text())["config"]
