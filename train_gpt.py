@@ -2455,8 +2455,9 @@ def override(cfg: Config, items: list[str]) -> Config:
             keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD"
             raise UserError(f"{bad}; the keys are {keys}") from None
         part[name] = text
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-            part[name] = text if is_text else ast.literal_eval(text)
+        if not is_text:
+            with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
+                part[name] = ast.literal_eval(text)
     return validate(typed(Config, fields))
 
 
@@ -2470,7 +2471,8 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
         stage = stage_at(cfg, step)
         try:
             cursor = plan_rows(stream, cursor, stage)[1]
-            stream.shard_at(cursor - bool(stage.doc_cap))  # a plain row's last target is at cursor
+            if not stage.doc_cap:
+                stream.shard_at(cursor)  # holds the last target
         except UserError:
             last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
             cure = "get more shards, or lower --set steps="
@@ -2493,7 +2495,8 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
         for path, tokens in zip(stream.paths[:count], stream.shards, strict=False):
             most = tokens.max()
             need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
-            sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+            with open(path, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
     return shards
 
@@ -2577,6 +2580,7 @@ class Program(NamedTuple):
     options: dict = {}  # for the compiler
 
 
+@functools.cache
 def updates(cfg: Config) -> dict[str, int]:
     """Name of each update -> steps whose gradients it sums; they wait for it side by side."""
     names = {name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:]}
@@ -2690,11 +2694,12 @@ def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> 
     if over <= 0:
         return ""
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
+    expected, _ = expected_bytes(cfg, mesh)
     ways = {3: ""}  # largest ngram_rows -> the settings
     less = {"recompute": True}
     for more in ({}, less, less | {"val_row": min(cfg.val_row, 65_536)}):
         other = dataclasses.replace(cfg, **more)
-        saved = expected_bytes(cfg, mesh)[0] - expected_bytes(other, mesh)[0]
+        saved = expected - expected_bytes(other, mesh)[0]
         rows = cfg.ngram_rows if saved >= over else int(cfg.ngram_rows - (over - saved) / row)
         rows -= rows % (2 if rows < 2**16 or saved >= over else 2**15)  # a round number
         if rows > max(ways):
@@ -3303,12 +3308,14 @@ def run(argv: list[str], command: str):
     join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
-    if args.resume is None:
-        cfg = resolve(args, say)
-        check_hardware(cfg, say)
-        train(cfg, Path(args.out), command, None, args.profile, say)
-        return
-    saved = find_checkpoint(Path(args.resume), say)
+    saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
+    cfg = resume_config(args, saved) if saved else resolve(args, say)
+    check_hardware(cfg, say)
+    train(cfg, Path(args.out), command, saved, args.profile, say)
+
+
+def resume_config(args, saved: Saved) -> Config:
+    """The Config with which a run goes on; UserError if there is nothing left to do."""
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
     items = [f"devices={count}", f"data={text_tokens(args.data) or saved.cfg.data}", *args.set]
     done = saved.step == saved.cfg.steps
@@ -3316,9 +3323,7 @@ def run(argv: list[str], command: str):
         facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
         done |= facts["finished"] and "missing" not in facts
     need(not done, f"{args.resume} is finished: there is nothing to resume")
-    cfg = override(saved.cfg, items)
-    check_hardware(cfg, say)
-    train(cfg, Path(args.out), command, saved, args.profile, say)
+    return override(saved.cfg, items)
 
 
 def report_errors(do: Callable) -> int:
@@ -3385,10 +3390,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
 
     def build(name):
         began = time.perf_counter()
-        try:
-            program = lower(every[name], mesh).compile()
-        except jax.errors.JaxRuntimeError as error:
-            raise UserError(not_compiled(cfg, mesh, name, str(error))) from None
+        program = compile_one(cfg, mesh, name, every[name])
         seconds = round(time.perf_counter() - began, 3)
         size = resident_bytes(cfg, mesh, name) + program_bytes(program)["peak"]
         refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
@@ -3407,9 +3409,13 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     return tuple(dict(zip(every, x, strict=True)) for x in built)
 
 
-def not_compiled(cfg: Config, mesh: Mesh, name: str, text: str) -> str:
-    """Why a program cannot be compiled: all of the compiler's `text`, after what can be done about
-    a kernel, the memory of a device or an option."""
+def compile_one(cfg: Config, mesh: Mesh, name: str, program: Program):
+    """The executable of a program; UserError with all that the compiler says if it cannot be had,
+    after what can be done about a kernel, the memory of a device or an option."""
+    try:
+        return lower(program, mesh).compile()
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
     fields = {"mlp": "add_mlp", "sum_rows": "add_rows", "weighted": "blend", "window": "attend"}
     kernel = re.search(rf"({'|'.join(fields)}|attend)\w*/pallas_call", text)
     sizes = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", text)
@@ -3422,7 +3428,7 @@ def not_compiled(cfg: Config, mesh: Mesh, name: str, text: str) -> str:
         size, limit = (float(x) * 2**30 for x in sizes.groups())
         size += resident_bytes(cfg, mesh, name)
         cure = f"{too_large(cfg, mesh, name, size, limit)}: "
-    return f"{name} cannot be compiled: {cure}{text}"
+    raise UserError(f"{name} cannot be compiled: {cure}{text}")
 
 
 def warm_up(cfg: Config, mesh: Mesh, compiled: dict):

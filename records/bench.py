@@ -125,7 +125,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
     say("compiling; for accelerators it takes minutes")
     names = [name for name in found if name not in ("finish", "eval")]
     with ThreadPoolExecutor(T.cpu_cores()) as pool:
-        built = pool.map(lambda name: T.lower(found[name], mesh).compile(), names)
+        built = pool.map(lambda name: T.compile_one(cfg, mesh, name, found[name]), names)
         compiled = dict(zip(names, built, strict=True))
     seed = np.uint32(cfg.seed)
     state = T.start_state(cfg, mesh)(seed)
