@@ -26,20 +26,8 @@ Words that are used throughout:
     stream      in the model: the sum that layers add to; in the data: all tokens of the shards
     copies      the parameters to compute with: large ones in bfloat16, all whole except banks
     candidates  the ids that the softmax of a row runs over: all its targets and some others
-    aims        the targets of a batch, as positions among the candidates
-    prefix      the longest other token that a token begins with
     window      how many tokens before itself a token sees; paired heads: see pair_heads
-    gate        a factor that each token computes for what is added to it: token_gates
-    value table a row for each id, added to attention's v in some layers
-    n-gram      two or three neighbouring ids, hashed to a row of the n-gram table
-    source      the layer whose output all later attentions read; `sources`: what blend adds
-    ANVIL       the optimizer of the matrices (`anvil`); a rail is a moving average that it keeps
-    MUDD        each token weights what the last layer and the output take in (mudd_layer, mudd_mix)
     stage       a stretch of the run with one shape of batch
-    event       in names of the config: an update of the value and n-gram tables
-    tail        in names of the config: the last steps, whose weights are averaged
-    Hyper       the numbers that change from step to step
-    waiting     gradients of the steps since the last update of their parameters
 
 Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
 d model width, n heads, h head (or hidden) width, f MLP width, v vocabulary (or v width), p columns
@@ -1947,12 +1935,6 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
     return np.stack([np.concatenate(found[row]) for row in here])
 
 
-def next_rows(stream: TokenStream, cursor: int, stage: Stage, here: range | None = None):
-    """(rows `here` (default: all) of a global batch, uint16 [rows, t+1]; next cursor)."""
-    pieces, after = plan_rows(stream, cursor, stage)
-    return read_rows(stream, pieces, here or range(stage.rows)), after
-
-
 # ---- Vocabulary: prefixes and normal forms of ids, the ids of a row's softmax ------------------
 
 
@@ -2147,7 +2129,8 @@ def next_batch(
     process plans the whole batch, from where documents begin, and reads its own rows."""
     stage = stage_at(cfg, step)
     count = schedule(cfg).candidates[step]
-    tokens, cursor = next_rows(stream, state.cursor, stage, own_rows(mesh, stage.rows))
+    pieces, cursor = plan_rows(stream, state.cursor, stage)
+    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
     each = zip(tokens, state.offsets, strict=True)
     aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
     aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))

@@ -111,6 +111,12 @@ def first_state(cfg: T.Config) -> dict[str, dict]:
     return jax.device_get(quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)))
 
 
+def next_rows(stream: T.TokenStream, cursor: int, stage: T.Stage):
+    """(all rows of the global batch from `cursor` on, uint16 [rows, t+1]; next cursor)."""
+    pieces, after = T.plan_rows(stream, cursor, stage)
+    return T.read_rows(stream, pieces, range(stage.rows)), after
+
+
 def val_batch(cfg: T.Config, mesh, known, tokens, step: int):
     """The Batch of such validation rows, as T.evaluate makes it."""
     targets = tokens[:, 1:].astype(np.int32)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import BOS, documents, small_config, stream_of, write_shard
-from programs import CFG, mesh_of
+from programs import CFG, mesh_of, next_rows
 
 import train_gpt as T
 
@@ -70,8 +70,8 @@ def test_plain_rows_leave_no_token_out_and_share_one_with_the_neighbour(tmp_path
     parts = [documents(0, 70), documents(1, 80)]  # the first border lies inside the first batch
     stream, whole = stream_of(tmp_path, *parts), np.concatenate(parts)
     stage = T.Stage(1.0, 64, 16, 0, (1, 1))
-    first, cursor = T.next_rows(stream, 5, stage)
-    second, end = T.next_rows(stream, cursor, stage)
+    first, cursor = next_rows(stream, 5, stage)
+    second, end = next_rows(stream, cursor, stage)
     rows = np.concatenate([first, second])
     assert (rows.shape, rows.dtype, cursor, end) == ((8, 17), np.uint16, 69, 133)
     np.testing.assert_array_equal(rows[:-1, -1], rows[1:, 0])
@@ -125,7 +125,7 @@ def test_packed_rows_agree_with_a_walk_over_every_token(tmp_path, rows, t, doc_c
             got[row].extend(range(start, stop))
         assert (got, after) == want
         if batches < 2:
-            tokens, _ = T.next_rows(stream, cursor, packed(rows, t, doc_cap))
+            tokens, _ = next_rows(stream, cursor, packed(rows, t, doc_cap))
             for row, (ids, places) in enumerate(zip(segments(tokens), got, strict=True)):
                 borders = np.cumsum([stop - start for r, start, stop in pieces if r == row])
                 assert np.flatnonzero(np.diff(ids)).tolist() == (borders[borders < t] - 1).tolist()
@@ -168,7 +168,7 @@ def test_batches_follow_the_stages(shards, eight):
     assert place == (0, (0, 12, 25, 37, 50, 63, 75, 88))  # walks begin evenly apart
     known = T.vocabulary(CFG, WORDS)
     for step, (batch, after) in enumerate(eight):
-        rows, cursor = T.next_rows(stream, place.cursor, T.stage_at(CFG, step))
+        rows, cursor = next_rows(stream, place.cursor, T.stage_at(CFG, step))
         assert rows.shape == ((8, 33) if step < 3 else (8, 65))
         assert step >= 3 or cursor == 256 * (step + 1)
         np.testing.assert_array_equal(batch.rows.tokens, rows)

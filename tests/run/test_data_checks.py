@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenize_text
 from conftest import BOS, documents, small_config, stream_of
-from programs import CFG
+from programs import CFG, next_rows
 
 import train_gpt as T
 
@@ -31,7 +31,7 @@ def check(folder, train, val=None, **changes):
 def test_exactly_enough_tokens_are_enough_and_fewer_are_refused_with_the_step(tmp_path, stage):
     tokens, cursor = documents(8, 9000), 0
     for _ in range(5):
-        rows, cursor = T.next_rows(stream_of(tmp_path / "all", tokens), cursor, stage)
+        rows, cursor = next_rows(stream_of(tmp_path / "all", tokens), cursor, stage)
     # A last plain row shares its last target with the row after it.
     enough = cursor + (stage is PLAIN)
     assert tokens[enough - 1] == rows[-1, -1]

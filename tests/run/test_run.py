@@ -77,7 +77,7 @@ def run(train, tmp_path_factory):
         watch(patch, T.Clock, "start", clock=True)
         watch(patch, T.Clock, "stop", clock=False)
         watch(patch, T.TokenStream, "find_documents", event="documents")
-        for name in ("next_rows", "evaluate", "write_checkpoint", "warm_up", "vocabulary"):
+        for name in ("next_batch", "evaluate", "write_checkpoint", "warm_up", "vocabulary"):
             watch(patch, T, name, event=name)
         folder = train(CFG, tmp_path_factory.mktemp("logs"), say=said.append)
     listening = False
@@ -260,7 +260,7 @@ def test_nothing_compiles_while_the_clock_runs(run):
 
 def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
     clock = {name: [on for what, on in run.seen if what == name] for name, _ in run.seen}
-    assert clock["next_rows"][0] is True and len(clock["next_rows"]) == CFG.steps
+    assert clock["next_batch"][0] is True and len(clock["next_batch"]) == CFG.steps
     assert clock["evaluate"] == [False] * 3  # after 0, 4 and 8 steps
     assert clock["write_checkpoint"] == [True] * 3 + [False]  # on the way, and the last one
     assert clock["warm_up"] == [False]

@@ -40,8 +40,8 @@ import train_gpt as T
 devices, seconds, *words = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", int(devices))
 T.PRESETS["brief"] = BRIEF
-next_rows = T.next_rows
-T.next_rows = lambda *args: (time.sleep(float(seconds)), next_rows(*args))[1]
+next_batch = T.next_batch
+T.next_batch = lambda *args: (time.sleep(float(seconds)), next_batch(*args))[1]
 with quick_compilation():
     sys.exit(T.main(words))
 """
