@@ -2243,14 +2243,14 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
     return float(total) / cfg.val_tokens, int(dropped)
 
 
-def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
+def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
     Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
     training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
     after a signal, come at the next step before which no gradients wait for an update. From Parts
     II and III: check_memory, data_folder, check_tokens, checked_kernels, run_facts and RunLog (what
     goes to the disk and the terminal), compile_all, warm_up, load_state (checkpoints), ask_to_stop
-    (signals), trace (--profile), demonstrate (end of `tiny`)."""
+    (signals), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
@@ -2287,8 +2287,6 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             waiting.clear()  # gradients of parameters whose last update has been
             state, changed = compiled["finish"](state)
             copies |= changed
-        if profile:
-            trace(step - first, cfg.steps - first, stops, log.folder, copies)
         if validates or stops:
             log.flush()
             jax.block_until_ready((state, copies))
@@ -2821,7 +2819,6 @@ PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6
 PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
 PEAK_FLOPS |= {"L4": 121e12, "L40S": 362e12, "A10G": 70e12, "B200": 2250e12}
 PEAK_FLOPS |= {"RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 209e12, "RTX PRO 6000": 503e12}
-PROFILED = range(20, 24)  # the steps of a process that --profile traces, well after the start
 # Of the environment, what Python, jax and what is below it read.
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
 
@@ -3051,18 +3048,6 @@ class RunLog:
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
-def trace(at: int, steps: int, stops: bool, folder: Path, last):
-    """Trace four steps, or all of fewer, into folder/profile; called before each of `steps` and at
-    their end, with the last result."""
-    start = min(PROFILED.start, max(steps - len(PROFILED), 0))
-    end = min(start + len(PROFILED), steps)
-    if at == start and not stops:
-        jax.profiler.start_trace(str(folder / "profile"))
-    elif start < at <= end and (stops or at == end):
-        jax.block_until_ready(last)
-        jax.profiler.stop_trace()
-
-
 def demonstrate(folder: Path, say: Callable):
     """After a run, what the model makes of the validation text, by records/sample.py."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
@@ -3265,7 +3250,6 @@ def run(argv: list[str], command: str):
     option("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
     option("--show", action="store_true", help="config, parameters, stages; then exit")
     option("--resume", metavar="RUN_DIR", help="go on with a run, or from RUN_DIR/checkpoints/STEP")
-    option("--profile", action="store_true", help="trace a few steps")
     option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
@@ -3294,7 +3278,7 @@ def run(argv: list[str], command: str):
     saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
     cfg = resume_config(args, saved) if saved else resolve(args, say)
     check_hardware(cfg, say)
-    train(cfg, Path(args.out), command, saved, args.profile, say)
+    train(cfg, Path(args.out), command, saved, say)
 
 
 def resume_config(args, saved: Saved) -> Config:

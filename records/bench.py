@@ -1,6 +1,7 @@
 """How long the steps of each stage take on the hardware that is here, and what kernels are worth.
 
     python records/bench.py [PRESET] [--set KEY=VALUE ...] [--data DIR] [--parts N] [--dump DIR]
+        [--profile DIR]
     python records/bench.py [PRESET] ... --kernels STAGE
     python records/bench.py --beside PREFLIGHT.json BENCH.json
 
@@ -19,6 +20,8 @@ is timed.
 and its share of the n-gram table, which takes 65 GB in all. On one GPU `--parts 8` is what each of
 eight would do, but for the network, and for updates of all other parameters, of which each of eight
 does an eighth. --dump DIR keeps the figures, and the facts that run.json has, as bench.json.
+--profile DIR keeps a trace of some steps of each stage as DIR/PROGRAM, after they were timed: open
+it with xprof or Perfetto.
 
 --beside prints what preflight.py has predicted of each program beside what bench.json has measured,
 as a table in markdown, and the yardstick by which the predictions would be nearest: the cycles for
@@ -104,9 +107,10 @@ def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> 
     return batches
 
 
-def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
+def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -> dict:
     """ "rows" for each program of gradients, "programs" for each by itself; `tokens`: (TokenStream,
-    bytes of its tokens, if known). UserError if the loss is no number: such steps tell nothing."""
+    bytes of its tokens, if known). UserError if the loss is no number: such steps tell nothing. A
+    folder `traces` gets a profile of each stage."""
     schedule = T.schedule(cfg)
     grads = [steps[0] for steps in map(schedule.programs, range(cfg.steps))]
     found = T.programs(cfg, mesh, kernels)
@@ -158,6 +162,9 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
     for name, (stage, step, count, updates, batches) in work.items():
         run_steps = functools.partial(run, name, updates, itertools.cycle(batches))
         timed = time_chunks(max(updates.values()), run_steps)
+        if traces:
+            with jax.profiler.trace(Path(traces, name)):
+                run_steps(max(updates.values()))
         row = {"name": name, "stage": stage, "steps": count, **timed}
         if not np.isfinite(loss):
             raise T.UserError(f"{name}: the loss is {loss}: lower the rates (--set lr_anvil=...)")
@@ -406,9 +413,9 @@ def beside(predicted: dict, measured: dict) -> str:
 # ---- The command -------------------------------------------------------------------------------
 
 
-def bench(cfg: T.Config, parts=0, stage: int | None = None, command="", say=T.tell) -> dict:
-    """Time the steps of each stage, or the kernels in one `stage`, shared by `parts` devices (0: as
-    many as there are); the content of bench.json."""
+def bench(cfg: T.Config, parts=0, time_: Callable = time_stages, command="", say=T.tell) -> dict:
+    """Time the steps of each stage, or what `time_` times, shared by `parts` devices (0: as many as
+    there are); the content of bench.json."""
     whole = cfg
     cfg, mesh = T.make_mesh(cfg)
     device = mesh.devices.flat[0]
@@ -420,7 +427,6 @@ def bench(cfg: T.Config, parts=0, stage: int | None = None, command="", say=T.te
     say(f"kernels: {reason}")
     folder = T.data_folder(cfg, say)
     tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
-    time_ = functools.partial(compare_kernels, stage) if stage is not None else time_stages
     return facts | time_(cfg, mesh, kernels, tokens, say)
 
 
@@ -435,6 +441,7 @@ def main(argv=None) -> int:
         files = {"nargs": 2, "metavar": ("PREFLIGHT.json", "BENCH.json")}
         parser.add_argument("--beside", **files, help="print predicted beside measured times")
         parser.add_argument("--dump", metavar="DIR", help="keep the figures as bench.json")
+        parser.add_argument("--profile", metavar="DIR", help="keep a trace of steps of each stage")
         args = parser.parse_args(argv)
         if args.beside:
             print(beside(*read_pair(args.beside)))
@@ -443,7 +450,10 @@ def main(argv=None) -> int:
         if args.dump:
             Path(args.dump).mkdir(parents=True, exist_ok=True)
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
-        facts = bench(T.resolve(args), args.parts, args.kernels, command)
+        time_ = functools.partial(time_stages, traces=args.profile)
+        if args.kernels is not None:
+            time_ = functools.partial(compare_kernels, args.kernels)
+        facts = bench(T.resolve(args), args.parts, time_, command)
         if args.dump:
             Path(args.dump, "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
         off = {row["name"]: row.get("off", 0.0) for row in facts["rows"]}

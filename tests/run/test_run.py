@@ -269,14 +269,6 @@ def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
     assert clock["documents"][0] is False and clock["documents"][-1] is True
 
 
-@pytest.mark.parametrize("profiled", [range(2, 4), T.PROFILED])
-def test_profile_writes_a_trace(train, tmp_path, monkeypatch, profiled):
-    """Also of a run that has fewer steps than that."""
-    monkeypatch.setattr(T, "PROFILED", profiled)
-    folder = train(replace(CFG, checkpoint_every=0), tmp_path, profile=True)
-    assert list((folder / "profile").rglob("*.xplane.pb"))
-
-
 # ---- When checkpoints are taken ----------------------------------------------------------------
 
 

@@ -60,12 +60,13 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
 
     monkeypatch.setattr(T, "lower", lower)
     with quick_compilation():
-        status, out, err = main("one", "--dump", "dump")
+        status, out, err = main("one", "--dump", "dump", "--profile", "traces")
     assert (status, err) == (0, "")
+    assert list(Path("traces/grads0").rglob("*.xplane.pb"))
     assert "small on 1 x cpu, each with 1/1 of every batch" in out
     period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables0-0-0-0"]
-    steps, alone = calls[: 8 * len(period)], calls[8 * len(period) :]
-    assert steps == period * 8, "two to get warm, one to learn how long it takes, five that count"
+    steps, alone = calls[: 9 * len(period)], calls[9 * len(period) :]
+    assert steps == period * 9, "two to get warm, one for their time, five that count, a trace"
     summed = {"grads0": 0, "adam_tied": 2, "anvil": 1, "tables0-0": 2, "tables0-0-0-0": 4}
     expected = [[*count * ["grads0"], *8 * [name]] for name, count in summed.items()]
     assert alone == [name for each in expected for name in each], "of gradients that it sums"
