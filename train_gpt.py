@@ -915,9 +915,10 @@ def squared_relu(z):
     return jnp.square(jax.nn.relu(z))
 
 
-def add_mlp(x_btd, up_fd, down_fd, keep, weight, act: Callable = squared_relu):
-    """keep x + weight act(norm(x) up^T) down; `keep` and `weight` are numbers."""
-    return mix((keep, x_btd), (1.0, act(norm(x_btd) @ up_fd.T) @ mix((weight, down_fd))))
+def add_mlp(x_btd, up_fd, down_fd, keep, weight):
+    """keep x + weight squared_relu(norm(x) up^T) down; `keep` and `weight` are numbers."""
+    hidden_btf = squared_relu(norm(x_btd) @ up_fd.T)
+    return mix((keep, x_btd), (1.0, hidden_btf @ mix((weight, down_fd))))
 
 
 def mlp(model: Model, i: int, x_btd, keep=0.0):
@@ -3522,9 +3523,9 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
 
 def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(all Kernels that serve there, a line for the log that says which). The loss with its own
-    gradient and the lean ReLU^2 serve everywhere. v5e and v6e have kernels for all else, NVIDIA
-    GPUs since Ampere for attention. Where a condition fails, the plain form does the work."""
-    chosen = PLAIN._replace(add_mlp=lean_mlp, cross_entropy=fused_cross_entropy)
+    gradient serves everywhere. v5e and v6e have kernels for all else, NVIDIA GPUs since Ampere for
+    attention. Where a condition fails, the plain form does the work."""
+    chosen = PLAIN._replace(cross_entropy=fused_cross_entropy)
     kind, h, others = device.device_kind, cfg.head_width, ""
     rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
     window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
@@ -3575,7 +3576,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     return chosen._replace(attend=attend), served
 
 
-# ---- For all hardware: the loss with its own gradient, ReLU^2, document starts -----------------
+# ---- For all hardware: the loss with its own gradient, document starts --------------------------
 
 
 def squash(z, cfg: Config):
@@ -3676,24 +3677,6 @@ def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
 
 
 fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_backward)
-
-
-@jax.custom_vjp
-def lean_squared_relu(z):
-    """squared_relu, whose slope is 2 sqrt(h), so that z need not be kept beside h. That saves a
-    sixth of an H100's temporaries; on a TPU XLA finds it by itself."""
-    return squared_relu(z)
-
-
-lean_squared_relu.defvjp(
-    lambda z: (squared_relu(z),) * 2,
-    lambda h, grad: ((2 * jnp.sqrt(h.astype(jnp.float32)) * grad).astype(grad.dtype),),
-)
-
-
-def lean_mlp(*args):
-    """add_mlp with lean_squared_relu."""
-    return add_mlp(*args, act=lean_squared_relu)
 
 
 def document_starts(segments_bt):

@@ -101,7 +101,7 @@ def test_what_is_wrong_with_a_kernel_is_said(field, kernel, why):
 @pytest.fixture
 def tpu(monkeypatch):
     """(a mesh of one TPU, what is said) where add_mlp and blend are wrong."""
-    chosen = T.PLAIN._replace(add_mlp=T.lean_mlp, blend=lambda *x: x[0], attend=lambda *x: x)
+    chosen = T.PLAIN._replace(add_mlp=lambda *x: x[0], blend=lambda *x: x[0], attend=lambda *x: x)
     monkeypatch.setattr(T, "pick_kernels", lambda cfg, device: (chosen, "attention, MLPs"))
     wrong = {"add_mlp": "add_mlp is off by 1", "blend": "blend cannot run (why)"}
     monkeypatch.setattr(T, "wrong_kernels", lambda cfg, kernels: dict(wrong))

@@ -36,7 +36,7 @@ def names(kernels: T.Kernels) -> set[str]:
     return found
 
 
-EVERYWHERE = {"lean_mlp", "fused_cross_entropy"}
+EVERYWHERE = {"fused_cross_entropy"}
 ON_TPU = {"fused_mlp", "fused_cross_entropy", "sum_rows", "weighted_sum"}  # and attention
 
 
@@ -102,8 +102,8 @@ def test_each_kernel_can_be_had_by_itself_and_left_out(name):
 
 def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
     kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,add_mlp,blend"), gpu())
-    assert names(kernels) == {"attend_triton", "lean_mlp"}
-    but = f"but plain blend (auto: {GPU_KERNELS})"
+    assert names(kernels) == {"attend_triton"}
+    but = f"but plain add_mlp,blend (auto: {GPU_KERNELS})"
     assert reason == f"attend,add_mlp,blend, as asked for, {but}"
 
 
@@ -156,7 +156,7 @@ def test_a_tpu_has_no_kernel_for_mlps_alone_where_only_they_do_not_fit():
     """2880 is no multiple of 128; layer 9 has two MLPs, of 8192 hidden units."""
     for changes in ({"mlp_width": 2880}, {"mlp_width": 4096}, {"compute_dtype": "float32"}):
         kernels, said = T.pick_kernels(replace(RECORD, **changes), tpu())
-        assert names(kernels) == ON_TPU - {"fused_mlp"} | {"lean_mlp", "attend_window"}
+        assert names(kernels) == ON_TPU - {"fused_mlp"} | {"attend_window"}
         assert said == f"attention, {TABLES}"
 
 
