@@ -4519,11 +4519,36 @@ QUERY_TILES = Tiles(128, 64, 8, 2)
 KEY_TILES = Tiles(64, 128, 8, 2)
 
 
-def run_tiles(name, body, tiles: Tiles, block: int, arrays, own, row, outputs):
-    """run_kernel for each block of `block` tokens of each head and row: `arrays` are [b, t, n, h or
-    v], [b, n, t] or [b, t]. `body` has [block, h or v] or [block] of those named in `own` and of
-    `outputs`, name -> shape and dtype, and [t, h or v] or [t] of those in `row`, of its head."""
+def run_tiles(name, body, tiles: Tiles, arrays: dict, outputs: dict):
+    """run_kernel for each block of queries of each head and row, or of keys if `outputs`, name ->
+    shape and dtype, has k_grad. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]; `body` has
+    [block, h or v] or [block] of what belongs to the block and of outputs, and [t, h or v] or [t]
+    of what belongs to the other side, of its head. It sums over tiles of that with sum_tiles(add,
+    shapes): add(place of a tile, sums so far, a function from scores [block, tile] to weights)."""
+    sides = [(("q", "log_sums", "mean", "y_grad"), tiles.queries), (("k", "v"), tiles.keys)]
+    reach = "last" if "k_grad" in outputs else "first"  # of queries that see a key; or of keys
+    (own, block), (others, tile) = sides[::-1] if reach == "last" else sides
     b, t, n, _ = arrays["q"].shape
+
+    def with_sums(r):
+        here = r.i * block + jnp.arange(block)
+        if reach == "last":
+            first, last = here[:, None], r.last[...][:, None]
+            span = r.i * block // tile, r.last[block - 1] // tile + 1
+        else:
+            first, last = r.first[...][:, None], here[:, None]
+            span = r.first[0] // tile, pl.cdiv((r.i + 1) * block, tile)
+
+        def sum_tiles(add: Callable, *shapes):
+            def add_tile(j, sums):
+                there = (j * tile + jnp.arange(tile))[None]
+                seen = (there >= first) & (there <= last)
+                at = pl.ds(j * tile, tile)
+                return add(at, sums, lambda score: jnp.where(seen, jnp.exp2(score), 0.0))
+
+            return lax.fori_loop(*span, add_tile, tuple(jnp.zeros(x, jnp.float32) for x in shapes))
+
+        body(r, sum_tiles)
 
     def cut(tokens: int, at: Callable, x):
         if x.ndim == 4:
@@ -4534,103 +4559,70 @@ def run_tiles(name, body, tiles: Tiles, block: int, arrays, own, row, outputs):
 
     of_block = functools.partial(cut, block, lambda i: i)
     of_row = functools.partial(cut, t, lambda i: 0)
-    inputs = {x: (arrays[x], of_block) for x in own} | {x: (arrays[x], of_row) for x in row}
-    outputs = {name: (x, of_block) for name, x in outputs.items()}
+    inputs = {x: (arrays[x], of_block) for x in (*own, reach) if x in arrays}
+    inputs |= {x: (arrays[x], of_row) for x in others if x in arrays}
+    outputs = {x: (y, of_block) for x, y in outputs.items()}
     grid = {"i": t // block, "head": n, "row": b}
-    return run_kernel(name, body, grid, inputs, outputs, tiles=tiles)
+    return run_kernel(name, with_sums, grid, inputs, outputs, tiles=tiles)
 
 
 def tiles_forward(arrays: dict):
     """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
     (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
-    queries, keys, *_ = FORWARD_TILES
 
-    def body(r):
-        q, first = r.q[...], r.first[...][:, None]
-        query = (r.i * queries + jnp.arange(queries))[:, None]
+    def body(r, sum_tiles):
+        q = r.q[...]
 
-        def add_tile(j, carry):
-            y, total = carry
-            at, key = pl.ds(j * keys, keys), (j * keys + jnp.arange(keys))[None]
-            score = times(q, r.k[at, :], transpose=True)
-            weights = jnp.where((key >= first) & (key <= query), jnp.exp2(score), 0.0)
+        def add(at, sums, weigh):
+            y, total = sums
+            weights = weigh(times(q, r.k[at, :], transpose=True))
             return y + times(weights.astype(dtype), r.v[at, :]), total + jnp.sum(weights, axis=1)
 
-        start = jnp.zeros((queries, v), jnp.float32), jnp.zeros(queries, jnp.float32)
-        end = pl.cdiv((r.i + 1) * queries, keys)
-        y, total = lax.fori_loop(r.first[0] // keys, end, add_tile, start)
+        y, total = sum_tiles(add, (len(q), v), (len(q),))
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
-    args = body, FORWARD_TILES, queries, arrays, ("q", "first"), "kv", outputs
-    saved = arrays | run_tiles("attend", *args)
+    saved = arrays | run_tiles("attend", body, FORWARD_TILES, arrays, outputs)
     return saved["y"], saved
-
-
-def tiles_backward_queries(arrays: dict):
-    """{"q_grad"}: by blocks of queries, each with all keys that it can see."""
-    h, dtype = arrays["q"].shape[3], arrays["q"].dtype
-    queries, keys, *_ = QUERY_TILES
-
-    def body(r):
-        q, y_grad, first = r.q[...], r.y_grad[...], r.first[...][:, None]
-        log_sums, mean = r.log_sums[...][:, None], r.mean[...][:, None]
-        query = (r.i * queries + jnp.arange(queries))[:, None]
-
-        def add_tile(j, q_grad):
-            at, key = pl.ds(j * keys, keys), (j * keys + jnp.arange(keys))[None]
-            k = r.k[at, :]
-            score = times(q, k, transpose=True) - log_sums
-            weights = jnp.where((key >= first) & (key <= query), jnp.exp2(score), 0.0)
-            grad = weights * (times(y_grad, r.v[at, :], transpose=True) - mean)
-            return q_grad + times(grad.astype(dtype), k)
-
-        start = jnp.zeros((queries, h), jnp.float32)
-        end = pl.cdiv((r.i + 1) * queries, keys)
-        q_grad = lax.fori_loop(r.first[0] // keys, end, add_tile, start)
-        r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
-
-    own, outputs = ("q", "first", "log_sums", "mean", "y_grad"), {"q_grad": arrays["q"]}
-    args = body, QUERY_TILES, queries, arrays, own, "kv", outputs
-    return run_tiles("attend_backward_queries", *args)
-
-
-def tiles_backward_keys(arrays: dict):
-    """{"k_grad", "v_grad"}: by blocks of keys; scores stand as [keys, queries]."""
-    dtype = arrays["k"].dtype
-    queries, keys, *_ = KEY_TILES
-
-    def body(r):
-        k, v, last = r.k[...], r.v[...], r.last[...][:, None]
-        key = (r.i * keys + jnp.arange(keys))[:, None]
-
-        def add_tile(j, grads):
-            k_grad, v_grad = grads
-            at, query = pl.ds(j * queries, queries), (j * queries + jnp.arange(queries))[None]
-            q, y_grad = r.q[at, :], r.y_grad[at, :]
-            score = times(k, q, transpose=True) - r.log_sums[at][None]
-            weights = jnp.where((query >= key) & (query <= last), jnp.exp2(score), 0.0)
-            v_grad += times(weights.astype(dtype), y_grad)
-            grad = weights * (times(v, y_grad, transpose=True) - r.mean[at][None])
-            return k_grad + times(grad.astype(dtype), q), v_grad
-
-        zeros = [jnp.zeros((keys, arrays[x].shape[3]), jnp.float32) for x in "kv"]
-        end = r.last[keys - 1] // queries + 1
-        k_grad, v_grad = lax.fori_loop(r.i * keys // queries, end, add_tile, tuple(zeros))
-        r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
-
-    row, outputs = ("q", "log_sums", "mean", "y_grad"), {f"{x}_grad": arrays[x] for x in "kv"}
-    args = body, KEY_TILES, keys, arrays, (*"kv", "last"), row, outputs
-    return run_tiles("attend_backward_keys", *args)
 
 
 def tiles_backward(arrays: dict, y_grad):
     """Gradients of q, k and v; their reach gets none."""
+    dtype = y_grad.dtype
+
+    def by_queries(r, sum_tiles):
+        q, y_grad = r.q[...], r.y_grad[...]
+        log_sums, mean = r.log_sums[...][:, None], r.mean[...][:, None]
+
+        def add(at, sums, weigh):
+            k = r.k[at, :]
+            weights = weigh(times(q, k, transpose=True) - log_sums)
+            grad = weights * (times(y_grad, r.v[at, :], transpose=True) - mean)
+            return (sums[0] + times(grad.astype(dtype), k),)
+
+        r.q_grad[...] = (sum_tiles(add, q.shape)[0] * (1 / LOG2E)).astype(dtype)
+
+    def by_keys(r, sum_tiles):  # scores stand as [keys, queries]
+        k, v = r.k[...], r.v[...]
+
+        def add(at, sums, weigh):
+            k_grad, v_grad = sums
+            q, y_grad = r.q[at, :], r.y_grad[at, :]
+            weights = weigh(times(k, q, transpose=True) - r.log_sums[at][None])
+            v_grad += times(weights.astype(dtype), y_grad)
+            grad = weights * (times(v, y_grad, transpose=True) - r.mean[at][None])
+            return k_grad + times(grad.astype(dtype), q), v_grad
+
+        k_grad, v_grad = sum_tiles(add, k.shape, v.shape)
+        r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
+
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnv,btnv->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     arrays = arrays | {"mean": mean, "y_grad": y_grad}
-    grads = tiles_backward_queries(arrays) | tiles_backward_keys(arrays)
+    q, k, v = ({f"{x}_grad": arrays[x]} for x in "qkv")
+    grads = run_tiles("attend_backward_queries", by_queries, QUERY_TILES, arrays, q)
+    grads |= run_tiles("attend_backward_keys", by_keys, KEY_TILES, arrays, k | v)
     return ({x: grads.get(f"{x}_grad") for x in ("q", "k", "v", "first", "last")},)
 
 
