@@ -2483,13 +2483,16 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
     return shards
 
 
-def run_tool(name: str, *args):
-    """Run data/`name` beside this file in a process of its own; UserError with its last line."""
-    tool = Path(__file__).resolve().parent / "data" / name
-    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
-    done = subprocess.run([sys.executable, tool, *args], stderr=subprocess.PIPE, text=True)
-    said = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-    need(done.returncode == 0, f"data/{name}: {said}")
+def run_tool(due, name: str, *args):
+    """If `due`, process 0 runs data/`name` beside this file, UserError with the last line of what
+    it says; the other processes wait until that is done."""
+    if due and jax.process_index() == 0:
+        tool = Path(__file__).resolve().parent / "data" / name
+        need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+        done = subprocess.run([sys.executable, tool, *args], stderr=subprocess.PIPE, text=True)
+        said = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+        need(done.returncode == 0, f"data/{name}: {said}")
+    from_all(0)
 
 
 def text_tokens(data: str | None) -> str | None:
@@ -2499,12 +2502,10 @@ def text_tokens(data: str | None) -> str | None:
     need(Path(data).is_file(), f"--data {data}: there is no such text, and no such folder")
     text = Path(data).resolve()
     folder = text.with_name(f"{text.name}.tokens")
+    made = folder / DESCRIPTION  # has the date of the text
+    due = not made.exists() or made.stat().st_mtime_ns != text.stat().st_mtime_ns
     all_devices()  # sets their number, before jax is asked which process this is
-    if jax.process_index() == 0:
-        made = folder / DESCRIPTION  # has the date of the text
-        if not made.exists() or made.stat().st_mtime_ns != text.stat().st_mtime_ns:
-            run_tool("tokenize_text.py", text, "--out", folder, "--anew")
-    from_all(0)  # the other processes wait until it is there
+    run_tool(due, "tokenize_text.py", text, "--out", folder, "--anew")
     return str(folder)
 
 
@@ -2518,10 +2519,10 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     folder = data_place(cfg.data)
     demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
     whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    if folder.resolve() == demo.resolve() and not whole and jax.process_index() == 0:
+    due = folder.resolve() == demo.resolve() and not whole
+    if due:
         say(f"making the demo corpus in {folder}")
-        run_tool("builtin_corpus.py")
-    from_all(0)  # the other processes wait until it is there
+    run_tool(due, "builtin_corpus.py")
     need(folder.is_dir(), f"no folder {folder}: run data/cached_fineweb10B.py, or name one")
     shards = (re.fullmatch(r"(.+)_(train|val)_\d+\.bin", path.name) for path in folder.iterdir())
     names = ", ".join(sorted({shard[1] for shard in shards if shard}))
@@ -2672,22 +2673,20 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
     """Why a program cannot run that needs `size` bytes of the `limit` of a device, with all that
     lies beside it, and with which settings it can; "" if it can."""
-    over = size + SPARE - limit
-    if over <= 0:
+    if size + SPARE <= limit:
         return ""
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    expected, _ = expected_bytes(cfg, mesh)
+    beyond = size - expected_bytes(cfg, mesh)[0] + SPARE - limit
     ways = {3: ""}  # largest ngram_rows -> the settings
     less = {"recompute": True}
     for more in ({}, less, less | {"val_row": min(cfg.val_row, 65_536)}):
-        other = dataclasses.replace(cfg, **more)
-        saved = expected - expected_bytes(other, mesh)[0]
-        rows = cfg.ngram_rows if saved >= over else int(cfg.ngram_rows - (over - saved) / row)
-        rows -= rows % (2 if rows < 2**16 or saved >= over else 2**15)  # a round number
+        over = expected_bytes(dataclasses.replace(cfg, **more), mesh)[0] + beyond
+        rounded = int((cfg.ngram_rows - over / row) / 2**15) * 2**15
+        rows = cfg.ngram_rows if over <= 0 else rounded
         if rows > max(ways):
-            changed = {key: x for key, x in more.items() if x != getattr(cfg, key)}
-            changed |= {"ngram_rows": rows} if rows < cfg.ngram_rows else {}
-            ways[rows] = f"--set {' '.join(f'{key}={int(x)}' for key, x in changed.items())}, or "
+            items = (more | {"ngram_rows": rows}).items()
+            changed = [f"{key}={int(x)}" for key, x in items if x != getattr(cfg, key)]
+            ways[rows] = f"--set {' '.join(changed)}, or "
     cure = f"use {''.join(ways.values())}smaller sizes, or more devices"
     device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
     return f"{name} needs {size / 2**30:.1f} GiB of {device}: {cure}"
@@ -3096,20 +3095,12 @@ def check_hardware(cfg: Config, say: Callable):
     here = [*dev.glob("nvidia[0-9]*"), *dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
     if not here or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
         return
-    plugin = "tpu"
-    driver = ""
-    if "nvidia" in here[0].name:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # none, broken, or it hangs
-            driver = subprocess.check_output(query, text=True, timeout=STALL_SECONDS).split("\n")[0]
-        major = int((re.match(r"\d+", driver) or "0")[0])
-        plugin = "cuda13" if major >= 580 else "cuda12" if major else "cuda"
-    cure = f"pip install 'jax[{plugin}]' in a new environment"
-    if plugin in " ".join(versions()):
+    gpu = "nvidia" in here[0].name
+    cure = f"pip install 'jax[{'cuda13' if gpu else 'tpu'}]' in a new environment"
+    if ("cuda" if gpu else "tpu") in " ".join(versions()):  # the plugin is there
         cure = "end what holds it, such as a notebook, or see what jax says above"
-    if plugin == "cuda":
-        cure = "nvidia-smi does not say the driver: mend that, then install jax[cuda13] (580 on)"
-    cure += f" (driver {driver})" * bool(driver)
+    if gpu:
+        cure += "; a driver below 580 (nvidia-smi shows it) takes jax[cuda12] alone"
     line = f"jax sees only the CPU, not {here[0]}: {cure}"
     need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
     say(f"warning: {line}")
