@@ -1108,15 +1108,9 @@ def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
     return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk))[0]
 
 
-def candidate_head(head_vd, candidates_bp):
-    """Rows of the head [b, p, d] of each row's candidates int [b, p], see `candidates`: the sampled
-    softmax, under which the head is a table of which only these rows learn."""
-    return head_vd.at[candidates_bp].get(mode="promise_in_bounds")
-
-
 def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
     """cross_entropy of features, with weights as of targets_ahead, over a `head` [v, d] for all or
-    [b, p, d], see candidate_head."""
+    [b, p, d], the rows of each row's `candidates`."""
     arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
     if head.ndim == 2:
         arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
@@ -1732,8 +1726,8 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
             return loss_sums(model(weights, rows), x_btd, head, rows.aims, weights_k, prefix)
 
         head_vd = tables["head"]
-        ids = rows.aims.candidates
-        head = candidate_head(head_vd, ids) if count else head_vd
+        ids = rows.aims.candidates  # under a sampled softmax only their rows of the head learn
+        head = head_vd.at[ids].get(mode="promise_in_bounds") if count else head_vd
         (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
         if count:
             zeros = jnp.zeros(head_vd.shape, jnp.float32)

@@ -91,14 +91,14 @@ def test_both_forms_of_the_loss_store_16_bits_and_sum_32(form):
 
 
 def test_a_loss_over_candidates_is_the_plain_one_and_reaches_only_their_rows_of_the_head(form):
-    """As loss_sums takes it: through candidate_head, with places among the candidates."""
+    """As loss_sums takes it: the rows of the candidates, with places among the candidates."""
     x, head, targets, weights = loss_inputs(jnp.float32, 200)
     candidates = np.unique(np.random.default_rng(0).integers(0, 200, 80)).astype(np.int32)
     assert 50 < candidates.size < 80
 
     def over_candidates(function):
         def run(x, head, targets, weights, cfg):
-            return function(x, T.candidate_head(head, candidates), targets, weights, cfg)
+            return function(x, head[candidates], targets, weights, cfg)
 
         return sums_and_gradients(run, (x, head, targets % candidates.size, weights))
 

@@ -274,7 +274,7 @@ def outcome(name: str):
             model = T.Model(params, cfg, kernels, tuple(c.windows), segments, hyper)
             head = params["head"]
             if aims.candidates.size:
-                head = T.candidate_head(head, aims.candidates)
+                head = head[aims.candidates]
             x = T.forward(model, rows)
             weighted, plain = T.loss_sums(model, x, head, aims, weights, prefix)
             return plain if validates else weighted, seen
