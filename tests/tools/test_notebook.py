@@ -88,10 +88,10 @@ def test_commands_are_accepted(clone, monkeypatch, capsys, chip):
             assert bench.main(words) == 0, words
         elif script == "data/cached_fineweb10B.py":
             cached_fineweb10B.main(words)
-    assert [(cfg.preset, *how[:2]) for cfg, *how in timed] == [
-        ("speedrun", 8, None),
-        ("speedrun", 8, 0),
-        ("speedrun", 8, 2),
+    assert [(cfg.preset, parts, how.func, how.args) for cfg, parts, how, _ in timed] == [
+        ("speedrun", 8, bench.time_stages, ()),
+        ("speedrun", 8, bench.compare_kernels, (0,)),
+        ("speedrun", 8, bench.compare_kernels, (2,)),
     ]
     assert len(fetched) == 2 + 10, "each time with the validation shard"
 
