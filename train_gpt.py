@@ -3511,36 +3511,35 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     gradient serves everywhere. v5e and v6e have kernels for all else, NVIDIA GPUs since Ampere for
     attention. Where a condition fails, the plain form does the work."""
     chosen = PLAIN._replace(cross_entropy=fused_cross_entropy)
-    kind, h, others = device.device_kind, cfg.head_width, ""
+    kind, h, n, others = device.device_kind, cfg.head_width, cfg.heads, ""
     rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
-    window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
-    window = min(window, max(rows))
-    # Conditions are pairs: whether one fails, and what then is wrong.
     uneven = next((row for row in rows if row % 128), None)
+    score = max(np.max(scales * (h // 2, h)) for _, scales in yarn(cfg))  # of normed q and k
+    # Conditions are pairs: whether one fails, and what then is wrong.
     even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
-    scales = np.stack([scales for _, scales in yarn(cfg)])
-    score = np.max(scales * (h // 2, h))  # the largest, of normed q and k
     high = f"scores up to {score:.0f} could overflow without a running maximum"
-    bounded = score > MAX_SCORE, high
     if device.platform == "tpu":
-        ring = Plan(Heads(cfg.heads, h, h, window, offset=True), BLOCK).ring_bytes(cfg.dtype)
-        large = f"a window of {window} of width {cfg.width} does not fit the VMEM"
-        for_tables = [
+        window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
+        plan = Plan(Heads(n, h, h, min(window, max(rows)), offset=True), BLOCK)
+        large = f"a window of {plan.heads.window} of width {cfg.width} does not fit the VMEM"
+        apart = f"tiles do not hold {n} heads {h} wide one by one, and of half in twos"
+        conditions = [
             (re.match(SMALL_VMEM, kind), f"a {kind} has too little VMEM"),
             (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
             even,
         ]
-        if not any(fails for fails, _ in for_tables):
+        if not any(fails for fails, _ in conditions):
             chosen = chosen._replace(add_rows=sum_rows, blend=weighted_sum)
-            others = "weighted sums and gradients of tables for TPUs"
-            bfloat16 = cfg.dtype == jnp.bfloat16
+            others = ", weighted sums and gradients of tables for TPUs"
             hidden = {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}
-            if bfloat16 and all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden):
-                chosen, others = chosen._replace(add_mlp=fused_mlp), f"MLPs, {others}"
-        apart = f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
-        tiled = h != LANES or cfg.heads % 2, apart
-        conditions = [*for_tables, tiled, (ring > KERNEL_VMEM * 0.7, large), bounded]
-        attend, served = attend_window, f"attention, {others}"
+            fits = all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden)
+            if fits and cfg.dtype == jnp.bfloat16:
+                chosen, others = chosen._replace(add_mlp=fused_mlp), f", MLPs{others}"
+        conditions += [
+            (h != LANES or n % 2, apart),
+            (plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7, large),
+        ]
+        attend, served = attend_window, f"attention{others}"
     elif device.platform == "gpu":
         triton = importlib.util.find_spec("jax.experimental.pallas.triton")
         capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
@@ -3550,14 +3549,13 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
             (not re.match(r"[89]\.|\d\d\.", capability), "no compute capability of 8.0 or more"),
             (h not in (32, 64, 128), f"tiles do not fit heads {h} wide, and half of it"),
             even,
-            bounded,
         ]
         attend, served = functools.partial(attend_heads, attend_triton), "attention for NVIDIA GPUs"
     else:
         return chosen, f"plain attention: there are no kernels for a {device.platform}"
-    for fails, why in conditions:
+    for fails, why in [*conditions, (score > MAX_SCORE, high)]:
         if fails:
-            return chosen, ", ".join(filter(None, ["plain attention", others])) + f": {why}"
+            return chosen, f"plain attention{others}: {why}"
     return chosen._replace(attend=attend), served
 
 
