@@ -4216,10 +4216,9 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(scale, 1).astype(jnp.float32),
     }
-    shares_btn = None if xsa_btn is None else jnp.tanh(xsa_btn)
-    of_heads = dict(zip(OF_HEADS, (added_gates_btn, shares_btn, gates_btn), strict=True))
-    of_heads = {x: y if y is None else y.swapaxes(1, 2) for x, y in of_heads.items()}
-    arrays = {"qkv": qkv_btp, "added": added_btd, **of_heads}
+    of_heads = added_gates_btn, jax.tree.map(jnp.tanh, xsa_btn), gates_btn  # some may be None
+    of_heads = jax.tree.map(lambda x: x.swapaxes(1, 2), of_heads)
+    arrays = {"qkv": qkv_btp, "added": added_btd, **dict(zip(OF_HEADS, of_heads, strict=True))}
     return window_attention(plan, arrays | jax.tree.map(lax.stop_gradient, others))
 
 
