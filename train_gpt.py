@@ -2713,10 +2713,8 @@ class Saved(NamedTuple):
     meta: dict  # run.json as it was, the clock, the sizes of the logs
 
 
-def own_shards(cfg: Config, state, loader: LoaderState) -> Iterator[tuple[str, np.ndarray]]:
+def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (file name, rows) of what this process stores, by device: each row is stored once."""
-    first = jax.process_index() * len(loader.offsets)
-    yield f"loader.offsets.{first}.npy", np.array(loader.offsets)
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
         for shard in array.addressable_shards:
@@ -2771,10 +2769,9 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
             for name, size in meta["files"].items():
                 need((path / name).stat().st_size == size, f"{name} is not whole")
                 np.load(path / name, mmap_mode="r")  # fails if this is no array
-            offsets = sorted((int(x.suffixes[1][1:]), np.load(x)) for x in path.glob("loader.*"))
-            offsets = tuple(np.concatenate([x for _, x in offsets]).tolist())
+            loader = LoaderState(meta["cursor"], tuple(meta["offsets"]))
             cfg = validate(typed(Config, meta["config"]))
-            return Saved(path, cfg, meta["step"], LoaderState(meta["cursor"], offsets), meta)
+            return Saved(path, cfg, meta["step"], loader, meta)
         except Exception as error:  # whatever a damaged file leads to
             say(f"warning: {path} cannot be used ({error}): skipped")
     raise UserError(f"no checkpoint in {run_dir}: name a run that has one (--set checkpoint_every)")
@@ -2808,18 +2805,8 @@ def load_state(mesh: Mesh, saved: Saved, kinds=None):
 
 # ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -----------------------------------------
 
-# Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
-PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
-PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
-PEAK_FLOPS |= {"L4": 121e12, "L40S": 362e12, "A10G": 70e12, "B200": 2250e12}
-PEAK_FLOPS |= {"RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 209e12, "RTX PRO 6000": 503e12}
 # Of the environment, what Python, jax and what is below it read.
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
-
-
-def peak_flops(kind: str) -> float:
-    """FLOP/s of a device of this kind by its maker's data sheet; 0 if it is not in the table."""
-    return PEAK_FLOPS.get(max((x for x in PEAK_FLOPS if x in kind), key=len, default=""), 0.0)
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
@@ -2961,10 +2948,12 @@ class RunLog:
         began = time.perf_counter()
         folder = self.folder / "checkpoints"
         now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
+        offsets = np.array(loader.offsets)
+        now["offsets"] = multihost_utils.process_allgather(offsets).ravel().tolist()
         now["logs"] = {name: file.tell() for name, file in self.files.items()}
         self.missing = ""
         try:
-            size = write_checkpoint(folder, own_shards(self.cfg, state, loader), self.facts | now)
+            size = write_checkpoint(folder, own_shards(self.cfg, state), self.facts | now)
         except OSError as error:
             full = shutil.disk_usage(self.folder).free < 2**20  # numpy does not say so
             error = "the disk is full" if full else error
@@ -3006,12 +2995,10 @@ class RunLog:
         line = self.line(step, "train_loss", float(loss), int(dropped), lr=lr)
         if step % self.cfg.log_every and step != self.first + 1:
             return
-        ms, tokens, devices = (self.facts[x] for x in ("train_time_ms", "tokens", "devices"))
+        ms, tokens = (self.facts[x] for x in ("train_time_ms", "tokens"))
         speed = (tokens - self.mark[1]) / max(ms - self.mark[0], 1e-3) * 1000
         self.mark = ms, tokens
         shown = f"{line} train_loss:{float(loss):.4f} {speed:,.0f} tok/s"
-        if peak := peak_flops(devices["kind"]) * devices["count"]:
-            shown += f" mfu:{speed * flops_per_token(self.cfg, step - 1) / peak:.1%}"
         self.say(f"{shown} eta:{(self.cfg.steps - step) * ms / step / 1000:.0f}s")
 
     def validated(self, step: int, loss: float, dropped: int):

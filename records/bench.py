@@ -56,6 +56,11 @@ BATCHES = 4  # lie on the devices and are taken in turn
 CHUNKS = 5  # stretches of calls that are timed; their median counts
 SECONDS = 0.5  # a chunk takes at least this: to wait for its end costs well under 1 % of it
 LARGE = 1000  # numbers: the gradients of single ones are as far off as roundings happen to fall
+# Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
+PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
+PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
+PEAK_FLOPS |= {"L4": 121e12, "L40S": 362e12, "A10G": 70e12, "B200": 2250e12}
+PEAK_FLOPS |= {"RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 209e12, "RTX PRO 6000": 503e12}
 TILES = {  # constant of train_gpt.py -> others: queries, keys, warps, stages
     "FORWARD_TILES": [(128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
     "QUERY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
@@ -91,6 +96,11 @@ def time_chunks(period: int, run: Callable) -> dict:
 def cells(row: dict) -> list[str]:
     """Times of a row, for a table."""
     return [f"{row[key]:.2f}" for key in ("ms", "ms_min", "ms_max")]
+
+
+def peak_flops(kind: str) -> float:
+    """FLOP/s of a device of this kind by its maker's data sheet; 0 if it is not in the table."""
+    return PEAK_FLOPS.get(max((x for x in PEAK_FLOPS if x in kind), key=len, default=""), 0.0)
 
 
 # ---- Steps of the stages -----------------------------------------------------------------------
@@ -158,7 +168,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
     form = "{:9}{:>7}{:>9}{:>11}{:>11}{:>11}{:>12}{:>9}{:>9}".format
     say(form("program", "stage", "steps", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB"))
     rows = []
-    peak = T.peak_flops(mesh.devices.flat[0].device_kind)
+    peak = peak_flops(mesh.devices.flat[0].device_kind)
     for name, (stage, step, count, updates, batches) in work.items():
         run_steps = functools.partial(run, name, updates, itertools.cycle(batches))
         timed = time_chunks(max(updates.values()), run_steps)

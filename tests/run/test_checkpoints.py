@@ -18,7 +18,8 @@ import train_gpt as T
 CFG = replace(programs.CFG, compute_dtype="bfloat16")  # as the n-gram table then is
 LOADER = T.LoaderState(1234, (5, 0, 77, 3, 100, 1, 2, 4))
 META = {"train_time_ms": 1.5, "logs": {"log.txt": 7}, "data": {}, "source_sha256": "0"}
-META |= {"config": asdict(CFG), "cursor": LOADER.cursor, "dropped_ngrams": 5}
+META |= {"config": asdict(CFG), "dropped_ngrams": 5}
+META |= {"cursor": LOADER.cursor, "offsets": LOADER.offsets}
 
 
 def quiet(line):
@@ -38,7 +39,6 @@ def numbers(seed: int = 0, cfg=CFG) -> dict[str, np.ndarray]:
 
 def stored(found: dict) -> dict:
     """The same as it lies in a checkpoint, which has the bits of bfloat16 as numbers."""
-    found = found | {"loader.offsets": np.array(LOADER.offsets)}
     short = {name: x for name, x in found.items() if x.dtype.itemsize == 2}
     assert [*short] == ["params.ngram_table"]
     return found | {name: x.view(np.uint16) for name, x in short.items()}
@@ -55,7 +55,7 @@ def state_of(found: dict, mesh, cfg=CFG):
 
 def write(folder, step: int, found: dict, devices: int = 8):
     """A checkpoint of one process with so many devices."""
-    shards = T.own_shards(CFG, state_of(found, mesh_of(devices)), LOADER)
+    shards = T.own_shards(CFG, state_of(found, mesh_of(devices)))
     T.write_checkpoint(folder, shards, META | {"step": step})
 
 
@@ -72,13 +72,10 @@ def as_process(number: int, numbers=None):
 def write_as_two(folder, step: int, found: dict):
     """A checkpoint of two processes: of what is sharded, each has the rows of four devices."""
     own, seen = ([], []), {}
-    for name, rows in T.own_shards(CFG, state_of(found, mesh_of(8)), LOADER):
+    for name, rows in T.own_shards(CFG, state_of(found, mesh_of(8))):
         kind = name.rpartition(".")[0].rpartition(".")[0]
         seen[kind] = seen.get(kind, 0) + 1
         own[seen[kind] > 4].append((name, rows))
-    offsets = own[0].pop(0)[1]
-    for i in range(2):
-        own[i].append((f"loader.offsets.{4 * i}.npy", offsets[4 * i : 4 * i + 4]))
     for process in (1, 0):
         with as_process(process):
             T.write_checkpoint(folder, iter(own[process]), META | {"step": step})
@@ -110,7 +107,7 @@ def test_files_are_named_by_kind_parameter_and_first_row_and_hold_no_padding(fol
     assert sorted(each["params.ngram_table"]) == [*((66 * i, 66) for i in range(7)), (462, 60)]
     assert sorted(each["second.ngram_table"]) == sorted(each["params.ngram_table"])
     assert sorted(each["slow.mlp_bank"]) == [(2 * i, 2) for i in range(5)]  # 6 matrices are padding
-    assert each["loader.offsets"] == [(0, 8)] and each["params.smear_gate"] == [(0, 1)]
+    assert each["params.smear_gate"] == [(0, 1)]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
@@ -122,7 +119,7 @@ def test_any_number_of_devices_reads_what_any_number_has_written(folder, tmp_pat
     for got, same in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
         assert (got.dtype, got.sharding) == (same.dtype, same.sharding)
         np.testing.assert_array_equal(got, same)  # zeros where there is padding
-    T.write_checkpoint(tmp_path / "again", T.own_shards(CFG, state, LOADER), META | {"step": step})
+    T.write_checkpoint(tmp_path / "again", T.own_shards(CFG, state), META | {"step": step})
     assert_same_arrays(arrays(tmp_path / f"again/{step}"), stored(numbers(step)))
 
 
@@ -144,7 +141,7 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
     most = found["params.ngram_table"].nbytes * 3 // 4  # of four devices
     with peak_below(most):
         meta = META | {"step": 2, "config": asdict(cfg)}
-        T.write_checkpoint(tmp_path / "checkpoints", T.own_shards(cfg, state, LOADER), meta)
+        T.write_checkpoint(tmp_path / "checkpoints", T.own_shards(cfg, state), meta)
     saved = T.find_checkpoint(tmp_path)
     put = jax.device_put  # which gives a CPU numpy's own memory
     monkeypatch.setattr(jax, "device_put", lambda *args: jax.numpy.copy(put(*args)))
@@ -242,7 +239,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["params.embed.0.npy", "loader.offsets.4.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["params.embed.0.npy", "meta.json"])
 def test_damaged_checkpoint_is_passed_over_with_a_warning_or_refused_by_name(folder, damage, name):
     DAMAGE[damage](folder / "8" / name)
     said = []

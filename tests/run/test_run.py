@@ -214,22 +214,6 @@ def test_progress_is_one_line_on_a_terminal_and_several_elsewhere(monkeypatch):
         assert stream.getvalue() == want
 
 
-@pytest.mark.parametrize("kind, share", [("cpu", ""), ("NVIDIA H100 PCIe", "1.0%")])
-def test_utilization_is_of_the_peak_of_all_devices(run, tmp_path, monkeypatch, kind, share):
-    """MFU, with the speed of the last ten steps."""
-    monkeypatch.setitem(T.PEAK_FLOPS, "H100 PCIe", 756e3)  # as slow as the model is small
-    cfg, said, now = replace(CFG, steps=100), [], [0.0]
-    start = json.loads((run.dir / "run.json").read_text())
-    start["devices"] |= {"kind": kind, "count": 4}
-    log = T.RunLog(cfg, start, tmp_path, None, said.append)
-    log.clock = SimpleNamespace(ms=lambda: now[0])
-    # A hundred times as long as four devices at their peak take for the tokens of ten steps.
-    now[0] = 100 * 1000 * T.flops_per_token(cfg, 9) * cfg.tokens_after(10) / (4 * 756e3)
-    log.trained(10, np.float32(1), np.float32(0))
-    log.flush()
-    assert re.findall(r"mfu:(\S+)", said[-1]) == [share] * bool(share)
-
-
 def test_a_demonstration_ends_with_the_tool_that_shows_a_sample(train, tmp_path, monkeypatch):
     commands = []
     monkeypatch.setattr(subprocess, "run", lambda words, env: commands.append((words, env)))

@@ -59,6 +59,7 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
         return SimpleNamespace(compile=lambda: call)
 
     monkeypatch.setattr(T, "lower", lower)
+    monkeypatch.setitem(bench.PEAK_FLOPS, "cpu", 1e12)
     with quick_compilation():
         status, out, err = main("one", "--dump", "dump", "--profile", "traces")
     assert (status, err) == (0, "")
@@ -80,8 +81,24 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     assert row["ms_min"] <= row["ms"] <= row["ms_max"]
     assert row["tokens_per_second"] * row["ms"] == pytest.approx(1e3 * 256)
     assert 0.1 < row["loss"] < math.log(CFG.real_tokens) - 0.05, "four batches, again and again"
-    assert row["memory_mib"] > 0.5 and row["utilization"] is None and report["parts"] == 1
+    assert row["memory_mib"] > 0.5 and report["parts"] == 1
+    used = row["tokens_per_second"] * T.flops_per_token(ONE, 4) / 1e12
+    assert row["utilization"] == pytest.approx(used)
     assert {"source_sha256", "versions", "host", "config", "devices"} <= {*report}
+
+
+KINDS = {
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "cpu": 0,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_peak_is_that_of_the_longest_name(kind):
+    assert bench.peak_flops(kind) == KINDS[kind]
 
 
 def test_programs_that_no_step_runs_are_not_timed_by_themselves(monkeypatch):
