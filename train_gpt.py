@@ -2382,8 +2382,7 @@ def validate(c: Config) -> Config:
     rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
     whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
     rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    grow = min(np.diff(c.boundaries)) > 0
-    rule("steps", grow, f"a step for every stage, {c.extension} at the end")
+    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
     for i, s in enumerate(c.stages):
         whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
         rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens}")
@@ -2828,7 +2827,6 @@ def versions() -> dict[str, str]:
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run stand on: source, versions, machine, config, choice of kernels."""
     device = mesh.devices.flat[0]
-    options = compiler_options(cfg, device.platform)
     cpu = platform.machine()
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
@@ -2843,7 +2841,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "devices": {**devices, "processes": jax.process_count()},
         "host": {"cpu": cpu, "cores": cpu_cores(), "platform": platform.platform()},
         "environment": {x: os.environ[x] for x in sorted(os.environ) if re.match(VARIABLES, x)},
-        "choices": {"kernels": reason, "compiler_options": options},
+        "choices": {"kernels": reason, "compiler_options": compiler_options(cfg, device.platform)},
     }
 
 
@@ -3476,8 +3474,6 @@ def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, st
 
 # ---- The choice --------------------------------------------------------------------------------
 
-SMALL_VMEM = r"TPU v[2-4]|TPU v5p?$|TPU7"  # kinds with less than the 128 MiB of v5e and v6e
-
 
 def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(the Kernels for a run on such devices, why these: a line for the log)."""
@@ -3511,7 +3507,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         large = f"a window of {plan.heads.window} of width {cfg.width} does not fit the VMEM"
         apart = f"tiles do not hold {n} heads {h} wide one by one, and of half in twos"
         conditions = [
-            (re.match(SMALL_VMEM, kind), f"a {kind} has too little VMEM"),
+            (re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", kind), f"a {kind} has no 128 MiB of VMEM"),
             (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
             even,
         ]
@@ -3786,7 +3782,7 @@ class Plan:
 
     def name(self, direction: str) -> str:
         """A name that tells kernels of different work apart, in profiles and in dumps."""
-        _, h, v, _ = self.sizes
+        h, v = self.heads.qk_width, self.heads.v_width
         kind = "_paired" * self.heads.paired + "_offset" * self.heads.offset
         return f"window_{direction}_{self.heads.window}_{h}_{v}{kind}"
 
@@ -4388,8 +4384,7 @@ ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
 def sorted_ids(ids_r, rows: int):
     """(ids below `rows` in ascending order, which of them each was). As one integer where id and
-    place fit 32 bits; two arrays take twice as long, 10 s of a core to compile instead of 4. To
-    gather ids by place would take seven times as long."""
+    place fit 32 bits: to sort two arrays takes twice as long."""
     places, bits = jnp.arange(ids_r.size, dtype=jnp.uint32), (ids_r.size - 1).bit_length()
     if rows << bits > 2**32:
         return lax.sort((ids_r, places.astype(jnp.int32)), num_keys=1, is_stable=False)
@@ -4414,9 +4409,7 @@ def meetings(ids_r, rows: int, block: int):
 
 def sum_rows(table_vd, ids, rows, ascending: bool = False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step multiplies
-    each table's rows of a block by the one-hot matrix [tile, block] of a meeting. VMEM: 9 MiB for
-    four tables 768 wide. Against XLA's scatter, in bundles, for 49,152 tokens of a table [50304,
-    768]: 0.25 M instead of 1.72 M, the permutation of the rows (0.28 M) in neither."""
+    each table's rows of a block by the one-hot matrix [tile, block] of a meeting."""
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
     ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
     if not ascending:
@@ -4481,8 +4474,7 @@ class Tiles(NamedTuple):
     stages: int  # tiles that are on their way at once
 
 
-# Heads of 128 on an H100: 150, 160 and 234 registers a thread, none spilled; 128 KiB of shared
-# memory. Not yet timed: `records/bench.py --kernels STAGE` tries others.
+# Not yet timed: `records/bench.py --kernels STAGE` tries others.
 FORWARD_TILES = Tiles(128, 64, 8, 3)
 QUERY_TILES = Tiles(128, 64, 8, 2)
 KEY_TILES = Tiles(64, 128, 8, 2)

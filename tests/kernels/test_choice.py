@@ -110,7 +110,7 @@ def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
 @pytest.mark.parametrize(
     ("cfg", "device", "reason"),
     [
-        *((RECORD, tpu(x), f"a {x} has too little VMEM") for x in ("TPU v4", "TPU v5", "TPU7x")),
+        *((RECORD, tpu(x), f"a {x} has no 128 MiB of VMEM") for x in ("TPU v4", "TPU v5", "TPU7x")),
         (replace(RECORD, width=704, heads=11), tpu(), "128 columns do not fill a width of 704"),
         (with_row(192), tpu(), "tiles of 128 tokens do not fill rows of 192"),
         (replace(RECORD, val_row=64), tpu(), "tiles of 128 tokens do not fill rows of 64"),

@@ -143,7 +143,7 @@ BAD_SETTINGS = {
     "extension=10": "extension=10 is not valid: less than steps=10",
     "extension=0": "extension=0 is not valid: less than steps=10; 0 unless the last stage has sh",
     "stages.0.share=0.7": "stages.0.share=0.7 is not valid: shares above 0 that add up to 1",
-    "steps=3": "steps=3 is not valid: a step for every stage, 2 at the end",
+    "steps=3": "steps=3 is not valid: one for each stage, 2 at the end",
     "stages.1.batch_tokens=500": "stages.1.batch_tokens=500 is not valid: 8 rows of row_tok",
     "stages=()": "stages=() is not valid: one or more",
     "stages.0.windows=(0, 0)": "stages.0.windows=(0, 0) is not valid: two numbers above 0",
