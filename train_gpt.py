@@ -25,7 +25,7 @@ Words that are used throughout:
     row         of a batch: one sequence; of a table: the vector of one id or n-gram
     stream      in the model: the sum that layers add to; in the data: all tokens of the shards
     copies      the parameters to compute with: large ones in bfloat16, all whole except banks
-    candidates  the ids that the softmax of a row runs over: all its targets and some others
+    candidates  the ids that the softmax of a row runs over; aims are places among them
     window      how many tokens before itself a token sees; paired heads: see pair_heads
     stage       a stretch of the run with one shape of batch
 
@@ -2669,13 +2669,13 @@ def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> 
     if size + SPARE <= limit:
         return ""
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    beyond = size - expected_bytes(cfg, mesh)[0] + SPARE - limit
-    ways = {3: ""}  # largest ngram_rows -> the settings
+    unknown = size - expected_bytes(cfg, mesh)[0]  # as large with other settings, we take it
+    ways = {3: ""}  # the most ngram_rows (4 at least) that fit -> the settings
     less = {"recompute": True}
-    for more in ({}, less, less | {"val_row": min(cfg.val_row, 65_536)}):
-        over = expected_bytes(dataclasses.replace(cfg, **more), mesh)[0] + beyond
-        rounded = int((cfg.ngram_rows - over / row) / 2**15) * 2**15
-        rows = cfg.ngram_rows if over <= 0 else rounded
+    for more in ({}, less, less | {"val_row": cfg.val_row if cfg.val_row % 65_536 else 65_536}):
+        needed = expected_bytes(dataclasses.replace(cfg, **more), mesh)[0] + unknown + SPARE
+        rounded = int((cfg.ngram_rows - (needed - limit) / row) / 2**15) * 2**15
+        rows = cfg.ngram_rows if needed <= limit else rounded
         if rows > max(ways):
             items = (more | {"ngram_rows": rows}).items()
             changed = [f"{key}={int(x)}" for key, x in items if x != getattr(cfg, key)]
@@ -3079,7 +3079,7 @@ def check_hardware(cfg: Config, say: Callable):
     if ("cuda" if gpu else "tpu") in " ".join(versions()):  # the plugin is there
         cure = "end what holds it, such as a notebook, or see what jax says above"
     if gpu:
-        cure += "; a driver below 580 (nvidia-smi shows it) takes jax[cuda12] alone"
+        cure += "; a driver below 580 (nvidia-smi shows it) needs jax[cuda12]"
     line = f"jax sees only the CPU, not {here[0]}: {cure}"
     need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
     say(f"warning: {line}")
@@ -4199,7 +4199,7 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(scale, 1).astype(jnp.float32),
     }
-    of_heads = added_gates_btn, jax.tree.map(jnp.tanh, xsa_btn), gates_btn  # some may be None
+    of_heads = added_gates_btn, jax.tree.map(jnp.tanh, xsa_btn), gates_btn  # what is None stays
     of_heads = jax.tree.map(lambda x: x.swapaxes(1, 2), of_heads)
     arrays = {"qkv": qkv_btp, "added": added_btd, **dict(zip(OF_HEADS, of_heads, strict=True))}
     return window_attention(plan, arrays | jax.tree.map(lax.stop_gradient, others))
@@ -4481,13 +4481,13 @@ KEY_TILES = Tiles(64, 128, 8, 2)
 
 
 def run_tiles(name, body, tiles: Tiles, arrays: dict, outputs: dict):
-    """run_kernel for each block of queries of each head and row, or of keys if `outputs`, name ->
-    shape and dtype, has k_grad. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]; `body` has
-    [block, h or v] or [block] of what belongs to the block and of outputs, and [t, h or v] or [t]
-    of what belongs to the other side, of its head. It sums over tiles of that with sum_tiles(add,
-    shapes): add(place of a tile, sums so far, a function from scores [block, tile] to weights)."""
+    """run_kernel for each block of queries of each row and head; of keys, if k_grad is one of the
+    `outputs`, name -> shape and dtype. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]; `body`
+    has the block of its own side and of outputs, of the other side the whole row. It sums over
+    tiles of that with sum_tiles(add, shapes): add(place of a tile, sums so far, a function from
+    scores [block, tile] to weights)."""
     sides = [(("q", "log_sums", "mean", "y_grad"), tiles.queries), (("k", "v"), tiles.keys)]
-    reach = "last" if "k_grad" in outputs else "first"  # of queries that see a key; or of keys
+    reach = "last" if "k_grad" in outputs else "first"  # query that sees a key, key that it sees
     (own, block), (others, tile) = sides[::-1] if reach == "last" else sides
     b, t, n, _ = arrays["q"].shape
 
@@ -4553,13 +4553,13 @@ def tiles_backward(arrays: dict, y_grad):
     dtype = y_grad.dtype
 
     def by_queries(r, sum_tiles):
-        q, y_grad = r.q[...], r.y_grad[...]
+        q, of_y = r.q[...], r.y_grad[...]
         log_sums, mean = r.log_sums[...][:, None], r.mean[...][:, None]
 
         def add(at, sums, weigh):
             k = r.k[at, :]
             weights = weigh(times(q, k, transpose=True) - log_sums)
-            grad = weights * (times(y_grad, r.v[at, :], transpose=True) - mean)
+            grad = weights * (times(of_y, r.v[at, :], transpose=True) - mean)
             return (sums[0] + times(grad.astype(dtype), k),)
 
         r.q_grad[...] = (sum_tiles(add, q.shape)[0] * (1 / LOG2E)).astype(dtype)
@@ -4569,10 +4569,10 @@ def tiles_backward(arrays: dict, y_grad):
 
         def add(at, sums, weigh):
             k_grad, v_grad = sums
-            q, y_grad = r.q[at, :], r.y_grad[at, :]
+            q, of_y = r.q[at, :], r.y_grad[at, :]
             weights = weigh(times(k, q, transpose=True) - r.log_sums[at][None])
-            v_grad += times(weights.astype(dtype), y_grad)
-            grad = weights * (times(v, y_grad, transpose=True) - r.mean[at][None])
+            v_grad += times(weights.astype(dtype), of_y)
+            grad = weights * (times(v, of_y, transpose=True) - r.mean[at][None])
             return k_grad + times(grad.astype(dtype), q), v_grad
 
         k_grad, v_grad = sum_tiles(add, k.shape, v.shape)
@@ -4581,9 +4581,9 @@ def tiles_backward(arrays: dict, y_grad):
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnv,btnv->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     arrays = arrays | {"mean": mean, "y_grad": y_grad}
-    q, k, v = ({f"{x}_grad": arrays[x]} for x in "qkv")
-    grads = run_tiles("attend_backward_queries", by_queries, QUERY_TILES, arrays, q)
-    grads |= run_tiles("attend_backward_keys", by_keys, KEY_TILES, arrays, k | v)
+    of_q, of_k, of_v = ({f"{x}_grad": arrays[x]} for x in "qkv")  # shapes of outputs
+    grads = run_tiles("attend_backward_queries", by_queries, QUERY_TILES, arrays, of_q)
+    grads |= run_tiles("attend_backward_keys", by_keys, KEY_TILES, arrays, of_k | of_v)
     return ({x: grads.get(f"{x}_grad") for x in ("q", "k", "v", "first", "last")},)
 
 

@@ -20,8 +20,7 @@ is timed.
 and its share of the n-gram table, which takes 65 GB in all. On one GPU `--parts 8` is what each of
 eight would do, but for the network, and for updates of all other parameters, of which each of eight
 does an eighth. --dump DIR keeps the figures, and the facts that run.json has, as bench.json.
---profile DIR keeps a trace of some steps of each stage as DIR/PROGRAM, after they were timed: open
-it with xprof or Perfetto.
+--profile DIR keeps a trace of some more steps of each stage as DIR/PROGRAM, for xprof or Perfetto.
 
 --beside prints what preflight.py has predicted of each program beside what bench.json has measured,
 as a table in markdown, and the yardstick by which the predictions would be nearest: the cycles for
@@ -423,9 +422,9 @@ def beside(predicted: dict, measured: dict) -> str:
 # ---- The command -------------------------------------------------------------------------------
 
 
-def bench(cfg: T.Config, parts=0, time_: Callable = time_stages, command="", say=T.tell) -> dict:
-    """Time the steps of each stage, or what `time_` times, shared by `parts` devices (0: as many as
-    there are); the content of bench.json."""
+def bench(cfg: T.Config, parts=0, timer: Callable = time_stages, command="", say=T.tell) -> dict:
+    """The content of bench.json: what `timer` finds, time_stages or compare_kernels of a stage, of
+    a run that `parts` devices share (0: as many as there are)."""
     whole = cfg
     cfg, mesh = T.make_mesh(cfg)
     device = mesh.devices.flat[0]
@@ -437,7 +436,7 @@ def bench(cfg: T.Config, parts=0, time_: Callable = time_stages, command="", say
     say(f"kernels: {reason}")
     folder = T.data_folder(cfg, say)
     tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
-    return facts | time_(cfg, mesh, kernels, tokens, say)
+    return facts | timer(cfg, mesh, kernels, tokens, say)
 
 
 def main(argv=None) -> int:
@@ -457,13 +456,14 @@ def main(argv=None) -> int:
             print(beside(*read_pair(args.beside)))
             return 0
         T.need(args.parts >= 0, f"--parts {args.parts}: a positive number of devices, or none")
-        if args.dump:
-            Path(args.dump).mkdir(parents=True, exist_ok=True)
+        for folder in filter(None, (args.dump, args.profile)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
-        time_ = functools.partial(time_stages, traces=args.profile)
+        timer = functools.partial(time_stages, traces=args.profile)
         if args.kernels is not None:
-            time_ = functools.partial(compare_kernels, args.kernels)
-        facts = bench(T.resolve(args), args.parts, time_, command)
+            T.need(not args.profile, "--profile traces the steps of stages: leave out --kernels")
+            timer = functools.partial(compare_kernels, args.kernels)
+        facts = bench(T.resolve(args), args.parts, timer, command)
         if args.dump:
             Path(args.dump, "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
         off = {row["name"]: row.get("off", 0.0) for row in facts["rows"]}

@@ -102,6 +102,16 @@ def test_the_rows_that_a_refusal_names_fit_and_few_more_would(
     assert len(settings) == (3 if platform == "tpu" else 1)
 
 
+def test_no_row_of_validation_is_named_that_divides_no_batch(monkeypatch):
+    odd = replace(RECORD, val_row=100_000, val_batch=2_000_000, val_tokens=10_000_000)
+    mesh = kind_of(8, 15.75 * GIB, "tpu")
+    line = refused(monkeypatch, T.for_devices(odd, 8), mesh)
+    settings = re.findall(r"--set ([^,]*),", line)
+    assert len(settings) == 2
+    for words in settings:
+        T.check_memory(T.for_devices(T.override(odd, words.split()), 8), mesh)
+
+
 def test_where_no_table_fits_only_other_devices_help(monkeypatch):
     """As on a TPU v5e-1."""
     line = refused(monkeypatch, RECORD, kind_of(1, 15.75 * GIB, "tpu"))

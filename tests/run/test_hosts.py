@@ -146,7 +146,7 @@ def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypa
 # ---- Accelerators that jax does not see --------------------------------------------------------
 
 TPU_PLUGIN = "pip install 'jax[tpu]' in a new environment\n"
-OLD = "; a driver below 580 (nvidia-smi shows it) takes jax[cuda12] alone\n"
+OLD = "; a driver below 580 (nvidia-smi shows it) needs jax[cuda12]\n"
 HELD = "end what holds it, such as a notebook, or see what jax says above"
 
 

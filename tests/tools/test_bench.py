@@ -176,6 +176,8 @@ def test_chunks_are_long_enough_warm_and_whole_periods():
         (["--kernels", "3"], "--kernels 3: stages are 0 to 2"),
         (["--data", "nothing"], "no such text, and no such folder"),
         (["--dump", "/dev/null/x"], "/dev/null/x"),
+        (["--profile", __file__], "test_bench.py"),
+        (["--kernels", "0", "--profile", "x"], "--profile traces the steps of stages: leave out"),
         (["--beside", "/dev/null", "x"], "error: /dev/null: Expecting value: line 1"),
     ],
 )
