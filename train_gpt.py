@@ -2238,14 +2238,14 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
     return float(total) / cfg.val_tokens, int(dropped)
 
 
-def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
+def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
     Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
     training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
     after a signal, come at the next step before which no gradients wait for an update. From Parts
     II and III: check_memory, data_folder, check_tokens, checked_kernels, run_facts and RunLog (what
     goes to the disk and the terminal), compile_all, warm_up, load_state (checkpoints), ask_to_stop
-    (signals), demonstrate (end of `tiny`)."""
+    (signals), trace (--profile), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
@@ -2282,6 +2282,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             waiting.clear()  # gradients of parameters whose last update has been
             state, changed = compiled["finish"](state)
             copies |= changed
+        if profile:
+            trace(step, range(first, cfg.steps), stops, log.folder, copies)
         if validates or stops:
             log.flush()
             jax.block_until_ready((state, copies))
@@ -2322,14 +2324,13 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # PART II: AROUND A RUN
 # ================================================================================================
 
-
 # ---- Overrides: --set, and the numbers with which no run can be built --------------------------
 
 MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume may --set:
 MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
 POSITIVE = """steps width heads mlp_width gate_width sign_rows rope_base adam_eps adam_every tail
     prefetch loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup
-    attention_cap row_tokens batch_tokens""".split()
+    attention_cap row_tokens batch_tokens windows val_windows""".split()
 
 
 def validate(c: Config) -> Config:
@@ -2341,13 +2342,15 @@ def validate(c: Config) -> Config:
             value = value[int(key)] if key.isdecimal() else getattr(value, key)
         need(valid, f"{name}={value!r} is not valid: {would_be}")
 
-    rule("stages", c.stages, "one or more")
     parts = {f"{x}.{i}.": y for x in ("stages", "layers") for i, y in enumerate(getattr(c, x))}
     for at, part in ({"": c} | parts).items():
         for field in dataclasses.fields(part):
-            number = getattr(part, field.name) if field.type in (int, float) else 1
-            rule(at + field.name, 0 <= number < 2**32, "it must not be negative, nor so large")
-            rule(at + field.name, number or field.name not in POSITIVE, "it must be positive")
+            value = getattr(part, field.name)
+            rule(at + field.name, value != (), "one or more")
+            numbers = [x for x in jax.tree.leaves(value) if isinstance(x, int | float)]
+            fits = all(0 <= x < 2**32 for x in numbers)
+            rule(at + field.name, fits, "it must not be negative, nor so large")
+            rule(at + field.name, all(numbers) or field.name not in POSITIVE, "it must be positive")
     rule("encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe")
     rule("compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
     rule("checkpoint_end", c.checkpoint_end in ("auto", "always", "never"), "auto, always or never")
@@ -2358,7 +2361,6 @@ def validate(c: Config) -> Config:
     rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
     rule("logit_cap", 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0, "a up to 64, c above 0")
     rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
-    rule("val_windows", min(c.val_windows) > 0, "two numbers above 0")
     rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
     rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
     rule("ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more")
@@ -2386,10 +2388,6 @@ def validate(c: Config) -> Config:
     for i, s in enumerate(c.stages):
         whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
         rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens}")
-        for name in ("weights", "weights_end", "prefix", "candidates"):
-            some = getattr(s, name)
-            rule(f"stages.{i}.{name}", some and min(some) >= 0, "one or more, none below 0")
-        rule(f"stages.{i}.windows", min(s.windows) > 0, "two numbers above 0")
         same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
         rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
         rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
@@ -2819,9 +2817,9 @@ def flops_per_token(cfg: Config, step: int) -> float:
 def versions() -> dict[str, str]:
     """What the numbers of a run may depend on."""
     own = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
-    found = (x.name or "" for x in importlib.metadata.distributions())
-    names = sorted({name for name in found if own.fullmatch(name)})
-    return {"python": platform.python_version()} | {x: importlib.metadata.version(x) for x in names}
+    found = sorted({x.name or "" for x in importlib.metadata.distributions()})
+    found = {x: importlib.metadata.version(x) for x in found if own.fullmatch(x)}
+    return {"python": platform.python_version()} | found
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
@@ -2843,18 +2841,6 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "environment": {x: os.environ[x] for x in sorted(os.environ) if re.match(VARIABLES, x)},
         "choices": {"kernels": reason, "compiler_options": compiler_options(cfg, device.platform)},
     }
-
-
-def claim(path: Path):
-    """A file of a run, opened to append to it; UserError if another process has it."""
-    file = open(path, "ab", buffering=2**20)  # where lines wait while a disk is full
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another process writes {path.parent}: wait, or end it") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
 
 
 class RunLog:
@@ -2909,7 +2895,13 @@ class RunLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(saved))
             for name in ("log.txt", "metrics.jsonl"):
-                self.files[name] = file = claim(self.folder / name)
+                # Its buffer is where lines wait while a disk is full.
+                self.files[name] = file = open(self.folder / name, "ab", buffering=2**20)
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:  # or the file system has no locks
+                    taken = isinstance(error, BlockingIOError)
+                    need(not taken, f"another process writes {self.folder}: wait, or end it")
                 if saved:  # what came after the checkpoint is of steps that are lost
                     file.truncate(min(file.tell(), saved.meta["logs"][name]))
                     file.seek(0, os.SEEK_END)
@@ -2946,8 +2938,7 @@ class RunLog:
         began = time.perf_counter()
         folder = self.folder / "checkpoints"
         now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
-        offsets = np.array(loader.offsets)
-        now["offsets"] = multihost_utils.process_allgather(offsets).ravel().tolist()
+        now["offsets"] = from_all(loader.offsets)
         now["logs"] = {name: file.tell() for name, file in self.files.items()}
         self.missing = ""
         try:
@@ -3027,6 +3018,17 @@ class RunLog:
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
+def trace(step: int, steps: range, stops: bool, folder: Path, last):
+    """Trace four of `steps`, the first 20 left out where there are more, as folder/profile; called
+    before each of them, and at their end, with the `last` result."""
+    four = steps[:24][-4:]
+    if step == four.start and not stops:
+        jax.profiler.start_trace(str(folder / "profile"))
+    elif four.start < step <= four.stop and (stops or step == four.stop):
+        jax.block_until_ready(last)
+        jax.profiler.stop_trace()
+
+
 def demonstrate(folder: Path, say: Callable):
     """After a run, what the model makes of the validation text, by records/sample.py."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
@@ -3078,8 +3080,7 @@ def check_hardware(cfg: Config, say: Callable):
     cure = f"pip install 'jax[{'cuda13' if gpu else 'tpu'}]' in a new environment"
     if ("cuda" if gpu else "tpu") in " ".join(versions()):  # the plugin is there
         cure = "end what holds it, such as a notebook, or see what jax says above"
-    if gpu:
-        cure += "; a driver below 580 (nvidia-smi shows it) needs jax[cuda12]"
+    cure += "; a driver below 580 (nvidia-smi shows it) needs jax[cuda12]" * gpu
     line = f"jax sees only the CPU, not {here[0]}: {cure}"
     need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
     say(f"warning: {line}")
@@ -3128,9 +3129,9 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         raise UserError(f"cannot join the other processes ({error!r}): {cure}") from None
 
 
-def from_all(number: int) -> list[int]:
-    """The numbers of all processes, which wait for each other here."""
-    return patiently(lambda: multihost_utils.process_allgather(np.int32(number))).ravel().tolist()
+def from_all(numbers) -> list[int]:
+    """The number or numbers of each process in a line; they wait for each other here."""
+    return patiently(lambda: multihost_utils.process_allgather(np.int32(numbers))).ravel().tolist()
 
 
 def agree(facts: dict, saved: Saved | None):
@@ -3221,6 +3222,7 @@ def run(argv: list[str], command: str):
     option("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
     option("--show", action="store_true", help="config, parameters, stages; then exit")
     option("--resume", metavar="RUN_DIR", help="go on with a run, or from RUN_DIR/checkpoints/STEP")
+    option("--profile", action="store_true", help="trace four steps into the run's folder")
     option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
@@ -3249,7 +3251,7 @@ def run(argv: list[str], command: str):
     saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
     cfg = resume_config(args, saved) if saved else resolve(args, say)
     check_hardware(cfg, say)
-    train(cfg, Path(args.out), command, saved, say)
+    train(cfg, Path(args.out), command, saved, args.profile, say)
 
 
 def resume_config(args, saved: Saved) -> Config:
@@ -3518,10 +3520,8 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
             fits = all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden)
             if fits and cfg.dtype == jnp.bfloat16:
                 chosen, others = chosen._replace(add_mlp=fused_mlp), f", MLPs{others}"
-        conditions += [
-            (h != LANES or n % 2, apart),
-            (plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7, large),
-        ]
+        full = plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7
+        conditions += [(h != LANES or n % 2, apart), (full, large)]
         attend, served = attend_window, f"attention{others}"
     elif device.platform == "gpu":
         triton = importlib.util.find_spec("jax.experimental.pallas.triton")

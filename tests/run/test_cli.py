@@ -70,7 +70,7 @@ def refused(result) -> str:
         (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
         (["tiny", "more"], "unrecognized arguments: more (see --help)"),
         (["--fast"], "unrecognized arguments: --fast"),
-        (["tiny", "--resum"], "unrecognized arguments: --resum"),  # one way to write an option
+        (["tiny", "--prof"], "unrecognized arguments: --prof"),  # one way to write an option
         (["--set", "steps=5", "tiny"], "--set tiny: unknown key 'tiny': write KEY=VALUE, after PR"),
         (["--set"], "argument --set: expected at least one argument"),
         (["--set", "stepps=3"], "--set stepps=3: unknown key 'stepps'"),

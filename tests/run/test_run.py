@@ -253,6 +253,32 @@ def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
     assert clock["documents"][0] is False and clock["documents"][-1] is True
 
 
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_profile_writes_one_trace_also_of_a_short_run(train, tmp_path, steps):
+    folder = train(replace(CFG, checkpoint_every=0, steps=steps), tmp_path, profile=True)
+    assert len(list((folder / "profile").rglob("*.xplane.pb"))) == 1
+
+
+@pytest.mark.parametrize(
+    "first, steps, end, traced",
+    [
+        (0, 50, 50, [20, 24]),
+        (0, 50, 22, [20, 22]),  # stopped
+        (0, 50, 20, []),
+        (30, 50, 50, [46, 50]),  # resumed
+        (7, 8, 8, [7, 8]),
+        (8, 8, 8, []),  # only a checkpoint was missing
+    ],
+)
+def test_four_steps_of_a_process_are_traced(monkeypatch, first, steps, end, traced):
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(at))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(at))
+    for at in range(first, end + 1):
+        T.trace(at, range(first, steps), at == end, ROOT, 0)
+    assert calls == traced
+
+
 # ---- When checkpoints are taken ----------------------------------------------------------------
 
 
@@ -310,6 +336,11 @@ def no_space(*_):
     raise OSError(28, "No space left on device")
 
 
+def for_logs(make):
+    """`open`, but what is opened to append to, as logs are, is what `make` makes of its path."""
+    return lambda path, mode="r", **how: make(path) if mode == "ab" else open(path, mode, **how)
+
+
 def test_a_full_disk_during_a_checkpoint_does_not_end_the_run(train, run, tmp_path, monkeypatch):
     """It says so, leaves nothing half, and the next checkpoint is written when there is room."""
     said, kept = [], []
@@ -359,7 +390,8 @@ def test_a_full_disk_under_the_log_does_not_end_the_run(train, run, tmp_path, mo
             return no_space() if 3 < next(calls) < 20 else super().write(data)
 
     said, calls = [], iter(range(10**6))
-    monkeypatch.setattr(T, "claim", lambda path: io.BufferedWriter(Full(path, "ab"), 2**20))
+    opens = for_logs(lambda path: io.BufferedWriter(Full(path, "ab"), 2**20))
+    monkeypatch.setattr(T, "open", opens, raising=False)
     folder = train(CFG, tmp_path, say=said.append)
     assert sum("cannot write" in line and "the run goes on" in line for line in said) == 1
     assert without_times(folder) == without_times(run.dir)
@@ -375,7 +407,7 @@ def test_a_disk_that_is_full_from_the_beginning_ends_the_run_before_it_compiles(
     monkeypatch.setattr(T, "compile_all", partial(pytest.fail, "went on to compile"))
     full = open("/dev/full", "ab", buffering=2**20)
     with monkeypatch.context() as patch:
-        patch.setattr(T, "claim", lambda path: full)
+        patch.setattr(T, "open", for_logs(lambda path: full), raising=False)
         words = "cannot write .*No space left on device.*: name another --out"
         with pytest.raises(T.UserError, match=words):
             train(CFG, tmp_path)
