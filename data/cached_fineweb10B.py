@@ -3,55 +3,86 @@
     python data/cached_fineweb10B.py [N] [--dir DIR]
 
 A shard is 100 M tokens, 200 MB; all 103 are 10.3 B tokens. Shards that are there and whole are
-left alone, so run it again after an interruption, or with a larger N.
+left alone, so run it again after an interruption, or with a larger N: a shard of which a part had
+come is begun anew, and the part, in DIR/.downloading-*, is removed.
 """
 
+import fcntl
+import os
+import shutil
 import sys
+from base64 import urlsafe_b64encode
+from hashlib import sha1
 from pathlib import Path
+
+from shards import locked, work_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 from train_gpt import Parser, UserError, open_shard, report_errors, tell
 
-REPO = "kjj0/fineweb10B-gpt2"  # a dataset on huggingface.co
+REPO = "kjj0/fineweb10B-gpt2"  # a dataset on huggingface.co, or where HF_ENDPOINT says
 MAX_SHARDS = 103
 DEFAULT_DIR = Path(__file__).resolve().parent / "fineweb10B"
 
 
-def download(path: Path) -> None:
-    """Fetch one shard; UserError says what went wrong."""
-    tell(f"downloading {path.name}")
-    try:
-        from huggingface_hub import hf_hub_download
+def missing_shards(paths: list[Path]) -> list[Path]:
+    """Those that are not there, or damaged."""
+    missing = []
+    for path in paths:
+        try:
+            open_shard(path)
+        except UserError:
+            missing.append(path)
+    return missing
 
-        path.unlink(missing_ok=True)  # it is damaged, if it is there
-        # It continues a partial download, and gives a file its name only when it is complete.
-        hf_hub_download(REPO, path.name, repo_type="dataset", local_dir=path.parent)
-    except ImportError:
-        raise UserError("huggingface_hub is missing: pip install huggingface_hub") from None
-    except Exception as error:  # OSError, HTTP errors, RuntimeError: no common base class
-        raise UserError(
-            f"{path.name} cannot be downloaded from huggingface.co: check the network and the "
-            f"disk, and run this again, it goes on there ({type(error).__name__}: {error})"
-        ) from None
+
+def download(paths: list[Path], folder: Path) -> None:
+    """Fetch those of `paths` that are missing in `folder`, when no other process is doing so."""
+    from huggingface_hub import hf_hub_download
+
+    # Killed downloads straight into `folder` have left these; a running one has a lock.
+    for lock in (folder / ".cache/huggingface/download").glob("fineweb_*.bin.lock"):
+        key = urlsafe_b64encode(sha1(f"{lock.stem}.metadata".encode()).digest()).decode()
+        with locked(lock, fcntl.LOCK_NB) as dead:
+            for part in lock.parent.glob(f"{key}.*.incomplete") if dead else ():
+                part.unlink(missing_ok=True)
+    with work_folder(folder, ".downloading-") as work, locked(folder):
+        for path in missing_shards(paths):
+            tell(f"downloading {path.name}")
+            hf_hub_download(REPO, path.name, repo_type="dataset", local_dir=work)
+            os.replace(work / path.name, path)
+            open_shard(path)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("shards", nargs="?", type=int, default=9, metavar="N", help="default: 9")
-    parser.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="default: data/fineweb10B")
+    parser.add_argument("--dir", default=DEFAULT_DIR, help="default: data/fineweb10B")
     args = parser.parse_args(argv)
     if not 1 <= args.shards <= MAX_SHARDS:
         raise UserError(f"N={args.shards}: there are 1 to {MAX_SHARDS} training shards")
-    args.dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(os.path.expanduser(args.dir))
+    folder.mkdir(parents=True, exist_ok=True)
     train = [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
-    for path in (args.dir / name for name in ("fineweb_val_000000.bin", *train)):
-        try:
-            open_shard(path)
-        except UserError:  # it is missing or damaged
-            download(path)
-            open_shard(path)
-    tell(f"{args.dir}: the validation shard and {args.shards} training shards, all whole")
+    paths = [folder / name for name in ("fineweb_val_000000.bin", *train)]
+    try:
+        if missing := missing_shards(paths):
+            tell(f"{folder} lacks {len(missing)} of {len(paths)} shards; downloads take turns")
+            download(paths, folder)
+    except ImportError as error:
+        raise UserError(f"{error}: pip install huggingface_hub") from None
+    except Exception as error:  # OSError, HTTP errors, RuntimeError: no common base class
+        if missing := missing_shards(paths):
+            free = shutil.disk_usage(folder).free / 1e9
+            cause = error.__cause__ or error  # the Hub's library hides some in a vaguer one
+            raise UserError(
+                f"{missing[0].name} cannot be downloaded: check the network and the disk, and run "
+                f"this again, it begins this shard anew; {len(paths) - len(missing)} of "
+                f"{len(paths)} shards are whole, the others take {0.2 * len(missing):.1f} GB, "
+                f"{free:.1f} GB are free in {folder} ({type(cause).__name__}: {cause})"
+            ) from None
+    tell(f"{folder}: the validation shard and {args.shards} training shards, all whole")
 
 
 if __name__ == "__main__":

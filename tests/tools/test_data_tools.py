@@ -1,12 +1,15 @@
 """The other tools in data/: shards and encodings, the demo corpus, the download."""
 
 import errno
+import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 
@@ -160,31 +163,36 @@ def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(tmp_path_factory, monkeypatch):
     """A stand-in for huggingface_hub with shards of 50 tokens; `hub.asked` lists the downloads."""
 
     def hf_hub_download(repo, name, *, repo_type, local_dir):
         assert (repo, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
         hub.asked.append(name)
+        with shards.locked(Path(local_dir).parent, fcntl.LOCK_NB) as free:
+            assert not free, "another download can run beside this one"
         if hub.error:
             raise hub.error
         path = Path(local_dir) / name
         if not path.exists():  # as the real one, which does not look into what is there
-            shards.write_shard(path, np.arange(50, dtype=np.uint16))
+            shutil.copy(shard, path)
         os.truncate(path, path.stat().st_size - hub.lost_bytes)
 
+    shard = tmp_path_factory.mktemp("hub") / "shard"
+    shards.write_shard(shard, np.arange(50, dtype=np.uint16))
     hub = types.SimpleNamespace(hf_hub_download=hf_hub_download, asked=[], error=None, lost_bytes=0)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     return hub
 
 
 def test_the_download_gets_what_is_missing_or_damaged(tmp_path, hub, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "new" / "fineweb10B"
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{n:06d}.bin" for n in range(1, 10))]
 
     def asked(*argv):
         hub.asked.clear()
-        cached_fineweb10B.main([*argv, "--dir", str(folder)])
+        cached_fineweb10B.main([*argv, "--dir=~/new/fineweb10B"])
         assert all(len(T.open_shard(path)) == 50 for path in folder.iterdir())
         return hub.asked
 
@@ -213,3 +221,50 @@ def test_a_download_that_fails_says_why_in_one_line(tmp_path, hub, monkeypatch):
     assert fails("is no whole token shard") == 1
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     fails("pip install huggingface_hub")
+
+
+def test_a_refusal_says_what_is_there_and_what_is_missing(tmp_path, hub, monkeypatch, capsys):
+    """What is there stays, and nothing else."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=1.23e9))
+    argv = ["--dir", str(tmp_path)]
+    cached_fineweb10B.main(["1", *argv])
+    hub.error = RuntimeError("cannot find it in the cache")
+    hub.error.__cause__ = OSError(errno.ENOSPC, "No space\nleft")
+    assert T.report_errors(lambda: cached_fineweb10B.main(["4", *argv])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: fineweb_train_000002.bin cannot be downloaded: check the ne")
+    assert "2 of 5 shards are whole, the others take 0.6 GB, 1.2 GB are free in" in line
+    assert "begins this shard anew" in line and line.endswith("(OSError: [Errno 28] No space left)")
+    names = ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_parts_are_removed_but_those_of_running_downloads(tmp_path, hub):
+    (tmp_path / ".downloading-killed").mkdir()
+    cache = tmp_path / ".cache/huggingface/download"
+    cache.mkdir(parents=True)
+    locks = ["fineweb_train_000001.bin.lock", "fineweb_train_000002.bin.lock"]
+    # The Hub's library names a part after the SHA-1 of NAME.metadata.
+    dead, running = "hGKBN7AATkHz8yBJTXwyFymsvvU=", "W9cDEDEK4XlEEnBnsO3C2-t6H5c="
+    parts = [f"{key}.etag.incomplete" for key in (dead, running, "of another file")]
+    for name in parts + locks:
+        (cache / name).touch()
+    with shards.locked(cache / locks[1]):
+        cached_fineweb10B.main(["1", "--dir", str(tmp_path)])
+    assert {path.name for path in cache.iterdir()} == {*parts[1:], *locks}
+    assert not [*tmp_path.glob(".downloading-*")]
+
+
+def test_a_download_waits_for_a_running_one_and_gets_nothing_twice(tmp_path, hub):
+    def get(folder):
+        cached_fineweb10B.main(["1", "--dir", str(folder)])
+
+    get(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with shards.locked(tmp_path / "b"):
+            second = pool.submit(get, tmp_path / "b")
+            assert not wait([second], 0.2).done
+            shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
+        second.result()
+    assert len(hub.asked) == 2
