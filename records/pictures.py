@@ -1,18 +1,22 @@
-"""Draw records/pictures/run.svg and model.svg from the preset: `python records/pictures.py`."""
+"""Draw the pictures of the README from the preset; or, with `curves RUN...`, losses of runs."""
 
+import argparse
+import contextlib
 import itertools
+import json
 import sys
+from html import escape
 from pathlib import Path
 
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import train_gpt as T  # noqa: E402
+sys.path.insert(0, str(HERE.parent))  # where train_gpt.py is; curves need neither it nor jax
 
 INK, GREY, BLUE, ORANGE = "#1f2328", "#59636e", "#0969da", "#bc4c00"
 GREEN, PURPLE, PINK = "#1a7f37", "#8250df", "#bf3989"
 PALE = {GREY: "#f3f5f7", BLUE: "#ddf4ff", GREEN: "#dafbe1", PURPLE: "#f6efff", PINK: "#ffeff7"}
+AXES = "steps", "tokens", "seconds"
 
 
 class Picture(list):
@@ -23,10 +27,10 @@ class Picture(list):
         place = f'x="{x:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}"'
         self.append(f'<text {place} fill="{color}">{words}</text>')
 
-    def line(self, color, *points):
+    def line(self, color, *points, style=""):
         """Connect the points (x, y)."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
+        self.append(f'<polyline points="{path}" fill="none" stroke="{color}"{style}/>')
 
     def box(self, x, y, width, height, color, *lines):
         """Draw a box around lines of text; its left upper corner is at `x`, `y`."""
@@ -46,6 +50,8 @@ class Picture(list):
 
 def draw_run(cfg) -> str:
     """The run over its steps: what holds in each stage, and what learns when."""
+    import train_gpt as T
+
     table = T.schedule(cfg)
     stages = [cfg.stages[i] for i in table.stage]
     picture = Picture()
@@ -145,12 +151,100 @@ def draw_model(cfg) -> str:
     return picture.svg(400)
 
 
+def read_losses(run: str) -> tuple[Path, list[np.ndarray]]:
+    """A run's path; its training and its validation losses, behind steps, tokens and seconds."""
+    path = Path(run).absolute()
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    losses = {"train_loss": [], "val_loss": []}
+    for line in file.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError, LookupError):  # the last may be half a line
+            row = json.loads(line)
+            kind = "val_loss" if "val_loss" in row else "train_loss"
+            values = row["step"], row["tokens"], row["train_time_ms"] / 1000, row[kind]
+            if np.isfinite(values).all():
+                losses[kind].append(values)
+    if not any(losses.values()):
+        raise OSError(f"no losses are in {file}: name a run's folder, or its metrics.jsonl")
+    path = file.parent if file.name == "metrics.jsonl" else file
+    return path, [np.array(values).reshape(-1, 4) for values in losses.values()]
+
+
+def ticks(low, high, least=0.0):
+    """At most nine round numbers from `low` to `high`, `least` or more apart."""
+    steps = np.outer(10.0 ** np.arange(-4, 14), [1, 2, 5]).ravel()
+    step = steps[steps >= max((high - low) / 8, least)][0]
+    return step * np.arange(np.ceil(low / step), np.floor(high / step) + 1, dtype=int)
+
+
+def draw_curves(runs: dict[Path, list[np.ndarray]], over: str) -> str:
+    """Losses in training (thin; of 200 or more steps the means of neighbours) and in validation
+    (dots). A run's name is the end of its path, as long as it must be to differ from the others."""
+    column = AXES.index(over)
+    rows = np.concatenate([points for losses in runs.values() for points in losses])
+    end = rows[:, column].max() or 1
+    margin = max(np.ptp(rows[:, 3]) / 20, 0.01)
+    low, high = rows[:, 3].min() - margin, rows[:, 3].max() + margin
+    picture = Picture()
+
+    def at(x, loss):
+        return 60 + 820 * x / end, 380 - 344 * (loss - low) / (high - low)
+
+    picture.text(60, 22, "loss in training (thin) and in validation (dots)", GREY, "start")
+    picture.text(880, 412, over, GREY, "end")
+    for x in ticks(0, end, over != "seconds"):
+        picture.line(PALE[GREY], at(x, low), at(x, high))
+        picture.text(at(x, low)[0], 394, f"{x:,.12g}", GREY)
+    for y in ticks(low, high):
+        picture.line(PALE[GREY], at(0, y), at(end, y))
+        picture.text(52, at(0, y)[1], f"{y:,.12g}", GREY, "end")
+    parts = next(n for n in itertools.count(1) if len({x.parts[-n:] for x in runs}) == len(runs))
+    for i, (path, (train, val)) in enumerate(runs.items()):
+        color = (BLUE, ORANGE, GREEN, PURPLE, PINK, INK, GREY)[i % 7]
+        dashes = f' stroke-dasharray="{4 * (i // 7)} 3"' if i > 6 else ""
+        groups = len(train) // max(len(train) // 100, 1)
+        means = [part.mean(0) for part in np.array_split(train, groups)] if groups else []
+        thin, dots = ([at(x[column], x[3]) for x in points] for points in (means, val))
+        y = 430 + 18 * i
+        picture.line(color, *thin, style=dashes + ' stroke-width="1" stroke-opacity="0.6"')
+        picture.line(color, *dots, style=dashes)
+        picture.line(color, (60, y), (100, y), style=dashes)
+        for x, dot in [*dots, (80, y)]:
+            picture.append(f'<circle cx="{x:.1f}" cy="{dot:.1f}" r="3" fill="{color}"/>')
+        picture.text(108, y, escape("/".join(path.parts[-parts:])), INK, "start")
+    return picture.svg(430 + 18 * len(runs))
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, with exit status 2."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    T.Parser(description=(__doc__ or "").split("\n")[0]).parse_args(argv)
-    for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
-        (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
+    parser = Parser(prog="pictures.py", description=(__doc__ or "").split("\n")[0])
+    options = "RUN... [--over steps|tokens|seconds] [--out FILE.svg]: draw losses of runs"
+    curves = parser.add_subparsers(dest="do").add_parser("curves", help=options)
+    curves.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder or metrics.jsonl")
+    curves.add_argument("--over", choices=AXES, default="steps")
+    curves.add_argument("--out", default="curves.svg", metavar="FILE.svg")
+    args = parser.parse_args(argv)
+    try:
+        if args.do == "curves":
+            if not args.out.endswith(".svg"):
+                parser.error("--out: what is drawn is an SVG picture, so name a FILE.svg")
+            picture = draw_curves(dict(map(read_losses, args.runs)), args.over)
+            Path(args.out).write_text(picture, "utf-8", "replace")
+            print(f"wrote {Path(args.out).absolute()}")
+            return
+        import train_gpt as T
+
+        for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
+            (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
+    except OSError as error:
+        parser.error(error)
 
 
 if __name__ == "__main__":
-    sys.exit(T.report_errors(main))
+    sys.exit(main())

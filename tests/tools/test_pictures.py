@@ -1,0 +1,69 @@
+"""records/pictures.py draws the losses of runs without jax, and refuses what is no run."""
+
+import json
+import os
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT
+
+RECORDS = sorted((ROOT / "records/cpu").glob("*/*-tiny-s0-*"))
+
+
+def draw(folder, *words):
+    """What the command leaves in `folder`, where jax cannot be imported."""
+    (folder / "jax.py").write_text("raise ImportError('jax is not needed here')")
+    command = [sys.executable, ROOT / "records/pictures.py", *words]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return done.returncode, done.stdout, done.stderr
+    assert (done.stdout, done.stderr) == (f"wrote {folder / 'curves.svg'}\n", "")
+    every = [*ElementTree.parse(folder / "curves.svg").iter()]
+    thin = [x for x in every if x.get("stroke-opacity")]
+    return every, thin, [x.text for x in every if x.tag.endswith("text")]
+
+
+@pytest.mark.parametrize("over", ["steps", "tokens", "seconds"])
+def test_curves_of_records(tmp_path, over):
+    every, thin, texts = draw(tmp_path, "curves", *RECORDS, "--over", over)
+    assert texts[-len(RECORDS) :] == [run.name for run in RECORDS] and over in texts
+    assert len({x.get("stroke") for x in thin}) == len(thin) == len(RECORDS) > 2
+    losses = sum((run / "metrics.jsonl").read_text().count("val_loss") for run in RECORDS)
+    assert sum(x.tag.endswith("circle") for x in every) == losses + len(RECORDS)  # the legend's
+
+
+def test_where_a_curve_is(tmp_path):
+    """NaN and half a line are passed over; of 1,000 losses the means of ten each are drawn."""
+    for name, losses in {"a": [float("nan"), 4, 3, "x", 2], "b": [3, 2] * 500, "c": [2, 2]}.items():
+        rows = [{"step": i, "tokens": 9 * i, "train_time_ms": i, "train_loss": x}
+                for i, x in enumerate(losses, 1)]  # fmt: skip
+        (tmp_path / name / "<run>").mkdir(parents=True)
+        text = "\n".join(map(json.dumps, rows)) + '\n{"step": 6, "train_lo'
+        (tmp_path / name / "<run>/metrics.jsonl").write_text(text)
+    _, (a,), texts = draw(tmp_path, "curves", "a/<run>/metrics.jsonl")
+    assert a.get("points") == "388.0,51.6 552.0,208.0 880.0,364.4" and texts[-1] == "<run>"
+    _, (a, b), texts = draw(tmp_path, "curves", "a/<run>", "b/<run>")
+    height = {x.split(",")[1] for x in b.get("points").split()}
+    assert height == {"286.2"} and len(b.get("points").split()) == 100
+    assert texts[-2:] == ["a/<run>", "b/<run>"]
+    assert draw(tmp_path, "curves", "c/<run>")[1][0].get("points") == "470.0,208.0 880.0,208.0"
+
+
+def test_what_cannot_be_drawn_is_one_line(tmp_path):
+    (tmp_path / "text").write_text('Hello\n[1]\n3\n"train_loss"\nnull\n{"step": 1}\n')
+    for words, reason in {
+        "--nosuch": "unrecognized arguments: --nosuch",
+        "more": "invalid choice: 'more'",
+        "curves": "arguments are required: RUN",
+        "curves nosuch": "No such file or directory: '",
+        "curves .": "metrics.jsonl'",
+        "curves text": "text: name a run's folder",
+        "curves text --over walls": "invalid choice: 'walls'",
+        "curves text --out x.png": "name a FILE.svg",
+        f"curves {RECORDS[0]} --out no/x.svg": "No such file or directory: 'no/x.svg'",
+    }.items():
+        status, said, error = draw(tmp_path, *words.split())
+        assert (status, said, error.count("\n")) == (2, "", 1) and reason in error
