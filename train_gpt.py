@@ -50,7 +50,6 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -62,7 +61,7 @@ import os
 import platform
 import queue
 import re
-import resource
+import runpy
 import secrets
 import shlex
 import shutil
@@ -84,8 +83,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).read_text()  # for the log; read first: while jax loads it may be edited
+try:
+    import fcntl
+    import resource
 
-import jax
+    import jax
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt (on Windows in WSL)")
+if jax.__version_info__ < (0, 7):
+    sys.exit(f"error: jax {jax.__version__} is too old: pip install -r requirements.txt")
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -94,6 +100,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 jax.config.update("jax_enable_x64", False)  # whatever JAX_ENABLE_X64 says
+jax.config.update("jax_disable_jit", False)  # the same: programs are compiled before they run
 
 AXIS = "data"  # the one mesh axis: every device has its own rows
 GATHER = functools.partial(lax.all_gather, axis_name=AXIS, tiled=True)
@@ -198,6 +205,7 @@ class Config:
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
     compute_dtype: str = "bfloat16"  # of activations, matmuls, n-gram table; else float32
     # schedule: batch, windows and document length grow, at the end the batch shrinks again
+    start: str = ""  # a checkpoint, with whose parameters the run starts, in place of random ones
     steps: int = 1194
     extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
     # fmt: off
@@ -214,6 +222,7 @@ class Config:
         Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
     )
     # fmt: on
+    passes: int = 1  # times that the training tokens may be read; a record reads them once
     attention_cap: int = 2560  # attention in training does not look across multiples of this
     tied: float = 1.0  # share of the schedule in which head and embedding are one matrix
     cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
@@ -258,6 +267,7 @@ class Config:
     checkpoint_every: int = 0  # steps; 0: only at the end
     checkpoint_end: str = "auto"  # auto: unless it takes more than 10 GB; always; never
     log_every: int = 10  # steps between lines on the terminal; the log has them all
+    log_norms: bool = False  # metrics.jsonl has the norm of each update's gradient (costs passes)
     sample_tokens: int = 0  # at the end of the run, continue the validation text by this many
 
     @property
@@ -358,7 +368,8 @@ def all_devices() -> list:
     is a device, up to eight, which have a row each: one device would share every operation out to
     the cores, and most are too small for that."""
     if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
-        jax.config.update("jax_num_cpu_devices", min(cpu_cores(), 8))
+        with contextlib.suppress(RuntimeError):  # a notebook has begun with other devices
+            jax.config.update("jax_num_cpu_devices", min(cpu_cores(), 8))
     try:
         return jax.devices()
     except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
@@ -1620,10 +1631,9 @@ def adam_rows(table, square, ids, grad, rates: tuple):
     return table, square.at[ids].add(increase, **options)
 
 
-def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
-    """The state after adam_rows; `parts`: see sum_requests."""
+def update_ngrams(cfg: Config, state, ids, grads, hyper: Hyper):
+    """The state after adam_rows of what sum_requests returns."""
     table = state["params"][NGRAMS]
-    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
     rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
     table, square = adam_rows(table, state["second"][NGRAMS], ids, grads, rates)
     params = state["params"] | {NGRAMS: table}
@@ -1781,13 +1791,18 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
     gradients of the steps since the last update, a tuple. Each device receives its shard of their
     sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
     gradients cross the network in the compute dtype, as in the original. In adam_tied the head's
-    gradient is the sum of its own and the embedding's."""
+    gradient is the sum of its own and the embedding's. With cfg.log_norms the copies have, beside,
+    the norm of the gradient of all that was updated."""
     due = dict(due)
     if update == "adam_tied":
         due["head"] += due.pop("embed")
     reduced = {}
+    found = {}
     if NGRAMS in due:
-        state = update_ngrams(cfg, kernels, state, due.pop(NGRAMS), hyper)
+        size = len(state["params"][NGRAMS])
+        ids, grads = sum_requests(due.pop(NGRAMS), size, kernels.add_rows)
+        state = update_ngrams(cfg, state, ids, grads, hyper)
+        found[NGRAMS] = grads
     for name, grads in due.items():
         row = param_table(cfg)[name]
         total = sum(grad.astype(jnp.float32) for grad in grads)
@@ -1800,6 +1815,12 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
     copies = compute_copies(cfg, {name: state["params"][name] for name in reduced}, GATHER)
     if update == "adam_tied":
         copies["embed"] = copies["head"]
+    if cfg.log_norms:
+        squares = [
+            jnp.sum(x * x) / (1 if param_table(cfg)[name].sharded else lax.axis_size(AXIS))
+            for name, x in (reduced | found).items()
+        ]
+        copies["norm"] = jnp.sqrt(lax.psum(sum(squares), AXIS))
     return state, copies
 
 
@@ -1842,16 +1863,16 @@ def open_shard(path) -> np.memmap:
 
 
 class TokenStream:
-    """The shards of one split in the order of their names, as one stream of tokens. A cursor is a
-    position in it, counted from the first token of the first shard."""
+    """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
+    A cursor is a position in it, counted from the first token of the first shard."""
 
-    def __init__(self, folder: Path, split: str, bos: int):
-        own = re.compile(rf".*_{split}_\d+\.bin")
+    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
+        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
         self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
-        cure = "get some with data/cached_fineweb10B.py or data/tokenize_text.py, or name another"
-        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: {cure} --data")
+        cure = "get some with data/cached_fineweb10B.py, or name a text or another folder as --data"
+        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: {cure}")
         self.bos = bos
-        self.shards = [open_shard(path) for path in self.paths]
+        self.shards = [open_shard(path) for path in self.paths] * passes
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
 
@@ -2244,14 +2265,15 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
     after a signal, come at the next step before which no gradients wait for an update. From Parts
     II and III: check_memory, data_folder, check_tokens, checked_kernels, run_facts and RunLog (what
-    goes to the disk and the terminal), compile_all, warm_up, load_state (checkpoints), ask_to_stop
-    (signals), trace (--profile), demonstrate (end of `tiny`)."""
+    goes to the disk and the terminal), compile_all, warm_up, load_state and find_checkpoint
+    (checkpoints), ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`)."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
     folder = data_folder(cfg, say)
-    stream, val_stream = (TokenStream(folder, split, cfg.bos) for split in ("train", "val"))
+    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
+    val_stream = TokenStream(folder, "val", cfg.bos)
     shards = check_tokens(cfg, stream, val_stream)
     words = token_bytes(cfg, folder)
     kernels, reason = checked_kernels(cfg, mesh, say)
@@ -2261,9 +2283,13 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         log.write(MERGES, (folder / MERGES).read_text())
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
     log.write_facts(compile_seconds=seconds)
-    warm_up(cfg, mesh, compiled)
+    if not jax.config.jax_debug_nans:  # zeros make some
+        warm_up(cfg, mesh, compiled)
     seed = np.uint32(cfg.seed)
     state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
+    if cfg.start and not saved:
+        del state["params"]  # before others take their room
+        state |= load_state(mesh, find_checkpoint(Path(cfg.start), say), ("params",))
     copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
     known = vocabulary(cfg, words)
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
@@ -2308,15 +2334,17 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         del grads  # or those that an update has taken would lie beside the next program
+        norms = {}
         for update in due_updates:
             due = {name: waiting.pop(name) for name in updated(cfg, update)}
             state, changed = compiled[update](state, due, batch.hyper)
+            norms[update] = changed.pop("norm", 0.0)
             copies |= changed
             del due
-        log.trained(step + 1, loss, dropped)  # it waits for those of the step before
+        log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
     log.end(step, signalled)
     if cfg.sample_tokens:
-        demonstrate(log.folder, say)
+        demonstrate(log, (cfg, mesh, kernels, copies, state["params"][NGRAMS], words, step))
     return log.folder
 
 
@@ -2448,7 +2476,7 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
                 stream.shard_at(cursor)  # holds the last target
         except UserError:
             last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
-            cure = "get more shards, or lower --set steps="
+            cure = f"get more shards, or lower --set steps=, or raise passes={cfg.passes}"
             raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
     stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
@@ -2465,7 +2493,7 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
     shards = {}
     for stream, end in ((train, cursor_after(cfg, train, cfg.steps)), (val, cfg.val_tokens)):
         count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
-        for path, tokens in zip(stream.paths[:count], stream.shards, strict=False):
+        for path, tokens in zip(stream.paths, stream.shards[:count], strict=False):
             most = tokens.max()
             need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
             with open(path, "rb") as file:
@@ -2474,35 +2502,32 @@ def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str,
     return shards
 
 
-def run_tool(due, name: str, *args):
-    """If `due`, process 0 runs data/`name` beside this file, UserError with the last line of what
-    it says; the other processes wait until that is done."""
-    if due and jax.process_index() == 0:
-        tool = Path(__file__).resolve().parent / "data" / name
-        need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
-        done = subprocess.run([sys.executable, tool, *args], stderr=subprocess.PIPE, text=True)
-        said = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-        need(done.returncode == 0, f"data/{name}: {said}")
-    from_all(0)
-
-
-def text_tokens(data: str | None) -> str | None:
-    """`data`; of a text the folder FILE.txt.tokens beside it, made anew when the text changes."""
-    if not data or data_place(data).is_dir():
-        return data
-    need(Path(data).is_file(), f"--data {data}: there is no such text, and no such folder")
-    text = Path(data).resolve()
-    folder = text.with_name(f"{text.name}.tokens")
-    made = folder / DESCRIPTION  # has the date of the text
-    due = not made.exists() or made.stat().st_mtime_ns != text.stat().st_mtime_ns
-    all_devices()  # sets their number, before jax is asked which process this is
-    run_tool(due, "tokenize_text.py", text, "--out", folder, "--anew")
-    return str(folder)
+def run_tool(name: str, *args) -> str:
+    """What data/`name` beside this file prints; UserError, without words, if it says an error."""
+    tool = Path(__file__).resolve().parent / "data" / name
+    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+    done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
+    need(done.returncode == 0, "")
+    return done.stdout
 
 
 def data_place(data: str) -> Path:
-    """The folder `data`, under the current one or beside this file."""
-    return Path(data) if Path(data).exists() else Path(__file__).resolve().parent / data
+    """The folder or text `data`, under the current folder or beside this file."""
+    here = Path(os.path.expanduser(data))
+    return here if here.exists() else Path(__file__).resolve().parent / data
+
+
+def fitted(texts: list[str], name, given: list[str]) -> tuple[str, list[str]]:
+    """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
+    the preset or run `name` with what is `given`. Tokens of new texts are made."""
+    places = [data_place(text) for text in texts]
+    for text, place in zip(texts, places, strict=True):
+        need(place.exists(), f"--data {text}: there is no such text, and no such folder")
+    if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
+        return name, [f"data={places[0].resolve()}"]
+    items = ["--set", *given] if given else []
+    found = json.loads(run_tool("tokenize_text.py", *places, "--for", name, *items))
+    return found["preset"], found["set"]
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
@@ -2510,12 +2535,11 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     folder = data_place(cfg.data)
     demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
     whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    due = folder.resolve() == demo.resolve() and not whole
-    if due:
+    if folder.resolve() == demo.resolve() and not whole:
         say(f"making the demo corpus in {folder}")
-    run_tool(due, "builtin_corpus.py")
+        run_tool("builtin_corpus.py")
     need(folder.is_dir(), f"no folder {folder}: run data/cached_fineweb10B.py, or name one")
-    shards = (re.fullmatch(r"(.+)_(train|val)_\d+\.bin", path.name) for path in folder.iterdir())
+    shards = (re.fullmatch(r"([^.].*)_(train|val)_\d+\.bin", name) for name in os.listdir(folder))
     names = ", ".join(sorted({shard[1] for shard in shards if shard}))
     need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
     return folder
@@ -2599,7 +2623,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         stages = [int(at) for at in re.findall(r"\d+", update)] or [0] * steps
         due = {name: tuple(grads(name, at) for at in stages) for name in updated(cfg, update)}
         step = functools.partial(update_step, cfg, kernels, update)
-        out = specs(state), specs({name: copies[name] for name in due if name != NGRAMS})
+        changed = specs({name: copies[name] for name in due if name != NGRAMS})
+        out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
         found[update] = Program(step, (state, due, hyper), out, donates=(0,))
     out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
     found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
@@ -2687,6 +2712,11 @@ def check_memory(cfg: Config, mesh: Mesh) -> str:
     """About what the run needs of a device, in a sentence; UserError if that is too much."""
     size, name = expected_bytes(cfg, mesh)
     limit = memory_limit(mesh)
+    if limit == math.inf:  # a CPU
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needs = f"{cfg.preset} needs about {size * mesh.size / 2**30:.1f} GiB"
+        line = f"{needs}, and jax sees only CPUs with {there / 2**30:.1f}: use tiny or smaller sizes"
+        need(size * mesh.size < there, line)
     refusal = too_large(cfg, mesh, name, size, limit)
     need(not refusal, refusal)
     return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
@@ -2757,7 +2787,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     """The newest whole checkpoint of RUN_DIR, or the one in RUN_DIR/checkpoints/STEP."""
-    folder = run_dir.resolve() / "checkpoints"
+    folder = run_dir.expanduser().resolve() / "checkpoints"
     named = [folder.parent] if folder.parent.parent.name == "checkpoints" else []
     found = [folder / str(step) for step in checkpoint_steps(folder)] or named
     for path in reversed(found):
@@ -2867,9 +2897,12 @@ class RunLog:
         self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
         self.facts |= {"finished": False, "target": cfg.target, "resumed": bool(saved)}
         self.facts |= {"train_time_ms": round(self.clock.total, 3), "dropped_ngrams": dropped}
-        other = f"{cfg.data} does not hold the shards of {self.folder}: name their --data"
+        other = f"{cfg.data} does not hold the shards of {self.folder}: "
+        other += f"leave --data out: they were in {saved.cfg.data}" if saved else ""
         need(was["data"] == facts["data"], other)
-        other = f"train_gpt.py is not what {self.folder} began with: see the head of its log.txt"
+        other = f"train_gpt.py is not what {self.folder} began with: its log has that, so first "
+        read = f"print(open('{self.folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
+        other += f'python -c "{read}" > old.py, then python old.py --resume {self.folder}'
         need(was["source_sha256"] == facts["source_sha256"], other)
         if jax.process_index() == 0:
             self.open(saved)
@@ -2921,7 +2954,7 @@ class RunLog:
                 self.files[name].write(f"{text}\n".encode("utf-8", "backslashreplace"))
                 self.files[name].flush()
             elif self.files:
-                (self.folder / f"{name}.new").write_text(f"{text}\n")
+                (self.folder / f"{name}.new").write_text(f"{text}\n", "utf-8")
                 os.replace(self.folder / f"{name}.new", self.folder / name)
         except OSError as error:
             if not self.refused:
@@ -2969,19 +3002,21 @@ class RunLog:
         self.write("metrics.jsonl", json.dumps(fields))
         return line
 
-    def trained(self, step: int, loss: jax.Array, dropped: jax.Array):
+    def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict):
         """Keep what a step has returned; log the one before, while this one runs."""
         self.flush()
-        self.pending = step, loss, dropped
+        self.pending = step, loss, dropped, norms
 
     def flush(self):
         """Wait for the loss of the newest step, and log it."""
         if not self.pending:
             return
-        step, loss, dropped = self.pending
+        step, loss, dropped, norms = self.pending
         self.pending = None
-        lr = float(schedule(self.cfg).hyper.lr[step - 1])
-        line = self.line(step, "train_loss", float(loss), int(dropped), lr=lr)
+        more = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
+        if self.cfg.log_norms:
+            more |= {f"norm_{re.match('[a-z]+', x)[0]}": float(norm) for x, norm in norms.items()}
+        line = self.line(step, "train_loss", float(loss), int(dropped), **more)
         if step % self.cfg.log_every and step != self.first + 1:
             return
         ms, tokens = (self.facts[x] for x in ("train_time_ms", "tokens"))
@@ -3029,13 +3064,17 @@ def trace(step: int, steps: range, stops: bool, folder: Path, last):
         jax.profiler.stop_trace()
 
 
-def demonstrate(folder: Path, say: Callable):
-    """After a run, what the model makes of the validation text, by records/sample.py."""
+def demonstrate(log: RunLog, model: tuple):
+    """What a trained model makes of the validation text, by records/sample.py if that is there."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
-    if tool.exists() and jax.process_count() == 1 and checkpoint_steps(folder / "checkpoints"):
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
-        subprocess.run([sys.executable, tool, folder], env=env)
-    say("next: a text of your own, by --data FILE.txt; or `speedrun`, on a TPU or on GPUs")
+    sys.modules["train_gpt"] = sys.modules[__name__]  # which it imports
+    try:
+        if min(from_all(tool.exists())):
+            sample = runpy.run_path(str(tool))
+            sample["demonstrate"](sample["Trained"](*model), log)
+    except Exception as error:  # the run has ended well
+        log.say(f"warning: there is no sample: {error!r}")
+    log.say("next: a text of your own, by --data FILE.txt; or `speedrun`, on a TPU or on GPUs")
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
@@ -3065,7 +3104,8 @@ def ask_to_stop() -> Callable[[int], int]:
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[: 2 + one]:
         if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and `&` ask for
-            signal.signal(number, ask)
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, ask)
     return reached
 
 
@@ -3186,31 +3226,49 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_config_options(parser: argparse.ArgumentParser):
-    """PRESET, --set, --data and --seed: what `resolve` makes a Config of."""
-    parser.add_argument("preset", nargs="?", help=f"{' or '.join(PRESETS)}; default: by hardware")
+    """PRESET, TEXTs, --set, --data and --seed: what `resolve` makes a Config of."""
+    presets = f"{' or '.join(PRESETS)}; default: by hardware and text"
+    parser.add_argument("words", nargs="*", metavar="PRESET|TEXT", help=f"{presets}; as --data")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--data", metavar="DIR|FILE", help="folder with token shards, or a text")
+    kinds = "folder with token shards, or texts, or folders of them"
+    parser.add_argument("--data", nargs="+", default=[], metavar="DIR|TEXT", help=kinds)
     parser.add_argument("--seed", type=int, metavar="N", help="of the parameters, and of samples")
 
 
-def resolve(args, say: Callable = tell) -> Config:
-    """The Config that the command line asks for; with one's own text it fits that."""
-    name = args.preset or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
-    need(name in PRESETS, f"unknown preset {name!r}; there are: {', '.join(PRESETS)}")
-    args.data = text_tokens(args.data)
-    given = {"data": args.data, "seed": args.seed}
-    items = args.set + [f"{key}={value}" for key, value in given.items() if value is not None]
-    data = dict(item.partition("=")[::2] for item in items).get("data", PRESETS[name].data)
-    about = data_place(data) / DESCRIPTION
-    if about.exists():
-        try:
-            own = json.loads(about.read_text())["settings"][name]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{about} ({error!r}): tokenize the text again") from None
-        need(own, f"{about.parent} has too few tokens for {name}: tokenize more text")
-        say(f"{about.parent} holds text of your own: {' '.join(own)}")
-        items = own + items
-    return override(PRESETS[name], items)
+def named(args) -> tuple[str, list[str], list[str]]:
+    """(the preset or "", places of data, what else to --set) that the command line names."""
+    words = [*args.words, *args.data]
+    presets = [word for word in words if word in PRESETS]
+    for word in {*args.words} - {*presets}:
+        known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}"
+        need(data_place(word).exists(), f"{known} (and no such text)")
+    need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
+    places = [word for word in words if word not in PRESETS]
+    places += [item.removeprefix("data=") for item in args.set if item.startswith("data=")]
+    items = [item for item in args.set if not item.startswith("data=")]
+    items += [f"seed={args.seed}"] if args.seed is not None else []
+    return "".join(presets), places, items
+
+
+def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
+    """The Config that the command line asks for, of a preset or of the run to `start` from; with
+    one's own text it fits that."""
+    name, places, items = named(args)
+    if start:
+        given = name or any(item.startswith("seed=") for item in items)  # it makes n-grams' signs
+        need(not given, "--start takes the model of the run: drop PRESET and seed")
+        name = str(start.folder.parents[1])
+        base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
+    else:
+        name = name or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
+        base = PRESETS[name]
+    name, own = fitted(places, name, items) if places else (name, [])
+    if own:
+        say(f"data of your own: {' '.join(own)}")
+    cfg = override(PRESETS.get(name, base), own + items)
+    shapes = [{name: row.shape for name, row in param_table(x).items()} for x in (cfg, base)]
+    need(not start or shapes[0] == shapes[1], "--start takes the model of the run: --set no sizes")
+    return cfg
 
 
 def run(argv: list[str], command: str):
@@ -3221,60 +3279,69 @@ def run(argv: list[str], command: str):
     option = parser.add_argument
     option("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
     option("--show", action="store_true", help="config, parameters, stages; then exit")
-    option("--resume", metavar="RUN_DIR", help="go on with a run, or from RUN_DIR/checkpoints/STEP")
+    run_dir = {"metavar": "RUN_DIR", "type": Path}
+    option("--resume", **run_dir, help="go on with a run, or from RUN_DIR/checkpoints/STEP")
+    option("--start", **run_dir, help="begin a new run with the parameters of another")
     option("--profile", action="store_true", help="trace four steps into the run's folder")
     option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
-    own = [item for item in args.set if item.partition("=")[0] not in MACHINE]
-    anew = args.preset or args.seed is not None or args.show or own
+    name, _, items = named(args)
+    anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*MACHINE}
     drop = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
-    need(args.resume is None or not anew, f"--resume takes the config of the run: {drop}")
+    longer = f"to train longer, or otherwise: python train_gpt.py --start {args.resume} --set ..."
+    need(not args.resume or not anew, f"--resume takes the config of the run: {drop}; {longer}")
     cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
     if args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", None if cache == "off" else cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    if args.show:
-        cfg = resolve(args)
-        tell(show(cfg))
-        check_hardware(cfg, tell)
-        if all_devices()[0].platform != "cpu":
-            tell(check_memory(*make_mesh(cfg)))
-        return
     while os.open(os.devnull, os.O_RDWR) < 3:  # or log.txt would have the place of a closed stdout
         pass
-    join_hosts(args.coordinator, args.processes, args.process_id)
+    if not args.show:
+        join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
-    saved = find_checkpoint(Path(args.resume), say) if args.resume is not None else None
-    cfg = resume_config(args, saved) if saved else resolve(args, say)
+    other = args.resume or args.start
+    saved = find_checkpoint(other, say) if other else None
+    cfg = resume_config(args, saved) if args.resume else resolve(args, say, saved)
+    if args.show:
+        tell(show(cfg))
     check_hardware(cfg, say)
-    train(cfg, Path(args.out), command, saved, args.profile, say)
+    if args.show and all_devices()[0].platform != "cpu":
+        tell(check_memory(*make_mesh(cfg)))
+    if not args.show:
+        train(cfg, Path(args.out), command, saved if args.resume else None, args.profile, say)
 
 
 def resume_config(args, saved: Saved) -> Config:
     """The Config with which a run goes on; UserError if there is nothing left to do."""
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
-    items = [f"devices={count}", f"data={text_tokens(args.data) or saved.cfg.data}", *args.set]
+    _, places, items = named(args)
+    own = fitted(places, saved.folder.parents[1], [])[1] if places else []
+    data = [item for item in own if item.startswith("data=")]
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
         facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
         done |= facts["finished"] and "missing" not in facts
-    need(not done, f"{args.resume} is finished: there is nothing to resume")
-    return override(saved.cfg, items)
+    longer = f"to train longer, python train_gpt.py --start {args.resume} --set steps=N"
+    need(not done, f"{args.resume} is finished: there is nothing to resume; {longer}")
+    return override(saved.cfg, [f"devices={count}", *data, *items])
 
 
 def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
-    # Ctrl-C ends the process at once, but for training (ask_to_stop): in the compiler's threads, or
-    # while jax waits for others, no handler of Python's would be heard for minutes.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `&`
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
+    before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
     try:
+        # Ctrl-C ends a command at once, but for training (ask_to_stop): in the compiler's threads,
+        # or while jax waits for others, no handler of Python's would be heard for minutes.
+        # A notebook (ps1) or another thread keeps its own; `&` ignores it.
+        own = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
+        if before[signal.SIGINT] is signal.default_int_handler and not own:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return do() or 0
     except (UserError, OSError) as error:
         line = str(error)
@@ -3287,7 +3354,12 @@ def report_errors(do: Callable) -> int:
             line = f"another process has ended or cannot be reached: see its output ({line})"
         else:
             raise
-    tell(f"error: {' '.join(line.split())}", sys.stderr)
+    finally:
+        with contextlib.suppress(ValueError):  # of a thread that may not
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if line:
+        tell(f"error: {' '.join(line.split())}", sys.stderr)
     if jax.distributed.is_initialized():  # jax would wait for the other processes
         os._exit(2)
     return 2

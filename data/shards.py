@@ -7,8 +7,10 @@ tiktoken.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.
 from train_gpt import HEADER_BYTES, MERGES, SHARD_MAGIC, SHARD_VERSION, UserError
 
 BYTE_BPE_PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"  # no merge crosses these
+LINE_BEGINS = re.compile(r"\S\n(?=\S)")
+PIECE = 200_000  # characters that are encoded at a time
 
 
 @contextlib.contextmanager
@@ -109,11 +113,26 @@ def text_encoding(name: str, folder: Path | None = None) -> tiktoken.Encoding:
         ) from None
 
 
+def pieces(text: str) -> Iterator[str]:
+    """A text in pieces: cut where a line begins behind a line of text, as no token goes on there.
+    If such a place is far, it is cut anywhere: a million blanks are too much for tiktoken."""
+    start = 0
+    while len(text) > start + PIECE:
+        line = LINE_BEGINS.search(text, start + PIECE // 4, start + PIECE)
+        end = line.end() if line else start + PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
 def encode_documents(encoding: tiktoken.Encoding, texts: list[str]) -> list[np.ndarray]:
     """One uint16 array for each text: <|endoftext|>, then the tokens of the text alone."""
 
-    def encode(text: str) -> np.ndarray:
-        return np.array([encoding.eot_token, *encoding.encode_ordinary(text)], np.uint16)
+    def encode(piece: str) -> np.ndarray:
+        return np.array(encoding.encode_ordinary(piece), np.uint16)
 
+    cut = [list(pieces(text)) for text in texts]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(encode, texts))
+        parts = pool.map(encode, itertools.chain(*cut))
+        bos = np.array([encoding.eot_token], np.uint16)
+        return [np.concatenate([bos, *itertools.islice(parts, len(of))]) for of in cut]

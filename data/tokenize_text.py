@@ -1,24 +1,34 @@
-"""Turn text into token shards for train_gpt.py.
+"""Turn text into token shards for train_gpt.py, which calls this for what its --data names.
 
-    python data/tokenize_text.py FILE ... --out DIR [--encoding bytes] [--val FILE ...] [--anew]
+    python data/tokenize_text.py TEXT ... [--out DIR] [--encoding bytes] [--val TEXT ...] [--anew]
 
-A file is .txt or .md, in which a line <|endoftext|> separates documents (without one, the file is
-one document), or .jsonl, in which every line is an object with a document under the key "text".
-Every document is encoded on its own, with <|endoftext|> in front. Validation is the last tenth of
-all tokens (10.5 M at most), unless --val names files for it.
+A TEXT is a file, or a folder of files: .txt or .md, in which a line <|endoftext|> separates
+documents (without one, the file is one document), or .jsonl, in which every line is an object with
+a document under the key "text"; or one of these with .gz behind it. Files are UTF-8, or UTF-16 with
+its mark; what is neither is read as Latin-1, with a warning. Every document is encoded on its own,
+with <|endoftext|> in front. Validation is the last tenth of all tokens (10.5 M at most), unless
+--val names texts for it.
 
 DIR is new, or with --anew what this tool has made before. It appears with all of its files at once:
-the shards, and dataset.json, which says what their tokens are, and what every preset must --set to
-train on them, and has the date of the newest FILE. Until then the tokens are in memory, two bytes
-for each.
+the shards, and dataset.json, which says what their tokens are. Until then the tokens are in memory,
+two bytes for each. Without --out they lie in TEXT.tokens/HASH beside the (first) text, or where
+that cannot be written in ~/.cache/train_gpt; the hash is that of the contents of all texts, so what
+is there is used again, and other contents have other tokens.
+
+--for PRESET [--set ...] prints as JSON what that must --set to train on the tokens; TEXT may then
+be a DIR, too. For a run to --start from, RUN_DIR in place of PRESET, texts get its encoding.
 """
 
+import codecs
 import contextlib
+import gzip
+import hashlib
 import itertools
 import json
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -28,7 +38,9 @@ from shards import encode_documents, text_encoding, work_folder, write_shard
 # Importing shards has put the folder of train_gpt.py on the path.
 from train_gpt import (
     DESCRIPTION,
+    MERGES,
     PRESETS,
+    Config,
     Parser,
     TokenStream,
     UserError,
@@ -36,6 +48,7 @@ from train_gpt import (
     override,
     report_errors,
     tell,
+    typed,
 )
 
 MARKER = "<|endoftext|>"
@@ -43,24 +56,80 @@ SUFFIXES = ".txt", ".md", ".jsonl"
 SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
-BATCH_DOCUMENTS = 10_000  # are encoded between two lines of progress, on all cores
+BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
+PASSES = 4  # of `speedrun` through a text: about as good as new tokens (Muennighoff et al. 2023)
 
 
-def documents(path: Path) -> Iterator[str]:
-    """The documents of one file; UserError if it cannot be read as what its name says."""
-    lines = []
+def kind(path: Path) -> str:
+    """The suffix that says how a file is read, without .gz."""
+    return Path(path.stem if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
+def files_of(texts: list[Path]) -> list[Path]:
+    """The files of texts and of folders of texts, less hidden ones; UserError if one has none."""
+    found = []
+    for text in texts:
+        inside = sorted(text.rglob("*")) if text.is_dir() else [text]
+        shown = (x for x in inside if not any(y[0] == "." for y in x.relative_to(text).parts))
+        own = [x for x in shown if kind(x) in SUFFIXES and x.is_file()]
+        if not own:
+            what = "no text" if text.exists() else "there is no such text"
+            cure = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
+            raise UserError(f"{text}: {what}: {cure}; each may be a .gz")
+        found += own
+    if len({path.resolve() for path in found}) < len(found):
+        raise UserError("a file is named twice: name it once, for training or for validation")
+    return found
+
+
+@contextlib.contextmanager
+def opened(path: Path, mode: str = "rb", **how) -> Iterator:
+    """The file, unpacked if it is a .gz; UserError if it cannot be read."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if path.suffix.lower() == ".jsonl":
-                    yield text_of(line, f"{path}, line {number}")
-                elif line.rstrip("\n") == MARKER:
-                    yield "".join(lines)
-                    lines = []
-                else:
-                    lines.append(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, mode, **how) as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def examine(path: Path) -> tuple[str, int, str]:
+    """(hash of what is in the file, its bytes, the encoding of its text). A line warns if that is
+    Latin-1; UserError if it is no text."""
+    sha256 = hashlib.sha256(kind(path).encode())
+    size = lines = 0
+    with opened(path) as file:
+        wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "utf-16" if wide else "utf-8-sig"
+        file.seek(0)
+        while block := b"".join(file.readlines(2**24)):
+            sha256.update(block)
+            size += len(block)
+            if not wide and b"\0" in block:
+                raise UserError(f"{path}: no text, but bytes of zero (UTF-16 needs its mark)")
+            try:
+                if encoding == "utf-8-sig":
+                    block.decode()
+            except UnicodeDecodeError as error:
+                if error.reason != "unexpected end of data":  # a last character that was cut off
+                    at = lines + block.count(b"\n", 0, error.start) + 1
+                    tell(f"warning: {path}, line {at}: not UTF-8: read as Latin-1", sys.stderr)
+                    encoding = "latin-1"
+            lines += block.count(b"\n")
+    return sha256.hexdigest(), size, encoding
+
+
+def documents(path: Path, encoding: str) -> Iterator[str]:
+    """The documents of one file; UserError if a line of it is not what its name says."""
+    lines = []
+    with opened(path, "rt", encoding=encoding, errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if kind(path) == ".jsonl":
+                yield text_of(line, f"{path}, line {number}")
+            elif line.rstrip("\n") == MARKER:
+                yield "".join(lines)
+                lines = []
+            else:
+                lines.append(line)
     yield "".join(lines)
 
 
@@ -75,16 +144,20 @@ def text_of(line: str, place: str) -> str:
     return text
 
 
-def tokenize(encoding, paths: Iterable[Path]) -> np.ndarray:
-    """All documents of the files, one after the other, as uint16; UserError if there are none."""
-    texts = filter(None, itertools.chain.from_iterable(map(documents, paths)))
+def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
+    """All documents of the files, one after the other, as uint16."""
     tokens = bytearray()
-    while batch := list(itertools.islice(texts, BATCH_DOCUMENTS)):
-        for document in encode_documents(encoding, batch):
-            tokens += document.tobytes()
-        tell(f"{len(tokens) // 2:,} tokens", sys.stderr)
-    if not tokens:
-        raise UserError(f"no text in {', '.join(map(str, paths))}")
+    batch, size = [], 0
+    for text in itertools.chain(filter(None, itertools.chain(*files)), [None]):
+        if text:
+            batch.append(text)
+            size += len(text)
+        if batch and (size > BATCH_CHARS or not text):
+            for document in encode_documents(encoding, batch):
+                tokens += document.tobytes()
+            if text:
+                tell(f"{len(tokens) // 2:,} tokens", sys.stderr)
+            batch, size = [], 0
     return np.frombuffer(tokens, np.uint16)
 
 
@@ -97,70 +170,24 @@ def split(tokens: np.ndarray, bos: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:-size], val if val[0] == bos else np.insert(val, 0, bos)
 
 
-def check(out: Path, anew: bool, paths: list[Path]) -> None:
-    """UserError unless `out` is new, or `anew` and ours, and every one of the files is another, of
-    a known kind."""
-    for path in paths:
-        if path.suffix.lower() not in SUFFIXES:
-            raise UserError(f"{path}: unknown kind of file, use {', '.join(SUFFIXES)}")
-        if not path.is_file():
-            raise UserError(f"{path}: there is no such file")
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise UserError("a file is named twice: name it once, for training or for validation")
-    inside = any(out in path.resolve().parents for path in paths)
-    if out.exists() and (inside or not anew or not (out / DESCRIPTION).exists()):
-        raise UserError(f"--out {out} is there already: name another folder, or delete it")
+def place(text: Path, digest: str) -> Path:
+    """Where the tokens of these contents lie, or may: beside the text, else in the user's cache."""
+    name = Path(f"{text.name or 'text'}.tokens", digest[:16])
+    folders = text.absolute().parent, Path(os.path.expanduser("~/.cache/train_gpt"))
+    for out in (folder / name for folder in folders):
+        if (out / DESCRIPTION).exists():
+            return out
+    for out in (folder / name for folder in folders):
+        with contextlib.suppress(OSError):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if os.access(out.parent, os.W_OK):
+                return out
+    cure = "make them with data/tokenize_text.py and --out, and name that folder as --data"
+    raise UserError(f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
 
 
-def settings(name: str, folder: Path, own: dict) -> list[str]:
-    """What the preset `name` must --set to train on the shards in `folder`: their vocabulary `own`,
-    no target, no more steps and validation than there are tokens. []: they are too few."""
-    cfg = PRESETS[name]
-    own = {**own, "vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
-    if own["vocab"] != cfg.vocab:  # candidates are of another one
-        own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
-    train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
-    rows = cfg.val_batch // cfg.val_row
-    row = min(cfg.val_row, (len(val) - 1) // rows)
-    row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
-    if row and len(val) <= cfg.val_tokens:
-        own |= {"val_row": row, "val_batch": rows * row}
-        own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
-    for steps in (int(cfg.steps * 0.95**n) for n in range(100)):
-        own |= {"steps": steps, "extension": min(cfg.extension, -(-steps // 8))}
-        items = [f"{key}={value}" for key, value in own.items()]
-        with contextlib.suppress(UserError):
-            fitted = override(cfg, items)
-            if fitted.tokens_after(steps) < len(train):
-                cursor_after(fitted, train, steps)
-                return items
-    return []
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help=f"files: {', '.join(SUFFIXES)}")
-    add("--out", required=True, type=Path, metavar="DIR", help="a new folder for the shards")
-    short = f"default: bytes below {SHORT // 1_000_000} MB, else gpt2"
-    add("--encoding", choices=("gpt2", "bytes"), help=short)
-    add("--val", nargs="+", type=Path, default=[], metavar="FILE", help="files for validation")
-    add("--anew", action="store_true", help="replace DIR, if this tool has made it")
-    args = parser.parse_args(argv)
-    out = args.out.resolve()
-    check(out, args.anew, args.files + args.val)
-    size = sum(path.stat().st_size for path in args.files)
-    date = max(path.stat().st_mtime_ns for path in args.files)  # before they are read
-    name = args.encoding or ("bytes" if size < SHORT else "gpt2")
-    encoding = text_encoding(name)
-    bos = encoding.eot_token
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if args.val:
-        train = tokenize(encoding, args.files)
-        val = tokenize(encoding, args.val)
-    else:
-        train, val = split(tokenize(encoding, args.files), bos)
+def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: str) -> None:
+    """Make the folder `out`, or replace it, with all of its files at once."""
     with work_folder(out.parent, ".tokenizing-") as work:
         folder = work / "whole"
         folder.mkdir()
@@ -168,16 +195,143 @@ def main(argv: list[str] | None = None) -> None:
             path = folder / f"text_train_{number:06d}.bin"
             write_shard(path, train[at : at + SHARD_TOKENS])
         write_shard(folder / "text_val_000000.bin", val)
-        about = {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}
-        about["settings"] = {name: settings(name, folder, about) for name in PRESETS}
+        if merges:
+            (folder / MERGES).write_text(merges)
         (folder / DESCRIPTION).write_text(json.dumps(about))
-        os.utime(folder / DESCRIPTION, ns=(date, date))
         if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
-    enough = ", ".join(name for name, own in about["settings"].items() if own) or "no preset"
+            shutil.rmtree(out, ignore_errors=True)
+        try:
+            folder.rename(out)
+        except OSError:
+            if not (out / DESCRIPTION).exists():  # else another process was faster
+                raise
+
+
+def tokens_of(args, cfg: Config | None, run: Path) -> Path:
+    """The folder with the tokens of the texts, made unless those contents have one: in the encoding
+    of `run`, whose config is `cfg`, if there is one."""
+    files = files_of(args.texts)
+    both = [path.resolve() for path in files_of(args.texts + args.val)]
+    out = args.out and args.out.resolve()
+    inside = any(out in path.parents for path in both)
+    if out and out.exists() and (inside or not args.anew or not (out / DESCRIPTION).exists()):
+        raise UserError(f"--out {args.out} is there already: name another folder, or delete it")
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    digests, sizes, encodings = zip(*map(examine, both), strict=True)
+    name = cfg.encoding if cfg else args.encoding or ("bytes" if sum(sizes) < SHORT else "gpt2")
+    merges = (run / MERGES).read_text() if name == "bpe" else ""
+    digest = hashlib.sha256(f"{name} {merges} {len(files)} {digests}".encode()).hexdigest()
+    out = out or place(args.texts[0], digest)
+    if not args.out and (out / DESCRIPTION).exists():
+        return out
+    encoding = text_encoding(name, run)
+    bos = encoding.eot_token
+    tell(f"making tokens of {sum(sizes) / 1e6:.3g} MB of text", sys.stderr)
+    texts = [documents(*each) for each in zip(both, encodings, strict=True)]
+    train = tokenize(encoding, texts[: len(files)])
+    val = tokenize(encoding, texts[len(files) :])
+    for tokens, of in ((train, args.texts), (val, args.val)):
+        if of and not len(tokens):
+            raise UserError(f"no text in {', '.join(map(str, of))}")
+    if not args.val:
+        train, val = split(train, bos)
+    write(out, train, val, {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}, merges)
     tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
-    tell(f"{args.out}: {tokens}, enough for {enough}")
+    tell(f"{args.out or out}: {tokens}", sys.stderr if args.preset else None)
+    return out
+
+
+def passes(cfg: Config, folder: Path, most: int) -> int:
+    """How often a run must read the training tokens; 0: more than `most` times."""
+    size = len(TokenStream(folder, "train", cfg.bos))
+    least = cfg.tokens_after(cfg.steps) // size + 1
+    for number in range(least, min(2 * least, most) + 1):  # what is cut off documents is not read
+        with contextlib.suppress(UserError):
+            cursor_after(cfg, TokenStream(folder, "train", cfg.bos, number), cfg.steps)
+            return number
+    return 0
+
+
+def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
+    """What `cfg` must --set, before what is `given`, to train on the tokens in `folder`: their
+    vocabulary, no target, as many passes as its steps take, no more validation than there is. Where
+    passes are few, PASSES of `speedrun` or those that are given, steps become fewer, of `speedrun`
+    not below a fourth. []: there are too few tokens for that; UserError: too few documents."""
+    try:
+        about = json.loads((folder / DESCRIPTION).read_text())
+        own = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
+        own |= {"vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder / DESCRIPTION} ({error!r}): tokenize the text again") from None
+    if own["vocab"] != cfg.vocab:  # candidates are of another one
+        own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
+    train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
+    rows = cfg.val_batch // cfg.val_row
+    row = min(cfg.val_row, (len(val) - 1) // rows)
+    row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
+    if len(val) <= cfg.val_tokens:
+        if not row:
+            return []
+        own |= {"val_row": row, "val_batch": rows * row}
+        own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
+    fixed = {item.partition("=")[0] for item in given}
+    wanted = override(cfg, [*(f"{key}={value}" for key, value in own.items()), *given])
+    large = cfg.preset == "speedrun"
+    most = wanted.passes if "passes" in fixed else PASSES if large else 2**31
+    for n in range(1 if "steps" in fixed else 28 if large else 100):
+        steps = int(wanted.steps * 0.95**n)
+        own |= {"steps": steps, "extension": min(wanted.extension, -(-steps // 8))}
+        items = [f"{key}={value}" for key, value in own.items()]
+        with contextlib.suppress(UserError):  # too few steps for the stages
+            if number := passes(override(cfg, items + given), folder, most):
+                more = [f"val_every={-(-steps // 8)}"] if number > 1 else []
+                return [*items, f"passes={number}", *more]
+    if {"steps", "passes"} <= fixed:  # train_gpt.py says for how many steps the tokens last
+        return items
+    lengths = np.diff([*train.documents(0), len(train.shards[0])])
+    stage = wanted.stages[0]
+    if most * len(train) > wanted.tokens_after(steps) and stage.doc_cap:
+        used = np.minimum(lengths, stage.doc_cap).sum()
+        short = f"of {len(lengths):,} documents {cfg.preset} reads {used:,} tokens, too few"
+        raise UserError(f"{folder}: {short}: put a line {MARKER} between documents")
+    return []
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add(
+        "texts",
+        nargs="+",
+        type=Path,
+        metavar="TEXT",
+        help=f"files or folders: {', '.join(SUFFIXES)}",
+    )
+    add("--out", type=Path, metavar="DIR", help="a new folder for the shards")
+    short = f"default: bytes below {SHORT // 1_000_000} MB, else gpt2"
+    add("--encoding", choices=("gpt2", "bytes"), help=short)
+    add("--val", nargs="+", type=Path, default=[], metavar="TEXT", help="texts for validation")
+    add("--anew", action="store_true", help="replace DIR, if this tool has made it")
+    add("--for", dest="preset", metavar="PRESET", help="print what PRESET must --set, as JSON")
+    add("--set", nargs="+", action="extend", default=[], help="what is set besides")
+    args = parser.parse_args(argv)
+    name, run, cfg = args.preset, Path(args.preset or ""), None
+    if name and name not in PRESETS:
+        cfg = typed(Config, json.loads((run / "run.json").read_text())["config"])
+    made = len(args.texts) == 1 and (args.texts[0] / DESCRIPTION).exists()
+    folder = args.texts[0] if made else tokens_of(args, cfg, run)
+    if not name:
+        return
+    items = settings(cfg or PRESETS[name], folder, args.set)
+    if not items and name == "speedrun":
+        tell(f"{folder} is too small for speedrun: it gets the model of tiny", sys.stderr)
+        name = "tiny"
+        items = settings(PRESETS[name], folder, args.set)
+    if not items:
+        raise UserError(f"{folder} has too few tokens for {name}: take more text")
+    print(json.dumps({"preset": name, "set": [f"data={folder}", *items]}))
 
 
 if __name__ == "__main__":

@@ -316,6 +316,8 @@ def check_run(track: Track, run: Run, pinned: dict):
     devices = run.facts["devices"]
     agree("wrong number of validation tokens", config["val_tokens"], track.val_tokens)
     agree("wrong target (see --set target=)", config["target"], track.target)
+    agree("passes through the training tokens", config.get("passes", 1), 1)  # older runs have none
+    agree("starts with parameters of a run", config.get("start", ""), "")
     for name, want in track.devices.items():
         agree(f"not the hardware of this track, {name}", devices[name], want)
     right = track.kind in devices["kind"] and "MIG" not in devices["kind"]  # a part is no GPU

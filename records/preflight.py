@@ -957,7 +957,7 @@ def main(argv=None) -> int:
         names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
         parser.add_argument("--program", **names, help="only these, such as grads0 or anvil")
         args = parser.parse_args(argv)
-        args.preset = "speedrun" if args.preset is None else args.preset  # what TARGET would run
+        args.words += [] if T.named(args)[0] else ["speedrun"]  # what TARGET would run
         jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
         return 0 if preflight(T.resolve(args), args, command) else 1

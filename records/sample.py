@@ -1,94 +1,289 @@
-"""Continue a text from a run's newest checkpoint: python records/sample.py RUN_DIR [--prompt TEXT]
+"""Continue a text with a trained model, or have it answer questions: python records/sample.py RUN
 
-Without a prompt, as at the end of `tiny`, it continues the validation text, and says how well the
-model compresses that. Every token computes its whole row again: there is no second form of it.
+Without a prompt it continues the validation text, and says how far the model compresses that. The
+model lies on the devices as in training, its n-gram table cut over them. Every token computes its
+whole row again: there is no second form of the model.
 """
 
+import codecs
 import dataclasses
+import functools
 import gzip
+import json
 import lzma
 import math
+import select
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import train_gpt as T
 from data.shards import text_encoding
 
 
-def sample(saved: T.Saved, prompt: str, count: int, temperature=0.7) -> str:
-    """`prompt` and `count` tokens more, or as many as the document has."""
-    cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=1))
-    run_dir = saved.folder.parents[1]
+class Trained(NamedTuple):
+    """A model on its devices."""
+
+    cfg: T.Config  # for the devices of `mesh`
+    mesh: T.Mesh
+    kernels: T.Kernels
+    copies: dict
+    table: T.jax.Array  # of n-grams
+    words: list[bytes]
+    step: int  # how many it was trained
+
+
+def load(saved: T.Saved) -> Trained:
+    """The model of a checkpoint, on the devices of its run or on those that are here."""
+    count = saved.cfg.devices if saved.cfg.devices <= len(T.all_devices()) else 0
+    cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count))
+    words = T.token_bytes(cfg, saved.folder.parents[1])
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(cfg.seed))
-    words = T.token_bytes(cfg, run_dir)
-    hashed_v = T.vocabulary(cfg, words).hashed_v
-
-    @jax.jit
-    def next_token(copies, table, tokens_bt, hashed_bt, slots_bit, last, key):
-        # The table is whole here: its rows are looked up in place of what a device would fetch.
-        rows = T.look_up(cfg, copies | {"ngrams": table}, tokens_bt, slots_bit)
-        rows["ngram"] = T.signed_sum(cfg, copies["signs"], rows["ngrams"], hashed_bt)
-        segments_bt = T.segment_ids(tokens_bt, cfg.bos)
-        hyper = T.hyper_at(cfg, max(saved.step - 1, 0))  # of the last step that was done
-        x_btd = T.forward(T.Model(copies, cfg, kernels, cfg.val_windows, segments_bt, hyper), rows)
-        z_v = jnp.matmul(copies["head"], x_btd[0, last], preferred_element_type=jnp.float32)
-        real = jnp.arange(cfg.vocab) < cfg.real_tokens
-        logits_v = jnp.where(real, T.cap_logits(z_v, cfg) / temperature, -jnp.inf)
-        return jax.random.categorical(key, logits_v)
-
-    tokens = [cfg.bos, *text_encoding(cfg.encoding, run_dir).encode_ordinary(prompt)]
-    length = min(cfg.val_row, -(-(len(tokens) + count) // 128) * 128)  # kernels: multiples of 128
-    for i in range(count):
-        recent = tokens[-length:]
-        row = np.array([recent + [cfg.bos] * (length - len(recent))], np.int32)
-        hashed = hashed_v[row]
-        ids = T.ngram_ids(hashed, cfg.ngram_rows)
-        slots = T.table_rows(ids, cfg.ngram_rows).swapaxes(0, 1)
-        args = row, hashed, slots, len(recent) - 1, jax.random.fold_in(jax.random.key(cfg.seed), i)
-        tokens.append(int(next_token(copies, params["ngram_table"], *args)))
-        if tokens[-1] == cfg.bos:
-            break
-    return b"".join(words[x] for x in tokens if x != cfg.bos).decode("utf-8", "replace")
+    return Trained(cfg, mesh, kernels, copies, params[T.NGRAMS], words, saved.step)
 
 
-def validation_text(saved: T.Saved) -> list[bytes]:
-    """The bytes of the tokens that the run was validated on, but for those that begin documents."""
-    words = T.token_bytes(saved.cfg, saved.folder.parents[1])
-    val = T.TokenStream(T.data_place(saved.cfg.data), "val", saved.cfg.bos)
-    return [words[i] for i in val.read(1, saved.cfg.val_tokens) if i < len(words)]
+def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, batch: T.Batch):
+    """`result` (of the model, features [b, t, d] and targets [b, t]) for the rows of all devices.
+    Up to the features this is eval_step."""
+    fetched = T.fetch(table, T.exchange(batch.requests[0]))
+    fetched, copies, _ = T.gather_banks(cfg, copies, fetched)
+    params = copies | {"ngrams": fetched}
+
+    def of(rows):
+        tokens = rows.tokens[:, :-1].astype(jnp.int32)
+        found = T.look_up(cfg, params, tokens, rows.slots)
+        found["ngram"] = T.signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
+        segments = T.segment_ids(tokens, cfg.bos)
+        model = T.Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
+        return result(model, T.forward(model, found), rows.aims.targets)
+
+    found = lax.map(of, T.micro_batches(cfg, batch.rows))
+    return T.GATHER(found.reshape(-1, *found.shape[2:]))
 
 
-def compression(saved: T.Saved, text: bytes) -> str:
-    """Bits a byte of this text by the run's loss, beside gzip's and xz's: with an arithmetic coder,
-    a loss of x nats a token is x / ln 2 bits."""
-    sizes = {"the model": saved.meta["val_loss"] * saved.cfg.val_tokens / math.log(2)}
-    sizes |= {"gzip": 8 * len(gzip.compress(text)), "xz": 8 * len(lzma.compress(text, preset=9))}
-    each = (f"{name} {size / len(text):.3f}" for name, size in sizes.items())
-    return f"bits per byte of the validation text: {', '.join(each)}"
+def next_logits(model: T.Model, x_btd, targets_bt):
+    """Logits [b, v] of the real tokens, where each row has its one target."""
+    at_b = jnp.argmax(targets_bt >= 0, axis=1)
+    x_bd = jnp.take_along_axis(x_btd, at_b[:, None, None], axis=1)[:, 0]
+    head_vd = model.params["head"][: model.cfg.real_tokens]
+    z_bv = jnp.matmul(x_bd, head_vd.T, preferred_element_type=jnp.float32)
+    return T.cap_logits(z_bv, model.cfg)
+
+
+def summed_losses(model: T.Model, x_btd, targets_bt):
+    """The sum [b] of the losses of each row's targets in nats, as a validation computes them."""
+    cfg = model.cfg
+    head_vd = model.params["head"][: cfg.vocab]
+
+    def loss(row):
+        x_td, targets_t1 = row
+        weights_t1 = (targets_t1 >= 0).astype(jnp.float32)
+        args = x_td, head_vd, jnp.maximum(targets_t1, 0), weights_t1, cfg
+        return model.kernels.cross_entropy(*args)[1]
+
+    return lax.map(loss, (x_btd, targets_bt[..., None]))
+
+
+def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable:
+    """A function of up to `rows` pairs (tokens of a row; how many of the last ones are targets)
+    -> `result` of each row. The program is that of a validation with such rows, but for its end."""
+    mesh = model.mesh
+    rows = -(-rows // mesh.size) * mesh.size
+    length = min(model.cfg.val_row, -(-length // 128) * 128)  # kernels take multiples of 128
+    cfg = dataclasses.replace(model.cfg, val_row=length, val_batch=rows * length)
+    step = functools.partial(read, cfg, model.kernels, result)
+    program = T.programs(cfg, mesh, model.kernels)["eval"]._replace(step=step, out=T.P())
+    compiled = T.compile_one(cfg, mesh, "eval", program)
+    known = T.vocabulary(cfg, model.words)
+
+    def results(pairs):
+        tokens_bt = np.full((rows, length + 1), cfg.bos, np.uint16)
+        targets_bt = np.full((rows, length), -1, np.int32)
+        for i, (tokens, count) in enumerate(pairs):
+            kept = tokens[-length - 1 :]
+            first = max(1, len(kept) - count)
+            tokens_bt[i, : len(kept)] = kept
+            targets_bt[i, first - 1 : len(kept) - 1] = kept[first:]
+        here = T.own_rows(mesh, rows)
+        aims = T.Aims(np.empty((len(here), 0), np.int32), targets_bt[here], targets_bt[here])
+        arrays = T.hashed_rows(cfg, mesh, known, tokens_bt[here], aims)
+        batch = T.put_batch(cfg, mesh, max(model.step - 1, 0), *arrays)
+        return np.asarray(compiled(model.copies, model.table, batch))[: len(pairs)]
+
+    return results
+
+
+def draw(rng: np.random.Generator, logits_v, temperature=0.7, top_k: int | None = None) -> int:
+    """A token, of the `top_k` likeliest; at temperature 0 the likeliest."""
+    best = np.argsort(-logits_v, kind="stable")[: top_k if temperature else 1]
+    scores = (logits_v[best] - logits_v[best[0]]).astype(np.float64) / (temperature or 1)
+    return int(best[np.argmax(scores + rng.gumbel(size=len(best)))])
+
+
+def samples(model: Trained, prompt: list[int], count: int, draws: list) -> Iterator[str]:
+    """Yield a text for each of `draws` (logits -> token), as it comes: `prompt`, and up to `count`
+    tokens, or as many as the document has. At last the time of a token."""
+    logits_of = reader(model, next_logits, 1, len(prompt) + count)
+    done = 0
+    began = time.perf_counter()
+    for n, choose in enumerate(draws):
+        if n:
+            yield f"---- {n + 1} of {len(draws)}\n"
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps half a character
+        yield decoder.decode(b"".join(model.words[i] for i in prompt))
+        tokens = [model.cfg.bos, *prompt]
+        for _ in range(count):
+            (logits_v,) = logits_of([([*tokens, model.cfg.bos], 1)])
+            tokens.append(choose(logits_v))
+            done += 1
+            if tokens[-1] == model.cfg.bos:
+                break
+            yield decoder.decode(model.words[tokens[-1]])
+        yield decoder.decode(b"", final=True) + "\n"
+    yield f"({(time.perf_counter() - began) / done:.3g} s a token)\n"
+
+
+def opening(model: Trained, loss: float | None) -> tuple[str, list[int]]:
+    """(bits a byte of the validation text by the run's loss, beside gzip's and xz's; its first
+    tokens). With an arithmetic coder, a loss of x nats is x / ln 2 bits."""
+    cfg, words = model.cfg, model.words
+    place = T.data_place(cfg.data)
+    try:
+        tokens = T.TokenStream(place, "val", cfg.bos).read(1, cfg.val_tokens)
+    except T.UserError:
+        return f"no validation text in {place}: a new one; to continue another: --prompt TEXT", []
+    tokens = [i for i in tokens if i < len(words)]
+    text = b"".join(words[i] for i in tokens)
+    sizes = {"gzip": 8 * len(gzip.compress(text)), "xz": 8 * len(lzma.compress(text, preset=9))}
+    if loss is not None:  # there is none before the first validation
+        sizes = {"the model": loss * cfg.val_tokens / math.log(2)} | sizes
+    each = ", ".join(f"{name} {size / len(text):.3f}" for name, size in sizes.items())
+    heading = f"bits per byte of the validation text: {each}"
+    return f"{heading}\na sample after the first words of that text:", tokens[:48]
+
+
+def demonstrate(model: Trained, log: T.RunLog):
+    """What train_gpt.py shows at the end of a run, and leaves there."""
+    heading, prompt = opening(model, log.facts["val_loss"])
+    draws = [functools.partial(draw, np.random.default_rng([model.cfg.seed, 0]))]
+    text = "".join([heading, "\n", *samples(model, prompt, model.cfg.sample_tokens, draws)])
+    text = text.removesuffix("\n")
+    log.write("sample.txt", text)
+    log.say(text)
+    if T.checkpoint_steps(log.folder / "checkpoints"):
+        log.say(f"others: python records/sample.py {log.folder} --prompt TEXT")
+
+
+def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:
+    """(a row for `reader` of each ending, number of the right one) of each line of a file."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            item = json.loads(line)
+            begin = [bos, *encode(item["ctx"])]
+            endings = [encode(" " + ending) for ending in item["endings"]]
+            label = range(len(endings)).index(int(str(item["label"])))
+        except (ValueError, LookupError, TypeError) as error:
+            form = '{"ctx": TEXT, "endings": [TEXT, ...], "label": NUMBER}'
+            raise T.UserError(f"{path}, line {number} is not {form} ({error!r})") from None
+        found.append(([(begin + ending, len(ending)) for ending in endings], label))
+    T.need(found, f"{path} has no questions")
+    return found
+
+
+def score(model: Trained, asked: list[tuple[list, int]], say: Callable) -> str:
+    """How often the right ending has the least loss: summed (acc), and per token (acc_norm)."""
+    rows = [row for endings, _ in asked for row in endings]
+    length = max(len(tokens) for tokens, _ in rows) - 1
+    batch = max(1, model.cfg.micro_tokens // length) * model.mesh.size
+    losses_of = reader(model, summed_losses, min(batch, len(rows)), length)
+    losses = []
+    for first in range(0, len(rows), batch):
+        losses.extend(losses_of(rows[first : first + batch]))
+        if first and first % (100 * batch) == 0:
+            say(f"{len(losses):,} of {len(rows):,} endings\r")
+    right = np.zeros(2)
+    each = iter(losses)
+    for endings, label in asked:
+        sums = np.array([next(each) for _ in endings])
+        means = sums / [count for _, count in endings]
+        right += [sums.argmin() == label, means.argmin() == label]
+    n = len(asked)
+    acc, norm = (f"{x:.4f} ± {math.sqrt(x * (1 - x) / n):.4f}" for x in right / n)
+    return f"{n:,} questions: acc {acc} (summed loss), acc_norm {norm} (loss per token)"
+
+
+def speaks(stream) -> bool:
+    """Whether stdin is a pipe or file with something to read: one that is silent, as cron's may be,
+    is not waited for."""
+    try:
+        return not stream.isatty() and bool(select.select([stream], [], [], 0)[0])
+    except (AttributeError, OSError):  # it is closed, or a notebook's
+        return False
+
+
+def given_prompt(args) -> str | None:
+    """The text of the command line, a file or stdin; None: there is none."""
+    if args.file:
+        text = Path(args.file).read_bytes()
+    elif args.prompt == "-" or (args.prompt is None and speaks(sys.stdin)):
+        text = sys.stdin.buffer.read()
+    else:
+        return args.prompt
+    return text.decode("utf-8-sig", "replace").removesuffix("\n") or None
 
 
 def main(argv=None):
     """Run the command line."""
     parser = T.Parser(prog="sample.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="as train_gpt.py left it")
-    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    option = parser.add_argument
+    option("run_dir", metavar="RUN_DIR", help="as train_gpt.py left it")
+    what = parser.add_mutually_exclusive_group().add_argument
+    what("--prompt", metavar="TEXT", help="the text to continue; - or a pipe: stdin")
+    what("--file", metavar="FILE", help="that holds the text to continue")
+    what("--score", metavar="FILE.jsonl", help="questions in HellaSwag's form, to be answered")
+    option("--tokens", type=int, metavar="N", help="so many, or to the end of the document")
+    option("--temperature", type=float, default=0.7, metavar="X", help="0: the likeliest token")
+    option("--top-k", type=int, metavar="K", help="of the K likeliest tokens only")
+    option("--samples", type=int, default=1, metavar="S", help="so many texts")
+    option("--seed", type=int, metavar="N", help="another one, another text; default: the run's")
     args = parser.parse_args(argv)
+    T.need(0 <= args.temperature < math.inf, "--temperature is a number from 0 on")
+    for name, least in {"tokens": 1, "top_k": 1, "samples": 1, "seed": 0}.items():
+        given = getattr(args, name)
+        T.need(given is None or given >= least, f"--{name.replace('_', '-')} is at least {least}")
     saved = T.find_checkpoint(Path(args.run_dir), lambda line: T.tell(line, sys.stderr))
-    if (prompt := args.prompt) is None:
-        pieces = validation_text(saved)
-        T.tell(compression(saved, b"".join(pieces)))
-        prompt = b"".join(pieces[:48]).decode("utf-8", "replace")
-        T.tell("a sample after the first words of that text; others: sample.py RUN --prompt TEXT")
-    T.tell(sample(saved, prompt, saved.cfg.sample_tokens or 64))
+    encode = text_encoding(saved.cfg.encoding, saved.folder.parents[1]).encode_ordinary
+    if args.score:
+        asked = questions(Path(args.score), saved.cfg.bos, encode)
+        T.tell(score(load(saved), asked, T.tell))
+        return
+    text = given_prompt(args)
+    model = load(saved)
+    if text is None:
+        heading, prompt = opening(model, saved.meta["val_loss"])
+        T.tell(heading)
+    else:
+        prompt = encode(text)
+    seed = model.cfg.seed if args.seed is None else args.seed
+    how = {"temperature": args.temperature, "top_k": args.top_k}
+    rngs = (np.random.default_rng([seed, n]) for n in range(args.samples))
+    draws = [functools.partial(draw, rng, **how) for rng in rngs]
+    for piece in samples(model, prompt, args.tokens or model.cfg.sample_tokens or 64, draws):
+        print(piece, end="", flush=True)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it as it ends other tools
     sys.exit(T.report_errors(main))

@@ -433,7 +433,7 @@ class Log:
     def __init__(self, clock, folder):
         self.clock, self.folder, self.losses, self.missing = clock, folder, [], ""
 
-    def trained(self, step, loss, dropped):
+    def trained(self, step, loss, dropped, norms):
         self.losses.append(float(loss))
         assert step == len(self.losses)
 

@@ -1,6 +1,7 @@
 """Compilation: what programs need of a device's memory, and what is said where that is too much."""
 
 import gc
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -120,10 +121,18 @@ def test_where_no_table_fits_only_other_devices_help(monkeypatch):
 
 @pytest.mark.parametrize("devices, limit", [(1, 90 * GIB), (8, 31.25 * GIB), (1, None)])
 def test_a_run_that_fits_is_compiled(monkeypatch, devices, limit):
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**20)  # of the machine's memory, with CPUs
     said = T.check_memory(RECORD, Mesh(devices, limit))
     assert re.fullmatch(r"it fits: about [\d.]+ GiB of the ([\d.]+|inf) GiB of a device", said)
     _, made = compiled_with(monkeypatch, RECORD, devices, limit)
     assert len(made) == len(T.programs(RECORD, mesh_of(devices), KERNELS))
+
+
+def test_what_the_memory_of_a_machine_with_cpus_does_not_hold_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**17)
+    words = r"^speedrun needs about 87\.\d GiB, and jax sees only CPUs with 16\.0: use tiny or sm"
+    with pytest.raises(T.UserError, match=words):
+        T.check_memory(RECORD, Mesh(1, None))
 
 
 def test_what_does_not_fit_once_it_has_compiled_is_refused(monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -168,6 +169,62 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(train, run, copy):
     assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run / "checkpoints/8"))
 
 
+# ---- A new run that starts with the parameters of another ---------------------------------------
+
+
+def started(run_dir, capsys, monkeypatch, *argv) -> T.Config:
+    """The config with which `--start RUN_DIR ...` would train."""
+    found = []
+    monkeypatch.setattr(T, "train", lambda cfg, out, command, saved, *_: found.append((cfg, saved)))
+    assert T.main(["--start", str(run_dir), *argv]) == 0, capsys.readouterr().err
+    ((cfg, saved),) = found
+    assert saved is None
+    return cfg
+
+
+def test_a_new_run_starts_with_the_parameters_of_another(train, run, tmp_path, capsys, monkeypatch):
+    """Its first loss is about the other's last; schedule, clock and moments begin anew."""
+    cfg = started(run, capsys, monkeypatch, "--set", "steps=4", "checkpoint_every=2")
+    changed = {"start": str(run / "checkpoints/8"), "devices": 0, "data": cfg.data}
+    assert cfg == replace(EIGHT, steps=4, checkpoint_every=2, **changed)
+    monkeypatch.undo()
+    folder = train(replace(cfg, devices=2), tmp_path)
+    first, last = metrics(folder)[0], metrics(run)[-1]
+    assert first["step"] == 0 and first["train_time_ms"] == 0 and first["tokens"] == 0
+    assert first["val_loss"] == pytest.approx(last["val_loss"], rel=0.01)
+    assert first["val_loss"] < 0.98 * metrics(run)[0]["val_loss"]
+    assert facts(folder)["config"]["start"] == str(run / "checkpoints/8")
+    assert not facts(folder)["resumed"]
+    # It can be resumed as any other; then the other run may be gone.
+    saved = back_to(folder, 2)
+    assert train(replace(saved.cfg, start="gone"), tmp_path, saved).resolve() == folder.resolve()
+    assert facts(folder)["finished"]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["tiny"], "--start takes the model of the run: drop PRESET and seed"),
+    (["--seed", "3"], "drop PRESET and seed"),
+    (["--set", "seed=3"], "drop PRESET and seed"),
+    (["--set", "mlp_width=64"], "--start takes the model of the run: --set no sizes"),
+    (["--resume", "x"], "--resume takes the config of the run: drop"),
+])  # fmt: skip
+def test_what_a_start_cannot_be_with_is_said(run, capsys, argv, words):
+    assert T.main(["--start", str(run), *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_start_takes_its_encoding_to_another_text(run, tmp_path, capsys, monkeypatch):
+    text = tmp_path / "other.txt"
+    text.write_text("Roses are red. " * 900)
+    asked = []
+    data = f"data={tmp_path}"
+    found = json.dumps({"preset": str(run), "set": [data, "passes=3"]})
+    monkeypatch.setattr(T, "run_tool", lambda *words: asked.append(words) or found)
+    cfg = started(run, capsys, monkeypatch, str(text), "--set", "steps=6")
+    assert (cfg.data, cfg.passes, cfg.steps) == (str(tmp_path), 3, 6)
+    assert asked == [("tokenize_text.py", text, "--for", str(run), "--set", "steps=6")]
+
+
 # ---- What is not resumed, or not from there ----------------------------------------------------
 
 
@@ -179,7 +236,8 @@ def test_finished_run_is_not_resumed(copy, capsys, kept):
             shutil.rmtree(folder)
     before = content(copy)
     assert T.main(["--resume", str(copy)]) == 2
-    line = f"{copy} is finished: there is nothing to resume" if kept else "no checkpoint in "
+    line = f"{copy} is finished: there is nothing to resume; to train longer, python train_gpt.py"
+    line = f"{line} --start {copy} --set steps=N" if kept else "no checkpoint in "
     assert line in capsys.readouterr().err
     assert content(copy) == before
 
@@ -192,7 +250,7 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
     write_shard(other / "small_train_000001.bin", tokens)
     saved = back_to(copy, 4)
     before = content(copy)
-    with pytest.raises(T.UserError, match="does not hold the shards of .*: name their --data"):
+    with pytest.raises(T.UserError, match="does not hold the shards of .*: leave --data out"):
         trained(saved.cfg, copy.parent, other, saved)
     assert content(copy) == before
 
@@ -202,11 +260,13 @@ def test_a_run_is_not_resumed_by_another_source(train, copy):
     saved = back_to(copy, 4)
     saved.meta["source_sha256"] = "0"
     before = content(copy)
-    with pytest.raises(
-        T.UserError, match="train_gpt.py is not what .* began with: see the head of"
-    ):
+    words = "train_gpt.py is not what .* began with: its log has that, so first .* --resume "
+    with pytest.raises(T.UserError, match=words) as error:
         train(saved.cfg, copy.parent, saved)
     assert content(copy) == before
+    command = re.search("first (python -c .*) > old.py", str(error.value))[1]
+    found = subprocess.run(command, shell=True, stdout=subprocess.PIPE, check=True).stdout
+    assert found.decode() == T.SOURCE
 
 
 def test_how_a_run_is_computed_may_change_when_it_goes_on(copy, monkeypatch, capsys):
@@ -302,18 +362,21 @@ def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeyp
     assert ended == [130]
 
 
-def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved():
+def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved(monkeypatch):
+    """And is what it was when `main` has returned, for who has called it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     asked = T.ask_to_stop()
     os.kill(os.getpid(), signal.SIGHUP)
     assert asked(1) == 0
+    seen = []
+    monkeypatch.setattr(T, "show", lambda cfg: seen.append(signal.getsignal(signal.SIGINT)))
     for before, after in (
         (signal.default_int_handler, signal.SIG_DFL),
         (signal.SIG_IGN, signal.SIG_IGN),  # as a shell starts what ends with `&`
     ):
         signal.signal(signal.SIGINT, before)
         assert T.main(["tiny", "--show"]) == 0
-        assert signal.getsignal(signal.SIGINT) is after
+        assert seen.pop() is after and signal.getsignal(signal.SIGINT) is before
 
 
 def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch):

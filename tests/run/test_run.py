@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import mesh_of
+from programs import mesh_of, quick_compilation
 from training import (
     BRIEF,
     arrays,
@@ -214,15 +215,33 @@ def test_progress_is_one_line_on_a_terminal_and_several_elsewhere(monkeypatch):
         assert stream.getvalue() == want
 
 
-def test_a_demonstration_ends_with_the_tool_that_shows_a_sample(train, tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(subprocess, "run", lambda words, env: commands.append((words, env)))
-    folder = train(replace(CFG, sample_tokens=5), tmp_path)
-    ((words, env),) = commands
-    assert words[1:] == [ROOT / "records/sample.py", folder] and env["JAX_PLATFORMS"] == "cpu"
-    assert env["JAX_COMPILATION_CACHE_DIR"] == "", "whatever --cache says: it leaves nothing there"
-    train(replace(CFG, sample_tokens=5, checkpoint_every=0, checkpoint_end="never"), tmp_path)
-    assert len(commands) == 1  # without a checkpoint there is nothing to sample from
+def test_a_run_ends_with_a_sample_though_it_keeps_no_checkpoint(train, tmp_path):
+    """In the same process, from the state that it has; one from the checkpoint is the same."""
+    cfg = replace(CFG, sample_tokens=5, checkpoint_every=0, checkpoint_end="never")
+    said = []
+    folder = train(cfg, tmp_path, say=said.append)
+    text = (folder / "sample.txt").read_text()
+    assert said[-2] == text.removesuffix("\n") and not (folder / "checkpoints").exists()
+    assert text.startswith("bits per byte of the validation text: the model ")
+
+    kept = train(replace(cfg, checkpoint_end="always"), tmp_path, say=said.append)
+    assert said[-2] == f"others: python records/sample.py {kept} --prompt TEXT"
+    sample = runpy.run_path(str(ROOT / "records/sample.py"))
+    with quick_compilation():
+        model = sample["load"](T.find_checkpoint(kept))
+        draws = [partial(sample["draw"], np.random.default_rng([cfg.seed, 0]))]
+        _, prompt = sample["opening"](model, None)
+        *pieces, _ = sample["samples"](model, prompt, 5, draws)
+    for run in (folder, kept):
+        assert "".join(pieces) in (run / "sample.txt").read_text()
+
+
+def test_what_fails_in_a_sample_fails_no_run(train, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(T.runpy, "run_path", lambda path: {})
+    folder = train(replace(CFG, sample_tokens=5), tmp_path, say=said.append)
+    assert said[-2] == "warning: there is no sample: KeyError('demonstrate')"
+    assert facts(folder)["finished"]
 
 
 def test_same_seed_same_run_and_other_seed_other_run(train, run, tmp_path):
@@ -277,6 +296,24 @@ def test_four_steps_of_a_process_are_traced(monkeypatch, first, steps, end, trac
     for at in range(first, end + 1):
         T.trace(at, range(first, steps), at == end, ROOT, 0)
     assert calls == traced
+
+
+def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(train, run, tmp_path):
+    """Of each kind of update; they are those of the whole gradient on any number of devices."""
+    found = []
+    for devices in (1, 2):
+        cfg = replace(CFG, log_norms=True, checkpoint_every=0, devices=devices)
+        lines = metrics(train(cfg, tmp_path / str(devices)))
+        steps = [line for line in lines if "train_loss" in line]
+        assert [line["train_loss"] for line in steps] == pytest.approx(
+            [line["train_loss"] for line in run.metrics if "train_loss" in line], rel=1e-4
+        )
+        found.append([{k: v for k, v in line.items() if k.startswith("norm_")} for line in steps])
+        assert [*found[-1][0]] == ["norm_anvil"] and min(found[-1][0].values()) > 0
+        assert {*found[-1][3]} == {"norm_anvil", "norm_adam", "norm_tables"}
+    for one, two in zip(*found, strict=True):
+        assert one == pytest.approx(two, rel=0.02)
+    assert not any(key.startswith("norm_") for line in run.metrics for key in line)
 
 
 # ---- When checkpoints are taken ----------------------------------------------------------------

@@ -394,6 +394,8 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
             ("v6e-8", {"cfg": replace(SPEEDRUN, steps=900)}, "its shards hold 100000000: read tw"),
             ("8xh100", {"devices": H100 | {"processes": 8}}, "of this track, processes: 8, not 1"),
             ("8xh100", {"devices": H100 | {"kind": "H100 MIG 1g.10gb"}}, "H100 MIG 1g.10gb"),
+            ("v6e-8", {"cfg": replace(SPEEDRUN, passes=2)}, "passes through the training toke"),
+            ("v6e-8", {"cfg": replace(SPEEDRUN, start="logs/x")}, "starts with parameters of a "),
             ("steps", {}, "tokens of every step"),
             (
                 "steps",
@@ -668,14 +670,6 @@ def test_what_cannot_be_added_or_printed_is_one_line(records, tmp_path, capsys):
     assert "can't encode" in refusal(records, capsys, "render")
     (records / "predicted/v6e-8/preflight.json").write_text("{}")
     assert "predicted/v6e-8/preflight.json: 'predicted' is m" in refusal(records, capsys, "render")
-
-
-def test_pictures_take_no_arguments():
-    for words in ("--nosuch", "more"):
-        command = [sys.executable, ROOT / "records/pictures.py", words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        want = f"error: unrecognized arguments: {words} (see --help)\n"
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", want)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
-"""records/sample.py: text from a checkpoint, and what is refused."""
+"""records/sample.py: text and answers from a checkpoint, and what is refused."""
 
+import json
 import math
+import os
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from conftest import BOS, ROOT
-from programs import CFG, quick, quick_compilation
+from programs import CFG, lay, quick, quick_compilation
 
 import train_gpt as T
 
@@ -28,36 +31,48 @@ def params():
         params[name] += rng.normal(size=params[name].shape).astype(np.float32)
     params["head"][CFG.real_tokens :] *= 9
     params["head"][BOS] = 0  # few documents end
-    return jax.tree.map(jax.numpy.asarray, params)
+    return params
 
 
 @pytest.fixture
 def saved(params, tmp_path, monkeypatch):
     """Its checkpoint at the end of a run; only `params` can be read from it."""
-    monkeypatch.setattr(T, "load_state", lambda mesh, saved, kinds: {x: params for x in kinds})
-    return SimpleNamespace(cfg=CFG, step=CFG.steps, folder=tmp_path / "checkpoints" / "8")
+
+    def load_state(mesh, saved, kinds):
+        return {kind: lay(saved.cfg, params, mesh) for kind in kinds}
+
+    monkeypatch.setattr(T, "load_state", load_state)
+    cfg = replace(CFG, devices=1)
+    return SimpleNamespace(cfg=cfg, step=CFG.steps, folder=tmp_path / "checkpoints" / "8")
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What the model is given; its embedding stands for it, so that nothing compiles for long."""
+    """The shapes that the model gets; its embedding stands for it, so that little is compiled."""
     calls = []
 
     def forward(model, rows):
-        calls.append((model.segments_bt.shape, model.hyper.scales.tolist()))
+        calls.append(model.segments_bt.shape)
         return rows["embed"]
 
     monkeypatch.setattr(T, "forward", forward)
     return calls
 
 
+def text_of(saved, prompt: str, count: int, seed=0, **how) -> str:
+    """The prompt of bytes and a sample, without the seconds after it."""
+    draws = [partial(sample.draw, np.random.default_rng(seed), **how)]
+    with quick_compilation():
+        *pieces, seconds = sample.samples(sample.load(saved), list(prompt.encode()), count, draws)
+    assert re.fullmatch(r"\(\S+ s a token\)\n", seconds)
+    return "".join(pieces).removesuffix("\n")
+
+
 def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
     """Beyond the longest row too, where only its length of the newest tokens is seen."""
-    cfg = replace(CFG, val_row=16, seed=5)
+    cfg = saved.cfg = replace(saved.cfg, val_row=16, seed=5)
     prompt = "ABC\nEFGHI KL"
-    saved.cfg = cfg
-    with quick_compilation():
-        text = sample.sample(saved, prompt, 8, temperature=1e-6)
+    text = text_of(saved, prompt, 8, temperature=0)
     assert text.startswith(prompt)
     tokens = [BOS, *map(ord, text)] + [BOS] * (len(text) < len(prompt) + 8)  # BOS ended it early
     read = [tokens[:end][-16:] for end in range(1 + len(prompt), len(tokens))]
@@ -82,51 +97,200 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
     assert len({*tokens[1 + len(prompt) :]}) > 3, "it does not say the same whatever it has read"
 
 
+def test_the_text_is_the_same_with_the_ngrams_cut_over_more_devices(saved):
+    """Of which each requests those of its row from the others, as in training."""
+    one = text_of(saved, "ABC 12", 12, temperature=0)
+    saved.cfg = replace(CFG, devices=4)
+    assert T.make_mesh(saved.cfg)[1].size == 4
+    assert text_of(saved, "ABC 12", 12, top_k=1) == one != text_of(saved, "ABC 12", 12)
+
+
+def test_a_run_on_more_devices_than_are_here_is_sampled_on_these(saved, seen):
+    saved.cfg = replace(CFG, devices=64)
+    assert sample.load(saved).mesh.size == 8
+
+
 def test_its_text_has_real_tokens_and_depends_on_the_seed(saved, seen):
-    texts = [sample.sample(saved, "ABC 12", 12)]
-    saved.cfg = replace(CFG, seed=1)
-    texts += [sample.sample(saved, "ABC 12", 12) for _ in range(2)]
+    texts = [text_of(saved, "ABC 12", 12, seed) for seed in (0, 1, 1)]
     assert texts[0] != texts[1] == texts[2] and all(text.startswith("ABC 12") for text in texts)
     assert all(ord(char) < BOS for text in texts for char in text)
 
 
+def test_draws_are_of_the_likeliest_and_as_likely_as_the_temperature_makes_them():
+    logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
+    rng = np.random.default_rng(0)
+    drawn = [sample.draw(rng, logits, temperature=0.5, top_k=2) for _ in range(2000)]
+    share = 0.36 / (0.36 + 0.09)
+    assert {*drawn} == {1, 2} and abs(drawn.count(1) / 2000 - share) < 0.03  # three deviations
+    assert sample.draw(rng, logits, temperature=1e-300) == 1
+
+
 def test_its_rows_hold_prompt_and_answer_up_to_the_longest_row_of_the_run(saved, seen):
-    """In multiples of 128, which kernels need."""
-    for val_row, prompt, length in ((4096, 3, 128), (4096, 120, 256), (64, 120, 64)):
-        saved.cfg = replace(CFG, val_row=val_row)
-        sample.sample(saved, "A" * prompt, 8)
-        assert seen.pop()[0] == (1, length)
+    """In multiples of 128, which kernels need. The last token is not read."""
+    for val_row, prompt, length in ((4096, 3, 128), (4096, 121, 256), (64, 120, 64)):
+        saved.cfg = replace(saved.cfg, val_row=val_row)
+        text_of(saved, "A" * prompt, 8)
+        assert seen.pop() == (1, length)
 
 
 def test_an_unfinished_run_is_sampled_with_the_rotation_of_its_last_step(saved, seen):
     """YaRN changes the rotation from stage to stage."""
     saved.step = 2
-    sample.sample(saved, "A", 1)
-    assert seen[0][1] == pytest.approx(T.yarn(CFG)[0][1]) != pytest.approx(T.yarn(CFG)[1][1])
+    hyper = []
+    real = T.put_batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(T, "put_batch", lambda *args: hyper.append(real(*args).hyper) or real(*args))
+        text_of(saved, "A", 1)
+    assert hyper[0].scales.tolist() == pytest.approx(T.yarn(CFG)[0][1])
+    assert T.yarn(CFG)[0][1] != pytest.approx(T.yarn(CFG)[1][1])
 
 
-def test_the_command_line_prints_the_prompt_and_what_follows(saved, seen, monkeypatch, capsys):
+def test_characters_come_whole_and_a_document_ends_the_text(monkeypatch):
+    """Tokens are bytes here."""
+    tokens = [*"aé…".encode(), 0xE2, BOS, 65]
+    logits = iter(np.eye(257, dtype=np.float32)[tokens][:, None])
+    monkeypatch.setattr(sample, "reader", lambda *_: lambda rows: next(logits))
+    cfg = SimpleNamespace(bos=BOS)
+    model = SimpleNamespace(cfg=cfg, words=[bytes([i]) for i in range(256)])
+    draws = [partial(sample.draw, np.random.default_rng(0), temperature=0)]
+    pieces = list(sample.samples(model, [], 99, draws))
+    assert pieces[:-1] == ["", "a", "", "é", "", "", "…", "", "\ufffd\n"]
+
+
+@pytest.fixture
+def command(saved, monkeypatch, capsys):
+    """What the command line prints for these words, without the last line."""
+
+    def printed(*words, stdin=None):
+        take, put = os.pipe()
+        os.write(put, stdin or b"")
+        if stdin is not None:
+            os.close(put)  # else it stays open and says nothing, as some schedulers leave it
+        with os.fdopen(take) as pipe, quick_compilation():
+            monkeypatch.setattr(sys, "stdin", pipe)
+            sample.main(["logs/x", *words])
+        text, last, end = capsys.readouterr().out.rsplit("\n", 2)
+        assert re.fullmatch(r"\(\S+ s a token\)", last) and end == ""
+        return text
+
     monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
-    sample.main(["logs/x", "--prompt", "ABC"])
-    assert capsys.readouterr().out == f"{sample.sample(saved, 'ABC', 64)}\n"
+    return printed
+
+
+def test_the_prompt_is_of_the_command_line_a_file_or_stdin(command, seen, tmp_path):
+    text = command("--prompt", "ABC", "--tokens", "9")
+    assert len(text) > 4 and text.startswith("ABC")
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfABC\n")
+    more = "--tokens", "9"
+    assert command("--file", str(tmp_path / "prompt.txt"), *more) == text
+    assert command(*more, stdin=b"ABC\n") == command("--prompt", "-", *more, stdin=b"ABC") == text
+    assert command("--seed", "1", "--prompt", "ABC", *more) != text
+    two = command("--samples", "2", "--prompt", "ABC", *more)
+    assert re.fullmatch(rf"{re.escape(text)}\n---- 2 of 2\nABC(?s:.+)", two)
+    assert two.count(text.removeprefix("ABC")) == 1
 
 
 def test_without_a_prompt_it_compares_with_gzip_and_xz_and_continues_the_validation_text(
-    saved, seen, shards, monkeypatch, capsys
+    saved, seen, shards, command
 ):
-    saved.cfg, saved.meta = replace(CFG, data=str(shards)), {"val_loss": 3.5}
-    monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
-    sample.main(["logs/x"])
-    line, heading, text = capsys.readouterr().out.split("\n", 2)
+    saved.cfg, saved.meta = replace(saved.cfg, data=str(shards)), {"val_loss": 3.5}
+    line, heading, text = command().split("\n", 2)
     form = r"bits per byte of the validation text: the model (\S+), gzip \S+, xz \S+"
     tokens = T.TokenStream(shards, "val", BOS).read(1, CFG.val_tokens)
     own = tokens[tokens != BOS]  # each of which is a byte
     bits = 3.5 * CFG.val_tokens / math.log(2) / len(own)
     assert float(re.fullmatch(form, line)[1]) == pytest.approx(bits, abs=1e-3)
     assert "a sample" in heading and text.startswith(bytes(own[:40].tolist()).decode())
+    saved.meta["val_loss"] = None  # stopped before its first validation
+    assert command().startswith("bits per byte of the validation text: gzip ")
 
 
-def test_what_is_no_run_or_lacks_its_merges_is_refused_in_one_line(saved, monkeypatch, capsys):
+def test_without_the_validation_text_it_begins_a_new_one(saved, seen, tmp_path, command):
+    saved.cfg, saved.meta = replace(saved.cfg, data=str(tmp_path)), {"val_loss": 3.5}
+    heading, text = command().split("\n", 1)
+    assert f"no validation text in {tmp_path}" in heading and "--prompt" in heading
+    assert "--data" not in heading and len(text) > 3
+
+
+# ---- Questions ---------------------------------------------------------------------------------
+
+
+def test_losses_are_those_of_a_validation(saved, shards):
+    """Over two devices."""
+    saved.cfg = replace(CFG, devices=2)
+    with quick_compilation():
+        model = sample.load(saved)
+        cfg, mesh = model.cfg, model.mesh
+        program = T.programs(cfg, mesh, model.kernels)["eval"]
+        loss = partial(T.compile_one(cfg, mesh, "eval", program), model.copies, model.table)
+        losses_of = sample.reader(model, sample.summed_losses, 16, cfg.val_row)
+    stream = T.TokenStream(shards, "val", BOS)
+    want, dropped = T.evaluate(cfg, mesh, loss, cfg.steps, stream, T.vocabulary(cfg, model.words))
+    rows = [stream.read(64 * n, 65).tolist() for n in range(16)]
+    each = losses_of([(row, 64) for row in rows])
+    assert (each.sum() / 1024, dropped) == (pytest.approx(want, rel=1e-5), 0)
+    last = losses_of([(row, 3) for row in rows]) + losses_of([(row[:-3], 61) for row in rows])
+    np.testing.assert_allclose(last, each, rtol=1e-4)  # targets are the last of their row
+
+
+@pytest.fixture
+def counting(params, seen):
+    """A model, by `seen`, for which the next character of the code follows, more likely than not;
+    any other is as likely as all."""
+    embed, head = np.zeros_like(params["embed"]), np.zeros_like(params["head"])
+    for i in range(32):
+        embed[ord("@") + i, i] = 1
+        head[ord("@") + i, (i - 1) % 32] = 40
+    return params | {"embed": embed, "head": head}
+
+
+def test_right_endings_are_those_of_least_loss(saved, counting, monkeypatch, tmp_path, capsys):
+    """Summed, a short wrong one can be less; per token, not."""
+    monkeypatch.setattr(
+        T, "load_state", lambda mesh, saved, kinds: {"params": lay(saved.cfg, counting, mesh)}
+    )
+    monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
+    saved.cfg = replace(CFG, devices=4)
+    items = [
+        {"ctx": "ABC", "endings": ["XAZ", "ABC", "QQQ"], "label": 1},
+        {"ctx": "A" * 99, "endings": ["ABCDEFGHIJKLMNOP", "Q"], "label": "0", "ind": 5},
+        {"ctx": "", "endings": ["KLM", "MLK"], "label": 1},  # is wrong
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    with quick_compilation():
+        sample.main(["logs/x", "--score", str(path)])
+    answer = "3 questions: acc 0.3333 ± 0.2722 (summed loss), acc_norm 0.6667 ± 0.2722"
+    assert capsys.readouterr().out == f"{answer} (loss per token)\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[]",
+        '{"ctx": "A", "endings": ["B"]}',
+        '{"ctx": "A", "endings": ["B"], "label": 1}',
+        '{"ctx": "A", "endings": ["B"], "label": -1}',
+        '{"ctx": "A", "endings": ["B"], "label": ""}',
+        '{"ctx": 7, "endings": ["B"], "label": 0}',
+        '{"ctx": "A", "endings": ["B", null], "label": 0}',
+        '{"ctx": "A", "endings": [], "label": 0}',
+    ],
+)
+def test_a_bad_question_is_named_by_its_line(line, saved, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(f'{{"ctx": "A", "endings": ["B", "C"], "label": 0}}\n{line}\n')
+    monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
+    assert T.report_errors(lambda: sample.main(["x", "--score", str(path)])) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"error: {path}, line 2 is not ") and err.count("\n") == 1 and not out
+
+
+# ---- What is refused ---------------------------------------------------------------------------
+
+
+def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
     def refused(*argv):
         assert T.report_errors(lambda: sample.main(argv)) == 2
         out, err = capsys.readouterr()
@@ -135,6 +299,13 @@ def test_what_is_no_run_or_lacks_its_merges_is_refused_in_one_line(saved, monkey
 
     assert "no checkpoint in nothing" in refused("nothing")
     assert "the following arguments are required: RUN_DIR" in refused()
-    saved.cfg = replace(CFG, encoding="bpe")
+    for words in ("tokens -1", "tokens 0", "top-k 0", "samples 0", "seed -1", "temperature nan"):
+        name, value = words.split()
+        assert f"--{name} is " in refused("x", f"--{name}", value)
+    assert "--temperature is a number" in refused("x", "--temperature", "-0.5")
+    assert "invalid int value: 'some'" in refused("x", "--tokens", "some")
+    assert "not allowed with" in refused("x", "--prompt", "A", "--file", "B")
     monkeypatch.setattr(T, "find_checkpoint", lambda folder, say: saved)
+    assert "nowhere.txt" in refused("x", "--file", "nowhere.txt")
+    saved.cfg = replace(CFG, encoding="bpe")
     assert "merges.json" in refused("logs/x")

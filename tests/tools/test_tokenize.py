@@ -1,5 +1,6 @@
 """data/tokenize_text.py: the trainer reads what the files hold, or one line says why not."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -36,7 +37,6 @@ def tokenize(out: Path, *argv, encoding: str = "bytes") -> tuple[list[int], list
     tokenize_text.main([*map(str, argv), "--out", str(out), "--encoding", encoding])
     bos = {"bytes": 256, "gpt2": 50256}[encoding]
     about = json.loads((out / T.DESCRIPTION).read_text())
-    assert about.pop("settings").keys() == T.PRESETS.keys()
     assert about == {"encoding": encoding, "real_tokens": bos + 1, "bos": bos}
     streams = [T.TokenStream(out, split, bos) for split in ("train", "val")]
     return tuple(stream.read(0, len(stream)).tolist() for stream in streams)
@@ -59,7 +59,7 @@ def test_bytes_of_a_file_are_those_of_its_documents(tmp_path, name):
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs GPT-2's ranks")
 def test_gpt2_tokens_are_those_that_tiktoken_has_for_whole_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_text, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(tokenize_text, "BATCH_CHARS", 2000)
     texts = [*TEXTS, *WORDS, "Hello world", "\ud800 lone", "  \n\n\t x" * 50]
     path = jsonl(tmp_path / "a.jsonl", texts)
     train, val = tokenize(tmp_path / "out", path, encoding="gpt2")
@@ -91,14 +91,19 @@ def test_a_long_text_lies_in_several_shards_in_order(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "out").glob("*.bin")) == names
 
 
+KINDS = r'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them; each may be'
+
+
 @pytest.mark.parametrize("name, content, says", [
-    ("a.txt.gz", b"x", "a.txt.gz: unknown kind of file, use .txt, .md, .jsonl"),
-    ("a.txt", None, "a.txt: there is no such file"),
+    ("a.pdf", b"x", f"a.pdf: no text: {KINDS}"),
+    ("a.txt", None, f"a.txt: there is no such text: {KINDS}"),
     ("a.txt", b"", "no text in .*a.txt"),
     ("a.txt", b"<|endoftext|>\n<|endoftext|>\n", "no text in .*a.txt"),
     ("a.txt", b"12345678", "9 tokens are too few for training and validation"),
-    ("a.txt", b"fine\nbad \xff\n", "a.txt: not UTF-8 text"),
-    ("a.txt", "UTF-16 of Windows".encode("utf-16"), "a.txt: not UTF-8 text"),
+    ("a.txt", b"\x89PNG\0\0", "a.txt: no text, but bytes of zero"),
+    ("a.txt", "UTF-16 without a mark".encode("utf-16-le"), "bytes of zero .UTF-16 needs its mark"),
+    ("a.txt.gz", b"plain", "a.txt.gz cannot be read: Not a gzipped file"),
+    ("a.txt.gz", gzip.compress(b"text" * 99)[:20], "a.txt.gz cannot be read: Compressed file end"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: no JSON object with a string"),
     ("a.jsonl", b'{"text": "fine"}\n{"body": "x"}\n', "line 2: no JSON object with a string"),
     ("a.jsonl", b'{"text": 1}\n', "line 1: no JSON object"),
@@ -114,21 +119,176 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(tmp_path, na
     assert [*tmp_path.iterdir()] == before
 
 
+ODD = "naïve café\n" * 40
+
+
+@pytest.mark.parametrize("content, text, warns", [
+    (ODD.encode("utf-16"), ODD, ""),  # Notepad's "Unicode"
+    (b"\xfe\xff" + ODD.encode("utf-16-be"), ODD, ""),
+    (b"fine\n\n" + ODD.encode("latin-1"), "fine\n\n" + ODD, "line 3: not UTF-8: read as Latin-1"),
+    ((ODD + "日").encode()[:-1], ODD + "\ufffd", ""),  # cut off somewhere in a character
+    (ODD.encode().replace(b"\n", b"\r\n"), ODD, ""),
+])  # fmt: skip
+def test_text_of_any_encoding_is_read(tmp_path, capsys, content, text, warns):
+    for name, data in (("a.txt", content), ("b.md.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(data)
+        held_out = jsonl(tmp_path / "val.jsonl", ["only this"])
+        train, _ = tokenize(tmp_path / f"{name}.out", tmp_path / name, "--val", held_out)
+        assert bytes(train[1:]).decode() == text
+        assert (f"{name}, {warns}" in capsys.readouterr().err) if warns else True
+
+
+def test_a_folder_is_its_texts_in_order_without_what_is_hidden(tmp_path):
+    folder = tmp_path / "many"
+    (folder / "in/.git").mkdir(parents=True)
+    for name in ("b.txt", "in/a.md", "._b.txt", "in/.git/x.txt", "c.png"):
+        (folder / name).write_text(name * 9)
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "last"}'))
+    held_out = jsonl(tmp_path / "val.jsonl", ["only this"])
+    train, _ = tokenize(tmp_path / "out", folder, "--val", held_out)
+    assert train == of_bytes(["b.txt" * 9, "last", "in/a.md" * 9])
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_pieces_of_a_text_have_the_tokens_of_the_whole(monkeypatch, name):
+    if name == "gpt2" and "TIKTOKEN_CACHE_DIR" not in os.environ:
+        pytest.skip("needs GPT-2's ranks")
+    encoding = shards.text_encoding(name)
+    rng = np.random.default_rng(0)
+    words = ["a", " the", "\n", "\n\n", "  ", "'s", "日本", "\t", "x1", "\n", " ...", "\r\n", "\n "]
+    text = "".join(rng.choice(words, 20_000))
+    want = encoding.encode_ordinary(text)
+    monkeypatch.setattr(shards, "PIECE", 2000)
+    assert len([*shards.pieces(text)]) > 20
+    (tokens,) = shards.encode_documents(encoding, [text])
+    assert tokens.tolist() == [encoding.eot_token, *want]
+
+
+def test_a_stretch_that_tiktoken_cannot_take_at_once_is_cut():
+    for text in ("a" + " " * 1_500_000 + "b", "\n" * 1_500_000, "x" * 1_500_000):
+        (tokens,) = shards.encode_documents(shards.byte_bpe(), [text])
+        assert bytes(tokens[1:].tolist()).decode() == text
+
+
+# ---- Where tokens lie, and what a preset must --set --------------------------------------------
+
+
+def place_of(capsys, *argv) -> tuple[Path, list[str]]:
+    """The folder of the tokens, and what else `tiny` must --set."""
+    tokenize_text.main([*map(str, argv), "--for", "tiny"])
+    data, *items = json.loads(capsys.readouterr().out)["set"]
+    return Path(data.removeprefix("data=")), items
+
+
+def test_tokens_belong_to_contents(tmp_path, capsys, monkeypatch):
+    """Whatever their dates; older ones stay, for runs that go on with them."""
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a.write_text("Roses are red. " * 900)
+    b.write_text("Violets. " * 900)
+    red, items = place_of(capsys, a)
+    assert red.parent == tmp_path / "a.txt.tokens" and "encoding=bytes" in items
+    os.utime(a, (1, 1))
+    monkeypatch.setattr(tokenize_text, "tokenize", None)
+    assert place_of(capsys, a) == (red, items)
+    monkeypatch.undo()
+    before = a.stat()
+    a.write_text("Roses are rot. " * 900)
+    os.utime(a, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert place_of(capsys, a)[0] not in (red, tmp_path) and red.exists()
+    both, swapped = place_of(capsys, a, b)[0], place_of(capsys, b, a)[0]
+    assert both.name != swapped.name and both.parent == red.parent
+
+
+def test_tokens_go_to_the_cache_where_a_text_can_only_be_read(tmp_path, capsys, monkeypatch):
+    text = tmp_path / "disk/a.txt"
+    text.parent.mkdir()
+    text.write_text("Roses are red. " * 900)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "disk/a.txt.tokens").write_text("in the way, as a disk that is read-only")
+    made, _ = place_of(capsys, text)
+    assert made.parent == tmp_path / "home/.cache/train_gpt/a.txt.tokens"
+    (tmp_path / "lost").write_text("no folder")
+    monkeypatch.setenv("HOME", str(tmp_path / "lost"))
+    with pytest.raises(T.UserError, match="cannot be written to .*: make them with .* and --out"):
+        place_of(capsys, text)
+
+
+def test_two_processes_may_make_the_same_tokens(tmp_path, capsys, monkeypatch):
+    text = tmp_path / "a.txt"
+    text.write_text("Roses are red. " * 900)
+    real = tokenize_text.tokenize
+
+    def overtaken(*args):
+        monkeypatch.setattr(tokenize_text, "tokenize", real)
+        place_of(capsys, text)
+        return real(*args)
+
+    monkeypatch.setattr(tokenize_text, "tokenize", overtaken)
+    made, _ = place_of(capsys, text)
+    assert T.TokenStream(made, "train", BOS).read(1, 5).tolist() == [*b"Roses"]
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("0123456789" * 3500)
+    folder, items = place_of(capsys, tmp_path / "a.txt")
+    assert {"steps=440", "passes=15", "val_every=55"} < {*items}
+    cfg = T.override(T.PRESETS["tiny"], items)
+    stream = T.TokenStream(folder, "train", BOS, 2)
+    assert stream.read(len(stream) // 2 - 3, 10).tolist() == [
+        *stream.shards[0][-3:],
+        *stream.shards[0][:7],
+    ]
+    streams = [T.TokenStream(folder, split, BOS, 15) for split in ("train", "val")]
+    assert [*T.check_tokens(cfg, *streams)] == ["text_train_000001.bin", "text_val_000000.bin"]
+    _, items = place_of(capsys, tmp_path / "a.txt", "--set", "passes=2")
+    assert "passes=2" in items and 50 < int(dict(x.split("=") for x in items)["steps"]) < 62
+    _, items = place_of(capsys, tmp_path / "a.txt", "--set", "steps=5")
+    assert {"steps=5", "passes=1"} < {*items}
+
+
+def preset_of(capsys, text, name, *argv):
+    """(preset, what it must --set, what is said)."""
+    tokenize_text.main([str(text), "--for", name, *argv])
+    done = capsys.readouterr()
+    found = json.loads(done.out)
+    return found["preset"], found["set"], done.err
+
+
+def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(T.PRESETS, "speedrun", T.Config(steps=60, extension=2))
+    small, one = tmp_path / "small.txt", tmp_path / "one.txt"
+    small.write_text("0123456789" * 3500)
+    name, items, err = preset_of(capsys, small, "speedrun")
+    assert name == "tiny" and "passes=15" in items
+    assert "is too small for speedrun: it gets the model of tiny" in err
+    one.write_bytes(b"0123456789abcde\n" * 400_000)
+    with pytest.raises(T.UserError, match="of 1 documents speedrun reads 896 tokens, too few: put"):
+        preset_of(capsys, one, "speedrun")
+    one.write_bytes((b"0123456789abcde\n" * 100 + b"<|endoftext|>\n") * 2000)
+    name, items, _ = preset_of(capsys, one, "speedrun")
+    assert name == "speedrun" and "encoding=bytes" in items
+    steps, times = (int(dict(x.split("=") for x in items)[key]) for key in ("steps", "passes"))
+    assert 20 < steps < 60 and times == 4
+
+
 def test_what_cannot_be_done_is_said_before_any_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = jsonl(Path("a.jsonl"), WORDS)
-    monkeypatch.setattr(tokenize_text, "documents", None)  # nothing is read
+    monkeypatch.setattr(tokenize_text, "documents", None)  # nothing is encoded
     Path("full").mkdir()
     shards.write_shard(Path("full", "mine_train_000001.bin"), np.ones(5, np.uint16))
     for argv, says in [
         (["a.jsonl", "--val", "./a.jsonl"], "a file is named twice"),
-        (["a.jsonl", "--val", "b.txt"], "b.txt: there is no such file"),
+        (["a.jsonl", "--val", "b.txt"], "b.txt: there is no such text"),
         (["a.jsonl", "--out", ""], "--out .* is there already"),
         (["a.jsonl", "--out", "full"], "--out .*full is there already"),
         (["a.jsonl", "--out", "a.jsonl"], "--out .*a.jsonl is there already"),
         (["a.jsonl", "--out", "a.jsonl/x"], "File exists"),
         (["a.jsonl", "--encoding", "gpt5"], "invalid choice: 'gpt5'"),
-        ([], "required: FILE"),
+        ([], "required: TEXT"),
     ]:
         with pytest.raises((T.UserError, OSError), match=says):
             tokenize_text.main(["--out", "out", "--encoding", "bytes", *argv])
@@ -209,8 +369,8 @@ def test_as_a_command(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", WORDS)
     done = command("a.jsonl", "--out", "a.tokens")
     total = len(of_bytes(WORDS))
-    assert done.returncode == 0 and f"{total:,} tokens" in done.stderr
+    assert done.returncode == 0 and "making tokens of 0.0" in done.stderr
     assert done.stdout.startswith(f"a.tokens: {total - total // 10:,} tokens for training, ")
     again = command(path, "--out", "a.tokens")
-    line = f"--out {tmp_path}/a.tokens is there already: name another folder, or delete it"
+    line = "--out a.tokens is there already: name another folder, or delete it"
     assert (again.returncode, again.stdout, again.stderr) == (2, "", f"error: {line}\n")
