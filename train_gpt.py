@@ -88,13 +88,11 @@ try:
     import resource
 
     import jax
-except ModuleNotFoundError as error:
+    from jax import lax, shard_map
+except ImportError as error:  # of a module that is not there, or too old
     sys.exit(f"error: {error}: pip install -r requirements.txt (on Windows in WSL)")
-if jax.__version_info__ < (0, 7):
-    sys.exit(f"error: jax {jax.__version__} is too old: pip install -r requirements.txt")
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -1631,13 +1629,14 @@ def adam_rows(table, square, ids, grad, rates: tuple):
     return table, square.at[ids].add(increase, **options)
 
 
-def update_ngrams(cfg: Config, state, ids, grads, hyper: Hyper):
-    """The state after adam_rows of what sum_requests returns."""
+def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
+    """(the state after adam_rows, summed gradients of rows); `parts`: see sum_requests."""
     table = state["params"][NGRAMS]
+    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
     rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
     table, square = adam_rows(table, state["second"][NGRAMS], ids, grads, rates)
     params = state["params"] | {NGRAMS: table}
-    return state | {"params": params, "second": state["second"] | {NGRAMS: square}}
+    return state | {"params": params, "second": state["second"] | {NGRAMS: square}}, grads
 
 
 # ---- The step: what every device does, with every collective in plain sight --------------------
@@ -1791,18 +1790,15 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
     gradients of the steps since the last update, a tuple. Each device receives its shard of their
     sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
     gradients cross the network in the compute dtype, as in the original. In adam_tied the head's
-    gradient is the sum of its own and the embedding's. With cfg.log_norms the copies have, beside,
-    the norm of the gradient of all that was updated."""
+    gradient is the sum of its own and the embedding's. For cfg.log_norms copies have a "norm"."""
     due = dict(due)
     if update == "adam_tied":
         due["head"] += due.pop("embed")
     reduced = {}
     found = {}
     if NGRAMS in due:
-        size = len(state["params"][NGRAMS])
-        ids, grads = sum_requests(due.pop(NGRAMS), size, kernels.add_rows)
-        state = update_ngrams(cfg, state, ids, grads, hyper)
-        found[NGRAMS] = grads
+        parts = due.pop(NGRAMS)
+        state, found[NGRAMS] = update_ngrams(cfg, kernels, state, parts, hyper)
     for name, grads in due.items():
         row = param_table(cfg)[name]
         total = sum(grad.astype(jnp.float32) for grad in grads)
@@ -1816,11 +1812,10 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
     if update == "adam_tied":
         copies["embed"] = copies["head"]
     if cfg.log_norms:
-        squares = [
-            jnp.sum(x * x) / (1 if param_table(cfg)[name].sharded else lax.axis_size(AXIS))
-            for name, x in (reduced | found).items()
-        ]
-        copies["norm"] = jnp.sqrt(lax.psum(sum(squares), AXIS))
+        found |= reduced
+        have = {True: 1, False: lax.axis_size(AXIS)}  # devices that have the same of a gradient
+        each = (jnp.sum(x * x) / have[param_table(cfg)[name].sharded] for name, x in found.items())
+        copies["norm"] = jnp.sqrt(lax.psum(sum(each), AXIS))
     return state, copies
 
 
@@ -2521,8 +2516,6 @@ def fitted(texts: list[str], name, given: list[str]) -> tuple[str, list[str]]:
     """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
     the preset or run `name` with what is `given`. Tokens of new texts are made."""
     places = [data_place(text) for text in texts]
-    for text, place in zip(texts, places, strict=True):
-        need(place.exists(), f"--data {text}: there is no such text, and no such folder")
     if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
         return name, [f"data={places[0].resolve()}"]
     items = ["--set", *given] if given else []
@@ -2715,8 +2708,8 @@ def check_memory(cfg: Config, mesh: Mesh) -> str:
     if limit == math.inf:  # a CPU
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         needs = f"{cfg.preset} needs about {size * mesh.size / 2**30:.1f} GiB"
-        line = f"{needs}, and jax sees only CPUs with {there / 2**30:.1f}: use tiny or smaller sizes"
-        need(size * mesh.size < there, line)
+        line = f"{needs}, and jax sees only CPUs, with {there / 2**30:.1f}"
+        need(size * mesh.size < there, f"{line}: use tiny, or smaller sizes")
     refusal = too_large(cfg, mesh, name, size, limit)
     need(not refusal, refusal)
     return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
@@ -2897,8 +2890,8 @@ class RunLog:
         self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
         self.facts |= {"finished": False, "target": cfg.target, "resumed": bool(saved)}
         self.facts |= {"train_time_ms": round(self.clock.total, 3), "dropped_ngrams": dropped}
-        other = f"{cfg.data} does not hold the shards of {self.folder}: "
-        other += f"leave --data out: they were in {saved.cfg.data}" if saved else ""
+        there = f"leave --data out: they were in {was['config']['data']}"
+        other = f"{cfg.data} does not hold the shards of {self.folder}: {there}"
         need(was["data"] == facts["data"], other)
         other = f"train_gpt.py is not what {self.folder} began with: its log has that, so first "
         read = f"print(open('{self.folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
@@ -3074,7 +3067,7 @@ def demonstrate(log: RunLog, model: tuple):
             sample["demonstrate"](sample["Trained"](*model), log)
     except Exception as error:  # the run has ended well
         log.say(f"warning: there is no sample: {error!r}")
-    log.say("next: a text of your own, by --data FILE.txt; or `speedrun`, on a TPU or on GPUs")
+    log.say("next: a text of your own, by its name as a word; or `speedrun`, on a TPU or on GPUs")
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
@@ -3227,26 +3220,25 @@ class Parser(argparse.ArgumentParser):
 
 def add_config_options(parser: argparse.ArgumentParser):
     """PRESET, TEXTs, --set, --data and --seed: what `resolve` makes a Config of."""
-    presets = f"{' or '.join(PRESETS)}; default: by hardware and text"
-    parser.add_argument("words", nargs="*", metavar="PRESET|TEXT", help=f"{presets}; as --data")
+    presets = f"{' or '.join(PRESETS)}; default: by hardware"
+    parser.add_argument("words", nargs="*", metavar="PRESET|TEXT", help=presets)
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    kinds = "folder with token shards, or texts, or folders of them"
-    parser.add_argument("--data", nargs="+", default=[], metavar="DIR|TEXT", help=kinds)
+    option = {"metavar": "DIR|TEXT", "help": "folder of token shards; texts, folders of texts"}
+    parser.add_argument("--data", nargs="+", action="extend", default=[], **option)
     parser.add_argument("--seed", type=int, metavar="N", help="of the parameters, and of samples")
 
 
 def named(args) -> tuple[str, list[str], list[str]]:
     """(the preset or "", places of data, what else to --set) that the command line names."""
-    words = [*args.words, *args.data]
+    items = args.set + ([f"seed={args.seed}"] if args.seed is not None else [])
+    words = args.words + args.data + [x[5:] for x in items if x.startswith("data=")]
+    items = [x for x in items if not x.startswith("data=")]
     presets = [word for word in words if word in PRESETS]
-    for word in {*args.words} - {*presets}:
-        known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}"
-        need(data_place(word).exists(), f"{known} (and no such text)")
-    need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
     places = [word for word in words if word not in PRESETS]
-    places += [item.removeprefix("data=") for item in args.set if item.startswith("data=")]
-    items = [item for item in args.set if not item.startswith("data=")]
-    items += [f"seed={args.seed}"] if args.seed is not None else []
+    need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
+    for word in places:
+        known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}"
+        need(data_place(word).exists(), f"{known}; nor is there such a text or folder")
     return "".join(presets), places, items
 
 
@@ -3279,9 +3271,8 @@ def run(argv: list[str], command: str):
     option = parser.add_argument
     option("--out", metavar="DIR", default="logs", help="runs go to OUT/<run id>/")
     option("--show", action="store_true", help="config, parameters, stages; then exit")
-    run_dir = {"metavar": "RUN_DIR", "type": Path}
-    option("--resume", **run_dir, help="go on with a run, or from RUN_DIR/checkpoints/STEP")
-    option("--start", **run_dir, help="begin a new run with the parameters of another")
+    option("--resume", type=Path, metavar="RUN_DIR", help="a run, or RUN_DIR/checkpoints/STEP")
+    option("--start", type=Path, metavar="RUN_DIR", help="a new run with the parameters of another")
     option("--profile", action="store_true", help="trace four steps into the run's folder")
     option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
@@ -3291,8 +3282,8 @@ def run(argv: list[str], command: str):
     name, _, items = named(args)
     anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*MACHINE}
     drop = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
-    longer = f"to train longer, or otherwise: python train_gpt.py --start {args.resume} --set ..."
-    need(not args.resume or not anew, f"--resume takes the config of the run: {drop}; {longer}")
+    drop += f"; for a new run with its parameters: --start {args.resume}"
+    need(not args.resume or not anew, f"--resume takes the config of the run: {drop}")
     cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
     if args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", None if cache == "off" else cache)
@@ -3303,8 +3294,7 @@ def run(argv: list[str], command: str):
         join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
-    other = args.resume or args.start
-    saved = find_checkpoint(other, say) if other else None
+    saved = find_checkpoint(args.resume or args.start, say) if args.resume or args.start else None
     cfg = resume_config(args, saved) if args.resume else resolve(args, say, saved)
     if args.show:
         tell(show(cfg))
@@ -3319,8 +3309,7 @@ def resume_config(args, saved: Saved) -> Config:
     """The Config with which a run goes on; UserError if there is nothing left to do."""
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
     _, places, items = named(args)
-    own = fitted(places, saved.folder.parents[1], [])[1] if places else []
-    data = [item for item in own if item.startswith("data=")]
+    data = fitted(places, saved.folder.parents[1], [])[1][:1] if places else []
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
         facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
@@ -3336,9 +3325,8 @@ def report_errors(do: Callable) -> int:
         sys.stdout.reconfigure(errors="replace")
     before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
     try:
-        # Ctrl-C ends a command at once, but for training (ask_to_stop): in the compiler's threads,
-        # or while jax waits for others, no handler of Python's would be heard for minutes.
-        # A notebook (ps1) or another thread keeps its own; `&` ignores it.
+        # Ctrl-C ends a command at once until it trains: the compiler's threads, or jax that waits
+        # for others, would not hear a handler of Python's. A notebook (ps1) and a thread keep it.
         own = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
         if before[signal.SIGINT] is signal.default_int_handler and not own:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -3381,7 +3369,7 @@ def main(argv=None) -> int:
 def lower(program: Program, mesh: Mesh):
     """A program lowered for the devices of `mesh`, which need not be there."""
     specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    shard = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
     step = shard(program.step, in_specs=specs, out_specs=program.out)
     how = {"donate_argnums": program.donates, "compiler_options": program.options}
     return jax.jit(step, **how).lower(*program.args)

@@ -68,7 +68,7 @@ def refused(result) -> str:
     ("argv", "words"),
     [
         (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
-        (["tiny", "more"], "unknown preset 'more'; there are: speedrun, tiny (and no such text)"),
+        (["tiny", "more"], "unknown preset 'more'; there are: speedrun, tiny; nor is there"),
         (["--fast"], "unrecognized arguments: --fast"),
         (["tiny", "--prof"], "unrecognized arguments: --prof"),  # one way to write an option
         (["--set", "steps=5", "tiny"], "--set tiny: unknown key 'tiny': write KEY=VALUE, after PR"),

@@ -130,7 +130,7 @@ def test_a_run_that_fits_is_compiled(monkeypatch, devices, limit):
 
 def test_what_the_memory_of_a_machine_with_cpus_does_not_hold_is_refused(monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**17)
-    words = r"^speedrun needs about 87\.\d GiB, and jax sees only CPUs with 16\.0: use tiny or sm"
+    words = r"^speedrun needs about 87\.\d GiB, and jax sees only CPUs, with 16\.0: use tiny, or"
     with pytest.raises(T.UserError, match=words):
         T.check_memory(RECORD, Mesh(1, None))
 
