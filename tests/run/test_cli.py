@@ -281,3 +281,53 @@ def test_the_script_alone_says_what_to_copy_beside_it(tmp_path):
     cure = "builtin_corpus.py: copy the folder data/ there too, or name a --data"
     assert done.stderr.startswith("error: no ") and done.stderr.endswith(f"{cure}\n")
     assert not (tmp_path / "logs").exists()
+
+
+# ---- Where it runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code, words", [
+    ("import sys; sys.modules['fcntl'] = None", "import of fcntl halted"),  # Windows
+    ("import sys; sys.modules['jax'] = None", "import of jax halted"),
+    ("import jax; del jax.shard_map", "cannot import name 'shard_map' from 'jax'"),  # too old
+])  # fmt: skip
+def test_what_is_not_there_to_be_imported_is_one_line(code, words):
+    script = f"{code}; import runpy; runpy.run_path({str(ROOT / 'train_gpt.py')!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {words}")
+    assert done.stderr.endswith("pip install -r requirements.txt (on Windows in WSL)\n")
+
+
+IN_A_NOTEBOOK = """
+import signal, sys, threading
+import jax
+print(len(jax.devices()))  # so this process has one device, and no more
+sys.ps1 = "In [1]: "
+import train_gpt
+size = lambda cfg: train_gpt.make_mesh(cfg)[1].size
+train_gpt.train = lambda cfg, *_: print(signal.getsignal(2), size(cfg))
+before = [signal.getsignal(number) for number in (1, 2, 15)]
+print(train_gpt.main(["tiny"]))
+thread = threading.Thread(target=lambda: print(train_gpt.main(["tiny"])))
+thread.start()
+thread.join()
+asked = []
+thread = threading.Thread(target=lambda: asked.append(train_gpt.ask_to_stop()(1)))
+thread.start()
+thread.join()
+print(asked, before == [signal.getsignal(number) for number in (1, 2, 15)])
+"""
+
+
+def test_a_notebook_keeps_its_devices_and_its_signals():
+    command = [sys.executable, "-c", IN_A_NOTEBOOK]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    own = "<built-in function default_int_handler> 1\n0\n"
+    assert done.stdout == f"1\n{own}{own}[0] True\n", done.stderr
+
+
+def test_programs_are_compiled_whatever_jax_disable_jit_says():
+    done = run_script("--show", JAX_DISABLE_JIT="1")
+    assert done.returncode == 0 and "preset = 'tiny'" in done.stdout

@@ -316,6 +316,14 @@ def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(train, run,
     assert not any(key.startswith("norm_") for line in run.metrics for key in line)
 
 
+def test_jax_may_look_for_nans(train, tmp_path, monkeypatch):
+    """The zeros of warm_up make some, the run does not."""
+    monkeypatch.setattr(T, "warm_up", lambda *_: pytest.fail("it would end here"))
+    with jax.debug_nans(True):
+        folder = train(replace(CFG, checkpoint_every=0), tmp_path)
+    assert facts(folder)["finished"]
+
+
 # ---- When checkpoints are taken ----------------------------------------------------------------
 
 
