@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import signal
 import subprocess
 import sys
 
@@ -77,6 +78,7 @@ def test_options_that_it_names_are_the_command_lines(monkeypatch, capsys):
     commands = [row[0].replace("`", "") for row in rows("The command line")]
     tools = [command.split() for command in commands if ".py" in command]
     options = " ".join(command for command in commands if ".py" not in command)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # as commands, they set some
     for path, *arguments in [["train_gpt.py", options], *tools]:
         monkeypatch.setattr(sys, "argv", [path, "--help"])
         monkeypatch.syspath_prepend(str((ROOT / path).parent))  # as python does for a script
