@@ -35,7 +35,6 @@ import itertools
 import json
 import re
 import shlex
-import signal
 import sys
 import time
 from collections import Counter
@@ -475,5 +474,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's would wait for the compiler's threads
     sys.exit(main())

@@ -12,8 +12,8 @@ import gzip
 import json
 import lzma
 import math
+import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -280,10 +280,12 @@ def main(argv=None):
     how = {"temperature": args.temperature, "top_k": args.top_k}
     rngs = (np.random.default_rng([seed, n]) for n in range(args.samples))
     draws = [functools.partial(draw, rng, **how) for rng in rngs]
-    for piece in samples(model, prompt, args.tokens or model.cfg.sample_tokens or 64, draws):
-        print(piece, end="", flush=True)
+    try:
+        for piece in samples(model, prompt, args.tokens or model.cfg.sample_tokens or 64, draws):
+            print(piece, end="", flush=True)
+    except BrokenPipeError:  # `| head` has read enough; what is left would fail at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it as it ends other tools
     sys.exit(T.report_errors(main))
