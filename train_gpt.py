@@ -90,7 +90,7 @@ try:
     import jax
     from jax import lax, shard_map
 except ImportError as error:  # of a module that is not there, or too old
-    sys.exit(f"error: {error}: pip install -r requirements.txt (on Windows in WSL)")
+    sys.exit(f"error: {error}: use WSL on Windows, or pip install -r requirements.txt")
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
@@ -1864,8 +1864,7 @@ class TokenStream:
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
         own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
         self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
-        cure = "get some with data/cached_fineweb10B.py, or name a text or another folder as --data"
-        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: {cure}")
+        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * passes
         self.ends = np.cumsum([len(shard) for shard in self.shards])
@@ -2353,7 +2352,7 @@ MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume 
 MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
 POSITIVE = """steps width heads mlp_width gate_width sign_rows rope_base adam_eps adam_every tail
     prefetch loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup
-    attention_cap row_tokens batch_tokens windows val_windows""".split()
+    attention_cap row_tokens batch_tokens windows val_windows passes""".split()
 
 
 def validate(c: Config) -> Config:
@@ -2400,7 +2399,8 @@ def validate(c: Config) -> Config:
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
     rule("event_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
     rule("event_change", c.event_change % seldom == 0, f"a multiple of {seldom}, see event_every")
-    rule("val_batch", c.val_batch % c.val_row == 0, f"a multiple of val_row={c.val_row}")
+    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
+    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
     rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
     shares = [stage.share for stage in c.stages]
     fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
@@ -2409,8 +2409,8 @@ def validate(c: Config) -> Config:
     rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
     rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
     for i, s in enumerate(c.stages):
-        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows
-        rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens}")
+        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows and s.row_tokens > 1
+        rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens} > 1")
         same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
         rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
         rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
@@ -2518,8 +2518,7 @@ def fitted(texts: list[str], name, given: list[str]) -> tuple[str, list[str]]:
     places = [data_place(text) for text in texts]
     if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
         return name, [f"data={places[0].resolve()}"]
-    items = ["--set", *given] if given else []
-    found = json.loads(run_tool("tokenize_text.py", *places, "--for", name, *items))
+    found = json.loads(run_tool("tokenize_text.py", *places, "--for", name, "--set", *given))
     return found["preset"], found["set"]
 
 
@@ -3238,7 +3237,7 @@ def named(args) -> tuple[str, list[str], list[str]]:
     need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
     for word in places:
         known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}"
-        need(data_place(word).exists(), f"{known}; nor is there such a text or folder")
+        need(word and data_place(word).exists(), f"{known}; nor is there such a text or folder")
     return "".join(presets), places, items
 
 
@@ -3246,9 +3245,10 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     """The Config that the command line asks for, of a preset or of the run to `start` from; with
     one's own text it fits that."""
     name, places, items = named(args)
+    keys = {item.partition("=")[0] for item in items}
+    need("start" not in keys, "--set start=: use --start RUN_DIR")
     if start:
-        given = name or any(item.startswith("seed=") for item in items)  # it makes n-grams' signs
-        need(not given, "--start takes the model of the run: drop PRESET and seed")
+        need(not name and "seed" not in keys, "--start has the run's model: drop PRESET and seed")
         name = str(start.folder.parents[1])
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
@@ -3282,7 +3282,7 @@ def run(argv: list[str], command: str):
     name, _, items = named(args)
     anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*MACHINE}
     drop = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
-    drop += f"; for a new run with its parameters: --start {args.resume}"
+    drop += f", and --start; for a new run with its parameters: --start {args.resume}"
     need(not args.resume or not anew, f"--resume takes the config of the run: {drop}")
     cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
     if args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -29,6 +29,7 @@ import os
 import shutil
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -53,6 +54,8 @@ from train_gpt import (
 
 MARKER = "<|endoftext|>"
 SUFFIXES = ".txt", ".md", ".jsonl"
+WIDE = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}  # begins as UTF-16's mark does
+WIDE |= {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
 SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
@@ -77,8 +80,9 @@ def files_of(texts: list[Path]) -> list[Path]:
             cure = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
             raise UserError(f"{text}: {what}: {cure}; each may be a .gz")
         found += own
-    if len({path.resolve() for path in found}) < len(found):
-        raise UserError("a file is named twice: name it once, for training or for validation")
+    for path, count in Counter(path.resolve() for path in found).items():
+        if count > 1:
+            raise UserError(f"{path} is named twice: name it once, for training or for validation")
     return found
 
 
@@ -98,8 +102,9 @@ def examine(path: Path) -> tuple[str, int, str]:
     sha256 = hashlib.sha256(kind(path).encode())
     size = lines = 0
     with opened(path) as file:
-        wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        encoding = "utf-16" if wide else "utf-8-sig"
+        head = file.read(4)
+        wide = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
+        encoding = wide or "utf-8-sig"
         file.seek(0)
         while block := b"".join(file.readlines(2**24)):
             sha256.update(block)
@@ -172,22 +177,23 @@ def split(tokens: np.ndarray, bos: int) -> tuple[np.ndarray, np.ndarray]:
 
 def place(text: Path, digest: str) -> Path:
     """Where the tokens of these contents lie, or may: beside the text, else in the user's cache."""
-    name = Path(f"{text.name or 'text'}.tokens", digest[:16])
-    folders = text.absolute().parent, Path(os.path.expanduser("~/.cache/train_gpt"))
+    text = Path(os.path.abspath(text))
+    name = Path(f"{text.name}.tokens", digest[:16])
+    folders = text.parent, Path(os.path.expanduser("~/.cache/train_gpt"))
     for out in (folder / name for folder in folders):
         if (out / DESCRIPTION).exists():
             return out
     for out in (folder / name for folder in folders):
-        with contextlib.suppress(OSError):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            if os.access(out.parent, os.W_OK):
-                return out
+        there = next(folder for folder in out.parents if folder.exists())
+        if there.is_dir() and os.access(there, os.W_OK):
+            return out
     cure = "make them with data/tokenize_text.py and --out, and name that folder as --data"
     raise UserError(f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
 
 
 def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: str) -> None:
     """Make the folder `out`, or replace it, with all of its files at once."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(out.parent, ".tokenizing-") as work:
         folder = work / "whole"
         folder.mkdir()
@@ -219,7 +225,9 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
     digests, sizes, encodings = zip(*map(examine, both), strict=True)
-    name = cfg.encoding if cfg else args.encoding or ("bytes" if sum(sizes) < SHORT else "gpt2")
+    small = args.preset == "tiny" or sum(sizes) < SHORT
+    asked = dict(x.partition("=")[::2] for x in args.set).get("encoding", args.encoding)
+    name = cfg.encoding if cfg else asked or ("bytes" if small else "gpt2")
     merges = (run / MERGES).read_text() if name == "bpe" else ""
     digest = hashlib.sha256(f"{name} {merges} {len(files)} {digests}".encode()).hexdigest()
     out = out or place(args.texts[0], digest)
@@ -227,7 +235,7 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
         return out
     encoding = text_encoding(name, run)
     bos = encoding.eot_token
-    tell(f"making tokens of {sum(sizes) / 1e6:.3g} MB of text", sys.stderr)
+    tell(f"making tokens of {sum(sizes):,} bytes of text: {name}", sys.stderr)
     texts = [documents(*each) for each in zip(both, encodings, strict=True)]
     train = tokenize(encoding, texts[: len(files)])
     val = tokenize(encoding, texts[len(files) :])
@@ -264,6 +272,10 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
         own |= {"vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(f"{folder / DESCRIPTION} ({error!r}): tokenize the text again") from None
+    fixed = dict(item.partition("=")[::2] for item in given)
+    for key in fixed.keys() & about.keys():
+        if fixed[key] != str(about[key]):
+            raise UserError(f"tokens in {folder} have {key}={about[key]}, not {fixed[key]}")
     if own["vocab"] != cfg.vocab:  # candidates are of another one
         own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
     train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
@@ -271,11 +283,10 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
     row = min(cfg.val_row, (len(val) - 1) // rows)
     row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
     if len(val) <= cfg.val_tokens:
-        if not row:
+        if row < 2:
             return []
         own |= {"val_row": row, "val_batch": rows * row}
         own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
-    fixed = {item.partition("=")[0] for item in given}
     wanted = override(cfg, [*(f"{key}={value}" for key, value in own.items()), *given])
     large = cfg.preset == "speedrun"
     most = wanted.passes if "passes" in fixed else PASSES if large else 2**31
@@ -287,14 +298,17 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
             if number := passes(override(cfg, items + given), folder, most):
                 more = [f"val_every={-(-steps // 8)}"] if number > 1 else []
                 return [*items, f"passes={number}", *more]
-    if {"steps", "passes"} <= fixed:  # train_gpt.py says for how many steps the tokens last
+    if {"steps", "passes"} <= fixed.keys():  # train_gpt.py says for how many steps the tokens last
         return items
     lengths = np.diff([*train.documents(0), len(train.shards[0])])
     stage = wanted.stages[0]
     if most * len(train) > wanted.tokens_after(steps) and stage.doc_cap:
         used = np.minimum(lengths, stage.doc_cap).sum()
-        short = f"of {len(lengths):,} documents {cfg.preset} reads {used:,} tokens, too few"
-        raise UserError(f"{folder}: {short}: put a line {MARKER} between documents")
+        short = (
+            f"{used:,} tokens are too few: {stage.doc_cap} at most of {len(lengths):,} documents"
+        )
+        cure = f"cut them by lines {MARKER}, or try --set encoding=gpt2, whose tokens hold more"
+        raise UserError(f"{folder}: for {cfg.preset} {short}: {cure}")
     return []
 
 
@@ -310,12 +324,12 @@ def main(argv: list[str] | None = None) -> None:
         help=f"files or folders: {', '.join(SUFFIXES)}",
     )
     add("--out", type=Path, metavar="DIR", help="a new folder for the shards")
-    short = f"default: bytes below {SHORT // 1_000_000} MB, else gpt2"
+    short = f"default: bytes for tiny and below {SHORT // 1_000_000} MB, else gpt2"
     add("--encoding", choices=("gpt2", "bytes"), help=short)
     add("--val", nargs="+", type=Path, default=[], metavar="TEXT", help="texts for validation")
     add("--anew", action="store_true", help="replace DIR, if this tool has made it")
     add("--for", dest="preset", metavar="PRESET", help="print what PRESET must --set, as JSON")
-    add("--set", nargs="+", action="extend", default=[], help="what is set besides")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="what is set besides")
     args = parser.parse_args(argv)
     name, run, cfg = args.preset, Path(args.preset or ""), None
     if name and name not in PRESETS:

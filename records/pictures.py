@@ -163,8 +163,6 @@ def read_losses(run: str) -> tuple[Path, list[np.ndarray]]:
             values = row["step"], row["tokens"], row["train_time_ms"] / 1000, row[kind]
             if np.isfinite(values).all():
                 losses[kind].append(values)
-    if not any(losses.values()):
-        raise OSError(f"no losses are in {file}: name a run's folder, or its metrics.jsonl")
     path = file.parent if file.name == "metrics.jsonl" else file
     return path, [np.array(values).reshape(-1, 4) for values in losses.values()]
 
@@ -234,7 +232,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.do == "curves":
             if not args.out.endswith(".svg"):
                 parser.error("--out: what is drawn is an SVG picture, so name a FILE.svg")
-            picture = draw_curves(dict(map(read_losses, args.runs)), args.over)
+            found = dict(map(read_losses, args.runs))
+            found = {run: losses for run, losses in found.items() if any(map(len, losses))}
+            if not found:  # other runs may have ended before their first step
+                parser.error(f"no losses in {' '.join(args.runs)}: name a run's folder")
+            picture = draw_curves(found, args.over)
             Path(args.out).write_text(picture, "utf-8", "replace")
             print(f"wrote {Path(args.out).absolute()}")
             return

@@ -194,7 +194,8 @@ def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:
             begin = [bos, *encode(item["ctx"])]
             endings = [encode(" " + ending) for ending in item["endings"]]
             label = range(len(endings)).index(int(str(item["label"])))
-        except (ValueError, LookupError, TypeError) as error:
+            T.need(isinstance(item["endings"], list), "endings are a list")
+        except (ValueError, LookupError, TypeError, T.UserError) as error:
             form = '{"ctx": TEXT, "endings": [TEXT, ...], "label": NUMBER}'
             raise T.UserError(f"{path}, line {number} is not {form} ({error!r})") from None
         found.append(([(begin + ending, len(ending)) for ending in endings], label))

@@ -296,7 +296,7 @@ def test_what_is_not_there_to_be_imported_is_one_line(code, words):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {words}")
-    assert done.stderr.endswith("pip install -r requirements.txt (on Windows in WSL)\n")
+    assert done.stderr.endswith(": use WSL on Windows, or pip install -r requirements.txt\n")
 
 
 IN_A_NOTEBOOK = """

@@ -149,6 +149,8 @@ BAD_SETTINGS = {
     "stages.0.windows=(0, 0)": "stages.0.windows=(0, 0) is not valid: it must be positive",
     "preset=../evil": "preset='../evil' is not valid: letters, digits",
     "width=10000000000": "width=10000000000 is not valid: it must not be negative, nor so large",
+    "val_row=1": "val_batch=512 is not valid: a multiple of val_row=1, which is 2 or more",
+    "passes=0": "passes=0 is not valid: it must be positive",
     "stages.0.prefix=()": "stages.0.prefix=() is not valid: one or more",
     "stages.0.candidates=(105,)": "stages.0.candidates=(105,) is not valid: up to vocab=104",
     "stages.0.weights=(1,)": "the first above 0, and as many as weights_end",

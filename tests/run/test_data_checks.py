@@ -223,7 +223,7 @@ def test_passes_are_bounded_and_then_the_run_is_shorter(tmp_path, fitted):
 
 
 def test_text_that_is_too_short_and_a_damaged_description_are_refused(tmp_path, fitted):
-    own_text(tmp_path, 70, 8)
+    own_text(tmp_path, 90, 10)
     with pytest.raises(T.UserError, match="has too few tokens for tiny: take more text"):
         fitted(tmp_path)
     for text in (
@@ -256,6 +256,7 @@ def test_a_text_may_be_named_in_any_way(tmp_path, fitted, monkeypatch):
     both = fitted("a.txt", "b.txt")
     assert both.data != want.data and both == fitted("a.txt", data=["b.txt"])
     for words, data, says in [
+        ([""], [], "unknown preset ''; there are"),
         (["c.txt"], [], "unknown preset 'c.txt'; there are: speedrun, tiny; nor is there"),
         ([], ["c.txt"], "unknown preset 'c.txt'; .*; nor is there such a text or folder"),
         (["tiny"], ["speedrun"], "two presets: name tiny or speedrun"),
@@ -270,7 +271,7 @@ def test_a_text_becomes_tokens_in_a_process_of_its_own(tmp_path, capfd):
     cfg = config_of(text)
     tokens = T.TokenStream(T.Path(cfg.data), "train", cfg.bos).read(1, 5)
     assert bytes(tokens.tolist()) == b"Roses"
-    assert "making tokens of 0.0135 MB of text" in capfd.readouterr().err
+    assert "making tokens of 13,500 bytes of text: bytes" in capfd.readouterr().err
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     with pytest.raises(T.UserError, match="^$"):
         config_of(tmp_path / "image.png")

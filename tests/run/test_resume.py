@@ -202,11 +202,12 @@ def test_a_new_run_starts_with_the_parameters_of_another(train, run, tmp_path, c
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["tiny"], "--start takes the model of the run: drop PRESET and seed"),
+    (["tiny"], "--start has the run's model: drop PRESET and seed"),
     (["--seed", "3"], "drop PRESET and seed"),
     (["--set", "seed=3"], "drop PRESET and seed"),
+    (["--set", "start=x"], "--set start=: use --start RUN_DIR"),
     (["--set", "mlp_width=64"], "--start takes the model of the run: --set no sizes"),
-    (["--resume", "x"], "--resume takes the config of the run: drop"),
+    (["--resume", "x"], "--resume takes the config of the run: drop PRESET, --seed, --show, --se"),
 ])  # fmt: skip
 def test_what_a_start_cannot_be_with_is_said(run, capsys, argv, words):
     assert T.main(["--start", str(run), *argv]) == 2

@@ -60,7 +60,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path):
         "curves": "arguments are required: RUN",
         "curves nosuch": "No such file or directory: '",
         "curves .": "metrics.jsonl'",
-        "curves text": "text: name a run's folder",
+        "curves text": "no losses in text: name a run's folder",
         "curves text --over walls": "invalid choice: 'walls'",
         "curves text --out x.png": "name a FILE.svg",
         f"curves {RECORDS[0]} --out no/x.svg": "No such file or directory: 'no/x.svg'",
