@@ -304,10 +304,8 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
     stage = wanted.stages[0]
     if most * len(train) > wanted.tokens_after(steps) and stage.doc_cap:
         used = np.minimum(lengths, stage.doc_cap).sum()
-        short = (
-            f"{used:,} tokens are too few: {stage.doc_cap} at most of {len(lengths):,} documents"
-        )
-        cure = f"cut them by lines {MARKER}, or try --set encoding=gpt2, whose tokens hold more"
+        short = f"{used:,} tokens are too few: {stage.doc_cap} at most of {len(lengths):,} texts"
+        cure = f"end each by a line {MARKER}, or try --set encoding=gpt2, whose tokens hold more"
         raise UserError(f"{folder}: for {cfg.preset} {short}: {cure}")
     return []
 

@@ -269,7 +269,7 @@ def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said
     assert name == "tiny" and "passes=15" in items
     assert "is too small for speedrun: it gets the model of tiny" in err
     one.write_bytes(b"0123456789abcde\n" * 400_000)
-    with pytest.raises(T.UserError, match="896 tokens are too few: 896 at most of 1 docum"):
+    with pytest.raises(T.UserError, match="896 tokens are too few: 896 at most of 1 texts"):
         preset_of(capsys, one, "speedrun")
     one.write_bytes((b"0123456789abcde\n" * 100 + b"<|endoftext|>\n") * 2000)
     name, items, _ = preset_of(capsys, one, "speedrun")
