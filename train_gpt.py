@@ -46,6 +46,8 @@ param_table and its use in forward; a new kernel is a function in Part III that 
 Kernels, with its conditions in pick_kernels.
 """
 
+from __future__ import annotations
+
 import argparse
 import ast
 import contextlib
@@ -331,818 +333,6 @@ PRESETS = {
 }
 # fmt: on
 
-BLOCK = 256  # tokens that kernels take at a time
-
-
-def for_devices(cfg: Config, devices: int) -> Config:
-    """The config with which so many devices train: the rows divide evenly over its `devices`. Of no
-    more devices than rows, it uses the largest number that divides the rows; batches stay the
-    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
-    it uses the next smaller number of devices with which it can."""
-
-    def fits(n: int) -> bool:
-        if n <= cfg.rows:
-            return cfg.rows % n == 0
-        each = [(s.batch_tokens // n, s) for s in cfg.stages]
-        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
-        return whole and all(t >= len(s.weights) for t, s in each)
-
-    used = next(n for n in range(devices, 0, -1) if fits(n))
-    if used > cfg.rows:
-        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
-        cfg = dataclasses.replace(cfg, stages=tuple(stages))
-    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
-    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
-
-
-def cpu_cores() -> int:
-    """How many cores this process may use."""
-    limited = hasattr(os, "sched_getaffinity")  # not on every system
-    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
-
-
-def all_devices() -> list:
-    """The devices of all processes; UserError if jax cannot start its backend. Each core of a CPU
-    is a device, up to eight, which have a row each: one device would share every operation out to
-    the cores, and most are too small for that."""
-    if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a notebook has begun with other devices
-            jax.config.update("jax_num_cpu_devices", min(cpu_cores(), 8))
-    try:
-        return jax.devices()
-    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        no = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
-        raise UserError(f"{no}, and what else may hold them (a notebook)") from None
-
-
-def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
-    """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
-    devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
-    there = len(devices)
-    need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
-    cfg = for_devices(cfg, cfg.devices or there)
-    whole = cfg.devices == there or devices[-1].process_index == 0
-    need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
-    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
-
-
-# ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
-
-GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
-GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
-GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}  # kind -> its start
-
-MOMENTS = {  # optimizer -> what it keeps of a parameter of this shape: kind -> shape
-    "anvil": lambda s: {"fast": s, "slow": s, "equaliser": (s[0], max(s[1:]))},
-    "adam": lambda s: {"first": s, "second": s},
-    "rows": lambda s: {"second": s[:1]},
-}
-
-
-@dataclass(frozen=True)
-class Param:
-    """A row of the parameter table."""
-
-    shape: tuple[int, ...]
-    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the start
-    optimizer: str  # anvil, adam, or rows (one second moment for each row of a table)
-    updated_by: str  # anvil (every step), adam, or tables (seldom)
-    lr: float
-    decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
-    betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
-    scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, share of the way there at the end)
-    rescaled: bool = False  # after that the weights get back the norm they had
-    sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
-    tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
-    dtype: str = "float32"  # of the master
-
-
-def normal(std: float) -> Callable:
-    """An initializer: normal with this standard deviation."""
-    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
-
-
-def uniform(std: float, live: int, key, shape):
-    """The start of a bank: uniform in its first `live` matrices, zero in the others."""
-    bound = math.sqrt(3) * std
-    values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-    return jnp.where((np.arange(shape[0]) < live)[:, None, None], values, 0.0)
-
-
-def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
-    """(for each layer the slots of its MLPs in the MLP bank, number of slots). Slot i is the first
-    MLP of layer i, unused if it has none; the slots from cfg.depth on are second MLPs."""
-    count = cfg.depth
-    slots = []
-    for i, layer in enumerate(cfg.layers):
-        slots.append((i, *range(count, count + layer.mlps - 1))[: layer.mlps])
-        count += max(layer.mlps - 1, 0)
-    return slots, count
-
-
-@functools.cache
-def gate_slices(cfg: Config) -> tuple[dict, dict]:
-    """Which outputs of the two gate MLPs are whose: for each MLP (kind of GATES, layer) -> slice.
-    The first serves the layers up to skip[0] and reads the embedding, the second serves those after
-    it and reads the stream as it leaves skip[0]. xsa and gated have one output for each head."""
-    halves = []
-    for layers in (range(cfg.skip[0] + 1), range(cfg.skip[0] + 1, cfg.depth)):
-        slices = {}
-        end = 0
-        for kind in GATES:
-            width = cfg.heads if kind in ("xsa", "gated") else 1
-            served = (cfg.skip[1],) if kind == "skip" else cfg.layers_with(kind)
-            for i in sorted({*served} & {*layers}):
-                slices[kind, i] = slice(end, end + width)
-                end += width
-        halves.append(slices)
-    return tuple(halves)
-
-
-class Mudd(NamedTuple):
-    """The weights of one token in mudd_layer (MUltiway Dynamic Dense connections), in the order of
-    the outputs of the small MLP that makes them. The defaults are their values at the start."""
-
-    v_start: float = 0.0  # added to v: the start of the stream,
-    v_source: float = 0.0  # what later attentions read,
-    v_x: float = 0.0  # the stream
-    x_start: float = 0.0  # added to the stream before attention: the same three
-    x_source: float = 0.0
-    x_x: float = 0.0
-    values_left: float = 2.0  # of the value row, for the first half of the heads
-    values_right: float = 2.0
-    # What other layers have in resid_lambdas, post_lambdas and gates: four weights for the sum
-    # after attention, two for the one after the MLP.
-    keep_attention: float = math.sqrt(1.1)
-    attention: float = 1.0
-    start: float = 0.0
-    ngram: float = 0.05
-    keep_mlp: float = math.sqrt(1.1)
-    mlp: float = 1.0
-
-
-MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
-# Biases of those MLPs [2, 14]: of mudd_layer the defaults of Mudd; of mudd_mix one for each source,
-# -0.5 for the second (which later attentions have read), else 0.
-MUDD_START = np.array([Mudd(), np.eye(len(Mudd._fields))[1] * -0.5]) / MUDD_SCALE
-
-
-@functools.cache
-def param_table(cfg: Config) -> dict[str, Param]:
-    """Name -> Param: every parameter, its size, its start and how it learns. Tables have a row for
-    each token (value_tables: for each of its layers) or hashed n-gram. A row whose moments are
-    still zero neither moves nor decays, so rare tokens keep their start.
-
-    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
-        qk_bank [2 n/2 per attention, 2h, d]: q of each two heads, then k; x W^T
-        vo_bank [2 per attention, d, d]: v, then o; x W^T
-        mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
-    ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
-    80). Down-projections start at zero: the MLPs begin as the identity. An orthogonalized update
-    has unit singular values whatever the shape, so it changes an output element less as the output
-    grows; sqrt(f / d) makes up for that in the up-projections (Jordan et al. 2024). The
-    down-projections get twice as much, found by trial (record 48).
-    """
-    d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
-    v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth
-    attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
-    slots, count = mlp_slots(cfg)
-    served = set(itertools.chain(*slots))
-    up = [math.sqrt(max(1, f / d)) * (slot in served) for slot in range(count)]
-
-    def adam(shape, start, lr, decay, betas, **more):
-        updated = {"optimizer": "adam", "updated_by": "adam"} | more
-        rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
-        return Param(shape, start, **updated, **rates)
-
-    def bank(shape, *averages, live=None, scale=None):  # default: all matrices live, at factor 1
-        start = functools.partial(uniform, 0.5 / math.sqrt(d), live or shape[0])
-        more = {"scale": scale or (1.0,) * shape[0], "averages": averages, "rescaled": True}
-        return Param(shape, start, "anvil", "anvil", cfg.lr_anvil, cfg.decay_anvil, **more)
-
-    def small(shape, start, lr, betas, decay=0):
-        return adam(shape, start, lr, decay, betas, sharded=False)
-
-    ema = {"averages": (("ema", 0.65),), "rescaled": True}
-    values = {"updated_by": "tables", "averages": (("value_average", 1.0),)}
-    ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
-    replaced = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # both numbers: record 92
-    scale = (*up, *(2 * x for x in up))
-    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 2)  # of the small MLPs
-    gates = np.zeros((2, max(at.stop for half in gate_slices(cfg) for at in half.values())))
-    for half, slices in enumerate(gate_slices(cfg)):
-        for (kind, _), at in slices.items():
-            gates[half, at] = GATES[kind] / GATE_SCALE
-    fast = 0.9, 0.95  # betas of mixing weights
-    slow = 0.9, 0.99  # betas of gates and other scalars
-    return {
-        #             shape       start  lr  decay  betas
-        "head": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
-        "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema, tied_to="head"),
-        "value_tables": adam((tables * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
-        "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
-        #                shape  averages  live  factors on lr_anvil
-        "qk_bank": bank((n * attends, 2 * h, d), ("bank_ema", 0.55)),
-        "vo_bank": bank((2 * attends, d, d), *replaced),
-        "mlp_bank": bank((2 * count, f, d), *replaced, live=count, scale=scale),
-        #                      shape                       start  lr  betas
-        "value_gate": small((tables - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
-        "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
-        "resid_lambdas": small((depth, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
-        "post_lambdas": small((depth, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
-        "qkv_lambda": small((depth,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
-        "o_lambda": small((depth,), 1.0, 5, slow),
-        "smear_lambda": small((1,), 0.0, 5, slow),
-        "skip_lambda": small((1,), -1.5, 5, slow),
-        "mudd_w1": small((2, w, d), hidden, 0.25, slow, decay=1),
-        "mudd_w2": small((2, len(Mudd._fields), w), 0.0, 0.25, slow, decay=1),
-        "mudd_b2": small((2, len(Mudd._fields)), MUDD_START, 0.25, slow),
-        "mudd_w2g": small((len(Mudd._fields), 2 * n, w), 0.0, 0.25, slow, decay=1),
-        "gate_w1": small((2, w, d), hidden, 0.1, slow, decay=1),
-        "gate_w2": small((*gates.shape, w), 0.0, 0.1, slow, decay=1),
-        "gate_b2": small(gates.shape, gates, 0.1, slow),
-        "gate_scale": small((1,), GATE_SCALE, 0.1, slow),
-    }
-
-
-def updated(cfg: Config, update: str) -> list[str]:
-    """The parameters that the program `update` changes."""
-    by = re.match("[a-z]+", update)[0]  # adam of adam_tied, tables of tables0-0
-    return [name for name, row in param_table(cfg).items() if row.updated_by == by]
-
-
-def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
-    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
-    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
-    and sharded like the parameter: each device updates its shard (ZeRO)."""
-    state = {}
-    for name, row in param_table(cfg).items():
-        shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
-        shapes |= {average: row.shape for average, _ in row.averages}
-        for kind, shape in shapes.items():
-            dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
-            state.setdefault(kind, {})[name] = leaf(shape, dtype, row)
-    return state
-
-
-def padded_shape(shape: tuple[int, ...], row: Param, shards: int) -> tuple[int, ...]:
-    """`shape` on so many devices: rows of zeros make what is sharded divisible."""
-    return (-(-shape[0] // shards) * shards, *shape[1:]) if row.sharded else shape
-
-
-def pad_rows(x, rows: int):
-    """`x` with zeros after it, up to `rows` rows."""
-    return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
-
-
-def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-
-def abstract_state(cfg: Config, mesh: Mesh):
-    """Shapes, dtypes and shardings of the training state on `mesh`."""
-
-    def leaf(shape, dtype, row):
-        axes = (AXIS,) if row.sharded else ()
-        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
-
-    return map_state(cfg, leaf)
-
-
-def init_state(cfg: Config, shards: int, seed):
-    """The training state before the first step, padded for so many devices; its numbers do not
-    depend on how many there are."""
-    key = jax.random.key(seed)
-    state = map_state(cfg, lambda s, dtype, row: jnp.zeros(padded_shape(s, row, shards), dtype))
-    for name, row in param_table(cfg).items():
-        # A key from the name: adding a parameter does not change the others.
-        salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
-        if callable(row.init):
-            start = row.init(jax.random.fold_in(key, salt), row.shape)
-        else:
-            start = jnp.full(row.shape, row.init, jnp.float32)
-        before = state["params"][name]
-        state["params"][name] = pad_rows(start, len(before)).astype(before.dtype)
-    return state
-
-
-# ---- Attention: the contract, the reference for every kernel of Part III, the heads ------------
-
-# (q_btnh, k_btnh, v_btnv, segments_bt, window, scale) -> o_btnv. Token t attends to itself and to
-# those of the `window` tokens before it that have its segment id. Values may be wider or narrower
-# than queries and keys. `window` is static, `scale` may be traced.
-
-SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
-
-
-def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
-    """The reference, for any hardware: the scores of a band, softmax in float32. Up to SCORE_BYTES
-    of scores exist at once; beyond that, blocks are computed in groups, one group after the other,
-    and the backward pass computes their scores again."""
-
-    def attend(block):
-        q_cnh, k_snh, v_snv, mask_ncs = block
-        scores = jnp.einsum("cnh,snh->ncs", q_cnh, k_snh, preferred_element_type=jnp.float32)
-        probs = jax.nn.softmax(jnp.where(mask_ncs, scores * scale, -jnp.inf), axis=-1)
-        return jnp.einsum("ncs,snv->cnv", probs.astype(v_snv.dtype), v_snv)
-
-    blocks = band(q_btnh, k_btnh, v_btnv, segments_bt, window)
-    count, _, c, s = blocks[-1].shape  # of the mask
-    together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * c * s))
-    if count <= together:
-        return jax.vmap(attend)(blocks).reshape(v_btnv.shape)
-    return lax.map(jax.checkpoint(attend), blocks, batch_size=together).reshape(v_btnv.shape)
-
-
-def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
-    """Split rows into blocks of queries, each with all keys that its window can reach. Returns (q
-    [b', c, n, h], k and v [b', s, n, h or v], mask [b', 1, c, s]) with b' = b t / c, where c is the
-    smallest divisor of t that holds the window and s = 2 c: the block and the one before it. So the
-    cost grows with t * window. Where no such c < t exists, c = s = t."""
-    b, t = segments_bt.shape
-    c = next((c for c in range(max(window, 1), t) if t % c == 0), t)
-
-    def blocks(x, before: int):
-        x = x.reshape(b, t // c, c, *x.shape[2:])
-        if before and c < t:
-            edge = [(0, 0)] * (x.ndim - 2)  # what stands before the first block belongs to none
-            past = jnp.pad(x[:, :-1], [(0, 0), (1, 0), *edge], constant_values=-1)
-            x = jnp.concatenate([past, x], axis=2)
-        return x.reshape(b * (t // c), *x.shape[2:])
-
-    own = blocks(segments_bt, 0)
-    seen = blocks(segments_bt, 1)
-    s = seen.shape[1]
-    back_cs = jnp.arange(s - c, s)[:, None] - jnp.arange(s)[None, :]
-    near_cs = (back_cs >= 0) & (back_cs <= window)
-    mask = near_cs[None] & (own[:, :, None] == seen[:, None, :])
-    return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnv, 1), mask[:, None]
-
-
-def segment_ids(tokens_bt, bos: int, cap: int = 0):
-    """Which tokens may attend to each other: int32 [b, t], rising along a row. A segment begins at
-    every BOS and, with a cap, after every `cap` tokens from there on: so training cuts documents of
-    up to 3072 tokens (doc_cap) at 2560 (record 92). Validation has no cap."""
-    t = jnp.arange(tokens_bt.shape[1])[None]
-    since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
-    return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What is static about the attention of one layer."""
-
-    count: int
-    qk_width: int  # of the queries and keys of one head
-    v_width: int  # of its values and outputs
-    window: int  # in tokens; with `paired` in half tokens
-    paired: bool = False  # see pair_heads
-    offset: bool = False  # see key_offset
-
-
-def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """The Heads of layer `i`. Queries and keys of long layers are as wide as a head, and half of
-    their dimensions do not rotate; those of other layers have just the half that rotates (record
-    92). Narrow layers halve values and outputs too."""
-    layer = cfg.layers[i]
-    h = cfg.head_width
-    wide = layer.attends == "long"
-    v_width = h // 2 if layer.narrow else h
-    paired = layer.attends == "paired"
-    return Heads(cfg.heads, h if wide else h // 2, v_width, windows[wide], paired, offset=wide)
-
-
-def norm(x, first: int | None = None):
-    """RMS norm over the last axis, without gain, statistics in float32; of it the `first` few."""
-    square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x[..., :first] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
-
-
-def mix(*terms):
-    """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
-    the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
-    models were up to 45 % off."""
-    total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
-    return total.astype(terms[0][1].dtype)
-
-
-def rope_tables(freqs, positions_tn, width: int):
-    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not
-    (in whole heads half of them; these carry content regardless of position)."""
-    angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
-    rest = [(0, 0), (0, 0), (0, width // 2 - freqs.shape[0])]  # angle 0
-    return jnp.pad(jnp.cos(angles), rest, constant_values=1.0), jnp.pad(jnp.sin(angles), rest)
-
-
-def rope(x_btnh, cos_tnh, sin_tnh):
-    """Rotate the pairs (i, i + h/2) of every head by the angle of their position."""
-    left, right = jnp.split(x_btnh, 2, axis=-1)
-    cos, sin = (a.astype(x_btnh.dtype)[None] for a in (cos_tnh, sin_tnh))
-    return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
-
-
-def positions(t: int, heads: Heads):
-    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
-    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
-    Bug-compatible: the original reshapes differently for rotation and for attention."""
-    t_1 = jnp.arange(t)[:, None]
-    return 2 * t_1 + jnp.arange(heads.count)[None] % 2 if heads.paired else t_1
-
-
-def pair_heads(x_btnh):
-    """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one, over a sequence of twice the length
-    in which their tokens alternate (record 58). So each also sees its partner's keys, and the same
-    window reaches half as far. The first half of the heads stands at 2t, the second at 2t + 1."""
-    b, t, n, h = x_btnh.shape
-    return x_btnh.reshape(b, 2 * t, n // 2, h)
-
-
-def key_offset(k_btnh):
-    """Keys with the dimensions that do not rotate taken from the token before (record 49). One
-    layer can then do what otherwise takes two: find an earlier token like this one and read what
-    followed it (induction). A row's first token keeps its own; document borders do not matter."""
-    h = k_btnh.shape[-1]
-    shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
-    still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
-    return jnp.where(still[None, None, None], shifted, k_btnh)
-
-
-def exclude_self(y_btnv, v_btnv, gates_btn):
-    """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v,
-    which the token has without attention (record 82, in the form of record 86)."""
-    y = y_btnv.astype(jnp.float32)
-    v = v_btnv.astype(jnp.float32)
-    along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
-    return mix((1.0, y_btnv), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnv))
-
-
-class HeadInputs(NamedTuple):
-    """What the heads of a layer get beside their queries, keys and values."""
-
-    added: tuple | None  # (x_btd, gates_btn): x times gates, added to v; narrow heads take halves
-    xsa_btn: jax.Array | None  # gates of exclude_self
-    gates_btn: jax.Array | None  # factors on the outputs of heads
-    segments_bt: jax.Array
-    freqs: jax.Array  # of the rotation
-    scale: jax.Array  # of q k^T
-
-
-def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
-    """What is added to v, QK norm, rotation, attention, XSA and gates of one layer: [b, t, n
-    v_width]. `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the
-    contract of attend_plain. The plain form of Kernels.attend; a kernel may do it all at once."""
-    added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
-    b, t, _ = qkv_btp.shape
-    n, h = heads.count, heads.qk_width
-    q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv_btp, (n * h, 2 * n * h), axis=-1))
-    if added is not None:
-        parts = added[0].reshape(b, t, n, -1)[..., : heads.v_width]
-        v = mix((1.0, v), (added[1][..., None], parts))
-    tables = rope_tables(freqs, positions(t, heads), h)
-    q = rope(norm(q), *tables)
-    k = rope(norm(k), *tables)
-    if heads.offset:
-        k = key_offset(k)
-    if heads.paired:
-        segments_bt = jnp.repeat(segments_bt, 2, axis=1)
-        y = attend(*map(pair_heads, (q, k, v)), segments_bt, heads.window, scale).reshape(v.shape)
-    else:
-        y = attend(q, k, v, segments_bt, heads.window, scale)
-    if xsa_btn is not None:
-        y = exclude_self(y, v, xsa_btn)
-    if gates_btn is not None:
-        y = mix((gates_btn[..., None], y))
-    return y.reshape(b, t, -1)
-
-
-# ---- Model: rows of tables -> features ---------------------------------------------------------
-
-
-class Kernels(NamedTuple):
-    """The five places where Part III may put something faster: the same up to rounding."""
-
-    attend: Callable  # attend_heads with an attention
-    add_mlp: Callable  # half a layer
-    cross_entropy: Callable
-    add_rows: Callable  # scatter_rows: the gradient of a lookup
-    blend: Callable  # sums with weights of each token
-
-
-class Model(NamedTuple):
-    """What all layers of a forward pass share."""
-
-    params: dict  # the compute copies: large ones in cfg.dtype, small ones in float32
-    cfg: Config
-    kernels: Kernels
-    windows: tuple[int, int]  # short and long
-    segments_bt: jax.Array  # attention does not cross from one number to another
-    hyper: "Hyper"
-
-
-def gate(x_btd, weights_ng):
-    """A number in (0, 1) for each row of weights, from a token's first features: [b, t, n]."""
-    x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
-    return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
-
-
-def smear(x_btd, weights_ng, strength):
-    """Every token takes a little of the one before it, by a gate (record 34)."""
-    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
-    return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
-
-
-def small_mlp(x_btd, w1_hd, w2_ph, b2_p):
-    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, p] (GELU: Hendrycks and Gimpel 2016)."""
-    w1_hd = w1_hd.astype(x_btd.dtype)
-    hidden_bth = jnp.matmul(x_btd, w1_hd.T, preferred_element_type=jnp.float32)
-    hidden_bth = hidden_bth * (0.5 + 0.5 * lax.erf(hidden_bth * math.sqrt(0.5)))
-    return hidden_bth @ w2_ph.T + b2_p[None, None]
-
-
-def token_gates(model: Model, half: int, x_btd) -> dict:
-    """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign. One
-    small MLP that sees the whole token makes all of them (record 85); at first they are its biases,
-    since W2 starts at zero."""
-    params = model.params
-    weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
-    gates = params["gate_scale"][0] * small_mlp(x_btd, *weights)
-    return {key: gates[..., at] for key, at in gate_slices(model.cfg)[half].items()}
-
-
-def gated_values(model: Model, i: int, x_btd, values):
-    """What layer `i` adds to its v, see HeadInputs.added: the tokens' rows of its value table and a
-    gate for each head, twice the sigmoid of a weighted sum of the first features of the normed
-    input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
-    at = model.cfg.layers_with("values").index(i)
-    weights_ng = model.params["value_gate"][at]
-    values_btd = values[at]
-    half = weights_ng.shape[1] // 2
-    looks_btg = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
-    return values_btd, 2 * gate(looks_btg, weights_ng)
-
-
-def post_lambdas(model: Model, i: int):
-    """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    last = i == model.cfg.depth - 1
-    return jnp.ones(2, jnp.float32) if last else model.params["post_lambdas"][i]
-
-
-def projection(model: Model, i: int, heads: Heads):
-    """Weights [p, d] of q, k and v of layer `i`: of each head the first rows, up to its width."""
-    params, cfg = model.params, model.cfg
-    n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
-    qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
-    qk = qk.reshape(2 * n, -1, d)[:, : heads.qk_width]
-    v = params["vo_bank"][2 * at].reshape(n, -1, d)[:, : heads.v_width]
-    weights_pd = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
-    return mix((params["qkv_lambda"][i], weights_pd))
-
-
-def attention(model: Model, i: int, x_btd, added, gates):
-    """What the attention of layer `i` adds to the stream, from norm(x). `added`: see HeadInputs;
-    `gates`: see token_gates."""
-    cfg, hyper = model.cfg, model.hyper
-    heads = heads_of(cfg, i, model.windows)
-    wide = int(cfg.layers[i].attends == "long")
-    with jax.named_scope(f"attention{i}"):
-        qkv_btp = norm(x_btd) @ projection(model, i, heads).T
-        own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
-        others = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
-        inputs = HeadInputs(added, *own_gates, *others)
-        y_btp = model.kernels.attend(heads, qkv_btp, inputs)
-        w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
-        w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
-        weight = post_lambdas(model, i)[0] * model.params["o_lambda"][i]
-        return y_btp @ mix((weight, w_o)).T
-
-
-def squared_relu(z):
-    """relu(z)^2 (So et al. 2021)."""
-    return jnp.square(jax.nn.relu(z))
-
-
-def add_mlp(x_btd, up_fd, down_fd, keep, weight):
-    """keep x + weight squared_relu(norm(x) up^T) down; `keep` and `weight` are numbers."""
-    hidden_btf = squared_relu(norm(x_btd) @ up_fd.T)
-    return mix((keep, x_btd), (1.0, hidden_btf @ mix((weight, down_fd))))
-
-
-def mlp(model: Model, i: int, x_btd, keep=0.0):
-    """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
-    slots, count = mlp_slots(model.cfg)
-    bank = model.params["mlp_bank"]
-    up_fd = jnp.concatenate([bank[slot] for slot in slots[i]])
-    down_fd = jnp.concatenate([bank[count + slot] for slot in slots[i]])
-    with jax.named_scope(f"mlp{i}"):
-        return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(model, i)[1])
-
-
-def mudd_layer(model: Model, x, start, source, found, gates):
-    """The last layer, (output, normed input of its MLP): every token weights its own connections.
-    A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). Attention reads
-    `source`."""
-    i = model.cfg.depth - 1
-    values = found["value_tables"][-1]
-    weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
-    mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
-    both = [
-        jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
-        for of_values in (mu.values_left, mu.values_right)
-    ]
-    added_btd = model.kernels.blend(None, jnp.stack(both, axis=-1), (start, source, x, values))
-    added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))
-    x = mix(
-        (mu.keep_attention * (1 + mu.x_x), x),
-        (mu.keep_attention * mu.x_start + mu.start, start),
-        (mu.keep_attention * mu.x_source, source),
-        (mu.attention, attention(model, i, source, added, gates)),
-        (mu.ngram, found["ngram"]),
-    )
-    return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
-
-
-def mudd_mix(model: Model, x_btd, sources):
-    """The stream after the last layer, with what each token adds to it of earlier arrays:
-    x + sum_k (mu_k + delta_kg) source_k, mu_k for each token, delta_kg for each group g of features
-    too (record 81 with five sources, 92 with ten). At first it only takes out half of the output
-    that later attentions have read (as records 40 and 77 did)."""
-    k = len(sources)
-    w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
-    w2g = model.params["mudd_w2g"][:k]
-    both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
-    weights = small_mlp(x_btd, w1, both, pad_rows(b2[:k], len(both)))
-    deltas_btkg = weights[..., k:].reshape(*weights.shape[:2], k, -1)
-    weights_btkg = MUDD_SCALE * (weights[..., :k, None] + deltas_btkg)
-    return model.kernels.blend(x_btd, weights_btkg, sources)
-
-
-def blend(x_btd, weights_btkg, sources):
-    """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
-    size = sources[0].shape[-1] // weights_btkg.shape[-1]  # features of a group
-    terms = [] if x_btd is None else [(1.0, x_btd)]
-    for k, y_btd in enumerate(sources):
-        terms.append((jnp.repeat(weights_btkg[:, :, k], size, axis=-1), y_btd))
-    return mix(*terms)
-
-
-def forward(model: Model, found: dict):
-    """The model, from the tokens' rows of the tables to the normed output of mudd_mix [b, t, d].
-    `found`: embed [b, t, d], value_tables (a tuple of [b, t, d], one for a layer with values) and
-    ngram [b, t, d], see signed_sum. All attentions after layer cfg.source read its output (record
-    77). Layer skip[1] has the gated output of layer skip[0] in place of attention (record 45)."""
-    params, cfg = model.params, model.cfg
-    resid = params["resid_lambdas"]
-    values = found["value_tables"]
-    ngram = found["ngram"]
-    x0 = norm(smear(found["embed"], params["smear_gate"], params["smear_lambda"][0]))
-    gates = token_gates(model, 0, x0)
-    start = mix((1.0, x0), (gates["ngram", 0], ngram))
-    outputs = []
-
-    def block(i: int, x):
-        layer = cfg.layers[i]
-        if i == cfg.depth - 1:
-            return mudd_layer(model, x, start, outputs[cfg.source], found, gates)
-        if i == cfg.skip[1]:
-            amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
-            terms = [(1.0, x), (amount, outputs[cfg.skip[0]])]
-        else:
-            terms = [(resid[i, 0], x)]
-        if layer.x0:
-            terms.append((gates["x0", i], x0))
-        if layer.ngram and i:  # layer 0 has it already
-            terms.append((gates["ngram", i], ngram))
-        seen = outputs[cfg.source] if i > cfg.source else x
-        added = gated_values(model, i, seen, values) if layer.values else None
-        x = mix(*terms)
-        if layer.attends:
-            x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
-        return mlp(model, i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
-
-    if cfg.recompute:  # keep only what goes from layer to layer
-        block = jax.checkpoint(block, static_argnums=0)
-    x = start
-    for i in range(cfg.depth - 1):
-        if i == cfg.skip[0] + 1:
-            gates |= token_gates(model, 1, x)
-        x = block(i, x)
-        outputs.append(x)
-    last, h = block(cfg.depth - 1, x)
-    source = outputs[cfg.source]
-    sources = start, source, x, outputs[cfg.skip[0]], *values, h, norm(source)
-    return norm(mudd_mix(model, last, sources))
-
-
-TABLES = ("embed", "value_tables", "ngrams")  # those that look_up reads; head_grads reads the head
-
-
-def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
-    """The tokens' rows of TABLES: [b, t, d]; of value_tables a tuple of them, one for each layer;
-    of ngrams [b, 2, t, d], found at `slots_bit` among the rows that were fetched."""
-    starts = (cfg.vocab * n for n in range(len(cfg.layers_with("values"))))
-    return {
-        "embed": tables["embed"][tokens_bt],
-        "value_tables": tuple(tables["value_tables"][tokens_bt + start] for start in starts),
-        "ngrams": tables["ngrams"][slots_bit],
-    }
-
-
-# ---- Loss: features -> summed cross-entropy ----------------------------------------------------
-
-
-def cap_logits(z, cfg: Config):
-    """Logits a * sigmoid((z + b) / c), in (0, a), in float32 (records 9, 18, 54)."""
-    a, b, c = cfg.logit_cap
-    return a * jax.nn.sigmoid((z.astype(jnp.float32) + b) / c)
-
-
-def targets_ahead(aims, weights_k, prefix_weight=None):
-    """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k]. Target j
-    of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight` adds the
-    next token's prefix, where there is one (record 88). The weight is 0 beyond the end of a row,
-    and in a row of targets -1, which only fills up the last validation batch."""
-    tokens = jnp.arange(aims.targets.shape[1])
-    targets = []
-    weights = []
-    for j in range(weights_k.shape[0]):
-        targets.append(jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j))))
-        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
-        weights.append(counts * weights_k[j])
-    if prefix_weight is not None:
-        targets.append(jnp.maximum(aims.prefixes, 0))
-        weights.append((aims.prefixes >= 0) * prefix_weight)
-    return jnp.stack(targets, axis=-1), jnp.stack(weights, axis=-1)
-
-
-def in_chunks(cfg: Config, ids: int, *arrays):
-    """Arrays [r, ...] as [chunks, c, ...]: the fewest equal chunks that have no more logits, of a
-    softmax over `ids` ids, than cfg.loss_chunk tokens have over the whole vocabulary."""
-    tokens = len(arrays[0])
-    most = cfg.loss_chunk * cfg.vocab // ids
-    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
-    return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
-
-
-def chunk_losses(x_cd, head_vd, targets_ck, cfg: Config):
-    """Losses float32 [c, k] of a chunk's targets: log(sum(exp(capped logits))) - the target's.
-    Capped logits are below a, so exp cannot overflow and needs no maximum."""
-    w_vd = head_vd.astype(x_cd.dtype)
-    capped_cv = cap_logits(jnp.matmul(x_cd, w_vd.T, preferred_element_type=jnp.float32), cfg)
-    log_sum_c = jnp.log(jnp.sum(jnp.exp(capped_cv), axis=1))
-    return log_sum_c[:, None] - jnp.take_along_axis(capped_cv, targets_ck, axis=1)
-
-
-def add_losses(totals, losses_ck, weights_ck):
-    """The two sums of cross_entropy, with those of a chunk."""
-    weighted, plain = totals
-    plain += jnp.sum(jnp.where(weights_ck[:, 0] > 0, losses_ck[:, 0], 0.0))
-    return weighted + jnp.sum(losses_ck * weights_ck), plain
-
-
-def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
-    """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
-    Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
-    is 0 is not in the plain sum. The backward pass computes each chunk's logits again."""
-
-    @jax.checkpoint
-    def add(totals, chunk):
-        x_cd, targets_ck, weights_ck = chunk
-        return add_losses(totals, chunk_losses(x_cd, wide_vd, targets_ck, cfg), weights_ck), None
-
-    wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
-    zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk))[0]
-
-
-def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
-    """cross_entropy of features, with weights as of targets_ahead, over a `head` [v, d] for all or
-    [b, p, d], the rows of each row's `candidates`."""
-    arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
-    if head.ndim == 2:
-        arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
-        head = head[None]
-    rows = zip(*arrays, head, strict=True)
-    each = [model.kernels.cross_entropy(x, w, *to, model.cfg) for x, *to, w in rows]
-    return tuple(map(sum, zip(*each, strict=True)))
-
-
-def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
-    That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
-    an array [..., d] for each. (A GPU adds in no fixed order: last bits may differ.)"""
-    for n, x in enumerate(rows):
-        at = grad_vd.at[ids + n * (grad_vd.shape[0] // len(rows))]
-        x = x.astype(grad_vd.dtype)
-        grad_vd = at.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
-    return grad_vd
-
-
-ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
-PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
-
 
 # ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
 
@@ -1276,11 +466,6 @@ def schedule(cfg: Config) -> Schedule:
     return Schedule(stage, candidates, grads, adam, tables, tied, hyper)
 
 
-def hyper_at(cfg: Config, step: int) -> Hyper:
-    """The Hyper of `step`."""
-    return Hyper(*(np.asarray(column[step], np.float32) for column in schedule(cfg).hyper))
-
-
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each stage (frequencies float32 [2, h/4], attention scales [2]): of half-wide heads, with
     the short window, and of whole ones, with the long one. YaRN (Peng et al. 2023): when a window
@@ -1327,169 +512,386 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     return rates
 
 
-def is_due(period: int, last: int, step: int) -> bool:
-    """Whether a multiple of `period` (0: never) lies after `last` and not after `step`."""
-    return period > 0 and step // period > last // period
+def hyper_at(cfg: Config, step: int) -> Hyper:
+    """The Hyper of `step`."""
+    return Hyper(*(np.asarray(column[step], np.float32) for column in schedule(cfg).hyper))
 
 
-# ---- Optimizers --------------------------------------------------------------------------------
-
-# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
-# singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
-ANVIL_MAPS = (
-    (3.923798038567, -6.095026865488, 3.905234618423),
-    (3.278126713798, -3.328923386476, 0.989127286973),
-    (3.505298394150, -5.137358782410, 1.968325560615),
-    (2.815058591845, -3.685181239622, 1.417196497642),
-    (2.245503932403, -2.443826979899, 0.963091710461),
-    (2.256537145403, -2.166840097229, 0.929501253245),
-)
+# ---- Batches: what a step gets of the data, made ahead of use, from the outside in -------------
 
 
-def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
-    """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
-    The update blends both, and the gradient itself (Nesterov). The averages start at zero, which
-    nothing corrects: orthogonalize ignores an update's length."""
-    fast = fast + (1 - hyper.fast_beta) * (grad - fast)
-    slow = slow + slow_rate * (grad - slow)
-    average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
-    return grad + hyper.momentum * (average - grad), fast, slow
+class Aims(NamedTuple):
+    """The targets of a batch, as positions among the candidates of their row (p = 0: as ids)."""
+
+    candidates: np.ndarray  # int32 [b, p] ids, ascending; p = 0: every id is a candidate
+    targets: np.ndarray  # int32 [b, t] the next token; -1: none
+    prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
 
 
-def orthogonalize(x, dtype):
-    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`.
-    ANVIL_MAPS bring all singular values near 1, with the Gram matrix of the shorter side."""
-    x = x.astype(dtype)
-    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
-    x = (x / (size * 1.05 + 1e-6)).astype(dtype)
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
+class Rows(NamedTuple):
+    """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
 
-    def closer(x, coefficients):
-        a, b, c = coefficients
-        gram = x @ x.mT
-        return a * x + (b * gram + c * (gram @ gram)) @ x, None
-
-    # As a loop: the TPU's compiler takes twice as long for six copies of its matmuls.
-    x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
-    return x.mT if tall else x
+    tokens: jax.Array  # uint16 [rows, t+1]
+    hashed: jax.Array  # uint16 [rows, t]: what n-gram hashes see of the first t
+    slots: jax.Array  # int32 [rows, 2, t]: of bigrams and trigrams, in what the device fetches
+    aims: Aims
 
 
-def equalize(update, square, rate):
-    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025):
-    the rows of tall and square matrices, else the columns. Bank [l, rows, cols] and the running
-    mean square of neurons [l, n] -> (update, mean square); a matrix keeps its norm."""
-    along = 2 if update.shape[1] >= update.shape[2] else 1
-    power = jnp.mean(jnp.square(update), axis=along)
-    square = square + rate * (power - square)
-    gain = lax.rsqrt(jnp.maximum(square, 1e-10))
-    before, after = (jnp.sqrt(jnp.sum(x, 1, keepdims=True)) for x in (power, power * gain**2))
-    gain = gain * before / jnp.maximum(after, 1e-10)
-    return update * jnp.expand_dims(gain, along), square
+class Batch(NamedTuple):
+    """What a step needs beside the state."""
+
+    rows: Rows
+    requests: jax.Array  # int32 [devices, devices, c]: what each requests of each, see `request`
+    hyper: Hyper
 
 
-def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
-    """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92).
-    Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
-    momentum: all directions learn at one rate. ANVIL has two_rails for momentum, and equalizes.
-    Banks are [l, rows, cols], `square` [l, neurons]: this device's matrices. Weights decay only
-    where the slow average shrinks them or is zero (cautious, after Liang et al. 2024; record
-    43)."""
-    param, fast, slow, square = old
-    update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
-    update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
-    update, square = equalize(update, square, cfg.equalize_rate)
-    shrinks = slow * param >= 0
-    lr = hyper.lr * row.lr
-    count = len(param)
-    scale = pad_rows(jnp.float32(row.scale), count * lax.axis_size(AXIS))
-    scale = lax.dynamic_slice_in_dim(scale, count * lax.axis_index(AXIS), count)
-    rate = lr * scale[:, None, None]
-    return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
+class LoaderState(NamedTuple):
+    """Where a run stands in its data; a checkpoint holds one."""
+
+    cursor: int  # in the stream
+    offsets: tuple[int, ...]  # in the walk of `candidates`, of each row that this process has
 
 
-def descend(param, update, decay):
-    """`param` less `update`. Weights decay by the share `decay`, only where the update shrinks them
-    (record 50), so never where it is zero."""
-    return param - update - decay * (update * param > 0) * param
+def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
+    """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
+    begin evenly apart; if the number of rows has changed, again from where the first one was."""
+    if len(offsets) != cfg.rows:
+        first = offsets[0] if offsets else 0
+        offsets = [(first + cfg.vocab * r // cfg.rows) % cfg.vocab for r in range(cfg.rows)]
+    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, cfg.rows)))
 
 
-def adam(param, mean, square, grad, rates: tuple):
-    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
-    the original, eps is added to the root before bias correction. `rates`: of adam_rates."""
-    lr, decay, count, (b1, b2), eps = rates
-    mean = b1 * mean + (1 - b1) * grad
-    square = b2 * square + (1 - b2) * jnp.square(grad)
-    correction = jnp.sqrt(1 - b2**count) / (1 - b1**count)
-    update = lr * correction * mean / (jnp.sqrt(square) + eps)
-    return descend(param, update, lr * lr * decay), mean, square
+def own_rows(mesh: Mesh, count: int) -> range:
+    """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
+    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    first = mine.index(True)
+    each = count // mesh.size
+    return range(first * each, (first + sum(mine)) * each)
 
 
-def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> tuple:
-    """(lr, decay, number of the step from 1, betas, eps) of a parameter. A table update that sums
-    twice as many steps forgets as much as two did: betas squared, decay doubled (record 92)."""
-    of_tables = row.updated_by == "tables"
-    span = hyper.table_span if of_tables else 1
-    count = hyper.table_count if of_tables else hyper.adam_count
-    betas = tuple(beta**span for beta in row.betas)
-    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps
+STALL_SECONDS = 10  # a batch that takes longer is reported
 
 
-def apply_updates(cfg: Config, state, grads, hyper: Hyper):
-    """The state after an update of the parameters in `grads`: this device's shard of the gradients,
-    summed over devices and the steps since the last update. While tied, the head's gradient
-    contains that of the embedding, which has none of its own: it is a copy of the head, and so are
-    its moments (records 51, 53). Every update writes the averages, with rate 0 where they do not
-    change, so that no step needs a program of its own."""
-    new = {kind: dict(entries) for kind, entries in state.items()}
-    for name, row in param_table(cfg).items():  # in this order: the head stands before its copy
-        kinds = "params", *MOMENTS[row.optimizer](row.shape)
-        old = [state[kind][name] for kind in kinds]
-        if name not in grads:
-            if row.tied_to not in grads:
-                continue
-            after = [new[kind][row.tied_to] for kind in kinds]
-        elif row.optimizer == "anvil":
-            after = anvil(cfg, row, old, grads[name], hyper)
-        else:
-            after = adam(*old, grads[name], adam_rates(cfg, row, hyper))
-        for kind, x in zip(kinds, after, strict=True):
-            new[kind][name] = x
-        for average, _ in row.averages:
-            rate = hyper.average_rates[AVERAGES.index(average)]
-            before = state[average][name]
-            new[average][name] = before + rate * (new["params"][name] - before)
-    return new
+def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
+    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
+    the loader does no work for free. `late` gets a line when an item takes long."""
+    ready = queue.Queue(depth)
+
+    def make():
+        try:
+            supply = iter(items)
+            while running.wait():
+                ready.put(next(supply))
+        except BaseException as error:  # StopIteration too: the main thread raises or ends
+            ready.put(error)
+
+    threading.Thread(target=make, daemon=True).start()
+    while True:
+        try:
+            item = ready.get(timeout=STALL_SECONDS)
+        except queue.Empty:
+            late("waiting for the loader: is the disk of the data slow?")
+            continue
+        if isinstance(item, StopIteration):
+            return
+        if isinstance(item, BaseException):
+            raise item
+        yield item
 
 
-def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step. Weights
-    move towards their averages, in the order of Param.averages: an average is less noisy than the
-    weights it is of, but also shorter. Logits and the stream depend on that length, so `rescaled`
-    parameters get back the one they had."""
-
-    def length(x):
-        return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
-
-    params = dict(state["params"])
-    used = schedule(cfg).hyper.average_rates.any(axis=0)
-    for name, row in param_table(cfg).items():
-        for average, share in row.averages:
-            if used[AVERAGES.index(average)]:
-                params[name] += share * (state[average][name] - params[name])
-        if row.rescaled:
-            before = length(state["params"][name])
-            after = length(params[name])
-            params[name] *= jnp.where(after > 0, before / after, 1.0)
-    return state | {"params": params}, compute_copies(cfg, params, GATHER)
+def train_batches(
+    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
+):
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
+    tables of the vocabulary are made here, so that the clock counts them."""
+    known = vocabulary(cfg, words)
+    for now in range(step, cfg.steps):
+        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
+        yield put_batch(cfg, mesh, now, *arrays), state
 
 
-# ---- N-gram table: hashed rows for the bigrams and trigrams of the text, 99 % of all numbers ---
-# A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
-# every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
-# sends their gradients to the owners; a table update sums those of some steps.
+def next_batch(
+    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
+):
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
+    process plans the whole batch, from where documents begin, and reads its own rows."""
+    stage = stage_at(cfg, step)
+    count = schedule(cfg).candidates[step]
+    pieces, cursor = plan_rows(stream, state.cursor, stage)
+    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
+    each = zip(tokens, state.offsets, strict=True)
+    aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
+    aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
+    return *hashed_rows(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
 
-NGRAMS = "ngram_table"
+
+def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
+    """(Rows, requests) on the devices, with the Hyper of `step`."""
+    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
+    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
+
+
+# ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
+
+SHARD_MAGIC = 20240520  # the llm.c token file format: this,
+SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
+HEADER_BYTES = 1024
+
+
+class TokenStream:
+    """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
+    A cursor is a position in it, counted from the first token of the first shard."""
+
+    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
+        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
+        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
+        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
+        self.bos = bos
+        self.shards = [open_shard(path) for path in self.paths] * passes
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def find_documents(self, number: int) -> np.ndarray:
+        """Where documents begin in shard `number`."""
+        return np.flatnonzero(self.shards[number] == self.bos)
+
+    def shard_at(self, cursor: int) -> tuple[int, int]:
+        """(number of the shard that holds `cursor`, its first position)."""
+        number = int(np.searchsorted(self.ends, cursor, side="right"))
+        end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
+        need(number < len(self.shards), f"{end}: download more shards or use fewer steps")
+        return number, int(self.ends[number]) - len(self.shards[number])
+
+    def read(self, cursor: int, count: int) -> np.ndarray:
+        """`count` tokens from `cursor` on, uint16, across shard borders."""
+        parts = [np.empty(0, np.uint16)]
+        while count:
+            number, start = self.shard_at(cursor)
+            parts.append(self.shards[number][cursor - start :][:count])
+            cursor += len(parts[-1])
+            count -= len(parts[-1])
+        return np.concatenate(parts)
+
+
+def open_shard(path) -> np.memmap:
+    """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
+    try:
+        header = np.fromfile(path, dtype="<i4", count=3).tolist()
+        tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+        if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
+            raise ValueError(f"{len(tokens)} tokens follow a header {header}")
+    except (OSError, ValueError) as error:
+        no = f"{path} is no whole token shard ({error})"
+        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
+    return tokens
+
+
+def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
+    """The plan of a global batch of `stage`, from the cursor alone."""
+    if stage.doc_cap:
+        return plan_packed(stream, cursor, stage)
+    return plan_plain(cursor, stage.rows, stage.row_tokens)
+
+
+def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
+    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch. A
+    piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the row
+    is full; the rest of a cut document is passed over. Rows of t tokens are filled in order, with
+    t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
+    shard, the next one begins. This is the original's order on its eight devices."""
+    while True:
+        number, base = stream.shard_at(cursor)
+        starts = stream.documents(number)
+        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
+        first = int(np.searchsorted(starts, cursor - base))
+        pieces = []
+        row = 0
+        room = stage.row_tokens + 1
+        # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
+        for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
+            stop = min(stop, start + stage.doc_cap, start + room)
+            pieces.append((row, base + start, base + stop))
+            room -= stop - start
+            if room == 0:
+                row += 1
+                if row == stage.rows:
+                    return pieces, base + stop
+                room = stage.row_tokens + 1
+        cursor = int(stream.ends[number])
+
+
+def plan_plain(cursor: int, rows: int, t: int):
+    """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
+    wherever documents begin: neighbours share one token, and no token is left out."""
+    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
+    return pieces, cursor + rows * t
+
+
+def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
+    """The rows `here` of a plan, uint16 [rows, t+1]."""
+    found = {row: [] for row in here}
+    for row, start, stop in pieces:
+        if row in found:
+            found[row].append(stream.read(start, stop - start))
+    return np.stack([np.concatenate(found[row]) for row in here])
+
+
+# ---- Vocabulary: prefixes and normal forms of ids, the ids of a row's softmax ------------------
+
+MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
+DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
+
+
+def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
+    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
+    merges in `folder`. UserError if they cannot be had."""
+    words = [bytes([i]) for i in range(256)]
+    try:
+        if cfg.encoding == "gpt2":
+            cure = "pip install -r requirements.txt, and connect to the network once"
+            import tiktoken
+
+            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
+            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+        elif cfg.encoding == "bpe":
+            cure = f"make the data in {folder} again"
+            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
+            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+                raise ValueError(f"{MERGES} is not of these shards")
+    except Exception as error:  # of tiktoken, of the network, of a damaged file
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
+    return words[: cfg.bos]
+
+
+class Vocabulary(NamedTuple):
+    """Two tables over all ids."""
+
+    prefix_v: np.ndarray  # int32: the longest token that this one begins with; -1: none
+    hashed_v: np.ndarray  # uint16: the id that stands for this one in n-gram hashes
+
+
+def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
+    """The Vocabulary of `words`, the bytes of ids; BOS and padding, after them, have none."""
+    changed = words if cfg.ngram_ids == "normalised" else []
+    return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(changed, cfg.vocab))
+
+
+def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
+    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88). In sorted
+    order only words that share a prefix stand between it and a word: open ones form a stack."""
+    table = np.full(vocab, -1, np.int32)
+    opened = []
+    for i in sorted(range(len(words)), key=words.__getitem__):
+        while opened and not words[i].startswith(words[opened[-1]]):
+            opened.pop()
+        if opened:
+            table[i] = opened[-1]
+        opened.append(i)
+    return table
+
+
+def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
+    """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375), or
+    itself. " The", "the" and "THE" then share their n-grams, and fewer collide: 32,980 of 50,257
+    ids are left."""
+    table = np.arange(vocab).astype(np.uint16)
+    first = {}
+    for i, form in enumerate(map(normal_form, words)):
+        if form:
+            table[i] = first.setdefault(form, i)
+    return table
+
+
+def normal_form(word: bytes) -> str:
+    """A word without case, accents, variants of letters and space around it; "": it has no form."""
+    try:
+        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode()))
+    except UnicodeDecodeError:  # part of a character
+        return ""
+    text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
+    text = re.sub(r"[ \t\r\n]+", " ", text)
+    return text if text == " " else text.strip(" \v\f\x85\u1680\u2028\u2029")  # all white space
+
+
+def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
+    """(Aims of a row of t+1 tokens without their axis b, next offset)."""
+    targets_t, vocab = row[1:], len(prefix_v)
+    if not count:
+        found = targets_t.astype(np.int32), prefix_v[targets_t]
+        return Aims(np.empty(0, np.int32), *found), offset
+    ids, offset = candidates(targets_t, offset, count, vocab)
+    number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
+    number[ids] = np.arange(count)
+    found = number[targets_t], number[prefix_v[targets_t]]
+    return Aims(ids.astype(np.int32), *found), offset
+
+
+STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
+
+
+def candidates(targets_t, offset: int, count: int, vocab: int):
+    """(`count` ids, ascending; next offset): all targets of a row, filled up with the next ids of a
+    walk through the vocabulary in steps of 20011. Sampled softmax (record 92): most ids are no
+    target of a row, but cost as much as those that are. Such losses are too low: they jump when the
+    last stages take the whole vocabulary."""
+    chosen = np.zeros(vocab, bool)
+    chosen[targets_t] = True
+    lacking = count - np.count_nonzero(chosen)
+    many = f"a row has {count - lacking:,} different tokens, more than its {count:,} candidates"
+    need(lacking >= 0, f"{many}: raise --set stages.N.candidates=")
+    if lacking:
+        draw = min(vocab, int(lacking * 1.7) + 256)  # enough, though some of them are targets
+        ids = np.arange(offset, offset + draw) * STRIDE % vocab
+        ids = ids[~chosen[ids]][:lacking]
+        if len(ids) < lacking:  # the walk met too many targets: evenly from all that are none
+            others = np.flatnonzero(~chosen)
+            ids = others[:: max(1, len(others) // lacking)][:lacking]
+        chosen[ids] = True
+        offset = (offset + draw) % vocab
+    return np.flatnonzero(chosen), offset
+
+
+# ---- N-grams: the rows of their table that a batch needs, by hash and by owner -----------------
+
+
+def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    hashed = known.hashed_v[tokens[:, :-1]]
+    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    return Rows(tokens, hashed, slots, aims), requests
+
+
+def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
+    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` of the devices. Requests
+    are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
+    each token then finds its two. An n-gram that does not fit into the request to its owner gets
+    slot 0, the row of trigrams without history, which every batch requests."""
+    size = capacity(hashed.size // mine * devices, devices)
+    owned = -(-cfg.ngram_rows // devices)  # rows of each device
+
+    def of_device(rows):
+        ids = table_rows(ngram_ids(rows, cfg.ngram_rows), cfg.ngram_rows)
+        different, which = np.unique(ids, return_inverse=True)
+        owner, row = np.divmod(different, owned)
+        slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
+        fits = slot < size
+        requests = np.full((devices, size), owned, np.int32)
+        requests[owner[fits], slot[fits]] = row[fits]
+        slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
+        return requests, slots.reshape(ids.shape).swapaxes(0, 1)
+
+    with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
+        requests, slots = zip(*pool.map(of_device, np.split(hashed, mine)), strict=True)
+    return np.stack(requests), np.concatenate(slots)
 
 
 def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
@@ -1527,119 +929,224 @@ def capacity(batch_tokens: int, devices: int) -> int:
     return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
 
 
-def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` of the devices. Requests
-    are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
-    each token then finds its two. An n-gram that does not fit into the request to its owner gets
-    slot 0, the row of trigrams without history, which every batch requests."""
-    size = capacity(hashed.size // mine * devices, devices)
-    owned = -(-cfg.ngram_rows // devices)  # rows of each device
-
-    def of_device(rows):
-        ids = table_rows(ngram_ids(rows, cfg.ngram_rows), cfg.ngram_rows)
-        different, which = np.unique(ids, return_inverse=True)
-        owner, row = np.divmod(different, owned)
-        slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
-        fits = slot < size
-        requests = np.full((devices, size), owned, np.int32)
-        requests[owner[fits], slot[fits]] = row[fits]
-        slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
-        return requests, slots.reshape(ids.shape).swapaxes(0, 1)
-
-    with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
-        requests, slots = zip(*pool.map(of_device, np.split(hashed, mine)), strict=True)
-    return np.stack(requests), np.concatenate(slots)
+# ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
 
 
-def sign_ids(x_bt, rows: int):
-    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
-    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
-    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
-    x_bt = x_bt.astype(jnp.int32)
-    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
-    t = jnp.arange(x_bt.shape[1])[None]
-    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
-    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
-    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
+@dataclass(frozen=True)
+class Param:
+    """A row of the parameter table."""
+
+    shape: tuple[int, ...]
+    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the start
+    optimizer: str  # anvil, adam, or rows (one second moment for each row of a table)
+    updated_by: str  # anvil (every step), adam, or tables (seldom)
+    lr: float
+    decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
+    betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
+    scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
+    averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, share of the way there at the end)
+    rescaled: bool = False  # after that the weights get back the norm they had
+    sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
+    tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
+    dtype: str = "float32"  # of the master
 
 
-def sign_pool(cfg: Config, seed):
-    """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
-    key = jax.random.fold_in(jax.random.key(seed), 92)
-    return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
+MOMENTS = {  # optimizer -> what it keeps of a parameter of this shape: kind -> shape
+    "anvil": lambda s: {"fast": s, "slow": s, "equaliser": (s[0], max(s[1:]))},
+    "adam": lambda s: {"first": s, "second": s},
+    "rows": lambda s: {"second": s[:1]},
+}
 
 
-def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
-    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
-    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
-    rows_b1td = jnp.split(ngrams_bitd, 2, axis=1)
-    terms = zip(sign_ids(hashed_bt, cfg.sign_rows), rows_b1td, strict=True)
-    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
+@functools.cache
+def param_table(cfg: Config) -> dict[str, Param]:
+    """Name -> Param: every parameter, its size, its start and how it learns. Tables have a row for
+    each token (value_tables: for each of its layers) or hashed n-gram. A row whose moments are
+    still zero neither moves nor decays, so rare tokens keep their start.
+
+    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
+        qk_bank [2 n/2 per attention, 2h, d]: q of each two heads, then k; x W^T
+        vo_bank [2 per attention, d, d]: v, then o; x W^T
+        mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
+    ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
+    80). Down-projections start at zero: the MLPs begin as the identity. An orthogonalized update
+    has unit singular values whatever the shape, so it changes an output element less as the output
+    grows; sqrt(f / d) makes up for that in the up-projections (Jordan et al. 2024). The
+    down-projections get twice as much, found by trial (record 48).
+    """
+    d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
+    v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth
+    attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
+    slots, count = mlp_slots(cfg)
+    served = set(itertools.chain(*slots))
+    up = [math.sqrt(max(1, f / d)) * (slot in served) for slot in range(count)]
+
+    def adam(shape, start, lr, decay, betas, **more):
+        updated = {"optimizer": "adam", "updated_by": "adam"} | more
+        rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
+        return Param(shape, start, **updated, **rates)
+
+    def bank(shape, *averages, live=None, scale=None):  # default: all matrices live, at factor 1
+        start = functools.partial(uniform, 0.5 / math.sqrt(d), live or shape[0])
+        more = {"scale": scale or (1.0,) * shape[0], "averages": averages, "rescaled": True}
+        return Param(shape, start, "anvil", "anvil", cfg.lr_anvil, cfg.decay_anvil, **more)
+
+    def small(shape, start, lr, betas, decay=0):
+        return adam(shape, start, lr, decay, betas, sharded=False)
+
+    ema = {"averages": (("ema", 0.65),), "rescaled": True}
+    values = {"updated_by": "tables", "averages": (("value_average", 1.0),)}
+    ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
+    replaced = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # both numbers: record 92
+    scale = (*up, *(2 * x for x in up))
+    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 2)  # of the small MLPs
+    gates = np.zeros((2, max(at.stop for half in gate_slices(cfg) for at in half.values())))
+    for half, slices in enumerate(gate_slices(cfg)):
+        for (kind, _), at in slices.items():
+            gates[half, at] = GATES[kind] / GATE_SCALE
+    fast = 0.9, 0.95  # betas of mixing weights
+    slow = 0.9, 0.99  # betas of gates and other scalars
+    return {
+        #             shape       start  lr  decay  betas
+        "head": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
+        "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema, tied_to="head"),
+        "value_tables": adam((tables * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
+        "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
+        #                shape  averages  live  factors on lr_anvil
+        "qk_bank": bank((n * attends, 2 * h, d), ("bank_ema", 0.55)),
+        "vo_bank": bank((2 * attends, d, d), *replaced),
+        "mlp_bank": bank((2 * count, f, d), *replaced, live=count, scale=scale),
+        #                      shape                       start  lr  betas
+        "value_gate": small((tables - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
+        "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
+        "resid_lambdas": small((depth, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
+        "post_lambdas": small((depth, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
+        "qkv_lambda": small((depth,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
+        "o_lambda": small((depth,), 1.0, 5, slow),
+        "smear_lambda": small((1,), 0.0, 5, slow),
+        "skip_lambda": small((1,), -1.5, 5, slow),
+        "mudd_w1": small((2, w, d), hidden, 0.25, slow, decay=1),
+        "mudd_w2": small((2, len(Mudd._fields), w), 0.0, 0.25, slow, decay=1),
+        "mudd_b2": small((2, len(Mudd._fields)), MUDD_START, 0.25, slow),
+        "mudd_w2g": small((len(Mudd._fields), 2 * n, w), 0.0, 0.25, slow, decay=1),
+        "gate_w1": small((2, w, d), hidden, 0.1, slow, decay=1),
+        "gate_w2": small((*gates.shape, w), 0.0, 0.1, slow, decay=1),
+        "gate_b2": small(gates.shape, gates, 0.1, slow),
+        "gate_scale": small((1,), GATE_SCALE, 0.1, slow),
+    }
 
 
-def exchange(x):
-    """x [devices, ...]: part k goes to device k; back comes, as part j, what device j has sent."""
-    return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+def normal(std: float) -> Callable:
+    """An initializer: normal with this standard deviation."""
+    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
-def fetch(table_rd, requested_kc):
-    """The rows of the n-gram table that this device has requested: [devices * c, d]. `table_rd` is
-    its shard of the table; `requested_kc`, from an exchange of all requests, are the rows of that
-    shard for device k (padding: len(table_rd))."""
-    rows_kcd = table_rd.at[requested_kc].get(mode="clip")
-    return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
+def uniform(std: float, live: int, key, shape):
+    """The start of a bank: uniform in its first `live` matrices, zero in the others."""
+    bound = math.sqrt(3) * std
+    values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+    return jnp.where((np.arange(shape[0]) < live)[:, None, None], values, 0.0)
 
 
-def dropped_ngrams(slots_bit):
-    """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
-    trigrams of a row's first two tokens do, which have no history."""
-    return jnp.sum(slots_bit == 0, dtype=jnp.float32) - slots_bit[:, 1, :2].size
+def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
+    """(for each layer the slots of its MLPs in the MLP bank, number of slots). Slot i is the first
+    MLP of layer i, unused if it has none; the slots from cfg.depth on are second MLPs."""
+    count = cfg.depth
+    slots = []
+    for i, layer in enumerate(cfg.layers):
+        slots.append((i, *range(count, count + layer.mlps - 1))[: layer.mlps])
+        count += max(layer.mlps - 1, 0)
+    return slots, count
 
 
-def sum_requests(parts, size: int, add_rows: Callable):
-    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
-    `parts` has for each step since the last update the requested rows [devices, c] and their
-    gradients [devices, c, d]. Sorting brings equal ids together, add_rows sums them."""
-    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
-    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
-    numbers = jnp.arange(len(ids))
-    ids, order = lax.sort((ids, numbers), num_keys=1)
-    run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
-    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
-    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
-    return jnp.where(numbers > run[-1], size + numbers, first), total
+GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
+GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
+GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}  # kind -> its start
 
 
-def adam_rows(table, square, ids, grad, rates: tuple):
-    """One step on the rows of a table that were read: (new table, new mean square of each row).
-    Adam without a mean and with one second moment for each row (record 92; both moments of all
-    numbers would take 260 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
-    device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
-    but their mean squares decay. The table has no float32 master. A change is added, not put in
-    place: a v6e's SparseCores can only add."""
-    lr, decay, count, (_, b2), eps = rates
-    square = b2 * square
-    increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
-    mean_square = square.at[ids].get(mode="clip") + increase
-    size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
-    old = table.at[ids].get(mode="clip")
-    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay)
-    options = {"mode": "drop", "unique_indices": True}
-    table = table.at[ids].add(new.astype(table.dtype) - old, **options)
-    return table, square.at[ids].add(increase, **options)
+@functools.cache
+def gate_slices(cfg: Config) -> tuple[dict, dict]:
+    """Which outputs of the two gate MLPs are whose: for each MLP (kind of GATES, layer) -> slice.
+    The first serves the layers up to skip[0] and reads the embedding, the second serves those after
+    it and reads the stream as it leaves skip[0]. xsa and gated have one output for each head."""
+    halves = []
+    for layers in (range(cfg.skip[0] + 1), range(cfg.skip[0] + 1, cfg.depth)):
+        slices = {}
+        end = 0
+        for kind in GATES:
+            width = cfg.heads if kind in ("xsa", "gated") else 1
+            served = (cfg.skip[1],) if kind == "skip" else cfg.layers_with(kind)
+            for i in sorted({*served} & {*layers}):
+                slices[kind, i] = slice(end, end + width)
+                end += width
+        halves.append(slices)
+    return tuple(halves)
 
 
-def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
-    """(the state after adam_rows, summed gradients of rows); `parts`: see sum_requests."""
-    table = state["params"][NGRAMS]
-    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
-    rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
-    table, square = adam_rows(table, state["second"][NGRAMS], ids, grads, rates)
-    params = state["params"] | {NGRAMS: table}
-    return state | {"params": params, "second": state["second"] | {NGRAMS: square}}, grads
+class Mudd(NamedTuple):
+    """The weights of one token in mudd_layer (MUltiway Dynamic Dense connections), in the order of
+    the outputs of the small MLP that makes them. The defaults are their values at the start."""
+
+    v_start: float = 0.0  # added to v: the start of the stream,
+    v_source: float = 0.0  # what later attentions read,
+    v_x: float = 0.0  # the stream
+    x_start: float = 0.0  # added to the stream before attention: the same three
+    x_source: float = 0.0
+    x_x: float = 0.0
+    values_left: float = 2.0  # of the value row, for the first half of the heads
+    values_right: float = 2.0
+    # What other layers have in resid_lambdas, post_lambdas and gates: four weights for the sum
+    # after attention, two for the one after the MLP.
+    keep_attention: float = math.sqrt(1.1)
+    attention: float = 1.0
+    start: float = 0.0
+    ngram: float = 0.05
+    keep_mlp: float = math.sqrt(1.1)
+    mlp: float = 1.0
 
 
-# ---- The step: what every device does, with every collective in plain sight --------------------
+MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
+# Biases of those MLPs [2, 14]: of mudd_layer the defaults of Mudd; of mudd_mix one for each source,
+# -0.5 for the second (which later attentions have read), else 0.
+MUDD_START = np.array([Mudd(), np.eye(len(Mudd._fields))[1] * -0.5]) / MUDD_SCALE
+
+
+def updated(cfg: Config, update: str) -> list[str]:
+    """The parameters that the program `update` changes."""
+    by = re.match("[a-z]+", update)[0]  # adam of adam_tied, tables of tables0-0
+    return [name for name, row in param_table(cfg).items() if row.updated_by == by]
+
+
+def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
+    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
+    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
+    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
+    and sharded like the parameter: each device updates its shard (ZeRO)."""
+    state = {}
+    for name, row in param_table(cfg).items():
+        shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
+        shapes |= {average: row.shape for average, _ in row.averages}
+        for kind, shape in shapes.items():
+            dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
+            state.setdefault(kind, {})[name] = leaf(shape, dtype, row)
+    return state
+
+
+def init_state(cfg: Config, shards: int, seed):
+    """The training state before the first step, padded for so many devices; its numbers do not
+    depend on how many there are."""
+    key = jax.random.key(seed)
+    state = map_state(cfg, lambda s, dtype, row: jnp.zeros(padded_shape(s, row, shards), dtype))
+    for name, row in param_table(cfg).items():
+        # A key from the name: adding a parameter does not change the others.
+        salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
+        if callable(row.init):
+            start = row.init(jax.random.fold_in(key, salt), row.shape)
+        else:
+            start = jnp.full(row.shape, row.init, jnp.float32)
+        before = state["params"][name]
+        state["params"][name] = pad_rows(start, len(before)).astype(before.dtype)
+    return state
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
@@ -1655,52 +1162,559 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     return copies
 
 
-def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
-    params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
-    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
-    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
+def start_state(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function seed -> training state, born in its shards."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
+    return jax.jit(functools.partial(init_state, cfg, mesh.size), out_shardings=shardings)
 
 
-def gather_banks(cfg: Config, copies, after):
-    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
-    with whole banks, a function that reduce-scatters the gradients of these). XLA starts a
-    collective as early as it can and needs its result as late as it can; the barrier starts these
-    with `after`, the first input of the model. MLPs are gathered one matrix of each device at a
-    time: the first layers need not wait for all. A whole bank is a list of matrices from lax.split:
-    its transpose joins their gradients, where XLA would pad those of slices to the whole bank and
-    add them. (update_step gathers the tables: no computation could hide that.)"""
-    sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
-    after, sharded = lax.optimization_barrier((after, sharded))
-
-    def split(bank):
-        return lax.split(bank, (1,) * len(bank))
-
-    def gather(name, x):
-        shards = split(x) if name == "mlp_bank" else [x]
-        parts = [split(GATHER(shard)) for shard in shards]
-        return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
-
-    # The transpose of all-gather is reduce-scatter.
-    banks, reduce = jax.vjp(lambda x: {name: gather(name, x[name]) for name in x}, sharded)
-    return after, copies | banks, lambda grads: reduce({name: grads[name] for name in banks})[0]
+def sign_pool(cfg: Config, seed):
+    """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
+    key = jax.random.fold_in(jax.random.key(seed), 92)
+    return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
 
 
-def rows_together(cfg: Config, b: int, t: int) -> int:
-    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
-    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
+def start_copies(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
+
+    def copies(params, seed):
+        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
+
+    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
+    return jax.jit(copies, out_shardings=shardings)
 
 
-def micro_batches(cfg: Config, rows: "Rows"):
-    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
-    b, t = rows.tokens[:, 1:].shape
-    together = rows_together(cfg, b, t)
-    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
+# ---- Model: rows of tables -> features, from the top down --------------------------------------
 
 
-def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: "Batch"):
+class Kernels(NamedTuple):
+    """The five places where Part III may put something faster: the same up to rounding."""
+
+    attend: Callable  # attend_heads with an attention
+    add_mlp: Callable  # half a layer
+    cross_entropy: Callable
+    add_rows: Callable  # scatter_rows: the gradient of a lookup
+    blend: Callable  # sums with weights of each token
+
+
+class Model(NamedTuple):
+    """What all layers of a forward pass share."""
+
+    params: dict  # the compute copies: large ones in cfg.dtype, small ones in float32
+    cfg: Config
+    kernels: Kernels
+    windows: tuple[int, int]  # short and long
+    segments_bt: jax.Array  # attention does not cross from one number to another
+    hyper: Hyper
+
+
+TABLES = ("embed", "value_tables", "ngrams")  # those that look_up reads; head_grads reads the head
+
+
+def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
+    """The tokens' rows of TABLES: [b, t, d]; of value_tables a tuple of them, one for each layer;
+    of ngrams [b, 2, t, d], found at `slots_bit` among the rows that were fetched."""
+    starts = (cfg.vocab * n for n in range(len(cfg.layers_with("values"))))
+    return {
+        "embed": tables["embed"][tokens_bt],
+        "value_tables": tuple(tables["value_tables"][tokens_bt + start] for start in starts),
+        "ngrams": tables["ngrams"][slots_bit],
+    }
+
+
+def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
+    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
+    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
+    rows_b1td = jnp.split(ngrams_bitd, 2, axis=1)
+    terms = zip(sign_ids(hashed_bt, cfg.sign_rows), rows_b1td, strict=True)
+    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
+
+
+def sign_ids(x_bt, rows: int):
+    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
+    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
+    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
+    x_bt = x_bt.astype(jnp.int32)
+    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    t = jnp.arange(x_bt.shape[1])[None]
+    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
+    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
+    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
+
+
+def forward(model: Model, found: dict):
+    """The model, from the tokens' rows of the tables to the normed output of mudd_mix [b, t, d].
+    `found`: embed [b, t, d], value_tables (a tuple of [b, t, d], one for a layer with values) and
+    ngram [b, t, d], see signed_sum. All attentions after layer cfg.source read its output (record
+    77). Layer skip[1] has the gated output of layer skip[0] in place of attention (record 45)."""
+    params, cfg = model.params, model.cfg
+    resid = params["resid_lambdas"]
+    values = found["value_tables"]
+    ngram = found["ngram"]
+    x0 = norm(smear(found["embed"], params["smear_gate"], params["smear_lambda"][0]))
+    gates = token_gates(model, 0, x0)
+    start = mix((1.0, x0), (gates["ngram", 0], ngram))
+    outputs = []
+
+    def block(i: int, x):
+        layer = cfg.layers[i]
+        if i == cfg.depth - 1:
+            return mudd_layer(model, x, start, outputs[cfg.source], found, gates)
+        if i == cfg.skip[1]:
+            amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
+            terms = [(1.0, x), (amount, outputs[cfg.skip[0]])]
+        else:
+            terms = [(resid[i, 0], x)]
+        if layer.x0:
+            terms.append((gates["x0", i], x0))
+        if layer.ngram and i:  # layer 0 has it already
+            terms.append((gates["ngram", i], ngram))
+        seen = outputs[cfg.source] if i > cfg.source else x
+        added = gated_values(model, i, seen, values) if layer.values else None
+        x = mix(*terms)
+        if layer.attends:
+            x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
+        return mlp(model, i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
+
+    if cfg.recompute:  # keep only what goes from layer to layer
+        block = jax.checkpoint(block, static_argnums=0)
+    x = start
+    for i in range(cfg.depth - 1):
+        if i == cfg.skip[0] + 1:
+            gates |= token_gates(model, 1, x)
+        x = block(i, x)
+        outputs.append(x)
+    last, h = block(cfg.depth - 1, x)
+    source = outputs[cfg.source]
+    sources = start, source, x, outputs[cfg.skip[0]], *values, h, norm(source)
+    return norm(mudd_mix(model, last, sources))
+
+
+def smear(x_btd, weights_ng, strength):
+    """Every token takes a little of the one before it, by a gate (record 34)."""
+    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
+    return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
+
+
+def gate(x_btd, weights_ng):
+    """A number in (0, 1) for each row of weights, from a token's first features: [b, t, n]."""
+    x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
+    return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
+
+
+def token_gates(model: Model, half: int, x_btd) -> dict:
+    """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign. One
+    small MLP that sees the whole token makes all of them (record 85); at first they are its biases,
+    since W2 starts at zero."""
+    params = model.params
+    weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
+    gates = params["gate_scale"][0] * small_mlp(x_btd, *weights)
+    return {key: gates[..., at] for key, at in gate_slices(model.cfg)[half].items()}
+
+
+def small_mlp(x_btd, w1_hd, w2_ph, b2_p):
+    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, p] (GELU: Hendrycks and Gimpel 2016)."""
+    w1_hd = w1_hd.astype(x_btd.dtype)
+    hidden_bth = jnp.matmul(x_btd, w1_hd.T, preferred_element_type=jnp.float32)
+    hidden_bth = hidden_bth * (0.5 + 0.5 * lax.erf(hidden_bth * math.sqrt(0.5)))
+    return hidden_bth @ w2_ph.T + b2_p[None, None]
+
+
+def gated_values(model: Model, i: int, x_btd, values):
+    """What layer `i` adds to its v, see HeadInputs.added: the tokens' rows of its value table and a
+    gate for each head, twice the sigmoid of a weighted sum of the first features of the normed
+    input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
+    at = model.cfg.layers_with("values").index(i)
+    weights_ng = model.params["value_gate"][at]
+    values_btd = values[at]
+    half = weights_ng.shape[1] // 2
+    looks_btg = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
+    return values_btd, 2 * gate(looks_btg, weights_ng)
+
+
+def attention(model: Model, i: int, x_btd, added, gates):
+    """What the attention of layer `i` adds to the stream, from norm(x). `added`: see HeadInputs;
+    `gates`: see token_gates."""
+    cfg, hyper = model.cfg, model.hyper
+    heads = heads_of(cfg, i, model.windows)
+    wide = int(cfg.layers[i].attends == "long")
+    with jax.named_scope(f"attention{i}"):
+        qkv_btp = norm(x_btd) @ projection(model, i, heads).T
+        own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
+        others = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
+        inputs = HeadInputs(added, *own_gates, *others)
+        y_btp = model.kernels.attend(heads, qkv_btp, inputs)
+        w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
+        w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
+        weight = post_lambdas(model, i)[0] * model.params["o_lambda"][i]
+        return y_btp @ mix((weight, w_o)).T
+
+
+def projection(model: Model, i: int, heads: Heads):
+    """Weights [p, d] of q, k and v of layer `i`: of each head the first rows, up to its width."""
+    params, cfg = model.params, model.cfg
+    n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
+    qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
+    qk = qk.reshape(2 * n, -1, d)[:, : heads.qk_width]
+    v = params["vo_bank"][2 * at].reshape(n, -1, d)[:, : heads.v_width]
+    weights_pd = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
+    return mix((params["qkv_lambda"][i], weights_pd))
+
+
+def post_lambdas(model: Model, i: int):
+    """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
+    last = i == model.cfg.depth - 1
+    return jnp.ones(2, jnp.float32) if last else model.params["post_lambdas"][i]
+
+
+def mlp(model: Model, i: int, x_btd, keep=0.0):
+    """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
+    slots, count = mlp_slots(model.cfg)
+    bank = model.params["mlp_bank"]
+    up_fd = jnp.concatenate([bank[slot] for slot in slots[i]])
+    down_fd = jnp.concatenate([bank[count + slot] for slot in slots[i]])
+    with jax.named_scope(f"mlp{i}"):
+        return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(model, i)[1])
+
+
+def add_mlp(x_btd, up_fd, down_fd, keep, weight):
+    """keep x + weight squared_relu(norm(x) up^T) down; `keep` and `weight` are numbers."""
+    hidden_btf = squared_relu(norm(x_btd) @ up_fd.T)
+    return mix((keep, x_btd), (1.0, hidden_btf @ mix((weight, down_fd))))
+
+
+def squared_relu(z):
+    """relu(z)^2 (So et al. 2021)."""
+    return jnp.square(jax.nn.relu(z))
+
+
+def mudd_layer(model: Model, x, start, source, found, gates):
+    """The last layer, (output, normed input of its MLP): every token weights its own connections.
+    A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). Attention reads
+    `source`."""
+    i = model.cfg.depth - 1
+    values = found["value_tables"][-1]
+    weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
+    mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
+    both = [
+        jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
+        for of_values in (mu.values_left, mu.values_right)
+    ]
+    added_btd = model.kernels.blend(None, jnp.stack(both, axis=-1), (start, source, x, values))
+    added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))
+    x = mix(
+        (mu.keep_attention * (1 + mu.x_x), x),
+        (mu.keep_attention * mu.x_start + mu.start, start),
+        (mu.keep_attention * mu.x_source, source),
+        (mu.attention, attention(model, i, source, added, gates)),
+        (mu.ngram, found["ngram"]),
+    )
+    return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
+
+
+def mudd_mix(model: Model, x_btd, sources):
+    """The stream after the last layer, with what each token adds to it of earlier arrays:
+    x + sum_k (mu_k + delta_kg) source_k, mu_k for each token, delta_kg for each group g of features
+    too (record 81 with five sources, 92 with ten). At first it only takes out half of the output
+    that later attentions have read (as records 40 and 77 did)."""
+    k = len(sources)
+    w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
+    w2g = model.params["mudd_w2g"][:k]
+    both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
+    weights = small_mlp(x_btd, w1, both, pad_rows(b2[:k], len(both)))
+    deltas_btkg = weights[..., k:].reshape(*weights.shape[:2], k, -1)
+    weights_btkg = MUDD_SCALE * (weights[..., :k, None] + deltas_btkg)
+    return model.kernels.blend(x_btd, weights_btkg, sources)
+
+
+def blend(x_btd, weights_btkg, sources):
+    """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
+    size = sources[0].shape[-1] // weights_btkg.shape[-1]  # features of a group
+    terms = [] if x_btd is None else [(1.0, x_btd)]
+    for k, y_btd in enumerate(sources):
+        terms.append((jnp.repeat(weights_btkg[:, :, k], size, axis=-1), y_btd))
+    return mix(*terms)
+
+
+def mix(*terms):
+    """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
+    the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
+    models were up to 45 % off."""
+    total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
+    return total.astype(terms[0][1].dtype)
+
+
+def norm(x, first: int | None = None):
+    """RMS norm over the last axis, without gain, statistics in float32; of it the `first` few."""
+    square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return (x[..., :first] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
+
+
+# ---- Attention: the heads, and the reference for every kernel of Part III ----------------------
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What is static about the attention of one layer."""
+
+    count: int
+    qk_width: int  # of the queries and keys of one head
+    v_width: int  # of its values and outputs
+    window: int  # in tokens; with `paired` in half tokens
+    paired: bool = False  # see pair_heads
+    offset: bool = False  # see key_offset
+
+
+def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
+    """The Heads of layer `i`. Queries and keys of long layers are as wide as a head, and half of
+    their dimensions do not rotate; those of other layers have just the half that rotates (record
+    92). Narrow layers halve values and outputs too."""
+    layer = cfg.layers[i]
+    h = cfg.head_width
+    wide = layer.attends == "long"
+    v_width = h // 2 if layer.narrow else h
+    paired = layer.attends == "paired"
+    return Heads(cfg.heads, h if wide else h // 2, v_width, windows[wide], paired, offset=wide)
+
+
+class HeadInputs(NamedTuple):
+    """What the heads of a layer get beside their queries, keys and values."""
+
+    added: tuple | None  # (x_btd, gates_btn): x times gates, added to v; narrow heads take halves
+    xsa_btn: jax.Array | None  # gates of exclude_self
+    gates_btn: jax.Array | None  # factors on the outputs of heads
+    segments_bt: jax.Array
+    freqs: jax.Array  # of the rotation
+    scale: jax.Array  # of q k^T
+
+
+def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
+    """What is added to v, QK norm, rotation, attention, XSA and gates of one layer: [b, t, n
+    v_width]. `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the
+    contract of attend_plain. The plain form of Kernels.attend; a kernel may do it all at once."""
+    added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
+    b, t, _ = qkv_btp.shape
+    n, h = heads.count, heads.qk_width
+    q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv_btp, (n * h, 2 * n * h), axis=-1))
+    if added is not None:
+        parts = added[0].reshape(b, t, n, -1)[..., : heads.v_width]
+        v = mix((1.0, v), (added[1][..., None], parts))
+    tables = rope_tables(freqs, positions(t, heads), h)
+    q = rope(norm(q), *tables)
+    k = rope(norm(k), *tables)
+    if heads.offset:
+        k = key_offset(k)
+    if heads.paired:
+        segments_bt = jnp.repeat(segments_bt, 2, axis=1)
+        y = attend(*map(pair_heads, (q, k, v)), segments_bt, heads.window, scale).reshape(v.shape)
+    else:
+        y = attend(q, k, v, segments_bt, heads.window, scale)
+    if xsa_btn is not None:
+        y = exclude_self(y, v, xsa_btn)
+    if gates_btn is not None:
+        y = mix((gates_btn[..., None], y))
+    return y.reshape(b, t, -1)
+
+
+def positions(t: int, heads: Heads):
+    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
+    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
+    Bug-compatible: the original reshapes differently for rotation and for attention."""
+    t_1 = jnp.arange(t)[:, None]
+    return 2 * t_1 + jnp.arange(heads.count)[None] % 2 if heads.paired else t_1
+
+
+def rope_tables(freqs, positions_tn, width: int):
+    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not
+    (in whole heads half of them; these carry content regardless of position)."""
+    angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
+    rest = [(0, 0), (0, 0), (0, width // 2 - freqs.shape[0])]  # angle 0
+    return jnp.pad(jnp.cos(angles), rest, constant_values=1.0), jnp.pad(jnp.sin(angles), rest)
+
+
+def rope(x_btnh, cos_tnh, sin_tnh):
+    """Rotate the pairs (i, i + h/2) of every head by the angle of their position."""
+    left, right = jnp.split(x_btnh, 2, axis=-1)
+    cos, sin = (a.astype(x_btnh.dtype)[None] for a in (cos_tnh, sin_tnh))
+    return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
+
+
+def key_offset(k_btnh):
+    """Keys with the dimensions that do not rotate taken from the token before (record 49). One
+    layer can then do what otherwise takes two: find an earlier token like this one and read what
+    followed it (induction). A row's first token keeps its own; document borders do not matter."""
+    h = k_btnh.shape[-1]
+    shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
+    still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
+    return jnp.where(still[None, None, None], shifted, k_btnh)
+
+
+def pair_heads(x_btnh):
+    """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one, over a sequence of twice the length
+    in which their tokens alternate (record 58). So each also sees its partner's keys, and the same
+    window reaches half as far. The first half of the heads stands at 2t, the second at 2t + 1."""
+    b, t, n, h = x_btnh.shape
+    return x_btnh.reshape(b, 2 * t, n // 2, h)
+
+
+def exclude_self(y_btnv, v_btnv, gates_btn):
+    """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v,
+    which the token has without attention (record 82, in the form of record 86)."""
+    y = y_btnv.astype(jnp.float32)
+    v = v_btnv.astype(jnp.float32)
+    along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
+    return mix((1.0, y_btnv), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnv))
+
+
+# (q_btnh, k_btnh, v_btnv, segments_bt, window, scale) -> o_btnv. Token t attends to itself and to
+# those of the `window` tokens before it that have its segment id. Values may be wider or narrower
+# than queries and keys. `window` is static, `scale` may be traced.
+
+SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
+
+
+def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
+    """The reference, for any hardware: the scores of a band, softmax in float32. Up to SCORE_BYTES
+    of scores exist at once; beyond that, blocks are computed in groups, one group after the other,
+    and the backward pass computes their scores again."""
+
+    def attend(block):
+        q_cnh, k_snh, v_snv, mask_ncs = block
+        scores = jnp.einsum("cnh,snh->ncs", q_cnh, k_snh, preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.where(mask_ncs, scores * scale, -jnp.inf), axis=-1)
+        return jnp.einsum("ncs,snv->cnv", probs.astype(v_snv.dtype), v_snv)
+
+    blocks = band(q_btnh, k_btnh, v_btnv, segments_bt, window)
+    count, _, c, s = blocks[-1].shape  # of the mask
+    together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * c * s))
+    if count <= together:
+        return jax.vmap(attend)(blocks).reshape(v_btnv.shape)
+    return lax.map(jax.checkpoint(attend), blocks, batch_size=together).reshape(v_btnv.shape)
+
+
+def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
+    """Split rows into blocks of queries, each with all keys that its window can reach. Returns (q
+    [b', c, n, h], k and v [b', s, n, h or v], mask [b', 1, c, s]) with b' = b t / c, where c is the
+    smallest divisor of t that holds the window and s = 2 c: the block and the one before it. So the
+    cost grows with t * window. Where no such c < t exists, c = s = t."""
+    b, t = segments_bt.shape
+    c = next((c for c in range(max(window, 1), t) if t % c == 0), t)
+
+    def blocks(x, before: int):
+        x = x.reshape(b, t // c, c, *x.shape[2:])
+        if before and c < t:
+            edge = [(0, 0)] * (x.ndim - 2)  # what stands before the first block belongs to none
+            past = jnp.pad(x[:, :-1], [(0, 0), (1, 0), *edge], constant_values=-1)
+            x = jnp.concatenate([past, x], axis=2)
+        return x.reshape(b * (t // c), *x.shape[2:])
+
+    own = blocks(segments_bt, 0)
+    seen = blocks(segments_bt, 1)
+    s = seen.shape[1]
+    back_cs = jnp.arange(s - c, s)[:, None] - jnp.arange(s)[None, :]
+    near_cs = (back_cs >= 0) & (back_cs <= window)
+    mask = near_cs[None] & (own[:, :, None] == seen[:, None, :])
+    return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnv, 1), mask[:, None]
+
+
+def segment_ids(tokens_bt, bos: int, cap: int = 0):
+    """Which tokens may attend to each other: int32 [b, t], rising along a row. A segment begins at
+    every BOS and, with a cap, after every `cap` tokens from there on: so training cuts documents of
+    up to 3072 tokens (doc_cap) at 2560 (record 92). Validation has no cap."""
+    t = jnp.arange(tokens_bt.shape[1])[None]
+    since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
+    return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
+
+
+# ---- Loss: features -> summed cross-entropy ----------------------------------------------------
+
+
+def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
+    """cross_entropy of features, with weights as of targets_ahead, over a `head` [v, d] for all or
+    [b, p, d], the rows of each row's `candidates`."""
+    arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
+    if head.ndim == 2:
+        arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
+        head = head[None]
+    rows = zip(*arrays, head, strict=True)
+    each = [model.kernels.cross_entropy(x, w, *to, model.cfg) for x, *to, w in rows]
+    return tuple(map(sum, zip(*each, strict=True)))
+
+
+def targets_ahead(aims, weights_k, prefix_weight=None):
+    """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k]. Target j
+    of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight` adds the
+    next token's prefix, where there is one (record 88). The weight is 0 beyond the end of a row,
+    and in a row of targets -1, which only fills up the last validation batch."""
+    tokens = jnp.arange(aims.targets.shape[1])
+    targets = []
+    weights = []
+    for j in range(weights_k.shape[0]):
+        targets.append(jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j))))
+        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
+        weights.append(counts * weights_k[j])
+    if prefix_weight is not None:
+        targets.append(jnp.maximum(aims.prefixes, 0))
+        weights.append((aims.prefixes >= 0) * prefix_weight)
+    return jnp.stack(targets, axis=-1), jnp.stack(weights, axis=-1)
+
+
+def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
+    """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
+    Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
+    is 0 is not in the plain sum. The backward pass computes each chunk's logits again."""
+
+    @jax.checkpoint
+    def add(totals, chunk):
+        x_cd, targets_ck, weights_ck = chunk
+        return add_losses(totals, chunk_losses(x_cd, wide_vd, targets_ck, cfg), weights_ck), None
+
+    wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
+    zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk))[0]
+
+
+def in_chunks(cfg: Config, ids: int, *arrays):
+    """Arrays [r, ...] as [chunks, c, ...]: the fewest equal chunks that have no more logits, of a
+    softmax over `ids` ids, than cfg.loss_chunk tokens have over the whole vocabulary."""
+    tokens = len(arrays[0])
+    most = cfg.loss_chunk * cfg.vocab // ids
+    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
+    return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
+
+
+def chunk_losses(x_cd, head_vd, targets_ck, cfg: Config):
+    """Losses float32 [c, k] of a chunk's targets: log(sum(exp(capped logits))) - the target's.
+    Capped logits are below a, so exp cannot overflow and needs no maximum."""
+    w_vd = head_vd.astype(x_cd.dtype)
+    capped_cv = cap_logits(jnp.matmul(x_cd, w_vd.T, preferred_element_type=jnp.float32), cfg)
+    log_sum_c = jnp.log(jnp.sum(jnp.exp(capped_cv), axis=1))
+    return log_sum_c[:, None] - jnp.take_along_axis(capped_cv, targets_ck, axis=1)
+
+
+def cap_logits(z, cfg: Config):
+    """Logits a * sigmoid((z + b) / c), in (0, a), in float32 (records 9, 18, 54)."""
+    a, b, c = cfg.logit_cap
+    return a * jax.nn.sigmoid((z.astype(jnp.float32) + b) / c)
+
+
+def add_losses(totals, losses_ck, weights_ck):
+    """The two sums of cross_entropy, with those of a chunk."""
+    weighted, plain = totals
+    plain += jnp.sum(jnp.where(weights_ck[:, 0] > 0, losses_ck[:, 0], 0.0))
+    return weighted + jnp.sum(losses_ck * weights_ck), plain
+
+
+# ---- The step: what every device does, with every collective in plain sight --------------------
+
+# A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
+# every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
+# sends their gradients to the owners; a table update sums those of some steps.
+
+NGRAMS = "ngram_table"
+
+
+def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: Batch):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
     dropped n-grams). Gradients of banks are shards of the sum over all devices: see gather_banks.
     `kind` is one of grads_kinds, `table` this device's shard of the n-gram table. Gradients of
@@ -1775,14 +1789,95 @@ def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch:
     return grads, *numbers
 
 
-def reduce_scatter(x):
-    """This device's rows of the sum over devices of x [rows, d], in parts of up to 13 MB a device
-    and a multiple of 32 rows: those a v6e's SparseCores send beside other work."""
-    rows = len(x) // lax.axis_size(AXIS)
-    size = x[0].size * x.dtype.itemsize
-    fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
-    parts = x.reshape(len(x) // rows, next(fits, 1), -1, *x.shape[1:])
-    return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
+def micro_batches(cfg: Config, rows: Rows):
+    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
+    b, t = rows.tokens[:, 1:].shape
+    together = rows_together(cfg, b, t)
+    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
+
+
+def rows_together(cfg: Config, b: int, t: int) -> int:
+    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
+    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
+
+
+def exchange(x):
+    """x [devices, ...]: part k goes to device k; back comes, as part j, what device j has sent."""
+    return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+
+
+def fetch(table_rd, requested_kc):
+    """The rows of the n-gram table that this device has requested: [devices * c, d]. `table_rd` is
+    its shard of the table; `requested_kc`, from an exchange of all requests, are the rows of that
+    shard for device k (padding: len(table_rd))."""
+    rows_kcd = table_rd.at[requested_kc].get(mode="clip")
+    return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
+
+
+def gather_banks(cfg: Config, copies, after):
+    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
+    with whole banks, a function that reduce-scatters the gradients of these). XLA starts a
+    collective as early as it can and needs its result as late as it can; the barrier starts these
+    with `after`, the first input of the model. MLPs are gathered one matrix of each device at a
+    time: the first layers need not wait for all. A whole bank is a list of matrices from lax.split:
+    its transpose joins their gradients, where XLA would pad those of slices to the whole bank and
+    add them. (update_step gathers the tables: no computation could hide that.)"""
+    sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
+    after, sharded = lax.optimization_barrier((after, sharded))
+
+    def split(bank):
+        return lax.split(bank, (1,) * len(bank))
+
+    def gather(name, x):
+        shards = split(x) if name == "mlp_bank" else [x]
+        parts = [split(GATHER(shard)) for shard in shards]
+        return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
+
+    # The transpose of all-gather is reduce-scatter.
+    banks, reduce = jax.vjp(lambda x: {name: gather(name, x[name]) for name in x}, sharded)
+    return after, copies | banks, lambda grads: reduce({name: grads[name] for name in banks})[0]
+
+
+def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
+    """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
+    That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
+    an array [..., d] for each. (A GPU adds in no fixed order: last bits may differ.)"""
+    for n, x in enumerate(rows):
+        at = grad_vd.at[ids + n * (grad_vd.shape[0] // len(rows))]
+        x = x.astype(grad_vd.dtype)
+        grad_vd = at.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
+    return grad_vd
+
+
+def dropped_ngrams(slots_bit):
+    """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
+    trigrams of a row's first two tokens do, which have no history."""
+    return jnp.sum(slots_bit == 0, dtype=jnp.float32) - slots_bit[:, 1, :2].size
+
+
+ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
+PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
+
+
+def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
+    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
+    fetched, copies, _ = gather_banks(cfg, copies, fetch(table, exchange(batch.requests[0])))
+    params = copies | {"ngrams": fetched}
+
+    def loss(rows):
+        tokens = rows.tokens[:, :-1].astype(jnp.int32)
+        found = look_up(cfg, params, tokens, rows.slots)
+        found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
+        segments = segment_ids(tokens, cfg.bos)
+        model = Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
+        head_vd = params["head"][: cfg.vocab]  # without its padding
+        return loss_sums(model, forward(model, found), head_vd, rows.aims, jnp.ones(1))[1]
+
+    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
+    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
+
+
+# ---- Optimizers --------------------------------------------------------------------------------
 
 
 def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
@@ -1819,373 +1914,285 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
     return state, copies
 
 
-def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: "Batch"):
-    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched, copies, _ = gather_banks(cfg, copies, fetch(table, exchange(batch.requests[0])))
-    params = copies | {"ngrams": fetched}
-
-    def loss(rows):
-        tokens = rows.tokens[:, :-1].astype(jnp.int32)
-        found = look_up(cfg, params, tokens, rows.slots)
-        found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
-        segments = segment_ids(tokens, cfg.bos)
-        model = Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
-        head_vd = params["head"][: cfg.vocab]  # without its padding
-        return loss_sums(model, forward(model, found), head_vd, rows.aims, jnp.ones(1))[1]
-
-    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
-    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
-
-
-# ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
-
-SHARD_MAGIC = 20240520  # the llm.c token file format: this,
-SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
-HEADER_BYTES = 1024
-
-
-def open_shard(path) -> np.memmap:
-    """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
-    try:
-        header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-        if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
-            raise ValueError(f"{len(tokens)} tokens follow a header {header}")
-    except (OSError, ValueError) as error:
-        no = f"{path} is no whole token shard ({error})"
-        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
-    return tokens
-
-
-class TokenStream:
-    """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
-    A cursor is a position in it, counted from the first token of the first shard."""
-
-    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
-        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
-        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
-        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
-        self.bos = bos
-        self.shards = [open_shard(path) for path in self.paths] * passes
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
-        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def find_documents(self, number: int) -> np.ndarray:
-        """Where documents begin in shard `number`."""
-        return np.flatnonzero(self.shards[number] == self.bos)
-
-    def shard_at(self, cursor: int) -> tuple[int, int]:
-        """(number of the shard that holds `cursor`, its first position)."""
-        number = int(np.searchsorted(self.ends, cursor, side="right"))
-        end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
-        need(number < len(self.shards), f"{end}: download more shards or use fewer steps")
-        return number, int(self.ends[number]) - len(self.shards[number])
-
-    def read(self, cursor: int, count: int) -> np.ndarray:
-        """`count` tokens from `cursor` on, uint16, across shard borders."""
-        parts = [np.empty(0, np.uint16)]
-        while count:
-            number, start = self.shard_at(cursor)
-            parts.append(self.shards[number][cursor - start :][:count])
-            cursor += len(parts[-1])
-            count -= len(parts[-1])
-        return np.concatenate(parts)
-
-
-def plan_plain(cursor: int, rows: int, t: int):
-    """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
-    wherever documents begin: neighbours share one token, and no token is left out."""
-    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
-    return pieces, cursor + rows * t
-
-
-def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch. A
-    piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the row
-    is full; the rest of a cut document is passed over. Rows of t tokens are filled in order, with
-    t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
-    shard, the next one begins. This is the original's order on its eight devices."""
-    while True:
-        number, base = stream.shard_at(cursor)
-        starts = stream.documents(number)
-        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
-        first = int(np.searchsorted(starts, cursor - base))
-        pieces = []
-        row = 0
-        room = stage.row_tokens + 1
-        # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
-        for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
-            stop = min(stop, start + stage.doc_cap, start + room)
-            pieces.append((row, base + start, base + stop))
-            room -= stop - start
-            if room == 0:
-                row += 1
-                if row == stage.rows:
-                    return pieces, base + stop
-                room = stage.row_tokens + 1
-        cursor = int(stream.ends[number])
-
-
-def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """The plan of a global batch of `stage`, from the cursor alone."""
-    if stage.doc_cap:
-        return plan_packed(stream, cursor, stage)
-    return plan_plain(cursor, stage.rows, stage.row_tokens)
-
-
-def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
-    """The rows `here` of a plan, uint16 [rows, t+1]."""
-    found = {row: [] for row in here}
-    for row, start, stop in pieces:
-        if row in found:
-            found[row].append(stream.read(start, stop - start))
-    return np.stack([np.concatenate(found[row]) for row in here])
-
-
-# ---- Vocabulary: prefixes and normal forms of ids, the ids of a row's softmax ------------------
-
-
-class Vocabulary(NamedTuple):
-    """Two tables over all ids."""
-
-    prefix_v: np.ndarray  # int32: the longest token that this one begins with; -1: none
-    hashed_v: np.ndarray  # uint16: the id that stands for this one in n-gram hashes
-
-
-MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
-
-
-def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
-    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88). In sorted
-    order only words that share a prefix stand between it and a word: open ones form a stack."""
-    table = np.full(vocab, -1, np.int32)
-    opened = []
-    for i in sorted(range(len(words)), key=words.__getitem__):
-        while opened and not words[i].startswith(words[opened[-1]]):
-            opened.pop()
-        if opened:
-            table[i] = opened[-1]
-        opened.append(i)
-    return table
-
-
-def normal_form(word: bytes) -> str:
-    """A word without case, accents, variants of letters and space around it; "": it has no form."""
-    try:
-        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode()))
-    except UnicodeDecodeError:  # part of a character
-        return ""
-    text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
-    text = re.sub(r"[ \t\r\n]+", " ", text)
-    return text if text == " " else text.strip(" \v\f\x85\u1680\u2028\u2029")  # all white space
-
-
-def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
-    """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375), or
-    itself. " The", "the" and "THE" then share their n-grams, and fewer collide: 32,980 of 50,257
-    ids are left."""
-    table = np.arange(vocab).astype(np.uint16)
-    first = {}
-    for i, form in enumerate(map(normal_form, words)):
-        if form:
-            table[i] = first.setdefault(form, i)
-    return table
-
-
-def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`. UserError if they cannot be had."""
-    words = [bytes([i]) for i in range(256)]
-    try:
-        if cfg.encoding == "gpt2":
-            cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken
-
-            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
-        elif cfg.encoding == "bpe":
-            cure = f"make the data in {folder} again"
-            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
-            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
-                raise ValueError(f"{MERGES} is not of these shards")
-    except Exception as error:  # of tiktoken, of the network, of a damaged file
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
-    return words[: cfg.bos]
-
-
-def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
-    """The Vocabulary of `words`, the bytes of ids; BOS and padding, after them, have none."""
-    changed = words if cfg.ngram_ids == "normalised" else []
-    return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(changed, cfg.vocab))
-
-
-STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
-
-
-def candidates(targets_t, offset: int, count: int, vocab: int):
-    """(`count` ids, ascending; next offset): all targets of a row, filled up with the next ids of a
-    walk through the vocabulary in steps of 20011. Sampled softmax (record 92): most ids are no
-    target of a row, but cost as much as those that are. Such losses are too low: they jump when the
-    last stages take the whole vocabulary."""
-    chosen = np.zeros(vocab, bool)
-    chosen[targets_t] = True
-    lacking = count - np.count_nonzero(chosen)
-    many = f"a row has {count - lacking:,} different tokens, more than its {count:,} candidates"
-    need(lacking >= 0, f"{many}: raise --set stages.N.candidates=")
-    if lacking:
-        draw = min(vocab, int(lacking * 1.7) + 256)  # enough, though some of them are targets
-        ids = np.arange(offset, offset + draw) * STRIDE % vocab
-        ids = ids[~chosen[ids]][:lacking]
-        if len(ids) < lacking:  # the walk met too many targets: evenly from all that are none
-            others = np.flatnonzero(~chosen)
-            ids = others[:: max(1, len(others) // lacking)][:lacking]
-        chosen[ids] = True
-        offset = (offset + draw) % vocab
-    return np.flatnonzero(chosen), offset
-
-
-class Aims(NamedTuple):
-    """The targets of a batch, as positions among the candidates of their row (p = 0: as ids)."""
-
-    candidates: np.ndarray  # int32 [b, p] ids, ascending; p = 0: every id is a candidate
-    targets: np.ndarray  # int32 [b, t] the next token; -1: none
-    prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
-
-
-def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
-    """(Aims of a row of t+1 tokens without their axis b, next offset)."""
-    targets_t, vocab = row[1:], len(prefix_v)
-    if not count:
-        found = targets_t.astype(np.int32), prefix_v[targets_t]
-        return Aims(np.empty(0, np.int32), *found), offset
-    ids, offset = candidates(targets_t, offset, count, vocab)
-    number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
-    number[ids] = np.arange(count)
-    found = number[targets_t], number[prefix_v[targets_t]]
-    return Aims(ids.astype(np.int32), *found), offset
-
-
-# ---- Loader: batches that are on the devices ahead of use --------------------------------------
-
-
-class LoaderState(NamedTuple):
-    """Where a run stands in its data; a checkpoint holds one."""
-
-    cursor: int  # in the stream
-    offsets: tuple[int, ...]  # in the walk of `candidates`, of each row that this process has
-
-
-def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
-    """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart; if the number of rows has changed, again from where the first one was."""
-    if len(offsets) != cfg.rows:
-        first = offsets[0] if offsets else 0
-        offsets = [(first + cfg.vocab * r // cfg.rows) % cfg.vocab for r in range(cfg.rows)]
-    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, cfg.rows)))
-
-
-class Rows(NamedTuple):
-    """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
-
-    tokens: jax.Array  # uint16 [rows, t+1]
-    hashed: jax.Array  # uint16 [rows, t]: what n-gram hashes see of the first t
-    slots: jax.Array  # int32 [rows, 2, t]: of bigrams and trigrams, in what the device fetches
-    aims: Aims
-
-
-class Batch(NamedTuple):
-    """What a step needs beside the state."""
-
-    rows: Rows
-    requests: jax.Array  # int32 [devices, devices, c]: what each requests of each, see `request`
-    hyper: Hyper
-
-
-def own_rows(mesh: Mesh, count: int) -> range:
-    """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
-    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
-    first = mine.index(True)
-    each = count // mesh.size
-    return range(first * each, (first + sum(mine)) * each)
-
-
-def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
-
-
-def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
-    hashed = known.hashed_v[tokens[:, :-1]]
-    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    return Rows(tokens, hashed, slots, aims), requests
-
-
-def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
-    """(Rows, requests) on the devices, with the Hyper of `step`."""
-    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
-    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
-
-
-def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
-):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
-    process plans the whole batch, from where documents begin, and reads its own rows."""
-    stage = stage_at(cfg, step)
-    count = schedule(cfg).candidates[step]
-    pieces, cursor = plan_rows(stream, state.cursor, stage)
-    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
-    each = zip(tokens, state.offsets, strict=True)
-    aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
-    aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
-    return *hashed_rows(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
-
-
-def train_batches(
-    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
-):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
-    tables of the vocabulary are made here, so that the clock counts them."""
-    known = vocabulary(cfg, words)
-    for now in range(step, cfg.steps):
-        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
-        yield put_batch(cfg, mesh, now, *arrays), state
-
-
-STALL_SECONDS = 10  # a batch that takes longer is reported
-
-
-def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
-    the loader does no work for free. `late` gets a line when an item takes long."""
-    ready = queue.Queue(depth)
-
-    def make():
-        try:
-            supply = iter(items)
-            while running.wait():
-                ready.put(next(supply))
-        except BaseException as error:  # StopIteration too: the main thread raises or ends
-            ready.put(error)
-
-    threading.Thread(target=make, daemon=True).start()
-    while True:
-        try:
-            item = ready.get(timeout=STALL_SECONDS)
-        except queue.Empty:
-            late("waiting for the loader: is the disk of the data slow?")
-            continue
-        if isinstance(item, StopIteration):
-            return
-        if isinstance(item, BaseException):
-            raise item
-        yield item
+def reduce_scatter(x):
+    """This device's rows of the sum over devices of x [rows, d], in parts of up to 13 MB a device
+    and a multiple of 32 rows: those a v6e's SparseCores send beside other work."""
+    rows = len(x) // lax.axis_size(AXIS)
+    size = x[0].size * x.dtype.itemsize
+    fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
+    parts = x.reshape(len(x) // rows, next(fits, 1), -1, *x.shape[1:])
+    return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
+
+
+def apply_updates(cfg: Config, state, grads, hyper: Hyper):
+    """The state after an update of the parameters in `grads`: this device's shard of the gradients,
+    summed over devices and the steps since the last update. While tied, the head's gradient
+    contains that of the embedding, which has none of its own: it is a copy of the head, and so are
+    its moments (records 51, 53). Every update writes the averages, with rate 0 where they do not
+    change, so that no step needs a program of its own."""
+    new = {kind: dict(entries) for kind, entries in state.items()}
+    for name, row in param_table(cfg).items():  # in this order: the head stands before its copy
+        kinds = "params", *MOMENTS[row.optimizer](row.shape)
+        old = [state[kind][name] for kind in kinds]
+        if name not in grads:
+            if row.tied_to not in grads:
+                continue
+            after = [new[kind][row.tied_to] for kind in kinds]
+        elif row.optimizer == "anvil":
+            after = anvil(cfg, row, old, grads[name], hyper)
+        else:
+            after = adam(*old, grads[name], adam_rates(cfg, row, hyper))
+        for kind, x in zip(kinds, after, strict=True):
+            new[kind][name] = x
+        for average, _ in row.averages:
+            rate = hyper.average_rates[AVERAGES.index(average)]
+            before = state[average][name]
+            new[average][name] = before + rate * (new["params"][name] - before)
+    return new
+
+
+def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> tuple:
+    """(lr, decay, number of the step from 1, betas, eps) of a parameter. A table update that sums
+    twice as many steps forgets as much as two did: betas squared, decay doubled (record 92)."""
+    of_tables = row.updated_by == "tables"
+    span = hyper.table_span if of_tables else 1
+    count = hyper.table_count if of_tables else hyper.adam_count
+    betas = tuple(beta**span for beta in row.betas)
+    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps
+
+
+def adam(param, mean, square, grad, rates: tuple):
+    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
+    the original, eps is added to the root before bias correction. `rates`: of adam_rates."""
+    lr, decay, count, (b1, b2), eps = rates
+    mean = b1 * mean + (1 - b1) * grad
+    square = b2 * square + (1 - b2) * jnp.square(grad)
+    correction = jnp.sqrt(1 - b2**count) / (1 - b1**count)
+    update = lr * correction * mean / (jnp.sqrt(square) + eps)
+    return descend(param, update, lr * lr * decay), mean, square
+
+
+def descend(param, update, decay):
+    """`param` less `update`. Weights decay by the share `decay`, only where the update shrinks them
+    (record 50), so never where it is zero."""
+    return param - update - decay * (update * param > 0) * param
+
+
+def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
+    """(the state after adam_rows, summed gradients of rows); `parts`: see sum_requests."""
+    table = state["params"][NGRAMS]
+    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
+    rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
+    table, square = adam_rows(table, state["second"][NGRAMS], ids, grads, rates)
+    params = state["params"] | {NGRAMS: table}
+    return state | {"params": params, "second": state["second"] | {NGRAMS: square}}, grads
+
+
+def sum_requests(parts, size: int, add_rows: Callable):
+    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
+    `parts` has for each step since the last update the requested rows [devices, c] and their
+    gradients [devices, c, d]. Sorting brings equal ids together, add_rows sums them."""
+    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
+    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
+    numbers = jnp.arange(len(ids))
+    ids, order = lax.sort((ids, numbers), num_keys=1)
+    run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
+    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
+    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
+    return jnp.where(numbers > run[-1], size + numbers, first), total
+
+
+def adam_rows(table, square, ids, grad, rates: tuple):
+    """One step on the rows of a table that were read: (new table, new mean square of each row).
+    Adam without a mean and with one second moment for each row (record 92; both moments of all
+    numbers would take 260 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
+    device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
+    but their mean squares decay. The table has no float32 master. A change is added, not put in
+    place: a v6e's SparseCores can only add."""
+    lr, decay, count, (_, b2), eps = rates
+    square = b2 * square
+    increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+    mean_square = square.at[ids].get(mode="clip") + increase
+    size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
+    old = table.at[ids].get(mode="clip")
+    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay)
+    options = {"mode": "drop", "unique_indices": True}
+    table = table.at[ids].add(new.astype(table.dtype) - old, **options)
+    return table, square.at[ids].add(increase, **options)
+
+
+def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
+    """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92).
+    Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
+    momentum: all directions learn at one rate. ANVIL has two_rails for momentum, and equalizes.
+    Banks are [l, rows, cols], `square` [l, neurons]: this device's matrices. Weights decay only
+    where the slow average shrinks them or is zero (cautious, after Liang et al. 2024; record
+    43)."""
+    param, fast, slow, square = old
+    update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
+    update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
+    update, square = equalize(update, square, cfg.equalize_rate)
+    shrinks = slow * param >= 0
+    lr = hyper.lr * row.lr
+    count = len(param)
+    scale = pad_rows(jnp.float32(row.scale), count * lax.axis_size(AXIS))
+    scale = lax.dynamic_slice_in_dim(scale, count * lax.axis_index(AXIS), count)
+    rate = lr * scale[:, None, None]
+    return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
+
+
+def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
+    """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
+    The update blends both, and the gradient itself (Nesterov). The averages start at zero, which
+    nothing corrects: orthogonalize ignores an update's length."""
+    fast = fast + (1 - hyper.fast_beta) * (grad - fast)
+    slow = slow + slow_rate * (grad - slow)
+    average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
+    return grad + hyper.momentum * (average - grad), fast, slow
+
+
+# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
+# singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
+ANVIL_MAPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+def orthogonalize(x, dtype):
+    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`.
+    ANVIL_MAPS bring all singular values near 1, with the Gram matrix of the shorter side."""
+    x = x.astype(dtype)
+    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
+    x = (x / (size * 1.05 + 1e-6)).astype(dtype)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+
+    def closer(x, coefficients):
+        a, b, c = coefficients
+        gram = x @ x.mT
+        return a * x + (b * gram + c * (gram @ gram)) @ x, None
+
+    # As a loop: the TPU's compiler takes twice as long for six copies of its matmuls.
+    x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
+    return x.mT if tall else x
+
+
+def equalize(update, square, rate):
+    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025):
+    the rows of tall and square matrices, else the columns. Bank [l, rows, cols] and the running
+    mean square of neurons [l, n] -> (update, mean square); a matrix keeps its norm."""
+    along = 2 if update.shape[1] >= update.shape[2] else 1
+    power = jnp.mean(jnp.square(update), axis=along)
+    square = square + rate * (power - square)
+    gain = lax.rsqrt(jnp.maximum(square, 1e-10))
+    before, after = (jnp.sqrt(jnp.sum(x, 1, keepdims=True)) for x in (power, power * gain**2))
+    gain = gain * before / jnp.maximum(after, 1e-10)
+    return update * jnp.expand_dims(gain, along), square
+
+
+def finish_step(cfg: Config, state):
+    """(the state with the weights to validate, their compute copies), after the last step. Weights
+    move towards their averages, in the order of Param.averages: an average is less noisy than the
+    weights it is of, but also shorter. Logits and the stream depend on that length, so `rescaled`
+    parameters get back the one they had."""
+
+    def length(x):
+        return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
+
+    params = dict(state["params"])
+    used = schedule(cfg).hyper.average_rates.any(axis=0)
+    for name, row in param_table(cfg).items():
+        for average, share in row.averages:
+            if used[AVERAGES.index(average)]:
+                params[name] += share * (state[average][name] - params[name])
+        if row.rescaled:
+            before = length(state["params"][name])
+            after = length(params[name])
+            params[name] *= jnp.where(after > 0, before / after, 1.0)
+    return state | {"params": params}, compute_copies(cfg, params, GATHER)
+
+
+# ---- Programs: what each step takes and gives, and how the devices share it --------------------
+
+
+class Program(NamedTuple):
+    """A step before it is compiled."""
+
+    step: Callable
+    args: tuple  # shapes, dtypes and shardings of its arguments
+    out: tuple  # how its results lie on the mesh
+    donates: tuple = ()  # numbers of the arguments whose memory its results may take
+    options: dict = {}  # for the compiler
+
+
+@functools.cache
+def updates(cfg: Config) -> dict[str, int]:
+    """Name of each update -> steps whose gradients it sums; they wait for it side by side."""
+    names = {name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:]}
+    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
+    return {name: sums.get(name) or len(name.split("-")) for name in sorted(names)}
+
+
+@functools.cache
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
+    """Name -> Program: gradients, updates, averaging, validation. Until an update each device keeps
+    its rows' gradients, of a parameter [n, ...] together [devices * n, ...]; of banks a shard."""
+
+    def cut(dtype, *shape):
+        return abstract(mesh, shape, dtype, AXIS)
+
+    def batch(n, t, candidates=0):
+        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
+        rows = Rows(cut(jnp.uint16, n, t + 1), cut(jnp.uint16, n, t), cut(jnp.int32, n, 2, t), aims)
+        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
+        return Batch(rows, requests, hyper)
+
+    def grads(name, at):
+        if name == NGRAMS:  # the rows that were fetched of it in stage `at`
+            shape = mesh.size**2, capacity(cfg.stages[at].batch_tokens, mesh.size)
+            return cut(jnp.int32, *shape), cut(cfg.dtype, *shape, cfg.width)
+        x = copies[name]
+        each = 1 if name in updated(cfg, "anvil") else mesh.size
+        return cut(x.dtype, each * x.shape[0], *x.shape[1:])
+
+    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
+    state = abstract_state(cfg, mesh)
+    copies = abstract_copies(cfg, mesh)
+    model = copies, state["params"][NGRAMS]
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+    found = {}
+    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
+        stage = cfg.stages[at]
+        step = functools.partial(grads_step, cfg, kernels, (at, candidates))
+        args = *model, batch(stage.rows, stage.row_tokens, candidates)
+        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
+    for update, steps in updates(cfg).items():
+        stages = [int(at) for at in re.findall(r"\d+", update)] or [0] * steps
+        due = {name: tuple(grads(name, at) for at in stages) for name in updated(cfg, update)}
+        step = functools.partial(update_step, cfg, kernels, update)
+        changed = specs({name: copies[name] for name in due if name != NGRAMS})
+        out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
+        found[update] = Program(step, (state, due, hyper), out, donates=(0,))
+    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
+    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
+    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
+    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
+    options = compiler_options(cfg, mesh.devices.flat[0].platform)
+    return {name: program._replace(options=options) for name, program in found.items()}
+
+
+def lower(program: Program, mesh: Mesh):
+    """A program lowered for the devices of `mesh`, which need not be there."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
+    step = shard(program.step, in_specs=specs, out_specs=program.out)
+    how = {"donate_argnums": program.donates, "compiler_options": program.options}
+    return jax.jit(step, **how).lower(*program.args)
 
 
 # ---- Training: the clock and the loop ----------------------------------------------------------
@@ -2216,51 +2223,11 @@ class Clock:
         return self.total + (1000 * (time.perf_counter() - self.since) if counting else 0.0)
 
 
-def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state, born in its shards."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-    return jax.jit(functools.partial(init_state, cfg, mesh.size), out_shardings=shardings)
-
-
-def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
-
-    def copies(params, seed):
-        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
-
-    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(copies, out_shardings=shardings)
-
-
-def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
-    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
-    dropped n-grams); `loss` is the program for that, with the model."""
-    rows = cfg.val_tokens // cfg.val_row
-    of_batch = cfg.val_batch // cfg.val_row
-    pieces, _ = plan_plain(0, rows, cfg.val_row)
-    results = []
-    for path in stream.paths:
-        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
-    for first in range(0, rows, of_batch):
-        here = [first + row for row in own_rows(mesh, of_batch)]
-        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
-        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
-        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
-        aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-        arrays = hashed_rows(cfg, mesh, known, tokens, aims)
-        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
-    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
-    return float(total) / cfg.val_tokens, int(dropped)
-
-
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
     Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
     training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
-    after a signal, come at the next step before which no gradients wait for an update. From Parts
-    II and III: check_memory, data_folder, check_tokens, checked_kernels, run_facts and RunLog (what
-    goes to the disk and the terminal), compile_all, warm_up, load_state and find_checkpoint
-    (checkpoints), ask_to_stop (signals), trace (--profile), demonstrate (end of `tiny`)."""
+    after a signal, come at the next step before which no gradients wait for an update."""
     recipe = cfg
     first = saved.step if saved else 0
     cfg, mesh = make_mesh(recipe)
@@ -2342,6 +2309,32 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     return log.folder
 
 
+def is_due(period: int, last: int, step: int) -> bool:
+    """Whether a multiple of `period` (0: never) lies after `last` and not after `step`."""
+    return period > 0 and step // period > last // period
+
+
+def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
+    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
+    dropped n-grams); `loss` is the program for that, with the model."""
+    rows = cfg.val_tokens // cfg.val_row
+    of_batch = cfg.val_batch // cfg.val_row
+    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    results = []
+    for path in stream.paths:
+        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+    for first in range(0, rows, of_batch):
+        here = [first + row for row in own_rows(mesh, of_batch)]
+        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
+        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
+        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
+        aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
+        arrays = hashed_rows(cfg, mesh, known, tokens, aims)
+        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
+    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
+    return float(total) / cfg.val_tokens, int(dropped)
+
+
 # ================================================================================================
 # PART II: AROUND A RUN
 # ================================================================================================
@@ -2420,7 +2413,7 @@ def validate(c: Config) -> Config:
 def typed(kind, value, name=""):
     """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`."""
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+        kinds = typing.get_type_hints(kind)
         odd = kinds.keys() ^ value.keys()
         need(not odd, f"a config of another train_gpt.py ({odd}): use the one in the run's log.txt")
         return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
@@ -2537,7 +2530,96 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     return folder
 
 
-# ---- Devices and programs: what runs, on what, described by shapes alone -----------------------
+# ---- Devices: which of them a run uses, and how its arrays lie on them -------------------------
+
+BLOCK = 256  # tokens that kernels take at a time
+
+
+def for_devices(cfg: Config, devices: int) -> Config:
+    """The config with which so many devices train: the rows divide evenly over its `devices`. Of no
+    more devices than rows, it uses the largest number that divides the rows; batches stay the
+    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
+    it uses the next smaller number of devices with which it can."""
+
+    def fits(n: int) -> bool:
+        if n <= cfg.rows:
+            return cfg.rows % n == 0
+        each = [(s.batch_tokens // n, s) for s in cfg.stages]
+        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
+        return whole and all(t >= len(s.weights) for t, s in each)
+
+    used = next(n for n in range(devices, 0, -1) if fits(n))
+    if used > cfg.rows:
+        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
+        cfg = dataclasses.replace(cfg, stages=tuple(stages))
+    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
+    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
+
+
+def cpu_cores() -> int:
+    """How many cores this process may use."""
+    limited = hasattr(os, "sched_getaffinity")  # not on every system
+    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+
+
+def all_devices() -> list:
+    """The devices of all processes; UserError if jax cannot start its backend. Each core of a CPU
+    is a device, up to eight, which have a row each: one device would share every operation out to
+    the cores, and most are too small for that."""
+    if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a notebook has begun with other devices
+            jax.config.update("jax_num_cpu_devices", min(cpu_cores(), 8))
+    try:
+        return jax.devices()
+    except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
+        no = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
+        raise UserError(f"{no}, and what else may hold them (a notebook)") from None
+
+
+def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
+    """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
+    devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
+    there = len(devices)
+    need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
+    cfg = for_devices(cfg, cfg.devices or there)
+    whole = cfg.devices == there or devices[-1].process_index == 0
+    need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
+    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
+
+
+def padded_shape(shape: tuple[int, ...], row: Param, shards: int) -> tuple[int, ...]:
+    """`shape` on so many devices: rows of zeros make what is sharded divisible."""
+    return (-(-shape[0] // shards) * shards, *shape[1:]) if row.sharded else shape
+
+
+def pad_rows(x, rows: int):
+    """`x` with zeros after it, up to `rows` rows."""
+    return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
+
+
+def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
+    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def abstract_state(cfg: Config, mesh: Mesh):
+    """Shapes, dtypes and shardings of the training state on `mesh`."""
+
+    def leaf(shape, dtype, row):
+        axes = (AXIS,) if row.sharded else ()
+        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
+
+    return map_state(cfg, leaf)
+
+
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
+    params = abstract_state(cfg, mesh)["params"]
+    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
+    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
+    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
+
 
 # XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
 # move the data of collectives beside other work with these options alone (2d, nd: on more than
@@ -2560,73 +2642,7 @@ def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
     return COMPILER_OPTIONS.get(platform, {}) if cfg.sparse_cores or platform != "tpu" else {}
 
 
-class Program(NamedTuple):
-    """A step before it is compiled."""
-
-    step: Callable
-    args: tuple  # shapes, dtypes and shardings of its arguments
-    out: tuple  # how its results lie on the mesh
-    donates: tuple = ()  # numbers of the arguments whose memory its results may take
-    options: dict = {}  # for the compiler
-
-
-@functools.cache
-def updates(cfg: Config) -> dict[str, int]:
-    """Name of each update -> steps whose gradients it sums; they wait for it side by side."""
-    names = {name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:]}
-    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
-    return {name: sums.get(name) or len(name.split("-")) for name in sorted(names)}
-
-
-@functools.cache
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: gradients, updates, averaging, validation. Until an update each device keeps
-    its rows' gradients, of a parameter [n, ...] together [devices * n, ...]; of banks a shard."""
-
-    def cut(dtype, *shape):
-        return abstract(mesh, shape, dtype, AXIS)
-
-    def batch(n, t, candidates=0):
-        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
-        rows = Rows(cut(jnp.uint16, n, t + 1), cut(jnp.uint16, n, t), cut(jnp.int32, n, 2, t), aims)
-        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
-        return Batch(rows, requests, hyper)
-
-    def grads(name, at):
-        if name == NGRAMS:  # the rows that were fetched of it in stage `at`
-            shape = mesh.size**2, capacity(cfg.stages[at].batch_tokens, mesh.size)
-            return cut(jnp.int32, *shape), cut(cfg.dtype, *shape, cfg.width)
-        x = copies[name]
-        each = 1 if name in updated(cfg, "anvil") else mesh.size
-        return cut(x.dtype, each * x.shape[0], *x.shape[1:])
-
-    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
-    state = abstract_state(cfg, mesh)
-    copies = abstract_copies(cfg, mesh)
-    model = copies, state["params"][NGRAMS]
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
-    found = {}
-    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
-        stage = cfg.stages[at]
-        step = functools.partial(grads_step, cfg, kernels, (at, candidates))
-        args = *model, batch(stage.rows, stage.row_tokens, candidates)
-        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
-    for update, steps in updates(cfg).items():
-        stages = [int(at) for at in re.findall(r"\d+", update)] or [0] * steps
-        due = {name: tuple(grads(name, at) for at in stages) for name in updated(cfg, update)}
-        step = functools.partial(update_step, cfg, kernels, update)
-        changed = specs({name: copies[name] for name in due if name != NGRAMS})
-        out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
-        found[update] = Program(step, (state, due, hyper), out, donates=(0,))
-    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
-    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
-    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
-    options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {name: program._replace(options=options) for name, program in found.items()}
-
-
-# ---- Memory: what a run needs of a device, known from shapes before anything is compiled --------
+# ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
 
 # Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
 SPARE = 2 * 2**30
@@ -3258,8 +3274,9 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     if own:
         say(f"data of your own: {' '.join(own)}")
     cfg = override(PRESETS.get(name, base), own + items)
-    shapes = [{name: row.shape for name, row in param_table(x).items()} for x in (cfg, base)]
-    need(not start or shapes[0] == shapes[1], "--start takes the model of the run: --set no sizes")
+    if start:
+        shapes = ({name: x.shape for name, x in param_table(c).items()} for c in (cfg, base))
+        need(next(shapes) == next(shapes), "--start takes the model of the run: --set no sizes")
     return cfg
 
 
@@ -3366,15 +3383,6 @@ def main(argv=None) -> int:
 # ---- Compilation: every program of the run, before the clock starts ----------------------------
 
 
-def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there."""
-    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
-    step = shard(program.step, in_specs=specs, out_specs=program.out)
-    how = {"donate_argnums": program.donates, "compiler_options": program.options}
-    return jax.jit(step, **how).lower(*program.args)
-
-
 def program_bytes(compiled) -> dict[str, int]:
     """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
     memory = compiled.memory_analysis()
@@ -3388,9 +3396,9 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     """({name: executable}, {name: seconds to compile}) of all programs, if they fit."""
     every = programs(cfg, mesh, kernels)
 
-    def build(name):
+    def build(name, lowered):
         began = time.perf_counter()
-        program = compile_one(cfg, mesh, name, every[name])
+        program = compile_one(cfg, mesh, name, lowered)
         seconds = round(time.perf_counter() - began, 3)
         size = resident_bytes(cfg, mesh, name) + program_bytes(program)["peak"]
         refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
@@ -3403,17 +3411,18 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     events = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
-    with ThreadPoolExecutor(cpu_cores()) as pool:
-        built = zip(*pool.map(build, every), strict=True)
+    lowered = (lower(program, mesh) for program in every.values())  # by this thread, while others
+    with ThreadPoolExecutor(cpu_cores()) as pool:  # compile what it has lowered
+        built = zip(*pool.map(build, every, lowered), strict=True)
     from_all(0)  # the first step waits for processes that compile longer
     return tuple(dict(zip(every, x, strict=True)) for x in built)
 
 
-def compile_one(cfg: Config, mesh: Mesh, name: str, program: Program):
-    """The executable of a program; UserError with all that the compiler says if it cannot be had,
-    after what can be done about a kernel, the memory of a device or an option."""
+def compile_one(cfg: Config, mesh: Mesh, name: str, lowered):
+    """The executable of a program from `lower`; UserError with all that the compiler says if it
+    cannot be had, after what can be done about a kernel, the memory of a device or an option."""
     try:
-        return lower(program, mesh).compile()
+        return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
     fields = {"mlp": "add_mlp", "sum_rows": "add_rows", "weighted": "blend", "window": "attend"}
@@ -3602,7 +3611,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     return chosen._replace(attend=attend), served
 
 
-# ---- For all hardware: the loss with its own gradient, document starts --------------------------
+# ---- For all hardware: the loss with its own gradient, document starts -------------------------
 
 
 def squash(z, cfg: Config):
@@ -3767,6 +3776,7 @@ def whole(x):
 
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
+
 # One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
 # the projection left them, [t, n h]: what costs most around other kernels is not attention but
 # arrays that are transposed to [n, t, h], and QK norm and rotation as passes of their own. Here
@@ -4266,6 +4276,8 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
 
 
 # ---- MLPs for TPUs -----------------------------------------------------------------------------
+
+
 # XLA makes three fusions of a matmul and its gradients. In a kernel weights, and float32 sums of
 # their gradients, stay in VMEM while blocks of tokens come by, and norm, ReLU^2 and residual are
 # done while the matrix unit works: 57 MiB for 2816 hidden units. What these are before ReLU^2 goes
@@ -4366,6 +4378,8 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
+
+
 # XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way back. In
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
@@ -4434,6 +4448,7 @@ weighted_sum.defvjp(
 
 
 # ---- Gradients of tables for TPUs --------------------------------------------------------------
+
 # XLA scatters the rows of a lookup's gradient one by one, into zeros that it has to write first, in
 # float32 because a frequent id comes up thousands of times. On a TPU one-hot matrices do better:
 # where tokens are sorted by id, a tile of table rows meets few blocks of tokens, and each meeting
@@ -4516,6 +4531,8 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
 
 
 # ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
+
+
 # One kernel takes a block of queries of one head through the keys that any of them can see, tile by
 # tile (FlashAttention, Dao et al. 2022); two more go back, one with a block of queries through its
 # keys, and one with a block of keys through its queries. Windows and documents only move on along

@@ -137,7 +137,8 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
     say("compiling; for accelerators it takes minutes")
     names = [name for name in found if name not in ("finish", "eval")]
     with ThreadPoolExecutor(T.cpu_cores()) as pool:
-        built = pool.map(lambda name: T.compile_one(cfg, mesh, name, found[name]), names)
+        lowered = (T.lower(found[name], mesh) for name in names)
+        built = pool.map(functools.partial(T.compile_one, cfg, mesh), names, lowered)
         compiled = dict(zip(names, built, strict=True))
     seed = np.uint32(cfg.seed)
     state = T.start_state(cfg, mesh)(seed)

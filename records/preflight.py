@@ -772,7 +772,7 @@ def program_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | Non
     limit = memory_of(mesh)
     row["device_bytes_limit"] = limit if limit < math.inf else None
     start = time.perf_counter()
-    compiled = T.compile_one(cfg, mesh, name, T.programs(cfg, mesh, kernels)[name])
+    compiled = T.compile_one(cfg, mesh, name, T.lower(T.programs(cfg, mesh, kernels)[name], mesh))
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["bytes"] = T.program_bytes(compiled)
     row["hlo"] = f"{name}.hlo" if dump else None

@@ -104,7 +104,7 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
     cfg = dataclasses.replace(model.cfg, val_row=length, val_batch=rows * length)
     step = functools.partial(read, cfg, model.kernels, result)
     program = T.programs(cfg, mesh, model.kernels)["eval"]._replace(step=step, out=T.P())
-    compiled = T.compile_one(cfg, mesh, "eval", program)
+    compiled = T.compile_one(cfg, mesh, "eval", T.lower(program, mesh))
     known = T.vocabulary(cfg, model.words)
 
     def results(pairs):

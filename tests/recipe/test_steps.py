@@ -3,7 +3,6 @@ which is the same on any number of devices and for Part I alone.
 """
 
 import functools
-import inspect
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -32,7 +31,7 @@ from programs import (
     strip_padding,
     val_batch,
 )
-from test_parts import PART_ONE, listed
+from test_parts import DEVICES_SECTION, LATER, PART_ONE
 
 import train_gpt as T
 
@@ -449,24 +448,23 @@ class Log:
 
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
-    """The training by the source of Part I alone, with stand-ins for what `train` takes from
-    elsewhere: on one device, plain kernels, all rows of a batch at once."""
+    """The training by the source of Part I and of how its arrays lie on devices, with stand-ins for
+    what else `train` takes: on one device, plain kernels, all rows of a batch at once."""
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
     part.__file__ = T.__file__
     sys.modules["part_one"] = part
     exec(compile(PART_ONE, "part_one", "exec"), vars(part))
+    alone = set(vars(part))
+    exec(DEVICES_SECTION, vars(part))
     log = Log(part.Clock(), folder)
-
-    part.COMPILER_OPTIONS = {}
-    # The list of its steps, which Part II has.
-    for name in ("compiler_options", "Program", "updates", "programs"):
-        exec(inspect.getsource(getattr(T, name)), vars(part))
 
     def compile_all(cfg, mesh, kernels, say):
         programs = part.programs(cfg, mesh, kernels)
         return {n: T.lower(program, mesh).compile() for n, program in programs.items()}, {}
 
-    stand_ins = dict.fromkeys(listed(), lambda *_: None)
+    later = {name for names in LATER.values() for name in names}
+    assert not later & alone
+    stand_ins = dict.fromkeys(later - vars(part).keys(), lambda *_: None)
     stand_ins |= {
         "data_folder": lambda cfg, say: Path(cfg.data),
         "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
@@ -475,7 +473,6 @@ def part_one(tmp_path_factory, shards):
         "run_facts": lambda *_: {},
         "ask_to_stop": lambda: lambda step: 0,  # nobody asks
     }
-    assert not stand_ins.keys() & vars(part).keys()
     vars(part).update(stand_ins, token_bytes=lambda cfg, folder: WORDS)
     whole = {"micro_tokens": 10_000, "loss_chunk": 64, "recompute": False}
     cfg = replace(CFG, devices=1, checkpoint_every=0, data=str(shards), **whole)

@@ -221,8 +221,8 @@ def test_losses_are_those_of_a_validation(saved, shards):
     with quick_compilation():
         model = sample.load(saved)
         cfg, mesh = model.cfg, model.mesh
-        program = T.programs(cfg, mesh, model.kernels)["eval"]
-        loss = partial(T.compile_one(cfg, mesh, "eval", program), model.copies, model.table)
+        lowered = T.lower(T.programs(cfg, mesh, model.kernels)["eval"], mesh)
+        loss = partial(T.compile_one(cfg, mesh, "eval", lowered), model.copies, model.table)
         losses_of = sample.reader(model, sample.summed_losses, 16, cfg.val_row)
     stream = T.TokenStream(shards, "val", BOS)
     want, dropped = T.evaluate(cfg, mesh, loss, cfg.steps, stream, T.vocabulary(cfg, model.words))
