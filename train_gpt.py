@@ -947,7 +947,6 @@ class Param:
     averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, share of the way there at the end)
     rescaled: bool = False  # after that the weights get back the norm they had
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
-    tied_to: str = ""  # starts as a copy of this parameter, and is one with it while tied
     dtype: str = "float32"  # of the master
 
 
@@ -956,6 +955,9 @@ MOMENTS = {  # optimizer -> what it keeps of a parameter of this shape: kind -> 
     "adam": lambda s: {"first": s, "second": s},
     "rows": lambda s: {"second": s[:1]},
 }
+
+
+NGRAMS = "ngram_table"
 
 
 @functools.cache
@@ -1009,7 +1011,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     return {
         #             shape       start  lr  decay  betas
         "head": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
-        "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema, tied_to="head"),
+        "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
         "value_tables": adam((tables * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
         "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
         #                shape  averages  live  factors on lr_anvil
@@ -1132,56 +1134,39 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     return state
 
 
-def init_state(cfg: Config, shards: int, seed):
-    """The training state before the first step, padded for so many devices; its numbers do not
-    depend on how many there are."""
+def init_state(cfg: Config, seed):
+    """The training state before the first step, in which the embedding is a copy of the head."""
     key = jax.random.key(seed)
-    state = map_state(cfg, lambda s, dtype, row: jnp.zeros(padded_shape(s, row, shards), dtype))
+    state = map_state(cfg, lambda shape, dtype, row: jnp.zeros(shape, dtype))
     for name, row in param_table(cfg).items():
         # A key from the name: adding a parameter does not change the others.
-        salt = int.from_bytes(hashlib.sha256((row.tied_to or name).encode()).digest()[:4], "little")
+        salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         if callable(row.init):
             start = row.init(jax.random.fold_in(key, salt), row.shape)
         else:
             start = jnp.full(row.shape, row.init, jnp.float32)
-        before = state["params"][name]
-        state["params"][name] = pad_rows(start, len(before)).astype(before.dtype)
-    return state
+        state["params"][name] = start.astype(row.dtype)
+    return tie(state)
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
-    small ones as they are. The n-gram table has no copy: no device ever holds all of it."""
+    which banks are at each step, small ones as they are. The n-gram table has no copy: no device
+    ever holds all of it."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
         if name != NGRAMS:
             copies[name] = x.astype(cfg.dtype) if row.sharded else x
             if row.sharded and row.optimizer != "anvil":
-                copies[name] = gather(copies[name])
+                copies[name] = gather(copies[name])[: row.shape[0]]  # without padding
     return copies
-
-
-def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state, born in its shards."""
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(cfg, mesh))
-    return jax.jit(functools.partial(init_state, cfg, mesh.size), out_shardings=shardings)
 
 
 def sign_pool(cfg: Config, seed):
     """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
     key = jax.random.fold_in(jax.random.key(seed), 92)
     return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
-
-
-def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
-
-    def copies(params, seed):
-        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
-
-    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(copies, out_shardings=shardings)
 
 
 # ---- Model: rows of tables -> features, from the top down --------------------------------------
@@ -1197,6 +1182,16 @@ class Kernels(NamedTuple):
     blend: Callable  # sums with weights of each token
 
 
+class Setting(NamedTuple):
+    """What a pass over a batch takes beside its rows and the parameters."""
+
+    cfg: Config
+    kernels: Kernels
+    stage: Stage | None  # whose windows and losses it has; None: those of validation
+    hyper: Hyper
+    signs: jax.Array  # see sign_pool
+
+
 class Model(NamedTuple):
     """What all layers of a forward pass share."""
 
@@ -1208,50 +1203,41 @@ class Model(NamedTuple):
     hyper: Hyper
 
 
-TABLES = ("embed", "value_tables", "ngrams")  # those that look_up reads; head_grads reads the head
+def batch_loss(weights, found, setting: Setting, rows: Rows):
+    """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
+    token, which is reported). It is differentiable in all `weights` and in the rows of tables that
+    look_up has `found`. As in the original, the summed loss of a row is averaged over rows: so the
+    gradient grows with their length, while the moments remember the old size."""
+    cfg, kernels, stage, hyper, _ = setting
+    x_btd = forward(setting, weights, found, rows)
+    if stage:
+        of_stage = hyper.weights[: len(stage.weights)] / stage.rows
+        of_prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
+    else:
+        of_stage, of_prefix = jnp.ones(1), None
+    arrays = x_btd, *targets_ahead(rows.aims, of_stage, of_prefix)
+    if "head" in found:
+        (heads_bvd,) = found["head"]
+    else:  # all rows of a batch have the same
+        heads_bvd = weights["head"][None]
+        arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
+    each = zip(*arrays, heads_bvd, strict=True)
+    sums = [kernels.cross_entropy(x, head, targets, w, cfg) for x, targets, w, head in each]
+    return tuple(map(sum, zip(*sums, strict=True)))
 
 
-def look_up(cfg: Config, tables, tokens_bt, slots_bit) -> dict[str, jax.Array]:
-    """The tokens' rows of TABLES: [b, t, d]; of value_tables a tuple of them, one for each layer;
-    of ngrams [b, 2, t, d], found at `slots_bit` among the rows that were fetched."""
-    starts = (cfg.vocab * n for n in range(len(cfg.layers_with("values"))))
-    return {
-        "embed": tables["embed"][tokens_bt],
-        "value_tables": tuple(tables["value_tables"][tokens_bt + start] for start in starts),
-        "ngrams": tables["ngrams"][slots_bit],
-    }
-
-
-def signed_sum(cfg: Config, signs, ngrams_bitd, hashed_bt):
-    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
-    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
-    rows_b1td = jnp.split(ngrams_bitd, 2, axis=1)
-    terms = zip(sign_ids(hashed_bt, cfg.sign_rows), rows_b1td, strict=True)
-    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
-
-
-def sign_ids(x_bt, rows: int):
-    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
-    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
-    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
-    x_bt = x_bt.astype(jnp.int32)
-    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
-    t = jnp.arange(x_bt.shape[1])[None]
-    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
-    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
-    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
-
-
-def forward(model: Model, found: dict):
-    """The model, from the tokens' rows of the tables to the normed output of mudd_mix [b, t, d].
-    `found`: embed [b, t, d], value_tables (a tuple of [b, t, d], one for a layer with values) and
-    ngram [b, t, d], see signed_sum. All attentions after layer cfg.source read its output (record
-    77). Layer skip[1] has the gated output of layer skip[0] in place of attention (record 45)."""
-    params, cfg = model.params, model.cfg
+def forward(setting: Setting, params, found: dict, rows: Rows):
+    """The model, from the rows of tables that look_up has `found` to the normed output of mudd_mix
+    [b, t, d]. All attentions after layer cfg.source read its output (record 77). Layer skip[1] has
+    the gated output of layer skip[0] in place of attention (record 45)."""
+    cfg, kernels, stage, hyper, signs = setting
+    windows, cap = (stage.windows, cfg.attention_cap) if stage else (cfg.val_windows, 0)
+    segments_bt = segment_ids(rows.tokens[:, :-1], cfg.bos, cap)
+    model = Model(params, cfg, kernels, windows, segments_bt, hyper)
     resid = params["resid_lambdas"]
     values = found["value_tables"]
-    ngram = found["ngram"]
-    x0 = norm(smear(found["embed"], params["smear_gate"], params["smear_lambda"][0]))
+    ngram = signed_sum(signs, *found[NGRAMS], rows.hashed)
+    x0 = norm(smear(*found["embed"], params["smear_gate"], params["smear_lambda"][0]))
     gates = token_gates(model, 0, x0)
     start = mix((1.0, x0), (gates["ngram", 0], ngram))
     outputs = []
@@ -1259,7 +1245,7 @@ def forward(model: Model, found: dict):
     def block(i: int, x):
         layer = cfg.layers[i]
         if i == cfg.depth - 1:
-            return mudd_layer(model, x, start, outputs[cfg.source], found, gates)
+            return mudd_layer(model, x, (start, outputs[cfg.source], values[-1], ngram), gates)
         if i == cfg.skip[1]:
             amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
             terms = [(1.0, x), (amount, outputs[cfg.skip[0]])]
@@ -1288,6 +1274,35 @@ def forward(model: Model, found: dict):
     source = outputs[cfg.source]
     sources = start, source, x, outputs[cfg.skip[0]], *values, h, norm(source)
     return norm(mudd_mix(model, last, sources))
+
+
+def segment_ids(tokens_bt, bos: int, cap: int = 0):
+    """Which tokens may attend to each other: int32 [b, t], rising along a row. A segment begins at
+    every BOS and, with a cap, after every `cap` tokens from there on: so training cuts documents of
+    up to 3072 tokens (doc_cap) at 2560 (record 92). Validation has no cap."""
+    t = jnp.arange(tokens_bt.shape[1])[None]
+    since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
+    return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
+
+
+def signed_sum(signs, ngrams_bitd, hashed_bt):
+    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
+    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
+    rows_b1td = jnp.split(ngrams_bitd, 2, axis=1)
+    terms = zip(sign_ids(hashed_bt, len(signs)), rows_b1td, strict=True)
+    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
+
+
+def sign_ids(x_bt, rows: int):
+    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
+    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
+    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
+    x_bt = x_bt.astype(jnp.int32)
+    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    t = jnp.arange(x_bt.shape[1])[None]
+    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
+    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
+    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
 
 
 def smear(x_btd, weights_ng, strength):
@@ -1388,12 +1403,12 @@ def squared_relu(z):
     return jnp.square(jax.nn.relu(z))
 
 
-def mudd_layer(model: Model, x, start, source, found, gates):
+def mudd_layer(model: Model, x, arrays: tuple, gates):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
-    A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). Attention reads
-    `source`."""
+    A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). `arrays` are the
+    start of the stream, the source, which attention reads, value rows and n-gram vectors."""
     i = model.cfg.depth - 1
-    values = found["value_tables"][-1]
+    start, source, values, ngram = arrays
     weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
     mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
     both = [
@@ -1407,7 +1422,7 @@ def mudd_layer(model: Model, x, start, source, found, gates):
         (mu.keep_attention * mu.x_start + mu.start, start),
         (mu.keep_attention * mu.x_source, source),
         (mu.attention, attention(model, i, source, added, gates)),
-        (mu.ngram, found["ngram"]),
+        (mu.ngram, ngram),
     )
     return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
 
@@ -1421,7 +1436,7 @@ def mudd_mix(model: Model, x_btd, sources):
     w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
     w2g = model.params["mudd_w2g"][:k]
     both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
-    weights = small_mlp(x_btd, w1, both, pad_rows(b2[:k], len(both)))
+    weights = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))  # deltas have none
     deltas_btkg = weights[..., k:].reshape(*weights.shape[:2], k, -1)
     weights_btkg = MUDD_SCALE * (weights[..., :k, None] + deltas_btkg)
     return model.kernels.blend(x_btd, weights_btkg, sources)
@@ -1617,28 +1632,7 @@ def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
     return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnv, 1), mask[:, None]
 
 
-def segment_ids(tokens_bt, bos: int, cap: int = 0):
-    """Which tokens may attend to each other: int32 [b, t], rising along a row. A segment begins at
-    every BOS and, with a cap, after every `cap` tokens from there on: so training cuts documents of
-    up to 3072 tokens (doc_cap) at 2560 (record 92). Validation has no cap."""
-    t = jnp.arange(tokens_bt.shape[1])[None]
-    since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
-    return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
-
-
 # ---- Loss: features -> summed cross-entropy ----------------------------------------------------
-
-
-def loss_sums(model: Model, x_btd, head, aims, weights_k, prefix_weight=None):
-    """cross_entropy of features, with weights as of targets_ahead, over a `head` [v, d] for all or
-    [b, p, d], the rows of each row's `candidates`."""
-    arrays = x_btd, *targets_ahead(aims, weights_k, prefix_weight)
-    if head.ndim == 2:
-        arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
-        head = head[None]
-    rows = zip(*arrays, head, strict=True)
-    each = [model.kernels.cross_entropy(x, w, *to, model.cfg) for x, *to, w in rows]
-    return tuple(map(sum, zip(*each, strict=True)))
 
 
 def targets_ahead(aims, weights_k, prefix_weight=None):
@@ -1711,82 +1705,66 @@ def add_losses(totals, losses_ck, weights_ck):
 # every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
 # sends their gradients to the owners; a table update sums those of some steps.
 
-NGRAMS = "ngram_table"
-
 
 def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: Batch):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
-    dropped n-grams). Gradients of banks are shards of the sum over all devices: see gather_banks.
-    `kind` is one of grads_kinds, `table` this device's shard of the n-gram table. Gradients of
-    n-grams go to the rows' owners, beside their requests: a pair, see sum_requests. The model's
-    gradient is that of the rows that tokens look up; add_rows adds them to a table's. As in the
-    original, the summed loss of a row is averaged over rows: so the gradient grows with their
-    length, while the moments remember the old size."""
-    at, count = kind
-    stage = cfg.stages[at]
-    hyper = batch.hyper
+    dropped n-grams). `kind` is one of grads_kinds, `table` this device's shard of the n-gram table.
+    Gradients of banks are shards of the sum over all devices, see gather_banks; those of n-grams go
+    to the rows' owners, beside their requests: a pair, see sum_requests. A table has the gradients
+    of the rows that tokens look up, which add_rows adds to it."""
+    number, _ = kind
+    stage = cfg.stages[number]
     requested = exchange(batch.requests[0])
     fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
-    sizes = {name: param_table(cfg)[name].shape[0] for name in ("embed", "value_tables", "head")}
-    tables = {name: copies[name][:size] for name, size in sizes.items()}  # without their padding
-    weights = {name: x for name, x in copies.items() if name not in (*tables, "signs")}
-    tables["ngrams"] = fetched
-
-    def model(weights, rows):
-        segments = segment_ids(rows.tokens[:, :-1], cfg.bos, cfg.attention_cap)
-        return Model(weights, cfg, kernels, stage.windows, segments, hyper)
-
-    def features(weights, found, rows):
-        ngram = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
-        return forward(model(weights, rows), found | {"ngram": ngram})
-
-    def head_grads(x_btd, rows):
-        """(gradients of x and of the head, plain sum of losses)."""
-
-        def loss(x_btd, head):
-            weights_k = hyper.weights[: len(stage.weights)] / stage.rows
-            prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
-            return loss_sums(model(weights, rows), x_btd, head, rows.aims, weights_k, prefix)
-
-        head_vd = tables["head"]
-        ids = rows.aims.candidates  # under a sampled softmax only their rows of the head learn
-        head = head_vd.at[ids].get(mode="promise_in_bounds") if count else head_vd
-        (x_grad, grad), plain = jax.grad(loss, argnums=(0, 1), has_aux=True)(x_btd, head)
-        if count:
-            zeros = jnp.zeros(head_vd.shape, jnp.float32)
-            grad = kernels.add_rows(zeros, ids, [grad], ascending=len(ids) == 1)
-        return x_grad, grad.astype(head_vd.dtype), plain
+    setting = Setting(cfg, kernels, stage, batch.hyper, copies["signs"])
+    params = {name: x for name, x in copies.items() if name != "signs"} | {NGRAMS: fetched}
+    weights = {name: x for name, x in params.items() if name not in table_ids(batch.rows)}
+    loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
 
     def add(carry, rows):
         total, sums = carry
-        tokens = rows.tokens[:, :-1].astype(jnp.int32)
-        ids = {"embed": tokens, "value_tables": tokens, "ngrams": rows.slots}
-        found = look_up(cfg, tables, tokens, rows.slots)
-        x_btd, backward = jax.vjp(lambda *args: features(*args, rows), weights, found)
-        x_grad, head_grad, plain = head_grads(x_btd, rows)
-        grads, row_grads = backward(x_grad)
-        grads["head"] = head_grad
-        before = {name: sums[name] for name in grads}
-        summed = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), before, grads)
-        for name in TABLES:
-            summed[name] = kernels.add_rows(sums[name], ids[name], jax.tree.leaves(row_grads[name]))
-        return (total + plain, summed), None
+        ids = table_ids(rows)
+        found = look_up(cfg, params, ids)
+        (_, plain), (grads, row_grads) = loss_and_grads(weights, found, setting, rows)
+        of_weights = {name: sums[name] for name in weights}
+        new = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), of_weights, grads)
+        for name, at in ids.items():
+            ascending = name == "head" and len(at) == 1
+            new[name] = kernels.add_rows(sums[name], at, row_grads[name], ascending)
+        return total + plain, new
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), (0.0, weights | tables))
-    batches = micro_batches(cfg, batch.rows)
-    if len(batches.tokens) == 1:  # a loop would keep XLA from leaving out the zeros
-        total, grads = add(zeros, jax.tree.map(lambda x: x[0], batches))[0]
-    else:
-        total, grads = lax.scan(add, zeros, batches)[0]
-    to_owners = grads.pop("ngrams").astype(cfg.dtype).reshape(*requested.shape, -1)
+    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), (0.0, params))
+    total, grads = sum_batches(add, zeros, micro_batches(cfg, batch.rows))
+    grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
+    to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
     numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
     # The exchange begins after this sum, or the loss would have to wait for its end.
-    to_owners, numbers = lax.optimization_barrier((to_owners, lax.psum(numbers, AXIS)))
-    like = {name: copies[name] for name in grads}
-    grads = jax.tree.map(lambda x, y: pad_rows(x, len(y)).astype(y.dtype), grads, like)
-    grads |= reduce(grads)
+    numbers, to_owners = in_order(lax.psum(numbers, AXIS), to_owners)
+    grads |= reduce({name: grads[name] for name in updated(cfg, "anvil")})
     grads[NGRAMS] = requested, exchange(to_owners)
     return grads, *numbers
+
+
+def table_ids(rows: Rows) -> dict[str, jax.Array]:
+    """Which rows of each table a batch looks up. Those of n-grams are places among the rows that a
+    device has fetched; those of the head are the candidates of its softmax. Without candidates the
+    whole head takes part, and is no table."""
+    tokens = rows.tokens[:, :-1].astype(jnp.int32)
+    ids = {"embed": tokens, "value_tables": tokens, NGRAMS: rows.slots}
+    return ids | ({"head": rows.aims.candidates} if rows.aims.candidates.size else {})
+
+
+def look_up(cfg: Config, tables, ids: dict) -> dict[str, tuple]:
+    """Name -> the rows [..., d] at `ids` [...] of each table under that name: value_tables has one
+    for each layer with values, one under the other."""
+    count = {"value_tables": len(cfg.layers_with("values"))}
+    return {
+        name: tuple(
+            tables[name].at[at + n * cfg.vocab].get(mode="promise_in_bounds")
+            for n in range(count.get(name, 1))
+        )
+        for name, at in ids.items()
+    }
 
 
 def micro_batches(cfg: Config, rows: Rows):
@@ -1814,30 +1792,6 @@ def fetch(table_rd, requested_kc):
     return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
 
 
-def gather_banks(cfg: Config, copies, after):
-    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
-    with whole banks, a function that reduce-scatters the gradients of these). XLA starts a
-    collective as early as it can and needs its result as late as it can; the barrier starts these
-    with `after`, the first input of the model. MLPs are gathered one matrix of each device at a
-    time: the first layers need not wait for all. A whole bank is a list of matrices from lax.split:
-    its transpose joins their gradients, where XLA would pad those of slices to the whole bank and
-    add them. (update_step gathers the tables: no computation could hide that.)"""
-    sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
-    after, sharded = lax.optimization_barrier((after, sharded))
-
-    def split(bank):
-        return lax.split(bank, (1,) * len(bank))
-
-    def gather(name, x):
-        shards = split(x) if name == "mlp_bank" else [x]
-        parts = [split(GATHER(shard)) for shard in shards]
-        return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
-
-    # The transpose of all-gather is reduce-scatter.
-    banks, reduce = jax.vjp(lambda x: {name: gather(name, x[name]) for name in x}, sharded)
-    return after, copies | banks, lambda grads: reduce({name: grads[name] for name in banks})[0]
-
-
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
     That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
@@ -1862,16 +1816,11 @@ PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
     fetched, copies, _ = gather_banks(cfg, copies, fetch(table, exchange(batch.requests[0])))
-    params = copies | {"ngrams": fetched}
+    setting = Setting(cfg, kernels, None, batch.hyper, copies["signs"])
+    params = copies | {NGRAMS: fetched}
 
     def loss(rows):
-        tokens = rows.tokens[:, :-1].astype(jnp.int32)
-        found = look_up(cfg, params, tokens, rows.slots)
-        found["ngram"] = signed_sum(cfg, copies["signs"], found["ngrams"], rows.hashed)
-        segments = segment_ids(tokens, cfg.bos)
-        model = Model(params, cfg, kernels, cfg.val_windows, segments, batch.hyper)
-        head_vd = params["head"][: cfg.vocab]  # without its padding
-        return loss_sums(model, forward(model, found), head_vd, rows.aims, jnp.ones(1))[1]
+        return batch_loss(params, look_up(cfg, params, table_ids(rows)), setting, rows)[1]
 
     total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
     return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
@@ -1880,15 +1829,13 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
 # ---- Optimizers --------------------------------------------------------------------------------
 
 
-def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: Hyper):
+def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """(state, compute copies of what changed) after an update of `due`: name -> this device's
     gradients of the steps since the last update, a tuple. Each device receives its shard of their
     sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
-    gradients cross the network in the compute dtype, as in the original. In adam_tied the head's
-    gradient is the sum of its own and the embedding's. For cfg.log_norms copies have a "norm"."""
+    gradients cross the network in the compute dtype, as in the original. For cfg.log_norms copies
+    have a "norm"."""
     due = dict(due)
-    if update == "adam_tied":
-        due["head"] += due.pop("embed")
     reduced = {}
     found = {}
     if NGRAMS in due:
@@ -1904,8 +1851,6 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
         reduced[name] = total.astype(jnp.float32)
     state = apply_updates(cfg, state, reduced, hyper)
     copies = compute_copies(cfg, {name: state["params"][name] for name in reduced}, GATHER)
-    if update == "adam_tied":
-        copies["embed"] = copies["head"]
     if cfg.log_norms:
         found |= reduced
         have = {True: 1, False: lax.axis_size(AXIS)}  # devices that have the same of a gradient
@@ -1914,34 +1859,33 @@ def update_step(cfg: Config, kernels: Kernels, update: str, state, due, hyper: H
     return state, copies
 
 
-def reduce_scatter(x):
-    """This device's rows of the sum over devices of x [rows, d], in parts of up to 13 MB a device
-    and a multiple of 32 rows: those a v6e's SparseCores send beside other work."""
-    rows = len(x) // lax.axis_size(AXIS)
-    size = x[0].size * x.dtype.itemsize
-    fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
-    parts = x.reshape(len(x) // rows, next(fits, 1), -1, *x.shape[1:])
-    return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
+def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
+    """update_step while head and embedding are one matrix: its gradient is the sum of both."""
+    due = dict(due)
+    due["head"] += due.pop("embed")
+    state, copies = update_step(cfg, kernels, state, due, hyper)
+    return tie(state), copies | {"embed": copies["head"]}
+
+
+def tie(state):
+    """The training state with the embedding as a copy of the head, and so are its moments and its
+    average: for most of a run both are one matrix (records 51, 53)."""
+    return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
 
 
 def apply_updates(cfg: Config, state, grads, hyper: Hyper):
     """The state after an update of the parameters in `grads`: this device's shard of the gradients,
-    summed over devices and the steps since the last update. While tied, the head's gradient
-    contains that of the embedding, which has none of its own: it is a copy of the head, and so are
-    its moments (records 51, 53). Every update writes the averages, with rate 0 where they do not
-    change, so that no step needs a program of its own."""
+    summed over devices and the steps since the last update. Every update writes the averages, with
+    rate 0 where they do not change, so that no step needs a program of its own."""
     new = {kind: dict(entries) for kind, entries in state.items()}
-    for name, row in param_table(cfg).items():  # in this order: the head stands before its copy
+    for name, grad in grads.items():
+        row = param_table(cfg)[name]
         kinds = "params", *MOMENTS[row.optimizer](row.shape)
         old = [state[kind][name] for kind in kinds]
-        if name not in grads:
-            if row.tied_to not in grads:
-                continue
-            after = [new[kind][row.tied_to] for kind in kinds]
-        elif row.optimizer == "anvil":
-            after = anvil(cfg, row, old, grads[name], hyper)
+        if row.optimizer == "anvil":
+            after = anvil(cfg, row, old, grad, hyper)
         else:
-            after = adam(*old, grads[name], adam_rates(cfg, row, hyper))
+            after = adam(*old, grad, adam_rates(cfg, row, hyper))
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
         for average, _ in row.averages:
@@ -2035,9 +1979,8 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     shrinks = slow * param >= 0
     lr = hyper.lr * row.lr
     count = len(param)
-    scale = pad_rows(jnp.float32(row.scale), count * lax.axis_size(AXIS))
-    scale = lax.dynamic_slice_in_dim(scale, count * lax.axis_index(AXIS), count)
-    rate = lr * scale[:, None, None]
+    mine = count * lax.axis_index(AXIS) + jnp.arange(count)
+    rate = lr * jnp.float32(row.scale).at[mine].get(mode="clip")[:, None, None]
     return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
 
 
@@ -2174,7 +2117,8 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     for update, steps in updates(cfg).items():
         stages = [int(at) for at in re.findall(r"\d+", update)] or [0] * steps
         due = {name: tuple(grads(name, at) for at in stages) for name in updated(cfg, update)}
-        step = functools.partial(update_step, cfg, kernels, update)
+        step = tied_update if update == "adam_tied" else update_step
+        step = functools.partial(step, cfg, kernels)
         changed = specs({name: copies[name] for name in due if name != NGRAMS})
         out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
         found[update] = Program(step, (state, due, hyper), out, donates=(0,))
@@ -2619,6 +2563,27 @@ def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
     found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
     axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
     return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
+
+
+def start_state(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function seed -> training state, padded and born in its shards: its numbers do not
+    depend on how many devices there are."""
+    likes = abstract_state(cfg, mesh)
+
+    def state(seed):
+        return jax.tree.map(lambda x, like: pad_rows(x, len(like)), init_state(cfg, seed), likes)
+
+    return jax.jit(state, out_shardings=jax.tree.map(lambda x: x.sharding, likes))
+
+
+def start_copies(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
+
+    def copies(params, seed):
+        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
+
+    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
+    return jax.jit(copies, out_shardings=shardings)
 
 
 # XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
@@ -3458,6 +3423,59 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
         else:
             model = copies, state["params"][NGRAMS]
             jax.block_until_ready(program(*model, *zeros(args[2:])))
+
+
+# ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
+
+
+def gather_banks(cfg: Config, copies, after):
+    """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
+    with whole banks, a function that reduce-scatters the gradients of these). XLA starts a
+    collective as early as it can and needs its result as late as it can; the barrier starts these
+    with `after`, the first input of the model. MLPs are gathered one matrix of each device at a
+    time: the first layers need not wait for all. A whole bank is a list of matrices from lax.split:
+    its transpose joins their gradients, where XLA would pad those of slices to the whole bank and
+    add them. (update_step gathers the tables: no computation could hide that.)"""
+    sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
+    after, sharded = lax.optimization_barrier((after, sharded))
+
+    def split(bank):
+        return lax.split(bank, (1,) * len(bank))
+
+    def gather(name, x):
+        shards = split(x) if name == "mlp_bank" else [x]
+        parts = [split(GATHER(shard)) for shard in shards]
+        return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
+
+    # The transpose of all-gather is reduce-scatter.
+    banks, reduce = jax.vjp(lambda x: {name: gather(name, x[name]) for name in x}, sharded)
+    return after, copies | banks, lambda grads: reduce(grads)[0]
+
+
+def reduce_scatter(x):
+    """lax.psum_scatter of x [rows, d], padded for the devices: this device's rows of the sum over
+    all. It goes in parts of up to 13 MB a device and a multiple of 32 rows: those a v6e's
+    SparseCores send beside other work."""
+    devices = lax.axis_size(AXIS)
+    rows = -(-len(x) // devices)
+    x = pad_rows(x, rows * devices)
+    size = x[0].size * x.dtype.itemsize
+    fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
+    parts = x.reshape(devices, next(fits, 1), -1, *x.shape[1:])
+    return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
+
+
+def in_order(first, second):
+    """Both, where what is computed of `second` begins after `first` is there."""
+    return lax.optimization_barrier((first, second))
+
+
+def sum_batches(add: Callable, zeros, batches):
+    """The carry after add(carry, batch) -> carry of each of the `batches`, which are stacked. A
+    loop over a single one would keep XLA from leaving out the zeros."""
+    if len(jax.tree.leaves(batches)[0]) == 1:
+        return add(zeros, jax.tree.map(lambda x: x[0], batches))
+    return lax.scan(lambda carry, batch: (add(carry, batch), None), zeros, batches)[0]
 
 
 # ---- The check: kernels against their plain forms, on the hardware of the run ------------------

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import small_config
@@ -68,6 +69,13 @@ def quick(function, *args):
     return jax.jit(function, compiler_options=QUICK)(*args)
 
 
+def features(setting: T.Setting, params, tokens, hashed, slots):
+    """T.forward of rows of tokens [b, t] with plain parameters, the n-gram table among them."""
+    none = np.zeros((len(tokens), 0), np.int32)
+    rows = T.Rows(jnp.pad(tokens, ((0, 0), (0, 1))), hashed, slots, T.Aims(none, none, none))
+    return T.forward(setting, params, T.look_up(setting.cfg, params, T.table_ids(rows)), rows)
+
+
 def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
     """Name -> array of a parameter's shape (or of its moments'), padded and cut over the mesh."""
 
@@ -108,7 +116,7 @@ def programs_of(cfg: T.Config, devices: int) -> dict:
 @functools.cache
 def first_state(cfg: T.Config) -> dict[str, dict]:
     """The training state before the first step, as NumPy arrays."""
-    return jax.device_get(quick(partial(T.init_state, cfg, 1), np.uint32(cfg.seed)))
+    return jax.device_get(quick(partial(T.init_state, cfg), np.uint32(cfg.seed)))
 
 
 def next_rows(stream: T.TokenStream, cursor: int, stage: T.Stage):

@@ -1,12 +1,13 @@
 """What holds of the model whatever its numbers; those are held by test_record92.py."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from conftest import BOS, small_config
-from programs import jit, mesh_of
+from programs import features, jit, mesh_of
 
 import train_gpt as T
 
@@ -32,11 +33,9 @@ def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
 @jit
 def outputs(params, tokens, places):
     """Of parameters, tokens and their rows of the n-gram table."""
-    tables = params | {"ngrams": params["ngram_table"]}
-    rows = T.look_up(CFG, tables, tokens, places.swapaxes(0, 1))
-    rows["ngram"] = T.signed_sum(CFG, T.sign_pool(CFG, 0), rows["ngrams"], tokens)
-    segments = T.segment_ids(tokens, BOS)
-    return T.forward(T.Model(params, CFG, T.PLAIN, WIDE, segments, T.hyper_at(CFG, 0)), rows)
+    cfg = replace(CFG, val_windows=WIDE)
+    setting = T.Setting(cfg, T.PLAIN, None, T.hyper_at(CFG, 0), T.sign_pool(CFG, 0))
+    return features(setting, params, tokens, tokens, places.swapaxes(0, 1))
 
 
 # Smear, key offset and n-gram hashes look at tokens before whatever their document. Without:
@@ -81,11 +80,12 @@ def test_the_layers_of_a_preset_fit_together(preset):
     params = T.abstract_state(cfg, mesh_of(1))["params"]
     copies = jax.eval_shape(lambda params: T.compute_copies(cfg, params), params)
     x = jax.ShapeDtypeStruct((1, 128, cfg.width), cfg.dtype)
-    rows = {"embed": x, "value_tables": (x,) * len(cfg.layers_with("values")), "ngram": x}
+    copies["ngram_table"] = params["ngram_table"]
 
-    def run(copies, rows):
-        segments = np.zeros((1, 128), np.int32)
-        model = T.Model(copies, cfg, T.PLAIN, cfg.val_windows, segments, T.hyper_at(cfg, 0))
-        return T.forward(model, rows)
+    def run(copies):
+        signs = T.sign_pool(cfg, 0)
+        setting = T.Setting(cfg, T.PLAIN, None, T.hyper_at(cfg, 0), signs)
+        tokens = np.zeros((1, 128), np.int32)
+        return features(setting, copies, tokens, tokens, np.zeros((1, 2, 128), np.int32))
 
-    assert jax.eval_shape(run, copies, rows) == x
+    assert jax.eval_shape(run, copies) == x

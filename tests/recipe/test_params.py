@@ -199,7 +199,7 @@ def test_values_do_not_depend_on_the_other_parameters(monkeypatch, params):
     """Each has its own key, made from its name. Here it is alone in the table, and not compiled."""
     full = T.param_table(WIDE)
     monkeypatch.setattr(T, "param_table", lambda cfg: {"mlp_bank": full["mlp_bank"]})
-    alone = T.init_state(WIDE, 1, 7)["params"]["mlp_bank"]
+    alone = T.init_state(WIDE, 7)["params"]["mlp_bank"]
     np.testing.assert_allclose(alone, params["mlp_bank"], rtol=3e-7, atol=1e-8)
 
 

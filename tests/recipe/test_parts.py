@@ -34,17 +34,14 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 
 # What Part I uses of the others: how arrays lie on devices, and what goes on around a run.
 LATER = {
-    "init_state": {"padded_shape", "pad_rows"},
-    "start_state": {"abstract_state"},
-    "start_copies": {"abstract_copies"},
-    "mudd_mix": {"pad_rows"},
-    "grads_step": {"pad_rows"},
-    "anvil": {"pad_rows"},
+    "grads_step": {"gather_banks", "in_order", "sum_batches"},
+    "eval_step": {"gather_banks"},
+    "update_step": {"reduce_scatter"},
     "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
     "train": {
         *("make_mesh", "check_memory", "data_folder", "check_tokens", "checked_kernels"),
-        *("run_facts", "RunLog", "compile_all", "warm_up", "load_state", "find_checkpoint"),
-        *("ask_to_stop", "trace", "demonstrate"),
+        *("run_facts", "RunLog", "compile_all", "warm_up", "start_state", "start_copies"),
+        *("load_state", "find_checkpoint", "ask_to_stop", "trace", "demonstrate"),
     },
 }
 

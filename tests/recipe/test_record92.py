@@ -230,11 +230,12 @@ def watch(patch, seen: dict) -> T.Kernels:
     def joined(gates):
         return jnp.concatenate(list(gates.values()), axis=-1)
 
+    note("signed_sum", lambda args, out: keep("big", out))
     note("smear", lambda args, out: keep("smeared", out))
     note("token_gates", lambda args, out: (keep("gates_of", args[2]), keep("gates", joined(out))))
     note("mlp", lambda args, out: keep("mid", args[2]))
     note("attention", lambda args, out: keep("attn_branch", out))
-    note("mudd_layer", lambda args, out: (keep("cache9", args[1]), keep("cache7", args[3])))
+    note("mudd_layer", lambda args, out: (keep("cache9", args[1]), keep("cache7", args[2][1])))
     note("mudd_mix", lambda args, out: (keep("last", args[1]), keep("mixed", out)))
 
     def attending(q, k, v, *rest):
@@ -258,25 +259,24 @@ def outcome(name: str):
     c = case_parts(name)
     cfg, hyper = c.cfg, c.hyper
     inputs, aims = jnp.asarray(c.tokens[None, :-1]), T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
-    weights, prefix = jnp.asarray(c.mtp or [1.0], jnp.float32), c.prefix_weight or None
     places = T.table_rows(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows)
     validates = c.mode == "eval"
+    tokens = c.tokens[None].astype(np.int32)
+    rows = T.Rows(jnp.asarray(tokens), inputs, places.swapaxes(0, 1), aims)
+    stage = None
+    if not validates:  # a batch of one row
+        own = {"weights": tuple(c.mtp), "prefix": (c.prefix_weight or 0.0,)}
+        stage = replace(cfg.stages[c.stage], batch_tokens=c.row_tokens, row_tokens=c.row_tokens)
+        stage = replace(stage, **own)
+        hyper = hyper._replace(weights=np.float32(c.mtp), prefix=np.float32(own["prefix"][0]))
 
     def loss(params):
         seen = {}
         with pytest.MonkeyPatch.context() as patch:
             kernels = watch(patch, seen)
-            tables = params | {"ngrams": params["ngram_table"]}
-            rows = T.look_up(cfg, tables, inputs, places.swapaxes(0, 1))
-            rows["ngram"] = T.signed_sum(cfg, c.signs, rows["ngrams"], inputs)
-            seen["big"] = [rows["ngram"]]
-            segments = T.segment_ids(inputs, cfg.bos, 0 if validates else cfg.attention_cap)
-            model = T.Model(params, cfg, kernels, tuple(c.windows), segments, hyper)
-            head = params["head"]
-            if aims.candidates.size:
-                head = head[aims.candidates]
-            x = T.forward(model, rows)
-            weighted, plain = T.loss_sums(model, x, head, aims, weights, prefix)
+            setting = T.Setting(cfg, kernels, stage, hyper, c.signs)
+            found = T.look_up(cfg, params, T.table_ids(rows))
+            weighted, plain = T.batch_loss(params, found, setting, rows)
             return plain if validates else weighted, seen
 
     # Full width is worth the optimizations: it computes for longer than it compiles.

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import CFG as THREE_STAGES
 from programs import (
+    features,
     jit,
     lay,
     mesh_of,
@@ -131,13 +132,10 @@ def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch
     assert 0.1 < has_prefix.mean() < 0.8
 
     def losses(params):
-        tables = params | {"ngrams": params["ngram_table"]}
-        found = T.look_up(cfg, tables, inputs, places.swapaxes(0, 1))
-        found["ngram"] = T.signed_sum(cfg, signs, found["ngrams"], rows.hashed)
-        segments = T.segment_ids(inputs, BOS, cfg.attention_cap)
         plain = replace(cfg, recompute=False)
-        model = T.Model(params, plain, T.PLAIN, (8, 32), segments, T.hyper_at(cfg, 0))
-        capped = T.cap_logits(T.forward(model, found) @ params["head"].T, cfg)
+        setting = T.Setting(plain, T.PLAIN, cfg.stages[0], T.hyper_at(cfg, 0), signs)
+        x = features(setting, params, inputs, rows.hashed, places.swapaxes(0, 1))
+        capped = T.cap_logits(x @ params["head"].T, cfg)
         among = jnp.take_along_axis(capped, aims.candidates[:, None], 2)
         total = jnp.log(jnp.sum(jnp.exp(among), axis=2))
 
@@ -162,11 +160,31 @@ def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch
         else:
             total = np.asarray(got[name])
             if row.optimizer != "anvil":  # every device's own gradient
-                total = total.reshape(DEVICES, *T.padded_shape(row.shape, row, DEVICES)).sum(0)
+                total = total.reshape(DEVICES, *row.shape).sum(0)
         assert not total[row.shape[0] :].any()
         # With such parameters both sides are up to 8e-4 from the same in float64.
         error = np.linalg.norm(total[: row.shape[0]] - wanted[name])
         assert error < 3e-5 * np.linalg.norm(wanted[name]), name
+
+
+def test_a_parameter_that_only_the_loss_reads_has_a_gradient(shards, monkeypatch):
+    mesh, real = mesh_of(1), T.batch_loss
+
+    def loss(weights, *rest):
+        weighted, plain = real(weights, *rest)
+        return weighted + jnp.sum(weights["new"] * jnp.float32([1, 2, 3])), plain
+
+    monkeypatch.setattr(T, "batch_loss", loss)
+    program = T.programs(CFG, mesh, T.PLAIN)["grads0"]
+    copies, *rest = program.args
+    args = copies | {"new": T.abstract(mesh, (3,), jnp.float32)}, *rest
+    copies, table = model_on(CFG, random_state(CFG)["params"], mesh)
+    _, batch = batch_of(CFG, 0, mesh, shards)
+    with quick_compilation():
+        step = T.lower(program._replace(args=args), mesh).compile()
+    grads, *_ = step(copies | {"new": jnp.ones(3)}, table, batch)
+    times = 8 // T.rows_together(CFG, 8, 32)  # micro-batches
+    assert times > 1 and grads["new"].tolist() == [times, 2 * times, 3 * times]
 
 
 def test_padding_is_never_read(shards):
@@ -322,7 +340,8 @@ def test_an_update_changes_its_own_parameters_in_place_and_their_copies(gradient
     assert len(pairs) == 4 and all(np.array_equal(*pair) for pair in pairs) is tied
     assert set(copies) == set(own) - {"ngram_table"}
     for n, copy in copies.items():
-        np.testing.assert_array_equal(copy, new["params"][n])
+        rows = TABLE[n].shape[0]
+        np.testing.assert_array_equal(copy[:rows], new["params"][n][:rows])
         assert copy.sharding.is_fully_replicated == (n not in BANKS), n
 
 
@@ -372,15 +391,12 @@ def validation(shards):
     places = T.table_rows(T.ngram_ids(hashed, CFG.ngram_rows), CFG.ngram_rows)
 
     @jit
-    def features(params, hyper):
-        tables = params | {"ngrams": params["ngram_table"]}
-        found = T.look_up(CFG, tables, rows, places.swapaxes(0, 1))
-        found["ngram"] = T.signed_sum(CFG, T.sign_pool(CFG, 0), found["ngrams"], hashed)
-        args = CFG, T.PLAIN, CFG.val_windows, T.segment_ids(rows, BOS), hyper
-        return T.forward(T.Model(params, *args), found)
+    def features_of(params, hyper):
+        setting = T.Setting(CFG, T.PLAIN, None, hyper, T.sign_pool(CFG, 0))
+        return features(setting, params, rows, hashed, places.swapaxes(0, 1))
 
     def losses(done: int, count: int):
-        x = features(params, T.hyper_at(CFG, max(done - 1, 0)))
+        x = features_of(params, T.hyper_at(CFG, max(done - 1, 0)))
         x = np.asarray(x, np.float64).reshape(-1, CFG.width)
         a, b, c = CFG.logit_cap
         logits = a / (1 + np.exp(-(x @ params["head"].T.astype(np.float64) + b) / c))
@@ -462,6 +478,19 @@ def part_one(tmp_path_factory, shards):
         programs = part.programs(cfg, mesh, kernels)
         return {n: T.lower(program, mesh).compile() for n, program in programs.items()}, {}
 
+    def gather_banks(cfg, copies, after):
+        sharded = {name: copies[name] for name in part.updated(cfg, "anvil")}
+
+        def gather(banks):
+            return jax.tree.map(lambda x: [*lax.all_gather(x, T.AXIS, tiled=True)], banks)
+
+        whole, reduce = jax.vjp(gather, sharded)
+        return after, copies | whole, lambda grads: reduce(grads)[0]
+
+    def in_turn(batches):
+        leaves, tree = jax.tree.flatten(batches)
+        return (jax.tree.unflatten(tree, one) for one in zip(*leaves, strict=True))
+
     later = {name for names in LATER.values() for name in names}
     assert not later & alone
     stand_ins = dict.fromkeys(later - vars(part).keys(), lambda *_: None)
@@ -469,6 +498,11 @@ def part_one(tmp_path_factory, shards):
         "data_folder": lambda cfg, say: Path(cfg.data),
         "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
         "compile_all": compile_all,
+        # Collectives as Part I means them, where they are arranged for no compiler.
+        "gather_banks": gather_banks,
+        "reduce_scatter": lambda x: lax.psum_scatter(x, T.AXIS, tiled=True),
+        "in_order": lambda *both: both,
+        "sum_batches": lambda add, zeros, batches: functools.reduce(add, in_turn(batches), zeros),
         "RunLog": lambda *_: log,
         "run_facts": lambda *_: {},
         "ask_to_stop": lambda: lambda step: 0,  # nobody asks

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import BOS, ROOT
-from programs import CFG, lay, quick, quick_compilation
+from programs import CFG, features, lay, quick, quick_compilation
 
 import train_gpt as T
 
@@ -83,13 +83,9 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
     wanted, places = T.request(cfg, hashed, 1, 1)  # as a validation would have it
 
     def run(params):
-        tables = params | {"ngrams": params["ngram_table"][wanted[0, 0]]}
-        found = T.look_up(cfg, tables, rows, places)
-        signs = T.sign_pool(cfg, cfg.seed)
-        found["ngram"] = T.signed_sum(cfg, signs, found["ngrams"], hashed)
-        hyper = T.hyper_at(cfg, cfg.steps - 1)
-        segments = T.segment_ids(rows, BOS)
-        return T.forward(T.Model(params, cfg, T.PLAIN, cfg.val_windows, segments, hyper), found)
+        hyper, signs = T.hyper_at(cfg, cfg.steps - 1), T.sign_pool(cfg, cfg.seed)
+        fetched = params | {"ngram_table": params["ngram_table"][wanted[0, 0]]}
+        return features(T.Setting(cfg, T.PLAIN, None, hyper, signs), fetched, rows, hashed, places)
 
     logits = np.asarray(quick(run, params) @ params["head"].T)
     logits = logits[np.arange(len(rows)), [len(row) - 1 for row in read]]
