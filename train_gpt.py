@@ -364,24 +364,34 @@ class Schedule(NamedTuple):
 
     stage: np.ndarray  # number of its stage
     candidates: np.ndarray  # ids that a row's softmax runs over; 0: the whole vocabulary
-    grads: np.ndarray  # number of its program for gradients, see grads_kinds
     adam: np.ndarray  # whether it ends with an Adam step
     tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
     tied: np.ndarray  # whether head and embedding are one matrix when it updates them
+    programs: list[tuple[Gradients | Update, ...]]  # that a step runs, in order
     hyper: Hyper  # in float64
 
-    def programs(self, step: int) -> tuple[str, ...]:
-        """The names of the programs of a step, in order. That of a table update has the stages of
-        the steps that it sums: their requests of n-grams are of different sizes."""
-        adam = ("adam_tied" if self.tied[step] else "adam",) if self.adam[step] else ()
-        summed = map(str, self.stage[step + 1 - self.tables[step] : step + 1])
-        tables = (f"tables{'-'.join(summed)}",) if self.tables[step] else ()
-        return f"grads{self.grads[step]}", "anvil", *adam, *tables
+
+class Gradients(NamedTuple):
+    """The program with which a step begins; its name, as a str, is grads0 and so on."""
+
+    number: int  # in the order of the run
+    stage: int
+    candidates: int  # ids that a row's softmax runs over; 0: the whole vocabulary
+
+    def __str__(self) -> str:
+        return f"grads{self.number}"
 
 
-def grads_kinds(cfg: Config) -> list[tuple[int, int]]:
-    """(number of the stage, candidates) of each program for gradients, grads0 and so on."""
-    return [*dict.fromkeys((i, n) for i, s in enumerate(cfg.stages) for n in s.candidates)]
+class Update(NamedTuple):
+    """A program that updates parameters, in its name adam_tied or tables2-2-2-2."""
+
+    kind: str  # of which parameters: Param.updated_by
+    steps: int  # whose gradients it sums
+    tied: bool = False  # head and embedding are one matrix
+    stages: tuple[int, ...] = ()  # of tables: those of the steps, whose requests differ in size
+
+    def __str__(self) -> str:
+        return self.kind + "_tied" * self.tied + "-".join(map(str, self.stages))
 
 
 def stage_at(cfg: Config, step: int) -> Stage:
@@ -461,9 +471,25 @@ def schedule(cfg: Config) -> Schedule:
         average_rates=average_rates(cfg, adam, tables),
     )
     candidates = in_parts("candidates")
-    kinds = grads_kinds(cfg)
-    grads = np.array([kinds.index(kind) for kind in zip(stage, candidates, strict=True)])
-    return Schedule(stage, candidates, grads, adam, tables, tied, hyper)
+    programs = step_programs(cfg, (stage, candidates, adam, tables, tied))
+    return Schedule(stage, candidates, adam, tables, tied, programs, hyper)
+
+
+def step_programs(cfg: Config, columns: tuple) -> list[tuple[Gradients | Update, ...]]:
+    """Schedule.programs; `columns` are the five fields before it."""
+    stage, candidates, adam, tables, tied = (column.tolist() for column in columns)
+    numbers = {}
+    found = []
+    for step, shapes in enumerate(zip(stage, candidates, strict=True)):
+        programs = [Gradients(numbers.setdefault(shapes, len(numbers)), *shapes)]
+        programs.append(Update("anvil", 1))
+        if adam[step]:
+            programs.append(Update("adam", cfg.adam_every, tied[step]))
+        if count := tables[step]:
+            summed = tuple(stage[step + 1 - count : step + 1])
+            programs.append(Update("tables", count, stages=summed))
+        found.append(tuple(programs))
+    return found
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -1113,10 +1139,9 @@ MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix,
 MUDD_START = np.array([Mudd(), np.eye(len(Mudd._fields))[1] * -0.5]) / MUDD_SCALE
 
 
-def updated(cfg: Config, update: str) -> list[str]:
-    """The parameters that the program `update` changes."""
-    by = re.match("[a-z]+", update)[0]  # adam of adam_tied, tables of tables0-0
-    return [name for name, row in param_table(cfg).items() if row.updated_by == by]
+def updated(cfg: Config, kind: str) -> list[str]:
+    """The parameters that an Update of this kind changes."""
+    return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
@@ -1706,14 +1731,12 @@ def add_losses(totals, losses_ck, weights_ck):
 # sends their gradients to the owners; a table update sums those of some steps.
 
 
-def grads_step(cfg: Config, kernels: Kernels, kind: tuple, copies, table, batch: Batch):
+def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
-    dropped n-grams). `kind` is one of grads_kinds, `table` this device's shard of the n-gram table.
+    dropped n-grams). `table` is this device's shard of the n-gram table.
     Gradients of banks are shards of the sum over all devices, see gather_banks; those of n-grams go
     to the rows' owners, beside their requests: a pair, see sum_requests. A table has the gradients
     of the rows that tokens look up, which add_rows adds to it."""
-    number, _ = kind
-    stage = cfg.stages[number]
     requested = exchange(batch.requests[0])
     fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
     setting = Setting(cfg, kernels, stage, batch.hyper, copies["signs"])
@@ -2074,17 +2097,10 @@ class Program(NamedTuple):
 
 
 @functools.cache
-def updates(cfg: Config) -> dict[str, int]:
-    """Name of each update -> steps whose gradients it sums; they wait for it side by side."""
-    names = {name for i in range(cfg.steps) for name in schedule(cfg).programs(i)[1:]}
-    sums = {"anvil": 1, "adam": cfg.adam_every, "adam_tied": cfg.adam_every}
-    return {name: sums.get(name) or len(name.split("-")) for name in sorted(names)}
-
-
-@functools.cache
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
-    """Name -> Program: gradients, updates, averaging, validation. Until an update each device keeps
-    its rows' gradients, of a parameter [n, ...] together [devices * n, ...]; of banks a shard."""
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
+    """All programs of a run: gradients and updates in the order of their first use, "finish" and
+    "eval", averaging and validation. Until an update each device keeps its rows' gradients, of a
+    parameter [n, ...] together [devices * n, ...]; of banks a shard."""
 
     def cut(dtype, *shape):
         return abstract(mesh, shape, dtype, AXIS)
@@ -2095,13 +2111,14 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
         requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
         return Batch(rows, requests, hyper)
 
-    def grads(name, at):
-        if name == NGRAMS:  # the rows that were fetched of it in stage `at`
-            shape = mesh.size**2, capacity(cfg.stages[at].batch_tokens, mesh.size)
-            return cut(jnp.int32, *shape), cut(cfg.dtype, *shape, cfg.width)
+    def grads(name, update):
+        if name == NGRAMS:  # the rows that were fetched of it
+            sizes = [capacity(cfg.stages[at].batch_tokens, mesh.size) for at in update.stages]
+            shapes = [(mesh.size**2, size) for size in sizes]
+            return tuple((cut(jnp.int32, *s), cut(cfg.dtype, *s, cfg.width)) for s in shapes)
         x = copies[name]
-        each = 1 if name in updated(cfg, "anvil") else mesh.size
-        return cut(x.dtype, each * x.shape[0], *x.shape[1:])
+        each = 1 if update.kind == "anvil" else mesh.size
+        return (cut(x.dtype, each * x.shape[0], *x.shape[1:]),) * update.steps
 
     specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
     state = abstract_state(cfg, mesh)
@@ -2109,25 +2126,25 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[str, Program]:
     model = copies, state["params"][NGRAMS]
     hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
     found = {}
-    for i, (at, candidates) in enumerate(grads_kinds(cfg)):
-        stage = cfg.stages[at]
-        step = functools.partial(grads_step, cfg, kernels, (at, candidates))
-        args = *model, batch(stage.rows, stage.row_tokens, candidates)
-        found[f"grads{i}"] = Program(step, args, (P(AXIS), P(), P()))
-    for update, steps in updates(cfg).items():
-        stages = [int(at) for at in re.findall(r"\d+", update)] or [0] * steps
-        due = {name: tuple(grads(name, at) for at in stages) for name in updated(cfg, update)}
-        step = tied_update if update == "adam_tied" else update_step
-        step = functools.partial(step, cfg, kernels)
-        changed = specs({name: copies[name] for name in due if name != NGRAMS})
-        out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
-        found[update] = Program(step, (state, due, hyper), out, donates=(0,))
+    steps = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
+    for key in sorted(steps, key=lambda x: isinstance(x, Update)):
+        if isinstance(key, Gradients):
+            stage = cfg.stages[key.stage]
+            step = functools.partial(grads_step, cfg, kernels, stage)
+            args = *model, batch(stage.rows, stage.row_tokens, key.candidates)
+            found[key] = Program(step, args, (P(AXIS), P(), P()))
+        else:
+            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
+            due = {name: grads(name, key) for name in updated(cfg, key.kind)}
+            changed = specs({name: copies[name] for name in due if name != NGRAMS})
+            out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
+            found[key] = Program(step, (state, due, hyper), out, donates=(0,))
     out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
     found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
     args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
     found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {name: program._replace(options=options) for name, program in found.items()}
+    return {key: program._replace(options=options) for key, program in found.items()}
 
 
 def lower(program: Program, mesh: Mesh):
@@ -2235,15 +2252,15 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             log.save(step, state, data)
             last_saved = step
         batch, data = next(batches)
-        grads_of, *due_updates = schedule(cfg).programs(step)
-        grads, loss, dropped = compiled[grads_of](copies, state["params"][NGRAMS], batch)
+        gradients, *updates = schedule(cfg).programs[step]
+        grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         del grads  # or those that an update has taken would lie beside the next program
         norms = {}
-        for update in due_updates:
-            due = {name: waiting.pop(name) for name in updated(cfg, update)}
+        for update in updates:
+            due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
             state, changed = compiled[update](state, due, batch.hyper)
-            norms[update] = changed.pop("norm", 0.0)
+            norms[update.kind] = changed.pop("norm", 0.0)
             copies |= changed
             del due
         log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
@@ -2619,35 +2636,35 @@ def device_bytes(tree) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
-def resident_bytes(cfg: Config, mesh: Mesh, name: str) -> int:
-    """Bytes of state, copies and waiting gradients on a device beside a program's arguments."""
+def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
+    """Bytes of state, copies and waiting gradients on a device beside the arguments of the program
+    with this `key` in `programs`."""
     every = programs(cfg, mesh, PLAIN)
     there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
-    summed = updates(cfg)
-    for update in summed:
-        for param, grads in every[update].args[1].items():
-            waiting = grads if name in summed else grads[:-1]  # the newest are an output
-            there[param] = max(there.get(param, ()), waiting, key=device_bytes)
-    return device_bytes(there) - device_bytes(every[name].args[:2])
+    for update in every:
+        for name, grads in every[update].args[1].items() if isinstance(update, Update) else ():
+            waiting = grads if isinstance(key, Update) else grads[:-1]  # the newest are an output
+            there[name] = max(there.get(name, ()), waiting, key=device_bytes)
+    return device_bytes(there) - device_bytes(every[key].args[:2])
 
 
-def own_bytes(cfg: Config, mesh: Mesh, name: str) -> float:
+def own_bytes(cfg: Config, mesh: Mesh, key) -> float:
     """About what a program has of a device, its arguments and what it makes on the way: slightly
     more than what compilers for TPUs and GPUs say of `speedrun` (records/NOTES.md)."""
-    args = programs(cfg, mesh, PLAIN)[name].args
+    args = programs(cfg, mesh, PLAIN)[key].args
     size = device_bytes(args)
     word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
-    if name.startswith("tables"):
+    if isinstance(key, Update) and key.kind == "tables":
         rows = sum(requested.size for requested, _ in args[1][NGRAMS]) // mesh.size
         times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, in float32
         size += times * rows * word + 2 * device_bytes(args[1]["value_tables"][:1])
-    if name == "eval" or name.startswith("grads"):
+    if key == "eval" or isinstance(key, Gradients):
         b, _, t = args[2].rows.slots.shape
         together = rows_together(cfg, b // mesh.size, t)
-        of_layer = 1.4 if name == "eval" else 5 if cfg.recompute else 12.8  # words of a token
+        of_layer = 1.4 if key == "eval" else 5 if cfg.recompute else 12.8  # words of a token
         fetched = args[2].requests.size // mesh.size  # rows of the n-gram table
         size += (together * t * of_layer * cfg.depth + fetched * min(mesh.size, 2)) * word
-        if name != "eval" and together < b // mesh.size:  # gradients are summed in float32
+        if key != "eval" and together < b // mesh.size:  # gradients are summed in float32
             others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
             size += 4 * (others + fetched * cfg.width)
     return size
@@ -2655,8 +2672,8 @@ def own_bytes(cfg: Config, mesh: Mesh, name: str) -> float:
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
     """(bytes that the run needs of a device, about; the name of the program that needs them)."""
-    names = programs(cfg, mesh, PLAIN)
-    return max((resident_bytes(cfg, mesh, x) + own_bytes(cfg, mesh, x), x) for x in names)
+    keys = programs(cfg, mesh, PLAIN)
+    return max((resident_bytes(cfg, mesh, x) + own_bytes(cfg, mesh, x), str(x)) for x in keys)
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
@@ -2988,7 +3005,7 @@ class RunLog:
         self.pending = None
         more = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
         if self.cfg.log_norms:
-            more |= {f"norm_{re.match('[a-z]+', x)[0]}": float(norm) for x, norm in norms.items()}
+            more |= {f"norm_{kind}": float(norm) for kind, norm in norms.items()}
         line = self.line(step, "train_loss", float(loss), int(dropped), **more)
         if step % self.cfg.log_every and step != self.first + 1:
             return
@@ -3358,15 +3375,15 @@ def program_bytes(compiled) -> dict[str, int]:
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({name: executable}, {name: seconds to compile}) of all programs, if they fit."""
+    """({key of programs: executable}, {name: seconds to compile}) of all programs, if they fit."""
     every = programs(cfg, mesh, kernels)
 
-    def build(name, lowered):
+    def build(key, lowered):
         began = time.perf_counter()
-        program = compile_one(cfg, mesh, name, lowered)
+        program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
-        size = resident_bytes(cfg, mesh, name) + program_bytes(program)["peak"]
-        refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
+        size = resident_bytes(cfg, mesh, key) + program_bytes(program)["peak"]
+        refusal = too_large(cfg, mesh, str(key), size, memory_limit(mesh))
         need(not refusal, refusal)
         kept = events.count("/jax/compilation_cache/cache_hits")
         say(f"{next(number)} of {len(every)} programs are ready, {kept} were in the cache\r")
@@ -3380,10 +3397,11 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     with ThreadPoolExecutor(cpu_cores()) as pool:  # compile what it has lowered
         built = zip(*pool.map(build, every, lowered), strict=True)
     from_all(0)  # the first step waits for processes that compile longer
-    return tuple(dict(zip(every, x, strict=True)) for x in built)
+    compiled, seconds = built
+    return dict(zip(every, compiled, strict=True)), dict(zip(map(str, every), seconds, strict=True))
 
 
-def compile_one(cfg: Config, mesh: Mesh, name: str, lowered):
+def compile_one(cfg: Config, mesh: Mesh, key, lowered):
     """The executable of a program from `lower`; UserError with all that the compiler says if it
     cannot be had, after what can be done about a kernel, the memory of a device or an option."""
     try:
@@ -3400,9 +3418,9 @@ def compile_one(cfg: Config, mesh: Mesh, name: str, lowered):
         cure = f"--set kernels={others} leaves out {field}, whose kernel fails: "
     elif sizes:
         size, limit = (float(x) * 2**30 for x in sizes.groups())
-        size += resident_bytes(cfg, mesh, name)
-        cure = f"{too_large(cfg, mesh, name, size, limit)}: "
-    raise UserError(f"{name} cannot be compiled: {cure}{text}")
+        size += resident_bytes(cfg, mesh, key)
+        cure = f"{too_large(cfg, mesh, str(key), size, limit)}: "
+    raise UserError(f"{key} cannot be compiled: {cure}{text}")
 
 
 def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
@@ -3416,9 +3434,9 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
         return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, likes))()
 
     state, copies = zeros((every["finish"].args[0], every["eval"].args[0]))
-    for name, program in compiled.items():
-        args = every[name].args
-        if every[name].donates:
+    for key, program in compiled.items():
+        args = every[key].args
+        if every[key].donates:
             state = jax.block_until_ready(program(state, *zeros(args[1:])))[0]
         else:
             model = copies, state["params"][NGRAMS]

@@ -33,7 +33,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
 import shlex
 import sys
 import time
@@ -120,43 +119,42 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
     bytes of its tokens, if known). UserError if the loss is no number: such steps tell nothing. A
     folder `traces` gets a profile of each stage."""
     schedule = T.schedule(cfg)
-    grads = [steps[0] for steps in map(schedule.programs, range(cfg.steps))]
+    grads = [gradients for gradients, *_ in schedule.programs]
     found = T.programs(cfg, mesh, kernels)
     work = {}
-    for name in dict.fromkeys(grads):
-        steps = [step for step, other in enumerate(grads) if other == name]
+    for key in dict.fromkeys(grads):
+        steps = [step for step, other in enumerate(grads) if other == key]
         middle = steps[len(steps) // 2]
-        stage = int(schedule.stage[middle])
         summed = cfg.event_every[middle >= cfg.event_change]
-        adam = "adam_tied" if schedule.tied[middle] else "adam"
-        tables = "-".join([str(stage)] * summed)
-        updates = {"anvil": 1, adam: cfg.adam_every, f"tables{tables}": summed}
-        cure = f"time a run of more steps, or with a longer stages.{stage}"
-        T.need({*updates} <= {*found}, f"no tables{tables} to time with {name}: {cure}")
-        work[name] = stage, middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
+        updates = [T.Update("anvil", 1)]
+        updates.append(T.Update("adam", cfg.adam_every, bool(schedule.tied[middle])))
+        updates.append(T.Update("tables", summed, stages=(key.stage,) * summed))
+        cure = f"time a run of more steps, or with a longer stages.{key.stage}"
+        T.need({*updates} <= {*found}, f"no {updates[-1]} to time with {key}: {cure}")
+        work[key] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
     say("compiling; for accelerators it takes minutes")
-    names = [name for name in found if name not in ("finish", "eval")]
+    keys = [key for key in found if key not in ("finish", "eval")]
     with ThreadPoolExecutor(T.cpu_cores()) as pool:
-        lowered = (T.lower(found[name], mesh) for name in names)
-        built = pool.map(functools.partial(T.compile_one, cfg, mesh), names, lowered)
-        compiled = dict(zip(names, built, strict=True))
+        lowered = (T.lower(found[key], mesh) for key in keys)
+        built = pool.map(functools.partial(T.compile_one, cfg, mesh), keys, lowered)
+        compiled = dict(zip(keys, built, strict=True))
     seed = np.uint32(cfg.seed)
     state = T.start_state(cfg, mesh)(seed)
     copies = T.start_copies(cfg, mesh)(state["params"], seed)
     loss = None
 
-    def run(name, updates, supply, steps) -> float:
+    def run(key, updates, supply, steps) -> float:
         nonlocal state, copies, loss
         waiting = {}
         start = time.perf_counter()
         for step in range(1, steps + 1):
             batch = next(supply)
             before = loss
-            grads, loss, _ = compiled[name](copies, state["params"][T.NGRAMS], batch)
+            grads, loss, _ = compiled[key](copies, state["params"][T.NGRAMS], batch)
             waiting = {x: (*waiting.get(x, ()), grad) for x, grad in grads.items()}
             del grads  # or they would lie beside the updates and the next step
-            for update in (x for x, every in updates.items() if step % every == 0):
-                due = {x: waiting.pop(x) for x in T.updated(cfg, update)}
+            for update in (x for x in updates if step % x.steps == 0):
+                due = {x: waiting.pop(x) for x in T.updated(cfg, update.kind)}
                 state, changed = compiled[update](state, due, batch.hyper)
                 copies |= changed
                 del due
@@ -168,12 +166,14 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
     say(form("program", "stage", "steps", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB"))
     rows = []
     peak = peak_flops(mesh.devices.flat[0].device_kind)
-    for name, (stage, step, count, updates, batches) in work.items():
-        run_steps = functools.partial(run, name, updates, itertools.cycle(batches))
-        timed = time_chunks(max(updates.values()), run_steps)
+    for key, (step, count, updates, batches) in work.items():
+        name, stage = str(key), key.stage
+        run_steps = functools.partial(run, key, updates, itertools.cycle(batches))
+        longest = max(update.steps for update in updates)
+        timed = time_chunks(longest, run_steps)
         if traces:
             with jax.profiler.trace(Path(traces, name)):
-                run_steps(max(updates.values()))
+                run_steps(longest)
         row = {"name": name, "stage": stage, "steps": count, **timed}
         if not np.isfinite(loss):
             raise T.UserError(f"{name}: the loss is {loss}: lower the rates (--set lr_anvil=...)")
@@ -181,7 +181,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
         used = rate * T.flops_per_token(cfg, step) / (mesh.size * peak) if peak else None
         needs = [
             T.resident_bytes(cfg, mesh, x) + T.program_bytes(compiled[x])["peak"]
-            for x in (name, *updates)
+            for x in (key, *updates)
         ]
         row |= {"loss": float(loss), "tokens_per_second": rate, "utilization": used}
         row["memory_mib"] = max(needs) / 2**20
@@ -192,28 +192,28 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
 
 
 def time_programs(cfg: T.Config, compiled, state, copies, work: dict, say) -> list[dict]:
-    """A row for each program of the run by itself; `work`: {one with gradients: (stage, ...,
-    batches)}. An update sums what these leave of different batches, again and again."""
-    runs = Counter(name for step in range(cfg.steps) for name in T.schedule(cfg).programs(step))
-    of_stage = {stage: name for name, (stage, *_) in work.items()}
-    supplies = {name: itertools.cycle(batches) for name, (*_, batches) in work.items()}
+    """A row for each program of the run by itself; `work`: {one with gradients: (..., batches)}. An
+    update sums what these leave of different batches, again and again."""
+    runs = Counter(itertools.chain(*T.schedule(cfg).programs))
+    of_stage = {key.stage: key for key in work}
+    supplies = {key: itertools.cycle(batches) for key, (*_, batches) in work.items()}
 
-    def gradients(name: str):
+    def gradients(key: T.Gradients):
         """(a batch, its gradients, its loss)."""
-        batch = next(supplies[name])
-        grads, loss, _ = compiled[name](copies, state["params"][T.NGRAMS], batch)
+        batch = next(supplies[key])
+        grads, loss, _ = compiled[key](copies, state["params"][T.NGRAMS], batch)
         return batch, grads, loss
 
-    def update(name: str) -> Callable:
+    def update(key: T.Update) -> Callable:
         """A function that makes it once, and returns copies to wait for."""
-        due = {x: () for x in T.updated(cfg, name)}
-        for at in [int(x) for x in re.findall(r"\d+", name)] or [0] * T.updates(cfg)[name]:
+        due = {x: () for x in T.updated(cfg, key.kind)}
+        for at in key.stages or [0] * key.steps:
             batch, grads, _ = jax.block_until_ready(gradients(of_stage[at]))
             due = {x: (*waiting, grads[x]) for x, waiting in due.items()}
 
         def step():
             nonlocal state
-            state, changed = compiled[name](state, due, batch.hyper)
+            state, changed = compiled[key](state, due, batch.hyper)
             return changed
 
         return step
@@ -231,20 +231,21 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict, say) -> li
     form = "{:17}{:>9}{:>11}{:>11}{:>11}".format
     say(form("by itself", "times", "ms", "min", "max"))
     rows = []
-    for name in (x for x in compiled if runs[x]):
-        step = update(name) if name not in supplies else lambda name=name: gradients(name)[-1]
-        row = {"name": name, "steps": runs[name], **time_chunks(1, functools.partial(run, step))}
+    for key in compiled:
+        step = update(key) if key not in supplies else lambda key=key: gradients(key)[-1]
+        row = {"name": str(key), "steps": runs[key]}
+        row |= time_chunks(1, functools.partial(run, step))
         del step  # and the gradients that it holds
         rows.append(row)
-        say(form(name, f"{row['steps']:,}", *cells(row)))
+        say(form(row["name"], f"{row['steps']:,}", *cells(row)))
     return rows
 
 
 # ---- Kernels on and off ------------------------------------------------------------------------
 
 
-def variants(cfg: T.Config, mesh, kernels, name: str):
-    """Yield (label, the program `name` lowered so): see above."""
+def variants(cfg: T.Config, mesh, kernels, key: T.Gradients):
+    """Yield (label, the program `key` lowered so): see above."""
     wide = dataclasses.replace(cfg, compute_dtype="float32")
     found = {"float32": (wide, T.PLAIN), "plain": (cfg, T.PLAIN), "all kernels": (cfg, kernels)}
     for field in T.Kernels._fields:
@@ -252,14 +253,14 @@ def variants(cfg: T.Config, mesh, kernels, name: str):
             less = kernels._replace(**{field: getattr(T.PLAIN, field)})
             found[f"without {field}"] = cfg, less
     for label, (own, chosen) in found.items():
-        yield label, T.lower(T.programs(own, mesh, chosen)[name], mesh)
+        yield label, T.lower(T.programs(own, mesh, chosen)[key], mesh)
     tiled = mesh.devices.flat[0].platform == "gpu" and kernels.attend is not T.PLAIN.attend
     for constant, others in TILES.items() if tiled else ():
         usual = getattr(T, constant)
         for tiles in others:
             setattr(T, constant, T.Tiles(*tiles))
             jax.clear_caches()  # of kernels that have been traced with the usual ones
-            yield f"{constant} {tiles}", T.lower(T.programs(cfg, mesh, kernels)[name], mesh)
+            yield f"{constant} {tiles}", T.lower(T.programs(cfg, mesh, kernels)[key], mesh)
         setattr(T, constant, usual)
 
 
@@ -272,9 +273,9 @@ def distance(got: list, expected: list) -> float:
 
 def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
     """ "rows" for `variants` of the first gradients of a stage: how far off, how long."""
-    name = next((f"grads{i}" for i, (at, _) in enumerate(T.grads_kinds(cfg)) if at == stage), None)
-    if name is None:
-        raise T.UserError(f"--kernels {stage}: stages are 0 to {len(cfg.stages) - 1}")
+    keys = (gradients for gradients, *_ in T.schedule(cfg).programs)
+    key = next((key for key in keys if key.stage == stage), None)
+    T.need(key, f"--kernels {stage}: stages are 0 to {len(cfg.stages) - 1}")
     batches = step_batches(cfg, mesh, cfg.boundaries[stage], *tokens)
     seed = np.uint32(cfg.seed)
     params = T.start_state(cfg, mesh)(seed)["params"]
@@ -284,9 +285,9 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say
         if x != "signs":  # parameters that begin as zeros would hide what is behind them
             copies[x] = value.astype(np.float32) + 0.02 * rng.standard_normal(value.shape)
     form = "{:36}{:>10}{:>11}{:>11}{:>11}{:>9}".format
-    say(form(name, "off", "ms", "min", "max", "MiB"))
+    say(form(str(key), "off", "ms", "min", "max", "MiB"))
     rows = []
-    for label, lowered in variants(cfg, mesh, kernels, name):
+    for label, lowered in variants(cfg, mesh, kernels, key):
         try:
             program = lowered.compile()
         except jax.errors.JaxRuntimeError as error:

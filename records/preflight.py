@@ -40,6 +40,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -747,32 +748,34 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
 
 def executions(cfg: T.Config) -> Counter:
     """How many times each program runs in the whole run."""
-    counts = Counter(name for step in range(cfg.steps) for name in T.schedule(cfg).programs(step))
+    counts = Counter(itertools.chain(*T.schedule(cfg).programs))
     validations = 1 + sum(T.is_due(cfg.val_every, step - 1, step) for step in range(cfg.steps))
     counts["finish"] = 1
     counts["eval"] = validations * math.ceil(cfg.val_tokens / cfg.val_batch)
     return counts
 
 
-def about(cfg: T.Config, name: str) -> tuple[int, str]:
+def about(cfg: T.Config, key) -> tuple[int, str]:
     """(tokens of one execution of a program, what it is, for a reader)."""
-    if name.startswith("grads"):
-        at, ids = T.grads_kinds(cfg)[int(name.removeprefix("grads"))]
-        return cfg.stages[at].batch_tokens, f"stage {at}, softmax over {ids or cfg.vocab:,} ids"
-    if name == "eval":
+    if isinstance(key, T.Gradients):
+        softmax = f"softmax over {key.candidates or cfg.vocab:,} ids"
+        return cfg.stages[key.stage].batch_tokens, f"stage {key.stage}, {softmax}"
+    if key == "eval":
         return min(cfg.val_batch, cfg.val_tokens), "validation"
-    return 0, "averages" if name == "finish" else "update"
+    return 0, "averages" if key == "finish" else "update"
 
 
-def program_row(cfg, mesh, kernels, name: str, schedules: Path, dump: Path | None) -> dict:
-    """Compile a program; its row of preflight.json."""
-    tokens, what = about(cfg, name)
-    row = {"name": name, "steps": executions(cfg)[name], "what": what, "tokens_per_step": tokens}
-    row["resident_bytes"] = T.resident_bytes(cfg, mesh, name)
+def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> dict:
+    """Compile the program with this key in T.programs; its row of preflight.json."""
+    name = str(key)
+    tokens, what = about(cfg, key)
+    row = {"name": name, "steps": executions(cfg)[key], "what": what, "tokens_per_step": tokens}
+    row["resident_bytes"] = T.resident_bytes(cfg, mesh, key)
     limit = memory_of(mesh)
     row["device_bytes_limit"] = limit if limit < math.inf else None
     start = time.perf_counter()
-    compiled = T.compile_one(cfg, mesh, name, T.lower(T.programs(cfg, mesh, kernels)[name], mesh))
+    lowered = T.lower(T.programs(cfg, mesh, kernels)[key], mesh)
+    compiled = T.compile_one(cfg, mesh, key, lowered)
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["bytes"] = T.program_bytes(compiled)
     row["hlo"] = f"{name}.hlo" if dump else None
@@ -907,7 +910,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         cfg, mesh = T.make_mesh(cfg, devices)
         kernels, reason = T.pick_kernels(cfg, devices[0])
         say(f"kernels: {reason}")
-        every = [*T.programs(cfg, mesh, kernels)]
+        every = {str(key): key for key in T.programs(cfg, mesh, kernels)}
         there = f"--program {' '.join(names)}: there are {', '.join(every)}"
         T.need({*names} <= {*every}, there)
         size, largest = T.expected_bytes(cfg, mesh)
@@ -918,7 +921,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         rows = []
         for name in names or every:
             say(f"compiling {name}")
-            rows.append(program_row(cfg, mesh, kernels, name, Path(folder), dump))
+            rows.append(program_row(cfg, mesh, kernels, every[name], Path(folder), dump))
     report = {
         "preset": cfg.preset,
         "config": config,

@@ -104,13 +104,23 @@ def mesh_of(devices: int):
 
 
 def programs_of(cfg: T.Config, devices: int) -> dict:
-    """All programs of a run, as T.compile_all makes them."""
+    """Name -> executable of all programs of a run, as T.compile_all makes them."""
     if key(cfg, devices) not in BUILT:
         mesh = mesh_of(devices)
         kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
         with quick_compilation():
             BUILT[key(cfg, devices)] = T.compile_all(cfg, mesh, kernels, lambda line: None)
-    return BUILT[key(cfg, devices)][0]
+    return by_name(BUILT[key(cfg, devices)][0])
+
+
+def by_name(programs: dict) -> dict:
+    """What has the keys of T.programs, with their names as keys."""
+    return {str(x): program for x, program in programs.items()}
+
+
+def named(cfg: T.Config, name: str):
+    """The key of T.programs that has this name."""
+    return by_name({x: x for x in T.programs(cfg, mesh_of(1), T.PLAIN)})[name]
 
 
 @functools.cache
@@ -141,12 +151,12 @@ def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list,
     stream, waiting, losses = T.TokenStream(folder, "train", cfg.bos), {}, []
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
     for step, (batch, _) in enumerate(batches):
-        grads_of, *updates = T.schedule(cfg).programs(step)
-        grads, loss, _ = compiled[grads_of](copies, state["params"][T.NGRAMS], batch)
+        gradients, *updates = T.schedule(cfg).programs[step]
+        grads, loss, _ = compiled[str(gradients)](copies, state["params"][T.NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
-            due = {name: waiting.pop(name) for name in T.updated(cfg, update)}
-            state, changed = compiled[update](state, due, batch.hyper)
+            due = {name: waiting.pop(name) for name in T.updated(cfg, update.kind)}
+            state, changed = compiled[str(update)](state, due, batch.hyper)
             copies |= changed
         losses.append(float(loss))
     if "finish" in compiled:

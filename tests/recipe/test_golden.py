@@ -5,6 +5,7 @@ PYTHONPATH=tests python tests/recipe/test_golden.py     # writes tests/golden/ti
 
 import functools
 import hashlib
+import itertools
 import json
 import tempfile
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, write_shard
-from programs import mesh_of, quick_compilation, run_steps
+from programs import by_name, mesh_of, quick_compilation, run_steps
 
 import train_gpt as T
 
@@ -53,7 +54,7 @@ def program(kernels: str, name: str):
     cfg, mesh = golden_config(kernels=kernels), mesh_of(1)
     chosen, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     with quick_compilation():
-        return T.lower(T.programs(cfg, mesh, chosen)[name], mesh).compile()
+        return T.lower(by_name(T.programs(cfg, mesh, chosen))[name], mesh).compile()
 
 
 def losses(cfg: T.Config, folder: Path) -> list[float]:
@@ -61,8 +62,10 @@ def losses(cfg: T.Config, folder: Path) -> list[float]:
     path = write_shard(
         folder / "golden_train_0.bin", golden_tokens(cfg.tokens_after(cfg.steps) + 1, cfg.bos)
     )
-    compiled = {name: program("auto", name) for name in T.updates(cfg)}
-    compiled |= {f"grads{i}": program(cfg.kernels, f"grads{i}") for i in range(3)}
+    compiled = {}
+    for key in itertools.chain(*T.schedule(cfg).programs):
+        kernels = cfg.kernels if isinstance(key, T.Gradients) else "auto"
+        compiled[str(key)] = program(kernels, str(key))
     words = [bytes([i % 128]) * (1 + i // 128) for i in range(256)]  # half of them have a prefix
     found, _ = run_steps(cfg, mesh_of(1), compiled, path.parent, words)
     return [round(x, 7) for x in found]

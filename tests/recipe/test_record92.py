@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, lay, mesh_of, quick_compilation, strip_padding, val_batch
+from programs import QUICK, by_name, lay, mesh_of, quick_compilation, strip_padding, val_batch
 
 import train_gpt as T
 
@@ -422,7 +422,7 @@ def program(cfg: T.Config, devices: int, name: str):
 
     mesh, kernels = mesh_of(devices), T.PLAIN._replace(cross_entropy=telling)
     with quick_compilation():
-        return T.lower(T.programs(cfg, mesh, kernels)[name], mesh).compile()
+        return T.lower(by_name(T.programs(cfg, mesh, kernels))[name], mesh).compile()
 
 
 class Training:
@@ -449,11 +449,11 @@ class Training:
 
     def gradients(self, step: int, rows, wanted):
         """(gradients as they lie on the devices, sum of the weighted losses of the rows)."""
-        name, table = T.schedule(self.cfg).programs(step)[0], self.state["params"]["ngram_table"]
+        key, table = T.schedule(self.cfg).programs[step][0], self.state["params"]["ngram_table"]
         put = functools.partial(T.put, mesh=self.mesh, spec=T.P(T.AXIS))
         rows, wanted = jax.tree.map(put, (rows, wanted))
         args = self.copies, table, T.Batch(rows, wanted, self.hyper(step))
-        grads, loss, dropped = program(self.cfg, self.devices, name)(*args)
+        grads, loss, dropped = program(self.cfg, self.devices, str(key))(*args)
         assert dropped == 0
         stage = T.stage_at(self.cfg, step)  # of whose rows each loss has its part
         return grads, float(loss) * stage.batch_tokens * stage.rows
@@ -462,12 +462,12 @@ class Training:
         """All updates of a step with these gradients."""
         hyper = self.hyper(step)
         self.waiting = {n: (*self.waiting.get(n, ()), grad) for n, grad in grads.items()}
-        for name in T.schedule(self.cfg).programs(step)[1:]:
-            due = {n: self.waiting.pop(n) for n in T.updated(self.cfg, name)}
-            missing = T.updates(self.cfg)[name] - len(next(iter(due.values())))
+        for update in T.schedule(self.cfg).programs[step][1:]:
+            due = {n: self.waiting.pop(n) for n in T.updated(self.cfg, update.kind)}
+            missing = update.steps - len(next(iter(due.values())))
             for n, found in due.items():  # a scenario may begin in the middle: zeros before it
                 due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
-            step_of = program(self.cfg, self.devices, name)
+            step_of = program(self.cfg, self.devices, str(update))
             self.state, changed = step_of(self.state, due, hyper)
             self.copies |= changed
         self.adams += T.schedule(self.cfg).adam[step]
@@ -580,8 +580,8 @@ def test_averages_of_the_last_weights():
     state = T.map_state(cfg, lambda shape, dtype, row: np.zeros(shape, dtype))
     for step in range(first, cfg.steps):
         now, rates = weights(step), T.hyper_at(cfg, step).average_rates
-        updates = T.schedule(cfg).programs(step)[1:]
-        for name in (name for update in updates for name in T.updated(cfg, update)):
+        updates = T.schedule(cfg).programs[step][1:]
+        for name in (name for update in updates for name in T.updated(cfg, update.kind)):
             for tail, _ in table[name].averages:
                 rate, old = rates[T.AVERAGES.index(tail)], state[tail][name]
                 state[tail][name] = old + rate * (now[name] - old)

@@ -27,15 +27,13 @@ def test_every_gradient_of_a_preset_goes_into_one_update(preset):
     assert (
         cfg.tokens_after(cfg.steps) == tokens and cfg.tokens_after(1) == cfg.stages[0].batch_tokens
     )
-    takes, kinds = T.updates(cfg), T.grads_kinds(cfg)
     last = dict.fromkeys(T.param_table(cfg), -1)  # the step of each parameter's last update
     for step in range(cfg.steps):
-        grads, *updates = table.programs(step)
-        now = table.stage[step], table.candidates[step]
-        assert kinds[int(grads.removeprefix("grads"))] == now
+        gradients, *updates = table.programs[step]
+        assert gradients[1:] == (table.stage[step], table.candidates[step])
         for update in updates:
-            for name in T.updated(cfg, update):
-                assert step - last[name] == takes[update]
+            for name in T.updated(cfg, update.kind):
+                assert step - last[name] == update.steps
                 last[name] = step
     assert cfg.steps - 1 - min(last.values()) < max(cfg.event_every)
 

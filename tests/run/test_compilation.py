@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import preflight
 import pytest
-from programs import CFG, mesh_of, quick_compilation
+from programs import CFG, mesh_of, named, quick_compilation
 from training import BRIEF
 
 import train_gpt as T
@@ -273,8 +273,9 @@ def test_bytes_beside_a_program_of_the_record_on_eight_devices(
     }
     # Gradients of a step: 10,384 rows from each of 8 devices, as it is in the largest stage.
     adam, tables = 2 * HEADS + 4 * SMALL, 2 * VALUES + 8 * 10_384 * (4 + 2 * 768)
+    cfg = replace(RECORD, **changes)
     want = sum(sizes[part] for part in beside.split()) + adam_steps * adam + table_steps * tables
-    assert T.resident_bytes(replace(RECORD, **changes), mesh_of(8), name) == want
+    assert T.resident_bytes(cfg, mesh_of(8), named(cfg, name)) == want
 
 
 def test_a_peak_that_the_compiler_does_not_tell_is_all_that_is_alive():

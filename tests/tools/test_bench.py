@@ -11,7 +11,7 @@ import bench
 import jax
 import numpy as np
 import pytest
-from programs import CFG, mesh_of, quick_compilation
+from programs import CFG, by_name, mesh_of, quick_compilation
 
 import train_gpt as T
 
@@ -36,7 +36,7 @@ def main(tmp_path, shards, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def built():
     """{name: (program, executable)} of the steps of ONE."""
-    every = T.programs(ONE, mesh_of(1), T.PLAIN)
+    every = by_name(T.programs(ONE, mesh_of(1), T.PLAIN))
     with quick_compilation():
         names = [name for name in every if name not in ("finish", "eval")]
         return {x: (every[x], T.lower(every[x], mesh_of(1)).compile()) for x in names}
@@ -70,7 +70,7 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables0-0-0-0"]
     steps, alone = calls[: 9 * len(period)], calls[9 * len(period) :]
     assert steps == period * 9, "two to get warm, one for their time, five that count, a trace"
-    summed = {"grads0": 0, "adam_tied": 2, "anvil": 1, "tables0-0": 2, "tables0-0-0-0": 4}
+    summed = {"grads0": 0, "anvil": 1, "adam_tied": 2, "tables0-0": 2, "tables0-0-0-0": 4}
     expected = [[*count * ["grads0"], *8 * [name]] for name, count in summed.items()]
     assert alone == [name for each in expected for name in each], "of gradients that it sums"
     report = json.loads(Path("dump/bench.json").read_text())
@@ -103,19 +103,6 @@ def test_the_peak_is_that_of_the_longest_name(kind):
     assert bench.peak_flops(kind) == KINDS[kind]
 
 
-def test_programs_that_no_step_runs_are_not_timed_by_themselves(monkeypatch):
-    """As of a stage that is too short for all of its softmaxes."""
-    monkeypatch.setattr(bench, "SECONDS", 0.0)
-    grads = dict.fromkeys(T.param_table(ONE), 1.0)
-    compiled = {"grads0": lambda *_: (grads, 0.0, None), "grads1": None}
-    compiled["anvil"] = lambda state, due, hyper: (state, due)
-    state = {"params": {T.NGRAMS: 0.0}}
-    work = {"grads0": (0, "and so on", [SimpleNamespace(hyper=0.0)])}
-    lines = []
-    rows = bench.time_programs(ONE, compiled, state, {}, work, lines.append)
-    assert [row["name"] for row in rows] == ["grads0", "anvil"] and len(lines) == 3
-
-
 def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
     """Those that are wrong are seen, and the exit status is 1."""
     grads = built["grads0"][1]
@@ -139,10 +126,11 @@ def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
 def test_other_tiles_are_tried_for_attention_on_nvidia_gpus(monkeypatch):
     gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
-    monkeypatch.setattr(T, "programs", lambda *args: {"grads0": None})
+    key = T.Gradients(0, 0, 0)
+    monkeypatch.setattr(T, "programs", lambda *args: {key: None})
     monkeypatch.setattr(T, "lower", lambda *_: [getattr(T, name) for name in bench.TILES])
     usual = T.lower()
-    found = dict(bench.variants(CFG, gpu, T.PLAIN._replace(attend=T.attend_triton), "grads0"))
+    found = dict(bench.variants(CFG, gpu, T.PLAIN._replace(attend=T.attend_triton), key))
     assert found["all kernels"] == T.lower() == usual
     assert found["QUERY_TILES (64, 64, 4, 2)"] == [usual[0], (64, 64, 4, 2), usual[2]]
     assert len(found) == 4 + sum(map(len, bench.TILES.values()))

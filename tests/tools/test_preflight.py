@@ -22,7 +22,7 @@ import jax
 import preflight
 import pytest
 from conftest import ROOT
-from programs import CFG, cuda_compiler
+from programs import CFG, cuda_compiler, named
 
 import train_gpt as T
 
@@ -521,7 +521,7 @@ def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
     assert ["grads1", "3"] in table and table.count(["adam", "1"]) == 1
     assert "Some programs on 8 x cpu" in out and "whole run" not in out
     assert "adam, update: attend 0.04, mlp 0.02" in out
-    need = 3 * GIB + T.resident_bytes(*T.make_mesh(CFG), "grads1") + T.SPARE
+    need = 3 * GIB + T.resident_bytes(*T.make_mesh(CFG), named(CFG, "grads1")) + T.SPARE
     for limit, status in ((need, 0), (need - 1, 1)):
         monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
         assert preflight.main(argv) == status
@@ -578,7 +578,8 @@ def test_wrong_argument_is_refused_in_one_line(absent, monkeypatch, capsys, argv
 
 def test_programs_of_the_record_run_as_often_as_its_schedule_says():
     counts = preflight.executions(RECORD)
-    assert counts["anvil"] == RECORD.steps == 2 * (counts["adam_tied"] + counts["adam"])
+    anvil, adam = counts[T.Update("anvil", 1)], T.Update("adam", 2)
+    assert anvil == RECORD.steps == 2 * (counts[adam] + counts[adam._replace(tied=True)])
     tokens = sum(n * preflight.about(RECORD, x)[0] for x, n in counts.items() if x != "eval")
     assert tokens == RECORD.tokens_after(RECORD.steps)
 
@@ -694,8 +695,8 @@ def test_the_record_fits_an_h100():
     chosen, _ = T.pick_kernels(four, devices[0])
     limit = preflight.HARDWARE[devices[0].device_kind].memory
     for name in ("grads2", "adam", "tables0-0", "eval"):
-        program = T.lower(T.programs(four, mesh, chosen)[name], mesh).compile()
-        needs = T.program_bytes(program)["peak"] + T.resident_bytes(four, mesh, name)
+        program = T.lower(T.programs(four, mesh, chosen)[named(four, name)], mesh).compile()
+        needs = T.program_bytes(program)["peak"] + T.resident_bytes(four, mesh, named(four, name))
         assert GIB < needs < limit < 80e9, name
         if name == "grads2":
             kernels = program.as_text().count('"__gpu$xla.gpu.triton"')
