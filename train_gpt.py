@@ -2186,72 +2186,47 @@ class Clock:
 
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
-    Outside the clock: checks, compilation, warm-up, validation, the last checkpoint. Inside: every
-    training step, all loading of its data, and checkpoints on the way. A checkpoint, and the stop
-    after a signal, come at the next step before which no gradients wait for an update."""
-    recipe = cfg
-    first = saved.step if saved else 0
-    cfg, mesh = make_mesh(recipe)
-    check_memory(cfg, mesh)
-    folder = data_folder(cfg, say)
-    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
-    val_stream = TokenStream(folder, "val", cfg.bos)
-    shards = check_tokens(cfg, stream, val_stream)
-    words = token_bytes(cfg, folder)
-    kernels, reason = checked_kernels(cfg, mesh, say)
-    facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
-    log = RunLog(recipe, facts, out, saved, say)
-    if cfg.encoding == "bpe":  # a sample needs the run's folder only
-        log.write(MERGES, (folder / MERGES).read_text())
-    compiled, seconds = compile_all(cfg, mesh, kernels, say)
-    log.write_facts(compile_seconds=seconds)
-    if not jax.config.jax_debug_nans:  # zeros make some
-        warm_up(cfg, mesh, compiled)
-    seed = np.uint32(cfg.seed)
-    state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
-    if cfg.start and not saved:
-        del state["params"]  # before others take their room
-        state |= load_state(mesh, find_checkpoint(Path(cfg.start), say), ("params",))
-    copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
-    known = vocabulary(cfg, words)
-    data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
-    batches = train_batches(cfg, mesh, stream, words, first, data)
-    batches = prefetch(batches, cfg.prefetch, log.clock.running, say)
-    asked = ask_to_stop()
-    last_saved = first
+    Outside the clock: `prepare`, validation, the last checkpoint. Inside: every training step, all
+    loading of its data, and checkpoints on the way. A checkpoint, and the stop after a signal, come
+    at the next step before which no gradients wait for an update."""
+    ready = prepare(cfg, out, command, saved, say)
+    cfg, mesh, log, compiled, state, copies, data, *_ = ready
+    first = last_saved = saved.step if saved else 0
+    steps = range(first, cfg.steps)
+    every = cfg.checkpoint_every
     waiting = {}  # gradients that no update has taken yet
-    for step in range(first, cfg.steps + 1):
-        ends = step == cfg.steps
-        signalled = asked(step - first)
-        is_new = not saved or step > first  # else the disk has this state and its loss
-        stops = ends or (signalled and not waiting)
-        validates = ends or (is_new and is_due(cfg.val_every, step - 1, step))
-        if ends:
-            waiting.clear()  # gradients of parameters whose last update has been
-            state, changed = compiled["finish"](state)
-            copies |= changed
-        if profile:
-            trace(step, range(first, cfg.steps), stops, log.folder, copies)
-        if validates or stops:
-            log.flush()
-            jax.block_until_ready((state, copies))
-            log.clock.stop()
-        if validates:
-            loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
-            log.validated(step, *evaluate(cfg, mesh, loss, step, val_stream, known))
-        if stops:
-            small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
-            kept = {"always": True, "auto": small, "never": False}[cfg.checkpoint_end]
-            if (ends and kept) or (is_new and not ends):
-                log.save(step, state, data)
-            break
+    newest = None  # the step that runs: what it returns of itself
 
+    def pause():
+        settle(log, newest)
+        jax.block_until_ready((state, copies))
+        log.clock.stop()
+
+    def validate(step):
+        pause()
+        loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
+        loss, dropped = evaluate(cfg, mesh, loss, step, *ready.validation)
+        check_loss(log, step, loss)
+        log.validated(step, loss, dropped)
+
+    for step in steps:
+        signalled = ready.asked(step - first)
+        stops = signalled and not waiting
+        if profile:
+            trace(step, steps, stops, log.folder, copies)
+        if cfg.val_every and step % cfg.val_every == 0 and (step > first or not saved):
+            newest = validate(step)
+        if stops:
+            pause()
+            log.save(step, state, data)
+            log.stopped(step)
+            raise SystemExit(128 + signalled)
         log.clock.start()
-        if not waiting and is_due(cfg.checkpoint_every, last_saved, step):
-            log.flush()
+        if every and step // every > last_saved // every and not waiting:
+            newest = settle(log, newest)
             log.save(step, state, data)
             last_saved = step
-        batch, data = next(batches)
+        batch, data = next(ready.batches)
         gradients, *updates = schedule(cfg).programs[step]
         grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
@@ -2263,16 +2238,37 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             norms[update.kind] = changed.pop("norm", 0.0)
             copies |= changed
             del due
-        log.trained(step + 1, loss, dropped, norms)  # it waits for those of the step before
-    log.end(step, signalled)
+        settle(log, newest)  # waits for the step before, while this one runs
+        newest = step + 1, loss, dropped, norms
+
+    waiting.clear()  # gradients of parameters whose last update has been
+    state, changed = compiled["finish"](state)
+    copies |= changed
+    if profile:
+        trace(cfg.steps, steps, True, log.folder, copies)
+    validate(cfg.steps)
+    small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
+    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and small):
+        log.save(cfg.steps, state, data)
+    log.ended()
     if cfg.sample_tokens:
-        demonstrate(log, (cfg, mesh, kernels, copies, state["params"][NGRAMS], words, step))
+        table = state["params"][NGRAMS]
+        demonstrate(log, (cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps))
     return log.folder
 
 
-def is_due(period: int, last: int, step: int) -> bool:
-    """Whether a multiple of `period` (0: never) lies after `last` and not after `step`."""
-    return period > 0 and step // period > last // period
+def settle(log: RunLog, newest: tuple | None):
+    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
+    if newest:
+        step, loss, dropped, norms = newest
+        check_loss(log, step, float(loss))
+        log.trained(step, float(loss), int(dropped), norms)
+
+
+def check_loss(log: RunLog, step: int, loss: float):
+    """UserError if a loss is no number, or twice that of guessing: the run diverges."""
+    cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
+    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
@@ -2299,6 +2295,60 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 # ================================================================================================
 # PART II: AROUND A RUN
 # ================================================================================================
+
+# ---- Set-up: all that is done before the clock starts ------------------------------------------
+
+
+class Ready(NamedTuple):
+    """What `train` begins with."""
+
+    cfg: Config  # for the devices of `mesh`
+    mesh: Mesh
+    log: RunLog
+    compiled: dict  # key of `programs` -> executable
+    state: dict
+    copies: dict
+    data: LoaderState
+    batches: Iterator  # (Batch, LoaderState after it)
+    validation: tuple[TokenStream, Vocabulary]
+    asked: Callable  # see ask_to_stop
+    kernels: Kernels
+    words: list[bytes]
+
+
+def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Ready:
+    """Check devices and data, open the log, compile and run every program once, make or load the
+    state. The loader makes its first batch when the clock starts."""
+    recipe = cfg
+    cfg, mesh = make_mesh(recipe)
+    check_memory(cfg, mesh)
+    folder = data_folder(cfg, say)
+    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
+    val_stream = TokenStream(folder, "val", cfg.bos)
+    shards = check_tokens(cfg, stream, val_stream)
+    words = token_bytes(cfg, folder)
+    kernels, reason = checked_kernels(cfg, mesh, say)
+    facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
+    log = RunLog(recipe, facts, out, saved, say)
+    if cfg.encoding == "bpe":  # a sample needs the run's folder only
+        log.write(MERGES, (folder / MERGES).read_text())
+    compiled, seconds = compile_all(cfg, mesh, kernels, say)
+    log.write_facts(compile_seconds=seconds)
+    if not jax.config.jax_debug_nans:  # zeros make some
+        warm_up(cfg, mesh, compiled)
+    seed = np.uint32(cfg.seed)
+    state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
+    if cfg.start and not saved:
+        del state["params"]  # before others take their room
+        state |= load_state(mesh, find_checkpoint(Path(cfg.start), say), ("params",))
+    copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
+    data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
+    batches = train_batches(cfg, mesh, stream, words, saved.step if saved else 0, data)
+    batches = prefetch(batches, cfg.prefetch, log.clock.running, say)
+    validation = val_stream, vocabulary(cfg, words)
+    made = state, copies, data, batches, validation, ask_to_stop(), kernels, words
+    return Ready(cfg, mesh, log, compiled, *made)
+
 
 # ---- Overrides: --set, and the numbers with which no run can be built --------------------------
 
@@ -2878,7 +2928,6 @@ class RunLog:
         self.clock = Clock(was.get("train_time_ms", 0.0))
         self.first = was.get("step", 0)
         self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
-        self.pending = None  # the newest step, whose loss nobody has waited for
         self.missing = ""  # why the newest checkpoint is not there
         self.refused = None  # why the disk did not take a line
         self.files = {}
@@ -2978,8 +3027,6 @@ class RunLog:
 
     def line(self, step: int, kind: str, loss: float, dropped: int, **more) -> str:
         """Write a loss after `step` steps into both files; the line, in the original's format."""
-        cure = f"lower the learning rates (--set lr_anvil=...); see {self.folder}/metrics.jsonl"
-        need(loss < 2 * math.log(self.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
         ms = round(self.clock.ms(), 3)
         now = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
         self.facts |= {"steps": step, **now}
@@ -2992,27 +3039,18 @@ class RunLog:
         self.write("metrics.jsonl", json.dumps(fields))
         return line
 
-    def trained(self, step: int, loss: jax.Array, dropped: jax.Array, norms: dict):
-        """Keep what a step has returned; log the one before, while this one runs."""
-        self.flush()
-        self.pending = step, loss, dropped, norms
-
-    def flush(self):
-        """Wait for the loss of the newest step, and log it."""
-        if not self.pending:
-            return
-        step, loss, dropped, norms = self.pending
-        self.pending = None
+    def trained(self, step: int, loss: float, dropped: int, norms: dict):
+        """Write down the loss of a step; some are also said."""
         more = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
         if self.cfg.log_norms:
             more |= {f"norm_{kind}": float(norm) for kind, norm in norms.items()}
-        line = self.line(step, "train_loss", float(loss), int(dropped), **more)
+        line = self.line(step, "train_loss", loss, dropped, **more)
         if step % self.cfg.log_every and step != self.first + 1:
             return
         ms, tokens = (self.facts[x] for x in ("train_time_ms", "tokens"))
         speed = (tokens - self.mark[1]) / max(ms - self.mark[0], 1e-3) * 1000
         self.mark = ms, tokens
-        shown = f"{line} train_loss:{float(loss):.4f} {speed:,.0f} tok/s"
+        shown = f"{line} train_loss:{loss:.4f} {speed:,.0f} tok/s"
         self.say(f"{shown} eta:{(self.cfg.steps - step) * ms / step / 1000:.0f}s")
 
     def validated(self, step: int, loss: float, dropped: int):
@@ -3020,14 +3058,15 @@ class RunLog:
         self.say(self.line(step, "val_loss", loss, dropped))
         self.write_facts(val_loss=round(loss, 6))
 
-    def end(self, step: int, signalled: int):
-        """The last lines; SystemExit if a signal has ended the run."""
-        if step < self.cfg.steps:
-            self.write_facts()
-            need(not self.missing, f"stopped after {step} steps, but {self.missing}")
-            again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
-            self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
-            raise SystemExit(128 + signalled)
+    def stopped(self, step: int):
+        """The last lines of a run that a signal has ended."""
+        self.write_facts()
+        need(not self.missing, f"stopped after {step} steps, but {self.missing}")
+        again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
+        self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
+
+    def ended(self):
+        """The last lines of a run that has done all steps."""
         stats = (device.memory_stats() or {} for device in jax.local_devices())
         peak = max(of.get("peak_bytes_in_use", 0) for of in stats)  # CPUs do not tell: all of it
         unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB

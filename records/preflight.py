@@ -749,7 +749,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
 def executions(cfg: T.Config) -> Counter:
     """How many times each program runs in the whole run."""
     counts = Counter(itertools.chain(*T.schedule(cfg).programs))
-    validations = 1 + sum(T.is_due(cfg.val_every, step - 1, step) for step in range(cfg.steps))
+    validations = 1 + len(range(0, cfg.steps, cfg.val_every)) if cfg.val_every else 1
     counts["finish"] = 1
     counts["eval"] = validations * math.ceil(cfg.val_tokens / cfg.val_batch)
     return counts

@@ -32,17 +32,17 @@ def part_of(node) -> int:
 DEFINITIONS = [node for node in TREE.body if not isinstance(node, ast.Import | ast.ImportFrom)]
 PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 
-# What Part I uses of the others: how arrays lie on devices, and what goes on around a run.
+# What is used of a later part: collectives as compilers want them, how arrays lie on devices, what
+# goes on around a run; and by what is done before the clock starts, what makes programs fast.
 LATER = {
     "grads_step": {"gather_banks", "in_order", "sum_batches"},
     "eval_step": {"gather_banks"},
     "update_step": {"reduce_scatter"},
     "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
-    "train": {
-        *("make_mesh", "check_memory", "data_folder", "check_tokens", "checked_kernels"),
-        *("run_facts", "RunLog", "compile_all", "warm_up", "start_state", "start_copies"),
-        *("load_state", "find_checkpoint", "ask_to_stop", "trace", "demonstrate"),
-    },
+    "train": {"prepare", "trace", "demonstrate"},
+    "settle": {"RunLog"},
+    "check_loss": {"RunLog"},
+    "prepare": {"checked_kernels", "compile_all", "warm_up"},
 }
 
 

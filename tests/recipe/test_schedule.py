@@ -118,17 +118,6 @@ def test_head_and_embedding_part_after_an_adam_step():
         assert T.schedule(cfg).tied.tolist() == [always] * 12
 
 
-def test_a_checkpoint_comes_at_the_first_step_after_its_period_at_which_no_gradient_waits():
-    """Tables are updated after steps 1, 3, 7 of ten."""
-    tables = T.schedule(small_config()).tables
-    for period, saved in ((0, []), (1, [2, 4, 8]), (3, [4, 8]), (5, [8])):
-        found = [0]
-        for step in range(1, 10):
-            if tables[step - 1] and T.is_due(period, found[-1], step):
-                found.append(step)
-        assert found[1:] == saved
-
-
 def test_average_rates_by_hand():
     """Of ten steps the last six or five; Adam updates after odd ones, tables after 1, 3 and 7."""
     ema = 1 - (1 - 2 / 7) ** 2  # of two steps at once, and of the last step alone

@@ -3,6 +3,7 @@ which is the same on any number of devices and for Part I alone.
 """
 
 import functools
+import inspect
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -450,10 +451,10 @@ class Log:
     """In place of the run's log and of what saves: keeps losses and the last state, no more."""
 
     def __init__(self, clock, folder):
-        self.clock, self.folder, self.losses, self.missing = clock, folder, [], ""
+        self.clock, self.folder, self.losses, self.cfg = clock, folder, [], CFG
 
     def trained(self, step, loss, dropped, norms):
-        self.losses.append(float(loss))
+        self.losses.append(loss)
         assert step == len(self.losses)
 
     def validated(self, step, loss, dropped):
@@ -476,6 +477,8 @@ def part_one(tmp_path_factory, shards):
     exec(compile(PART_ONE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
+    for function in (T.Ready, T.prepare):
+        exec("from __future__ import annotations\n" + inspect.getsource(function), vars(part))
     log = Log(part.Clock(), folder)
 
     def compile_all(cfg, mesh, kernels, say):
@@ -495,10 +498,9 @@ def part_one(tmp_path_factory, shards):
         leaves, tree = jax.tree.flatten(batches)
         return (jax.tree.unflatten(tree, one) for one in zip(*leaves, strict=True))
 
-    later = {name for names in LATER.values() for name in names}
-    assert not later & alone
-    stand_ins = dict.fromkeys(later - vars(part).keys(), lambda *_: None)
-    stand_ins |= {
+    assert not alone & {name for names in LATER.values() for name in names}
+    checks = "check_memory", "check_tokens", "warm_up", "demonstrate"
+    stand_ins = dict.fromkeys(checks, lambda *_: None) | {
         "data_folder": lambda cfg, say: Path(cfg.data),
         "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
         "compile_all": compile_all,
