@@ -7,43 +7,49 @@
 `speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
 PyTorch program of record 92. Nobody has timed ours on a TPU yet. To learn how it works, read Part I
-from the top. A step in the file's own names (the loop itself is at the end of Part I, in `train`):
+from the top. A step of training, in lines of `train`:
 
-    batch = next(batches)                                    # tokens, targets, n-grams, Hyper
-    rows = copies.tables[tokens], fetch(ngram_table)         # look_up; two all-to-alls
-    x = forward(model, rows)                                 # eleven layers; banks all-gathered
-    loss, grads = backward(loss_sums(model, x, head, aims))  # over a sample of the vocabulary
-    anvil(reduce_scatter(grads of banks))                    # every step: the matrices
-    adam(grads of 2 steps)                                   # every 2nd: head, embedding, small
-    adam(grads of 4 steps)                                   # every 4th: value and n-gram tables
-    copies = all_gather(bfloat16(what changed))
-    log.trained(loss of the step before)                     # nothing waits for a loss
-    finish_step(state)                                       # at the end: averages of weights
+    batch, data = next(ready.batches)  # tokens, targets, n-grams, rates: made ahead by a thread
+    gradients, *updates = schedule(cfg).programs[step]
+    grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
+    for update in updates:
+        due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
+        state, changed = compiled[update](state, due, batch.hyper)
+        copies |= changed
+
+What these programs hold, by their names:
+    grads0 and so on  grads_step: n-gram rows fetched from other devices, banks gathered; forward,
+                      loss (batch_loss) and gradients, those of banks summed over devices
+    anvil             after every step: the banks, by Muon with a second, slower momentum
+    adam, adam_tied   after every 2nd: head, embedding, small ones; gradients summed over devices,
+                      each updates its part, all gather the result
+    tables2-2         after every 2nd, from step 336 on every 4th: value and n-gram tables
+    finish, eval      at the end: weights become averages of their last values; validation
 
 Words that are used throughout:
-    bank        equal-shaped matrices, stacked: [l, rows, cols]
+    bank        equal-shaped matrices, stacked: [matrices, rows, cols]
     row         of a batch: one sequence; of a table: the vector of one id or n-gram
     stream      in the model: the sum that layers add to; in the data: all tokens of the shards
     copies      the parameters to compute with: large ones in bfloat16, all whole except banks
-    candidates  the ids that the softmax of a row runs over; aims are places among them
-    window      how many tokens before itself a token sees; paired heads: see pair_heads
+    window      how many tokens before itself a token sees
     stage       a stretch of the run with one shape of batch
+    waiting     of gradients: until an update sums those of several steps
 
-Dimension letters, in names (x_btd) and einsums alike: b rows, t time (queries), s time (keys),
-d model width, n heads, h head (or hidden) width, f MLP width, v vocabulary (or v width), p columns
-of a projection or candidates, g gate inputs or groups of features, k targets, sources or devices,
-i bigram or trigram, r tokens of a batch in one line, c tokens of a chunk or requests to a device;
-l matrices of a bank, r and c their rows and columns. All lengths are counted in tokens.
+Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or queries, s keys,
+d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
+lengths are counted in tokens.
 
     PART I, the speedrun          all that decides the loss, in plain JAX
-    PART II, around a run         refusals, data checks, programs, checkpoints, log, signals,
+    PART II, around a run         set-up, refusals, data checks, devices, checkpoints, log, signals,
                                   several hosts, command line: look it up
-    PART III, fast on hardware    compilation; kernels that equal Part I's functions, for TPUs and
-                                  NVIDIA GPUs: `--set kernels=plain` trains without
+    PART III, fast on hardware    compilation, collectives as compilers want them, kernels that
+                                  equal Part I's functions: `--set kernels=plain` trains without
 
-Where to edit: a new size is a preset; a new schedule is rows of Stage; a new parameter is a row of
-param_table and its use in forward; a new kernel is a function in Part III that equals one of
-Kernels, with its conditions in pick_kernels.
+Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds: a field of Layer, a
+row of param_table, forward. Inside attention: attend_heads, and attend_window or a refusal in
+serving_kernels. What the loss reads: a row of param_table, batch_loss. A table: param_table,
+table_ids, look_up. A new kernel: a function that equals one of Kernels, its conditions in
+serving_kernels. Always: validate, flops_per_token, a test in tests/recipe.
 """
 
 from __future__ import annotations
@@ -242,10 +248,10 @@ class Config:
     decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
     adam_eps: float = 1e-10
     adam_every: int = 2  # steps whose gradients one Adam step sums; a device keeps all of them
-    # n-gram and value tables: an update sums the gradients of so many steps, before event_change
+    # n-gram and value tables: an update sums the gradients of so many steps, before table_change
     # and from that step on
-    event_every: tuple[int, int] = (2, 4)
-    event_change: int = 336
+    table_every: tuple[int, int] = (2, 4)
+    table_change: int = 336
     tail: int = 298  # last steps, over which head, embedding and matrices are averaged
     tail_average: int = 250  # the same for the second average, of matrices and value tables
     # validation: the first val_tokens of the validation split, each predicted once
@@ -323,7 +329,7 @@ PRESETS = {
         encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
         compute_dtype="float32",
         steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
-        momentum_warmup=88, momentum_cooldown=18, rails_step=188, event_change=128,
+        momentum_warmup=88, momentum_cooldown=18, rails_step=188, table_change=128,
         tail=110, tail_average=92,
         lr_adam=0.016,
         val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
@@ -435,9 +441,9 @@ def schedule(cfg: Config) -> Schedule:
     # Few tokens read a row of a table, so its gradients are noisy: an update sums those of 2 steps,
     # later of 4 (record 39), and only then do they cross the network.
     adam = (step + 1) % cfg.adam_every == 0
-    often, seldom = cfg.event_every
-    since = np.where(step < cfg.event_change, step, step - cfg.event_change) + 1
-    each = np.where(step < cfg.event_change, often, seldom)
+    often, seldom = cfg.table_every
+    since = np.where(step < cfg.table_change, step, step - cfg.table_change) + 1
+    each = np.where(step < cfg.table_change, often, seldom)
     tables = np.where(since % each == 0, each, 0)
 
     # Head and embedding part after an Adam step, so that no gradient is summed over both states:
@@ -547,9 +553,9 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
 
 
 class Aims(NamedTuple):
-    """The targets of a batch, as positions among the candidates of their row (p = 0: as ids)."""
+    """The targets of a batch, as positions among the candidates of their row; without, as ids."""
 
-    candidates: np.ndarray  # int32 [b, p] ids, ascending; p = 0: every id is a candidate
+    candidates: np.ndarray  # int32 [b, candidates] ids, ascending; of none: every id is one
     targets: np.ndarray  # int32 [b, t] the next token; -1: none
     prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
 
@@ -567,7 +573,7 @@ class Batch(NamedTuple):
     """What a step needs beside the state."""
 
     rows: Rows
-    requests: jax.Array  # int32 [devices, devices, c]: what each requests of each, see `request`
+    requests: jax.Array  # int32 [devices, devices, size]: what each asks of each, see `request`
     hyper: Hyper
 
 
@@ -897,7 +903,7 @@ def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
 
 
 def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, c], slots [rows, 2, t]) of `mine` of the devices. Requests
+    """(requests [mine, devices, size], slots [b, 2, t]) of `mine` of the devices. Requests
     are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
     each token then finds its two. An n-gram that does not fit into the request to its owner gets
     slot 0, the row of trigrams without history, which every batch requests."""
@@ -1310,11 +1316,11 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
     return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
 
 
-def signed_sum(signs, ngrams_bitd, hashed_bt):
+def signed_sum(signs, ngrams, hashed_bt):
     """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
     (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
-    rows_b1td = jnp.split(ngrams_bitd, 2, axis=1)
-    terms = zip(sign_ids(hashed_bt, len(signs)), rows_b1td, strict=True)
+    pairs = jnp.split(ngrams, 2, axis=1)
+    terms = zip(sign_ids(hashed_bt, len(signs)), pairs, strict=True)
     return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
 
 
@@ -1330,16 +1336,16 @@ def sign_ids(x_bt, rows: int):
     return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
 
 
-def smear(x_btd, weights_ng, strength):
+def smear(x_btd, weights, strength):
     """Every token takes a little of the one before it, by a gate (record 34)."""
     before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
-    return mix((1.0, x_btd), (strength * gate(x_btd, weights_ng), before))
+    return mix((1.0, x_btd), (strength * gate(x_btd, weights), before))
 
 
-def gate(x_btd, weights_ng):
+def gate(x_btd, weights):
     """A number in (0, 1) for each row of weights, from a token's first features: [b, t, n]."""
-    x_btg = x_btd[..., : weights_ng.shape[1]].astype(jnp.float32)
-    return jax.nn.sigmoid(jnp.einsum("btg,ng->btn", x_btg, weights_ng))
+    features = x_btd[..., : weights.shape[1]].astype(jnp.float32)
+    return jax.nn.sigmoid(jnp.einsum("bti,ni->btn", features, weights))
 
 
 def token_gates(model: Model, half: int, x_btd) -> dict:
@@ -1352,12 +1358,13 @@ def token_gates(model: Model, half: int, x_btd) -> dict:
     return {key: gates[..., at] for key, at in gate_slices(model.cfg)[half].items()}
 
 
-def small_mlp(x_btd, w1_hd, w2_ph, b2_p):
-    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, p] (GELU: Hendrycks and Gimpel 2016)."""
-    w1_hd = w1_hd.astype(x_btd.dtype)
-    hidden_bth = jnp.matmul(x_btd, w1_hd.T, preferred_element_type=jnp.float32)
-    hidden_bth = hidden_bth * (0.5 + 0.5 * lax.erf(hidden_bth * math.sqrt(0.5)))
-    return hidden_bth @ w2_ph.T + b2_p[None, None]
+def small_mlp(x_btd, w1, w2, b2):
+    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, outputs] (GELU: Hendrycks and Gimpel
+    2016)."""
+    w1 = w1.astype(x_btd.dtype)
+    hidden = jnp.matmul(x_btd, w1.T, preferred_element_type=jnp.float32)
+    hidden = hidden * (0.5 + 0.5 * lax.erf(hidden * math.sqrt(0.5)))
+    return hidden @ w2.T + b2[None, None]
 
 
 def gated_values(model: Model, i: int, x_btd, values):
@@ -1365,11 +1372,11 @@ def gated_values(model: Model, i: int, x_btd, values):
     gate for each head, twice the sigmoid of a weighted sum of the first features of the normed
     input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
     at = model.cfg.layers_with("values").index(i)
-    weights_ng = model.params["value_gate"][at]
+    weights = model.params["value_gate"][at]
     values_btd = values[at]
-    half = weights_ng.shape[1] // 2
-    looks_btg = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
-    return values_btd, 2 * gate(looks_btg, weights_ng)
+    half = weights.shape[1] // 2
+    looks = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
+    return values_btd, 2 * gate(looks, weights)
 
 
 def attention(model: Model, i: int, x_btd, added, gates):
@@ -1379,26 +1386,26 @@ def attention(model: Model, i: int, x_btd, added, gates):
     heads = heads_of(cfg, i, model.windows)
     wide = int(cfg.layers[i].attends == "long")
     with jax.named_scope(f"attention{i}"):
-        qkv_btp = norm(x_btd) @ projection(model, i, heads).T
+        qkv = norm(x_btd) @ projection(model, i, heads).T
         own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
         others = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
         inputs = HeadInputs(added, *own_gates, *others)
-        y_btp = model.kernels.attend(heads, qkv_btp, inputs)
+        y = model.kernels.attend(heads, qkv, inputs)
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
         weight = post_lambdas(model, i)[0] * model.params["o_lambda"][i]
-        return y_btp @ mix((weight, w_o)).T
+        return y @ mix((weight, w_o)).T
 
 
 def projection(model: Model, i: int, heads: Heads):
-    """Weights [p, d] of q, k and v of layer `i`: of each head the first rows, up to its width."""
+    """Weights [columns, d] of q, k, v of layer `i`: of each head its width of first rows."""
     params, cfg = model.params, model.cfg
     n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
     qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
     qk = qk.reshape(2 * n, -1, d)[:, : heads.qk_width]
     v = params["vo_bank"][2 * at].reshape(n, -1, d)[:, : heads.v_width]
-    weights_pd = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
-    return mix((params["qkv_lambda"][i], weights_pd))
+    weights = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
+    return mix((params["qkv_lambda"][i], weights))
 
 
 def post_lambdas(model: Model, i: int):
@@ -1462,17 +1469,16 @@ def mudd_mix(model: Model, x_btd, sources):
     w2g = model.params["mudd_w2g"][:k]
     both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
     weights = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))  # deltas have none
-    deltas_btkg = weights[..., k:].reshape(*weights.shape[:2], k, -1)
-    weights_btkg = MUDD_SCALE * (weights[..., :k, None] + deltas_btkg)
-    return model.kernels.blend(x_btd, weights_btkg, sources)
+    mu, delta = weights[..., :k, None], weights[..., k:].reshape(*weights.shape[:2], k, -1)
+    return model.kernels.blend(x_btd, MUDD_SCALE * (mu + delta), sources)
 
 
-def blend(x_btd, weights_btkg, sources):
+def blend(x_btd, weights, sources):
     """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
-    size = sources[0].shape[-1] // weights_btkg.shape[-1]  # features of a group
+    size = sources[0].shape[-1] // weights.shape[-1]  # features of a group
     terms = [] if x_btd is None else [(1.0, x_btd)]
     for k, y_btd in enumerate(sources):
-        terms.append((jnp.repeat(weights_btkg[:, :, k], size, axis=-1), y_btd))
+        terms.append((jnp.repeat(weights[:, :, k], size, axis=-1), y_btd))
     return mix(*terms)
 
 
@@ -1528,14 +1534,14 @@ class HeadInputs(NamedTuple):
     scale: jax.Array  # of q k^T
 
 
-def attend_heads(attend: Callable, heads: Heads, qkv_btp, inputs: HeadInputs):
+def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     """What is added to v, QK norm, rotation, attention, XSA and gates of one layer: [b, t, n
-    v_width]. `qkv_btp` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the
+    v_width]. `qkv` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the
     contract of attend_plain. The plain form of Kernels.attend; a kernel may do it all at once."""
     added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
-    b, t, _ = qkv_btp.shape
+    b, t, _ = qkv.shape
     n, h = heads.count, heads.qk_width
-    q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv_btp, (n * h, 2 * n * h), axis=-1))
+    q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv, (n * h, 2 * n * h), axis=-1))
     if added is not None:
         parts = added[0].reshape(b, t, n, -1)[..., : heads.v_width]
         v = mix((1.0, v), (added[1][..., None], parts))
@@ -1560,8 +1566,8 @@ def positions(t: int, heads: Heads):
     """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
     odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
     Bug-compatible: the original reshapes differently for rotation and for attention."""
-    t_1 = jnp.arange(t)[:, None]
-    return 2 * t_1 + jnp.arange(heads.count)[None] % 2 if heads.paired else t_1
+    at = jnp.arange(t)[:, None]
+    return 2 * at + jnp.arange(heads.count)[None] % 2 if heads.paired else at
 
 
 def rope_tables(freqs, positions_tn, width: int):
@@ -1597,104 +1603,103 @@ def pair_heads(x_btnh):
     return x_btnh.reshape(b, 2 * t, n // 2, h)
 
 
-def exclude_self(y_btnv, v_btnv, gates_btn):
+def exclude_self(y_btnh, v_btnh, gates_btn):
     """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v,
     which the token has without attention (record 82, in the form of record 86)."""
-    y = y_btnv.astype(jnp.float32)
-    v = v_btnv.astype(jnp.float32)
+    y = y_btnh.astype(jnp.float32)
+    v = v_btnh.astype(jnp.float32)
     along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
-    return mix((1.0, y_btnv), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnv))
+    return mix((1.0, y_btnh), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnh))
 
 
-# (q_btnh, k_btnh, v_btnv, segments_bt, window, scale) -> o_btnv. Token t attends to itself and to
+# (q_btnh, k_btnh, v_btnh, segments_bt, window, scale) -> o_btnh. Token t attends to itself and to
 # those of the `window` tokens before it that have its segment id. Values may be wider or narrower
 # than queries and keys. `window` is static, `scale` may be traced.
 
 SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
 
 
-def attend_plain(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
+def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """The reference, for any hardware: the scores of a band, softmax in float32. Up to SCORE_BYTES
     of scores exist at once; beyond that, blocks are computed in groups, one group after the other,
     and the backward pass computes their scores again."""
 
     def attend(block):
-        q_cnh, k_snh, v_snv, mask_ncs = block
-        scores = jnp.einsum("cnh,snh->ncs", q_cnh, k_snh, preferred_element_type=jnp.float32)
-        probs = jax.nn.softmax(jnp.where(mask_ncs, scores * scale, -jnp.inf), axis=-1)
-        return jnp.einsum("ncs,snv->cnv", probs.astype(v_snv.dtype), v_snv)
+        q_tnh, k_snh, v_snh, mask_nts = block
+        scores = jnp.einsum("tnh,snh->nts", q_tnh, k_snh, preferred_element_type=jnp.float32)
+        probs = jax.nn.softmax(jnp.where(mask_nts, scores * scale, -jnp.inf), axis=-1)
+        return jnp.einsum("nts,snh->tnh", probs.astype(v_snh.dtype), v_snh)
 
-    blocks = band(q_btnh, k_btnh, v_btnv, segments_bt, window)
-    count, _, c, s = blocks[-1].shape  # of the mask
-    together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * c * s))
+    blocks = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
+    count, _, *scores = blocks[-1].shape  # of the mask
+    together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * math.prod(scores)))
     if count <= together:
-        return jax.vmap(attend)(blocks).reshape(v_btnv.shape)
-    return lax.map(jax.checkpoint(attend), blocks, batch_size=together).reshape(v_btnv.shape)
+        return jax.vmap(attend)(blocks).reshape(v_btnh.shape)
+    return lax.map(jax.checkpoint(attend), blocks, batch_size=together).reshape(v_btnh.shape)
 
 
-def band(q_btnh, k_btnh, v_btnv, segments_bt, window: int):
+def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int):
     """Split rows into blocks of queries, each with all keys that its window can reach. Returns (q
-    [b', c, n, h], k and v [b', s, n, h or v], mask [b', 1, c, s]) with b' = b t / c, where c is the
-    smallest divisor of t that holds the window and s = 2 c: the block and the one before it. So the
-    cost grows with t * window. Where no such c < t exists, c = s = t."""
+    [blocks, size, n, h], k and v [blocks, s, n, h], mask [blocks, 1, size, s]): `size` is the least
+    divisor of t that holds the window, s twice as much, the block and the one before it. So the
+    cost grows with t * window. Where no such size < t exists, size = s = t."""
     b, t = segments_bt.shape
-    c = next((c for c in range(max(window, 1), t) if t % c == 0), t)
+    size = next((n for n in range(max(window, 1), t) if t % n == 0), t)
 
     def blocks(x, before: int):
-        x = x.reshape(b, t // c, c, *x.shape[2:])
-        if before and c < t:
+        x = x.reshape(b, t // size, size, *x.shape[2:])
+        if before and size < t:
             edge = [(0, 0)] * (x.ndim - 2)  # what stands before the first block belongs to none
             past = jnp.pad(x[:, :-1], [(0, 0), (1, 0), *edge], constant_values=-1)
             x = jnp.concatenate([past, x], axis=2)
-        return x.reshape(b * (t // c), *x.shape[2:])
+        return x.reshape(b * (t // size), *x.shape[2:])
 
     own = blocks(segments_bt, 0)
     seen = blocks(segments_bt, 1)
     s = seen.shape[1]
-    back_cs = jnp.arange(s - c, s)[:, None] - jnp.arange(s)[None, :]
-    near_cs = (back_cs >= 0) & (back_cs <= window)
-    mask = near_cs[None] & (own[:, :, None] == seen[:, None, :])
-    return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnv, 1), mask[:, None]
+    back_ts = jnp.arange(s - size, s)[:, None] - jnp.arange(s)[None, :]
+    near_ts = (back_ts >= 0) & (back_ts <= window)
+    mask = near_ts[None] & (own[:, :, None] == seen[:, None, :])
+    return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnh, 1), mask[:, None]
 
 
 # ---- Loss: features -> summed cross-entropy ----------------------------------------------------
 
 
-def targets_ahead(aims, weights_k, prefix_weight=None):
-    """Aims of [b, t] tokens -> targets int [b, t, k] and their weights float32 [b, t, k]. Target j
-    of token i is token i + j + 1 (record 53), even of the next document. `prefix_weight` adds the
-    next token's prefix, where there is one (record 88). The weight is 0 beyond the end of a row,
-    and in a row of targets -1, which only fills up the last validation batch."""
+def targets_ahead(aims, weights, prefix_weight=None):
+    """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
+    token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
+    `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
+    beyond the end of a row, and in a row of targets -1, which only fills up the last validation
+    batch."""
     tokens = jnp.arange(aims.targets.shape[1])
-    targets = []
-    weights = []
-    for j in range(weights_k.shape[0]):
-        targets.append(jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j))))
+    found = []
+    for j in range(weights.shape[0]):
+        targets = jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j)))
         counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
-        weights.append(counts * weights_k[j])
+        found.append((targets, counts * weights[j]))
     if prefix_weight is not None:
-        targets.append(jnp.maximum(aims.prefixes, 0))
-        weights.append((aims.prefixes >= 0) * prefix_weight)
-    return jnp.stack(targets, axis=-1), jnp.stack(weights, axis=-1)
+        found.append((jnp.maximum(aims.prefixes, 0), (aims.prefixes >= 0) * prefix_weight))
+    return tuple(jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
 
 
-def cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
+def cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
-    Features [r, d], head [v, d], targets int and weights float [r, k]. A token whose first weight
-    is 0 is not in the plain sum. The backward pass computes each chunk's logits again."""
+    Features [t, d], head [v, d], targets int and weights float [t, targets]. A token whose first
+    weight is 0 is not in the plain sum. The backward pass computes each chunk's logits again."""
 
     @jax.checkpoint
     def add(totals, chunk):
-        x_cd, targets_ck, weights_ck = chunk
-        return add_losses(totals, chunk_losses(x_cd, wide_vd, targets_ck, cfg), weights_ck), None
+        x_td, targets, weights = chunk
+        return add_losses(totals, chunk_losses(x_td, wide_vd, targets, cfg), weights), None
 
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk))[0]
+    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_td, targets, weights))[0]
 
 
 def in_chunks(cfg: Config, ids: int, *arrays):
-    """Arrays [r, ...] as [chunks, c, ...]: the fewest equal chunks that have no more logits, of a
+    """Arrays [t, ...] as [chunks, t', ...]: the fewest equal chunks that have no more logits, of a
     softmax over `ids` ids, than cfg.loss_chunk tokens have over the whole vocabulary."""
     tokens = len(arrays[0])
     most = cfg.loss_chunk * cfg.vocab // ids
@@ -1702,13 +1707,13 @@ def in_chunks(cfg: Config, ids: int, *arrays):
     return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
 
 
-def chunk_losses(x_cd, head_vd, targets_ck, cfg: Config):
-    """Losses float32 [c, k] of a chunk's targets: log(sum(exp(capped logits))) - the target's.
+def chunk_losses(x_td, head_vd, targets, cfg: Config):
+    """Losses float32 [t, targets] of a chunk: log(sum(exp(capped logits))) - the target's.
     Capped logits are below a, so exp cannot overflow and needs no maximum."""
-    w_vd = head_vd.astype(x_cd.dtype)
-    capped_cv = cap_logits(jnp.matmul(x_cd, w_vd.T, preferred_element_type=jnp.float32), cfg)
-    log_sum_c = jnp.log(jnp.sum(jnp.exp(capped_cv), axis=1))
-    return log_sum_c[:, None] - jnp.take_along_axis(capped_cv, targets_ck, axis=1)
+    w_vd = head_vd.astype(x_td.dtype)
+    capped_tv = cap_logits(jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32), cfg)
+    log_sum_t = jnp.log(jnp.sum(jnp.exp(capped_tv), axis=1))
+    return log_sum_t[:, None] - jnp.take_along_axis(capped_tv, targets, axis=1)
 
 
 def cap_logits(z, cfg: Config):
@@ -1717,11 +1722,11 @@ def cap_logits(z, cfg: Config):
     return a * jax.nn.sigmoid((z.astype(jnp.float32) + b) / c)
 
 
-def add_losses(totals, losses_ck, weights_ck):
+def add_losses(totals, losses, weights):
     """The two sums of cross_entropy, with those of a chunk."""
     weighted, plain = totals
-    plain += jnp.sum(jnp.where(weights_ck[:, 0] > 0, losses_ck[:, 0], 0.0))
-    return weighted + jnp.sum(losses_ck * weights_ck), plain
+    plain += jnp.sum(jnp.where(weights[:, 0] > 0, losses[:, 0], 0.0))
+    return weighted + jnp.sum(losses * weights), plain
 
 
 # ---- The step: what every device does, with every collective in plain sight --------------------
@@ -1807,12 +1812,12 @@ def exchange(x):
     return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
 
 
-def fetch(table_rd, requested_kc):
-    """The rows of the n-gram table that this device has requested: [devices * c, d]. `table_rd` is
-    its shard of the table; `requested_kc`, from an exchange of all requests, are the rows of that
-    shard for device k (padding: len(table_rd))."""
-    rows_kcd = table_rd.at[requested_kc].get(mode="clip")
-    return exchange(rows_kcd).reshape(-1, table_rd.shape[1])
+def fetch(table, requested):
+    """The rows of the n-gram table that this device has requested: [devices * size, d]. `table` is
+    its shard of the table; `requested`, from an exchange of all requests, are the rows of that
+    shard for device k (padding: len(table))."""
+    rows = table.at[requested].get(mode="clip")
+    return exchange(rows).reshape(-1, table.shape[1])
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
@@ -1826,10 +1831,10 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     return grad_vd
 
 
-def dropped_ngrams(slots_bit):
+def dropped_ngrams(slots):
     """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
     trigrams of a row's first two tokens do, which have no history."""
-    return jnp.sum(slots_bit == 0, dtype=jnp.float32) - slots_bit[:, 1, :2].size
+    return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
 
 
 ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
@@ -1957,8 +1962,8 @@ def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
 
 def sum_requests(parts, size: int, add_rows: Callable):
     """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
-    `parts` has for each step since the last update the requested rows [devices, c] and their
-    gradients [devices, c, d]. Sorting brings equal ids together, add_rows sums them."""
+    `parts` has for each step since the last update the requested rows [devices, size] and
+    their gradients [devices, size, d]. Sorting brings equal ids together, add_rows sums them."""
     ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
     grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
     numbers = jnp.arange(len(ids))
@@ -1992,9 +1997,9 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92).
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL has two_rails for momentum, and equalizes.
-    Banks are [l, rows, cols], `square` [l, neurons]: this device's matrices. Weights decay only
-    where the slow average shrinks them or is zero (cautious, after Liang et al. 2024; record
-    43)."""
+    Banks are [matrices, rows, cols], `square` [matrices, neurons]: those of this device. Weights
+    decay only where the slow average shrinks them or is zero (cautious, after Liang et al. 2024;
+    record 43)."""
     param, fast, slow, square = old
     update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
     update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
@@ -2030,7 +2035,7 @@ ANVIL_MAPS = (
 
 
 def orthogonalize(x, dtype):
-    """Approximately the nearest (semi-)orthogonal matrices to a bank [l, rows, cols], in `dtype`.
+    """About the nearest (semi-)orthogonal matrices to a bank [matrices, rows, cols], in `dtype`.
     ANVIL_MAPS bring all singular values near 1, with the Gram matrix of the shorter side."""
     x = x.astype(dtype)
     size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
@@ -2050,8 +2055,9 @@ def orthogonalize(x, dtype):
 
 def equalize(update, square, rate):
     """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025):
-    the rows of tall and square matrices, else the columns. Bank [l, rows, cols] and the running
-    mean square of neurons [l, n] -> (update, mean square); a matrix keeps its norm."""
+    the rows of tall and square matrices, else the columns. Bank [matrices, rows, cols] and the
+    running mean square of neurons [matrices, neurons] -> (update, mean square). A matrix keeps its
+    norm."""
     along = 2 if update.shape[1] >= update.shape[2] else 1
     power = jnp.mean(jnp.square(update), axis=along)
     square = square + rate * (power - square)
@@ -2399,10 +2405,10 @@ def validate(c: Config) -> Config:
         rule(f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it")
     ends = c.layers[0].ngram and c.layers[-1].mlps and c.depth - 1 in c.layers_with("values")[1:8]
     rule("layers", ends, "the first needs n-grams, the last an MLP, it and 1 to 7 others values")
-    often, seldom = c.event_every
+    often, seldom = c.table_every
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
-    rule("event_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
-    rule("event_change", c.event_change % seldom == 0, f"a multiple of {seldom}, see event_every")
+    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
+    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
     whole = c.val_batch % c.val_row == 0 and c.val_row > 1
     rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
     rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
@@ -3695,93 +3701,93 @@ def squash(z, cfg: Config):
     return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
-def token_losses(x_cd, head_vd, wide_vd, targets_ck, cfg: Config):
-    """(losses in nats [c, k], logits [c, v] before the cap, sums of exponentials [c]) as float32.
+def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config):
+    """float32 (losses, nats [t, targets], logits [t, v] before the cap, sums of exponentials [t]).
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
-    while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [c, v]
+    while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [t, v]
     goes to memory. The logits of the targets come once more, from their rows of the head: to pick
-    them out of [c, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
+    them out of [t, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
     library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
     chunk instead of 0.8. The sums are then those of rounded logits."""
     half = cfg.logit_cap[0] / 2
 
-    def logits(x_cd, head_vd, dtype=jnp.float32):
-        return jnp.matmul(x_cd, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
+    def logits(x_td, head_vd, dtype=jnp.float32):
+        return jnp.matmul(x_td, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
 
-    rounded = functools.partial(logits, dtype=x_cd.dtype)
-    z_cv = lax.platform_dependent(x_cd, head_vd, cuda=rounded, default=logits)
-    sum_c = jnp.sum(jnp.exp(half * squash(z_cv, cfg)), axis=1)
-    z_ck = [
-        jnp.sum(x_cd.astype(jnp.float32) * wide_vd[targets_ck[:, k]], axis=1)
-        for k in range(targets_ck.shape[1])
+    rounded = functools.partial(logits, dtype=x_td.dtype)
+    z_tv = lax.platform_dependent(x_td, head_vd, cuda=rounded, default=logits)
+    sum_t = jnp.sum(jnp.exp(half * squash(z_tv, cfg)), axis=1)
+    z_targets = [
+        jnp.sum(x_td.astype(jnp.float32) * wide_vd[targets[:, k]], axis=1)
+        for k in range(targets.shape[1])
     ]
-    losses_ck = jnp.log(sum_c)[:, None] - half * squash(jnp.stack(z_ck, axis=1), cfg)
-    return losses_ck, z_cv, sum_c
+    losses = jnp.log(sum_t)[:, None] - half * squash(jnp.stack(z_targets, axis=1), cfg)
+    return losses, z_tv, sum_t
 
 
-def loss_gradients(z_cv, sum_c, x_cd, head_vd, targets_ck, weights_ck, cfg: Config):
-    """Gradients of the weighted losses: (x's [c, d] in its dtype, the head's [v, d] in float32).
+def loss_gradients(z_tv, sum_t, x_td, head_vd, targets, weights, cfg: Config):
+    """Gradients of the weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
     That of a logit z is (total weight of the token * its probability - weight of z as a target)
     times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
     rounded to bfloat16, either gradient is off by 0.3 % (relative norm)."""
     a, _, c = cfg.logit_cap
-    weights_ck = a / (4 * c) * weights_ck
+    weights = a / (4 * c) * weights
 
-    # Barriers make XLA store what was rounded, and no float32 [c, v]: here the squashed logits...
-    def store(z_cv):
-        return lax.optimization_barrier(squash(z_cv, cfg).astype(x_cd.dtype)).astype(jnp.float32)
+    # Barriers make XLA store what was rounded, and no float32 [t, v]: here the squashed logits...
+    def store(z_tv):
+        return lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype)).astype(jnp.float32)
 
     # ... and on a GPU nothing more: the rounded product is in memory already (see token_losses);
     # the barrier keeps XLA from widening it.
-    def again(z_cv):
-        return squash(lax.optimization_barrier(z_cv.astype(x_cd.dtype)), cfg)
+    def again(z_tv):
+        return squash(lax.optimization_barrier(z_tv.astype(x_td.dtype)), cfg)
 
-    squashed_cv = lax.platform_dependent(z_cv, cuda=again, default=store)
+    squashed_tv = lax.platform_dependent(z_tv, cuda=again, default=store)
     # Targets of a token that are equal share the sum of their weights: it is written only once.
-    equal_ckk = targets_ck[:, :, None] == targets_ck[:, None, :]
-    merged_ck = jnp.sum(jnp.where(equal_ckk, weights_ck[:, None, :], 0.0), axis=2)
-    ids_v, hit_cv = jnp.arange(squashed_cv.shape[1])[None], 0.0
-    for k in range(targets_ck.shape[1]):
-        hit_cv = jnp.where(ids_v == targets_ck[:, k : k + 1], merged_ck[:, k : k + 1], hit_cv)
-    factor_c = jnp.sum(weights_ck, axis=1) / sum_c
-    miss_cv = jnp.exp(a / 2 * squashed_cv) * factor_c[:, None] - hit_cv
-    grad_cv = (miss_cv * (1 - jnp.square(squashed_cv))).astype(x_cd.dtype)
-    head_grad_vd = jnp.matmul(grad_cv.T, x_cd, preferred_element_type=jnp.float32)
-    return grad_cv @ head_vd, head_grad_vd
+    equal = targets[:, :, None] == targets[:, None, :]
+    merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
+    ids_v, hit_tv = jnp.arange(squashed_tv.shape[1])[None], 0.0
+    for k in range(targets.shape[1]):
+        hit_tv = jnp.where(ids_v == targets[:, k : k + 1], merged[:, k : k + 1], hit_tv)
+    factor_t = jnp.sum(weights, axis=1) / sum_t
+    miss_tv = jnp.exp(a / 2 * squashed_tv) * factor_t[:, None] - hit_tv
+    grad_tv = (miss_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
+    head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
+    return grad_tv @ head_vd, head_grad_vd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def fused_cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
+def fused_cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
     """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
     with respect to x and head; without gradients, in validation, it is the plain form."""
-    return cross_entropy(x_rd, head_vd, targets_rk, weights_rk, cfg)
+    return cross_entropy(x_td, head_vd, targets, weights, cfg)
 
 
-def fused_cross_entropy_forward(x_rd, head_vd, targets_rk, weights_rk, cfg: Config):
+def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config):
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
 
     def add(carry, chunk):
         totals, head_grad = carry
-        x_cd, targets_ck, weights_ck = chunk
-        losses_ck, z_cv, sum_c = token_losses(x_cd, narrow_vd, wide_vd, targets_ck, cfg)
-        x_grad_cd, more = loss_gradients(z_cv, sum_c, x_cd, narrow_vd, targets_ck, weights_ck, cfg)
-        return (add_losses(totals, losses_ck, weights_ck), head_grad + more), x_grad_cd
+        x_td, targets, weights = chunk
+        losses, z_tv, sum_t = token_losses(x_td, narrow_vd, wide_vd, targets, cfg)
+        x_grad_td, more = loss_gradients(z_tv, sum_t, x_td, narrow_vd, targets, weights, cfg)
+        return (add_losses(totals, losses, weights), head_grad + more), x_grad_td
 
-    copies = head_vd.astype(jnp.float32), head_vd.astype(x_rd.dtype)
+    copies = head_vd.astype(jnp.float32), head_vd.astype(x_td.dtype)
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
-    chunks = in_chunks(cfg, len(head_vd), x_rd, targets_rk, weights_rk)
+    chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights)
     (totals, head_grad), x_grad = lax.scan(add, start, chunks)
-    return totals, (x_grad.reshape(x_rd.shape), head_grad, head_vd)
+    return totals, (x_grad.reshape(x_td.shape), head_grad, head_vd)
 
 
 def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
     """Gradients for x and head; targets and weights have none."""
-    x_grad_rd, head_grad, head_vd = gradients
+    x_grad_td, head_grad, head_vd = gradients
     weighted, _ = cotangents
-    grad = (weighted * x_grad_rd.astype(jnp.float32)).astype(x_grad_rd.dtype)
+    grad = (weighted * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
     grad = lax.optimization_barrier(grad)  # or XLA would store it as float32
     return grad, (weighted * head_grad).astype(head_vd.dtype), None, None
 
@@ -4314,19 +4320,19 @@ window_attention = jax.custom_vjp(
 window_attention.defvjp(window_forward, window_backward)
 
 
-def standing_rope_tables(freqs_f, positions_kt):
-    """cos and sin [k, f, t] of positions * freqs, if positions rise evenly along a row. They follow
-    from those of every 128th position and of the first 128 by the addition theorem: cosines of all
-    would take a v6e longer than some layers."""
-    first = (positions_kt[:, :128] - positions_kt[:, :1])[:, None, None]
-    some = positions_kt[:, None, ::128, None], first
-    angles = [x.astype(jnp.float32) * freqs_f[None, :, None, None] for x in some]
-    (cos_a, cos_b), (sin_a, sin_b) = map(jnp.cos, angles), map(jnp.sin, angles)
-    both = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
+def standing_rope_tables(freqs, positions):
+    """cos and sin [kinds, frequencies, t] of positions * freqs, if positions rise evenly along a
+    row. They follow from those of every 128th position and of the first 128 by the addition
+    theorem: cosines of all would take a v6e longer than some layers."""
+    first = (positions[:, :128] - positions[:, :1])[:, None, None]
+    some = positions[:, None, ::128, None], first
+    angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in some]
+    (cos_a, cos), (sin_a, sin) = map(jnp.cos, angles), map(jnp.sin, angles)
+    both = cos_a * cos - sin_a * sin, sin_a * cos + cos_a * sin
     return [x.reshape(*x.shape[:2], -1) for x in both]
 
 
-def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
+def attend_window(heads: Heads, qkv, inputs: HeadInputs):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
     (see serving_kernels). freqs and scale have no gradients."""
@@ -4346,7 +4352,7 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
     }
     of_heads = added_gates_btn, jax.tree.map(jnp.tanh, xsa_btn), gates_btn  # what is None stays
     of_heads = jax.tree.map(lambda x: x.swapaxes(1, 2), of_heads)
-    arrays = {"qkv": qkv_btp, "added": added_btd, **dict(zip(OF_HEADS, of_heads, strict=True))}
+    arrays = {"qkv": qkv, "added": added_btd, **dict(zip(OF_HEADS, of_heads, strict=True))}
     return window_attention(plan, arrays | jax.tree.map(lax.stop_gradient, others))
 
 
@@ -4360,7 +4366,7 @@ def attend_window(heads: Heads, qkv_btp, inputs: HeadInputs):
 
 
 def flat(x):
-    """Arrays [..., d] as [r, d]."""
+    """Arrays [..., d] as [t, d]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -4403,22 +4409,22 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
         y = times(squared_relu(z), r.down[...])
         r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
 
-    x_rd, (f, d) = flat(x_btd), up_fd.shape
-    cut, grid = row_blocks(len(x_rd), mlp_block(d, f))
+    x_td, (f, d) = flat(x_btd), up_fd.shape
+    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
     scales = {"scales": jnp.stack([jnp.float32(keep), jnp.float32(weight)])}
-    z = jax.ShapeDtypeStruct((len(x_rd), f), x_rd.dtype) if save else None
-    inputs = {"x": (x_rd, cut), "up": (up_fd, whole), "down": (down_fd, whole)}
-    outputs = {"y": (x_rd, cut), "z": (z, cut)}
+    z = jax.ShapeDtypeStruct((len(x_td), f), x_td.dtype) if save else None
+    inputs = {"x": (x_td, cut), "up": (up_fd, whole), "down": (down_fd, whole)}
+    outputs = {"y": (x_td, cut), "z": (z, cut)}
     out = run_kernel("mlp", body, grid, inputs, outputs, scales)
-    return out["y"].reshape(x_btd.shape), (x_rd, down_fd, up_fd, scales, out.get("z"))
+    return out["y"].reshape(x_btd.shape), (x_td, down_fd, up_fd, scales, out.get("z"))
 
 
 @jax.jit  # traced once: equal layers share a kernel
 def fused_mlp_backward(kept, y_grad):
     """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
     only the last one's stay: behind matmuls that costs nothing."""
-    x_rd, down_fd, up_fd, scales, z_rf = kept
-    (f, d), dtype = up_fd.shape, z_rf.dtype
+    x_td, down_fd, up_fd, scales, z_tf = kept
+    (f, d), dtype = up_fd.shape, z_tf.dtype
 
     def body(r):
         x, grad = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad))
@@ -4436,11 +4442,11 @@ def fused_mlp_backward(kept, y_grad):
         r.x_grad[...] = (r.scales[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
         add_block(r, r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
 
-    cut, grid = row_blocks(len(x_rd), mlp_block(d, f))
-    inputs = {"x": (x_rd, cut), "grad": (flat(y_grad), cut), "z": (z_rf, cut)}
+    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
+    inputs = {"x": (x_td, cut), "grad": (flat(y_grad), cut), "z": (z_tf, cut)}
     inputs |= {"down": (down_fd, whole), "up": (up_fd, whole)}
     row = jax.ShapeDtypeStruct((1, d), jnp.float32)  # of the two numbers: sums for each feature
-    outputs = {"x_grad": (x_rd, cut), "keep_grad": (row, whole), "weight_grad": (row, whole)}
+    outputs = {"x_grad": (x_td, cut), "keep_grad": (row, whole), "weight_grad": (row, whole)}
     outputs |= {"up_grad": (up_fd, whole), "down_grad": (down_fd, whole)}
     scratch = dict.fromkeys(("up_sum", "down_sum"), ((f, d), jnp.float32))
     out = run_kernel("mlp_grads", body, grid, inputs, outputs, scales, scratch)
@@ -4459,14 +4465,14 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
 
-def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool):
+def run_weighted(name: str, body, x, weights, sources, grads: bool):
     """run_kernel over blocks of tokens. `body` has x, or None, and y0, y1 ... [block, d]; w [block,
     2 lanes], each token's weights in whole tiles, rounded, and the rest; hot [k, 2 lanes, d] of 0
     and 1: w @ hot[j] spreads the weights of source j over the features of its groups. It writes
     out0, like y0; for `grads` one out for each source, and sums [block, lanes], of w as float32."""
-    y0, (k, g) = flat(sources[0]), weights_btkg.shape[2:]
+    y0, (k, g) = flat(sources[0]), weights.shape[2:]
     (r, d), dtype = y0.shape, y0.dtype
-    packed = jnp.pad(weights_btkg.reshape(r, k * g), ((0, 0), (0, -k * g % LANES)))
+    packed = jnp.pad(weights.reshape(r, k * g), ((0, 0), (0, -k * g % LANES)))
     high = packed.astype(dtype)
     w = jnp.concatenate([high, (packed - high.astype(jnp.float32)).astype(dtype)], axis=1)
     cut, grid = row_blocks(r, BLOCK)
@@ -4481,7 +4487,7 @@ def run_weighted(name: str, body, x, weights_btkg, sources, grads: bool):
 
 
 @jax.custom_vjp
-def weighted_sum(x_btd, weights_btkg, sources):
+def weighted_sum(x_btd, weights, sources):
     """blend in one TPU kernel, and one for its gradients."""
 
     def body(r):
@@ -4491,14 +4497,14 @@ def weighted_sum(x_btd, weights_btkg, sources):
             total += times(r.w[...], r.hot[j]) * y
         r.out0[...] = total.astype(r.out0.dtype)
 
-    out = run_weighted("weighted_sum", body, x_btd, weights_btkg, sources, False)
+    out = run_weighted("weighted_sum", body, x_btd, weights, sources, False)
     return out["out0"].reshape(sources[0].shape)
 
 
 def weighted_sum_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
-    x_btd, weights_btkg, sources = kept
+    x_btd, weights, sources = kept
 
     def body(r):
         grad = r.x[...].astype(jnp.float32)
@@ -4510,9 +4516,9 @@ def weighted_sum_backward(kept, grad_btd):
             sums += times(both, r.hot[j, : sums.shape[1]], transpose=True)
         r.sums[...] = sums
 
-    out = run_weighted("weighted_sum_grads", body, grad_btd, weights_btkg, sources, True)
+    out = run_weighted("weighted_sum_grads", body, grad_btd, weights, sources, True)
     source_grads = tuple(out[f"out{j}"].reshape(grad_btd.shape) for j in range(len(sources)))
-    weight_grads = out["sums"][:, : math.prod(weights_btkg.shape[2:])].reshape(weights_btkg.shape)
+    weight_grads = out["sums"][:, : math.prod(weights.shape[2:])].reshape(weights.shape)
     return None if x_btd is None else grad_btd, weight_grads, source_grads
 
 
@@ -4532,23 +4538,23 @@ weighted_sum.defvjp(
 ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
 
-def sorted_ids(ids_r, rows: int):
+def sorted_ids(ids, rows: int):
     """(ids below `rows` in ascending order, which of them each was). As one integer where id and
     place fit 32 bits: to sort two arrays takes twice as long."""
-    places, bits = jnp.arange(ids_r.size, dtype=jnp.uint32), (ids_r.size - 1).bit_length()
+    places, bits = jnp.arange(ids.size, dtype=jnp.uint32), (ids.size - 1).bit_length()
     if rows << bits > 2**32:
-        return lax.sort((ids_r, places.astype(jnp.int32)), num_keys=1, is_stable=False)
-    keys = lax.sort(ids_r.astype(jnp.uint32) << bits | places, is_stable=False)
+        return lax.sort((ids, places.astype(jnp.int32)), num_keys=1, is_stable=False)
+    keys = lax.sort(ids.astype(jnp.uint32) << bits | places, is_stable=False)
     return (keys >> bits).astype(jnp.int32), (keys & (2**bits - 1)).astype(jnp.int32)
 
 
-def meetings(ids_r, rows: int, block: int):
+def meetings(ids, rows: int, block: int):
     """(tile, block): which tile meets which block at each step. A tile is ROW_TILE of the `rows` of
     a table; the tokens, whose ids ascend, are cut into blocks. Every tile has a step even if no
     token uses it. As tiles and blocks rise together, there are tiles + blocks - 1 steps at most;
     those that are left over have a block past the last."""
-    tiles, blocks = -(-rows // ROW_TILE), ids_r.size // block
-    starts = jnp.searchsorted(ids_r, jnp.arange(tiles + 1) * ROW_TILE).astype(jnp.int32)
+    tiles, blocks = -(-rows // ROW_TILE), ids.size // block
+    starts = jnp.searchsorted(ids, jnp.arange(tiles + 1) * ROW_TILE).astype(jnp.int32)
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
     ends = jnp.cumsum(last - first + 1)
@@ -4731,7 +4737,7 @@ def tiles_backward(arrays: dict, y_grad):
         r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
 
     # What the gradients of all scores of a query have too much: their weighted mean.
-    mean = jnp.einsum("btnv,btnv->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
+    mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     arrays = arrays | {"mean": mean, "y_grad": y_grad}
     of_q, of_k, of_v = ({f"{x}_grad": arrays[x]} for x in "qkv")  # shapes of outputs
     grads = run_tiles("attend_backward_queries", by_queries, QUERY_TILES, arrays, of_q)
@@ -4744,7 +4750,7 @@ tiles_attention = jax.custom_vjp(lambda arrays: tiles_forward(arrays)[0])
 tiles_attention.defvjp(tiles_forward, tiles_backward)
 
 
-def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
+def attend_triton(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """One kernel forward and two back. Needs rows of a multiple of 128 tokens (else their end is
     missing), heads of powers of two, scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
@@ -4754,7 +4760,7 @@ def attend_triton(q_btnh, k_btnh, v_btnv, segments_bt, window: int, scale):
     arrays = {
         "q": (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype),  # the exponential is 2^x
         "k": k_btnh,
-        "v": v_btnv,
+        "v": v_btnh,
         "first": jnp.maximum(starts, here - window),  # key that a query can see
         "last": jnp.minimum(stops, here + window),  # query that can see a key
     }

@@ -125,7 +125,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
     for key in dict.fromkeys(grads):
         steps = [step for step, other in enumerate(grads) if other == key]
         middle = steps[len(steps) // 2]
-        summed = cfg.event_every[middle >= cfg.event_change]
+        summed = cfg.table_every[middle >= cfg.table_change]
         updates = [T.Update("anvil", 1)]
         updates.append(T.Update("adam", cfg.adam_every, bool(schedule.tied[middle])))
         updates.append(T.Update("tables", summed, stages=(key.stage,) * summed))

@@ -8,7 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("data", "records", "tests"))]
+OWN = "data", "records", "tests", "tests/helpers"
+sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in OWN)]
 GPU = "--gpu" in sys.argv
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if GPU else "cpu"
 if version("jaxlib").startswith("0.10."):  # later ones do not know the flag, and stop there
@@ -107,7 +108,7 @@ def small_config(**changes) -> T.Config:
         momentum_warmup=4,
         momentum_cooldown=2,
         rails_step=4,
-        event_change=4,
+        table_change=4,
         tail=6,
         tail_average=5,
         micro_tokens=64,

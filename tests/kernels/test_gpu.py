@@ -34,7 +34,7 @@ CFG = small_config(
     ),
     attention_cap=180,
     rails_step=10,
-    event_change=8,
+    table_change=8,
     tail=12,
     tail_average=10,
     val_tokens=8192,

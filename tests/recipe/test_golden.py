@@ -1,6 +1,6 @@
 """The loss of 12 steps of the tiny preset, number by number: no change of it goes unnoticed.
 
-PYTHONPATH=tests python tests/recipe/test_golden.py     # writes tests/golden/tiny_steps.json anew
+PYTHONPATH=tests:tests/helpers python tests/recipe/test_golden.py  # tests/golden/tiny_steps.json
 """
 
 import functools
@@ -35,7 +35,7 @@ def golden_config(**changes) -> T.Config:
         T.Stage(0.5, 1024, 256, 0, (64, 192), 1.52, (1, 0.5), (1, 0), (0.2, 0.1), (1024,)),
         T.Stage(0.0, 1024, 256, 0, (80, 256)),
     )
-    short = replace(tiny, steps=12, extension=2, stages=stages, devices=1, event_change=4)
+    short = replace(tiny, steps=12, extension=2, stages=stages, devices=1, table_change=4)
     short = replace(short, rails_step=5, momentum_warmup=4, momentum_cooldown=2)
     return T.validate(replace(short, tail=5, tail_average=4, **changes))
 

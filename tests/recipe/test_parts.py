@@ -1,6 +1,8 @@
 """The three parts of train_gpt.py: what they may name."""
 
 import ast
+import inspect
+import itertools
 import re
 import symtable
 
@@ -81,3 +83,17 @@ def test_no_function_of_part_one_has_more_than_six_parameters():
         if isinstance(node, ast.FunctionDef) and part_of(node) == 1
     }
     assert len(counts) > 50 and max(counts.values()) <= 6, max(counts, key=counts.get)
+
+
+def test_the_head_shows_lines_of_the_loop_and_names_that_are_there():
+    head = LINES[: LINES.index("import argparse")]
+    first = next(i for i, line in enumerate(head) if line.startswith("    batch, data = "))
+    loop = list(itertools.takewhile(str.strip, head[first:]))
+    source = iter(x.strip() for x in inspect.getsource(T.train).splitlines())
+    for line in loop:
+        assert line.split("  # ")[0].strip() in source, line  # in this order
+    edit = " ".join(head).split("Where to edit.")[1]
+    names = re.findall(r"\b[a-z]+_[a-z_]+\b|(?<=of )[A-Z]\w+", edit)
+    assert len(names) > 10 and all(hasattr(T, name) for name in names), names
+    axes = {*"".join(re.findall(r"_bt([a-z]*)\b", "\n".join(LINES)))}
+    assert axes <= {*"sdnhfv"}, "letters of which the head says nothing"

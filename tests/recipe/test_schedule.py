@@ -35,7 +35,7 @@ def test_every_gradient_of_a_preset_goes_into_one_update(preset):
             for name in T.updated(cfg, update.kind):
                 assert step - last[name] == update.steps
                 last[name] = step
-    assert cfg.steps - 1 - min(last.values()) < max(cfg.event_every)
+    assert cfg.steps - 1 - min(last.values()) < max(cfg.table_every)
 
 
 def test_shares_of_the_schedule_become_whole_steps():
@@ -98,7 +98,7 @@ def test_entries_of_a_stage_hold_for_equal_parts_and_loss_weights_move_linearly(
 def test_updates_take_the_last_step_of_every_group(every, change, updates):
     """Those of tables with the number of steps that each sums; the counts of both are of those
     before, and one."""
-    table = T.schedule(replace(RECORD, event_every=every, event_change=change, adam_every=every[0]))
+    table = T.schedule(replace(RECORD, table_every=every, table_change=change, adam_every=every[0]))
     assert table.tables[:12].tolist() == [updates.get(step, 0) for step in range(12)]
     adam = [*range(every[0] - 1, 12, every[0])]
     assert np.flatnonzero(table.adam[:12]).tolist() == adam
@@ -114,7 +114,7 @@ def test_head_and_embedding_part_after_an_adam_step():
         table = T.schedule(replace(RECORD, adam_every=every, tied=0.5))
         assert table.tied.tolist() == [s <= last for s in range(1194)] and table.adam[last]
     for tied, always in ((0.0, False), (1.0, True)):
-        cfg = staged(12, 1.0, tied=tied, adam_every=3, event_every=(6, 12), event_change=12)
+        cfg = staged(12, 1.0, tied=tied, adam_every=3, table_every=(6, 12), table_change=12)
         assert T.schedule(cfg).tied.tolist() == [always] * 12
 
 

@@ -239,7 +239,7 @@ def test_show_of_the_speedrun_is_the_record(main):
     for row in (
         "source = 7",
         "val_windows = (768, 2560)",
-        "event_every = (2, 4)",
+        "table_every = (2, 4)",
         "layers.8 = Layer(attends='short', narrow=True, values=True, xsa=False, gated=False, "
         "x0=False, ngram=False, mlps=2)",
         "head (50304, 768) 38,633,472 adam lr 0.008 decay 0.75 betas (0.5, 0.95)",

@@ -251,7 +251,7 @@ SMALL += 98_304 + 2944 + 46 + 1
     "name, changes, adam_steps, table_steps, beside",
     [
         ("grads0", {}, 1, 3, "state"),
-        ("grads3", {"adam_every": 1, "event_every": (1, 1)}, 0, 0, "state"),
+        ("grads3", {"adam_every": 1, "table_every": (1, 1)}, 0, 0, "state"),
         ("eval", {}, 1, 3, "state"),
         ("anvil", {}, 2, 4, "copies"),
         ("adam", {}, 0, 4, "copies anvil"),

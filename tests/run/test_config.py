@@ -137,8 +137,8 @@ BAD_SETTINGS = {
     "layers.4.mlps=0": "the first needs n-grams, the last an MLP, it and 1 to 7 others values",
     "layers.1.mlps=-1": "layers.1.mlps=-1 is not valid: it must not be negative",
     # optimizers
-    "event_every=(4,6)": "event_every=(4, 6) is not valid: multiples of adam_every=2",
-    "event_change=6": "event_change=6 is not valid: a multiple of 4",
+    "table_every=(4,6)": "table_every=(4, 6) is not valid: multiples of adam_every=2",
+    "table_change=6": "table_change=6 is not valid: a multiple of 4",
     # stages and validation
     "extension=10": "extension=10 is not valid: less than steps=10",
     "extension=0": "extension=0 is not valid: less than steps=10; 0 unless the last stage has sh",

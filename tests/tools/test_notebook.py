@@ -19,7 +19,7 @@ PATH = ROOT / "records/launch/colab.ipynb"
 BOOK = json.loads(PATH.read_text())
 CODE = {cell["id"]: "".join(cell["source"]) for cell in BOOK["cells"] if "outputs" in cell}
 # With plain kernels all commands share their programs, of which each is compiled once.
-SHORT = "--set kernels=plain steps=8 event_change=4 val_tokens=4096 momentum_warmup=3"
+SHORT = "--set kernels=plain steps=8 table_change=4 val_tokens=4096 momentum_warmup=3"
 SHORT += " val_every=8 sample_tokens=0"
 PARAMETERS = f"""
 REPOSITORY, PRESET, PARTS, STAGES, SEEDS, FOR_KERNELS = "", "tiny", 2, [0], [0], ""

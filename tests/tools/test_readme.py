@@ -110,7 +110,7 @@ def test_first_command(tmp_path):
     for file in ("train_gpt.py", "data/shards.py", "data/builtin_corpus.py", "records/sample.py"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())
-    shorter = "steps=16 val_every=16 event_change=4 val_tokens=4096 momentum_warmup=3 log_every=2"
+    shorter = "steps=16 val_every=16 table_change=4 val_tokens=4096 momentum_warmup=3 log_every=2"
     command = [sys.executable, "train_gpt.py", "--set", *shorter.split(), "sample_tokens=5"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
@@ -118,3 +118,9 @@ def test_first_command(tmp_path):
     assert [text for text in texts if text not in done.stdout] == []
     losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", done.stdout)]
     assert abs(losses[0] - np.log(2048)) < 0.05 and losses[-1] < losses[0] - 0.1
+
+
+def test_the_readme_of_the_tests_names_each_of_their_files():
+    text = (ROOT / "tests/README.md").read_text()
+    named = {*re.findall(r"`(?:\w+/)?(\w+\.py)`", text)}
+    assert named == {path.name for path in (ROOT / "tests").glob("*/*.py")}

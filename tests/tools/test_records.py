@@ -561,7 +561,7 @@ write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=
 def stub(path: Path, loss: float, seconds, **changes) -> Path:
     """A source that trains nothing, and writes a run in no time; `changes` of its config."""
     config = json.dumps(as_json(TINY) | changes)
-    path.write_text(STUB.format(tests=str(ROOT / "tests"), **locals()))
+    path.write_text(STUB.format(tests=str(ROOT / "tests/helpers"), **locals()))
     return path
 
 
@@ -734,7 +734,7 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
         assert done.returncode == 0, (words, done.stderr)
         return done.stdout
 
-    short = "steps=16 momentum_warmup=2 momentum_cooldown=1 event_change=4".split()
+    short = "steps=16 momentum_warmup=2 momentum_cooldown=1 table_change=4".split()
     short += "sample_tokens=0 val_every=0 width=32 mlp_width=64 ngram_rows=2048".split()
     short += ["loss_chunk=512", "target=9.5"]  # the track's target, which is not the preset's
     for seed in "01":
