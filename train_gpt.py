@@ -373,7 +373,7 @@ class Schedule(NamedTuple):
     adam: np.ndarray  # whether it ends with an Adam step
     tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
     tied: np.ndarray  # whether head and embedding are one matrix when it updates them
-    programs: list[tuple[Gradients | Update, ...]]  # that a step runs, in order
+    programs: list[list[Gradients | Update]]  # that a step runs, in order
     hyper: Hyper  # in float64
 
 
@@ -477,25 +477,17 @@ def schedule(cfg: Config) -> Schedule:
         average_rates=average_rates(cfg, adam, tables),
     )
     candidates = in_parts("candidates")
-    programs = step_programs(cfg, (stage, candidates, adam, tables, tied))
+    numbers = {}  # of the shapes of a step
+    programs = []
+    for i, shape in enumerate(zip(stage.tolist(), candidates.tolist(), strict=True)):
+        programs.append([Gradients(numbers.setdefault(shape, len(numbers)), *shape)])
+        programs[i].append(Update("anvil", 1))
+        if adam[i]:
+            programs[i].append(Update("adam", cfg.adam_every, bool(tied[i])))
+        if count := int(tables[i]):
+            summed = tuple(stage[i + 1 - count : i + 1].tolist())
+            programs[i].append(Update("tables", count, stages=summed))
     return Schedule(stage, candidates, adam, tables, tied, programs, hyper)
-
-
-def step_programs(cfg: Config, columns: tuple) -> list[tuple[Gradients | Update, ...]]:
-    """Schedule.programs; `columns` are the five fields before it."""
-    stage, candidates, adam, tables, tied = (column.tolist() for column in columns)
-    numbers = {}
-    found = []
-    for step, shapes in enumerate(zip(stage, candidates, strict=True)):
-        programs = [Gradients(numbers.setdefault(shapes, len(numbers)), *shapes)]
-        programs.append(Update("anvil", 1))
-        if adam[step]:
-            programs.append(Update("adam", cfg.adam_every, tied[step]))
-        if count := tables[step]:
-            summed = tuple(stage[step + 1 - count : step + 1])
-            programs.append(Update("tables", count, stages=summed))
-        found.append(tuple(programs))
-    return found
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -1861,30 +1853,42 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """(state, compute copies of what changed) after an update of `due`: name -> this device's
     gradients of the steps since the last update, a tuple. Each device receives its shard of their
     sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
-    gradients cross the network in the compute dtype, as in the original. For cfg.log_norms copies
-    have a "norm"."""
-    due = dict(due)
-    reduced = {}
-    found = {}
-    if NGRAMS in due:
-        parts = due.pop(NGRAMS)
-        state, found[NGRAMS] = update_ngrams(cfg, kernels, state, parts, hyper)
+    gradients cross the network in the compute dtype, as in the original. Every update writes the
+    averages, with rate 0 where they do not change, so that no step needs a program of its own. For
+    cfg.log_norms copies have a "norm"."""
+    new = {kind: dict(entries) for kind, entries in state.items()}
+    squares = []
     for name, grads in due.items():
         row = param_table(cfg)[name]
-        total = sum(grad.astype(jnp.float32) for grad in grads)
-        if not row.sharded:
-            total = lax.psum(total, AXIS)
-        elif row.optimizer != "anvil":  # gradients of banks are reduced already
-            total = reduce_scatter(total.astype(cfg.dtype))
-        reduced[name] = total.astype(jnp.float32)
-    state = apply_updates(cfg, state, reduced, hyper)
-    copies = compute_copies(cfg, {name: state["params"][name] for name in reduced}, GATHER)
+        kinds = "params", *MOMENTS[row.optimizer](row.shape)
+        old = [state[kind][name] for kind in kinds]
+        if row.optimizer == "rows":
+            ids, grad = sum_requests(grads, len(old[0]), kernels.add_rows)
+            after = adam_rows(*old, ids, grad, adam_rates(cfg, row, hyper))
+        elif row.optimizer == "anvil":
+            grad = sum(x.astype(jnp.float32) for x in grads)  # the devices' are summed already
+            after = anvil(cfg, row, old, grad, hyper)
+        else:
+            grad = sum_devices(cfg, row, sum(x.astype(jnp.float32) for x in grads))
+            after = adam(*old, grad, adam_rates(cfg, row, hyper))
+        for kind, x in zip(kinds, after, strict=True):
+            new[kind][name] = x
+        for average, _ in row.averages:
+            rate = hyper.average_rates[AVERAGES.index(average)]
+            before = state[average][name]
+            new[average][name] = before + rate * (new["params"][name] - before)
+        squares.append(jnp.sum(grad * grad) / (1 if row.sharded else lax.axis_size(AXIS)))
+    copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
     if cfg.log_norms:
-        found |= reduced
-        have = {True: 1, False: lax.axis_size(AXIS)}  # devices that have the same of a gradient
-        each = (jnp.sum(x * x) / have[param_table(cfg)[name].sharded] for name, x in found.items())
-        copies["norm"] = jnp.sqrt(lax.psum(sum(each), AXIS))
-    return state, copies
+        copies["norm"] = jnp.sqrt(lax.psum(sum(squares), AXIS))
+    return new, copies
+
+
+def sum_devices(cfg: Config, row: Param, grad):
+    """The gradient summed over all devices; of what is sharded this device's rows."""
+    if row.sharded:
+        return reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
+    return lax.psum(grad, AXIS)
 
 
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
@@ -1899,28 +1903,6 @@ def tie(state):
     """The training state with the embedding as a copy of the head, and so are its moments and its
     average: for most of a run both are one matrix (records 51, 53)."""
     return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
-
-
-def apply_updates(cfg: Config, state, grads, hyper: Hyper):
-    """The state after an update of the parameters in `grads`: this device's shard of the gradients,
-    summed over devices and the steps since the last update. Every update writes the averages, with
-    rate 0 where they do not change, so that no step needs a program of its own."""
-    new = {kind: dict(entries) for kind, entries in state.items()}
-    for name, grad in grads.items():
-        row = param_table(cfg)[name]
-        kinds = "params", *MOMENTS[row.optimizer](row.shape)
-        old = [state[kind][name] for kind in kinds]
-        if row.optimizer == "anvil":
-            after = anvil(cfg, row, old, grad, hyper)
-        else:
-            after = adam(*old, grad, adam_rates(cfg, row, hyper))
-        for kind, x in zip(kinds, after, strict=True):
-            new[kind][name] = x
-        for average, _ in row.averages:
-            rate = hyper.average_rates[AVERAGES.index(average)]
-            before = state[average][name]
-            new[average][name] = before + rate * (new["params"][name] - before)
-    return new
 
 
 def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> tuple:
@@ -1948,16 +1930,6 @@ def descend(param, update, decay):
     """`param` less `update`. Weights decay by the share `decay`, only where the update shrinks them
     (record 50), so never where it is zero."""
     return param - update - decay * (update * param > 0) * param
-
-
-def update_ngrams(cfg: Config, kernels: Kernels, state, parts, hyper: Hyper):
-    """(the state after adam_rows, summed gradients of rows); `parts`: see sum_requests."""
-    table = state["params"][NGRAMS]
-    ids, grads = sum_requests(parts, len(table), kernels.add_rows)
-    rates = adam_rates(cfg, param_table(cfg)[NGRAMS], hyper)
-    table, square = adam_rows(table, state["second"][NGRAMS], ids, grads, rates)
-    params = state["params"] | {NGRAMS: table}
-    return state | {"params": params, "second": state["second"] | {NGRAMS: square}}, grads
 
 
 def sum_requests(parts, size: int, add_rows: Callable):
@@ -2212,8 +2184,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         pause()
         loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
         loss, dropped = evaluate(cfg, mesh, loss, step, *ready.validation)
-        check_loss(log, step, loss)
-        log.validated(step, loss, dropped)
+        log.validated(step, sound(log, step, loss), dropped)
 
     for step in steps:
         signalled = ready.asked(step - first)
@@ -2266,15 +2237,15 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 def settle(log: RunLog, newest: tuple | None):
     """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
     if newest:
-        step, loss, dropped, norms = newest
-        check_loss(log, step, float(loss))
-        log.trained(step, float(loss), int(dropped), norms)
+        step, loss, *more = newest
+        log.trained(step, sound(log, step, float(loss)), *more)
 
 
-def check_loss(log: RunLog, step: int, loss: float):
-    """UserError if a loss is no number, or twice that of guessing: the run diverges."""
+def sound(log: RunLog, step: int, loss: float) -> float:
+    """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
     cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
     need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
+    return loss
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
@@ -3045,12 +3016,12 @@ class RunLog:
         self.write("metrics.jsonl", json.dumps(fields))
         return line
 
-    def trained(self, step: int, loss: float, dropped: int, norms: dict):
+    def trained(self, step: int, loss: float, dropped, norms: dict):
         """Write down the loss of a step; some are also said."""
         more = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
         if self.cfg.log_norms:
             more |= {f"norm_{kind}": float(norm) for kind, norm in norms.items()}
-        line = self.line(step, "train_loss", loss, dropped, **more)
+        line = self.line(step, "train_loss", loss, int(dropped), **more)
         if step % self.cfg.log_every and step != self.first + 1:
             return
         ms, tokens = (self.facts[x] for x in ("train_time_ms", "tokens"))

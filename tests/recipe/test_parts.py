@@ -39,11 +39,11 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 LATER = {
     "grads_step": {"gather_banks", "in_order", "sum_batches"},
     "eval_step": {"gather_banks"},
-    "update_step": {"reduce_scatter"},
+    "sum_devices": {"reduce_scatter"},
     "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
     "train": {"prepare", "trace", "demonstrate"},
     "settle": {"RunLog"},
-    "check_loss": {"RunLog"},
+    "sound": {"RunLog"},
     "prepare": {"checked_kernels", "compile_all", "warm_up"},
 }
 
