@@ -9,7 +9,7 @@ Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list
 PyTorch program of record 92. Nobody has timed ours on a TPU yet. To learn how it works, read Part I
 from the top. A step of training, in lines of `train`:
 
-    batch, data = next(ready.batches)  # tokens, targets, n-grams, rates: made ahead by a thread
+    batch, data = next(batches)  # tokens, targets, n-grams, rates: made ahead by a thread
     gradients, *updates = schedule(cfg).programs[step]
     grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
     for update in updates:
@@ -1205,34 +1205,30 @@ class Kernels(NamedTuple):
     blend: Callable  # sums with weights of each token
 
 
-class Setting(NamedTuple):
-    """What a pass over a batch takes beside its rows and the parameters."""
+class Model(NamedTuple):
+    """What all layers share of a pass over a batch."""
 
+    params: dict  # the compute copies: large ones in cfg.dtype, small ones in float32
     cfg: Config
     kernels: Kernels
     stage: Stage | None  # whose windows and losses it has; None: those of validation
     hyper: Hyper
     signs: jax.Array  # see sign_pool
+    segments_bt: jax.Array | None = None  # attention does not cross from one number to another
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """Short and long."""
+        return self.stage.windows if self.stage else self.cfg.val_windows
 
 
-class Model(NamedTuple):
-    """What all layers of a forward pass share."""
-
-    params: dict  # the compute copies: large ones in cfg.dtype, small ones in float32
-    cfg: Config
-    kernels: Kernels
-    windows: tuple[int, int]  # short and long
-    segments_bt: jax.Array  # attention does not cross from one number to another
-    hyper: Hyper
-
-
-def batch_loss(weights, found, setting: Setting, rows: Rows):
+def batch_loss(weights, found, model: Model, rows: Rows):
     """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
     token, which is reported). It is differentiable in all `weights` and in the rows of tables that
     look_up has `found`. As in the original, the summed loss of a row is averaged over rows: so the
     gradient grows with their length, while the moments remember the old size."""
-    cfg, kernels, stage, hyper, _ = setting
-    x_btd = forward(setting, weights, found, rows)
+    stage, hyper = model.stage, model.hyper
+    x_btd = forward(model._replace(params=weights), found, rows)
     if stage:
         of_stage = hyper.weights[: len(stage.weights)] / stage.rows
         of_prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
@@ -1245,21 +1241,21 @@ def batch_loss(weights, found, setting: Setting, rows: Rows):
         heads_bvd = weights["head"][None]
         arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
     each = zip(*arrays, heads_bvd, strict=True)
-    sums = [kernels.cross_entropy(x, head, targets, w, cfg) for x, targets, w, head in each]
+    loss = model.kernels.cross_entropy
+    sums = [loss(x, head, targets, w, model.cfg) for x, targets, w, head in each]
     return tuple(map(sum, zip(*sums, strict=True)))
 
 
-def forward(setting: Setting, params, found: dict, rows: Rows):
+def forward(model: Model, found: dict, rows: Rows):
     """The model, from the rows of tables that look_up has `found` to the normed output of mudd_mix
     [b, t, d]. All attentions after layer cfg.source read its output (record 77). Layer skip[1] has
     the gated output of layer skip[0] in place of attention (record 45)."""
-    cfg, kernels, stage, hyper, signs = setting
-    windows, cap = (stage.windows, cfg.attention_cap) if stage else (cfg.val_windows, 0)
-    segments_bt = segment_ids(rows.tokens[:, :-1], cfg.bos, cap)
-    model = Model(params, cfg, kernels, windows, segments_bt, hyper)
+    params, cfg = model.params, model.cfg
+    cap = cfg.attention_cap if model.stage else 0
+    model = model._replace(segments_bt=segment_ids(rows.tokens[:, :-1], cfg.bos, cap))
     resid = params["resid_lambdas"]
     values = found["value_tables"]
-    ngram = signed_sum(signs, *found[NGRAMS], rows.hashed)
+    ngram = signed_sum(model.signs, *found[NGRAMS], rows.hashed)
     x0 = norm(smear(*found["embed"], params["smear_gate"], params["smear_lambda"][0]))
     gates = token_gates(model, 0, x0)
     start = mix((1.0, x0), (gates["ngram", 0], ngram))
@@ -1736,7 +1732,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     of the rows that tokens look up, which add_rows adds to it."""
     requested = exchange(batch.requests[0])
     fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
-    setting = Setting(cfg, kernels, stage, batch.hyper, copies["signs"])
+    model = Model({}, cfg, kernels, stage, batch.hyper, copies["signs"])
     params = {name: x for name, x in copies.items() if name != "signs"} | {NGRAMS: fetched}
     weights = {name: x for name, x in params.items() if name not in table_ids(batch.rows)}
     loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
@@ -1745,7 +1741,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
         total, sums = carry
         ids = table_ids(rows)
         found = look_up(cfg, params, ids)
-        (_, plain), (grads, row_grads) = loss_and_grads(weights, found, setting, rows)
+        (_, plain), (grads, row_grads) = loss_and_grads(weights, found, model, rows)
         of_weights = {name: sums[name] for name in weights}
         new = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), of_weights, grads)
         for name, at in ids.items():
@@ -1777,14 +1773,12 @@ def table_ids(rows: Rows) -> dict[str, jax.Array]:
 def look_up(cfg: Config, tables, ids: dict) -> dict[str, tuple]:
     """Name -> the rows [..., d] at `ids` [...] of each table under that name: value_tables has one
     for each layer with values, one under the other."""
-    count = {"value_tables": len(cfg.layers_with("values"))}
-    return {
-        name: tuple(
-            tables[name].at[at + n * cfg.vocab].get(mode="promise_in_bounds")
-            for n in range(count.get(name, 1))
-        )
-        for name, at in ids.items()
-    }
+    found = {}
+    for name, at in ids.items():
+        count = len(cfg.layers_with("values")) if name == "value_tables" else 1
+        places = (at + n * cfg.vocab for n in range(count))
+        found[name] = tuple(tables[name].at[x].get(mode="promise_in_bounds") for x in places)
+    return found
 
 
 def micro_batches(cfg: Config, rows: Rows):
@@ -1836,11 +1830,11 @@ PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
     fetched, copies, _ = gather_banks(cfg, copies, fetch(table, exchange(batch.requests[0])))
-    setting = Setting(cfg, kernels, None, batch.hyper, copies["signs"])
+    model = Model({}, cfg, kernels, None, batch.hyper, copies["signs"])
     params = copies | {NGRAMS: fetched}
 
     def loss(rows):
-        return batch_loss(params, look_up(cfg, params, table_ids(rows)), setting, rows)[1]
+        return batch_loss(params, look_up(cfg, params, table_ids(rows)), model, rows)[1]
 
     total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
     return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
@@ -2167,8 +2161,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     Outside the clock: `prepare`, validation, the last checkpoint. Inside: every training step, all
     loading of its data, and checkpoints on the way. A checkpoint, and the stop after a signal, come
     at the next step before which no gradients wait for an update."""
-    ready = prepare(cfg, out, command, saved, say)
-    cfg, mesh, log, compiled, state, copies, data, *_ = ready
+    cfg, mesh, log, compiled, *rest = prepare(cfg, out, command, saved, say)
+    (state, copies, batches, data), validation, asked, (kernels, words) = rest
     first = last_saved = saved.step if saved else 0
     steps = range(first, cfg.steps)
     every = cfg.checkpoint_every
@@ -2183,11 +2177,11 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     def validate(step):
         pause()
         loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
-        loss, dropped = evaluate(cfg, mesh, loss, step, *ready.validation)
+        loss, dropped = evaluate(cfg, mesh, loss, step, *validation)
         log.validated(step, sound(log, step, loss), dropped)
 
     for step in steps:
-        signalled = ready.asked(step - first)
+        signalled = asked(step - first)
         stops = signalled and not waiting
         if profile:
             trace(step, steps, stops, log.folder, copies)
@@ -2203,7 +2197,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             newest = settle(log, newest)
             log.save(step, state, data)
             last_saved = step
-        batch, data = next(ready.batches)
+        batch, data = next(batches)
         gradients, *updates = schedule(cfg).programs[step]
         grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
@@ -2230,7 +2224,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     log.ended()
     if cfg.sample_tokens:
         table = state["params"][NGRAMS]
-        demonstrate(log, (cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps))
+        demonstrate(log, (cfg, mesh, kernels, copies, table, words, cfg.steps))
     return log.folder
 
 
@@ -2276,26 +2270,10 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 # ---- Set-up: all that is done before the clock starts ------------------------------------------
 
 
-class Ready(NamedTuple):
-    """What `train` begins with."""
-
-    cfg: Config  # for the devices of `mesh`
-    mesh: Mesh
-    log: RunLog
-    compiled: dict  # key of `programs` -> executable
-    state: dict
-    copies: dict
-    data: LoaderState
-    batches: Iterator  # (Batch, LoaderState after it)
-    validation: tuple[TokenStream, Vocabulary]
-    asked: Callable  # see ask_to_stop
-    kernels: Kernels
-    words: list[bytes]
-
-
-def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Ready:
-    """Check devices and data, open the log, compile and run every program once, make or load the
-    state. The loader makes its first batch when the clock starts."""
+def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> tuple:
+    """What `train` begins with, in its order: devices and data are checked, the log is open, every
+    program is compiled and has run once, the state is made or loaded. The loader makes its first
+    batch when the clock starts."""
     recipe = cfg
     cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
@@ -2323,8 +2301,8 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     batches = train_batches(cfg, mesh, stream, words, saved.step if saved else 0, data)
     batches = prefetch(batches, cfg.prefetch, log.clock.running, say)
     validation = val_stream, vocabulary(cfg, words)
-    made = state, copies, data, batches, validation, ask_to_stop(), kernels, words
-    return Ready(cfg, mesh, log, compiled, *made)
+    made = state, copies, batches, data
+    return cfg, mesh, log, compiled, made, validation, ask_to_stop(), (kernels, words)
 
 
 # ---- Overrides: --set, and the numbers with which no run can be built --------------------------
@@ -2600,11 +2578,15 @@ def abstract_state(cfg: Config, mesh: Mesh):
     return map_state(cfg, leaf)
 
 
+def all_copies(cfg: Config, params, seed) -> dict:
+    """The compute copies and the signs."""
+    return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
+
+
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
+    """Shapes, dtypes and shardings of all_copies: only banks are sharded."""
     params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(compute_copies, cfg), params)
-    found["signs"] = jax.ShapeDtypeStruct((cfg.sign_rows, cfg.width), jnp.int8)
+    found = jax.eval_shape(functools.partial(all_copies, cfg), params, np.uint32(0))
     axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
     return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
 
@@ -2621,13 +2603,9 @@ def start_state(cfg: Config, mesh: Mesh) -> Callable:
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
-
-    def copies(params, seed):
-        return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
-
+    """A jitted function (parameters, seed) -> all_copies, as they lie on the mesh."""
     shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(copies, out_shardings=shardings)
+    return jax.jit(functools.partial(all_copies, cfg), out_shardings=shardings)
 
 
 # XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs

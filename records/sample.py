@@ -54,39 +54,38 @@ def load(saved: T.Saved) -> Trained:
 
 
 def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, batch: T.Batch):
-    """`result` (of a Setting, the head, features [b, t, d] and targets [b, t]) for the rows of all
-    devices. Up to the features this is eval_step."""
+    """`result` (of a Model, features [b, t, d] and targets [b, t]) for the rows of all devices. Up
+    to the features this is eval_step."""
     fetched = T.fetch(table, T.exchange(batch.requests[0]))
     fetched, copies, _ = T.gather_banks(cfg, copies, fetched)
-    setting = T.Setting(cfg, kernels, None, batch.hyper, copies["signs"])
-    params = copies | {T.NGRAMS: fetched}
+    model = T.Model(copies, cfg, kernels, None, batch.hyper, copies["signs"])
+    tables = copies | {T.NGRAMS: fetched}
 
     def of(rows):
-        found = T.look_up(cfg, params, T.table_ids(rows))
-        x_btd = T.forward(setting, params, found, rows)
-        return result(setting, params["head"], x_btd, rows.aims.targets)
+        found = T.look_up(cfg, tables, T.table_ids(rows))
+        return result(model, T.forward(model, found, rows), rows.aims.targets)
 
     found = lax.map(of, T.micro_batches(cfg, batch.rows))
     return T.GATHER(found.reshape(-1, *found.shape[2:]))
 
 
-def next_logits(setting: T.Setting, head_vd, x_btd, targets_bt):
+def next_logits(model: T.Model, x_btd, targets_bt):
     """Logits [b, v] of the real tokens, where each row has its one target."""
     at_b = jnp.argmax(targets_bt >= 0, axis=1)
     x_bd = jnp.take_along_axis(x_btd, at_b[:, None, None], axis=1)[:, 0]
-    head_vd = head_vd[: setting.cfg.real_tokens]
+    head_vd = model.params["head"][: model.cfg.real_tokens]
     z_bv = jnp.matmul(x_bd, head_vd.T, preferred_element_type=jnp.float32)
-    return T.cap_logits(z_bv, setting.cfg)
+    return T.cap_logits(z_bv, model.cfg)
 
 
-def summed_losses(setting: T.Setting, head_vd, x_btd, targets_bt):
+def summed_losses(model: T.Model, x_btd, targets_bt):
     """The sum [b] of the losses of each row's targets in nats, as a validation computes them."""
 
     def loss(row):
         x_td, targets_t1 = row
         weights_t1 = (targets_t1 >= 0).astype(jnp.float32)
-        args = x_td, head_vd, jnp.maximum(targets_t1, 0), weights_t1, setting.cfg
-        return setting.kernels.cross_entropy(*args)[1]
+        args = x_td, model.params["head"], jnp.maximum(targets_t1, 0), weights_t1, model.cfg
+        return model.kernels.cross_entropy(*args)[1]
 
     return lax.map(loss, (x_btd, targets_bt[..., None]))
 

@@ -69,11 +69,11 @@ def quick(function, *args):
     return jax.jit(function, compiler_options=QUICK)(*args)
 
 
-def features(setting: T.Setting, params, tokens, hashed, slots):
+def features(model: T.Model, tokens, hashed, slots):
     """T.forward of rows of tokens [b, t] with plain parameters, the n-gram table among them."""
     none = np.zeros((len(tokens), 0), np.int32)
     rows = T.Rows(jnp.pad(tokens, ((0, 0), (0, 1))), hashed, slots, T.Aims(none, none, none))
-    return T.forward(setting, params, T.look_up(setting.cfg, params, T.table_ids(rows)), rows)
+    return T.forward(model, T.look_up(model.cfg, model.params, T.table_ids(rows)), rows)
 
 
 def lay(cfg: T.Config, arrays: dict, mesh) -> dict:

@@ -34,8 +34,8 @@ def tokens_with(*starts: int, seed: int = 0) -> np.ndarray:
 def outputs(params, tokens, places):
     """Of parameters, tokens and their rows of the n-gram table."""
     cfg = replace(CFG, val_windows=WIDE)
-    setting = T.Setting(cfg, T.PLAIN, None, T.hyper_at(CFG, 0), T.sign_pool(CFG, 0))
-    return features(setting, params, tokens, tokens, places.swapaxes(0, 1))
+    model = T.Model(params, cfg, T.PLAIN, None, T.hyper_at(CFG, 0), T.sign_pool(CFG, 0))
+    return features(model, tokens, tokens, places.swapaxes(0, 1))
 
 
 # Smear, key offset and n-gram hashes look at tokens before whatever their document. Without:
@@ -84,8 +84,8 @@ def test_the_layers_of_a_preset_fit_together(preset):
 
     def run(copies):
         signs = T.sign_pool(cfg, 0)
-        setting = T.Setting(cfg, T.PLAIN, None, T.hyper_at(cfg, 0), signs)
+        model = T.Model(copies, cfg, T.PLAIN, None, T.hyper_at(cfg, 0), signs)
         tokens = np.zeros((1, 128), np.int32)
-        return features(setting, copies, tokens, tokens, np.zeros((1, 2, 128), np.int32))
+        return features(model, tokens, tokens, np.zeros((1, 2, 128), np.int32))
 
     assert jax.eval_shape(run, copies) == x

@@ -274,9 +274,9 @@ def outcome(name: str):
         seen = {}
         with pytest.MonkeyPatch.context() as patch:
             kernels = watch(patch, seen)
-            setting = T.Setting(cfg, kernels, stage, hyper, c.signs)
+            model = T.Model({}, cfg, kernels, stage, hyper, c.signs)
             found = T.look_up(cfg, params, T.table_ids(rows))
-            weighted, plain = T.batch_loss(params, found, setting, rows)
+            weighted, plain = T.batch_loss(params, found, model, rows)
             return plain if validates else weighted, seen
 
     # Full width is worth the optimizations: it computes for longer than it compiles.

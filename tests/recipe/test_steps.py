@@ -136,8 +136,8 @@ def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch
 
     def losses(params):
         plain = replace(cfg, recompute=False)
-        setting = T.Setting(plain, T.PLAIN, cfg.stages[0], T.hyper_at(cfg, 0), signs)
-        x = features(setting, params, inputs, rows.hashed, places.swapaxes(0, 1))
+        model = T.Model(params, plain, T.PLAIN, cfg.stages[0], T.hyper_at(cfg, 0), signs)
+        x = features(model, inputs, rows.hashed, places.swapaxes(0, 1))
         capped = T.cap_logits(x @ params["head"].T, cfg)
         among = jnp.take_along_axis(capped, aims.candidates[:, None], 2)
         total = jnp.log(jnp.sum(jnp.exp(among), axis=2))
@@ -397,8 +397,8 @@ def validation(shards):
 
     @jit
     def features_of(params, hyper):
-        setting = T.Setting(CFG, T.PLAIN, None, hyper, T.sign_pool(CFG, 0))
-        return features(setting, params, rows, hashed, places.swapaxes(0, 1))
+        model = T.Model(params, CFG, T.PLAIN, None, hyper, T.sign_pool(CFG, 0))
+        return features(model, rows, hashed, places.swapaxes(0, 1))
 
     def losses(done: int, count: int):
         x = features_of(params, T.hyper_at(CFG, max(done - 1, 0)))
@@ -477,8 +477,7 @@ def part_one(tmp_path_factory, shards):
     exec(compile(PART_ONE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
-    for function in (T.Ready, T.prepare):
-        exec("from __future__ import annotations\n" + inspect.getsource(function), vars(part))
+    exec("from __future__ import annotations\n" + inspect.getsource(T.prepare), vars(part))
     log = Log(part.Clock(), folder)
 
     def compile_all(cfg, mesh, kernels, say):

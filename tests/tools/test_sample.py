@@ -51,7 +51,7 @@ def seen(monkeypatch):
     """The shapes that the model gets; its embedding stands for it, so that little is compiled."""
     calls = []
 
-    def forward(setting, params, found, rows):
+    def forward(model, found, rows):
         calls.append(rows.hashed.shape)
         return found["embed"][0]
 
@@ -85,7 +85,7 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
     def run(params):
         hyper, signs = T.hyper_at(cfg, cfg.steps - 1), T.sign_pool(cfg, cfg.seed)
         fetched = params | {"ngram_table": params["ngram_table"][wanted[0, 0]]}
-        return features(T.Setting(cfg, T.PLAIN, None, hyper, signs), fetched, rows, hashed, places)
+        return features(T.Model(fetched, cfg, T.PLAIN, None, hyper, signs), rows, hashed, places)
 
     logits = np.asarray(quick(run, params) @ params["head"].T)
     logits = logits[np.arange(len(rows)), [len(row) - 1 for row in read]]
