@@ -35,7 +35,7 @@ import numpy as np
 from shards import BYTE_BPE_PATTERN, byte_bpe, encode_documents, write_shard, write_whole
 
 # Importing shards has put the folder of train_gpt.py on the path.
-from train_gpt import MERGES, Parser, UserError, report_errors, tell
+from train_gpt import MERGES, Parser, need, report_errors, tell
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent / "builtin"
 VAL_FRACTION, VAL_MIN_BYTES = 0.05, 300_000
@@ -159,11 +159,9 @@ def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[str]:
 def collect() -> list[str]:
     """The documents in the order of their SHA-1; UserError if this Python has no sources."""
     library = Path(sysconfig.get_path("stdlib"))
-    if not (library / "pydoc_data" / "topics.py").exists():
-        raise UserError(
-            f"no Python sources in {library}: this installation is zipped or stripped, use a full "
-            "CPython, or text of your own with data/tokenize_text.py"
-        )
+    cure = "use a full CPython, or text of your own with data/tokenize_text.py"
+    lacks = f"no Python sources in {library}: this installation is zipped or stripped, {cure}"
+    need((library / "pydoc_data" / "topics.py").exists(), lacks)
     from pydoc_data.topics import topics
 
     # Longest first: some topics contain others.
@@ -251,9 +249,8 @@ def build(folder: Path) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=DEFAULT_FOLDER, help="default: data/builtin"
-    )
+    place = {"type": Path, "default": DEFAULT_FOLDER, "help": "default: data/builtin"}
+    parser.add_argument("folder", nargs="?", **place)
     tell(build(parser.parse_args(argv).folder))
 
 

@@ -7,18 +7,15 @@ left alone, so run it again after an interruption, or with a larger N: a shard o
 come is begun anew, and the part, in DIR/.downloading-*, is removed.
 """
 
-import fcntl
 import os
 import shutil
 import sys
-from base64 import urlsafe_b64encode
-from hashlib import sha1
 from pathlib import Path
 
 from shards import locked, work_folder
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
-from train_gpt import Parser, UserError, open_shard, report_errors, tell
+# Importing shards has put the folder of train_gpt.py on the path.
+from train_gpt import Parser, UserError, need, open_shard, report_errors, tell
 
 REPO = "kjj0/fineweb10B-gpt2"  # a dataset on huggingface.co, or where HF_ENDPOINT says
 MAX_SHARDS = 103
@@ -40,12 +37,6 @@ def download(paths: list[Path], folder: Path) -> None:
     """Fetch those of `paths` that are missing in `folder`, when no other process is doing so."""
     from huggingface_hub import hf_hub_download
 
-    # Killed downloads straight into `folder` have left these; a running one has a lock.
-    for lock in (folder / ".cache/huggingface/download").glob("fineweb_*.bin.lock"):
-        key = urlsafe_b64encode(sha1(f"{lock.stem}.metadata".encode()).digest()).decode()
-        with locked(lock, fcntl.LOCK_NB) as dead:
-            for part in lock.parent.glob(f"{key}.*.incomplete") if dead else ():
-                part.unlink(missing_ok=True)
     with work_folder(folder, ".downloading-") as work, locked(folder):
         for path in missing_shards(paths):
             tell(f"downloading {path.name}")
@@ -60,8 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("shards", nargs="?", type=int, default=9, metavar="N", help="default: 9")
     parser.add_argument("--dir", default=DEFAULT_DIR, help="default: data/fineweb10B")
     args = parser.parse_args(argv)
-    if not 1 <= args.shards <= MAX_SHARDS:
-        raise UserError(f"N={args.shards}: there are 1 to {MAX_SHARDS} training shards")
+    possible = 1 <= args.shards <= MAX_SHARDS
+    need(possible, f"N={args.shards}: there are 1 to {MAX_SHARDS} training shards")
     folder = Path(os.path.expanduser(args.dir))
     folder.mkdir(parents=True, exist_ok=True)
     train = [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]

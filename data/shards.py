@@ -99,18 +99,17 @@ def text_encoding(name: str, folder: Path | None = None) -> tiktoken.Encoding:
     if name == "bytes":
         return byte_bpe()
     if name == "bpe":
+        path = folder / MERGES
         try:
-            return byte_bpe([bytes.fromhex(x) for x in json.loads((folder / MERGES).read_text())])
+            return byte_bpe([bytes.fromhex(x) for x in json.loads(path.read_text())])
         except (OSError, ValueError, TypeError) as error:
-            message = f"{folder / MERGES} cannot be used ({error}): make the data again"
-            raise UserError(message) from None
+            raise UserError(f"{path} cannot be used ({error}): make the data again") from None
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # it downloads its ranks on first use, through requests
-        raise UserError(
-            f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__}): "
-            "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from None
+        cure = "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+        fails = f"tiktoken cannot load the GPT-2 encoding ({type(error).__name__})"
+        raise UserError(f"{fails}: {cure}") from None
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Turn text into token shards for train_gpt.py, which calls this for what its --data names.
 
-    python data/tokenize_text.py TEXT ... [--out DIR] [--encoding bytes] [--val TEXT ...] [--anew]
+    python data/tokenize_text.py TEXT ... [--out DIR] [--encoding bytes] [--val TEXT ...]
 
 A TEXT is a file, or a folder of files: .txt or .md, in which a line <|endoftext|> separates
 documents (without one, the file is one document), or .jsonl, in which every line is an object with
@@ -9,11 +9,11 @@ its mark; what is neither is read as Latin-1, with a warning. Every document is 
 with <|endoftext|> in front. Validation is the last tenth of all tokens (10.5 M at most), unless
 --val names texts for it.
 
-DIR is new, or with --anew what this tool has made before. It appears with all of its files at once:
-the shards, and dataset.json, which says what their tokens are. Until then the tokens are in memory,
-two bytes for each. Without --out they lie in TEXT.tokens/HASH beside the (first) text, or where
-that cannot be written in ~/.cache/train_gpt; the hash is that of the contents of all texts, so what
-is there is used again, and other contents have other tokens.
+DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
+their tokens are. Until then the tokens are in memory, two bytes for each. Without --out they lie in
+TEXT.tokens/HASH beside the (first) text, or where that cannot be written in ~/.cache/train_gpt; the
+hash is that of the contents of all texts, so what is there is used again, and other contents have
+other tokens.
 
 --for PRESET [--set ...] prints as JSON what that must --set to train on the tokens; TEXT may then
 be a DIR, too. For a run to --start from, RUN_DIR in place of PRESET, texts get its encoding.
@@ -26,7 +26,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import sys
 import zlib
 from collections import Counter
@@ -36,21 +35,8 @@ from pathlib import Path
 import numpy as np
 from shards import encode_documents, text_encoding, work_folder, write_shard
 
-# Importing shards has put the folder of train_gpt.py on the path.
-from train_gpt import (
-    DESCRIPTION,
-    MERGES,
-    PRESETS,
-    Config,
-    Parser,
-    TokenStream,
-    UserError,
-    cursor_after,
-    override,
-    report_errors,
-    tell,
-    typed,
-)
+import train_gpt as T  # importing shards has put its folder on the path
+from train_gpt import DESCRIPTION, MERGES, Config, TokenStream, UserError, need, override, tell
 
 MARKER = "<|endoftext|>"
 SUFFIXES = ".txt", ".md", ".jsonl"
@@ -75,14 +61,12 @@ def files_of(texts: list[Path]) -> list[Path]:
         inside = sorted(text.rglob("*")) if text.is_dir() else [text]
         shown = (x for x in inside if not any(y[0] == "." for y in x.relative_to(text).parts))
         own = [x for x in shown if kind(x) in SUFFIXES and x.is_file()]
-        if not own:
-            what = "no text" if text.exists() else "there is no such text"
-            cure = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
-            raise UserError(f"{text}: {what}: {cure}; each may be a .gz")
+        what = "no text" if text.exists() else "there is no such text"
+        cure = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
+        need(own, f"{text}: {what}: {cure}; each may be a .gz")
         found += own
     for path, count in Counter(path.resolve() for path in found).items():
-        if count > 1:
-            raise UserError(f"{path} is named twice: name it once, for training or for validation")
+        need(count == 1, f"{path} is named twice: name it once, for training or for validation")
     return found
 
 
@@ -109,8 +93,8 @@ def examine(path: Path) -> tuple[str, int, str]:
         while block := b"".join(file.readlines(2**24)):
             sha256.update(block)
             size += len(block)
-            if not wide and b"\0" in block:
-                raise UserError(f"{path}: no text, but bytes of zero (UTF-16 needs its mark)")
+            zeros = f"{path}: no text, but bytes of zero (UTF-16 needs its mark)"
+            need(wide or b"\0" not in block, zeros)
             try:
                 if encoding == "utf-8-sig":
                     block.decode()
@@ -144,8 +128,7 @@ def text_of(line: str, place: str) -> str:
         text = json.loads(line)["text"] if line.strip() else ""
     except (ValueError, TypeError, LookupError, RecursionError):
         text = None
-    if not isinstance(text, str):
-        raise UserError(f'{place}: no JSON object with a string under the key "text"')
+    need(isinstance(text, str), f'{place}: no JSON object with a string under the key "text"')
     return text
 
 
@@ -169,8 +152,7 @@ def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
 def split(tokens: np.ndarray, bos: int) -> tuple[np.ndarray, np.ndarray]:
     """(training, validation): the end of the tokens, after a BOS where it cuts a document."""
     size = min(len(tokens) // 10, VAL_TOKENS)
-    if not size:
-        raise UserError(f"{len(tokens)} tokens are too few for training and validation")
+    need(size, f"{len(tokens)} tokens are too few for training and validation")
     val = tokens[-size:]
     return tokens[:-size], val if val[0] == bos else np.insert(val, 0, bos)
 
@@ -192,7 +174,7 @@ def place(text: Path, digest: str) -> Path:
 
 
 def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: str) -> None:
-    """Make the folder `out`, or replace it, with all of its files at once."""
+    """Make the folder `out` with all of its files at once."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(out.parent, ".tokenizing-") as work:
         folder = work / "whole"
@@ -204,8 +186,6 @@ def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: st
         if merges:
             (folder / MERGES).write_text(merges)
         (folder / DESCRIPTION).write_text(json.dumps(about))
-        if out.exists():
-            shutil.rmtree(out, ignore_errors=True)
         try:
             folder.rename(out)
         except OSError:
@@ -219,10 +199,9 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     files = files_of(args.texts)
     both = [path.resolve() for path in files_of(args.texts + args.val)]
     out = args.out and args.out.resolve()
-    inside = any(out in path.parents for path in both)
-    if out and out.exists() and (inside or not args.anew or not (out / DESCRIPTION).exists()):
-        raise UserError(f"--out {args.out} is there already: name another folder, or delete it")
     if out:
+        there = f"--out {args.out} is there already: name another folder, or delete it"
+        need(not out.exists(), there)
         out.parent.mkdir(parents=True, exist_ok=True)
     digests, sizes, encodings = zip(*map(examine, both), strict=True)
     small = args.preset == "tiny" or sum(sizes) < SHORT
@@ -240,8 +219,7 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     train = tokenize(encoding, texts[: len(files)])
     val = tokenize(encoding, texts[len(files) :])
     for tokens, of in ((train, args.texts), (val, args.val)):
-        if of and not len(tokens):
-            raise UserError(f"no text in {', '.join(map(str, of))}")
+        need(len(tokens) or not of, f"no text in {', '.join(map(str, of))}")
     if not args.val:
         train, val = split(train, bos)
     write(out, train, val, {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}, merges)
@@ -256,7 +234,7 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
     least = cfg.tokens_after(cfg.steps) // size + 1
     for number in range(least, min(2 * least, most) + 1):  # what is cut off documents is not read
         with contextlib.suppress(UserError):
-            cursor_after(cfg, TokenStream(folder, "train", cfg.bos, number), cfg.steps)
+            T.cursor_after(cfg, TokenStream(folder, "train", cfg.bos, number), cfg.steps)
             return number
     return 0
 
@@ -274,8 +252,8 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
         raise UserError(f"{folder / DESCRIPTION} ({error!r}): tokenize the text again") from None
     fixed = dict(item.partition("=")[::2] for item in given)
     for key in fixed.keys() & about.keys():
-        if fixed[key] != str(about[key]):
-            raise UserError(f"tokens in {folder} have {key}={about[key]}, not {fixed[key]}")
+        differs = f"tokens in {folder} have {key}={about[key]}, not {fixed[key]}"
+        need(fixed[key] == str(about[key]), differs)
     if own["vocab"] != cfg.vocab:  # candidates are of another one
         own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
     train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
@@ -312,39 +290,32 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    parser = T.Parser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add(
-        "texts",
-        nargs="+",
-        type=Path,
-        metavar="TEXT",
-        help=f"files or folders: {', '.join(SUFFIXES)}",
-    )
+    some = {"nargs": "+", "type": Path, "metavar": "TEXT"}
+    add("texts", **some, help=f"files or folders: {', '.join(SUFFIXES)}")
     add("--out", type=Path, metavar="DIR", help="a new folder for the shards")
     short = f"default: bytes for tiny and below {SHORT // 1_000_000} MB, else gpt2"
     add("--encoding", choices=("gpt2", "bytes"), help=short)
-    add("--val", nargs="+", type=Path, default=[], metavar="TEXT", help="texts for validation")
-    add("--anew", action="store_true", help="replace DIR, if this tool has made it")
+    add("--val", **some, default=[], help="texts for validation")
     add("--for", dest="preset", metavar="PRESET", help="print what PRESET must --set, as JSON")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="what is set besides")
     args = parser.parse_args(argv)
     name, run, cfg = args.preset, Path(args.preset or ""), None
-    if name and name not in PRESETS:
-        cfg = typed(Config, json.loads((run / "run.json").read_text())["config"])
+    if name and name not in T.PRESETS:
+        cfg = T.typed(Config, json.loads((run / "run.json").read_text())["config"])
     made = len(args.texts) == 1 and (args.texts[0] / DESCRIPTION).exists()
     folder = args.texts[0] if made else tokens_of(args, cfg, run)
     if not name:
         return
-    items = settings(cfg or PRESETS[name], folder, args.set)
+    items = settings(cfg or T.PRESETS[name], folder, args.set)
     if not items and name == "speedrun":
         tell(f"{folder} is too small for speedrun: it gets the model of tiny", sys.stderr)
         name = "tiny"
-        items = settings(PRESETS[name], folder, args.set)
-    if not items:
-        raise UserError(f"{folder} has too few tokens for {name}: take more text")
+        items = settings(T.PRESETS[name], folder, args.set)
+    need(items, f"{folder} has too few tokens for {name}: take more text")
     print(json.dumps({"preset": name, "set": [f"data={folder}", *items]}))
 
 
 if __name__ == "__main__":
-    sys.exit(report_errors(main))
+    sys.exit(T.report_errors(main))

@@ -354,9 +354,10 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path, prefix)
         alive.communicate()
     assert alive.returncode == 0 and not left()
     (tmp_path / f"{prefix}older").mkdir()
-    tokenize(tmp_path / "out", path, "--anew")
+    tokenize(tmp_path / "again", path)
     shards.write_whole(tmp_path / "file", b"whole")
-    assert not left() and {x.name for x in tmp_path.iterdir()} == {"a.jsonl", "out", "file"}
+    names = {"a.jsonl", "out", "again", "file"}
+    assert not left() and {x.name for x in tmp_path.iterdir()} == names
 
 
 def test_a_file_system_without_locks_is_no_obstacle_and_loses_nothing(tmp_path, monkeypatch):
