@@ -38,7 +38,6 @@ report says so; for other hardware no time is said.
 
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import itertools
 import json
@@ -62,6 +61,7 @@ import train_gpt as T
 
 # Axes of a slice's mesh, and what the number in its name counts for each chip.
 TPUS = {"v4": (3, 2), "v5e": (2, 1), "v5p": (3, 2), "v6e": (2, 1)}
+RTX_PRO = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
 # From NVIDIA's data sheets and architecture papers: what jax calls it, compute capability,
 # multiprocessors, GHz at most, GB/s of memory, MiB of L2 cache; GiB of memory as CUDA counts it.
 GPUS = {
@@ -77,15 +77,7 @@ GPUS = {
     "rtx3090": ("NVIDIA GeForce RTX 3090", "8.6", 82, 1.695, 936, 6, 23.69),
     "rtx4090": ("NVIDIA GeForce RTX 4090", "8.9", 128, 2.52, 1008, 72, 23.64),
     "rtx5090": ("NVIDIA GeForce RTX 5090", "12.0", 170, 2.407, 1792, 96, 31.36),
-    "rtxpro6000": (
-        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
-        "12.0",
-        188,
-        2.6,
-        1597,
-        128,
-        94.97,
-    ),
+    "rtxpro6000": (RTX_PRO, "12.0", 188, 2.6, 1597, 128, 94.97),
     "t4": ("Tesla T4", "7.5", 40, 1.59, 320, 4, 14.56),
 }
 # Of a capability: float32 units, KiB of shared memory (and what one block may have), threads.
@@ -208,14 +200,14 @@ def absent_devices(target: str) -> list:
     known = f"use {' or '.join(near)}, or " if near else "use "
     known += "a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
     known += f"(TPUs: {', '.join(TPUS)}; GPUs: {', '.join(GPUS)})"
-    if options is None:
-        raise T.UserError(f"no such hardware as {target}: {known}")
+    T.need(options, f"no such hardware as {target}: {known}")
     if options["platform"] == "cuda":
-        if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-            parts = " ".join(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
-            raise T.UserError(f"{target} needs the GPU compiler: pip install {parts}")
-    elif importlib.util.find_spec("libtpu") is None:
-        raise T.UserError(f'{target} needs the TPU compiler: pip install "jax[tpu]"')
+        kind, modules = "GPU", ("jax_cuda12_plugin", "jax_cuda13_plugin")
+        cure = " ".join(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
+    else:
+        kind, modules, cure = "TPU", ("libtpu",), '"jax[tpu]"'
+    there = any(map(importlib.util.find_spec, modules))
+    T.need(there, f"{target} needs the {kind} compiler: pip install {cure}")
     try:
         return topologies.get_topology_desc(**options).devices
     except Exception as error:  # whatever the compiler library finds wrong with a name
@@ -249,7 +241,7 @@ def all_to_all_load(devices) -> float:
 # ---- Reading an optimized program: instructions, and their bytes in memory ---------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Instruction:
     """One instruction of an optimized program, and how often it runs."""
 
@@ -259,8 +251,8 @@ class Instruction:
     rest: str  # operands, then attributes
     root: bool
     fused: bool  # part of a fusion's computation
-    scope: dict = dataclasses.field(repr=False)  # name -> Instruction of its computation
-    inner: dict | None = dataclasses.field(repr=False)  # the same of the computation that it calls
+    scope: dict  # name -> Instruction of its computation
+    inner: dict | None  # the same of the computation that it calls
     times: int = 1
 
     @property
@@ -304,16 +296,6 @@ class Instruction:
         return next((one.transfer for one in self.contents if one.transfer), None)
 
     @property
-    def starts(self) -> bool:
-        """Whether what it begins goes on while others run."""
-        return self.op.endswith("-start")
-
-    @property
-    def awaits(self) -> bool:
-        """Whether it waits for what another one has started."""
-        return self.op.endswith("-done")
-
-    @property
     def collective(self) -> str | None:
         """Which of COLLECTIVES it is. A TPU's reduce-scatter can be a fusion of another name."""
         if self.transfer and self.called("calls").startswith("all-reduce-scatter"):
@@ -323,25 +305,22 @@ class Instruction:
 
 def hlo_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
     """({computation: {name: Instruction}}, name of the entry) of an HLO module as text."""
-    blocks = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\) -> .* \{\n)", text)[1:]
-    heads = [re.match(r"(ENTRY )?%?([\w.\-]+) ", block) for block in blocks]
-    found = {head[2]: {} for head in heads}
+    _, *parts = re.split(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{\n", text, flags=re.M)
+    names = parts[1::3]
+    found = {name: {} for name in names}
     fused = {*re.findall(r" fusion\(.*?\bcalls=%?([\w.\-]+)", text)}
-    for head, block in zip(heads, blocks, strict=True):
-        scope = found[head[2]]
-        for root, name, *line in re.findall(
-            r"^ +(ROOT )?%?([^\s=]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*(?:\n(?!\}$|  ).*)*)",
-            block,
-            re.MULTILINE,
-        ):
+    line_form = r"^ +(ROOT )?%?([^\s=]+) = (.*?[\])}]) ([a-z][\w\-]*)\((.*(?:\n(?!\}$|  ).*)*)"
+    for computation, body in zip(names, parts[2::3], strict=True):
+        scope = found[computation]
+        for root, name, *line in re.findall(line_form, body, re.M):
             if line[1] == "call-update":  # of jax 0.12: a call begins when it has operands
                 waiting = scope.pop(re.match(r"%?([\w.\-]+)", line[2])[1])
                 line[1:] = waiting.op, line[2] + waiting.rest.removeprefix(")")
             called = re.search(r"\b(?:calls|to_apply)=%?([\w.\-]+)", line[2])
             inner = called and found.get(called[1])
-            place = {"root": bool(root), "fused": head[2] in fused, "scope": scope}
+            place = {"root": bool(root), "fused": computation in fused, "scope": scope}
             scope[name] = Instruction(name, *line, **place, inner=inner)
-    return found, next((head[2] for head in heads if head[1]), "")
+    return found, next(name for entry, name in zip(parts[::3], names, strict=True) if entry)
 
 
 def loop_trips(one: Instruction, computations) -> int:
@@ -419,12 +398,8 @@ def updates(one: Instruction) -> int:
 
 def in_place(one: Instruction) -> bool:
     """Whether it writes into an array that is there already: not one that its fusion has made."""
-    if one.op not in ("dynamic-update-slice", "scatter"):
-        return False
-    base = one.scope.get(one.operands[0])
-    while base is not None and base.op in RENAMES and base.operands:
-        base = one.scope.get(base.operands[0])
-    return base is None or base.op == "parameter" or not one.fused
+    updating = one.op in ("dynamic-update-slice", "scatter")
+    return updating and (not one.fused or one.inputs()[0].op == "parameter")
 
 
 def reads(one: Instruction, needed: int) -> list[int]:
@@ -473,12 +448,14 @@ def writes(one: Instruction) -> list[int]:
 
 def memory_bytes(one: Instruction) -> int:
     """Bytes that one execution reads from memory and writes there; none of a collective."""
-    if one.op in FREE or one.awaits or one.transfer or one.op == "call-start":
+    if one.op in FREE or one.op.endswith("-done") or one.transfer or one.op == "call-start":
         return 0
     if one.op == "custom-call" and any(f'"{target}"' in one.rest for target in NO_WORK):
         return 0
     results = arrays(one.shape)
-    if one.starts:  # a copy to or from the chip: (what it makes, what of) or the other way around
+    if one.op.endswith(
+        "-start"
+    ):  # a copy to or from the chip: (what it makes, what of) or reversed
         size = min(array.size for array in results[:2])
         return sum(min(size, array.stored) for array in results[:2])
     if one.kernel:  # an operand that is given several times, or is also a result, counts once
@@ -486,16 +463,15 @@ def memory_bytes(one: Instruction) -> int:
         names = {x for at, x in enumerate(one.operands) if at not in aliased and x in one.scope}
         given = [array for name in names for array in arrays(one.scope[name].shape)]
         return sum(array.stored for array in results + given)
-    total = 0
+    touched = []  # (an array, how many of its numbers)
     for name, count in zip(one.operands, reads(one, numbers(one)), strict=True):
-        for array in arrays(one.scope[name].shape) if name in one.scope else ():
-            total += array.stored * min(count, array.count) / max(array.count, 1)
+        given = arrays(one.scope[name].shape) if name in one.scope else ()
+        touched += [(array, min(count, array.count)) for array in given]
     written = writes(one)
     if len(written) != len(results):
         written = [array.count for array in results]
-    for count, array in zip(written, results, strict=True):
-        total += array.stored * count / max(array.count, 1)
-    return round(total)
+    touched += zip(results, written, strict=True)
+    return round(sum(array.stored * count / max(array.count, 1) for array, count in touched))
 
 
 # ---- What a program takes: links, kernels, and the count ---------------------------------------
@@ -532,22 +508,23 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
 
     def start_of(one) -> str | None:
         """The name of what it awaits."""
-        return next((x.name for x in one.inputs() if x.starts), None)
+        return next((x.name for x in one.inputs() if x.op.endswith("-start")), None)
 
     now = 0.0
     free = 0.0  # when the links are free
     worked = 0.0
     total = 0.0
-    ends = dict.fromkeys((start_of(one) for one in instructions if one.awaits), 0.0)
+    awaiting = [one for one in instructions if one.op.endswith("-done")]
+    ends = dict.fromkeys(map(start_of, awaiting), 0.0)
     for one in instructions:
-        if one.awaits:
+        if one.op.endswith("-done"):
             name = start_of(one)
             now = max(now, ends[name] if name else free)
         elif one.transfer:
             took = one.times * cross(one)
             total += took
             free = max(free, now) + took
-            if one.starts and one.name in ends:
+            if one.name in ends:
                 ends[one.name] = free
             else:
                 now = free
@@ -663,6 +640,14 @@ def least_cycles(one: Instruction, peak: int) -> float:
     return sum(2 * math.prod(map(numbers, (x, *x.inputs()))) ** 0.5 for x in plain) / peak
 
 
+def cycles_of(one: Instruction, bundles: int, peak: int) -> tuple[str, float]:
+    """(the number of the Yardstick for an instruction of so many bundles, the cycles that it
+    multiplies)."""
+    if one.kernel or not one.cycles:
+        return "kernel" if one.kernel else "rows", bundles
+    return "code", max(least_cycles(one, peak), min(one.cycles, bundles or one.cycles))
+
+
 def part_of(one: Instruction, innermost: dict[str, str]) -> str:
     """What an instruction is listed under: the name of a kernel, the function of a matmul that it
     fuses, its own function, or "other", such as copies that the compiler has added."""
@@ -676,6 +661,10 @@ def part_of(one: Instruction, innermost: dict[str, str]) -> str:
 
 
 FIGURES = "predicted_ms", "link_floor_ms", "moved_floor_ms", "functions_ms", "bound_ms"
+# Of a whole run -> of a program: the three parts of the sum, and the ends of its band.
+SECONDS = {"train_seconds": "predicted_ms", "train_link_floor_seconds": "link_floor_ms"}
+SECONDS |= {"train_moved_floor_seconds": "moved_floor_ms"}
+SECONDS |= {"low_seconds": "low_ms", "high_seconds": "high_ms"}
 
 
 def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
@@ -692,16 +681,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     links = link_count(devices) or 1
     load = all_to_all_load(devices)
     instructions = [*walk(computations, entry)]
-
-    def cycles(one, yardstick: Yardstick) -> tuple[float, str]:
-        """(cycles of an instruction, the number that they are multiplied by)."""
-        issued = bundles.get(one.name, 0)
-        if one.kernel:
-            return issued * yardstick.kernel, "kernel"
-        if not one.cycles:
-            return issued * yardstick.rows, "rows"
-        issued = max(least_cycles(one, known.peak), min(one.cycles, issued or one.cycles))
-        return issued * yardstick.code, "code"
+    issued = {one: cycles_of(one, bundles.get(one.name, 0), known.peak) for one in instructions}
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
@@ -710,30 +690,20 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
 
     def measure(yardstick: Yardstick) -> list:
         """The FIGURES by a yardstick."""
-
-        def bound(one) -> tuple[float, str]:
-            """(seconds of an instruction, what decides them)."""
-            computed, number = cycles(one, yardstick)
+        took = {}
+        spent, parts, bounds = Counter(), Counter(), Counter()
+        for one, (number, cycles) in issued.items():
+            computed = cycles * getattr(yardstick, number) / known.clock
             moved = yardstick.memory * memory_bytes(one) / known.hbm
             # A copy that is started waits for nothing, nor does other work for it.
-            moved = 0.0 if one.starts else moved
-            return max((computed / known.clock, number), (moved, "memory"))
-
-        spans = {id(one): bound(one) for one in instructions}
-
-        def work(one) -> float:
-            return spans[id(one)][0]
-
-        _, alone = link_seconds(instructions, work, lambda one: yardstick.link * cross(one))
-        parts = Counter(collectives=alone)
-        spent = Counter()
-        bounds = Counter()
-        for one in instructions:
-            seconds, number = spans[id(one)]
-            took = one.times * seconds
-            spent["predicted" if cycles(one, yardstick)[0] else "moved"] += took
-            parts[part_of(one, innermost)] += took
-            bounds[number] += took
+            moved = 0.0 if one.op.endswith("-start") else moved
+            took[one], bound = max((computed, number), (moved, "memory"))
+            seconds = one.times * took[one]
+            spent["predicted" if cycles else "moved"] += seconds
+            parts[part_of(one, innermost)] += seconds
+            bounds[bound] += seconds
+        _, alone = link_seconds(instructions, took.get, lambda one: yardstick.link * cross(one))
+        parts["collectives"] += alone
         ms = [1e3 * x for x in (spent["predicted"], alone, spent["moved"])]
         lists = ({x: 1e3 * seconds for x, seconds in each.items()} for each in (parts, bounds))
         return [*ms, *lists]
@@ -771,43 +741,30 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     tokens, what = about(cfg, key)
     row = {"name": name, "steps": executions(cfg)[key], "what": what, "tokens_per_step": tokens}
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, key)
-    limit = memory_of(mesh)
-    row["device_bytes_limit"] = limit if limit < math.inf else None
     start = time.perf_counter()
     lowered = T.lower(T.programs(cfg, mesh, kernels)[key], mesh)
     compiled = T.compile_one(cfg, mesh, key, lowered)
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["bytes"] = T.program_bytes(compiled)
-    row["hlo"] = f"{name}.hlo" if dump else None
     if dump:
-        (dump / row["hlo"]).write_text(compiled.as_text())
+        (dump / f"{name}.hlo").write_text(compiled.as_text())
     return row | count(compiled.as_text(), schedules, [*mesh.devices.flat])
 
 
 def whole_run(rows: list[dict]) -> dict:
-    """Totals of all executions of the run; None where a program has none."""
+    """Seconds of all executions of training: their sum, its band, its parts, and the part of each
+    function; None if they are not known of a program."""
     training = [row for row in rows if row["name"] != "eval"]
-
-    def seconds(key, rows=training):
-        each = [(row[key], row["steps"]) for row in rows]
-        return None if None in [ms for ms, _ in each] else sum(ms * n for ms, n in each) / 1e3
-
-    totals = {
-        "train_seconds": seconds("predicted_ms"),
-        "train_link_floor_seconds": seconds("link_floor_ms"),
-        "train_moved_floor_seconds": seconds("moved_floor_ms"),
-    }
-    known = all(row["functions_ms"] for row in training)
+    if not all(row["functions_ms"] for row in training):
+        return dict.fromkeys(("sum_seconds", *SECONDS, "components"))
+    seconds = {}
+    for name, key in SECONDS.items():
+        seconds[name] = sum(row[key] * row["steps"] for row in training) / 1e3
     parts = Counter()
-    for row in training if known else ():
+    for row in training:
         parts.update({part: row["steps"] * ms / 1e3 for part, ms in row["functions_ms"].items()})
-    return {
-        "sum_seconds": None if None in totals.values() else sum(totals.values()),
-        "low_seconds": seconds("low_ms"),
-        "high_seconds": seconds("high_ms"),
-        **totals,
-        "components": dict(parts) if known else None,
-    }
+    total = sum([*seconds.values()][:3])
+    return {"sum_seconds": total, **seconds, "components": dict(parts)}
 
 
 def number(value, form=".2f", unit=1.0) -> str:
@@ -881,10 +838,7 @@ def memory_of(mesh) -> float:
         return memory
     variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     said = os.environ.get(variable) or "0.75"
-    try:
-        share = float(said)
-    except ValueError:
-        share = 0.0
+    share = float(said) if re.fullmatch(r"\d*\.?\d+", said) else 0.0
     T.need(0 < share <= 1, f"{variable}={said}: use a number above 0 and at most 1, such as 0.92")
     return int(share * memory)
 
@@ -894,7 +848,6 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
     whether they fit. A run that by its shapes does not fit is not compiled. args.dump gets
     preflight.json and all HLO, args.save the executables."""
     names = [*dict.fromkeys(args.program)]
-    config = dataclasses.asdict(cfg)
     dump = Path(args.dump) if args.dump else None
     if dump:
         dump.mkdir(parents=True, exist_ok=True)
@@ -907,7 +860,8 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
             before = os.environ.get("LIBTPU_INIT_ARGS", "")
             os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
         devices = absent_devices(args.target)
-        cfg, mesh = T.make_mesh(cfg, devices)
+        asked = cfg
+        cfg, mesh = T.make_mesh(asked, devices)
         kernels, reason = T.pick_kernels(cfg, devices[0])
         say(f"kernels: {reason}")
         every = {str(key): key for key in T.programs(cfg, mesh, kernels)}
@@ -922,12 +876,9 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         for name in names or every:
             say(f"compiling {name}")
             rows.append(program_row(cfg, mesh, kernels, every[name], Path(folder), dump))
-    report = {
-        "preset": cfg.preset,
-        "config": config,
-        "command": command,
-        "source_sha256": hashlib.sha256(Path(T.__file__).read_bytes()).hexdigest(),
-        "versions": T.versions(),
+    facts = T.run_facts(asked, mesh, command, reason)
+    facts = {x: facts[x] for x in ("preset", "config", "command", "source_sha256", "versions")}
+    report = facts | {
         "target": args.target,
         "device_kind": devices[0].device_kind,
         "devices": mesh.size,

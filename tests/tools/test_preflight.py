@@ -497,9 +497,9 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     sizes = {"arguments": 7, "outputs": 5, "aliased": 2, "temporary": GIB, "peak": 3 * GIB}
     for row in rows.values():
         assert {key: row[key] for key in took} == took
-        assert (row["bytes"], row["device_bytes_limit"]) == (sizes, 31.25 * GIB)
+        assert row["bytes"] == sizes
         assert row["compile_seconds"] >= 0 and row["resident_bytes"] > 0
-        assert (tmp_path / "new/dump" / row["hlo"]).read_text() == HLO
+        assert (tmp_path / f"new/dump/{row['name']}.hlo").read_text() == HLO
     run, trained = report["predicted"], sum(TIMES.values()) - TIMES["eval"]
     parts = [run[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
     each = [took[f"{x}_ms"] for x in ("predicted", "link_floor", "moved_floor")]
