@@ -70,9 +70,8 @@ def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
     devices share the whole."""
     stages = []
     for i, stage in enumerate(cfg.stages):
-        if stage.rows % parts:
-            divides = f"use a number that divides the {stage.rows} rows of stages.{i}"
-            raise T.UserError(f"--parts {parts}: {divides}")
+        divides = f"use a number that divides the {stage.rows} rows of stages.{i}"
+        T.need(stage.rows % parts == 0, f"--parts {parts}: {divides}")
         tokens = stage.batch_tokens * devices // parts
         stages.append(dataclasses.replace(stage, batch_tokens=tokens))
     rows = max(4, cfg.ngram_rows * devices // parts // 2 * 2)
@@ -88,6 +87,19 @@ def time_chunks(period: int, run: Callable) -> dict:
         calls *= 2
     each = [1e3 * run(calls) / calls for _ in range(CHUNKS)]
     return {"ms": float(np.median(each)), "ms_min": min(each), "ms_max": max(each), "calls": calls}
+
+
+def seconds_of(step: Callable, calls: int) -> float:
+    """Seconds of so many calls of `step`, no more than two of which are under way at a time: it
+    returns what is ready when it is done."""
+    start = time.perf_counter()
+    before = None
+    for _ in range(calls):
+        now = step()
+        jax.block_until_ready(before)
+        before = now
+    jax.block_until_ready(before)
+    return time.perf_counter() - start
 
 
 def cells(row: dict) -> list[str]:
@@ -175,8 +187,8 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
             with jax.profiler.trace(Path(traces, name)):
                 run_steps(longest)
         row = {"name": name, "stage": stage, "steps": count, **timed}
-        if not np.isfinite(loss):
-            raise T.UserError(f"{name}: the loss is {loss}: lower the rates (--set lr_anvil=...)")
+        cure = "lower the rates (--set lr_anvil=...)"
+        T.need(np.isfinite(loss), f"{name}: the loss is {loss}: {cure}")
         rate = 1e3 * cfg.stages[stage].batch_tokens / row["ms"]
         used = rate * T.flops_per_token(cfg, step) / (mesh.size * peak) if peak else None
         needs = [
@@ -218,23 +230,13 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict, say) -> li
 
         return step
 
-    def run(step: Callable, calls: int) -> float:
-        start = time.perf_counter()
-        before = None
-        for _ in range(calls):
-            now = step()
-            jax.block_until_ready(before)  # no more than two at a time
-            before = now
-        jax.block_until_ready((state, before))
-        return time.perf_counter() - start
-
     form = "{:17}{:>9}{:>11}{:>11}{:>11}".format
     say(form("by itself", "times", "ms", "min", "max"))
     rows = []
     for key in compiled:
         step = update(key) if key not in supplies else lambda key=key: gradients(key)[-1]
         row = {"name": str(key), "steps": runs[key]}
-        row |= time_chunks(1, functools.partial(run, step))
+        row |= time_chunks(1, functools.partial(seconds_of, step))
         del step  # and the gradients that it holds
         rows.append(row)
         say(form(row["name"], f"{row['steps']:,}", *cells(row)))
@@ -299,19 +301,12 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say
         own = {x: value.astype(likes[x].dtype) for x, value in copies.items()}
         own = jax.device_put(own, program.input_shardings[0][0])
         step = functools.partial(program, own, params[T.NGRAMS].astype(table.dtype))
-        supply = itertools.cycle(batches)
-
-        def run(calls, step=step, supply=supply) -> float:
-            start = time.perf_counter()
-            for _ in range(calls):
-                out = step(next(supply))
-            jax.block_until_ready(out)
-            return time.perf_counter() - start
-
+        losses = (step(batch)[1] for batch in itertools.cycle(batches))
         grads = jax.tree.leaves(step(batches[0])[0])
         if label == "float32":
             reference = grads
-        row = {"name": label, "off": distance(grads, reference), **time_chunks(1, run)}
+        timed = time_chunks(1, functools.partial(seconds_of, functools.partial(next, losses)))
+        row = {"name": label, "off": distance(grads, reference), **timed}
         row["memory_mib"] = T.program_bytes(program)["peak"] / 2**20
         rows.append(row)
         say(form(label, f"{row['off']:.1e}", *cells(row), f"{row['memory_mib']:,.0f}"))
@@ -325,31 +320,21 @@ APART = "preset seed target data devices prefetch checkpoint_every checkpoint_en
 APART += " sample_tokens val_tokens val_every val_batch val_row"
 
 
-def read_json(path: str) -> dict:
-    """The content of a JSON file."""
+def read_report(path: str, name: str, key: str) -> dict:
+    """What is in a file that should be a preflight.json or bench.json (`name`); UserError if it
+    lacks the `key` that only such a file has."""
     try:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise T.UserError(f"{path}: {error}") from None
-    T.need(isinstance(content, dict), f"{path} is no JSON object")
+    own = isinstance(content, dict) and key in content
+    T.need(own, f"{path} is no {name}: it has no `{key}`")
     return content
-
-
-def read_pair(paths: list[str]) -> list[dict]:
-    """The contents of a preflight.json and of a bench.json; UserError if one is something else."""
-    both = [read_json(path) for path in paths]
-    swapped = "parts" in both[0] and "variants" in both[1]
-    T.need(not swapped, f"--beside {paths[0]} {paths[1]}: swap them, preflight.json comes first")
-    own = {"preflight.json": "variants", "bench.json": "parts"}
-    for path, content, (name, key) in zip(paths, both, own.items(), strict=True):
-        T.need(key in content, f"{path} is no {name}: it has no `{key}`")
-    return both
 
 
 def same_programs(predicted: dict, measured: dict):
     """UserError unless preflight.json and bench.json are of the same programs, and timed."""
     T.need("programs" in measured, "bench.json has no times of programs: run it without --kernels")
-    T.need("config" in predicted, "preflight.json is of an older preflight.py: make it again")
     kind = predicted["device_kind"]
     T.need(predicted["variants"][0]["bound_ms"], f"preflight.json has no times for {kind}")
     pairs = {"train_gpt.py": [x["source_sha256"][:12] for x in (predicted, measured)]}
@@ -391,28 +376,25 @@ def beside(predicted: dict, measured: dict) -> str:
     for row in predicted["variants"]:
         if row["name"] in timed and (whole or row["name"].startswith("grads")):
             links = row["link_floor_ms"] if whole else 0.0
-            rows.append({**row, **timed[row["name"]], "links": links})
+            parts = row["predicted_ms"], links, row["moved_floor_ms"]
+            own = {"links": links, "parts": parts, "in_all": sum(parts)}
+            rows.append(row | timed[row["name"]] | own)
     T.need(rows, "preflight.json and bench.json have no program in common")
     text = ["| program | times | measured ms | predicted | computed + links + moves | ratio |"]
     text.append("|---|---|---|---|---|---|")
-    seconds = [0.0, 0.0]
+    form = "| {name} | {steps:,} | {ms:.2f} ({ms_min:.2f} to {ms_max:.2f}) | {in_all:.2f} | "
     for row in rows:
-        parts = row["predicted_ms"], row["links"], row["moved_floor_ms"]
-        ms = row["ms"], sum(parts)
-        seconds = [s + row["steps"] * x / 1e3 for s, x in zip(seconds, ms, strict=True)]
-        spread = "{ms:.2f} ({ms_min:.2f} to {ms_max:.2f})".format(**row)
-        each = " + ".join(f"{x:.2f}" for x in parts)
-        line = f"| {row['name']} | {row['steps']:,} | {spread} | {ms[1]:.2f} | {each} |"
-        text.append(f"{line} {ms[0] / ms[1]:.2f} |")
+        each = " + ".join(f"{x:.2f}" for x in row["parts"])
+        text.append(f"{form.format(**row)}{each} | {row['ms'] / row['in_all']:.2f} |")
+    seconds = [sum(row["steps"] * row[x] for row in rows) / 1e3 for x in ("ms", "in_all")]
     which = "All programs of training" if len(rows) == len(timed) else "These programs"
     sums = f"measured {seconds[0]:.1f} s, predicted {seconds[1]:.1f} s"
     text += ["", f"{which}, as often as they run: {sums}, ratio {seconds[0] / seconds[1]:.2f}."]
     text += [fit(rows, predicted["yardstick"])]
     if not whole:
         count, parts = measured["devices"]["count"], measured["parts"]
-        text += [
-            f"{count} of {parts} parts: links, and updates of what is not cut, do not compare."
-        ]
+        what = "links, and updates of what is not cut, do not compare"
+        text.append(f"{count} of {parts} parts: {what}.")
     kernels = f"{predicted['kernels']}; rates: {predicted['rates']}", measured["choices"]["kernels"]
     for what, x, how in zip(("Predicted", "Measured"), (predicted, measured), kernels, strict=True):
         own = (f"{key} {x['versions'][key]}" for key in ("jax", "libtpu") if key in x["versions"])
@@ -454,7 +436,9 @@ def main(argv=None) -> int:
         parser.add_argument("--profile", metavar="DIR", help="keep a trace of steps of each stage")
         args = parser.parse_args(argv)
         if args.beside:
-            print(beside(*read_pair(args.beside)))
+            predicted, measured = args.beside
+            predicted = read_report(predicted, "preflight.json", "variants")
+            print(beside(predicted, read_report(measured, "bench.json", "parts")))
             return 0
         T.need(args.parts >= 0, f"--parts {args.parts}: a positive number of devices, or none")
         for folder in filter(None, (args.dump, args.profile)):

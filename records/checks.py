@@ -46,7 +46,7 @@ class Refused(Exception):
     """Why something is no record: one sentence for the terminal."""
 
 
-def need(holds: bool, reason: str):
+def need(holds, reason: str):
     """Refuse for `reason` unless it holds."""
     if not holds:
         raise Refused(reason)

@@ -37,7 +37,7 @@ REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets 
 def add(root: Path, args) -> str:
     """Collect runs into a new record; nothing is written unless it is valid."""
     named = re.fullmatch("[A-Za-z0-9-]+", args.name)
-    need(bool(named), f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
+    need(named, f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
     before = C.all_valid(root)
@@ -136,7 +136,7 @@ def render(root: Path, args) -> str:
     page = root / "README.md"
     text = page.read_text(encoding="utf-8")
     parts = re.fullmatch(f"(.*?){MARKERS[0]}.*{MARKERS[1]}(.*)", text, re.S)
-    need(bool(parts), "README.md has lost the two markers of the leaderboard")
+    need(parts, "README.md has lost the two markers of the leaderboard")
     fresh = parts[1] + standings(root, records) + parts[2]
     if fresh != text:
         need(not args.check, "README.md is stale: run python records/leaderboard.py render")
@@ -230,22 +230,17 @@ def interval(values) -> tuple[float, float, float]:
     return float(mean), float(mean - reach), float(mean + reach)
 
 
-def runs_at(path: str) -> list[Path]:
-    """The folder of the run at `path`, or those of the runs in it: of a record, of logs/."""
-    folder = Path(path).resolve()
-    found = [x for x in (folder, *sorted(folder.glob("*"))) if (x / "metrics.jsonl").is_file()]
-    need(bool(found), f"no run is in {path}: name logs/<run id>, or the folder of a record")
-    return found
-
-
 def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
     """(source, arguments) of one side: "FILE", "FILE ARG ...", or a record or run, with its own."""
     with about(text):
         file, *own = [text] if Path(text).exists() else shlex.split(text)
-        if Path(file).is_dir():
-            run = C.read_run(runs_at(file)[0])
-            return run.source, run.words + own
-        return Path(file).read_bytes(), [*arguments, *own]
+        folder = Path(file).resolve()
+        if not folder.is_dir():
+            return folder.read_bytes(), [*arguments, *own]
+        runs = [x for x in (folder, *sorted(folder.glob("*"))) if (x / "metrics.jsonl").is_file()]
+        need(runs, f"no run is in {file}: name logs/<run id>, or the folder of a record")
+        run = C.read_run(runs[0])
+        return run.source, run.words + own
 
 
 def compare(root: Path, args) -> str:
@@ -294,7 +289,6 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line, with exit status 2."""
 
     def error(self, message):
-        """End the program without the whole usage."""
         self.exit(2, f"error: {message} (see --help)\n")
 
 

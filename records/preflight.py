@@ -741,6 +741,8 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     tokens, what = about(cfg, key)
     row = {"name": name, "steps": executions(cfg)[key], "what": what, "tokens_per_step": tokens}
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, key)
+    limit = memory_of(mesh)
+    row["device_bytes_limit"] = limit if limit < math.inf else None
     start = time.perf_counter()
     lowered = T.lower(T.programs(cfg, mesh, kernels)[key], mesh)
     compiled = T.compile_one(cfg, mesh, key, lowered)
