@@ -16,7 +16,6 @@ import ast
 import contextlib
 import gc
 import hashlib
-import heapq
 import importlib
 import inspect
 import json
@@ -181,8 +180,7 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
     Again and again the most frequent pair of neighbouring tokens (of several, the first in the
     order of their bytes) becomes a token. Pairs are counted in distinct words, weighted by how
     often each occurs. A token is one character here, so that a merge is str.replace, and only
-    pairs around merged ones are counted anew. The heap holds outdated counts too: one is used only
-    if it is still true.
+    pairs around merged ones are counted anew.
     """
     frequency = Counter()
     for text in texts:
@@ -197,19 +195,14 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
             counts[pair] += weights[index]
             where[pair].add(index)
 
-    def entry(pair: str) -> tuple:
-        return -counts[pair], token_of[pair[0]], token_of[pair[1]], pair
-
-    heap = [entry(pair) for pair in counts]
-    heapq.heapify(heap)
     while len(token_of) < 256 + count:
-        negative, first, second, pair = heapq.heappop(heap)
-        if -negative != counts[pair]:
-            continue
+        most = max(counts.values())
+        often = [pair for pair in counts if counts[pair] == most]
+        pair = min(often, key=lambda pair: [token_of[character] for character in pair])
+        first, second = (token_of[character] for character in pair)
         # Two pairs can make the same token.
         merged = character_of.setdefault(first + second, chr(len(token_of)))
         token_of[merged] = first + second
-        changed = set()
         for index in where.pop(pair):
             if pair not in (word := words[index]):
                 continue
@@ -219,10 +212,6 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
                 for other in map("".join, pairwise(text)):
                     counts[other] += sign * weights[index]
                     where[other].add(index)
-                    changed.add(other)
-        for other in changed:
-            if counts[other] > 0:
-                heapq.heappush(heap, entry(other))
     return [*token_of.values()][256:]
 
 

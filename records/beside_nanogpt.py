@@ -1,7 +1,7 @@
 """nanoGPT's CPU example and `tiny` on the same text and the same cores, one after the other.
 
     git clone https://github.com/karpathy/nanoGPT    # MIT; needs torch, in a Python of its own
-    python records/beside_nanogpt.py nanoGPT TEXT.txt [--python PYTHON] [--device cuda]
+    python records/beside_nanogpt.py nanoGPT TEXT.txt [--python PYTHON]
 
 nanoGPT trains as its README says for CPUs; ours is 96 wide, enough for bytes. Both are validated on
 the whole last tenth of the text (ASCII), in blocks of 64 characters, each without what stands
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = 450  # of ours; each reads 1,024 bytes, of nine tenths of the text
 NANO = """train.py config/train_shakespeare_char.py --compile=False --eval_iters=20
 --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
---max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 --out_dir=out-beside""".split()
+--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0 --device=cpu --out_dir=out-beside""".split()
 VALIDATE = """
 import numpy as np, torch
 from model import GPT, GPTConfig
@@ -50,12 +50,12 @@ def run(command: list, folder: Path) -> tuple[str, float]:
     return done.stdout, time.perf_counter() - start
 
 
-def train_nanogpt(folder: Path, text: str, python: str, device="cpu") -> tuple[float, ...]:
+def train_nanogpt(folder: Path, text: str, python: str) -> tuple[float, float, float]:
     """(loss, seconds of training, seconds in all). An iteration that evaluates counts as others."""
     data = folder / "data/shakespeare_char"
     (data / "input.txt").write_text(text)
     _, prepared = run([python, "prepare.py"], data)
-    said, seconds = run([python, *NANO, f"--device={device}"], folder)
+    said, seconds = run([python, *NANO], folder)
     times = [float(ms) for ms in re.findall(r"iter \d+: .*time ([\d.]+)ms", said)]
     loss, _ = run([python, "-c", VALIDATE], folder)
     trained = len(times) * sorted(times)[len(times) // 2] / 1000
@@ -82,7 +82,6 @@ def main(argv=None):
     parser = Parser(prog="beside_nanogpt.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("nanogpt", type=Path, metavar="FOLDER", help="a clone of nanoGPT")
     parser.add_argument("text", type=Path, metavar="TEXT.txt")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--python", default=sys.executable, help="one with torch, for nanoGPT")
     args = parser.parse_args(argv)
     place = args.nanogpt / "data/shakespeare_char"
@@ -92,10 +91,10 @@ def main(argv=None):
     except UnicodeDecodeError as error:
         raise UserError(f"{args.text}: not ASCII ({error.reason})") from None
     need(len(text) >= 1200 * STEPS, f"{args.text}: less than {1200 * STEPS:,} characters")
-    os.environ["JAX_PLATFORMS"] = args.device
+    os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:
         rows = {"ours": train_ours(Path(folder), text)}
-    rows["nanoGPT"] = train_nanogpt(args.nanogpt.resolve(), text, args.python, args.device)
+    rows["nanoGPT"] = train_nanogpt(args.nanogpt.resolve(), text, args.python)
     print("| | nats a character | bits | training | in all |\n|---|---|---|---|---|")
     for name, (loss, trained, seconds) in rows.items():
         row = f"{name} | {loss:.4f} | {loss / math.log(2):.3f} | {trained:.1f} s | {seconds:.1f} s"
