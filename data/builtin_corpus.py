@@ -129,10 +129,8 @@ def c_entries(owner: object, name: str) -> Iterator[Entry]:
 
 
 def without_repeats(documents: Iterable[list[Entry]]) -> Iterator[str]:
-    """The documents as text, less paragraphs and entries that came before.
-
-    Long ones are cut after DOCUMENT_CHARS or more, between entries; a short rest is dropped.
-    """
+    """The documents as text, less paragraphs and entries that came before. Long ones are cut after
+    DOCUMENT_CHARS or more, between entries; a short rest is dropped."""
     seen = set()
     for document in documents:
         kept, size = [], 0
@@ -175,13 +173,11 @@ def collect() -> list[str]:
 
 
 def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
-    """The `count` merges of byte-pair encoding (Sennrich et al. 2016) that `texts` call for.
-
-    Again and again the most frequent pair of neighbouring tokens (of several, the first in the
-    order of their bytes) becomes a token. Pairs are counted in distinct words, weighted by how
-    often each occurs. A token is one character here, so that a merge is str.replace, and only
-    pairs around merged ones are counted anew.
-    """
+    """The `count` merges of byte-pair encoding (Sennrich et al. 2016) that `texts` call for. Again
+    and again the most frequent pair of neighbouring tokens (of several, the first in the order of
+    their bytes) becomes a token. Pairs are counted in distinct words, weighted by how often each
+    occurs. A token is one character here, so that a merge is str.replace, and only pairs around
+    merged ones are counted anew."""
     frequency = Counter()
     for text in texts:
         frequency.update(re.findall(BYTE_BPE_PATTERN, text))
@@ -217,9 +213,7 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
 
 def build(folder: Path) -> str:
     """Write a training and a validation shard and merges.json to `folder`; says what they hold.
-
-    Takes about five seconds. The first documents in SHA-1 order are for validation.
-    """
+    Takes about five seconds. The first documents in SHA-1 order are for validation."""
     folder.mkdir(parents=True, exist_ok=True)
     documents = collect()
     sizes = np.cumsum([len(text.encode()) for text in documents])
@@ -236,7 +230,6 @@ def build(folder: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     place = {"type": Path, "default": DEFAULT_FOLDER, "help": "default: data/builtin"}
     parser.add_argument("folder", nargs="?", **place)

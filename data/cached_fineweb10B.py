@@ -46,7 +46,6 @@ def download(paths: list[Path], folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("shards", nargs="?", type=int, default=9, metavar="N", help="default: 9")
     parser.add_argument("--dir", default=DEFAULT_DIR, help="default: data/fineweb10B")

@@ -46,10 +46,8 @@ def locked(folder: Path | str, how: int = 0) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def work_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A temporary folder in `parent`; those that killed processes have left there are removed.
-
-    A living process has a lock on its folder. Until it has that, it has one on `parent`.
-    """
+    """A temporary folder in `parent`; those that killed processes have left there are removed. A
+    living process has a lock on its folder. Until it has that, it has one on `parent`."""
     with contextlib.ExitStack() as stack:
         with locked(parent):
             for old in parent.glob(f"{prefix}*"):
@@ -77,10 +75,8 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def byte_bpe(merges=()) -> tiktoken.Encoding:
-    """An encoding: ids 0-255 are the bytes, then `merges` in order, last <|endoftext|>.
-
-    Without merges it is the encoding "bytes", in which every token is one byte.
-    """
+    """An encoding: ids 0-255 are the bytes, then `merges` in order, last <|endoftext|>. Without
+    merges it is the encoding "bytes", in which every token is one byte."""
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {merged: 256 + i for i, merged in enumerate(merges)}
     return tiktoken.Encoding(
@@ -92,10 +88,8 @@ def byte_bpe(merges=()) -> tiktoken.Encoding:
 
 
 def text_encoding(name: str, folder: Path | None = None) -> tiktoken.Encoding:
-    """The encoding gpt2, bytes, or bpe, whose merges.json is in `folder`.
-
-    UserError if the merges cannot be used, or GPT-2's ranks can neither be found nor downloaded.
-    """
+    """The encoding gpt2, bytes, or bpe, whose merges.json is in `folder`. UserError if the merges
+    cannot be used, or GPT-2's ranks can neither be found nor downloaded."""
     if name == "bytes":
         return byte_bpe()
     if name == "bpe":

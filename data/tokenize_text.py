@@ -289,7 +289,6 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = T.Parser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     some = {"nargs": "+", "type": Path, "metavar": "TEXT"}

@@ -423,8 +423,6 @@ def bench(cfg: T.Config, parts=0, timer: Callable = time_stages, command="", say
 
 
 def main(argv=None) -> int:
-    """Run the command line; returns the exit status."""
-
     def run():
         parser = T.Parser(prog="bench.py", description=(__doc__ or "").split("\n")[0])
         T.add_config_options(parser)

@@ -78,7 +78,6 @@ def train_ours(folder: Path, text: str) -> tuple[float, float, float]:
 
 
 def main(argv=None):
-    """Run the command line."""
     parser = Parser(prog="beside_nanogpt.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("nanogpt", type=Path, metavar="FOLDER", help="a clone of nanoGPT")
     parser.add_argument("text", type=Path, metavar="TEXT.txt")

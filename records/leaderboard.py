@@ -154,11 +154,9 @@ def git(*words: str, stdin=b"") -> bytes:
 
 
 def lay_out(source: bytes, home: Path):
-    """Write `source` as home/train_gpt.py, with data/ beside it.
-
-    Older sources run tools in data/ and need those of their day, which are in the commit that
-    brought the source. Token shards are those of this clone; their hashes are in every log.
-    """
+    """Write `source` as home/train_gpt.py, with data/ beside it. Older sources run tools in data/
+    and need those of their day, which are in the commit that brought the source. Token shards are
+    those of this clone; their hashes are in every log."""
     home.mkdir()
     (home / "train_gpt.py").write_bytes(source)
     today = HERE.parent / "data"
@@ -187,10 +185,8 @@ def train_with(home: Path, words: list[str], out: Path, environment=None) -> Run
 
 
 def reproduce(root: Path, args) -> str:
-    """Run a record's own source again, and hold its loss against what it claims; print its time.
-
-    The loss must be in the interval in which 99% of further runs of such a mean and deviation are.
-    """
+    """Run a record's own source again, and hold its loss against what it claims; print its time. It
+    must be in the interval in which 99% of further runs of such a mean and deviation are."""
     record = C.check_record(Path(args.record).resolve(), C.read_json(root / "tokens.json"))
     mean = record.result["mean_loss"]
     n = len(record.runs)
@@ -212,8 +208,8 @@ def reproduce(root: Path, args) -> str:
                 need(new.facts["data"] == old.facts["data"], other)
                 configs = [run.facts["config"] | C.FREE for run in (new, old)]
                 C.agree("config of the command, of the record", *configs)
-                pairs = zip(new.losses("train_loss"), old.losses("train_loss"), strict=True)
-                equal = next((i for i, (a, b) in enumerate(pairs) if a[2] != b[2]), None)
+                pairs = zip(new.train_losses, old.train_losses, strict=True)
+                equal = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
                 digits = "equal to the last digit" if equal is None else f"equal for {equal} steps"
                 loss = f"loss {new.loss:.4f}, recorded {old.loss:.4f}"
                 time = f"{new.seconds:.2f} s on {new.hardware}, recorded {old.seconds:.2f} s"
@@ -244,11 +240,9 @@ def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
 
 
 def compare(root: Path, args) -> str:
-    """Alternate two sources on this machine and print paired differences.
-
-    Pair i has seed i in both; every second pair begins with the other one, so that a machine which
-    warms up or is busy for a while favours neither.
-    """
+    """Alternate two sources on this machine and print paired differences. Pair i has seed i in
+    both; every second pair begins with the other one, so that a machine which warms up or is busy
+    for a while favours neither."""
     need(args.runs >= 2, "--runs: two pairs at least, one has no confidence interval")
     sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
     ratios = []
@@ -327,7 +321,6 @@ def parse_args(argv: list[str]):
 
 
 def main(argv=None) -> int:
-    """Run the command line; returns the exit status."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     root = Path(args.records).resolve()
     do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}

@@ -1,6 +1,5 @@
 """Draw the pictures of the README from the preset; or, with `curves RUN...`, losses of runs."""
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -9,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+from leaderboard import Parser
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # where train_gpt.py is; curves need neither it nor jax
@@ -212,15 +212,7 @@ def draw_curves(runs: dict[Path, list[np.ndarray]], over: str) -> str:
     return picture.svg(430 + 18 * len(runs))
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, with exit status 2."""
-
-    def error(self, message):
-        self.exit(2, f"error: {message} (see --help)\n")
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
     parser = Parser(prog="pictures.py", description=(__doc__ or "").split("\n")[0])
     options = "RUN... [--over steps|tokens|seconds] [--out FILE.svg]: draw losses of runs"
     curves = parser.add_subparsers(dest="do").add_parser("curves", help=options)

@@ -224,11 +224,9 @@ def link_count(devices) -> int:
 
 def all_to_all_load(devices) -> float:
     """What the busiest link of a TPU mesh carries one way in an all-to-all, at least, as a share of
-    the buffer that each device sends parts of to all.
-
-    A plane that cuts the mesh in two leaves a and b devices on its sides: a b / n buffers cross it
-    each way, through as many links as there are lines of devices along the axis.
-    """
+    the buffer that each device sends parts of to all. A plane that cuts the mesh in two leaves a
+    and b devices on its sides: a b / n buffers cross it each way, through as many links as there
+    are lines of devices along the axis."""
     count = len(devices)
     loads = [0.0]
     for axis in zip(*(device.coords for device in devices), strict=True):
@@ -361,13 +359,12 @@ def arrays(shape: str) -> list[Array]:
     for dtype, sides, layout in re.findall(
         r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](?:\{([^}]*)\})?", shape
     ):
-        bits = re.search(r"\d+", dtype)  # pred has none
-        bits = int(bits[0]) if bits else 8
+        bits = int(re.sub(r"\D", "", dtype) or 8)  # pred has none
         sides = [int(x) for x in sides.split(",") if x]
         order = [int(x) for x in layout.split(":")[0].split(",") if x]
         count = math.prod(sides)
         tile = re.search(r"T\(([\d,]+)\)", layout)
-        if tile and order:
+        if tile:
             for axis, side in zip(order, reversed(tile[1].split(",")), strict=False):
                 sides[axis] = -(-sides[axis] // int(side)) * int(side)
         stored = 0 if "S(" in layout else -(-math.prod(sides) * bits // 8)
@@ -478,11 +475,9 @@ def memory_bytes(one: Instruction) -> int:
 
 
 def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
-    """(bytes of the whole buffer of a collective, those that a device sends).
-
-    The buffer is that before a reduce-scatter, after the others. Of it each device must send, or
-    receive, (n-1)/n; for an all-reduce, which is both, twice that.
-    """
+    """(bytes of the whole buffer of a collective, those that a device sends). The buffer is that
+    before a reduce-scatter, after the others. Of it each device must send, or receive, (n-1)/n; for
+    an all-reduce, which is both, twice that."""
     kind = one.collective
     inside = one.transfer
     groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", inside.rest)
@@ -500,11 +495,9 @@ def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
 
 def link_seconds(instructions, work, cross) -> tuple[float, float]:
     """(seconds that collectives take, those in which nothing else is done): a play of the schedule.
-
     work(one), cross(one): seconds of one execution of its own, and in the links, which carry one
     collective after the other. What awaits something unknown waits for all. Loops are played once
-    with all times multiplied: every trip is alike.
-    """
+    with all times multiplied: every trip is alike."""
 
     def start_of(one) -> str | None:
         """The name of what it awaits."""
@@ -535,13 +528,11 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
 
 
 def read_schedule(schedule: str, rows: int = 0) -> int:
-    """How many bundles the text of a final schedule issues.
-
-    A bundle has an address, `LB` where a loop's body begins, a `>` for each loop around it (some
-    are missing inside), and the constant in a loop's exit test. A loop without one counts once, or
-    if it begins transfers out of memory, so often that they are as many as the `rows` of a gather.
-    Regions that a predicate may skip count as executed: an upper bound.
-    """
+    """How many bundles the text of a final schedule issues. A bundle has an address, `LB` where a
+    loop's body begins, a `>` for each loop around it (some are missing inside), and the constant in
+    a loop's exit test. A loop without one counts once, or if it begins transfers out of memory, so
+    often that they are as many as the `rows` of a gather. Regions that a predicate may skip count
+    as executed: an upper bound."""
     head = r"^ *(?:0x)?[0-9a-f]+ +([A-Z]{2})? *:([ >]*)\{"
     _, *parts = re.split(head, schedule, flags=re.MULTILINE)
     marks = parts[::3]
@@ -611,10 +602,8 @@ def function_of(name: str) -> str:
 
 
 def functions(text: str) -> dict[str, str]:
-    """{stack_frame_id: the innermost function of train_gpt.py} of an HLO module as text.
-
-    A frame names its parent by the number of that plus 1; the outermost one names itself.
-    """
+    """{stack_frame_id: the innermost function of train_gpt.py} of an HLO module as text. A frame
+    names its parent by the number of that plus 1; the outermost one names itself."""
 
     def rows(section, pattern):
         found = re.search(rf"^{section}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
@@ -782,11 +771,9 @@ def by_function(parts: dict, unit: str) -> str:
 
 
 def describe(report: dict) -> str:
-    """The report of preflight as text.
-
-    Its table is for one execution on one device: GiB of a program's arguments, of its temporaries,
-    at its peak, and of the state that lies beside it; ms of the three parts.
-    """
+    """The report of preflight as text. Its table is for one execution on one device: GiB of a
+    program's arguments, of its temporaries, at its peak, and of the state that lies beside it; ms
+    of the three parts."""
     form = "{:9}{:>7}{:>11}{:>9}{:>9}{:>9}{:>9}{:>12}{:>9}{:>9}".format
     heads = "compile s", "args", "temps", "peak", "+ state", "predicted", "links", "moves"
     table = [form("program", "times", *heads)]
@@ -814,21 +801,6 @@ def describe(report: dict) -> str:
     more = "\n".join(textwrap.fill(x, 100, subsequent_indent="    ") for x in more)
     legend = "Predicted by the compiler, not measured: see the docstring of records/preflight.py."
     return "\n\n".join([lead, "\n".join(table), more, legend])
-
-
-def verdict(cfg, mesh, rows: list[dict]) -> tuple[bool, list[str]]:
-    """(Whether the programs of `rows` fit the device, the lines that say so or what would)."""
-    limit = memory_of(mesh)
-    refusals = []
-    for row in rows:
-        needs = row["bytes"]["peak"] + row["resident_bytes"]
-        refusals.append(T.too_large(cfg, mesh, row["name"], needs, limit))
-    if any(refusals):
-        return False, [*filter(None, refusals)]
-    which = "all" if len(rows) == len(T.programs(cfg, mesh, T.PLAIN)) else "these"
-    spare = f"with {T.SPARE >> 30} of them to spare"
-    fit = f"{which} fit the {limit / 2**30:.2f} GiB of a device, {spare}"
-    return True, [fit if limit < math.inf else "its memory is not known here"]
 
 
 def memory_of(mesh) -> float:
@@ -869,15 +841,19 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
         every = {str(key): key for key in T.programs(cfg, mesh, kernels)}
         there = f"--program {' '.join(names)}: there are {', '.join(every)}"
         T.need({*names} <= {*every}, there)
+        limit = memory_of(mesh)
         size, largest = T.expected_bytes(cfg, mesh)
-        refusal = T.too_large(cfg, mesh, largest, size, memory_of(mesh))
+        refusal = T.too_large(cfg, mesh, largest, size, limit)
         if refusal and not names:
             say(f"not compiled: {refusal}")
             return False
-        rows = []
+        rows, refusals = [], []
         for name in names or every:
             say(f"compiling {name}")
-            rows.append(program_row(cfg, mesh, kernels, every[name], Path(folder), dump))
+            row = program_row(cfg, mesh, kernels, every[name], Path(folder), dump)
+            rows.append(row)
+            needs = row["bytes"]["peak"] + row["resident_bytes"]
+            refusals.append(T.too_large(cfg, mesh, name, needs, limit))
     facts = T.run_facts(asked, mesh, command, reason)
     facts = {x: facts[x] for x in ("preset", "config", "command", "source_sha256", "versions")}
     report = facts | {
@@ -894,15 +870,17 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
     }
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
-    fits, lines = verdict(cfg, mesh, rows)
+    which = "all" if len(rows) == len(every) else "these"
+    spare = f"with {T.SPARE >> 30} of them to spare"
+    fit = f"{which} fit the {limit / 2**30:.2f} GiB of a device, {spare}"
+    lines = [*filter(None, refusals)]
+    lines = lines or [fit if limit < math.inf else "its memory is not known here"]
     saved = f"saved: copy {args.save} to {args.target}, and train with --cache DIR there"
     say("\n" + "\n".join([*lines, saved] if args.save else [describe(report), "", *lines]))
-    return fits
+    return not any(refusals)
 
 
 def main(argv=None) -> int:
-    """Run the command line; returns the exit status."""
-
     def run():
         parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
         parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 and others")

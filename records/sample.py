@@ -241,7 +241,6 @@ def given_prompt(args) -> str | None:
 
 
 def main(argv=None):
-    """Run the command line."""
     parser = T.Parser(prog="sample.py", description=(__doc__ or "").split("\n")[0])
     option = parser.add_argument
     option("run_dir", metavar="RUN_DIR", help="as train_gpt.py left it")
