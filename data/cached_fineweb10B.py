@@ -66,12 +66,13 @@ def main(argv: list[str] | None = None) -> None:
         if missing := missing_shards(paths):
             free = shutil.disk_usage(folder).free / 1e9
             cause = error.__cause__ or error  # the Hub's library hides some in a vaguer one
-            raise UserError(
-                f"{missing[0].name} cannot be downloaded: check the network and the disk, and run "
-                f"this again, it begins this shard anew; {len(paths) - len(missing)} of "
-                f"{len(paths)} shards are whole, the others take {0.2 * len(missing):.1f} GB, "
-                f"{free:.1f} GB are free in {folder} ({type(cause).__name__}: {cause})"
-            ) from None
+            cure = "check the network and the disk, and run this again, it begins this shard anew"
+            there = f"{len(paths) - len(missing)} of {len(paths)} shards are whole"
+            room = (
+                f"the others take {0.2 * len(missing):.1f} GB, {free:.1f} GB are free in {folder}"
+            )
+            what = f"{missing[0].name} cannot be downloaded: {cure}; {there}, {room}"
+            raise UserError(f"{what} ({type(cause).__name__}: {cause})") from None
     tell(f"{folder}: the validation shard and {args.shards} training shards, all whole")
 
 

@@ -79,12 +79,8 @@ def byte_bpe(merges=()) -> tiktoken.Encoding:
     merges it is the encoding "bytes", in which every token is one byte."""
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {merged: 256 + i for i, merged in enumerate(merges)}
-    return tiktoken.Encoding(
-        name="byte_bpe",
-        pat_str=BYTE_BPE_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": len(ranks)},
-    )
+    how = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": len(ranks)}}
+    return tiktoken.Encoding("byte_bpe", pat_str=BYTE_BPE_PATTERN, **how)
 
 
 def text_encoding(name: str, folder: Path | None = None) -> tiktoken.Encoding:

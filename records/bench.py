@@ -93,12 +93,11 @@ def seconds_of(step: Callable, calls: int) -> float:
     """Seconds of so many calls of `step`, no more than two of which are under way at a time: it
     returns what is ready when it is done."""
     start = time.perf_counter()
-    before = None
+    last = None
     for _ in range(calls):
-        now = step()
+        before, last = last, step()
         jax.block_until_ready(before)
-        before = now
-    jax.block_until_ready(before)
+    jax.block_until_ready(last)
     return time.perf_counter() - start
 
 

@@ -172,8 +172,8 @@ def demonstrate(model: Trained, log: T.RunLog):
     """What train_gpt.py shows at the end of a run, and leaves there."""
     heading, prompt = opening(model, log.facts["val_loss"])
     draws = [functools.partial(draw, np.random.default_rng([model.cfg.seed, 0]))]
-    text = "".join([heading, "\n", *samples(model, prompt, model.cfg.sample_tokens, draws)])
-    text = text.removesuffix("\n")
+    pieces = samples(model, prompt, model.cfg.sample_tokens, draws)
+    text = "".join([heading, "\n", *pieces]).removesuffix("\n")
     log.write("sample.txt", text)
     log.say(text)
     if T.checkpoint_steps(log.folder / "checkpoints"):
