@@ -37,7 +37,7 @@ from shards import BYTE_BPE_PATTERN, byte_bpe, encode_documents, write_shard, wr
 from train_gpt import MERGES, Parser, need, report_errors, tell
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent / "builtin"
-VAL_FRACTION, VAL_MIN_BYTES = 0.05, 300_000
+VAL_BYTES = 300_000  # at least
 MIN_DOCUMENT_CHARS = 200  # what is left of a module or topic is no document below this
 DOCUMENT_CHARS = 4000  # a module that says more than this is cut, between entries
 VOCAB = 2048  # tokens: 256 bytes, the merges, <|endoftext|>
@@ -72,19 +72,11 @@ def docstring_entries(node: ast.AST, name: str, signature: str = "") -> Iterator
             yield from docstring_entries(child, f"{name}.{child.name}", own_signature)
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements below `node`; several times faster than ast.walk, which visits expressions."""
-    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
-        for child in getattr(node, field, ()):
-            yield child
-            yield from statements(child)
-
-
 def comment_entries(source: str, tree: ast.Module) -> Iterator[tuple[int, Entry]]:
     """(line number, block of consecutive whole-line comments), in source order."""
     inside = set()  # lines of simple statements: what begins with "#" there may be in a string
-    for node in statements(tree):
-        if not hasattr(node, "body"):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
             inside.update(range(node.lineno, node.end_lineno + 1))
     block: list[str] = []
     for number, line in enumerate([*source.splitlines(), ""], 1):
@@ -217,8 +209,7 @@ def build(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     documents = collect()
     sizes = np.cumsum([len(text.encode()) for text in documents])
-    wanted = max(VAL_MIN_BYTES, VAL_FRACTION * sizes[-1])
-    count = int(np.searchsorted(sizes, wanted)) + 1  # the first to reach what is wanted
+    count = int(np.searchsorted(sizes, VAL_BYTES)) + 1  # the first to reach that
     merges = learn_merges(documents[count:], VOCAB - 257)
     arrays = encode_documents(byte_bpe(merges), documents)
     val, train = np.concatenate(arrays[:count]), np.concatenate(arrays[count:])

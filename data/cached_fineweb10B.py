@@ -64,14 +64,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{error}: pip install huggingface_hub") from None
     except Exception as error:  # OSError, HTTP errors, RuntimeError: no common base class
         if missing := missing_shards(paths):
-            free = shutil.disk_usage(folder).free / 1e9
+            free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
             cause = error.__cause__ or error  # the Hub's library hides some in a vaguer one
             cure = "check the network and the disk, and run this again, it begins this shard anew"
             there = f"{len(paths) - len(missing)} of {len(paths)} shards are whole"
-            room = (
-                f"the others take {0.2 * len(missing):.1f} GB, {free:.1f} GB are free in {folder}"
-            )
-            what = f"{missing[0].name} cannot be downloaded: {cure}; {there}, {room}"
+            there += f", the others take {0.2 * len(missing):.1f} GB, {free}"
+            what = f"{missing[0].name} cannot be downloaded: {cure}; {there}"
             raise UserError(f"{what} ({type(cause).__name__}: {cause})") from None
     tell(f"{folder}: the validation shard and {args.shards} training shards, all whole")
 

@@ -149,14 +149,6 @@ def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
     return np.frombuffer(tokens, np.uint16)
 
 
-def split(tokens: np.ndarray, bos: int) -> tuple[np.ndarray, np.ndarray]:
-    """(training, validation): the end of the tokens, after a BOS where it cuts a document."""
-    size = min(len(tokens) // 10, VAL_TOKENS)
-    need(size, f"{len(tokens)} tokens are too few for training and validation")
-    val = tokens[-size:]
-    return tokens[:-size], val if val[0] == bos else np.insert(val, 0, bos)
-
-
 def place(text: Path, digest: str) -> Path:
     """Where the tokens of these contents lie, or may: beside the text, else in the user's cache."""
     text = Path(os.path.abspath(text))
@@ -221,7 +213,10 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     for tokens, of in ((train, args.texts), (val, args.val)):
         need(len(tokens) or not of, f"no text in {', '.join(map(str, of))}")
     if not args.val:
-        train, val = split(train, bos)
+        size = min(len(train) // 10, VAL_TOKENS)
+        need(size, f"{len(train)} tokens are too few for training and validation")
+        train, val = train[:-size], train[-size:]
+        val = val if val[0] == bos else np.insert(val, 0, bos)  # it may begin within a document
     write(out, train, val, {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}, merges)
     tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
     tell(f"{args.out or out}: {tokens}", sys.stderr if args.preset else None)

@@ -1,7 +1,6 @@
 """How long the steps of each stage take on the hardware that is here, and what kernels are worth.
 
-    python records/bench.py [PRESET] [--set KEY=VALUE ...] [--data DIR] [--parts N] [--dump DIR]
-        [--profile DIR]
+    python records/bench.py [PRESET] [--set ...] [--parts N] [--dump DIR] [--profile DIR]
     python records/bench.py [PRESET] ... --kernels STAGE
     python records/bench.py --beside PREFLIGHT.json BENCH.json
 
@@ -72,8 +71,9 @@ def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
     for i, stage in enumerate(cfg.stages):
         divides = f"use a number that divides the {stage.rows} rows of stages.{i}"
         T.need(stage.rows % parts == 0, f"--parts {parts}: {divides}")
-        tokens = stage.batch_tokens * devices // parts
-        stages.append(dataclasses.replace(stage, batch_tokens=tokens))
+        stages.append(
+            dataclasses.replace(stage, batch_tokens=stage.batch_tokens * devices // parts)
+        )
     rows = max(4, cfg.ngram_rows * devices // parts // 2 * 2)
     return dataclasses.replace(cfg, stages=tuple(stages), ngram_rows=rows)
 

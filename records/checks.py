@@ -483,8 +483,10 @@ def all_valid(root: Path) -> list[Record]:
     for name, depth in (("record.json", 3), ("run.json", 4)):
         for path in sorted(root.rglob(name)):
             place = path.relative_to(root)
-            right = len(place.parts) == depth
-            need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
+            need(
+                len(place.parts) == depth,
+                f"{place}: it is not where records are, in TRACK/DATE_NAME",
+            )
     folders = {path.parent for path in root.glob("*/*/record.json")}
     folders |= {path.parents[1] for path in root.glob("*/*/*/run.json")}  # runs need a record
     folders |= {path for track in TRACKS for path in root.glob(f"{track}/*/")}

@@ -98,17 +98,16 @@ def record_row(number: int, record: Record) -> dict:
 
 
 def predicted_row(root: Path, path: Path) -> dict:
-    """What preflight.py said of hardware that nobody has timed yet; of GPUs it knows no times."""
+    """What preflight.py said of hardware that nobody has timed yet."""
     report = C.read_json(path)
     parts = [report["predicted"][f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
-    known = None not in parts
-    band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**report["predicted"]) if known else ""
+    band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**report["predicted"])
     peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])
     return {
         "hardware": f"{report['devices']} x {report['device_kind']}",
         "preset": f"[{report['preset']}]({path.relative_to(root).as_posix()})",
-        "in all": f"**{math.fsum(parts):.1f} s** ({band})" if known else "unknown",
-        "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts) if known else "",
+        "in all": f"**{math.fsum(parts):.1f} s** ({band})",
+        "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts),
         "steps": f"{report['total_steps']:,}",
         "tokens": f"{report['total_tokens']:,}",
         "GiB": f"{peak / 2**30:.1f}",
@@ -245,8 +244,7 @@ def compare(root: Path, args) -> str:
     for a while favours neither."""
     need(args.runs >= 2, "--runs: two pairs at least, one has no confidence interval")
     sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
-    ratios = []
-    differences = []
+    ratios, differences = [], []
     print("seed   base s   cand s   ratio   base loss   cand loss   difference", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name, (source, _) in sides.items():

@@ -228,8 +228,7 @@ def main(argv: list[str] | None = None) -> None:
             found = {run: losses for run, losses in found.items() if any(map(len, losses))}
             if not found:  # other runs may have ended before their first step
                 parser.error(f"no losses in {' '.join(args.runs)}: name a run's folder")
-            picture = draw_curves(found, args.over)
-            Path(args.out).write_text(picture, "utf-8", "replace")
+            Path(args.out).write_text(draw_curves(found, args.over), "utf-8", "replace")
             print(f"wrote {Path(args.out).absolute()}")
             return
         import train_gpt as T

@@ -169,8 +169,8 @@ def gpu_options(target: str) -> dict | None:
     units, shared, of_block, threads = CORES[capability]
     major, minor = capability.split(".")
     hosts = int(count) // 8 if int(count) % 8 == 0 else 1
-    options = {"platform": "cuda", "topology_name": name}
-    options["topology"] = f"1x{hosts}x{int(count) // hosts}"
+    topology = f"1x{hosts}x{int(count) // hosts}"
+    options = {"platform": "cuda", "topology_name": name, "topology": topology}
     options["target_config"] = f"""
         device_description_str: "{kind}" platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 10 }}
@@ -316,8 +316,7 @@ def hlo_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]
                 line[1:] = waiting.op, line[2] + waiting.rest.removeprefix(")")
             called = re.search(r"\b(?:calls|to_apply)=%?([\w.\-]+)", line[2])
             inner = called and found.get(called[1])
-            place = {"root": bool(root), "fused": computation in fused, "scope": scope}
-            scope[name] = Instruction(name, *line, **place, inner=inner)
+            scope[name] = Instruction(name, *line, bool(root), computation in fused, scope, inner)
     return found, next(name for entry, name in zip(parts[::3], names, strict=True) if entry)
 
 
@@ -339,8 +338,7 @@ def walk(computations, name: str, times: int = 1):
         one = dataclasses.replace(one, times=times)
         yield one
         if one.op == "while":
-            trips = loop_trips(one, computations)
-            yield from walk(computations, one.called("body"), times * trips)
+            yield from walk(computations, one.called("body"), times * loop_trips(one, computations))
         elif one.op == "call-start" and not one.transfer:
             yield from walk(computations, one.called("to_apply") or one.called("calls"), times)
 
@@ -356,9 +354,8 @@ class Array(NamedTuple):
 def arrays(shape: str) -> list[Array]:
     """The arrays of an HLO type. Of a layout {1,0:T(8,128)S(1)} T is the tile, S where it is."""
     found = []
-    for dtype, sides, layout in re.findall(
-        r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](?:\{([^}]*)\})?", shape
-    ):
+    form = r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](?:\{([^}]*)\})?"
+    for dtype, sides, layout in re.findall(form, shape):
         bits = int(re.sub(r"\D", "", dtype) or 8)  # pred has none
         sides = [int(x) for x in sides.split(",") if x]
         order = [int(x) for x in layout.split(":")[0].split(",") if x]
@@ -450,9 +447,7 @@ def memory_bytes(one: Instruction) -> int:
     if one.op == "custom-call" and any(f'"{target}"' in one.rest for target in NO_WORK):
         return 0
     results = arrays(one.shape)
-    if one.op.endswith(
-        "-start"
-    ):  # a copy to or from the chip: (what it makes, what of) or reversed
+    if one.op.endswith("-start"):  # a copy to or from the chip: (result, source) or reversed
         size = min(array.size for array in results[:2])
         return sum(min(size, array.stored) for array in results[:2])
     if one.kernel:  # an operand that is given several times, or is also a result, counts once
@@ -498,21 +493,14 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
     work(one), cross(one): seconds of one execution of its own, and in the links, which carry one
     collective after the other. What awaits something unknown waits for all. Loops are played once
     with all times multiplied: every trip is alike."""
-
-    def start_of(one) -> str | None:
-        """The name of what it awaits."""
-        return next((x.name for x in one.inputs() if x.op.endswith("-start")), None)
-
-    now = 0.0
-    free = 0.0  # when the links are free
-    worked = 0.0
-    total = 0.0
-    awaiting = [one for one in instructions if one.op.endswith("-done")]
-    ends = dict.fromkeys(map(start_of, awaiting), 0.0)
+    awaited = {}  # what waits -> the name of what it waits for, "" if that is unknown
+    for one in (x for x in instructions if x.op.endswith("-done")):
+        awaited[one] = next((x.name for x in one.inputs() if x.op.endswith("-start")), "")
+    ends = dict.fromkeys(filter(None, awaited.values()), 0.0)
+    now = free = worked = total = 0.0  # free: when the links are
     for one in instructions:
-        if one.op.endswith("-done"):
-            name = start_of(one)
-            now = max(now, ends[name] if name else free)
+        if one in awaited:
+            now = max(now, ends.get(awaited[one], free))
         elif one.transfer:
             took = one.times * cross(one)
             total += took
@@ -582,10 +570,10 @@ def read_schedules(instructions, folder: Path) -> dict[str, int] | None:
             twins[key] = max(bundles, twins.get(key, bundles))
     for name in every.keys() - found.keys():
         known = [twins[key] for key in twin_keys(every[name]) if key in twins]
-        if not known and every[name].kernel:
-            return None
         if known:
             found[name] = known[0]
+        elif every[name].kernel:
+            return None
     return found
 
 
@@ -783,8 +771,8 @@ def describe(report: dict) -> str:
         sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
         cells = [number(x, unit=2**30) for x in (*sizes, row["resident_bytes"])]
         cells += [number(row[x]) for x in ("predicted_ms", "link_floor_ms", "moved_floor_ms")]
-        seconds = f"{row['compile_seconds']:.0f}"
-        table.append(form(row["name"], f"{row['steps']:,}", seconds, *cells))
+        counts = f"{row['steps']:,}", f"{row['compile_seconds']:.0f}"
+        table.append(form(row["name"], *counts, *cells))
         more.append(f"{row['name']}, {row['what']}")
         if row["functions_ms"] and not run:
             more[-1] += f": {by_function(row['functions_ms'], 'ms')}"

@@ -491,7 +491,6 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     assert report["config"] == json.loads(json.dumps(asdict(CFG)))
     assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
     assert report["command"].startswith("v6e-8 small --dump ") and report["device_kind"] == "cpu"
-    assert [row["tokens_per_step"] for row in rows.values()] == [256, 512, 512, *[0] * 7, 512]
     (tmp_path / "again").mkdir()
     took = preflight.count(HLO, schedules(tmp_path / "again", **ISSUED), v6e(2, 4))
     sizes = {"arguments": 7, "outputs": 5, "aliased": 2, "temporary": GIB, "peak": 3 * GIB}
