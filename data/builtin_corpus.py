@@ -37,7 +37,7 @@ from shards import BYTE_BPE_PATTERN, byte_bpe, encode_documents, write_shard, wr
 from train_gpt import MERGES, Parser, need, report_errors, tell
 
 DEFAULT_FOLDER = Path(__file__).resolve().parent / "builtin"
-VAL_BYTES = 300_000  # at least
+VAL_BYTES = 300_000  # of text for validation, at least
 MIN_DOCUMENT_CHARS = 200  # what is left of a module or topic is no document below this
 DOCUMENT_CHARS = 4000  # a module that says more than this is cut, between entries
 VOCAB = 2048  # tokens: 256 bytes, the merges, <|endoftext|>

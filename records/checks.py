@@ -64,7 +64,7 @@ def about(what):
         raise Refused(f"{what}: {error}") from None
     except KeyError as error:
         raise Refused(f"{what}: {error} is missing") from None
-    except Exception as error:  # to all of them damaged files, or commands in them, can lead
+    except Exception as error:  # a damaged file, or the command in it, can lead to any
         raise Refused(f"{what}: cannot be read ({error})") from None
 
 
@@ -483,10 +483,8 @@ def all_valid(root: Path) -> list[Record]:
     for name, depth in (("record.json", 3), ("run.json", 4)):
         for path in sorted(root.rglob(name)):
             place = path.relative_to(root)
-            need(
-                len(place.parts) == depth,
-                f"{place}: it is not where records are, in TRACK/DATE_NAME",
-            )
+            right = len(place.parts) == depth
+            need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
     folders = {path.parent for path in root.glob("*/*/record.json")}
     folders |= {path.parents[1] for path in root.glob("*/*/*/run.json")}  # runs need a record
     folders |= {path for track in TRACKS for path in root.glob(f"{track}/*/")}

@@ -184,8 +184,8 @@ def train_with(home: Path, words: list[str], out: Path, environment=None) -> Run
 
 
 def reproduce(root: Path, args) -> str:
-    """Run a record's own source again, and hold its loss against what it claims; print its time. It
-    must be in the interval in which 99% of further runs of such a mean and deviation are."""
+    """Run a record's own source again, and print its loss and time. Refused if the loss is not in
+    the interval in which 99% of further runs of the recorded mean and deviation are."""
     record = C.check_record(Path(args.record).resolve(), C.read_json(root / "tokens.json"))
     mean = record.result["mean_loss"]
     n = len(record.runs)

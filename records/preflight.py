@@ -356,7 +356,7 @@ def arrays(shape: str) -> list[Array]:
     found = []
     form = r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](?:\{([^}]*)\})?"
     for dtype, sides, layout in re.findall(form, shape):
-        bits = int(re.sub(r"\D", "", dtype) or 8)  # pred has none
+        bits = int((re.findall(r"\d+", dtype) or [8])[0])  # pred has none
         sides = [int(x) for x in sides.split(",") if x]
         order = [int(x) for x in layout.split(":")[0].split(",") if x]
         count = math.prod(sides)
@@ -742,8 +742,7 @@ def whole_run(rows: list[dict]) -> dict:
     parts = Counter()
     for row in training:
         parts.update({part: row["steps"] * ms / 1e3 for part, ms in row["functions_ms"].items()})
-    total = sum([*seconds.values()][:3])
-    return {"sum_seconds": total, **seconds, "components": dict(parts)}
+    return {"sum_seconds": sum([*seconds.values()][:3]), **seconds, "components": dict(parts)}
 
 
 def number(value, form=".2f", unit=1.0) -> str:
