@@ -9,28 +9,27 @@ Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list
 PyTorch program of record 92. Nobody has timed ours on a TPU yet. To learn how it works, read Part I
 from the top. A step of training, in lines of `train`:
 
-    batch, data = next(batches)  # tokens, targets, n-grams, rates: made ahead by a thread
+    batch, loader = next(batches)  # tokens, targets, n-grams, rates; where the loader stands
     gradients, *updates = schedule(cfg).programs[step]
     grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
+    waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
     for update in updates:
         due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
         state, changed = compiled[update](state, due, batch.hyper)
         copies |= changed
 
-What these programs hold, by their names:
-    grads0 and so on  grads_step: n-gram rows fetched from other devices, banks gathered; forward,
-                      loss (batch_loss) and gradients, those of banks summed over devices
-    anvil             after every step: the banks, by Muon with a second, slower momentum
-    adam, adam_tied   after every 2nd: head, embedding, small ones; gradients summed over devices,
-                      each updates its part, all gather the result
-    tables2-2         after every 2nd, from step 336 on every 4th: value and n-gram tables
-    finish, eval      at the end: weights become averages of their last values; validation
+`compiled` has grads_step for each shape of a batch (n-gram rows fetched from other devices, banks
+gathered, forward, loss, gradients, those of banks summed over devices); updates (anvil at every
+step: banks, by Muon with a second, slower momentum; adam at every 2nd: head, embedding, small ones;
+tables at every 2nd, from step 336 on every 4th: value and n-gram tables), which sum over devices,
+change a part on each, and gather the result; and what comes at the end, finish and eval.
 
 Words that are used throughout:
     bank        equal-shaped matrices, stacked: [matrices, rows, cols]
     row         of a batch: one sequence; of a table: the vector of one id or n-gram
     stream      in the model: the sum that layers add to; in the data: all tokens of the shards
-    copies      the parameters to compute with: large ones in bfloat16, all whole except banks
+    copies      the parameters to compute with: large ones in bfloat16, all whole except banks;
+                and the random signs of n-grams
     window      how many tokens before itself a token sees
     stage       a stretch of the run with one shape of batch
     waiting     of gradients: until an update sums those of several steps
@@ -133,13 +132,14 @@ def need(holds, reason: str):
 class Layer:
     """One layer: its attention, what it adds to the stream, how many MLPs follow. "short" and
     "long" attention have that window of the stage, "paired" reaches half as far as "short"
-    (pair_heads). The last one has attention, values and an MLP; mudd_layer adds x0 and n-grams."""
+    (pair_heads). Gates are numbers for each token from small MLPs (token_gates). The last layer has
+    attention, values and an MLP, and weights all that it adds by token (mudd_layer)."""
 
     attends: str = ""  # short, long or paired; "": none
     narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
     values: bool = False  # a table of token values of its own, added to v by a gate
     xsa: bool = False  # the part of a head's output along its own v is taken out (record 82)
-    gated: bool = False  # each head's output times a number from the gate MLP (record 85)
+    gated: bool = False  # each head's output times a gate (record 85)
     x0: bool = False  # the embedding is added, by a gate
     ngram: bool = False  # the n-gram vector is added, by a gate
     mlps: int = 1  # side by side, on the same input
@@ -149,7 +149,7 @@ class Layer:
 class Stage:
     """A stretch of the run with one shape of batch; all sizes in tokens."""
 
-    share: float  # of the steps before the extension; 0: this stage is the extension
+    share: float  # of the steps, but for the last few (Config.extension); 0: it is these
     batch_tokens: int  # per step, over all devices
     row_tokens: int  # length of a row
     doc_cap: int  # 0: rows are cut from the plain stream; else documents cut at this length
@@ -160,7 +160,7 @@ class Stage:
     weights: tuple[float, ...] = (1.0,)
     weights_end: tuple[float, ...] = (1.0,)
     # each entry of these two holds for an equal part of the stage
-    prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix
+    prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix, a token
     candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
 
     @property
@@ -172,8 +172,8 @@ class Stage:
 @dataclass(frozen=True)
 class Config:
     """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields. The
-    defaults are record 92 with half of its n-gram table, and with normalised ids in the hashes
-    (pull request 375), which never read two thirds of the bigrams' half of the whole table. The
+    defaults are record 92, but for normalised ids in the hashes of n-grams (pull request 375). With
+    these a third of the rows for bigrams would do, so the n-gram table is half as large. The
     record's own: ngram_rows=84602880, ngram_ids=raw."""
 
     preset: str = "speedrun"
@@ -236,7 +236,7 @@ class Config:
     # optimizers; param_table has the factors of each parameter
     lr_anvil: float = 0.023
     decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
-    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Hyper.momentum, at first fast_beta too
+    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, at first beta too
     momentum_warmup: int = 240  # over this many steps
     momentum_cooldown: int = 50  # and back, over the last steps
     # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
@@ -247,7 +247,7 @@ class Config:
     lr_adam: float = 0.008
     decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
     adam_eps: float = 1e-10
-    adam_every: int = 2  # steps whose gradients one Adam step sums; a device keeps all of them
+    adam_every: int = 2  # steps whose gradients one Adam step sums; they wait on the devices
     # n-gram and value tables: an update sums the gradients of so many steps, before table_change
     # and from that step on
     table_every: tuple[int, int] = (2, 4)
@@ -342,9 +342,10 @@ PRESETS = {
 
 # ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
 
-AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of the last weights, see Param
+# Of the last weights: of head and embedding; of matrices; of value tables; of matrices, again.
+AVERAGES = ("ema", "average", "value_average", "bank_ema")
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
-AVERAGE_MEMORY = 0.212  # share of tail_average that both averages look back
+AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `value_average` look back
 
 
 class Hyper(NamedTuple):
@@ -357,7 +358,7 @@ class Hyper(NamedTuple):
     fast_weight: np.ndarray  # of that average; the slow one has the rest
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
     table_count: np.ndarray  # table updates, likewise
-    table_span: np.ndarray  # steps that a table update sums, over those of the first updates
+    table_span: np.ndarray  # steps that a table update sums, divided by those of the first ones
     freqs: np.ndarray  # [2, h/4] rotary, radians per position, of half-wide and of whole heads
     scales: np.ndarray  # [2] of q k^T, likewise
     weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
@@ -373,12 +374,12 @@ class Schedule(NamedTuple):
     adam: np.ndarray  # whether it ends with an Adam step
     tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
     tied: np.ndarray  # whether head and embedding are one matrix when it updates them
-    programs: list[list[Gradients | Update]]  # that a step runs, in order
+    programs: list[list[Gradients | Update]]  # keys of those that a step runs, in order
     hyper: Hyper  # in float64
 
 
 class Gradients(NamedTuple):
-    """The program with which a step begins; its name, as a str, is grads0 and so on."""
+    """The key of a program with which steps begin; its name, as a str, is grads0 and so on."""
 
     number: int  # in the order of the run
     stage: int
@@ -389,12 +390,12 @@ class Gradients(NamedTuple):
 
 
 class Update(NamedTuple):
-    """A program that updates parameters, in its name adam_tied or tables2-2-2-2."""
+    """The key of a program that updates parameters, by name adam_tied or tables2-2-2-2."""
 
     kind: str  # of which parameters: Param.updated_by
     steps: int  # whose gradients it sums
     tied: bool = False  # head and embedding are one matrix
-    stages: tuple[int, ...] = ()  # of tables: those of the steps, whose requests differ in size
+    stages: tuple[int, ...] = ()  # of tables: those of these steps, as they fetch n-grams
 
     def __str__(self) -> str:
         return self.kind + "_tied" * self.tied + "-".join(map(str, self.stages))
@@ -514,8 +515,8 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average). The first
     rate of each is 1: there the average starts as the weight. `ema` and `bank_ema` cover the
     last cfg.tail steps, both others the last cfg.tail_average. Head and embedding change only
-    at Adam steps, so one update of their `ema` there stands for one at each step up to the next
-    Adam step. It starts a step before the record's, from the same weights."""
+    at Adam steps, so `ema` is updated there alone: with n steps to the next one, at 1 - (1 - r)^n,
+    what n updates at rate r would give."""
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     in_tail = left < cfg.tail
     in_average = left < cfg.tail_average
@@ -573,7 +574,8 @@ class LoaderState(NamedTuple):
     """Where a run stands in its data; a checkpoint holds one."""
 
     cursor: int  # in the stream
-    offsets: tuple[int, ...]  # in the walk of `candidates`, of each row that this process has
+    # How far each row of this process is in its walk through the vocabulary, see `candidates`.
+    offsets: tuple[int, ...]
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
@@ -810,16 +812,12 @@ def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
 
 
 def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
-    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88). In sorted
-    order only words that share a prefix stand between it and a word: open ones form a stack."""
+    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88)."""
     table = np.full(vocab, -1, np.int32)
-    opened = []
-    for i in sorted(range(len(words)), key=words.__getitem__):
-        while opened and not words[i].startswith(words[opened[-1]]):
-            opened.pop()
-        if opened:
-            table[i] = opened[-1]
-        opened.append(i)
+    number = {word: i for i, word in enumerate(words)}
+    for word, i in number.items():
+        begins = (word[:end] for end in range(len(word) - 1, 0, -1))
+        table[i] = next((number[x] for x in begins if x in number), -1)
     return table
 
 
@@ -903,12 +901,12 @@ def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, n
     owned = -(-cfg.ngram_rows // devices)  # rows of each device
 
     def of_device(rows):
-        ids = table_rows(ngram_ids(rows, cfg.ngram_rows), cfg.ngram_rows)
+        ids = spread(ngram_hashes(rows, cfg.ngram_rows), cfg.ngram_rows)
         different, which = np.unique(ids, return_inverse=True)
         owner, row = np.divmod(different, owned)
         slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
         fits = slot < size
-        requests = np.full((devices, size), owned, np.int32)
+        requests = np.full((devices, size), owned, np.int32)  # at first all past the owner's rows
         requests[owner[fits], slot[fits]] = row[fits]
         slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
         return requests, slots.reshape(ids.shape).swapaxes(0, 1)
@@ -918,7 +916,7 @@ def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, n
     return np.stack(requests), np.concatenate(slots)
 
 
-def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
+def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
     """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
     Bigrams have the first half of the table, trigrams the second (records 62, 92); the last row of
     a half is for no history. Products wrap around in int32. Bug-compatible: the original hashes the
@@ -935,7 +933,7 @@ def ngram_ids(x_bt: np.ndarray, rows: int) -> np.ndarray:
     return np.stack([bigram, half + trigram])
 
 
-def table_rows(ids: np.ndarray, rows: int) -> np.ndarray:
+def spread(ids: np.ndarray, rows: int) -> np.ndarray:
     """Which rows of the array hold the rows `ids` of the n-gram table, int64. A multiplication
     spreads them (Knuth 1973), so that all owners get as many requests: hashes of text are not even,
     for products of small ids do not wrap. Row 0 is that of trigrams without history."""
@@ -991,7 +989,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     still zero neither moves nor decays, so rare tokens keep their start.
 
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
-        qk_bank [2 n/2 per attention, 2h, d]: q of each two heads, then k; x W^T
+        qk_bank [n per attention, 2h, d]: q of each two heads, then k likewise; x W^T
         vo_bank [2 per attention, d, d]: v, then o; x W^T
         mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
     ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
@@ -1023,7 +1021,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     ema = {"averages": (("ema", 0.65),), "rescaled": True}
     values = {"updated_by": "tables", "averages": (("value_average", 1.0),)}
     ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
-    replaced = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # both numbers: record 92
+    both = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # moves after each other: record 92
     scale = (*up, *(2 * x for x in up))
     hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 2)  # of the small MLPs
     gates = np.zeros((2, max(at.stop for half in gate_slices(cfg) for at in half.values())))
@@ -1040,10 +1038,10 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
         #                shape  averages  live  factors on lr_anvil
         "qk_bank": bank((n * attends, 2 * h, d), ("bank_ema", 0.55)),
-        "vo_bank": bank((2 * attends, d, d), *replaced),
-        "mlp_bank": bank((2 * count, f, d), *replaced, live=count, scale=scale),
+        "vo_bank": bank((2 * attends, d, d), *both),
+        "mlp_bank": bank((2 * count, f, d), *both, live=count, scale=scale),
         #                      shape                       start  lr  betas
-        "value_gate": small((tables - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
+        "value_gate": small((tables - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),  # not of the last
         "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
         "resid_lambdas": small((depth, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
         "post_lambdas": small((depth, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
@@ -1146,7 +1144,8 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
     what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
     each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
-    and sharded like the parameter: each device updates its shard (ZeRO)."""
+    and sharded like the parameter, along axis 0, which is padded with zeros for the devices: each
+    updates its shard (ZeRO)."""
     state = {}
     for name, row in param_table(cfg).items():
         shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
@@ -1175,7 +1174,7 @@ def init_state(cfg: Config, seed):
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
     which banks are at each step, small ones as they are. The n-gram table has no copy: no device
-    ever holds all of it."""
+    ever holds all of it. (The random signs come to them in all_copies.)"""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
@@ -1222,23 +1221,23 @@ class Model(NamedTuple):
         return self.stage.windows if self.stage else self.cfg.val_windows
 
 
-def batch_loss(weights, found, model: Model, rows: Rows):
+def batch_loss(params, found, model: Model, rows: Rows):
     """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
-    token, which is reported). It is differentiable in all `weights` and in the rows of tables that
+    token, which is reported). It is differentiable in all `params` and in the rows of tables that
     look_up has `found`. As in the original, the summed loss of a row is averaged over rows: so the
     gradient grows with their length, while the moments remember the old size."""
     stage, hyper = model.stage, model.hyper
-    x_btd = forward(model._replace(params=weights), found, rows)
+    x_btd = forward(model._replace(params=params), found, rows)
     if stage:
         of_stage = hyper.weights[: len(stage.weights)] / stage.rows
         of_prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
     else:
         of_stage, of_prefix = jnp.ones(1), None
     arrays = x_btd, *targets_ahead(rows.aims, of_stage, of_prefix)
-    if "head" in found:
+    if "head" in found:  # of each row those of its candidates, see table_ids
         (heads_bvd,) = found["head"]
-    else:  # all rows of a batch have the same
-        heads_bvd = weights["head"][None]
+    else:  # all rows have the same
+        heads_bvd = params["head"][None]
         arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
     each = zip(*arrays, heads_bvd, strict=True)
     loss = model.kernels.cross_entropy
@@ -1289,9 +1288,9 @@ def forward(model: Model, found: dict, rows: Rows):
             gates |= token_gates(model, 1, x)
         x = block(i, x)
         outputs.append(x)
-    last, h = block(cfg.depth - 1, x)
+    last, mlp_input = block(cfg.depth - 1, x)  # mudd_layer returns two
     source = outputs[cfg.source]
-    sources = start, source, x, outputs[cfg.skip[0]], *values, h, norm(source)
+    sources = start, source, x, outputs[cfg.skip[0]], *values, mlp_input, norm(source)
     return norm(mudd_mix(model, last, sources))
 
 
@@ -1356,9 +1355,9 @@ def small_mlp(x_btd, w1, w2, b2):
 
 
 def gated_values(model: Model, i: int, x_btd, values):
-    """What layer `i` adds to its v, see HeadInputs.added: the tokens' rows of its value table and a
-    gate for each head, twice the sigmoid of a weighted sum of the first features of the normed
-    input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
+    """What layer `i` adds to its v, a pair (HeadInputs.added): the tokens' rows of its value table,
+    and a gate for each head, twice the sigmoid of a weighted sum of the first features of the
+    normed input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
     at = model.cfg.layers_with("values").index(i)
     weights = model.params["value_gate"][at]
     values_btd = values[at]
@@ -1386,7 +1385,8 @@ def attention(model: Model, i: int, x_btd, added, gates):
 
 
 def projection(model: Model, i: int, heads: Heads):
-    """Weights [columns, d] of q, k, v of layer `i`: of each head its width of first rows."""
+    """Weights [columns, d] of q, k, v of layer `i`. Heads that are narrower than in the bank have
+    the first rows of their part of it."""
     params, cfg = model.params, model.cfg
     n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
     qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
@@ -1600,17 +1600,15 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
     return mix((1.0, y_btnh), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnh))
 
 
-# (q_btnh, k_btnh, v_btnh, segments_bt, window, scale) -> o_btnh. Token t attends to itself and to
-# those of the `window` tokens before it that have its segment id. Values may be wider or narrower
-# than queries and keys. `window` is static, `scale` may be traced.
-
 SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
 
 
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """The reference, for any hardware: the scores of a band, softmax in float32. Up to SCORE_BYTES
-    of scores exist at once; beyond that, blocks are computed in groups, one group after the other,
-    and the backward pass computes their scores again."""
+    """Attention, [b, t, n, h]: token t attends to itself and to those of the `window` tokens before
+    it that have its segment id. `window` is static, `scale` may be traced. The reference, for any
+    hardware: the scores of a band, softmax in float32. Up to SCORE_BYTES of scores exist at once;
+    beyond that, blocks are computed in groups, one group after the other, and the backward pass
+    computes their scores again."""
 
     def attend(block):
         q_tnh, k_snh, v_snh, mask_nts = block
@@ -1717,7 +1715,11 @@ def add_losses(totals, losses, weights):
     return weighted + jnp.sum(losses * weights), plain
 
 
-# ---- The step: what every device does, with every collective in plain sight --------------------
+# ---- The step: what every device does ----------------------------------------------------------
+
+# Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part III arranges for XLA:
+# gather_banks is lax.all_gather of every bank, and what it returns to reduce gradients with is
+# lax.psum_scatter, as is reduce_scatter. (There sum_batches is lax.scan, and in_order an order.)
 
 # A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
 # every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
@@ -1728,8 +1730,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
     dropped n-grams). `table` is this device's shard of the n-gram table.
     Gradients of banks are shards of the sum over all devices, see gather_banks; those of n-grams go
-    to the rows' owners, beside their requests: a pair, see sum_requests. A table has the gradients
-    of the rows that tokens look up, which add_rows adds to it."""
+    to the rows' owners, beside their requests: a pair, see sum_requests. Gradients of looked-up
+    rows are added up, by add_rows, in an array of the shape of their table."""
     requested = exchange(batch.requests[0])
     fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
     model = Model({}, cfg, kernels, stage, batch.hyper, copies["signs"])
@@ -1863,7 +1865,11 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
             grad = sum(x.astype(jnp.float32) for x in grads)  # the devices' are summed already
             after = anvil(cfg, row, old, grad, hyper)
         else:
-            grad = sum_devices(cfg, row, sum(x.astype(jnp.float32) for x in grads))
+            grad = sum(x.astype(jnp.float32) for x in grads)
+            if row.sharded:
+                grad = reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
+            else:
+                grad = lax.psum(grad, AXIS)
             after = adam(*old, grad, adam_rates(cfg, row, hyper))
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
@@ -1878,17 +1884,10 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     return new, copies
 
 
-def sum_devices(cfg: Config, row: Param, grad):
-    """The gradient summed over all devices; of what is sharded this device's rows."""
-    if row.sharded:
-        return reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
-    return lax.psum(grad, AXIS)
-
-
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """update_step while head and embedding are one matrix: its gradient is the sum of both."""
     due = dict(due)
-    due["head"] += due.pop("embed")
+    due["head"] = *due["head"], *due.pop("embed")  # update_step sums them
     state, copies = update_step(cfg, kernels, state, due, hyper)
     return tie(state), copies | {"embed": copies["head"]}
 
@@ -2059,7 +2058,7 @@ def finish_step(cfg: Config, state):
 
 
 class Program(NamedTuple):
-    """A step before it is compiled."""
+    """A function of this file, and what it takes to compile it for a mesh."""
 
     step: Callable
     args: tuple  # shapes, dtypes and shardings of its arguments
@@ -2071,8 +2070,8 @@ class Program(NamedTuple):
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
     """All programs of a run: gradients and updates in the order of their first use, "finish" and
-    "eval", averaging and validation. Until an update each device keeps its rows' gradients, of a
-    parameter [n, ...] together [devices * n, ...]; of banks a shard."""
+    "eval", averaging and validation. Gradients [n, ...] that wait for an update, of which each
+    device has its own, are one array [devices * n, ...] here; those of banks are cut like banks."""
 
     def cut(dtype, *shape):
         return abstract(mesh, shape, dtype, AXIS)
@@ -2162,12 +2161,11 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     loading of its data, and checkpoints on the way. A checkpoint, and the stop after a signal, come
     at the next step before which no gradients wait for an update."""
     cfg, mesh, log, compiled, *rest = prepare(cfg, out, command, saved, say)
-    (state, copies, batches, data), validation, asked, (kernels, words) = rest
+    (state, copies, batches, loader), validation, asked, (kernels, words) = rest
     first = last_saved = saved.step if saved else 0
-    steps = range(first, cfg.steps)
     every = cfg.checkpoint_every
     waiting = {}  # gradients that no update has taken yet
-    newest = None  # the step that runs: what it returns of itself
+    newest = None  # a step that may still run: (number, loss, dropped n-grams, norms), see settle
 
     def pause():
         settle(log, newest)
@@ -2180,24 +2178,25 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         loss, dropped = evaluate(cfg, mesh, loss, step, *validation)
         log.validated(step, sound(log, step, loss), dropped)
 
-    for step in steps:
-        signalled = asked(step - first)
+    steps = range(first, cfg.steps)
+    for step in traced(steps, log.folder) if profile else steps:
+        signalled = asked(step - first)  # the number of a signal that has asked for the end, or 0
         stops = signalled and not waiting
-        if profile:
-            trace(step, steps, stops, log.folder, copies)
         if cfg.val_every and step % cfg.val_every == 0 and (step > first or not saved):
-            newest = validate(step)
+            validate(step)
+            newest = None
         if stops:
             pause()
-            log.save(step, state, data)
+            log.save(step, state, loader)
             log.stopped(step)
             raise SystemExit(128 + signalled)
         log.clock.start()
         if every and step // every > last_saved // every and not waiting:
-            newest = settle(log, newest)
-            log.save(step, state, data)
+            settle(log, newest)
+            newest = None
+            log.save(step, state, loader)
             last_saved = step
-        batch, data = next(batches)
+        batch, loader = next(batches)
         gradients, *updates = schedule(cfg).programs[step]
         grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
@@ -2215,12 +2214,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     waiting.clear()  # gradients of parameters whose last update has been
     state, changed = compiled["finish"](state)
     copies |= changed
-    if profile:
-        trace(cfg.steps, steps, True, log.folder, copies)
     validate(cfg.steps)
     small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
     if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and small):
-        log.save(cfg.steps, state, data)
+        log.save(cfg.steps, state, loader)
     log.ended()
     if cfg.sample_tokens:
         table = state["params"][NGRAMS]
@@ -2553,11 +2550,6 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
 
 
-def padded_shape(shape: tuple[int, ...], row: Param, shards: int) -> tuple[int, ...]:
-    """`shape` on so many devices: rows of zeros make what is sharded divisible."""
-    return (-(-shape[0] // shards) * shards, *shape[1:]) if row.sharded else shape
-
-
 def pad_rows(x, rows: int):
     """`x` with zeros after it, up to `rows` rows."""
     return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
@@ -2572,8 +2564,10 @@ def abstract_state(cfg: Config, mesh: Mesh):
     """Shapes, dtypes and shardings of the training state on `mesh`."""
 
     def leaf(shape, dtype, row):
-        axes = (AXIS,) if row.sharded else ()
-        return abstract(mesh, padded_shape(shape, row, mesh.size), dtype, *axes)
+        if not row.sharded:
+            return abstract(mesh, shape, dtype)
+        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
+        return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
 
     return map_state(cfg, leaf)
 
@@ -3037,15 +3031,14 @@ class RunLog:
         need(not self.missing, f"the run has ended well, but {self.missing}")
 
 
-def trace(step: int, steps: range, stops: bool, folder: Path, last):
-    """Trace four of `steps`, the first 20 left out where there are more, as folder/profile; called
-    before each of them, and at their end, with the `last` result."""
+def traced(steps: range, folder: Path) -> Iterator[int]:
+    """Yield the steps; of the first 24 the last four are traced, as folder/profile."""
     four = steps[:24][-4:]
-    if step == four.start and not stops:
-        jax.profiler.start_trace(str(folder / "profile"))
-    elif four.start < step <= four.stop and (stops or step == four.stop):
-        jax.block_until_ready(last)
-        jax.profiler.stop_trace()
+    yield from range(steps.start, four.start)
+    with jax.profiler.trace(str(folder / "profile")):
+        yield from four
+        jax.block_until_ready(jax.live_arrays())
+    yield from range(four.stop, steps.stop)
 
 
 def demonstrate(log: RunLog, model: tuple):

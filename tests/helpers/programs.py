@@ -76,12 +76,17 @@ def features(model: T.Model, tokens, hashed, slots):
     return T.forward(model, T.look_up(model.cfg, model.params, T.table_ids(rows)), rows)
 
 
+def padded(shape: tuple, row: T.Param, devices: int) -> tuple:
+    """A shape on so many devices, with the rows of zeros that make it divisible."""
+    return (-(-shape[0] // devices) * devices, *shape[1:]) if row.sharded else shape
+
+
 def lay(cfg: T.Config, arrays: dict, mesh) -> dict:
     """Name -> array of a parameter's shape (or of its moments'), padded and cut over the mesh."""
 
     def one(name, x):
         row = T.param_table(cfg)[name]
-        whole = np.zeros(T.padded_shape(x.shape, row, mesh.size), x.dtype)
+        whole = np.zeros(padded(x.shape, row, mesh.size), x.dtype)
         whole.reshape(-1)[: x.size] = x.reshape(-1)
         return T.put(whole, mesh, jax.P(T.AXIS) if row.sharded else jax.P())
 

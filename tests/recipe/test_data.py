@@ -238,14 +238,14 @@ def test_owners_are_asked_for_equally_many_ngrams(devices):
     rng, rows, tokens = np.random.default_rng(0), T.Config.ngram_rows, 16_384
     frequent = rng.zipf(1.2, 10 * tokens)
     hashed = frequent[frequent < 32_980][:tokens].reshape(1, -1)
-    ids = np.unique(T.ngram_ids(hashed, rows))
+    ids = np.unique(T.ngram_hashes(hashed, rows))
 
     def fullest(places):
         counts = np.bincount(places // (rows // devices), minlength=devices)
         return (counts.max() - counts.mean()) / np.sqrt(counts.mean())
 
-    assert fullest(ids) > 10 and fullest(T.table_rows(ids, rows)) < 4
-    places = T.table_rows(np.arange(522), 522)  # every row has a place of its own
+    assert fullest(ids) > 10 and fullest(T.spread(ids, rows)) < 4
+    places = T.spread(np.arange(522), 522)  # every row has a place of its own
     assert np.array_equal(np.sort(places), np.arange(522)) and places[-1] == 0
 
 
@@ -256,7 +256,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     wanted, places = T.request(cfg, hashed, 8, 8)
     room = T.capacity(16 * 256, 8)
     assert wanted.shape == (8, 8, room) and T.dropped_ngrams(places) == 0
-    ids = T.ngram_ids(hashed, rows)
+    ids = T.ngram_hashes(hashed, rows)
     used = np.setdiff1d(ids, rows - 1)
     order = np.concatenate([[rows - 1], used, np.setdiff1d(np.arange(rows - 1), used)])
     moved = np.argsort(order)

@@ -46,7 +46,7 @@ def moved(tokens, other, off=()) -> list[int]:
     """Positions at which the outputs for two batches differ to the bit, in any row."""
     params = random_params()
     params = params | {name: np.zeros_like(params[name]) for name in off}
-    places = (T.ngram_ids(x, CFG.ngram_rows) for x in (tokens, other))
+    places = (T.ngram_hashes(x, CFG.ngram_rows) for x in (tokens, other))
     one, two = (
         np.asarray(outputs(params, x, at)) for x, at in zip((tokens, other), places, strict=True)
     )

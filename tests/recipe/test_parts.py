@@ -39,9 +39,9 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 LATER = {
     "grads_step": {"gather_banks", "in_order", "sum_batches"},
     "eval_step": {"gather_banks"},
-    "sum_devices": {"reduce_scatter"},
+    "update_step": {"reduce_scatter"},
     "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
-    "train": {"prepare", "trace", "demonstrate"},
+    "train": {"prepare", "traced", "demonstrate"},
     "settle": {"RunLog"},
     "sound": {"RunLog"},
     "prepare": {"checked_kernels", "compile_all", "warm_up"},
@@ -87,7 +87,7 @@ def test_no_function_of_part_one_has_more_than_six_parameters():
 
 def test_the_head_shows_lines_of_the_loop_and_names_that_are_there():
     head = LINES[: LINES.index("import argparse")]
-    first = next(i for i, line in enumerate(head) if line.startswith("    batch, data = "))
+    first = next(i for i, line in enumerate(head) if line.startswith("    batch, loader = "))
     loop = list(itertools.takewhile(str.strip, head[first:]))
     source = iter(x.strip() for x in inspect.getsource(T.train).splitlines())
     for line in loop:

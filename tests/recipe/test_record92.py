@@ -29,7 +29,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
-from programs import QUICK, by_name, lay, mesh_of, quick_compilation, strip_padding, val_batch
+from programs import (
+    QUICK,
+    by_name,
+    lay,
+    mesh_of,
+    padded,
+    quick_compilation,
+    strip_padding,
+    val_batch,
+)
 
 import train_gpt as T
 
@@ -118,7 +127,7 @@ def ours(cfg: T.Config, theirs: dict) -> dict[str, np.ndarray]:
     d, rows = cfg.width, query_rows(cfg)[:, None, :, None]
     qk = np.take_along_axis(theirs["attn"][:, :2], rows, axis=2)
     table = np.empty_like(theirs["ngram_table"])
-    table[T.table_rows(np.arange(cfg.ngram_rows), cfg.ngram_rows)] = theirs["ngram_table"]
+    table[T.spread(np.arange(cfg.ngram_rows), cfg.ngram_rows)] = theirs["ngram_table"]
     changed = {
         "head": theirs["head"].T,
         "value_tables": theirs["value_tables"].reshape(-1, d),
@@ -143,7 +152,7 @@ def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
     if "value_tables" in mine:
         found["value_tables"] = mine["value_tables"].reshape(-1, cfg.vocab, d)
     if "ngram_table" in mine:
-        places = T.table_rows(np.arange(cfg.ngram_rows), cfg.ngram_rows)
+        places = T.spread(np.arange(cfg.ngram_rows), cfg.ngram_rows)
         found["ngram_table"] = mine["ngram_table"][places]
     for name in {"mudd_w2", "mudd_b2"} & set(mine):
         found[name] = np.stack([mine[name][0], mine[name][1][np.argsort(LANES)]])
@@ -259,7 +268,7 @@ def outcome(name: str):
     c = case_parts(name)
     cfg, hyper = c.cfg, c.hyper
     inputs, aims = jnp.asarray(c.tokens[None, :-1]), T.Aims(*(jnp.asarray(x)[None] for x in c.aims))
-    places = T.table_rows(T.ngram_ids(inputs, cfg.ngram_rows), cfg.ngram_rows)
+    places = T.spread(T.ngram_hashes(inputs, cfg.ngram_rows), cfg.ngram_rows)
     validates = c.mode == "eval"
     tokens = c.tokens[None].astype(np.int32)
     rows = T.Rows(jnp.asarray(tokens), inputs, places.swapaxes(0, 1), aims)
@@ -304,7 +313,7 @@ def test_what_goes_in(name):
     segments = np.asarray(jit(T.segment_ids, static_argnums=(1, 2))(inputs, c.cfg.bos, cap))[0]
     starts = np.flatnonzero(np.diff(segments, prepend=-1))
     np.testing.assert_array_equal(starts, np.unique(golden["cu_seqlens"])[:-1])
-    ids = T.ngram_ids(inputs, c.cfg.ngram_rows)
+    ids = T.ngram_hashes(inputs, c.cfg.ngram_rows)
     np.testing.assert_array_equal(ids[:, 0], golden["ngram_ids"])
     signs = np.asarray(jit(T.sign_ids, static_argnums=1)(inputs, c.cfg.sign_rows))
     np.testing.assert_array_equal(signs[:, 0], golden["sign_rows"])
@@ -390,7 +399,7 @@ def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
     n, found = mesh.size, {}
     for name, x in grads.items():
         row = T.param_table(cfg)[name]
-        shape = T.padded_shape(x.shape, row, n)
+        shape = padded(x.shape, row, n)
         if row.optimizer == "anvil":
             found[name] = lay(cfg, {name: x}, mesh)[name]
             continue

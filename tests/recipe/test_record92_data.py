@@ -137,13 +137,13 @@ def test_hashes(golden, batches, step):
     rows, wanted, *_ = batches[step]
     about, arrays = META["steps"][step], golden.arrays
     np.testing.assert_array_equal(rows.hashed, rows.tokens[:, :-1])
-    ids = T.ngram_ids(rows.hashed, CFG.ngram_rows).swapaxes(0, 1)  # theirs: [8, 2, t]
+    ids = T.ngram_hashes(rows.hashed, CFG.ngram_rows).swapaxes(0, 1)  # theirs: [8, 2, t]
     signs = np.asarray(sign_ids(rows.hashed, CFG.sign_rows)).swapaxes(0, 1)
     assert sha256(ids) == about["sha256_of_ngram_ids_int32"]
     assert sha256(signs) == about["sha256_of_sign_rows_int32"]
     np.testing.assert_array_equal(ids[:, :, :12], arrays[f"step{step}/ngram_first"])
     np.testing.assert_array_equal(signs[:, :, :12], arrays[f"step{step}/sign_first"])
-    places = T.table_rows(ids, CFG.ngram_rows)
+    places = T.spread(ids, CFG.ngram_rows)
     check_request(wanted, rows.slots, places)
     for devices in (1, 2) if step == 0 else ():
         check_request(*T.request(CFG, rows.hashed, devices, devices), places)
@@ -165,8 +165,8 @@ def test_requests_of_the_largest_batch():
     stage = max(RECORD.stages, key=lambda stage: stage.batch_tokens)
     shape = stage.rows, stage.row_tokens
     hashed = np.random.default_rng(0).integers(0, CFG.bos, shape).astype(np.uint16)
-    ids = T.ngram_ids(hashed, CFG.ngram_rows).swapaxes(0, 1)
-    check_request(*T.request(CFG, hashed, 8, 8), T.table_rows(ids, CFG.ngram_rows))
+    ids = T.ngram_hashes(hashed, CFG.ngram_rows).swapaxes(0, 1)
+    check_request(*T.request(CFG, hashed, 8, 8), T.spread(ids, CFG.ngram_rows))
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -214,7 +214,7 @@ def test_a_walk_that_meets_too_many_targets_and_one_that_is_not_needed(golden):
 def test_hashes_whose_products_wrap_around():
     example = META["hash_example"]
     tokens = np.asarray([example["tokens"]], dtype=np.uint16)
-    both = np.asarray(T.ngram_ids(tokens, CFG.ngram_rows))[:, 0].tolist()
+    both = np.asarray(T.ngram_hashes(tokens, CFG.ngram_rows))[:, 0].tolist()
     assert both == [example["bigram"], example["trigram"]]
 
 
@@ -228,7 +228,7 @@ def test_validation_rows(golden, batch):
     ids = np.asarray(segment_ids(got[:, :-1].astype(np.int32), CFG.bos, 0))
     for row, want in zip(ids, golden.arrays[f"val/{batch}/cu_seqlens"], strict=True):
         assert borders(row) == np.unique(want).tolist()
-    hashed = T.ngram_ids(got[:, :-1], CFG.ngram_rows).swapaxes(0, 1)[:, :, :16]
+    hashed = T.ngram_hashes(got[:, :-1], CFG.ngram_rows).swapaxes(0, 1)[:, :, :16]
     np.testing.assert_array_equal(hashed, golden.arrays[f"val/{batch}/first_ngram_ids"])
 
 

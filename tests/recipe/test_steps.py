@@ -28,6 +28,7 @@ from programs import (
     lay,
     mesh_of,
     named,
+    padded,
     programs_of,
     quick,
     quick_compilation,
@@ -106,7 +107,7 @@ def batch_of(cfg, step, mesh, shards, **changes):
 def dense(request):
     """The gradient [rows, d] of the n-gram table from the pair that a `grads` program returns."""
     wanted, grads = (np.asarray(x) for x in request)
-    rows = T.padded_shape(TABLE["ngram_table"].shape, TABLE["ngram_table"], DEVICES)[0]
+    rows = padded(TABLE["ngram_table"].shape, TABLE["ngram_table"], DEVICES)[0]
     wanted = wanted.reshape(DEVICES, DEVICES, -1)
     total, share = np.zeros((rows, grads.shape[-1]), np.float32), rows // DEVICES
     first = share * np.arange(DEVICES)[:, None, None]  # of the owner, to whom they were sent
@@ -129,7 +130,7 @@ def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch
     model = model_on(cfg, params, mesh)
     got, loss, _ = programs_of(cfg, DEVICES)["grads0"](*model, batch)
     inputs, targets, aims = rows.tokens[:, :-1], rows.tokens[:, 1:].astype(np.int32), rows.aims
-    places = T.table_rows(T.ngram_ids(rows.hashed, cfg.ngram_rows), cfg.ngram_rows)
+    places = T.spread(T.ngram_hashes(rows.hashed, cfg.ngram_rows), cfg.ngram_rows)
     prefixes = np.take_along_axis(aims.candidates, np.maximum(aims.prefixes, 0), 1)
     has_prefix, signs = aims.prefixes >= 0, jnp.asarray(np.asarray(model[0]["signs"]))
     assert 0.1 < has_prefix.mean() < 0.8
@@ -240,7 +241,7 @@ def equations(jaxpr, in_loop=False):
             yield from equations(inner, loops)
 
 
-PIECES = T.padded_shape(TABLE["mlp_bank"].shape, TABLE["mlp_bank"], 2)[0] // 2
+PIECES = padded(TABLE["mlp_bank"].shape, TABLE["mlp_bank"], 2)[0] // 2
 SMALL = len(TABLE.keys() - SHARDED)
 
 
@@ -393,7 +394,7 @@ def validation(shards):
     tokens = val.read(0, CFG.val_tokens + 1).astype(np.int32)
     rows = tokens[:-1].reshape(-1, CFG.val_row)
     hashed = known.hashed_v[rows]
-    places = T.table_rows(T.ngram_ids(hashed, CFG.ngram_rows), CFG.ngram_rows)
+    places = T.spread(T.ngram_hashes(hashed, CFG.ngram_rows), CFG.ngram_rows)
 
     @jit
     def features_of(params, hyper):

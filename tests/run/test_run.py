@@ -1,5 +1,6 @@
 """One whole run: its log, metrics and run.json, what happens inside the clock, how it can end."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
@@ -279,22 +280,32 @@ def test_profile_writes_one_trace_also_of_a_short_run(train, tmp_path, steps):
 
 
 @pytest.mark.parametrize(
-    "first, steps, end, traced",
+    "first, steps, end, wanted",
     [
-        (0, 50, 50, [20, 24]),
-        (0, 50, 22, [20, 22]),  # stopped
+        (0, 50, 50, [20, 23]),
+        (0, 50, 22, [20, 21]),  # stopped
         (0, 50, 20, []),
-        (30, 50, 50, [46, 50]),  # resumed
-        (7, 8, 8, [7, 8]),
+        (30, 50, 50, [46, 49]),  # resumed
+        (7, 8, 8, [7, 7]),
     ],
 )
-def test_four_steps_of_a_process_are_traced(monkeypatch, first, steps, end, traced):
-    calls = []
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(at))
-    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(at))
-    for at in range(first, end + 1):
-        T.trace(at, range(first, steps), at == end, ROOT, 0)
-    assert calls == traced
+def test_four_steps_of_a_process_are_traced(monkeypatch, first, steps, end, wanted):
+    calls, seen, now = [], [], None
+
+    @contextlib.contextmanager
+    def trace(folder):
+        calls.append(folder)
+        yield
+        calls.append(now)
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    for now in T.traced(range(first, steps), ROOT):
+        if now == end:
+            break
+        seen.append(now)
+        if calls == [f"{ROOT}/profile"]:
+            calls[0] = now
+    assert seen == [*range(first, end)] and calls[: len(wanted)] == wanted[: len(calls)]
 
 
 def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(train, run, tmp_path):
