@@ -1093,18 +1093,14 @@ def gate_slices(cfg: Config) -> tuple[dict, dict]:
     """Which outputs of the two gate MLPs are whose: for each MLP (kind of GATES, layer) -> slice.
     The first serves the layers up to skip[0] and reads the embedding, the second serves those after
     it and reads the stream as it leaves skip[0]. xsa and gated have one output for each head."""
-    halves = []
-    for layers in (range(cfg.skip[0] + 1), range(cfg.skip[0] + 1, cfg.depth)):
-        slices = {}
-        end = 0
-        for kind in GATES:
-            width = cfg.heads if kind in ("xsa", "gated") else 1
-            served = (cfg.skip[1],) if kind == "skip" else cfg.layers_with(kind)
-            for i in sorted({*served} & {*layers}):
-                slices[kind, i] = slice(end, end + width)
-                end += width
-        halves.append(slices)
-    return tuple(halves)
+    halves = {}, {}
+    for kind in GATES:
+        width = cfg.heads if kind in ("xsa", "gated") else 1
+        for i in (cfg.skip[1],) if kind == "skip" else cfg.layers_with(kind):
+            slices = halves[i > cfg.skip[0]]
+            end = max((at.stop for at in slices.values()), default=0)
+            slices[kind, i] = slice(end, end + width)
+    return halves
 
 
 class Mudd(NamedTuple):
@@ -2151,8 +2147,7 @@ class Clock:
 
     def ms(self) -> float:
         """Training time so far."""
-        counting = self.running.is_set()
-        return self.total + (1000 * (time.perf_counter() - self.since) if counting else 0.0)
+        return self.total + 1000 * (time.perf_counter() - self.since) * self.running.is_set()
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
