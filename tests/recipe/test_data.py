@@ -261,7 +261,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     order = np.concatenate([[rows - 1], used, np.setdiff1d(np.arange(rows - 1), used)])
     moved = np.argsort(order)
     assert moved[rows - 1] == 0 and moved[used].max() < rows // 8
-    monkeypatch.setattr(T, "table_rows", lambda ids, rows: moved[ids])
+    monkeypatch.setattr(T, "spread", lambda ids, rows: moved[ids])
     wanted, places = T.request(cfg, hashed, 8, 8)
     assert np.all(wanted[:, 1:] == rows // 8)  # nothing of seven owners
     want = moved[ids].swapaxes(0, 1)
