@@ -4475,16 +4475,6 @@ weighted_sum.defvjp(
 ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
 
-def sorted_ids(ids, rows: int):
-    """(ids below `rows` in ascending order, which of them each was). As one integer where id and
-    place fit 32 bits: to sort two arrays takes twice as long."""
-    places, bits = jnp.arange(ids.size, dtype=jnp.uint32), (ids.size - 1).bit_length()
-    if rows << bits > 2**32:
-        return lax.sort((ids, places.astype(jnp.int32)), num_keys=1, is_stable=False)
-    keys = lax.sort(ids.astype(jnp.uint32) << bits | places, is_stable=False)
-    return (keys >> bits).astype(jnp.int32), (keys & (2**bits - 1)).astype(jnp.int32)
-
-
 def meetings(ids, rows: int, block: int):
     """(tile, block): which tile meets which block at each step. A tile is ROW_TILE of the `rows` of
     a table; the tokens, whose ids ascend, are cut into blocks. Every tile has a step even if no
@@ -4506,7 +4496,8 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
     ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
     if not ascending:
-        ids, order = sorted_ids(ids, v // n)
+        places = jnp.arange(ids.size, dtype=jnp.int32)
+        ids, order = lax.sort((ids, places), num_keys=1, is_stable=False)
         rows = [x[order] for x in rows]
     tile, at = meetings(ids, v // n, block)
     steps, blocks = tile.size, ids.size // block
