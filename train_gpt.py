@@ -69,7 +69,6 @@ import platform
 import queue
 import re
 import runpy
-import secrets
 import shlex
 import shutil
 import signal
@@ -78,7 +77,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import typing
 import unicodedata
 import urllib.request
@@ -277,11 +275,6 @@ class Config:
     sample_tokens: int = 0  # at the end of the run, continue the validation text by this many
 
     @property
-    def depth(self) -> int:
-        """Number of layers."""
-        return len(self.layers)
-
-    @property
     def head_width(self) -> int:
         """Width of one attention head."""
         return self.width // self.heads
@@ -289,11 +282,6 @@ class Config:
     def layers_with(self, what: str) -> tuple[int, ...]:
         """The layers in which Layer.`what` is set: the order of banks, tables and gates."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
-
-    @property
-    def rows(self) -> int:
-        """Rows of a batch, as many in every stage."""
-        return self.stages[0].rows
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -358,7 +346,6 @@ class Hyper(NamedTuple):
     fast_weight: np.ndarray  # of that average; the slow one has the rest
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
     table_count: np.ndarray  # table updates, likewise
-    table_span: np.ndarray  # steps that a table update sums, divided by those of the first ones
     freqs: np.ndarray  # [2, h/4] rotary, radians per position, of half-wide and of whole heads
     scales: np.ndarray  # [2] of q k^T, likewise
     weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
@@ -469,7 +456,6 @@ def schedule(cfg: Config) -> Schedule:
         fast_weight=fast_weight,
         adam_count=step // cfg.adam_every + 1,
         table_count=np.cumsum(tables > 0) - (tables > 0) + 1,
-        table_span=each / often,
         freqs=freqs,
         scales=scales,
         weights=weights,
@@ -581,10 +567,11 @@ class LoaderState(NamedTuple):
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
     begin evenly apart; if the number of rows has changed, again from where the first one was."""
-    if len(offsets) != cfg.rows:
+    rows = cfg.stages[0].rows  # and of all others
+    if len(offsets) != rows:
         first = offsets[0] if offsets else 0
-        offsets = [(first + cfg.vocab * r // cfg.rows) % cfg.vocab for r in range(cfg.rows)]
-    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, cfg.rows)))
+        offsets = [(first + cfg.vocab * r // rows) % cfg.vocab for r in range(rows)]
+    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
@@ -999,7 +986,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     down-projections get twice as much, found by trial (record 48).
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
-    v, w, depth = cfg.vocab, cfg.gate_width, cfg.depth
+    v, w, depth = cfg.vocab, cfg.gate_width, len(cfg.layers)
     attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
     slots, count = mlp_slots(cfg)
     served = set(itertools.chain(*slots))
@@ -1074,8 +1061,8 @@ def uniform(std: float, live: int, key, shape):
 
 def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
     """(for each layer the slots of its MLPs in the MLP bank, number of slots). Slot i is the first
-    MLP of layer i, unused if it has none; the slots from cfg.depth on are second MLPs."""
-    count = cfg.depth
+    MLP of layer i, unused if it has none; second MLPs have the slots after those of all layers."""
+    count = len(cfg.layers)
     slots = []
     for i, layer in enumerate(cfg.layers):
         slots.append((i, *range(count, count + layer.mlps - 1))[: layer.mlps])
@@ -1246,6 +1233,7 @@ def forward(model: Model, found: dict, rows: Rows):
     [b, t, d]. All attentions after layer cfg.source read its output (record 77). Layer skip[1] has
     the gated output of layer skip[0] in place of attention (record 45)."""
     params, cfg = model.params, model.cfg
+    final = len(cfg.layers) - 1
     cap = cfg.attention_cap if model.stage else 0
     model = model._replace(segments_bt=segment_ids(rows.tokens[:, :-1], cfg.bos, cap))
     resid = params["resid_lambdas"]
@@ -1258,7 +1246,7 @@ def forward(model: Model, found: dict, rows: Rows):
 
     def block(i: int, x):
         layer = cfg.layers[i]
-        if i == cfg.depth - 1:
+        if i == final:
             return mudd_layer(model, x, (start, outputs[cfg.source], values[-1], ngram), gates)
         if i == cfg.skip[1]:
             amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
@@ -1279,12 +1267,12 @@ def forward(model: Model, found: dict, rows: Rows):
     if cfg.recompute:  # keep only what goes from layer to layer
         block = jax.checkpoint(block, static_argnums=0)
     x = start
-    for i in range(cfg.depth - 1):
+    for i in range(final):
         if i == cfg.skip[0] + 1:
             gates |= token_gates(model, 1, x)
         x = block(i, x)
         outputs.append(x)
-    last, mlp_input = block(cfg.depth - 1, x)  # mudd_layer returns two
+    last, mlp_input = block(final, x)  # mudd_layer returns two
     source = outputs[cfg.source]
     sources = start, source, x, outputs[cfg.skip[0]], *values, mlp_input, norm(source)
     return norm(mudd_mix(model, last, sources))
@@ -1394,7 +1382,7 @@ def projection(model: Model, i: int, heads: Heads):
 
 def post_lambdas(model: Model, i: int):
     """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    last = i == model.cfg.depth - 1
+    last = i == len(model.cfg.layers) - 1
     return jnp.ones(2, jnp.float32) if last else model.params["post_lambdas"][i]
 
 
@@ -1409,21 +1397,16 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
 
 
 def add_mlp(x_btd, up_fd, down_fd, keep, weight):
-    """keep x + weight squared_relu(norm(x) up^T) down; `keep` and `weight` are numbers."""
-    hidden_btf = squared_relu(norm(x_btd) @ up_fd.T)
+    """keep x + weight relu(norm(x) up^T)^2 down (So et al. 2021); `keep`, `weight` are numbers."""
+    hidden_btf = jnp.square(jax.nn.relu(norm(x_btd) @ up_fd.T))
     return mix((keep, x_btd), (1.0, hidden_btf @ mix((weight, down_fd))))
-
-
-def squared_relu(z):
-    """relu(z)^2 (So et al. 2021)."""
-    return jnp.square(jax.nn.relu(z))
 
 
 def mudd_layer(model: Model, x, arrays: tuple, gates):
     """The last layer, (output, normed input of its MLP): every token weights its own connections.
     A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). `arrays` are the
     start of the stream, the source, which attention reads, value rows and n-gram vectors."""
-    i = model.cfg.depth - 1
+    i = len(model.cfg.layers) - 1
     start, source, values, ngram = arrays
     weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
     mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
@@ -1856,7 +1839,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
         old = [state[kind][name] for kind in kinds]
         if row.optimizer == "rows":
             ids, grad = sum_requests(grads, len(old[0]), kernels.add_rows)
-            after = adam_rows(*old, ids, grad, adam_rates(cfg, row, hyper))
+            after = adam_rows(*old, ids, grad, adam_rates(cfg, row, hyper, len(grads)))
         elif row.optimizer == "anvil":
             grad = sum(x.astype(jnp.float32) for x in grads)  # the devices' are summed already
             after = anvil(cfg, row, old, grad, hyper)
@@ -1866,7 +1849,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
                 grad = reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
             else:
                 grad = lax.psum(grad, AXIS)
-            after = adam(*old, grad, adam_rates(cfg, row, hyper))
+            after = adam(*old, grad, adam_rates(cfg, row, hyper, len(grads)))
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
         for average, _ in row.averages:
@@ -1894,11 +1877,12 @@ def tie(state):
     return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
 
 
-def adam_rates(cfg: Config, row: Param, hyper: Hyper) -> tuple:
-    """(lr, decay, number of the step from 1, betas, eps) of a parameter. A table update that sums
-    twice as many steps forgets as much as two did: betas squared, decay doubled (record 92)."""
+def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
+    """(lr, decay, number of the step from 1, betas, eps) of an update that sums so many steps. One
+    of tables that sums twice as many forgets as much as two: betas squared, decay doubled (record
+    92)."""
     of_tables = row.updated_by == "tables"
-    span = hyper.table_span if of_tables else 1
+    span = steps / cfg.table_every[0] if of_tables else 1
     count = hyper.table_count if of_tables else hyper.adam_count
     betas = tuple(beta**span for beta in row.betas)
     return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps
@@ -2119,8 +2103,8 @@ def lower(program: Program, mesh: Mesh):
     specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
     shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
     step = shard(program.step, in_specs=specs, out_specs=program.out)
-    how = {"donate_argnums": program.donates, "compiler_options": program.options}
-    return jax.jit(step, **how).lower(*program.args)
+    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
+    return step.lower(*program.args)
 
 
 # ---- Training: the clock and the loop ----------------------------------------------------------
@@ -2338,13 +2322,14 @@ def validate(c: Config) -> Config:
     rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
     rule("ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more")
     rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two")
-    rule("skip", 0 <= c.skip[0] < c.skip[1] < c.depth - 1, "an earlier and a later layer")
-    rule("source", c.skip[0] < c.source < c.depth - 1, "a layer between skip[0] and the last one")
+    last = len(c.layers) - 1
+    rule("skip", 0 <= c.skip[0] < c.skip[1] < last, "an earlier and a later layer")
+    rule("source", c.skip[0] < c.source < last, "a layer between skip[0] and the last one")
     for i, layer in enumerate(c.layers):
         known = layer.attends in ("short", "long", "paired")
         known |= not (layer.attends or layer.values or layer.xsa or layer.gated or layer.narrow)
         rule(f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it")
-    ends = c.layers[0].ngram and c.layers[-1].mlps and c.depth - 1 in c.layers_with("values")[1:8]
+    ends = c.layers[0].ngram and c.layers[-1].mlps and last in c.layers_with("values")[1:8]
     rule("layers", ends, "the first needs n-grams, the last an MLP, it and 1 to 7 others values")
     often, seldom = c.table_every
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
@@ -2359,9 +2344,10 @@ def validate(c: Config) -> Config:
     whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
     rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
     rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
+    rows = c.stages[0].rows
     for i, s in enumerate(c.stages):
-        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == c.rows and s.row_tokens > 1
-        rule(f"stages.{i}.batch_tokens", whole, f"{c.rows} rows of row_tokens={s.row_tokens} > 1")
+        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == rows and s.row_tokens > 1
+        rule(f"stages.{i}.batch_tokens", whole, f"{rows} rows of row_tokens={s.row_tokens} > 1")
         same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
         rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
         rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
@@ -2499,15 +2485,17 @@ def for_devices(cfg: Config, devices: int) -> Config:
     recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
     it uses the next smaller number of devices with which it can."""
 
+    rows = cfg.stages[0].rows
+
     def fits(n: int) -> bool:
-        if n <= cfg.rows:
-            return cfg.rows % n == 0
+        if n <= rows:
+            return rows % n == 0
         each = [(s.batch_tokens // n, s) for s in cfg.stages]
         whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
         return whole and all(t >= len(s.weights) for t, s in each)
 
     used = next(n for n in range(devices, 0, -1) if fits(n))
-    if used > cfg.rows:
+    if used > rows:
         stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
         cfg = dataclasses.replace(cfg, stages=tuple(stages))
     val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
@@ -2657,7 +2645,7 @@ def own_bytes(cfg: Config, mesh: Mesh, key) -> float:
         together = rows_together(cfg, b // mesh.size, t)
         of_layer = 1.4 if key == "eval" else 5 if cfg.recompute else 12.8  # words of a token
         fetched = args[2].requests.size // mesh.size  # rows of the n-gram table
-        size += (together * t * of_layer * cfg.depth + fetched * min(mesh.size, 2)) * word
+        size += (together * t * of_layer * len(cfg.layers) + fetched * min(mesh.size, 2)) * word
         if key != "eval" and together < b // mesh.size:  # gradients are summed in float32
             others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
             size += 4 * (others + fetched * cfg.width)
@@ -2863,7 +2851,7 @@ class RunLog:
 
     def __init__(self, cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable):
         agree(facts, saved)
-        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{secrets.token_hex(3)}"
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
         stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
         was = saved.meta if saved else facts
         self.cfg = cfg
@@ -2892,7 +2880,7 @@ class RunLog:
         chosen = facts["devices"] | facts["choices"]
         say(f"run {self.folder} on " + "{count} x {kind}; kernels: {kernels}".format(**chosen))
         if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
-            say(f"more devices do not share {cfg.rows} rows evenly: the others have nothing to do")
+            say("more devices do not share the rows evenly: the others have nothing to do")
         if saved:
             say(f"resumed after {self.first} of {cfg.steps} steps from {saved.folder}")
 
@@ -3480,8 +3468,6 @@ def sum_batches(add: Callable, zeros, batches):
 
 # ---- The check: kernels against their plain forms, on the hardware of the run ------------------
 
-DISAGREES = 0.05  # relative norm of a difference; that of roundings to bfloat16 is 0.01 at most
-
 
 def trials(cfg: Config) -> Iterator[tuple[str, Callable, list[tuple], list[tuple]]]:
     """Yield pieces of what kernels do, as wide as in the run: (field of Kernels, a function of the
@@ -3537,7 +3523,8 @@ def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
         pairs = zip(own, results(getattr(PLAIN, field), jnp.float32, *piece), strict=True)
         norms = [(np.linalg.norm(x - y), np.linalg.norm(y)) for x, y in pairs]
         off = np.max([of_difference / max(norm, 1e-30) for of_difference, norm in norms])
-        return field, "" if off <= DISAGREES else f"{field} is off by {off:.2g}"
+        # Roundings to bfloat16 make 0.01 at most.
+        return field, "" if off <= 0.05 else f"{field} is off by {off:.2g}"
 
     chosen = {x for x in Kernels._fields if getattr(kernels, x) is not getattr(PLAIN, x)}
     with ThreadPoolExecutor(cpu_cores()) as pool:
@@ -3767,7 +3754,7 @@ def run_kernel(name: str, body, grid: dict, inputs, outputs, scalars=(), scratch
     def kernel(*refs):
         absent = dict.fromkeys((*inputs, *outputs))
         place = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(types.SimpleNamespace(**absent | dict(zip(names, refs, strict=True)) | place))
+        body(argparse.Namespace(**absent | dict(zip(names, refs, strict=True)) | place))
 
     arrays, shapes = ([x for x, _ in blocks.values()] for blocks in (given, made))
     in_specs, out_specs = ([cut(x) for x, cut in blocks.values()] for blocks in (given, made))
@@ -4295,7 +4282,6 @@ def attend_window(heads: Heads, qkv, inputs: HeadInputs):
 
 # ---- MLPs for TPUs -----------------------------------------------------------------------------
 
-
 # XLA makes three fusions of a matmul and its gradients. In a kernel weights, and float32 sums of
 # their gradients, stay in VMEM while blocks of tokens come by, and norm, ReLU^2 and residual are
 # done while the matrix unit works: 57 MiB for 2816 hidden units. What these are before ReLU^2 goes
@@ -4343,7 +4329,7 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
         z = times(norm(r.x[...]), r.up[...], transpose=True).astype(r.x.dtype)
         if save:
             r.z[...] = z
-        y = times(squared_relu(z), r.down[...])
+        y = times(jnp.square(jax.nn.relu(z)), r.down[...])
         r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
 
     x_td, (f, d) = flat(x_btd), up_fd.shape
@@ -4396,7 +4382,6 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
-
 
 # XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way back. In
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
@@ -4540,7 +4525,6 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
 
 
 # ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
-
 
 # One kernel takes a block of queries of one head through the keys that any of them can see, tile by
 # tile (FlashAttention, Dao et al. 2022); two more go back, one with a block of queries through its

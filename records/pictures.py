@@ -83,7 +83,7 @@ def draw_run(cfg) -> str:
             x, up = (at(first) + 3, 8) if end < cfg.steps else (at(end) + 4, 0)
             picture.text(x, y[first] - up, f"{round(values[first], 2):,}", color, "start")
     momenta = np.where(table.hyper.fast_weight < 1, ", momentum of two lengths", "")
-    waits = table.hyper.table_span * cfg.table_every[0]
+    waits = np.where(np.arange(cfg.steps) < cfg.table_change, *cfg.table_every)
     averaged = np.cumsum(table.hyper.average_rates.any(axis=1)) > 0
     rows = {
         "next tokens to predict": (GREY, [str(n) for n in (table.hyper.weights > 0).sum(1)]),
@@ -105,8 +105,8 @@ def draw_run(cfg) -> str:
 
 def draw_model(cfg) -> str:
     """The model. Dots: what a layer takes in (filled: by weights that each token makes)."""
-    last = cfg.depth - 1
-    column = 606 / cfg.depth
+    last = len(cfg.layers) - 1
+    column = 606 / len(cfg.layers)
     picture = Picture()
 
     def edge(i):

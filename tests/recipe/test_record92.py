@@ -718,8 +718,9 @@ def test_schedule_of_every_step():
     for name, column in exact.items():
         np.testing.assert_array_equal(golden[name], column, err_msg=name)
     hyper, parameters = T.Hyper(*map(np.float32, table.hyper)), T.param_table(cfg)
-    _, value_decay, _, value_betas, _ = T.adam_rates(cfg, parameters["value_tables"], hyper)
-    _, ngram_decay, _, ngram_betas, _ = T.adam_rates(cfg, parameters["ngram_table"], hyper)
+    summed = np.where(np.arange(cfg.steps) < cfg.table_change, *np.float32(cfg.table_every))
+    _, value_decay, _, value_betas, _ = T.adam_rates(cfg, parameters["value_tables"], hyper, summed)
+    _, ngram_decay, _, ngram_betas, _ = T.adam_rates(cfg, parameters["ngram_table"], hyper, summed)
     rounded = {
         "lr_factor": hyper.lr,
         "momentum": hyper.momentum,

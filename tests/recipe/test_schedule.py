@@ -105,7 +105,6 @@ def test_updates_take_the_last_step_of_every_group(every, change, updates):
     for step in range(12):
         assert table.hyper.adam_count[step] == 1 + sum(s < step for s in adam)
         assert table.hyper.table_count[step] == 1 + sum(s < step for s in updates)
-        assert table.hyper.table_span[step] == (1 if step < change else every[1] / every[0])
 
 
 def test_head_and_embedding_part_after_an_adam_step():

@@ -23,9 +23,9 @@ def resolve(*items: str) -> T.Config:
 def test_speedrun_sizes_by_hand():
     assert SPEEDRUN == T.Config()
     assert SPEEDRUN.boundaries == (0, 320, 681, 1107, 1174, 1194)
-    assert [stage.rows for stage in SPEEDRUN.stages] == [SPEEDRUN.rows] * 5 == [8] * 5
+    assert [stage.rows for stage in SPEEDRUN.stages] == [8] * 5
     assert SPEEDRUN.tokens_after(SPEEDRUN.steps) == 328_663_040
-    assert SPEEDRUN.depth == 11
+    assert len(SPEEDRUN.layers) == 11
     assert SPEEDRUN.val_tokens == 5 * SPEEDRUN.val_batch == 5 * 8 * SPEEDRUN.val_row == 10_485_760
     assert SPEEDRUN.layers_with("attends") == (0, 1, 2, 3, 5, 8, 10)
     assert SPEEDRUN.layers_with("values") == (1, 2, 8, 10)
