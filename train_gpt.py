@@ -2269,9 +2269,12 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         warm_up(cfg, mesh, compiled)
     seed = np.uint32(cfg.seed)
     state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
-    if cfg.start and not saved:
+    if cfg.start and not saved:  # if its run has gone on and removed it, from a newer one
+        start = find_checkpoint(Path(cfg.start, "../.." * (not Path(cfg.start).exists())), say)
+        log.write_facts(config=facts["config"] | {"start": str(start.folder)})
+        need(len({*from_all(start.step)}) == 1, f"the run of {cfg.start} writes: start again")
         del state["params"]  # before others take their room
-        state |= load_state(mesh, find_checkpoint(Path(cfg.start), say), ("params",))
+        state |= load_state(mesh, start, ("params",))
     copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
     batches = train_batches(cfg, mesh, stream, words, saved.step if saved else 0, data)
@@ -2376,6 +2379,7 @@ def override(cfg: Config, items: list[str]) -> Config:
     """`cfg` with every KEY=VALUE of --set in it; a key may lead into a list: stages.1.windows."""
     fields = dataclasses.asdict(cfg)
     for item in items:
+        need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
         *path, name = key.split(".")
         part = fields
@@ -2384,9 +2388,8 @@ def override(cfg: Config, items: list[str]) -> Config:
                 part = part[int(at) if isinstance(part, tuple) else at]
             is_text = isinstance(part[name], str)
         except (LookupError, TypeError, ValueError):
-            bad = f"--set {item}: unknown key {key!r}: write KEY=VALUE, after PRESET"
             keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD"
-            raise UserError(f"{bad}; the keys are {keys}") from None
+            raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
         part[name] = text
         if not is_text:
             with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
@@ -2408,7 +2411,7 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
                 stream.shard_at(cursor)  # holds the last target
         except UserError:
             last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
-            cure = f"get more shards, or lower --set steps=, or raise passes={cfg.passes}"
+            cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
             raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
     stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
     return cursor
@@ -2449,14 +2452,13 @@ def data_place(data: str) -> Path:
     return here if here.exists() else Path(__file__).resolve().parent / data
 
 
-def fitted(texts: list[str], name, given: list[str]) -> tuple[str, list[str]]:
+def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
     """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
-    the preset or run `name` with what is `given`. Tokens of new texts are made."""
+    the run or the first preset in `names` for which they do, with what is `given`. Makes tokens."""
     places = [data_place(text) for text in texts]
     if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
-        return name, [f"data={places[0].resolve()}"]
-    found = json.loads(run_tool("tokenize_text.py", *places, "--for", name, "--set", *given))
-    return found["preset"], found["set"]
+        return names[0], [f"data={places[0].resolve()}"]
+    return json.loads(run_tool("tokenize_text.py", *places, "--for", *names, "--set", *given))
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
@@ -2467,7 +2469,9 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     if folder.resolve() == demo.resolve() and not whole:
         say(f"making the demo corpus in {folder}")
         run_tool("builtin_corpus.py")
-    need(folder.is_dir(), f"no folder {folder}: run data/cached_fineweb10B.py, or name one")
+    lost = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
+    cure = lost if cfg.data != Config.data else "run data/cached_fineweb10B.py, or name one"
+    need(folder.is_dir(), f"no folder {folder}: {cure}")
     shards = (re.fullmatch(r"([^.].*)_(train|val)_\d+\.bin", name) for name in os.listdir(folder))
     names = ", ".join(sorted({shard[1] for shard in shards if shard}))
     need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
@@ -2759,18 +2763,18 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     """The newest whole checkpoint of RUN_DIR, or the one in RUN_DIR/checkpoints/STEP."""
-    folder = run_dir.expanduser().resolve() / "checkpoints"
-    named = [folder.parent] if folder.parent.parent.name == "checkpoints" else []
-    found = [folder / str(step) for step in checkpoint_steps(folder)] or named
-    for path in reversed(found):
+    here = run_dir.expanduser().resolve()
+    need(here.exists(), f"there is no {run_dir}: name the folder of a run")
+    folder = here if here.name == "checkpoints" and checkpoint_steps(here) else here / "checkpoints"
+    found = [folder / str(step) for step in checkpoint_steps(folder)]
+    for path in reversed(found or [here] * (here.parent.name == "checkpoints")):
         try:
             meta = json.loads((path / "meta.json").read_text())
             for name, size in meta["files"].items():
                 need((path / name).stat().st_size == size, f"{name} is not whole")
                 np.load(path / name, mmap_mode="r")  # fails if this is no array
             loader = LoaderState(meta["cursor"], tuple(meta["offsets"]))
-            cfg = validate(typed(Config, meta["config"]))
-            return Saved(path, cfg, meta["step"], loader, meta)
+            return Saved(path, validate(typed(Config, meta["config"])), meta["step"], loader, meta)
         except Exception as error:  # whatever a damaged file leads to
             say(f"warning: {path} cannot be used ({error}): skipped")
     raise UserError(f"no checkpoint in {run_dir}: name a run that has one (--set checkpoint_every)")
@@ -2868,8 +2872,11 @@ class RunLog:
         self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
         self.facts |= {"finished": False, "target": cfg.target, "resumed": bool(saved)}
         self.facts |= {"train_time_ms": round(self.clock.total, 3), "dropped_ngrams": dropped}
-        there = f"leave --data out: they were in {was['config']['data']}"
-        other = f"{cfg.data} does not hold the shards of {self.folder}: {there}"
+        place = was["config"]["data"]
+        cure = f"leave --data out: they were in {place}"
+        if place == cfg.data or not data_place(place).is_dir():
+            cure = f"they are gone; with its parameters: --start {self.folder} --data {cfg.data}"
+        other = f"{cfg.data} does not hold the shards of {self.folder} (another text?): {cure}"
         need(was["data"] == facts["data"], other)
         other = f"train_gpt.py is not what {self.folder} began with: its log has that, so first "
         read = f"print(open('{self.folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
@@ -3198,14 +3205,14 @@ def add_config_options(parser: argparse.ArgumentParser):
 def named(args) -> tuple[str, list[str], list[str]]:
     """(the preset or "", places of data, what else to --set) that the command line names."""
     items = args.set + ([f"seed={args.seed}"] if args.seed is not None else [])
-    words = args.words + args.data + [x[5:] for x in items if x.startswith("data=")]
+    data = args.data + [x[5:] for x in items if x.startswith("data=")]
     items = [x for x in items if not x.startswith("data=")]
-    presets = [word for word in words if word in PRESETS]
-    places = [word for word in words if word not in PRESETS]
+    presets = [word for word in args.words if word in PRESETS]
+    places = [word for word in args.words if word not in PRESETS] + data
     need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
     for word in places:
-        known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}"
-        need(word and data_place(word).exists(), f"{known}; nor is there such a text or folder")
+        known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}; " * (word not in data)
+        need(word and data_place(word).exists(), f"{known}there is no {word or repr(word)}")
     return "".join(presets), places, items
 
 
@@ -3217,12 +3224,12 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     need("start" not in keys, "--set start=: use --start RUN_DIR")
     if start:
         need(not name and "seed" not in keys, "--start has the run's model: drop PRESET and seed")
-        name = str(start.folder.parents[1])
+        names = [str(start.folder.parents[1])]
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
-        name = name or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
-        base = PRESETS[name]
-    name, own = fitted(places, name, items) if places else (name, [])
+        names = [name or "tiny"] if name or all_devices()[0].platform == "cpu" else [*PRESETS]
+        base = PRESETS[names[0]]
+    name, own = fitted(places, names, items) if places else (names[0], [])
     if own:
         say(f"data of your own: {' '.join(own)}")
     cfg = override(PRESETS.get(name, base), own + items)
@@ -3278,7 +3285,7 @@ def resume_config(args, saved: Saved) -> Config:
     """The Config with which a run goes on; UserError if there is nothing left to do."""
     count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
     _, places, items = named(args)
-    data = fitted(places, saved.folder.parents[1], [])[1][:1] if places else []
+    data = fitted(places, [saved.folder.parents[1]], [])[1][:1] if places else []
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
         facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
@@ -3300,16 +3307,15 @@ def report_errors(do: Callable) -> int:
         if before[signal.SIGINT] is signal.default_int_handler and not own:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return do() or 0
-    except (UserError, OSError) as error:
-        line = str(error)
     except Exception as error:
         line = str(error)
-        if "RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError):
+        mended = isinstance(error, UserError | OSError)
+        if not mended and ("RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError)):
             ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
             line = f"out of memory: use {ways}: {line}"
         elif isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
             line = f"another process has ended or cannot be reached: see its output ({line})"
-        else:
+        elif not mended:
             raise
     finally:
         with contextlib.suppress(ValueError):  # of a thread that may not
@@ -3323,8 +3329,8 @@ def report_errors(do: Callable) -> int:
 
 
 def main(argv=None) -> int:
-    """Run the command line; returns the exit status."""
-    words = sys.argv[1:] if argv is None else argv
+    """Run the command line, or `argv` where this file is imported; returns the exit status."""
+    words = sys.argv[1:] if argv is None and __name__ == "__main__" else argv or []
     return report_errors(lambda: run(words, shlex.join(["python", "train_gpt.py", *words])))
 
 

@@ -1,12 +1,14 @@
-"""What turns text into token shards: encodings, and writing shards.
+"""What turns text into token shards: reading text, encodings, and writing shards.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros) and that many
 little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py. Only this file imports
 tiktoken.
 """
 
+import codecs
 import contextlib
-import fcntl
+import gzip
+import io
 import itertools
 import json
 import os
@@ -14,6 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,11 +25,60 @@ import numpy as np
 import tiktoken
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
-from train_gpt import HEADER_BYTES, MERGES, SHARD_MAGIC, SHARD_VERSION, UserError
+# Windows has no fcntl: train_gpt.py says so in a line.
+from train_gpt import HEADER_BYTES, MERGES, SHARD_MAGIC, SHARD_VERSION, UserError, fcntl, need, tell
 
 BYTE_BPE_PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"  # no merge crosses these
 LINE_BEGINS = re.compile(r"\S\n(?=\S)")
 PIECE = 200_000  # characters that are encoded at a time
+WIDE = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}  # begins as UTF-16's mark does
+WIDE |= {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+SAME = bytes([*range(0x80), *range(0xA0, 0x100)])  # in Latin-1 and cp1252, which has quotes besides
+
+
+@contextlib.contextmanager
+def opened(path: Path, mode: str = "rb", **how) -> Iterator:
+    """The file, unpacked if it is a .gz; UserError if it cannot be read."""
+    try:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, mode, **how) as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def encoding_of(file, name, see=lambda block: None) -> str:
+    """The encoding of an open text file: UTF-8, or UTF-16 or 32 with a mark; else, with a warning,
+    Latin-1, or cp1252 if it has more. UserError if `name` is no text. `see` gets all bytes."""
+    head = file.read(4)
+    wide = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
+    file.seek(0)
+    first = lines = 0  # the first one that is not UTF-8; how many came before the block
+    odd = set()
+    while block := b"".join(file.readlines(2**24)):
+        see(block)
+        zeros = f"{name}: no text, but bytes of zero (UTF-16 needs its mark)"
+        need(wide or b"\0" not in block, zeros)
+        try:
+            if not (wide or first):
+                block.decode()
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":  # a last character that was cut off
+                first = lines + block.count(b"\n", 0, error.start) + 1
+        lines += block.count(b"\n")
+        odd |= {*block.translate(None, SAME)}
+    if not first:
+        return wide or "utf-8-sig"
+    found = "cp1252" if odd and not odd & {*b"\x81\x8d\x8f\x90\x9d"} else "Latin-1"
+    read = f"not UTF-8: read as {found}; if it is not: iconv -f ENCODING -t utf-8 {name}"
+    tell(f"warning: {name}, line {first}: {read}", sys.stderr)
+    return found
+
+
+def decoded(file, name) -> str:
+    """What a text file that is open holds, in any of these encodings."""
+    how = encoding_of(file, name)
+    file.seek(0)
+    return io.TextIOWrapper(file, how, "replace").read()
 
 
 @contextlib.contextmanager

@@ -5,43 +5,39 @@
 A TEXT is a file, or a folder of files: .txt or .md, in which a line <|endoftext|> separates
 documents (without one, the file is one document), or .jsonl, in which every line is an object with
 a document under the key "text"; or one of these with .gz behind it. Files are UTF-8, or UTF-16 with
-its mark; what is neither is read as Latin-1, with a warning. Every document is encoded on its own,
-with <|endoftext|> in front. Validation is the last tenth of all tokens (10.5 M at most), unless
---val names texts for it.
+its mark; what is neither is read as cp1252 or Latin-1, with a warning. Every document is encoded on
+its own, with <|endoftext|> in front. Validation is the last tenth of all tokens (10.5 M at most),
+unless --val names texts for it.
 
 DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
 their tokens are. Until then the tokens are in memory, two bytes for each. Without --out they lie in
 TEXT.tokens/HASH beside the (first) text, or where that cannot be written in ~/.cache/train_gpt; the
-hash is that of the contents of all texts, so what is there is used again, and other contents have
-other tokens.
+hash is that of the contents of all texts, so what is there and whole is used again, and other
+contents have other tokens.
 
---for PRESET [--set ...] prints as JSON what that must --set to train on the tokens; TEXT may then
-be a DIR, too. For a run to --start from, RUN_DIR in place of PRESET, texts get its encoding.
+--for PRESET ... [--set ...] prints as JSON the first with enough text, and what that must --set;
+TEXT may then be a DIR, too. For a run to --start from, RUN_DIR for PRESET, texts get its encoding.
 """
 
-import codecs
 import contextlib
-import gzip
 import hashlib
 import itertools
 import json
 import os
+import shutil
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from shards import encode_documents, text_encoding, work_folder, write_shard
+from shards import encode_documents, encoding_of, opened, text_encoding, work_folder, write_shard
 
 import train_gpt as T  # importing shards has put its folder on the path
 from train_gpt import DESCRIPTION, MERGES, Config, TokenStream, UserError, need, override, tell
 
 MARKER = "<|endoftext|>"
 SUFFIXES = ".txt", ".md", ".jsonl"
-WIDE = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}  # begins as UTF-16's mark does
-WIDE |= {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
 SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
@@ -70,40 +66,13 @@ def files_of(texts: list[Path]) -> list[Path]:
     return found
 
 
-@contextlib.contextmanager
-def opened(path: Path, mode: str = "rb", **how) -> Iterator:
-    """The file, unpacked if it is a .gz; UserError if it cannot be read."""
-    try:
-        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, mode, **how) as file:
-            yield file
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
 def examine(path: Path) -> tuple[str, int, str]:
-    """(hash of what is in the file, its bytes, the encoding of its text). A line warns if that is
-    Latin-1; UserError if it is no text."""
+    """(hash of what is in the file and how it is read, its bytes, the encoding of its text)."""
     sha256 = hashlib.sha256(kind(path).encode())
-    size = lines = 0
     with opened(path) as file:
-        head = file.read(4)
-        wide = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
-        encoding = wide or "utf-8-sig"
-        file.seek(0)
-        while block := b"".join(file.readlines(2**24)):
-            sha256.update(block)
-            size += len(block)
-            zeros = f"{path}: no text, but bytes of zero (UTF-16 needs its mark)"
-            need(wide or b"\0" not in block, zeros)
-            try:
-                if encoding == "utf-8-sig":
-                    block.decode()
-            except UnicodeDecodeError as error:
-                if error.reason != "unexpected end of data":  # a last character that was cut off
-                    at = lines + block.count(b"\n", 0, error.start) + 1
-                    tell(f"warning: {path}, line {at}: not UTF-8: read as Latin-1", sys.stderr)
-                    encoding = "latin-1"
-            lines += block.count(b"\n")
+        encoding = encoding_of(file, path, sha256.update)
+        size = file.tell()
+    sha256.update(b"cp1252" * (encoding == "cp1252"))  # was once read as Latin-1
     return sha256.hexdigest(), size, encoding
 
 
@@ -165,6 +134,20 @@ def place(text: Path, digest: str) -> Path:
     raise UserError(f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
 
 
+def described(folder: Path) -> tuple[dict, TokenStream, TokenStream]:
+    """What the tokens in `folder` are, and the streams of both splits; UserError if they are not
+    as `write` has left them."""
+    try:
+        about = json.loads((folder / DESCRIPTION).read_text())
+        own = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
+        train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
+        need(about.get("tokens") in (None, [len(train), len(val)]), "shards are missing")
+        return own, train, val
+    except (OSError, ValueError, LookupError, TypeError, UserError) as error:
+        odd = f"{folder / DESCRIPTION} or a shard ({str(error).partition(': delete it')[0]})"
+        raise UserError(f"{odd}: name the text in place of this folder, to make it anew") from None
+
+
 def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: str) -> None:
     """Make the folder `out` with all of its files at once."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +160,7 @@ def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: st
         write_shard(folder / "text_val_000000.bin", val)
         if merges:
             (folder / MERGES).write_text(merges)
+        about |= {"tokens": [len(train), len(val)]}
         (folder / DESCRIPTION).write_text(json.dumps(about))
         try:
             folder.rename(out)
@@ -196,14 +180,17 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
         need(not out.exists(), there)
         out.parent.mkdir(parents=True, exist_ok=True)
     digests, sizes, encodings = zip(*map(examine, both), strict=True)
-    small = args.preset == "tiny" or sum(sizes) < SHORT
+    small = args.presets == ["tiny"] or sum(sizes) < SHORT
     asked = dict(x.partition("=")[::2] for x in args.set).get("encoding", args.encoding)
     name = cfg.encoding if cfg else asked or ("bytes" if small else "gpt2")
     merges = (run / MERGES).read_text() if name == "bpe" else ""
     digest = hashlib.sha256(f"{name} {merges} {len(files)} {digests}".encode()).hexdigest()
     out = out or place(args.texts[0], digest)
-    if not args.out and (out / DESCRIPTION).exists():
-        return out
+    if not args.out:
+        with contextlib.suppress(UserError):
+            described(out)
+            return out
+        shutil.rmtree(out, ignore_errors=True)  # of what is not whole
     encoding = text_encoding(name, run)
     bos = encoding.eot_token
     tell(f"making tokens of {sum(sizes):,} bytes of text: {name}", sys.stderr)
@@ -219,7 +206,7 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
         val = val if val[0] == bos else np.insert(val, 0, bos)  # it may begin within a document
     write(out, train, val, {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}, merges)
     tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
-    tell(f"{args.out or out}: {tokens}", sys.stderr if args.preset else None)
+    tell(f"{args.out or out}: {tokens}", sys.stderr if args.presets else None)
     return out
 
 
@@ -234,34 +221,30 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
     return 0
 
 
-def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
-    """What `cfg` must --set, before what is `given`, to train on the tokens in `folder`: their
+def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], str]:
+    """(what `cfg` must --set, before what is `given`, to train on the tokens in `folder`: their
     vocabulary, no target, as many passes as its steps take, no more validation than there is. Where
     passes are few, PASSES of `speedrun` or those that are given, steps become fewer, of `speedrun`
-    not below a fourth. []: there are too few tokens for that; UserError: too few documents."""
-    try:
-        about = json.loads((folder / DESCRIPTION).read_text())
-        own = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
-        own |= {"vocab": -(-own["real_tokens"] // 128) * 128, "target": 0.0}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{folder / DESCRIPTION} ({error!r}): tokenize the text again") from None
+    not below a fourth; or []; then why that cannot be)."""
+    about, train, val = described(folder)
+    own = about | {"vocab": -(-about["real_tokens"] // 128) * 128, "target": 0.0}
     fixed = dict(item.partition("=")[::2] for item in given)
     for key in fixed.keys() & about.keys():
         differs = f"tokens in {folder} have {key}={about[key]}, not {fixed[key]}"
         need(fixed[key] == str(about[key]), differs)
     if own["vocab"] != cfg.vocab:  # candidates are of another one
         own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
-    train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
+    large = cfg.preset == "speedrun"
+    short = f"{folder} has too few tokens for {cfg.preset}: take {'tiny, or ' * large}more text"
     rows = cfg.val_batch // cfg.val_row
     row = min(cfg.val_row, (len(val) - 1) // rows)
     row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
     if len(val) <= cfg.val_tokens:
         if row < 2:
-            return []
+            return [], short
         own |= {"val_row": row, "val_batch": rows * row}
         own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
     wanted = override(cfg, [*(f"{key}={value}" for key, value in own.items()), *given])
-    large = cfg.preset == "speedrun"
     most = wanted.passes if "passes" in fixed else PASSES if large else 2**31
     for n in range(1 if "steps" in fixed else 28 if large else 100):
         steps = int(wanted.steps * 0.95**n)
@@ -270,17 +253,16 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> list[str]:
         with contextlib.suppress(UserError):  # too few steps for the stages
             if number := passes(override(cfg, items + given), folder, most):
                 more = [f"val_every={-(-steps // 8)}"] if number > 1 else []
-                return [*items, f"passes={number}", *more]
+                return [*items, f"passes={number}", *more], ""
     if {"steps", "passes"} <= fixed.keys():  # train_gpt.py says for how many steps the tokens last
-        return items
-    lengths = np.diff([*train.documents(0), len(train.shards[0])])
-    stage = wanted.stages[0]
-    if most * len(train) > wanted.tokens_after(steps) and stage.doc_cap:
-        used = np.minimum(lengths, stage.doc_cap).sum()
-        short = f"{used:,} tokens are too few: {stage.doc_cap} at most of {len(lengths):,} texts"
-        cure = f"end each by a line {MARKER}, or try --set encoding=gpt2, whose tokens hold more"
-        raise UserError(f"{folder}: for {cfg.preset} {short}: {cure}")
-    return []
+        return items, ""
+    caps = {f"stages.{i}.doc_cap=0": s.doc_cap for i, s in enumerate(wanted.stages) if s.doc_cap}
+    if most * len(train) > wanted.tokens_after(steps) and caps:
+        count = sum(len(train.documents(i)) for i in range(len(train.shards)))
+        few = f"{cfg.preset} reads at most {max(caps.values()):,} tokens of each of {count:,}"
+        cure = f"take {'tiny, ' * large}more of them (a line {MARKER} ends one), or whole ones by"
+        return [], f"{folder}: {few} documents: {cure} --set {' '.join(caps)}"
+    return [], short
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -292,23 +274,22 @@ def main(argv: list[str] | None = None) -> None:
     short = f"default: bytes for tiny and below {SHORT // 1_000_000} MB, else gpt2"
     add("--encoding", choices=("gpt2", "bytes"), help=short)
     add("--val", **some, default=[], help="texts for validation")
-    add("--for", dest="preset", metavar="PRESET", help="print what PRESET must --set, as JSON")
+    add("--for", nargs="+", dest="presets", default=[], metavar="PRESET", help="print its --set")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="what is set besides")
     args = parser.parse_args(argv)
-    name, run, cfg = args.preset, Path(args.preset or ""), None
+    name = args.presets[0] if args.presets else ""
+    run, cfg = Path(name), None
     if name and name not in T.PRESETS:
         cfg = T.typed(Config, json.loads((run / "run.json").read_text())["config"])
     made = len(args.texts) == 1 and (args.texts[0] / DESCRIPTION).exists()
     folder = args.texts[0] if made else tokens_of(args, cfg, run)
-    if not name:
-        return
-    items = settings(cfg or T.PRESETS[name], folder, args.set)
-    if not items and name == "speedrun":
-        tell(f"{folder} is too small for speedrun: it gets the model of tiny", sys.stderr)
-        name = "tiny"
-        items = settings(T.PRESETS[name], folder, args.set)
-    need(items, f"{folder} has too few tokens for {name}: take more text")
-    print(json.dumps({"preset": name, "set": [f"data={folder}", *items]}))
+    for name in args.presets:
+        items, why = settings(cfg or T.PRESETS[name], folder, args.set)
+        if items:
+            print(json.dumps([name, [f"data={folder}", *items]]))
+            break
+        need(name != args.presets[-1], why)
+        tell(f"{why}; it gets the model of {args.presets[-1]}", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -156,13 +156,15 @@ def read_losses(run: str) -> tuple[Path, list[np.ndarray]]:
     path = Path(run).absolute()
     file = path / "metrics.jsonl" if path.is_dir() else path
     losses = {"train_loss": [], "val_loss": []}
-    for line in file.read_bytes().splitlines():
+    for line in file.read_bytes().splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError, TypeError, LookupError):  # the last may be half a line
             row = json.loads(line)
             kind = "val_loss" if "val_loss" in row else "train_loss"
             values = row["step"], row["tokens"], row["train_time_ms"] / 1000, row[kind]
             if np.isfinite(values).all():
                 losses[kind].append(values)
+    if not any(losses.values()):
+        print(f"passed over, as it has no losses: {run}", file=sys.stderr)
     path = file.parent if file.name == "metrics.jsonl" else file
     return path, [np.array(values).reshape(-1, 4) for values in losses.values()]
 
@@ -227,7 +229,7 @@ def main(argv: list[str] | None = None) -> None:
             found = dict(map(read_losses, args.runs))
             found = {run: losses for run, losses in found.items() if any(map(len, losses))}
             if not found:  # other runs may have ended before their first step
-                parser.error(f"no losses in {' '.join(args.runs)}: name a run's folder")
+                parser.error(f"no losses in {' '.join(args.runs)}: name runs, such as logs/*")
             Path(args.out).write_text(draw_curves(found, args.over), "utf-8", "replace")
             print(f"wrote {Path(args.out).absolute()}")
             return
@@ -236,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
             (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
     except OSError as error:
-        parser.error(error)
+        parser.error(f"{error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":

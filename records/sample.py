@@ -9,11 +9,13 @@ import codecs
 import dataclasses
 import functools
 import gzip
+import io
 import json
 import lzma
 import math
 import os
 import select
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ import numpy as np
 from jax import lax
 
 import train_gpt as T
-from data.shards import text_encoding
+from data.shards import decoded, opened, text_encoding
 
 
 class Trained(NamedTuple):
@@ -221,23 +223,26 @@ def score(model: Trained, asked: list[tuple[list, int]], say: Callable) -> str:
 
 
 def speaks(stream) -> bool:
-    """Whether stdin is a pipe or file with something to read: one that is silent, as cron's may be,
-    is not waited for."""
+    """Whether stdin is a pipe or a file, which has the prompt; a line says if that comes late."""
     try:
-        return not stream.isatty() and bool(select.select([stream], [], [], 0)[0])
-    except (AttributeError, OSError):  # it is closed, or a notebook's
+        mode = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISFIFO(mode) and not select.select([stream], [], [], 2)[0]:
+            T.tell("waiting for a prompt on stdin; for none add < /dev/null", sys.stderr)
+        return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+    except (AttributeError, OSError, ValueError):  # it is closed, or a notebook's
         return False
 
 
 def given_prompt(args) -> str | None:
     """The text of the command line, a file or stdin; None: there is none."""
     if args.file:
-        text = Path(args.file).read_bytes()
+        with opened(Path(args.file)) as file:
+            text = decoded(file, args.file)
     elif args.prompt == "-" or (args.prompt is None and speaks(sys.stdin)):
-        text = sys.stdin.buffer.read()
+        text = decoded(io.BytesIO(sys.stdin.buffer.read()), "stdin")
     else:
         return args.prompt
-    return text.decode("utf-8-sig", "replace").removesuffix("\n") or None
+    return text.removesuffix("\n") or None
 
 
 def main(argv=None):

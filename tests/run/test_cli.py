@@ -68,10 +68,12 @@ def refused(result) -> str:
     ("argv", "words"),
     [
         (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
-        (["tiny", "more"], "unknown preset 'more'; there are: speedrun, tiny; nor is there"),
+        (["tiny", "more"], "unknown preset 'more'; there are: speedrun, tiny; there is no more"),
+        (["--data", "/nope"], "error: there is no /nope\n"),
+        (["--set", "steps=5", "book.txt"], "--set book.txt: write KEY=VALUE; texts and presets "),
         (["--fast"], "unrecognized arguments: --fast"),
         (["tiny", "--prof"], "unrecognized arguments: --prof"),  # one way to write an option
-        (["--set", "steps=5", "tiny"], "--set tiny: unknown key 'tiny': write KEY=VALUE, after PR"),
+        (["--set", "steps=5", "tiny"], "--set tiny: write KEY=VALUE; texts and presets go"),
         (["--set"], "argument --set: expected at least one argument"),
         (["--set", "stepps=3"], "--set stepps=3: unknown key 'stepps'"),
         (["--set", "steps=many"], "steps='many' is not valid: it must be int"),
@@ -103,6 +105,8 @@ def test_what_has_no_checkpoint_is_not_resumed(main, tmp_path, where):
     (tmp_path / "young").mkdir()
     (tmp_path / "young/run.json").write_text("{}")
     words = "name a run that has one (--set checkpoint_every)"
+    if where in ("nothing", "young/checkpoints/4"):
+        words = f"error: there is no {where}: name the folder of a run"
     status, out, err = main("--resume", where)
     assert words in refused((status, "", err))
     assert [path.name for path in tmp_path.rglob("*")] == ["young", "run.json"]
@@ -122,7 +126,7 @@ def test_what_has_no_checkpoint_is_not_resumed(main, tmp_path, where):
         (
             TRAIN,
             lambda b: b[:8] + np.int32(TOKENS - 1).tobytes() + b[12:-2],
-            f"last for {STEPS - 1} of {STEPS} steps: get more shards, or lower --set steps=",
+            f"last for {STEPS - 1} of {STEPS} steps: get more text or shards, lower --set steps=",
         ),
         (
             VAL,
@@ -316,6 +320,8 @@ asked = []
 thread = threading.Thread(target=lambda: asked.append(train_gpt.ask_to_stop()(1)))
 thread.start()
 thread.join()
+sys.argv[1:] = ["-f", "kernel.json"]  # of the notebook's kernel
+print(train_gpt.main())
 print(asked, before == [signal.getsignal(number) for number in (1, 2, 15)])
 """
 
@@ -325,7 +331,7 @@ def test_a_notebook_keeps_its_devices_and_its_signals():
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     own = "<built-in function default_int_handler> 1\n0\n"
-    assert done.stdout == f"1\n{own}{own}[0] True\n", done.stderr
+    assert done.stdout == f"1\n{own}{own}{own}[0] True\n", done.stderr
 
 
 def test_programs_are_compiled_whatever_jax_disable_jit_says():

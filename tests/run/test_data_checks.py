@@ -38,7 +38,7 @@ def test_exactly_enough_tokens_are_enough_and_fewer_are_refused_with_the_step(tm
     assert tokens[enough - 1] == rows[-1, -1]
     run = {"steps": 5, "stages": (stage,), "extension": 0}
     check(tmp_path, [tokens[:enough]], **run)
-    with pytest.raises(T.UserError, match=r"last for 4 of 5 steps: get more shards") as error:
+    with pytest.raises(T.UserError, match=r"last for 4 of 5 steps: get more text or") as error:
         check(tmp_path, [tokens[: enough - 1]], **run)
     assert str(tmp_path) in str(error.value)
     with pytest.raises(T.UserError, match=r"last for 2 of 5 steps"):
@@ -89,8 +89,11 @@ def test_data_folder_is_looked_for_here_and_beside_the_script(tmp_path, monkeypa
     (tmp_path / "tokens").mkdir()
     assert T.data_folder(cfg).resolve() == tmp_path / "tokens"
     with pytest.raises(
-        T.UserError, match="no folder .*none: run data/cached_fineweb10B.py, or nam"
+        T.UserError, match="no folder .*fineweb10B: run data/cached_fineweb10B.py, or nam"
     ):
+        T.data_folder(replace(cfg, data=T.Config.data))
+    of_text = "no folder .*none: --data TEXT makes it if that is as it was, else --start RUN_DIR "
+    with pytest.raises(T.UserError, match=of_text):  # of a run, whose tokens are gone
         T.data_folder(replace(cfg, data=str(tmp_path / "none")))
 
 
@@ -217,7 +220,7 @@ def test_passes_are_bounded_and_then_the_run_is_shorter(tmp_path, fitted):
     assert cfg.passes == 2 and 70_000 < cfg.tokens_after(cfg.steps) < 80_000
     cfg = fitted(folder, items=["passes=1", "steps=60"])
     stream = T.TokenStream(tmp_path, "train", cfg.bos, cfg.passes)
-    words = "last for 39 of 60 steps: get more shards, or lower --set steps=, or raise passes=1"
+    words = "last for 39 of 60 steps: get more text or shards, lower --set steps=, or raise pass"
     with pytest.raises(T.UserError, match=words):
         T.check_tokens(cfg, stream, T.TokenStream(tmp_path, "val", cfg.bos))
 
@@ -232,7 +235,7 @@ def test_text_that_is_too_short_and_a_damaged_description_are_refused(tmp_path, 
         '{"encoding": "bytes"}',
     ):
         (tmp_path / T.DESCRIPTION).write_text(text)
-        with pytest.raises(T.UserError, match=f"{T.DESCRIPTION} .*: tokenize the text again"):
+        with pytest.raises(T.UserError, match=f"{T.DESCRIPTION} or a shard .*: name the text in"):
             fitted(tmp_path)
 
 
@@ -247,7 +250,6 @@ def test_a_text_may_be_named_in_any_way(tmp_path, fitted, monkeypatch):
     for words, data, items in [
         (["a.txt"], [], []),
         (["a.txt", "tiny"], [], []),
-        ([], ["a.txt", "tiny"], []),  # as --data takes all words that follow
         (["tiny"], [], ["data=a.txt"]),
         ([], ["~/a.txt"], []),
         ([], [want.data], []),  # its tokens
@@ -257,12 +259,37 @@ def test_a_text_may_be_named_in_any_way(tmp_path, fitted, monkeypatch):
     assert both.data != want.data and both == fitted("a.txt", data=["b.txt"])
     for words, data, says in [
         ([""], [], "unknown preset ''; there are"),
-        (["c.txt"], [], "unknown preset 'c.txt'; there are: speedrun, tiny; nor is there"),
-        ([], ["c.txt"], "unknown preset 'c.txt'; .*; nor is there such a text or folder"),
-        (["tiny"], ["speedrun"], "two presets: name tiny or speedrun"),
+        (["c.txt"], [], "unknown preset 'c.txt'; there are: speedrun, tiny; there is no c.txt$"),
+        ([], ["c.txt"], "^there is no c.txt$"),  # --data names no presets
+        ([], [""], "^there is no ''$"),
+        ([], ["a.txt", "tiny"], "^there is no tiny$"),
+        (["tiny", "speedrun"], [], "two presets: name tiny or speedrun"),
     ]:
         with pytest.raises(T.UserError, match=says):
             fitted(*words, data=data)
+
+
+def test_a_folder_of_texts_may_be_called_as_a_preset(tmp_path, fitted, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(T.UserError, match="tiny: no text: name .txt or .md"):
+        fitted(data=["tiny"])
+    assert fitted("tiny") == T.PRESETS["tiny"]
+    (tmp_path / "tiny/a.txt").write_text("Roses are red. " * 900)
+    for words, items in ((["tiny"], []), ([], ["data=tiny"])):
+        cfg = fitted(*words, items=items, data=[] if items else ["tiny"])
+        assert cfg.data.startswith(str(tmp_path / "tiny.tokens"))
+
+
+def test_a_default_that_a_text_is_too_short_for_gives_way(tmp_path, fitted, monkeypatch, capsys):
+    text = tmp_path / "a.txt"
+    text.write_text("Roses are red. " * 900)
+    device = SimpleNamespace(platform="tpu")
+    monkeypatch.setattr(T, "all_devices", lambda: [device])
+    assert fitted(text).preset == "tiny"
+    assert "for speedrun: take tiny, or more text; it gets the model" in capsys.readouterr().err
+    with pytest.raises(T.UserError, match="too few tokens for speedrun: take tiny, or more text"):
+        fitted("speedrun", text)
 
 
 def test_a_text_becomes_tokens_in_a_process_of_its_own(tmp_path, capfd):

@@ -201,6 +201,17 @@ def test_a_new_run_starts_with_the_parameters_of_another(train, run, tmp_path, c
     assert facts(folder)["finished"]
 
 
+def test_a_start_goes_on_from_a_newer_checkpoint_if_its_own_is_gone(train, run, copy, tmp_path):
+    """As its run writes others while this one compiles."""
+    cfg = replace(EIGHT, steps=4, start=str(copy / "checkpoints/4"))
+    shutil.rmtree(copy / "checkpoints/4")
+    folder = train(cfg, tmp_path / "new")
+    assert facts(folder)["config"]["start"] == str(copy / "checkpoints/8")
+    assert metrics(folder)[0] | {"train_time_ms": 0} == metrics(
+        train(replace(cfg, start=str(run / "checkpoints/8")), tmp_path / "again")
+    )[0] | {"train_time_ms": 0}
+
+
 @pytest.mark.parametrize("argv, words", [
     (["tiny"], "--start has the run's model: drop PRESET and seed"),
     (["--seed", "3"], "drop PRESET and seed"),
@@ -219,7 +230,7 @@ def test_a_start_takes_its_encoding_to_another_text(run, tmp_path, capsys, monke
     text.write_text("Roses are red. " * 900)
     asked = []
     data = f"data={tmp_path}"
-    found = json.dumps({"preset": str(run), "set": [data, "passes=3"]})
+    found = json.dumps([str(run), [data, "passes=3"]])
     monkeypatch.setattr(T, "run_tool", lambda *words: asked.append(words) or found)
     cfg = started(run, capsys, monkeypatch, str(text), "--set", "steps=6")
     assert (cfg.data, cfg.passes, cfg.steps) == (str(tmp_path), 3, 6)
@@ -253,6 +264,13 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
     before = content(copy)
     with pytest.raises(T.UserError, match="does not hold the shards of .*: leave --data out"):
         trained(saved.cfg, copy.parent, other, saved)
+    gone = saved._replace(meta=saved.meta | {"config": saved.meta["config"] | {"data": "gone"}})
+    cure = f"they are gone; with its parameters: --start {copy} --data {other}"
+    for of, data in ((gone, other), (saved, shards)):  # of the second the contents have changed
+        if of is saved:
+            of = saved._replace(meta=saved.meta | {"data": {}})
+        with pytest.raises(T.UserError, match=cure.replace(str(other), str(data))):
+            trained(saved.cfg, copy.parent, data, of)
     assert content(copy) == before
 
 

@@ -46,6 +46,14 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path, monkeypatch, cras
     assert T.open_shard(old).tolist() == [1] * 5
 
 
+@pytest.mark.parametrize("tool", ["tokenize_text", "builtin_corpus", "cached_fineweb10B"])
+def test_windows_is_told_in_one_line_what_to_use(tool):
+    code = f"import sys; sys.modules['fcntl'] = None; sys.path[0] = 'data'; import {tool}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("error: import of fcntl halted") and "use WSL" in done.stderr
+
+
 def test_text_comes_back_from_its_tokens(tmp_path):
     (tmp_path / "merges.json").write_text('["7468", "746865"]')  # th, the
     encoding = shards.text_encoding("bpe", tmp_path)

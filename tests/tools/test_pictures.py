@@ -12,7 +12,7 @@ from conftest import ROOT
 RECORDS = sorted((ROOT / "records/cpu").glob("*/*-tiny-s0-*"))
 
 
-def draw(folder, *words):
+def draw(folder, *words, says=""):
     """What the command leaves in `folder`, where jax cannot be imported."""
     (folder / "jax.py").write_text("raise ImportError('jax is not needed here')")
     command = [sys.executable, ROOT / "records/pictures.py", *words]
@@ -20,7 +20,9 @@ def draw(folder, *words):
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         return done.returncode, done.stdout, done.stderr
-    assert (done.stdout, done.stderr) == (f"wrote {folder / 'curves.svg'}\n", "")
+    assert done.stdout == f"wrote {folder / 'curves.svg'}\n"
+    assert all(says and line.startswith(says) for line in done.stderr.splitlines())
+    assert bool(done.stderr) == bool(says)
     every = [*ElementTree.parse(folder / "curves.svg").iter()]
     thin = [x for x in every if x.get("stroke-opacity")]
     return every, thin, [x.text for x in every if x.tag.endswith("text")]
@@ -58,12 +60,21 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path):
         "--nosuch": "unrecognized arguments: --nosuch",
         "more": "invalid choice: 'more'",
         "curves": "arguments are required: RUN",
-        "curves nosuch": "No such file or directory: '",
-        "curves .": "metrics.jsonl'",
-        "curves text": "no losses in text: name a run's folder",
+        "curves nosuch": "no losses in nosuch: name runs, such as logs/*",
+        "curves .": "no losses in .: name runs, such as logs/*",
+        "curves text": "no losses in text: name runs",
         "curves text --over walls": "invalid choice: 'walls'",
         "curves text --out x.png": "name a FILE.svg",
-        f"curves {RECORDS[0]} --out no/x.svg": "No such file or directory: 'no/x.svg'",
+        f"curves {RECORDS[0]} --out no/x.svg": "error: no/x.svg: No such file or directory",
     }.items():
         status, said, error = draw(tmp_path, *words.split())
-        assert (status, said, error.count("\n")) == (2, "", 1) and reason in error
+        *passed_over, error, end = error.split("\n")
+        assert (status, said, end) == (2, "", "") and reason in error
+        assert all(x.startswith("passed over, as it has no losses: ") for x in passed_over)
+
+
+def test_what_is_no_run_is_passed_over(tmp_path):
+    (tmp_path / "empty").mkdir()
+    words = "curves", "empty", str(RECORDS[0]), "nosuch"
+    _, thin, texts = draw(tmp_path, *words, says="passed over, as it has no losses: ")
+    assert len(thin) == 1 and texts[-1] == RECORDS[0].name

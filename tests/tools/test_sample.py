@@ -1,10 +1,12 @@
 """records/sample.py: text and answers from a checkpoint, and what is refused."""
 
+import io
 import json
 import math
 import os
 import re
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -157,11 +159,10 @@ def test_characters_come_whole_and_a_document_ends_the_text(monkeypatch):
 def command(saved, monkeypatch, capsys):
     """What the command line prints for these words, without the last line."""
 
-    def printed(*words, stdin=None):
-        take, put = os.pipe()
-        os.write(put, stdin or b"")
-        if stdin is not None:
-            os.close(put)  # else it stays open and says nothing, as some schedulers leave it
+    def printed(*words, stdin=None, after=0):
+        take, put = os.pipe() if stdin is not None else (os.open(os.devnull, os.O_RDONLY), None)
+        if put:
+            threading.Timer(after, lambda: (os.write(put, stdin), os.close(put))).start()
         with os.fdopen(take) as pipe, quick_compilation():
             monkeypatch.setattr(sys, "stdin", pipe)
             sample.main(["logs/x", *words])
@@ -179,11 +180,27 @@ def test_the_prompt_is_of_the_command_line_a_file_or_stdin(command, seen, tmp_pa
     (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfABC\n")
     more = "--tokens", "9"
     assert command("--file", str(tmp_path / "prompt.txt"), *more) == text
+    for content in ("ABC\n".encode("utf-16"), b"ABC\n"):  # what the trainer reads
+        (tmp_path / "prompt.txt").write_bytes(content)
+        assert command("--file", str(tmp_path / "prompt.txt"), *more) == text
     assert command(*more, stdin=b"ABC\n") == command("--prompt", "-", *more, stdin=b"ABC") == text
     assert command("--seed", "1", "--prompt", "ABC", *more) != text
     two = command("--samples", "2", "--prompt", "ABC", *more)
     assert re.fullmatch(rf"{re.escape(text)}\n---- 2 of 2\nABC(?s:.+)", two)
     assert two.count(text.removeprefix("ABC")) == 1
+
+
+def test_a_prompt_from_a_pipe_may_come_late_or_be_none(command, seen, capsys, monkeypatch, tmp_path):
+    want = command("--prompt", "ABC", "--tokens", "9")
+    said = []
+    monkeypatch.setattr(T, "tell", lambda line, stream=None: said.append(line))
+    assert command("--tokens", "9", stdin=b"ABC\n", after=2.3) == want
+    assert said == ["waiting for a prompt on stdin; for none add < /dev/null"]
+    (tmp_path / "prompt").write_text("ABC")
+    for stream, speaks in ((open(tmp_path / "prompt"), True), (open(os.devnull), False)):
+        with stream:
+            assert sample.speaks(stream) is speaks
+    assert not sample.speaks(io.StringIO("a notebook's"))
 
 
 def test_without_a_prompt_it_compares_with_gzip_and_xz_and_continues_the_validation_text(
@@ -293,7 +310,7 @@ def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
         assert err.startswith("error: ") and err.count("\n") == 1 and out == ""
         return err
 
-    assert "no checkpoint in nothing" in refused("nothing")
+    assert "there is no nothing: name the folder of a run" in refused("nothing")
     assert "the following arguments are required: RUN_DIR" in refused()
     for words in ("tokens -1", "tokens 0", "top-k 0", "samples 0", "seed -1", "temperature nan"):
         name, value = words.split()

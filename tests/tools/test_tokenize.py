@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,9 @@ def tokenize(out: Path, *argv, encoding: str = "bytes") -> tuple[list[int], list
     tokenize_text.main([*map(str, argv), "--out", str(out), "--encoding", encoding])
     bos = {"bytes": 256, "gpt2": 50256}[encoding]
     about = json.loads((out / T.DESCRIPTION).read_text())
-    assert about == {"encoding": encoding, "real_tokens": bos + 1, "bos": bos}
     streams = [T.TokenStream(out, split, bos) for split in ("train", "val")]
+    own = {"encoding": encoding, "real_tokens": bos + 1, "bos": bos}
+    assert about == own | {"tokens": [len(stream) for stream in streams]}
     return tuple(stream.read(0, len(stream)).tolist() for stream in streams)
 
 
@@ -123,13 +125,18 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(tmp_path, na
 
 
 ODD = "naïve café\n" * 40
+QUOTES = "Windows\n“It’s 5 €” – " * 20
 
 
 @pytest.mark.parametrize("content, text, warns", [
     (ODD.encode("utf-16"), ODD, ""),  # Notepad's "Unicode"
     (b"\xfe\xff" + ODD.encode("utf-16-be"), ODD, ""),
     (ODD.encode("utf-32"), ODD, ""),
-    (b"fine\n\n" + ODD.encode("latin-1"), "fine\n\n" + ODD, "line 3: not UTF-8: read as Latin-1"),
+    (b"fine\n\n" + ODD.encode("latin-1"), "fine\n\n" + ODD, "line 3: not UTF-8: read as Latin-1; "
+     "if it is not: iconv -f ENCODING -t utf-8 "),
+    (QUOTES.encode("cp1252"), QUOTES, "line 2: not UTF-8: read as cp1252; if it is not: iconv"),
+    (b"fine\n" + bytes(range(0xA0, 0x80, -1)), "fine\n" + "".join(map(chr, range(0xA0, 0x80, -1))),
+     "line 2: not UTF-8: read as Latin-1"),  # of these cp1252 has not all
     ((ODD + "日").encode()[:-1], ODD + "\ufffd", ""),  # cut off somewhere in a character
     (ODD.encode().replace(b"\n", b"\r\n"), ODD, ""),
 ])  # fmt: skip
@@ -180,7 +187,7 @@ def test_a_stretch_that_tiktoken_cannot_take_at_once_is_cut():
 def place_of(capsys, *argv) -> tuple[Path, list[str]]:
     """The folder of the tokens, and what else `tiny` must --set."""
     tokenize_text.main([*map(str, argv), "--for", "tiny"])
-    data, *items = json.loads(capsys.readouterr().out)["set"]
+    data, *items = json.loads(capsys.readouterr().out)[1]
     return Path(data.removeprefix("data=")), items
 
 
@@ -201,6 +208,27 @@ def test_tokens_belong_to_contents(tmp_path, capsys, monkeypatch):
     assert place_of(capsys, a)[0] not in (red, tmp_path) and red.exists()
     both, swapped = place_of(capsys, a, b)[0], place_of(capsys, b, a)[0]
     assert both.name != swapped.name and both.parent == red.parent
+
+
+@pytest.mark.parametrize("damage", [
+    lambda folder: (folder / "text_train_000001.bin").write_bytes(b"cut"),
+    lambda folder: (folder / "text_train_000002.bin").unlink(),  # the last one
+    lambda folder: (folder / "text_val_000000.bin").unlink(),
+    lambda folder: (folder / T.DESCRIPTION).write_text("{}"),
+    lambda folder: (folder / T.DESCRIPTION).unlink(),
+])  # fmt: skip
+def test_tokens_that_are_not_whole_are_made_anew(tmp_path, capsys, monkeypatch, damage):
+    monkeypatch.setattr(tokenize_text, "SHARD_TOKENS", 10_000)
+    text = tmp_path / "a.txt"
+    text.write_text("Roses are red. " * 900)
+    made, items = place_of(capsys, text)
+    before = {path.name: path.read_bytes() for path in made.iterdir()}
+    damage(made)
+    if (made / T.DESCRIPTION).exists():
+        with pytest.raises(T.UserError, match="name the text in place of this folder, to make it"):
+            place_of(capsys, made)
+    assert place_of(capsys, text) == (made, items)
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == before
 
 
 def test_tokens_go_to_the_cache_where_a_text_can_only_be_read(tmp_path, capsys, monkeypatch):
@@ -251,12 +279,11 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
     assert {"steps=5", "passes=1"} < {*items}
 
 
-def preset_of(capsys, text, name, *argv):
+def preset_of(capsys, text, names, *argv):
     """(preset, what it must --set, what is said)."""
-    tokenize_text.main([str(text), "--for", name, *argv])
+    tokenize_text.main([str(text), "--for", *names.split(), *argv])
     done = capsys.readouterr()
-    found = json.loads(done.out)
-    return found["preset"], found["set"], done.err
+    return *json.loads(done.out), done.err
 
 
 def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said(
@@ -265,12 +292,22 @@ def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said
     monkeypatch.setitem(T.PRESETS, "speedrun", T.Config(steps=60, extension=2))
     small, one = tmp_path / "small.txt", tmp_path / "one.txt"
     small.write_text("0123456789" * 3500)
-    name, items, err = preset_of(capsys, small, "speedrun")
+    name, items, err = preset_of(capsys, small, "speedrun tiny")
     assert name == "tiny" and "passes=15" in items
-    assert "is too small for speedrun: it gets the model of tiny" in err
+    assert "too few tokens for speedrun: take tiny, or more text; it gets the model of tiny" in err
+    with pytest.raises(T.UserError, match="too few tokens for speedrun: take tiny, or more text$"):
+        preset_of(capsys, small, "speedrun")
     one.write_bytes(b"0123456789abcde\n" * 400_000)
-    with pytest.raises(T.UserError, match="896 tokens are too few: 896 at most of 1 texts"):
+    few = "at most 3,072 tokens of each of 1 documents: take tiny, more of them .* or whole ones by"
+    whole = [f"stages.{i}.doc_cap=0" for i in range(5)]
+    with pytest.raises(T.UserError, match=f"speedrun reads {few} --set {' '.join(whole)}$"):
         preset_of(capsys, one, "speedrun")
+    with pytest.raises(T.UserError, match=f"{few} --set {' '.join(whole[1:])}$"):
+        preset_of(capsys, one, "speedrun", "--set", whole[0])  # says nothing that is done already
+    name, items, err = preset_of(capsys, one, "speedrun tiny")
+    assert name == "tiny" and "passes=1" in items
+    assert re.search(f"{few} .*; it gets the model of tiny", err)
+    assert preset_of(capsys, one, "speedrun", "--set", *whole)[0] == "speedrun"
     one.write_bytes((b"0123456789abcde\n" * 100 + b"<|endoftext|>\n") * 2000)
     name, items, _ = preset_of(capsys, one, "speedrun")
     assert name == "speedrun" and "encoding=bytes" in items
