@@ -28,8 +28,7 @@ Words that are used throughout:
     bank        equal-shaped matrices, stacked: [matrices, rows, cols]
     row         of a batch: one sequence; of a table: the vector of one id or n-gram
     stream      in the model: the sum that layers add to; in the data: all tokens of the shards
-    copies      the parameters to compute with: large ones in bfloat16, all whole except banks;
-                and the random signs of n-grams
+    copies      the parameters to compute with: large ones in bfloat16, all whole except banks
     window      how many tokens before itself a token sees
     stage       a stretch of the run with one shape of batch
     waiting     of gradients: until an update sums those of several steps
@@ -388,11 +387,6 @@ class Update(NamedTuple):
         return self.kind + "_tied" * self.tied + "-".join(map(str, self.stages))
 
 
-def stage_at(cfg: Config, step: int) -> Stage:
-    """The stage that `step` (from 0) belongs to."""
-    return cfg.stages[schedule(cfg).stage[step]]
-
-
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
     """The Schedule of a run. In a stage numbers are constant, linear or constant in equal parts."""
@@ -560,8 +554,7 @@ class LoaderState(NamedTuple):
     """Where a run stands in its data; a checkpoint holds one."""
 
     cursor: int  # in the stream
-    # How far each row of this process is in its walk through the vocabulary, see `candidates`.
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
@@ -628,7 +621,7 @@ def next_batch(
 ):
     """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
     process plans the whole batch, from where documents begin, and reads its own rows."""
-    stage = stage_at(cfg, step)
+    stage = cfg.stages[schedule(cfg).stage[step]]
     count = schedule(cfg).candidates[step]
     pieces, cursor = plan_rows(stream, state.cursor, stage)
     tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
@@ -1102,8 +1095,7 @@ class Mudd(NamedTuple):
     x_x: float = 0.0
     values_left: float = 2.0  # of the value row, for the first half of the heads
     values_right: float = 2.0
-    # What other layers have in resid_lambdas, post_lambdas and gates: four weights for the sum
-    # after attention, two for the one after the MLP.
+    # In place of resid_lambdas, post_lambdas and gates: of the sums after attention and the MLP.
     keep_attention: float = math.sqrt(1.1)
     attention: float = 1.0
     start: float = 0.0
@@ -1154,11 +1146,11 @@ def init_state(cfg: Config, seed):
     return tie(state)
 
 
-def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
+def compute_copies(cfg: Config, params, gather: Callable = lambda x: x, seed=None):
     """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
     which banks are at each step, small ones as they are. The n-gram table has no copy: no device
-    ever holds all of it. (The random signs come to them in all_copies.)"""
-    copies = {}
+    ever holds all of it. With a seed the signs of n-grams are there too."""
+    copies = {} if seed is None else {"signs": sign_pool(cfg, seed)}
     for name, x in params.items():
         row = param_table(cfg)[name]
         if name != NGRAMS:
@@ -1358,9 +1350,9 @@ def attention(model: Model, i: int, x_btd, added, gates):
     wide = int(cfg.layers[i].attends == "long")
     with jax.named_scope(f"attention{i}"):
         qkv = norm(x_btd) @ projection(model, i, heads).T
+        rotation = hyper.freqs[wide], hyper.scales[wide]
         own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
-        others = model.segments_bt, hyper.freqs[wide], hyper.scales[wide]
-        inputs = HeadInputs(added, *own_gates, *others)
+        inputs = HeadInputs(added, *own_gates, model.segments_bt, *rotation)
         y = model.kernels.attend(heads, qkv, inputs)
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
@@ -1485,9 +1477,8 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     layer = cfg.layers[i]
     h = cfg.head_width
     wide = layer.attends == "long"
-    v_width = h // 2 if layer.narrow else h
-    paired = layer.attends == "paired"
-    return Heads(cfg.heads, h if wide else h // 2, v_width, windows[wide], paired, offset=wide)
+    widths = h if wide else h // 2, h // 2 if layer.narrow else h
+    return Heads(cfg.heads, *widths, windows[wide], paired=layer.attends == "paired", offset=wide)
 
 
 class HeadInputs(NamedTuple):
@@ -1699,7 +1690,6 @@ def add_losses(totals, losses, weights):
 # Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part III arranges for XLA:
 # gather_banks is lax.all_gather of every bank, and what it returns to reduce gradients with is
 # lax.psum_scatter, as is reduce_scatter. (There sum_batches is lax.scan, and in_order an order.)
-
 # A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
 # every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
 # sends their gradients to the owners; a table update sums those of some steps.
@@ -2311,10 +2301,10 @@ def validate(c: Config) -> Config:
             fits = all(0 <= x < 2**32 for x in numbers)
             rule(at + field.name, fits, "it must not be negative, nor so large")
             rule(at + field.name, all(numbers) or field.name not in POSITIVE, "it must be positive")
-    rule("encoding", c.encoding in ("gpt2", "bytes", "bpe"), "gpt2, bytes or bpe")
-    rule("compute_dtype", c.compute_dtype in ("bfloat16", "float32"), "bfloat16 or float32")
-    rule("checkpoint_end", c.checkpoint_end in ("auto", "always", "never"), "auto, always or never")
-    rule("ngram_ids", c.ngram_ids in ("normalised", "raw"), "normalised or raw")
+    choices = {"ngram_ids": "normalised raw", "compute_dtype": "bfloat16 float32"}
+    choices |= {"encoding": "gpt2 bytes bpe", "checkpoint_end": "auto always never"}
+    for name, words in choices.items():
+        rule(name, getattr(c, name) in words.split(), words.replace(" ", ", "))
     known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
     rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
@@ -2404,7 +2394,7 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
     """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
     cursor = 0
     for step in range(steps):
-        stage = stage_at(cfg, step)
+        stage = cfg.stages[schedule(cfg).stage[step]]
         try:
             cursor = plan_rows(stream, cursor, stage)[1]
             if not stage.doc_cap:
@@ -2559,15 +2549,10 @@ def abstract_state(cfg: Config, mesh: Mesh):
     return map_state(cfg, leaf)
 
 
-def all_copies(cfg: Config, params, seed) -> dict:
-    """The compute copies and the signs."""
-    return compute_copies(cfg, params) | {"signs": sign_pool(cfg, seed)}
-
-
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of all_copies: only banks are sharded."""
+    """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
     params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(all_copies, cfg), params, np.uint32(0))
+    found = jax.eval_shape(functools.partial(compute_copies, cfg, seed=0), params)
     axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
     return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
 
@@ -2584,9 +2569,9 @@ def start_state(cfg: Config, mesh: Mesh) -> Callable:
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> all_copies, as they lie on the mesh."""
-    shardings = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(functools.partial(all_copies, cfg), out_shardings=shardings)
+    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
+    out = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
+    return jax.jit(lambda params, seed: compute_copies(cfg, params, seed=seed), out_shardings=out)
 
 
 # XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
@@ -3168,7 +3153,8 @@ def show(cfg: Config) -> str:
         first, end = cfg.boundaries[i : i + 2]
         lr = "{:.3g} to {:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
         lines.append(f"steps {first} to {end - 1}, lr {lr}: stages.{i} = {stage}")
-    flops = sum(flops_per_token(cfg, i) * stage_at(cfg, i).batch_tokens for i in range(cfg.steps))
+    sizes = (cfg.stages[at].batch_tokens for at in schedule(cfg).stage)
+    flops = sum(size * flops_per_token(cfg, step) for step, size in enumerate(sizes))
     total = f"{numbers:,} numbers, {cfg.steps} steps, {cfg.tokens_after(cfg.steps):,} tokens"
     return "\n".join([*lines, f"{total}, {flops:.3e} model FLOPs"])
 
@@ -3863,9 +3849,7 @@ class Plan:
 
     def name(self, direction: str) -> str:
         """A name that tells kernels of different work apart, in profiles and in dumps."""
-        h, v = self.heads.qk_width, self.heads.v_width
-        kind = "_paired" * self.heads.paired + "_offset" * self.heads.offset
-        return f"window_{direction}_{self.heads.window}_{h}_{v}{kind}"
+        return "_".join(map(str, ("window", direction, *map(int, dataclasses.astuple(self.heads)))))
 
     def across(self, at: Callable) -> Callable:
         """For run_kernel: at step i block at(i) of an array [b, t, columns]."""

@@ -123,6 +123,11 @@ def by_name(programs: dict) -> dict:
     return {str(x): program for x, program in programs.items()}
 
 
+def stage_at(cfg: T.Config, step: int) -> T.Stage:
+    """The stage that `step` (from 0) belongs to."""
+    return cfg.stages[T.schedule(cfg).stage[step]]
+
+
 def named(cfg: T.Config, name: str):
     """The key of T.programs that has this name."""
     return by_name({x: x for x in T.programs(cfg, mesh_of(1), T.PLAIN)})[name]

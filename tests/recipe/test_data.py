@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import BOS, documents, small_config, stream_of, write_shard
-from programs import CFG, mesh_of, next_rows
+from programs import CFG, mesh_of, next_rows, stage_at
 
 import train_gpt as T
 
@@ -168,7 +168,7 @@ def test_batches_follow_the_stages(shards, eight):
     assert place == (0, (0, 12, 25, 37, 50, 63, 75, 88))  # walks begin evenly apart
     known = T.vocabulary(CFG, WORDS)
     for step, (batch, after) in enumerate(eight):
-        rows, cursor = next_rows(stream, place.cursor, T.stage_at(CFG, step))
+        rows, cursor = next_rows(stream, place.cursor, stage_at(CFG, step))
         assert rows.shape == ((8, 33) if step < 3 else (8, 65))
         assert step >= 3 or cursor == 256 * (step + 1)
         np.testing.assert_array_equal(batch.rows.tokens, rows)
@@ -218,7 +218,7 @@ def test_processes_make_their_own_rows_of_what_one_makes(shards, monkeypatch, de
         assert_same(jax.tree.map(lambda *x: np.concatenate(x), *(x[:2] for x in got)), whole[:2])
         assert {x[2].cursor for x in got} == {whole[2].cursor}
         assert sum((x[2].offsets for x in got), ()) == whole[2].offsets
-        stage = T.stage_at(cfg, step)
+        stage = stage_at(cfg, step)
         assert {x[3] for x in got} == {stage.rows // processes * (stage.row_tokens + 1)}
 
 

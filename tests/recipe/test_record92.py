@@ -36,6 +36,7 @@ from programs import (
     mesh_of,
     padded,
     quick_compilation,
+    stage_at,
     strip_padding,
     val_batch,
 )
@@ -404,7 +405,7 @@ def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
             found[name] = lay(cfg, {name: x}, mesh)[name]
             continue
         if row.optimizer == "rows":
-            share, size = shape[0] // n, T.capacity(T.stage_at(cfg, step).batch_tokens, n)
+            share, size = shape[0] // n, T.capacity(stage_at(cfg, step).batch_tokens, n)
             requests = np.full((n, n, size), share, np.int32)
             parts = np.zeros((n, n, size, x.shape[1]), x.dtype)
             read = np.flatnonzero(np.any(x, axis=1))
@@ -464,7 +465,7 @@ class Training:
         args = self.copies, table, T.Batch(rows, wanted, self.hyper(step))
         grads, loss, dropped = program(self.cfg, self.devices, str(key))(*args)
         assert dropped == 0
-        stage = T.stage_at(self.cfg, step)  # of whose rows each loss has its part
+        stage = stage_at(self.cfg, step)  # of whose rows each loss has its part
         return grads, float(loss) * stage.batch_tokens * stage.rows
 
     def update(self, step: int, grads: dict):
@@ -659,7 +660,7 @@ def test_training_steps(double, scenario, devices):
     offsets, prefix_v = T.loader_state(cfg, mesh_of(1)).offsets, arrays("model")["prefix_table"]
     for at, fact in enumerate(about["steps"]):
         step, count = fact["step"], T.schedule(cfg).candidates[fact["step"]]
-        assert T.stage_at(cfg, step).windows == tuple(fact["windows"])
+        assert stage_at(cfg, step).windows == tuple(fact["windows"])
         tokens = np.empty((train["ranks"], train["row_tokens"] + 1), np.uint16)
         for r, lengths in enumerate(about["row_segments"]):
             rng = np.random.default_rng(about["token_seed_base"] + 2 * step + r)

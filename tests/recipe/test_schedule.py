@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import small_config
+from programs import stage_at
 
 import train_gpt as T
 
@@ -48,7 +49,7 @@ def test_shares_of_the_schedule_become_whole_steps():
     ):
         cfg = staged(boundaries[-1], *shares, extension=extension)
         assert cfg.boundaries == boundaries
-        numbers = [T.stage_at(cfg, step).windows[0] - 1 for step in range(cfg.steps)]
+        numbers = [stage_at(cfg, step).windows[0] - 1 for step in range(cfg.steps)]
         assert numbers == np.repeat(np.arange(len(shares)), np.diff(boundaries)).tolist()
         assert numbers == T.schedule(cfg).stage.tolist()
 

@@ -102,9 +102,9 @@ def test_set_replaces_one_field_and_keeps_its_type(item, value):
 # Settings, and what the one line must say.
 BAD_SETTINGS = {
     # what cannot be read
-    "layerz=3": "unknown key 'layerz': write KEY=VALUE, after PRESET; the keys are preset, seed, ",
-    "tiny": "--set tiny: unknown key 'tiny': write KEY=VALUE, after PRESET",
-    "steps": "steps='' is not valid: it must be int",
+    "layerz=3": "unknown key 'layerz'; the keys are preset, seed, ",
+    "tiny": "--set tiny: write KEY=VALUE; texts and presets go before --set",
+    "steps": "--set steps: write KEY=VALUE; texts and presets go before --set",
     "stages.3.share=1": "unknown key 'stages.3.share'",
     "stages.0.rows=5": "unknown key 'stages.0.rows'",
     "vocab=2.5": "vocab=2.5 is not valid: it must be int",
@@ -115,14 +115,14 @@ BAD_SETTINGS = {
     "stages.0.candidates=48": "candidates=48 is not valid: it must be tuple[int, ...], see --show",
     "recompute=layers": "recompute='layers' is not valid: it must be bool",
     f"prefetch={2**63}": "is not valid: it must be int",
-    "encoding=5": "encoding='5' is not valid: gpt2, bytes or bpe",
+    "encoding=5": "encoding='5' is not valid: gpt2, bytes, bpe",
     # numbers that cannot be
     "lr_anvil=-0.1": "lr_anvil=-0.1 is not valid: it must not be negative",
     "adam_eps=0": "adam_eps=0.0 is not valid: it must be positive",  # 0/0 for tokens never seen
     "stages.0.row_tokens=0": "stages.0.row_tokens=0 is not valid: it must be positive",
-    "compute_dtype=float16": "compute_dtype='float16' is not valid: bfloat16 or float32",
+    "compute_dtype=float16": "compute_dtype='float16' is not valid: bfloat16, float32",
     "kernels=fast": "kernels='fast' is not valid: auto, plain, or some of attend,",
-    "checkpoint_end=maybe": "checkpoint_end='maybe' is not valid: auto, always or never",
+    "checkpoint_end=maybe": "checkpoint_end='maybe' is not valid: auto, always, never",
     # sizes of the model
     "heads=3": "heads=3 is not valid: an even number that cuts width=32 into multiples of 8",
     "ngram_rows=521": "ngram_rows=521 is not valid: an even number, 4 or more",

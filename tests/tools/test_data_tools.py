@@ -18,6 +18,7 @@ import cached_fineweb10B
 import numpy as np
 import pytest
 import shards
+from conftest import ROOT
 
 import train_gpt as T
 

@@ -190,7 +190,7 @@ def test_the_prompt_is_of_the_command_line_a_file_or_stdin(command, seen, tmp_pa
     assert two.count(text.removeprefix("ABC")) == 1
 
 
-def test_a_prompt_from_a_pipe_may_come_late_or_be_none(command, seen, capsys, monkeypatch, tmp_path):
+def test_a_prompt_from_a_pipe_may_be_late_or_none(command, seen, capsys, monkeypatch, tmp_path):
     want = command("--prompt", "ABC", "--tokens", "9")
     said = []
     monkeypatch.setattr(T, "tell", lambda line, stream=None: said.append(line))
