@@ -195,10 +195,7 @@ def absent_devices(target: str) -> list:
     for key, value in NO_HOST.items():
         os.environ.setdefault(key, value)
     options = gpu_options(target) or tpu_options(target)
-    name = re.sub(r"x\d*$", "", target.lower())
-    near = [f"{gpu}x1" for gpu in GPUS if name and gpu.startswith(name)]
-    known = f"use {' or '.join(near)}, or " if near else "use "
-    known += "a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
+    known = "use a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
     known += f"(TPUs: {', '.join(TPUS)}; GPUs: {', '.join(GPUS)})"
     T.need(options, f"no such hardware as {target}: {known}")
     if options["platform"] == "cuda":
@@ -211,8 +208,7 @@ def absent_devices(target: str) -> list:
     try:
         return topologies.get_topology_desc(**options).devices
     except Exception as error:  # whatever the compiler library finds wrong with a name
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise T.UserError(f"no such hardware as {target} ({reason}): {known}") from None
+        raise T.UserError(f"no such hardware as {target} ({error!r:.200}): {known}") from None
 
 
 def link_count(devices) -> int:
@@ -441,15 +437,13 @@ def writes(one: Instruction) -> list[int]:
 
 
 def memory_bytes(one: Instruction) -> int:
-    """Bytes that one execution reads from memory and writes there; none of a collective."""
-    if one.op in FREE or one.op.endswith("-done") or one.transfer or one.op == "call-start":
+    """Bytes that one execution reads from memory and writes there; none of a collective, nor of a
+    copy to or from the chip, which waits for nothing, nor does other work for it."""
+    if one.op in FREE or one.op.endswith(("-start", "-done")) or one.transfer:
         return 0
     if one.op == "custom-call" and any(f'"{target}"' in one.rest for target in NO_WORK):
         return 0
     results = arrays(one.shape)
-    if one.op.endswith("-start"):  # a copy to or from the chip: (result, source) or reversed
-        size = min(array.size for array in results[:2])
-        return sum(min(size, array.stored) for array in results[:2])
     if one.kernel:  # an operand that is given several times, or is also a result, counts once
         aliased = {int(x) for x in re.findall(r"\{[\d, ]*\}: \((\d+),", one.rest)}
         names = {x for at, x in enumerate(one.operands) if at not in aliased and x in one.scope}
@@ -488,11 +482,11 @@ def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
     return size, round(size * share)
 
 
-def link_seconds(instructions, work, cross) -> tuple[float, float]:
-    """(seconds that collectives take, those in which nothing else is done): a play of the schedule.
-    work(one), cross(one): seconds of one execution of its own, and in the links, which carry one
-    collective after the other. What awaits something unknown waits for all. Loops are played once
-    with all times multiplied: every trip is alike."""
+def links_alone(instructions, work, cross) -> float:
+    """The time in which only collectives go on: a play of the schedule. work(one), cross(one): what
+    one execution takes of its own, and in the links, which carry one collective after the other.
+    What awaits something unknown waits for all. Loops are played once with all times multiplied:
+    every trip is alike."""
     awaited = {}  # what waits -> the name of what it waits for, "" if that is unknown
     for one in (x for x in instructions if x.op.endswith("-done")):
         awaited[one] = next((x.name for x in one.inputs() if x.op.endswith("-start")), "")
@@ -512,7 +506,7 @@ def link_seconds(instructions, work, cross) -> tuple[float, float]:
         spent = one.times * work(one)
         now += spent
         worked += spent
-    return total, max(0.0, min(total, max(now, free) - worked))
+    return max(0.0, min(total, max(now, free) - worked))
 
 
 def read_schedule(schedule: str, rows: int = 0) -> int:
@@ -637,23 +631,22 @@ def part_of(one: Instruction, innermost: dict[str, str]) -> str:
     return next((innermost[frame[1]] for frame in frames if frame), "other")
 
 
-FIGURES = "predicted_ms", "link_floor_ms", "moved_floor_ms", "functions_ms", "bound_ms"
 # Of a whole run -> of a program: the three parts of the sum, and the ends of its band.
 SECONDS = {"train_seconds": "predicted_ms", "train_link_floor_seconds": "link_floor_ms"}
 SECONDS |= {"train_moved_floor_seconds": "moved_floor_ms"}
 SECONDS |= {"low_seconds": "low_ms", "high_seconds": "high_ms"}
+FIGURES = *SECONDS.values(), "functions_ms", "bound_ms"
 
 
 def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     """FIGURES of one execution of an optimized program (HLO as text) on one of `devices`, with the
-    schedules that libtpu has left in a folder, and the sum for either end of the band as "low_ms"
-    and "high_ms"; None where they are not known. "bound_ms" has what is computed and moved by the
-    number of the Yardstick that decides how long it takes."""
+    schedules that libtpu has left in a folder; None where they are not known. "bound_ms" has what
+    is computed and moved by the number of the Yardstick that decides how long it takes."""
     known = HARDWARE[devices[0].device_kind]
     computations, entry = hlo_computations(text)
     bundles = read_schedules((x for y in computations.values() for x in y.values()), schedules)
     if known.clock is None or not bundles:
-        return dict.fromkeys((*FIGURES, "low_ms", "high_ms"))
+        return dict.fromkeys(FIGURES)
     innermost = functions(text)
     links = link_count(devices) or 1
     load = all_to_all_load(devices)
@@ -666,28 +659,24 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
         return max(sent / links, across) / known.link
 
     def measure(yardstick: Yardstick) -> list:
-        """The FIGURES by a yardstick."""
+        """Milliseconds predicted, of links and of moves, by function, and by what decides."""
         took = {}
         spent, parts, bounds = Counter(), Counter(), Counter()
         for one, (number, cycles) in issued.items():
-            computed = cycles * getattr(yardstick, number) / known.clock
-            moved = yardstick.memory * memory_bytes(one) / known.hbm
-            # A copy that is started waits for nothing, nor does other work for it.
-            moved = 0.0 if one.op.endswith("-start") else moved
+            computed = 1e3 * cycles * getattr(yardstick, number) / known.clock
+            moved = 1e3 * yardstick.memory * memory_bytes(one) / known.hbm
             took[one], bound = max((computed, number), (moved, "memory"))
-            seconds = one.times * took[one]
-            spent["predicted" if cycles else "moved"] += seconds
-            parts[part_of(one, innermost)] += seconds
-            bounds[bound] += seconds
-        _, alone = link_seconds(instructions, took.get, lambda one: yardstick.link * cross(one))
+            ms = one.times * took[one]
+            spent["predicted" if cycles else "moved"] += ms
+            parts[part_of(one, innermost)] += ms
+            bounds[bound] += ms
+        alone = links_alone(instructions, took.get, lambda one: 1e3 * yardstick.link * cross(one))
         parts["collectives"] += alone
-        ms = [1e3 * x for x in (spent["predicted"], alone, spent["moved"])]
-        lists = ({x: 1e3 * seconds for x, seconds in each.items()} for each in (parts, bounds))
-        return [*ms, *lists]
+        return [spent["predicted"], alone, spent["moved"], parts, bounds]
 
-    found = {name: measure(yardstick) for name, yardstick in YARDSTICKS.items()}
-    sums = {f"{end}_ms": sum(found[end][:3]) for end in ("low", "high")}
-    return dict(zip(FIGURES, found["middle"], strict=True)) | sums
+    low, middle, high = (measure(YARDSTICKS[end]) for end in ("low", "middle", "high"))
+    figures = *middle[:3], sum(low[:3]), sum(high[:3]), *middle[3:]
+    return dict(zip(FIGURES, figures, strict=True))
 
 
 # ---- The whole run, and the report -------------------------------------------------------------
@@ -736,18 +725,17 @@ def whole_run(rows: list[dict]) -> dict:
     training = [row for row in rows if row["name"] != "eval"]
     if not all(row["functions_ms"] for row in training):
         return dict.fromkeys(("sum_seconds", *SECONDS, "components"))
-    seconds = {}
-    for name, key in SECONDS.items():
-        seconds[name] = sum(row[key] * row["steps"] for row in training) / 1e3
-    parts = Counter()
+    seconds, parts = Counter(), Counter()
     for row in training:
-        parts.update({part: row["steps"] * ms / 1e3 for part, ms in row["functions_ms"].items()})
-    return {"sum_seconds": sum([*seconds.values()][:3]), **seconds, "components": dict(parts)}
+        runs = row["steps"] / 1e3
+        seconds.update({name: runs * row[key] for name, key in SECONDS.items()})
+        parts.update({part: runs * ms for part, ms in row["functions_ms"].items()})
+    return {"sum_seconds": sum([*seconds.values()][:3]), **seconds, "components": parts}
 
 
-def number(value, form=".2f", unit=1.0) -> str:
+def number(value, form=".2f") -> str:
     """A figure of the report; - if it is not known."""
-    return "-" if value is None else format(value / unit, form)
+    return "-" if value is None else format(value, form)
 
 
 def by_function(parts: dict, unit: str) -> str:
@@ -768,8 +756,8 @@ def describe(report: dict) -> str:
     run = report["predicted"]
     for row in report["variants"]:
         sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
-        cells = [number(x, unit=2**30) for x in (*sizes, row["resident_bytes"])]
-        cells += [number(row[x]) for x in ("predicted_ms", "link_floor_ms", "moved_floor_ms")]
+        cells = [number(x / 2**30) for x in (*sizes, row["resident_bytes"])]
+        cells += [number(row[x]) for x in FIGURES[:3]]
         counts = f"{row['steps']:,}", f"{row['compile_seconds']:.0f}"
         table.append(form(row["name"], *counts, *cells))
         more.append(f"{row['name']}, {row['what']}")
@@ -779,8 +767,7 @@ def describe(report: dict) -> str:
     where += ", by its data sheet" * (report["rates"] == "data sheet")
     lead = f"Some programs on {where}; the sum for a run needs all (no --program)"
     if run:
-        names = "sum_", "train_", "train_link_floor_", "train_moved_floor_", "low_", "high_"
-        said = [number(run[f"{name}seconds"], ".1f") for name in names]
+        said = [number(run[name], ".1f") for name in ("sum_seconds", *SECONDS)]
         lead = "The whole run on {}: {} s = predicted {} + links {} + moves {}; band {} to {} s"
         lead = lead.format(where, *said)
         if run["components"]:
@@ -808,13 +795,12 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
     """Compile the run's programs (or args.program) for args.target and report what they need;
     whether they fit. A run that by its shapes does not fit is not compiled. args.dump gets
     preflight.json and all HLO, args.save the executables."""
-    names = [*dict.fromkeys(args.program)]
-    dump = Path(args.dump) if args.dump else None
-    if dump:
-        dump.mkdir(parents=True, exist_ok=True)
+    names = args.program
+    dump = args.dump and Path(args.dump)
+    for kept in filter(None, (args.dump, args.save)):
+        Path(kept).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         if args.save:  # without SCHEDULES: an executable is found under the options it was made by
-            Path(args.save).mkdir(parents=True, exist_ok=True)
             jax.config.update("jax_compilation_cache_dir", args.save)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         else:
@@ -841,9 +827,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
             rows.append(row)
             needs = row["bytes"]["peak"] + row["resident_bytes"]
             refusals.append(T.too_large(cfg, mesh, name, needs, limit))
-    facts = T.run_facts(asked, mesh, command, reason)
-    facts = {x: facts[x] for x in ("preset", "config", "command", "source_sha256", "versions")}
-    report = facts | {
+    report = T.run_facts(asked, mesh, command, reason) | {
         "target": args.target,
         "device_kind": devices[0].device_kind,
         "devices": mesh.size,
