@@ -266,9 +266,9 @@ class Instruction:
         return found[1] if found else ""
 
     @functools.cached_property
-    def operands(self) -> list[str]:
-        """Names of the operands."""
-        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+    def operands(self) -> list["Instruction"]:
+        """The instructions of the same computation that it takes."""
+        return [self.scope[name] for name in re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])]
 
     @property
     def contents(self) -> list["Instruction"]:
@@ -276,11 +276,9 @@ class Instruction:
         return [*self.inner.values()] if self.op in ("fusion", "call-start") and self.inner else []
 
     def inputs(self) -> list["Instruction"]:
-        """The operands that are instructions of the same computation, without what only renames."""
-        found = []
-        for one in (self.scope[name] for name in self.operands if name in self.scope):
-            found += one.inputs() if one.op in RENAMES else [one]
-        return found
+        """The operands, without what only renames."""
+        each = (one.inputs() if one.op in RENAMES else [one] for one in self.operands)
+        return [*itertools.chain(*each)]
 
     @functools.cached_property
     def transfer(self) -> "Instruction | None":
@@ -308,8 +306,9 @@ def hlo_computations(text: str) -> tuple[dict[str, dict[str, Instruction]], str]
         scope = found[computation]
         for root, name, *line in re.findall(line_form, body, re.M):
             if line[1] == "call-update":  # of jax 0.12: a call begins when it has operands
-                waiting = scope.pop(re.match(r"%?([\w.\-]+)", line[2])[1])
-                line[1:] = waiting.op, line[2] + waiting.rest.removeprefix(")")
+                begun, given = re.match(r"%([\w.\-]+)(?:, )?(.*)", line[2], re.S).groups()
+                waiting = scope.pop(begun)
+                line[1:] = waiting.op, given + waiting.rest.removeprefix(")")
             called = re.search(r"\b(?:calls|to_apply)=%?([\w.\-]+)", line[2])
             inner = called and found.get(called[1])
             scope[name] = Instruction(name, *line, bool(root), computation in fused, scope, inner)
@@ -320,9 +319,9 @@ def loop_trips(one: Instruction, computations) -> int:
     """How often a while loop runs: the constant that its counter meets; 1 if there is none."""
     condition = computations[one.called("condition")]
     for test in condition.values():
-        bound = condition.get(test.operands[1]) if test.op == "compare" else None
-        if bound and bound.op == "constant" and "direction=LT" in test.rest:
-            return int((re.match(r"\d+(?=\))", bound.rest) or ["1"])[0])
+        if test.op == "compare" and "direction=LT" in test.rest:
+            bound = re.match(r"\d+(?=\))", test.operands[1].rest)  # of a constant
+            return int(bound[0]) if bound else 1
     return 1
 
 
@@ -381,9 +380,10 @@ def fetched_rows(one: Instruction) -> int:
 
 def updates(one: Instruction) -> int:
     """How many numbers a dynamic-update-slice or a scatter writes."""
-    names = one.operands[1:2] if one.op == "dynamic-update-slice" else one.operands
-    names = names[-(len(names) // 2) :] if one.op == "scatter" else names
-    return sum(numbers(one.scope[name]) for name in names if name in one.scope)
+    values = one.operands[1:2]
+    if one.op == "scatter":
+        values = one.operands[-(len(one.operands) // 2) :]
+    return sum(map(numbers, values))
 
 
 def in_place(one: Instruction) -> bool:
@@ -394,13 +394,13 @@ def in_place(one: Instruction) -> bool:
 
 def reads(one: Instruction, needed: int) -> list[int]:
     """How many numbers of each operand `one` reads if `needed` of its result are."""
-    sizes = [numbers(one.scope[x]) if x in one.scope else 0 for x in one.operands]
+    sizes = [numbers(x) for x in one.operands]
     if one.contents:
         taken = fused_reads(one.inner, needed)
         return [min(size, taken.get(at, 0)) for at, size in enumerate(sizes)]
     if one.op in ("slice", "dynamic-slice", "gather"):
-        return [min(sizes[0], needed), *sizes[1:]] if sizes else []
-    if one.op in ("dynamic-update-slice", "scatter") and in_place(one):
+        return [min(sizes[0], needed), *sizes[1:]]
+    if in_place(one):
         bases = 1 if one.op == "dynamic-update-slice" else (len(sizes) - 1) // 2
         old = updates(one) // bases if one.op == "scatter" else 0  # it adds to what is there
         return [min(size, old) for size in sizes[:bases]] + sizes[bases:]
@@ -414,12 +414,12 @@ def fused_reads(inner: dict[str, Instruction], needed: int) -> Counter:
     need = Counter()
     found = Counter()
     for one in reversed(inner.values()):
-        count = min(needed if one.root else need[one.name], numbers(one))
+        count = min(needed if one.root else need[one], numbers(one))
         if one.op == "parameter":
             found[int(one.rest.split(")")[0])] = count
         elif count:
-            for name, part in zip(one.operands, reads(one, count), strict=True):
-                need[name] += part
+            for operand, part in zip(one.operands, reads(one, count), strict=True):
+                need[operand] += part
     return found
 
 
@@ -428,11 +428,9 @@ def writes(one: Instruction) -> list[int]:
     if one.contents:
         return next(writes(x) for x in one.contents if x.root)
     if one.op == "tuple":
-        return [n for x in one.operands for n in writes(one.scope[x])]
-    if one.op in RENAMES and len(one.operands) == 1 and one.operands[0] in one.scope:
-        before = one.scope[one.operands[0]]
-        if numbers(before) == numbers(one):
-            return writes(before)
+        return [n for x in one.operands for n in writes(x)]
+    if one.op in RENAMES and numbers(one.operands[0]) == numbers(one):
+        return writes(one.operands[0])
     return [updates(one)] if in_place(one) else [array.count for array in arrays(one.shape)]
 
 
@@ -446,13 +444,11 @@ def memory_bytes(one: Instruction) -> int:
     results = arrays(one.shape)
     if one.kernel:  # an operand that is given several times, or is also a result, counts once
         aliased = {int(x) for x in re.findall(r"\{[\d, ]*\}: \((\d+),", one.rest)}
-        names = {x for at, x in enumerate(one.operands) if at not in aliased and x in one.scope}
-        given = [array for name in names for array in arrays(one.scope[name].shape)]
-        return sum(array.stored for array in results + given)
+        given = {x for at, x in enumerate(one.operands) if at not in aliased}
+        return sum(array.stored for x in (one, *given) for array in arrays(x.shape))
     touched = []  # (an array, how many of its numbers)
-    for name, count in zip(one.operands, reads(one, numbers(one)), strict=True):
-        given = arrays(one.scope[name].shape) if name in one.scope else ()
-        touched += [(array, min(count, array.count)) for array in given]
+    for operand, count in zip(one.operands, reads(one, numbers(one)), strict=True):
+        touched += [(array, min(count, array.count)) for array in arrays(operand.shape)]
     written = writes(one)
     if len(written) != len(results):
         written = [array.count for array in results]
