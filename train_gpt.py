@@ -2240,8 +2240,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     """What `train` begins with, in its order: devices and data are checked, the log is open, every
     program is compiled and has run once, the state is made or loaded. The loader makes its first
     batch when the clock starts."""
-    recipe = cfg
-    cfg, mesh = make_mesh(recipe)
+    recipe, (cfg, mesh) = cfg, make_mesh(cfg)
     check_memory(cfg, mesh)
     folder = data_folder(cfg, say)
     stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
@@ -2262,6 +2261,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     if cfg.start and not saved:  # if its run has gone on and removed it, from a newer one
         start = find_checkpoint(Path(cfg.start, "../.." * (not Path(cfg.start).exists())), say)
         log.write_facts(config=facts["config"] | {"start": str(start.folder)})
+        say(f"starting with the parameters of {start.folder}")
         need(len({*from_all(start.step)}) == 1, f"the run of {cfg.start} writes: start again")
         del state["params"]  # before others take their room
         state |= load_state(mesh, start, ("params",))
@@ -2747,7 +2747,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
-    """The newest whole checkpoint of RUN_DIR, or the one in RUN_DIR/checkpoints/STEP."""
+    """The newest whole checkpoint of RUN_DIR(/checkpoints), or that in RUN_DIR/checkpoints/STEP."""
     here = run_dir.expanduser().resolve()
     need(here.exists(), f"there is no {run_dir}: name the folder of a run")
     folder = here if here.name == "checkpoints" and checkpoint_steps(here) else here / "checkpoints"
@@ -2861,7 +2861,7 @@ class RunLog:
         cure = f"leave --data out: they were in {place}"
         if place == cfg.data or not data_place(place).is_dir():
             cure = f"they are gone; with its parameters: --start {self.folder} --data {cfg.data}"
-        other = f"{cfg.data} does not hold the shards of {self.folder} (another text?): {cure}"
+        other = f"{cfg.data} does not hold the shards of {self.folder} (changed since?): {cure}"
         need(was["data"] == facts["data"], other)
         other = f"train_gpt.py is not what {self.folder} began with: its log has that, so first "
         read = f"print(open('{self.folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"

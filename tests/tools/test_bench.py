@@ -164,7 +164,7 @@ def test_chunks_are_long_enough_warm_and_whole_periods():
         (["--parts", "3"], "--parts 3: use a number that divides the 8 rows of stages.0"),
         (["--parts", "-1"], "--parts -1: a positive number of devices, or none"),
         (["--kernels", "3"], "--kernels 3: stages are 0 to 2"),
-        (["--data", "nothing"], "nor is there such a text or folder"),
+        (["--data", "nothing"], "there is no nothing"),
         (["--dump", "/dev/null/x"], "/dev/null/x"),
         (["--profile", __file__], "test_bench.py"),
         (["--kernels", "0", "--profile", "x"], "--profile traces the steps of stages: leave out"),
