@@ -355,32 +355,27 @@ def check_runs(runs: list[Run]):
 
 
 def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
-    """What record.json says of runs that keep all rules but those of rank."""
+    """What record.json says of runs that keep all rules but those of rank; a function of their
+    logs."""
     for run in runs:
         with about(run.folder.name):
             check_run(track, run, pinned)
     check_runs(runs)
-    result = derive(track, runs)
-    mean = result["mean_loss"]
-    need(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
-    if track.batch_tokens:
-        reason = f"(target - mean) * sqrt(n) is {result['margin']:.4f}, less than {STEP_MARGIN}"
-        need(result["margin"] >= STEP_MARGIN, reason)
-    else:
-        reason = f"p = {result['p_value']} that the mean loss is not below {track.target}"
-        reason += f", not < {P_VALUE}: more seeds, or a lower loss"
-        need(result["p_value"] < P_VALUE, reason)
-    return result
-
-
-def derive(track: Track, runs: list[Run]) -> dict:
-    """All that record.json says of the runs; a function of their logs."""
     runs = sorted(runs, key=lambda run: run.facts["seed"])
     losses = [run.loss for run in runs]
     seconds = [run.seconds for run in runs]
     facts = runs[0].facts
     mean = float(np.mean(losses))
     p_value = stats.ttest_1samp(losses, track.target, alternative="less").pvalue
+    p_value = float(f"{p_value:.3g}")
+    margin = round((track.target - mean) * math.sqrt(len(runs)), 6)
+    need(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
+    if track.batch_tokens:
+        reason = f"(target - mean) * sqrt(n) is {margin:.4f}, less than {STEP_MARGIN}"
+        need(margin >= STEP_MARGIN, reason)
+    else:
+        reason = f"p = {p_value} that the mean loss is not below {track.target}"
+        need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}: more seeds, or a lower loss")
     return {
         "date": f"{max(run.began for run in runs):%Y-%m-%d}",
         "runs": [run.folder.name for run in runs],
@@ -398,8 +393,8 @@ def derive(track: Track, runs: list[Run]) -> dict:
         "sd_loss": round(float(np.std(losses, ddof=1)), 6),
         "mean_seconds": round(float(np.mean(seconds)), 3),
         "sd_seconds": round(float(np.std(seconds, ddof=1)), 3),
-        "p_value": float(f"{p_value:.3g}"),
-        "margin": round((track.target - mean) * math.sqrt(len(runs)), 6),
+        "p_value": p_value,
+        "margin": margin,
         "resumed": [run.folder.name for run in runs if run.facts["resumed"]],
     }
 
@@ -480,14 +475,13 @@ def check_ranks(records: list[Record]):
 def all_valid(root: Path) -> list[Record]:
     """The records; Refused if one of them is not valid."""
     pinned = read_json(root / "tokens.json")
-    for name, depth in (("record.json", 3), ("run.json", 4)):
+    folders = {path for track in TRACKS for path in root.glob(f"{track}/*/")}
+    for name, depth in (("record.json", 3), ("run.json", 4)):  # runs need a record
         for path in sorted(root.rglob(name)):
             place = path.relative_to(root)
             right = len(place.parts) == depth
             need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
-    folders = {path.parent for path in root.glob("*/*/record.json")}
-    folders |= {path.parents[1] for path in root.glob("*/*/*/run.json")}  # runs need a record
-    folders |= {path for track in TRACKS for path in root.glob(f"{track}/*/")}
+            folders.add(path.parents[depth - 3])
     records = [check_record(folder, pinned) for folder in sorted(folders)]
     check_ranks(records)
     return records

@@ -194,15 +194,13 @@ def reproduce(root: Path, args) -> str:
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
     then = runs[0].facts["environment"]
     environment = {name: then[name] for name in REPEATED if name in then}
-    data = ["--data", str(Path(args.data).resolve())] if args.data else []
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary, "source")
-        out = Path(args.out or Path(temporary, "runs"))
         lay_out(runs[0].source, home)
         for seed, old in enumerate(runs):
             with about(f"seed {seed}"):
-                words = [*old.words, *data, "--seed", str(seed)]
-                new = train_with(home, words, out, environment)
+                words = [*old.words, "--seed", str(seed)]
+                new = train_with(home, words, Path(temporary, "runs"), environment)
                 other = "other tokens than the record's (another Python has another demo corpus)"
                 need(new.facts["data"] == old.facts["data"], other)
                 configs = [run.facts["config"] | C.FREE for run in (new, old)]
@@ -257,12 +255,9 @@ def compare(root: Path, args) -> str:
                 with about(f"{name}, seed {seed}"):
                     pair[name] = train_with(home, words, Path(args.out or temporary, name))
             base, cand = pair["base"], pair["cand"]
-            for key in ("val_tokens", "target"):
-                values = [run.facts["config"][key] for run in (base, cand)]
-                C.agree(f"{key} of base, of cand", *values)
-            for name in base.facts["data"].keys() & cand.facts["data"].keys():
-                shards = [run.facts["data"][name] for run in (base, cand)]
-                C.agree(f"{name} of base, of cand", *shards)
+            each = [run.facts["config"] | run.facts["data"] for run in (base, cand)]
+            for key in ("val_tokens", "target", *base.facts["data"].keys() & cand.facts["data"]):
+                C.agree(f"{key} of base, of cand", each[0][key], each[1][key])
             ratios.append(math.log(cand.seconds / base.seconds))
             differences.append(cand.loss - base.loss)
             times = f"{base.seconds:8.2f} {cand.seconds:8.2f} {math.exp(ratios[-1]):7.4f}"
@@ -288,7 +283,6 @@ def parse_args(argv: list[str]):
     """The command line as a namespace; `arguments` is what stands after the first --."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="leaderboard.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--records", default=HERE, help="this folder, if another")
     commands = parser.add_subparsers(dest="do", help="none: print the standings")
     one = commands.add_parser("add", help="collect runs into a record")
     one.add_argument("runs", nargs="+", metavar="RUN_DIR")
@@ -303,8 +297,6 @@ def parse_args(argv: list[str]):
     one = commands.add_parser("reproduce", help="run a record's source again")
     one.add_argument("record", metavar="RECORD")
     one.add_argument("--runs", type=int, default=1, metavar="N", help="its first N seeds")
-    one.add_argument("--data", metavar="DIR", help="folder with the token shards")
-    one.add_argument("--out", metavar="DIR", help="keep the runs there")
     one = commands.add_parser("compare", help="alternate two sources on this machine")
     one.epilog = "What stands after -- is given to both; paths in it must be absolute."
     one.add_argument("base", metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
@@ -318,9 +310,8 @@ def parse_args(argv: list[str]):
     return args
 
 
-def main(argv=None) -> int:
+def main(argv=None, root=HERE) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    root = Path(args.records).resolve()
     do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
     do |= {"check": lambda root, args: f"valid records: {len(C.all_valid(root))}"}
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}
