@@ -37,7 +37,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
@@ -71,9 +70,8 @@ def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
     for i, stage in enumerate(cfg.stages):
         divides = f"use a number that divides the {stage.rows} rows of stages.{i}"
         T.need(stage.rows % parts == 0, f"--parts {parts}: {divides}")
-        stages.append(
-            dataclasses.replace(stage, batch_tokens=stage.batch_tokens * devices // parts)
-        )
+        tokens = stage.batch_tokens * devices // parts
+        stages.append(dataclasses.replace(stage, batch_tokens=tokens))
     rows = max(4, cfg.ngram_rows * devices // parts // 2 * 2)
     return dataclasses.replace(cfg, stages=tuple(stages), ngram_rows=rows)
 
@@ -125,7 +123,7 @@ def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> 
     return batches
 
 
-def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -> dict:
+def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dict:
     """ "rows" for each program of gradients, "programs" for each by itself; `tokens`: (TokenStream,
     bytes of its tokens, if known). UserError if the loss is no number: such steps tell nothing. A
     folder `traces` gets a profile of each stage."""
@@ -143,12 +141,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
         cure = f"time a run of more steps, or with a longer stages.{key.stage}"
         T.need({*updates} <= {*found}, f"no {updates[-1]} to time with {key}: {cure}")
         work[key] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
-    say("compiling; for accelerators it takes minutes")
-    keys = [key for key in found if key not in ("finish", "eval")]
-    with ThreadPoolExecutor(T.cpu_cores()) as pool:
-        lowered = (T.lower(found[key], mesh) for key in keys)
-        built = pool.map(functools.partial(T.compile_one, cfg, mesh), keys, lowered)
-        compiled = dict(zip(keys, built, strict=True))
+    compiled, _ = T.compile_all(cfg, mesh, kernels, T.tell)
     seed = np.uint32(cfg.seed)
     state = T.start_state(cfg, mesh)(seed)
     copies = T.start_copies(cfg, mesh)(state["params"], seed)
@@ -174,7 +167,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
         return time.perf_counter() - start
 
     form = "{:9}{:>7}{:>9}{:>11}{:>11}{:>11}{:>12}{:>9}{:>9}".format
-    say(form("program", "stage", "steps", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB"))
+    T.tell(form("program", "stage", "steps", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB"))
     rows = []
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     for key, (step, count, updates, batches) in work.items():
@@ -190,19 +183,17 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, say, traces=None) -
         T.need(np.isfinite(loss), f"{name}: the loss is {loss}: {cure}")
         rate = 1e3 * cfg.stages[stage].batch_tokens / row["ms"]
         used = rate * T.flops_per_token(cfg, step) / (mesh.size * peak) if peak else None
-        needs = [
-            T.resident_bytes(cfg, mesh, x) + T.program_bytes(compiled[x])["peak"]
-            for x in (key, *updates)
-        ]
+        peaks = {x: T.program_bytes(compiled[x])["peak"] for x in (key, *updates)}
+        needs = max(T.resident_bytes(cfg, mesh, x) + size for x, size in peaks.items())
         row |= {"loss": float(loss), "tokens_per_second": rate, "utilization": used}
-        row["memory_mib"] = max(needs) / 2**20
+        row["memory_mib"] = needs / 2**20
         rows.append(row)
         more = f"{rate:,.0f}", f"{used:.1%}" if used else "-", f"{row['memory_mib']:,.0f}"
-        say(form(name, stage, count, *cells(row), *more))
-    return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, work, say)}
+        T.tell(form(name, stage, count, *cells(row), *more))
+    return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, work)}
 
 
-def time_programs(cfg: T.Config, compiled, state, copies, work: dict, say) -> list[dict]:
+def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[dict]:
     """A row for each program of the run by itself; `work`: {one with gradients: (..., batches)}. An
     update sums what these leave of different batches, again and again."""
     runs = Counter(itertools.chain(*T.schedule(cfg).programs))
@@ -230,15 +221,15 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict, say) -> li
         return step
 
     form = "{:17}{:>9}{:>11}{:>11}{:>11}".format
-    say(form("by itself", "times", "ms", "min", "max"))
+    T.tell(form("by itself", "times", "ms", "min", "max"))
     rows = []
-    for key in compiled:
+    for key in runs:
         step = update(key) if key not in supplies else lambda key=key: gradients(key)[-1]
         row = {"name": str(key), "steps": runs[key]}
         row |= time_chunks(1, functools.partial(seconds_of, step))
         del step  # and the gradients that it holds
         rows.append(row)
-        say(form(row["name"], f"{row['steps']:,}", *cells(row)))
+        T.tell(form(row["name"], f"{row['steps']:,}", *cells(row)))
     return rows
 
 
@@ -272,7 +263,7 @@ def distance(got: list, expected: list) -> float:
     return max(float(off / max(norm, 1e-30)) for off, norm in large)
 
 
-def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say) -> dict:
+def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> dict:
     """ "rows" for `variants` of the first gradients of a stage: how far off, how long."""
     keys = (gradients for gradients, *_ in T.schedule(cfg).programs)
     key = next((key for key in keys if key.stage == stage), None)
@@ -286,7 +277,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say
         if x != "signs":  # parameters that begin as zeros would hide what is behind them
             copies[x] = value.astype(np.float32) + 0.02 * rng.standard_normal(value.shape)
     form = "{:36}{:>10}{:>11}{:>11}{:>11}{:>9}".format
-    say(form(str(key), "off", "ms", "min", "max", "MiB"))
+    T.tell(form(str(key), "off", "ms", "min", "max", "MiB"))
     rows = []
     for label, lowered in variants(cfg, mesh, kernels, key):
         try:
@@ -294,7 +285,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say
         except jax.errors.JaxRuntimeError as error:
             if "_TILES" not in label:  # other tiles may need too much memory
                 raise
-            say(f"{label:36}  {str(error).splitlines()[0][:60]}")
+            T.tell(f"{label:36}  {str(error).splitlines()[0][:60]}")
             continue
         likes, table = program.args_info[0][:2]
         own = {x: value.astype(likes[x].dtype) for x, value in copies.items()}
@@ -308,15 +299,11 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple, say
         row = {"name": label, "off": distance(grads, reference), **timed}
         row["memory_mib"] = T.program_bytes(program)["peak"] / 2**20
         rows.append(row)
-        say(form(label, f"{row['off']:.1e}", *cells(row), f"{row['memory_mib']:,.0f}"))
+        T.tell(form(label, f"{row['off']:.1e}", *cells(row), f"{row['memory_mib']:,.0f}"))
     return {"rows": rows}
 
 
 # ---- Beside what was predicted -----------------------------------------------------------------
-
-# Fields of a config on which none of the programs depends that are timed here.
-APART = "preset seed target data devices prefetch checkpoint_every checkpoint_end log_every"
-APART += " sample_tokens val_tokens val_every val_batch val_row"
 
 
 def read_report(path: str, name: str, key: str) -> dict:
@@ -326,8 +313,7 @@ def read_report(path: str, name: str, key: str) -> dict:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise T.UserError(f"{path}: {error}") from None
-    own = isinstance(content, dict) and key in content
-    T.need(own, f"{path} is no {name}: it has no `{key}`")
+    T.need(key in content, f"{path} is no {name}: it has no `{key}`")
     return content
 
 
@@ -339,7 +325,7 @@ def same_programs(predicted: dict, measured: dict):
     pairs = {"train_gpt.py": [x["source_sha256"][:12] for x in (predicted, measured)]}
     pairs["device"] = kind, measured["devices"]["kind"]
     pairs["devices (--parts)"] = predicted["devices"], measured["parts"]
-    for key in predicted["config"].keys() - {*APART.split()}:
+    for key in predicted["config"].keys() - {"data", "devices", "seed"}:
         pairs[key] = predicted["config"][key], measured["config"].get(key)
     differ = [f"{what} {str(x)[:40]}, {str(y)[:40]}" for what, (x, y) in pairs.items() if x != y]
     T.need(not differ, f"predicted and measured are not the same: {'; '.join(differ)}")
@@ -404,23 +390,6 @@ def beside(predicted: dict, measured: dict) -> str:
 # ---- The command -------------------------------------------------------------------------------
 
 
-def bench(cfg: T.Config, parts=0, timer: Callable = time_stages, command="", say=T.tell) -> dict:
-    """The content of bench.json: what `timer` finds, time_stages or compare_kernels of a stage, of
-    a run that `parts` devices share (0: as many as there are)."""
-    whole = cfg
-    cfg, mesh = T.make_mesh(cfg)
-    device = mesh.devices.flat[0]
-    parts = parts or mesh.size
-    cfg = part_of(cfg, mesh.size, parts)
-    kernels, reason = T.pick_kernels(cfg, device)
-    facts = T.run_facts(whole, mesh, command, reason) | {"parts": parts}
-    say(f"{cfg.preset} on {mesh.size} x {device.device_kind}, each with 1/{parts} of every batch")
-    say(f"kernels: {reason}")
-    folder = T.data_folder(cfg, say)
-    tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
-    return facts | timer(cfg, mesh, kernels, tokens, say)
-
-
 def main(argv=None) -> int:
     def run():
         parser = T.Parser(prog="bench.py", description=(__doc__ or "").split("\n")[0])
@@ -440,12 +409,24 @@ def main(argv=None) -> int:
         T.need(args.parts >= 0, f"--parts {args.parts}: a positive number of devices, or none")
         for folder in filter(None, (args.dump, args.profile)):
             Path(folder).mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["python", *sys.argv] if argv is None else argv)
         timer = functools.partial(time_stages, traces=args.profile)
         if args.kernels is not None:
             T.need(not args.profile, "--profile traces the steps of stages: leave out --kernels")
             timer = functools.partial(compare_kernels, args.kernels)
-        facts = bench(T.resolve(args), args.parts, timer, command)
+        asked = T.resolve(args)
+        cfg, mesh = T.make_mesh(asked)
+        device = mesh.devices.flat[0]
+        parts = args.parts or mesh.size
+        cfg = part_of(cfg, mesh.size, parts)
+        kernels, reason = T.pick_kernels(cfg, device)
+        command = shlex.join(["python", *sys.argv] if argv is None else argv)
+        facts = T.run_facts(asked, mesh, command, reason) | {"parts": parts}
+        share = f"each with 1/{parts} of every batch"
+        T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}")
+        T.tell(f"kernels: {reason}")
+        folder = T.data_folder(cfg, T.tell)
+        tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
+        facts |= timer(cfg, mesh, kernels, tokens)
         if args.dump:
             Path(args.dump, "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
         off = {row["name"]: row.get("off", 0.0) for row in facts["rows"]}
