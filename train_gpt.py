@@ -329,8 +329,7 @@ PRESETS = {
 
 # ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
 
-# Of the last weights: of head and embedding; of matrices; of value tables; of matrices, again.
-AVERAGES = ("ema", "average", "value_average", "bank_ema")
+AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of heads, matrices, values, matrices
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
 AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `value_average` look back
 
@@ -1225,7 +1224,6 @@ def forward(model: Model, found: dict, rows: Rows):
     [b, t, d]. All attentions after layer cfg.source read its output (record 77). Layer skip[1] has
     the gated output of layer skip[0] in place of attention (record 45)."""
     params, cfg = model.params, model.cfg
-    final = len(cfg.layers) - 1
     cap = cfg.attention_cap if model.stage else 0
     model = model._replace(segments_bt=segment_ids(rows.tokens[:, :-1], cfg.bos, cap))
     resid = params["resid_lambdas"]
@@ -1238,7 +1236,7 @@ def forward(model: Model, found: dict, rows: Rows):
 
     def block(i: int, x):
         layer = cfg.layers[i]
-        if i == final:
+        if i == len(cfg.layers) - 1:
             return mudd_layer(model, x, (start, outputs[cfg.source], values[-1], ngram), gates)
         if i == cfg.skip[1]:
             amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
@@ -1259,12 +1257,12 @@ def forward(model: Model, found: dict, rows: Rows):
     if cfg.recompute:  # keep only what goes from layer to layer
         block = jax.checkpoint(block, static_argnums=0)
     x = start
-    for i in range(final):
+    for i in range(len(cfg.layers) - 1):
         if i == cfg.skip[0] + 1:
             gates |= token_gates(model, 1, x)
         x = block(i, x)
         outputs.append(x)
-    last, mlp_input = block(final, x)  # mudd_layer returns two
+    last, mlp_input = block(len(cfg.layers) - 1, x)  # mudd_layer returns two
     source = outputs[cfg.source]
     sources = start, source, x, outputs[cfg.skip[0]], *values, mlp_input, norm(source)
     return norm(mudd_mix(model, last, sources))
@@ -2132,7 +2130,6 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     cfg, mesh, log, compiled, *rest = prepare(cfg, out, command, saved, say)
     (state, copies, batches, loader), validation, asked, (kernels, words) = rest
     first = last_saved = saved.step if saved else 0
-    every = cfg.checkpoint_every
     waiting = {}  # gradients that no update has taken yet
     newest = None  # a step that may still run: (number, loss, dropped n-grams, norms), see settle
 
@@ -2156,11 +2153,13 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             newest = None
         if stops:
             pause()
-            log.save(step, state, loader)
+            if step > first or not saved:  # else the disk has this state
+                log.save(step, state, loader)
             log.stopped(step)
             raise SystemExit(128 + signalled)
         log.clock.start()
-        if every and step // every > last_saved // every and not waiting:
+        every = cfg.checkpoint_every or cfg.steps
+        if step // every > last_saved // every and not waiting:
             settle(log, newest)
             newest = None
             log.save(step, state, loader)
@@ -2337,10 +2336,10 @@ def validate(c: Config) -> Config:
     whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
     rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
     rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
-    rows = c.stages[0].rows
     for i, s in enumerate(c.stages):
-        whole = s.batch_tokens % s.row_tokens == 0 and s.rows == rows and s.row_tokens > 1
-        rule(f"stages.{i}.batch_tokens", whole, f"{rows} rows of row_tokens={s.row_tokens} > 1")
+        same = s.rows == c.stages[0].rows
+        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
+        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
         same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
         rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
         rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
@@ -2352,7 +2351,7 @@ def typed(kind, value, name=""):
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         kinds = typing.get_type_hints(kind)
         odd = kinds.keys() ^ value.keys()
-        need(not odd, f"a config of another train_gpt.py ({odd}): use the one in the run's log.txt")
+        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
         return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
     if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
         each, *rest = typing.get_args(kind)
@@ -3213,8 +3212,9 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         names = [str(start.folder.parents[1])]
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
-        names = [name or "tiny"] if name or all_devices()[0].platform == "cpu" else [*PRESETS]
-        base = PRESETS[names[0]]
+        name = name or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
+        names = ["tiny"] if name == "tiny" else [name, "tiny"]  # which texts may be too short for
+        base = PRESETS[name]
     name, own = fitted(places, names, items) if places else (names[0], [])
     if own:
         say(f"data of your own: {' '.join(own)}")

@@ -16,6 +16,7 @@ import ast
 import contextlib
 import gc
 import hashlib
+import heapq
 import importlib
 import inspect
 import json
@@ -72,11 +73,19 @@ def docstring_entries(node: ast.AST, name: str, signature: str = "") -> Iterator
             yield from docstring_entries(child, f"{name}.{child.name}", own_signature)
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below `node`; several times faster than ast.walk, which visits expressions."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from statements(child)
+
+
 def comment_entries(source: str, tree: ast.Module) -> Iterator[tuple[int, Entry]]:
     """(line number, block of consecutive whole-line comments), in source order."""
     inside = set()  # lines of simple statements: what begins with "#" there may be in a string
-    for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+    for node in statements(tree):
+        if not hasattr(node, "body"):
             inside.update(range(node.lineno, node.end_lineno + 1))
     block: list[str] = []
     for number, line in enumerate([*source.splitlines(), ""], 1):
@@ -169,7 +178,8 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
     and again the most frequent pair of neighbouring tokens (of several, the first in the order of
     their bytes) becomes a token. Pairs are counted in distinct words, weighted by how often each
     occurs. A token is one character here, so that a merge is str.replace, and only pairs around
-    merged ones are counted anew."""
+    merged ones are counted anew. The heap holds outdated counts too: one is used only if it is
+    still true."""
     frequency = Counter()
     for text in texts:
         frequency.update(re.findall(BYTE_BPE_PATTERN, text))
@@ -183,14 +193,19 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
             counts[pair] += weights[index]
             where[pair].add(index)
 
+    def entry(pair: str) -> tuple:
+        return -counts[pair], token_of[pair[0]], token_of[pair[1]], pair
+
+    heap = [entry(pair) for pair in counts]
+    heapq.heapify(heap)
     while len(token_of) < 256 + count:
-        most = max(counts.values())
-        often = [pair for pair in counts if counts[pair] == most]
-        pair = min(often, key=lambda pair: [token_of[character] for character in pair])
-        first, second = (token_of[character] for character in pair)
+        negative, first, second, pair = heapq.heappop(heap)
+        if -negative != counts[pair]:
+            continue
         # Two pairs can make the same token.
         merged = character_of.setdefault(first + second, chr(len(token_of)))
         token_of[merged] = first + second
+        changed = set()
         for index in where.pop(pair):
             if pair not in (word := words[index]):
                 continue
@@ -200,6 +215,10 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
                 for other in map("".join, pairwise(text)):
                     counts[other] += sign * weights[index]
                     where[other].add(index)
+                    changed.add(other)
+        for other in changed:
+            if counts[other] > 0:
+                heapq.heappush(heap, entry(other))
     return [*token_of.values()][256:]
 
 

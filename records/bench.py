@@ -306,6 +306,11 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
 # ---- Beside what was predicted -----------------------------------------------------------------
 
 
+# Fields of a config on which none of the programs depends that are timed here.
+APART = "preset seed target data devices prefetch checkpoint_every checkpoint_end log_every"
+APART += " sample_tokens val_tokens val_every val_batch val_row"
+
+
 def read_report(path: str, name: str, key: str) -> dict:
     """What is in a file that should be a preflight.json or bench.json (`name`); UserError if it
     lacks the `key` that only such a file has."""
@@ -313,7 +318,7 @@ def read_report(path: str, name: str, key: str) -> dict:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise T.UserError(f"{path}: {error}") from None
-    T.need(key in content, f"{path} is no {name}: it has no `{key}`")
+    T.need(key in content, f"{path} is no {name}, which comes here: it has no `{key}`")
     return content
 
 
@@ -321,12 +326,13 @@ def same_programs(predicted: dict, measured: dict):
     """UserError unless preflight.json and bench.json are of the same programs, and timed."""
     T.need("programs" in measured, "bench.json has no times of programs: run it without --kernels")
     kind = predicted["device_kind"]
-    T.need(predicted["variants"][0]["bound_ms"], f"preflight.json has no times for {kind}")
-    pairs = {"train_gpt.py": [x["source_sha256"][:12] for x in (predicted, measured)]}
-    pairs["device"] = kind, measured["devices"]["kind"]
+    bounds = predicted["variants"][0].get("bound_ms", "")
+    T.need(bounds != "", "preflight.json is of an older preflight.py: make it again")
+    T.need(bounds, f"preflight.json has no times for {kind}")
+    pairs = {"device": (kind, measured["devices"]["kind"])}
     pairs["devices (--parts)"] = predicted["devices"], measured["parts"]
-    for key in predicted["config"].keys() - {"data", "devices", "seed"}:
-        pairs[key] = predicted["config"][key], measured["config"].get(key)
+    for key in predicted["config"].keys() & measured["config"].keys() - {*APART.split()}:
+        pairs[key] = predicted["config"][key], measured["config"][key]
     differ = [f"{what} {str(x)[:40]}, {str(y)[:40]}" for what, (x, y) in pairs.items() if x != y]
     T.need(not differ, f"predicted and measured are not the same: {'; '.join(differ)}")
 
@@ -384,6 +390,8 @@ def beside(predicted: dict, measured: dict) -> str:
     for what, x, how in zip(("Predicted", "Measured"), (predicted, measured), kernels, strict=True):
         own = (f"{key} {x['versions'][key]}" for key in ("jax", "libtpu") if key in x["versions"])
         text.append(f"{what} with {', '.join(own)}; kernels: {how}.")
+    if predicted["source_sha256"] != measured["source_sha256"]:
+        text.append("train_gpt.py is not the same: it has changed since the prediction.")
     return "\n".join(text)
 
 

@@ -98,16 +98,17 @@ def record_row(number: int, record: Record) -> dict:
 
 
 def predicted_row(root: Path, path: Path) -> dict:
-    """What preflight.py said of hardware that nobody has timed yet."""
+    """What preflight.py said of hardware that nobody has timed yet; of GPUs it knows no times."""
     report = C.read_json(path)
     parts = [report["predicted"][f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
-    band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**report["predicted"])
+    known = None not in parts
+    band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**report["predicted"]) if known else ""
     peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])
     return {
         "hardware": f"{report['devices']} x {report['device_kind']}",
         "preset": f"[{report['preset']}]({path.relative_to(root).as_posix()})",
-        "in all": f"**{math.fsum(parts):.1f} s** ({band})",
-        "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts),
+        "in all": f"**{math.fsum(parts):.1f} s** ({band})" if known else "unknown",
+        "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts) if known else "",
         "steps": f"{report['total_steps']:,}",
         "tokens": f"{report['total_tokens']:,}",
         "GiB": f"{peak / 2**30:.1f}",
@@ -194,13 +195,15 @@ def reproduce(root: Path, args) -> str:
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
     then = runs[0].facts["environment"]
     environment = {name: then[name] for name in REPEATED if name in then}
+    data = ["--data", str(Path(args.data).resolve())] if args.data else []
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary, "source")
+        out = Path(args.out or Path(temporary, "runs"))
         lay_out(runs[0].source, home)
         for seed, old in enumerate(runs):
             with about(f"seed {seed}"):
-                words = [*old.words, "--seed", str(seed)]
-                new = train_with(home, words, Path(temporary, "runs"), environment)
+                words = [*old.words, *data, "--seed", str(seed)]
+                new = train_with(home, words, out, environment)
                 other = "other tokens than the record's (another Python has another demo corpus)"
                 need(new.facts["data"] == old.facts["data"], other)
                 configs = [run.facts["config"] | C.FREE for run in (new, old)]
@@ -283,6 +286,7 @@ def parse_args(argv: list[str]):
     """The command line as a namespace; `arguments` is what stands after the first --."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="leaderboard.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--records", default=HERE, help="this folder, if another")
     commands = parser.add_subparsers(dest="do", help="none: print the standings")
     one = commands.add_parser("add", help="collect runs into a record")
     one.add_argument("runs", nargs="+", metavar="RUN_DIR")
@@ -297,6 +301,8 @@ def parse_args(argv: list[str]):
     one = commands.add_parser("reproduce", help="run a record's source again")
     one.add_argument("record", metavar="RECORD")
     one.add_argument("--runs", type=int, default=1, metavar="N", help="its first N seeds")
+    one.add_argument("--data", metavar="DIR", help="folder with the token shards")
+    one.add_argument("--out", metavar="DIR", help="keep the runs there")
     one = commands.add_parser("compare", help="alternate two sources on this machine")
     one.epilog = "What stands after -- is given to both; paths in it must be absolute."
     one.add_argument("base", metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
@@ -310,8 +316,9 @@ def parse_args(argv: list[str]):
     return args
 
 
-def main(argv=None, root=HERE) -> int:
+def main(argv=None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
+    root = Path(args.records).resolve()
     do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
     do |= {"check": lambda root, args: f"valid records: {len(C.all_valid(root))}"}
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}

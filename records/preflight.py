@@ -779,7 +779,10 @@ def memory_of(mesh) -> float:
         return memory
     variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     said = os.environ.get(variable) or "0.75"
-    share = float(said) if re.fullmatch(r"\d*\.?\d+", said) else 0.0
+    try:
+        share = float(said)
+    except ValueError:
+        share = 0.0
     T.need(0 < share <= 1, f"{variable}={said}: use a number above 0 and at most 1, such as 0.92")
     return int(share * memory)
 

@@ -55,7 +55,7 @@ def runs_of(folder: Path, losses=(), seconds=10.0, spread=0.01, cfg=TINY, **chan
 
 
 def tool(root: Path, *words) -> int:
-    return L.main([*map(str, words)], root)
+    return L.main(["--records", str(root), *map(str, words)])
 
 
 def add(root: Path, runs, name: str, track="cpu", *words) -> int:
