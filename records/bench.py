@@ -398,6 +398,23 @@ def beside(predicted: dict, measured: dict) -> str:
 # ---- The command -------------------------------------------------------------------------------
 
 
+def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
+    """The content of bench.json: what `timer` finds, time_stages or compare_kernels of a stage, of
+    a run that `parts` devices share (0: as many as there are)."""
+    cfg, mesh = T.make_mesh(asked)
+    device = mesh.devices.flat[0]
+    parts = parts or mesh.size
+    cfg = part_of(cfg, mesh.size, parts)
+    kernels, reason = T.pick_kernels(cfg, device)
+    share = f"each with 1/{parts} of every batch"
+    T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}")
+    T.tell(f"kernels: {reason}")
+    folder = T.data_folder(cfg, T.tell)
+    tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
+    facts = T.run_facts(asked, mesh, command, reason) | {"parts": parts}
+    return facts | timer(cfg, mesh, kernels, tokens)
+
+
 def main(argv=None) -> int:
     def run():
         parser = T.Parser(prog="bench.py", description=(__doc__ or "").split("\n")[0])
@@ -421,20 +438,8 @@ def main(argv=None) -> int:
         if args.kernels is not None:
             T.need(not args.profile, "--profile traces the steps of stages: leave out --kernels")
             timer = functools.partial(compare_kernels, args.kernels)
-        asked = T.resolve(args)
-        cfg, mesh = T.make_mesh(asked)
-        device = mesh.devices.flat[0]
-        parts = args.parts or mesh.size
-        cfg = part_of(cfg, mesh.size, parts)
-        kernels, reason = T.pick_kernels(cfg, device)
         command = shlex.join(["python", *sys.argv] if argv is None else argv)
-        facts = T.run_facts(asked, mesh, command, reason) | {"parts": parts}
-        share = f"each with 1/{parts} of every batch"
-        T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}")
-        T.tell(f"kernels: {reason}")
-        folder = T.data_folder(cfg, T.tell)
-        tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
-        facts |= timer(cfg, mesh, kernels, tokens)
+        facts = bench(T.resolve(args), args.parts, timer, command)
         if args.dump:
             Path(args.dump, "bench.json").write_text(json.dumps(facts, indent=1) + "\n")
         off = {row["name"]: row.get("off", 0.0) for row in facts["rows"]}

@@ -144,7 +144,7 @@ BAD_SETTINGS = {
     "extension=0": "extension=0 is not valid: less than steps=10; 0 unless the last stage has sh",
     "stages.0.share=0.7": "stages.0.share=0.7 is not valid: shares above 0 that add up to 1",
     "steps=3": "steps=3 is not valid: one for each stage, 2 at the end",
-    "stages.1.batch_tokens=500": "stages.1.batch_tokens=500 is not valid: 8 rows of row_tok",
+    "stages.1.batch_tokens=500": "=500 is not valid: as many rows as stages.0, of 2 tokens or more",
     "stages=()": "stages=() is not valid: one or more",
     "stages.0.windows=(0, 0)": "stages.0.windows=(0, 0) is not valid: it must be positive",
     "preset=../evil": "preset='../evil' is not valid: letters, digits",

@@ -336,6 +336,16 @@ def signal_at(patch, number: int, at: int):
     patch.setattr(T.RunLog, "line", line)
 
 
+def test_a_stop_before_a_resumed_run_has_done_a_step_writes_no_checkpoint(train, copy, monkeypatch):
+    """The disk has that state; it may be large, and the time short."""
+    saved = back_to(copy, 4)
+    monkeypatch.setattr(T, "ask_to_stop", lambda: lambda step: signal.SIGTERM)
+    monkeypatch.setattr(T.RunLog, "save", lambda *_: pytest.fail("writes it again"))
+    with pytest.raises(SystemExit) as stopped:
+        train(replace(EIGHT, checkpoint_every=4), copy.parent, saved)
+    assert stopped.value.code == 128 + signal.SIGTERM and steps_of(copy) == ["4"]
+
+
 @pytest.mark.parametrize(
     "number, at, stop",
     [(signal.SIGTERM, 3, 4), (signal.SIGINT, 2, 4), (signal.SIGHUP, 1, 2)],
