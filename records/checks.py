@@ -23,7 +23,6 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable
 from datetime import datetime
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
@@ -163,28 +162,32 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     return plan
 
 
-def read(path: Path, parse: Callable = json.loads):
-    """What `parse` makes of the text in a file; Refused if it is none (a pipe, say, has no end)."""
+def read_text(path: Path) -> str:
+    """What is in a file; Refused if it is none (a pipe, say, has no end)."""
     with about(path.name):
         need(path.is_file(), "cannot be read (No such file)")
-        return parse(path.read_bytes().decode())
+        return path.read_bytes().decode()
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file."""
-    content = read(path)
-    need(isinstance(content, dict), f"{path.name}: is no JSON object")
-    return content
+    text = read_text(path)
+    with about(path.name):
+        content = json.loads(text)
+        need(isinstance(content, dict), "is no JSON object")
+        return content
 
 
 def read_run(folder: Path) -> Run:
     """The run in `folder`; Refused if it is not whole, or if its files contradict each other."""
     with about(folder.name):
         facts = read_json(folder / "run.json")
-        metrics = read(folder / "metrics.jsonl", lambda text: [*map(json.loads, text.splitlines())])
+        rows = read_text(folder / "metrics.jsonl")
+        with about("metrics.jsonl"):
+            metrics = [json.loads(row) for row in rows.splitlines()]
         with about("the date and time in its name"):
             began = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
-        source, *sections = read(folder / "log.txt", RULE.split)
+        source, *sections = RULE.split(read_text(folder / "log.txt"))
         heads = [section.split("\n") for section in sections[::2]]
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
         source = source.removesuffix("\n").encode()

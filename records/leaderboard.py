@@ -223,7 +223,7 @@ def interval(values) -> tuple[float, float, float]:
     """(mean, lower, upper) with 95% confidence, by Student's t."""
     mean = np.mean(values)
     reach = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return mean, mean - reach, mean + reach
+    return float(mean), float(mean - reach), float(mean + reach)
 
 
 def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:

@@ -4,10 +4,11 @@
     python records/preflight.py TARGET [PRESET] [--set ...] [--program NAME] [--dump DIR|--save DIR]
 
 TARGET is NAME-NUMBER of TPUs as Google names them (v6e-8, v5e-1; v4-8 and v5p-8 are four chips),
-or NAMExCOUNT of GPUs (h100x8, a100-40x1, l4x1, rtx4090x1 and others: a wrong one lists all). No
-PRESET: `speedrun`. Every program of the run, or only those that --program names, is compiled by the
-real compiler, on any x86 machine, for devices that are absent: minutes of a core for one with
-gradients. The exit status is 1 if a program does not fit.
+NAMExCOUNT of GPUs (h100x8, a100-40x1, l4x1, rtx4090x1 and others: a wrong one lists all), or a TPU
+topology NAME:AxB that libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the
+run, or only those that --program names, is compiled by the real compiler, on any x86 machine, for
+devices that are absent: minutes of a core for one with gradients. The exit status is 1 if a program
+does not fit.
 --dump DIR keeps the optimized programs and preflight.json, with all figures; null: not known.
 --save DIR predicts nothing, but keeps the executables in jax's compilation cache: DIR copied there,
 `train_gpt.py --cache DIR` takes those that are of the same programs, versions and topology, and
@@ -139,22 +140,24 @@ HARDWARE |= {kind: Hardware(gib * 2**30) for kind, *_, gib in GPUS.values()}  # 
 
 def tpu_options(target: str) -> dict | None:
     """What libtpu must know of NAME-NUMBER, where NUMBER counts chips or, by the names of v4 and
-    v5p, cores; None if that is no such target."""
+    v5p, cores; or of a topology NAME:AxB. None if it is neither."""
     name, _, number = target.partition("-")
     name = "v5e" if name == "v5litepod" else name  # as Google's accelerator types have it
-    if name not in TPUS or not number.isdecimal():
+    if name in TPUS and number.isdecimal():
+        axes, cores = TPUS[name]
+        bits = (int(number) // cores).bit_length() - 1
+        if bits < 0 or int(number) != cores * 2**bits:
+            return None
+        sides = [2 ** ((bits + i) // axes) for i in range(axes)]  # as even as can be
+        target = f"{name}:{'x'.join(map(str, sorted(sides, key=lambda side: side == 1)))}"
+    if not re.fullmatch(r"\w+:\d+(x\d+)+", target):
         return None
-    axes, cores = TPUS[name]
-    bits = (int(number) // cores).bit_length() - 1
-    if bits < 0 or int(number) != cores * 2**bits:
-        return None
-    sides = [2 ** ((bits + i) // axes) for i in range(axes)]  # as even as can be
-    sides.sort(key=lambda side: side == 1)
-    one_host = axes == 2 and bits <= 3  # as on a v6e-8 VM; others have four chips
-    options = {"platform": "tpu", "topology_name": f"{name}:{'x'.join(map(str, sides))}"}
-    options["chips_per_host_bounds"] = (*sides, 1) if one_host else (2, 2, 1)
+    shape = [int(side) for side in target.split(":")[1].split("x")]
+    flat = len(shape) == 2 and math.prod(shape) <= 8  # one host, as on a v6e-8 VM
+    bounds = (*shape, 1) if flat else (2, 2, 1)  # others have four chips
+    options = {"platform": "tpu", "topology_name": target, "chips_per_host_bounds": bounds}
     # Both cores of a chip are one device, as where a v4 runs.
-    return options | ({"chip_config_name": "megacore"} if name == "v4" else {})
+    return options | ({"chip_config_name": "megacore"} if target.startswith("v4:") else {})
 
 
 def gpu_options(target: str) -> dict | None:
@@ -192,7 +195,10 @@ def absent_devices(target: str) -> list:
     for key, value in NO_HOST.items():
         os.environ.setdefault(key, value)
     options = gpu_options(target) or tpu_options(target)
-    known = "use a TPU such as v6e-8, or a GPU such as h100x8 "
+    name = re.sub(r"x\d*$", "", target.lower())
+    near = [f"{gpu}x1" for gpu in GPUS if name and gpu.startswith(name)]
+    known = f"use {' or '.join(near)}, or " if near else "use "
+    known += "a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
     known += f"(TPUs: {', '.join(TPUS)}; GPUs: {', '.join(GPUS)})"
     T.need(options, f"no such hardware as {target}: {known}")
     if options["platform"] == "cuda":
@@ -850,7 +856,7 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
 def main(argv=None) -> int:
     def run():
         parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
-        parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8 and others")
+        parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 and others")
         T.add_config_options(parser)
         keep = parser.add_mutually_exclusive_group().add_argument
         keep("--dump", metavar="DIR", help="keep preflight.json and the programs")

@@ -391,6 +391,7 @@ def test_a_mesh_bounds_what_its_links_carry():
         ("v5p-16", "v5p:2x2x2", (2, 2, 1)),
         ("v5p-128", "v5p:4x4x4", (2, 2, 1)),
         ("v4-8", "v4:2x2x1", (2, 2, 1)),
+        ("v5e:2x4", "v5e:2x4", (2, 4, 1)),
     ],
 )
 def test_a_name_of_tpus_is_a_mesh_of_chips(target, topology, bounds):
@@ -490,6 +491,8 @@ def test_a_whole_run_is_the_sum_of_what_its_programs_take(absent, tmp_path, caps
     assert report["config"] == json.loads(json.dumps(asdict(CFG)))
     assert (report["total_steps"], report["total_tokens"]) == (8, 3 * 256 + 5 * 512)
     assert report["command"].startswith("v6e-8 small --dump ") and report["device_kind"] == "cpu"
+    assert [row["tokens_per_step"] for row in rows.values()] == [256, 512, 512, *[0] * 7, 512]
+    assert {row["device_bytes_limit"] for row in rows.values()} == {31.25 * GIB}
     (tmp_path / "again").mkdir()
     took = preflight.count(HLO, schedules(tmp_path / "again", **ISSUED), v6e(2, 4))
     sizes = {"arguments": 7, "outputs": 5, "aliased": 2, "temporary": GIB, "peak": 3 * GIB}
@@ -552,11 +555,12 @@ def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypat
         (["v6e-8", "small", "--dump", "/dev/null/x"], "/dev/null/x"),
         (["v6e-8", "small", "--set", "devices=16"], "devices=16, but there are 8"),
         ([], "the following arguments are required: TARGET"),
-        (["v6e-3"], "no such hardware as v6e-3: use a TPU such as v6e-8, or a GPU such as h100x8"),
+        (["v6e-3"], "no such hardware as v6e-3: use a TPU such as v6e-8, a topology such as v5e:"),
         (["2x4"], "or a GPU such as h100x8 (TPUs: v4, v5e, v5p, v6e; GPUs: a10g, a100-40, "),
         (["v4-1"], "no such hardware as v4-1: use "),
         (["h100x0"], "no such hardware as h100x0: use "),
-        (["a100x1"], "no such hardware as a100x1: use a TPU such as v6e-8, or a GPU such as h100x"),
+        (["a100x1"], "no such hardware as a100x1: use a100-40x1 or a100-80x1, or a TPU such as"),
+        (["H200"], "no such hardware as H200: use h200x1, or a TPU such as v6e-8"),
         (["v5e-8"], 'v5e-8 needs the TPU compiler: pip install "jax[tpu]"'),
         (["a100-40x1"], "a100-40x1 needs the GPU compiler: pip install jax-cuda13-plugin=="),
         (["v6e-8"], 'needs the TPU compiler: pip install "jax[tpu]"'),
