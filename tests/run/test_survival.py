@@ -32,7 +32,7 @@ import train_gpt as T
 # without what costs the most time. A batch can be made to take a while.
 SCRIPT = f"""
 import sys, time
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests/helpers")!r}, {str(ROOT / "tests/run")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests/helpers")!r}]
 from programs import quick_compilation
 from training import BRIEF
 import jax
