@@ -37,6 +37,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
@@ -141,7 +142,12 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         cure = f"time a run of more steps, or with a longer stages.{key.stage}"
         T.need({*updates} <= {*found}, f"no {updates[-1]} to time with {key}: {cure}")
         work[key] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)
-    compiled, _ = T.compile_all(cfg, mesh, kernels, T.tell)
+    T.tell("compiling; for accelerators it takes minutes")
+    keys = [key for key in found if key not in ("finish", "eval")]  # which take minutes, untimed
+    with ThreadPoolExecutor(T.cpu_cores()) as pool:
+        lowered = (T.lower(found[key], mesh) for key in keys)
+        built = pool.map(functools.partial(T.compile_one, cfg, mesh), keys, lowered)
+        compiled = dict(zip(keys, built, strict=True))
     seed = np.uint32(cfg.seed)
     state = T.start_state(cfg, mesh)(seed)
     copies = T.start_copies(cfg, mesh)(state["params"], seed)
