@@ -222,9 +222,12 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
     return [*token_of.values()][256:]
 
 
-def build(folder: Path) -> str:
-    """Write a training and a validation shard and merges.json to `folder`; says what they hold.
-    Takes about five seconds. The first documents in SHA-1 order are for validation."""
+def main(argv: list[str] | None = None) -> None:
+    """Write a training and a validation shard and merges.json, and say what they hold. Takes about
+    five seconds. The first documents in SHA-1 order are for validation."""
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER)
+    folder = parser.parse_args(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
     documents = collect()
     sizes = np.cumsum([len(text.encode()) for text in documents])
@@ -236,14 +239,8 @@ def build(folder: Path) -> str:
     write_shard(folder / "builtin_val_000000.bin", val)
     write_shard(folder / "builtin_train_000001.bin", train)
     text = f"{len(documents)} documents of Python {platform.python_version()}, {sizes[-1]:,} bytes"
-    return f"{folder}: {text}: {len(train):,} tokens for training, {len(val):,} for validation"
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description=(__doc__ or "").split("\n")[0])
-    place = {"type": Path, "default": DEFAULT_FOLDER, "help": "default: data/builtin"}
-    parser.add_argument("folder", nargs="?", **place)
-    tell(build(parser.parse_args(argv).folder))
+    tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
+    tell(f"{folder}: {text}: {tokens}")
 
 
 if __name__ == "__main__":

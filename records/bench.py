@@ -246,10 +246,9 @@ def variants(cfg: T.Config, mesh, kernels, key: T.Gradients):
     """Yield (label, the program `key` lowered so): see above."""
     wide = dataclasses.replace(cfg, compute_dtype="float32")
     found = {"float32": (wide, T.PLAIN), "plain": (cfg, T.PLAIN), "all kernels": (cfg, kernels)}
-    for field in T.Kernels._fields:
-        if getattr(kernels, field) is not getattr(T.PLAIN, field):
-            less = kernels._replace(**{field: getattr(T.PLAIN, field)})
-            found[f"without {field}"] = cfg, less
+    for field, plain in T.PLAIN._asdict().items():
+        if getattr(kernels, field) is not plain:
+            found[f"without {field}"] = cfg, kernels._replace(**{field: plain})
     for label, (own, chosen) in found.items():
         yield label, T.lower(T.programs(own, mesh, chosen)[key], mesh)
     tiled = mesh.devices.flat[0].platform == "gpu" and kernels.attend is not T.PLAIN.attend
@@ -374,15 +373,14 @@ def beside(predicted: dict, measured: dict) -> str:
         if row["name"] in timed and (whole or row["name"].startswith("grads")):
             links = row["link_floor_ms"] if whole else 0.0
             parts = row["predicted_ms"], links, row["moved_floor_ms"]
-            own = {"links": links, "parts": parts, "in_all": sum(parts)}
+            each = " + ".join(f"{x:.2f}" for x in parts)
+            own = {"links": links, "in_all": sum(parts), "each": each}
             rows.append(row | timed[row["name"]] | own)
     T.need(rows, "preflight.json and bench.json have no program in common")
     text = ["| program | times | measured ms | predicted | computed + links + moves | ratio |"]
     text.append("|---|---|---|---|---|---|")
-    form = "| {name} | {steps:,} | {ms:.2f} ({ms_min:.2f} to {ms_max:.2f}) | {in_all:.2f} | "
-    for row in rows:
-        each = " + ".join(f"{x:.2f}" for x in row["parts"])
-        text.append(f"{form.format(**row)}{each} | {row['ms'] / row['in_all']:.2f} |")
+    form = "| {name} | {steps:,} | {ms:.2f} ({ms_min:.2f} to {ms_max:.2f}) | {in_all:.2f} | {each}"
+    text += [f"{form.format(**row)} | {row['ms'] / row['in_all']:.2f} |" for row in rows]
     seconds = [sum(row["steps"] * row[x] for row in rows) / 1e3 for x in ("ms", "in_all")]
     which = "All programs of training" if len(rows) == len(timed) else "These programs"
     sums = f"measured {seconds[0]:.1f} s, predicted {seconds[1]:.1f} s"

@@ -23,13 +23,14 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from datetime import datetime
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy  # its parts are imported where they are used first
 
 FILES = ("log.txt", "metrics.jsonl", "run.json")
 P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record
@@ -162,32 +163,28 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     return plan
 
 
-def read_text(path: Path) -> str:
-    """What is in a file; Refused if it is none (a pipe, say, has no end)."""
+def read(path: Path, parse: Callable = json.loads):
+    """What `parse` makes of the text in a file; Refused if it is none (a pipe, say, has no end)."""
     with about(path.name):
         need(path.is_file(), "cannot be read (No such file)")
-        return path.read_bytes().decode()
+        return parse(path.read_bytes().decode())
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file."""
-    text = read_text(path)
-    with about(path.name):
-        content = json.loads(text)
-        need(isinstance(content, dict), "is no JSON object")
-        return content
+    content = read(path)
+    need(isinstance(content, dict), f"{path.name}: is no JSON object")
+    return content
 
 
 def read_run(folder: Path) -> Run:
     """The run in `folder`; Refused if it is not whole, or if its files contradict each other."""
     with about(folder.name):
         facts = read_json(folder / "run.json")
-        rows = read_text(folder / "metrics.jsonl")
-        with about("metrics.jsonl"):
-            metrics = [json.loads(row) for row in rows.splitlines()]
+        metrics = read(folder / "metrics.jsonl", lambda text: [*map(json.loads, text.splitlines())])
         with about("the date and time in its name"):
             began = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
-        source, *sections = RULE.split(read_text(folder / "log.txt"))
+        source, *sections = read(folder / "log.txt", RULE.split)
         heads = [section.split("\n") for section in sections[::2]]
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
         source = source.removesuffix("\n").encode()
@@ -355,20 +352,22 @@ def check_runs(runs: list[Run]):
 
 
 def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
-    """What record.json says of runs that keep all rules but those of rank; a function of their
-    logs."""
+    """What record.json says of runs that keep all rules but those of rank, by their logs."""
     for run in runs:
         with about(run.folder.name):
             check_run(track, run, pinned)
     check_runs(runs)
     runs = sorted(runs, key=lambda run: run.facts["seed"])
-    losses = [run.loss for run in runs]
-    seconds = [run.seconds for run in runs]
+    losses, seconds = [run.loss for run in runs], [run.seconds for run in runs]
     facts = runs[0].facts
-    mean = float(np.mean(losses))
-    p_value = stats.ttest_1samp(losses, track.target, alternative="less").pvalue
+    result = {name: facts[name] for name in ("source_sha256", "versions", "steps", "tokens")}
+    for name, values, digits in (("loss", losses, 6), ("seconds", seconds, 3)):
+        result[f"mean_{name}"] = round(float(np.mean(values)), digits)
+        result[f"sd_{name}"] = round(float(np.std(values, ddof=1)), digits)
+    mean = np.mean(losses)
+    p_value = scipy.stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     p_value = float(f"{p_value:.3g}")
-    margin = round((track.target - mean) * math.sqrt(len(runs)), 6)
+    margin = round(float(track.target - mean) * math.sqrt(len(runs)), 6)
     need(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
     if track.batch_tokens:
         reason = f"(target - mean) * sqrt(n) is {margin:.4f}, less than {STEP_MARGIN}"
@@ -376,23 +375,15 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     else:
         reason = f"p = {p_value} that the mean loss is not below {track.target}"
         need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}: more seeds, or a lower loss")
-    return {
+    return result | {
         "date": f"{max(run.began for run in runs):%Y-%m-%d}",
         "runs": [run.folder.name for run in runs],
-        "source_sha256": facts["source_sha256"],
         "hardware": runs[0].hardware,
-        "versions": facts["versions"],
         "stream": stream_name(track, facts["data"]),
         "command": shlex.join(["python", "train_gpt.py", *runs[0].words]),
-        "steps": facts["steps"],
-        "tokens": facts["tokens"],
         "seeds": [run.facts["seed"] for run in runs],
         "losses": losses,
         "seconds": [round(x, 3) for x in seconds],
-        "mean_loss": round(mean, 6),
-        "sd_loss": round(float(np.std(losses, ddof=1)), 6),
-        "mean_seconds": round(float(np.mean(seconds)), 3),
-        "sd_seconds": round(float(np.std(seconds, ddof=1)), 3),
         "p_value": p_value,
         "margin": margin,
         "resumed": [run.folder.name for run in runs if run.facts["resumed"]],
@@ -431,7 +422,7 @@ def check_beats(record: Record, other: Record):
     need(record.score < other.score, f"{slow}: {both}")
     if not record.by_steps:
         times = record.result["seconds"], other.result["seconds"]
-        p_value = stats.ttest_ind(*times, equal_var=False, alternative="less").pvalue
+        p_value = scipy.stats.ttest_ind(*times, equal_var=False, alternative="less").pvalue
         reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {P_VALUE}"
         need(p_value < P_VALUE, reason)
     changed = essence(record.runs[0]) != essence(other.runs[0])

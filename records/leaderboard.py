@@ -26,8 +26,8 @@ from pathlib import Path
 
 import checks as C
 import numpy as np
+import scipy
 from checks import Record, Refused, Run, about, need
-from scipy import stats
 
 HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
@@ -79,8 +79,7 @@ def table(rows: list[dict]) -> str:
 
 def record_row(number: int, record: Record) -> dict:
     """What a record is compared by, for the table of its competition."""
-    got = record.result
-    fields = record.fields
+    got, fields = record.result, record.fields
     resumed = f" ({len(got['resumed'])} resumed)" if got["resumed"] else ""
     proof = f"margin {got['margin']:.4f}" if record.by_steps else f"p = {got['p_value']:.1e}"
     return {
@@ -191,10 +190,10 @@ def reproduce(root: Path, args) -> str:
     mean = record.result["mean_loss"]
     n = len(record.runs)
     need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
-    reach = stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
+    reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
-    then = runs[0].facts["environment"]
-    environment = {name: then[name] for name in REPEATED if name in then}
+    then = runs[0].facts["environment"].items()
+    environment = {name: value for name, value in then if name in REPEATED}
     data = ["--data", str(Path(args.data).resolve())] if args.data else []
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary, "source")
@@ -222,7 +221,7 @@ def reproduce(root: Path, args) -> str:
 def interval(values) -> tuple[float, float, float]:
     """(mean, lower, upper) with 95% confidence, by Student's t."""
     mean = np.mean(values)
-    reach = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    reach = scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values)
     return float(mean), float(mean - reach), float(mean + reach)
 
 
@@ -268,11 +267,9 @@ def compare(root: Path, args) -> str:
             print(f"{seed:4} {times}   {losses}", flush=True)
     ratio, low, high = (math.exp(x) for x in interval(ratios))
     loss, least, most = interval(differences)
-    return (
-        f"time ratio cand/base {ratio:.4f}, 95% confidence {low:.4f} to {high:.4f}\n"
-        f"loss difference cand - base {loss:+.4f}, 95% confidence {least:+.4f} to {most:+.4f}\n"
-        f"{args.runs} pairs on {cand.hardware}"
-    )
+    times = f"time ratio cand/base {ratio:.4f}, 95% confidence {low:.4f} to {high:.4f}"
+    losses = f"loss difference cand - base {loss:+.4f}, 95% confidence {least:+.4f} to {most:+.4f}"
+    return f"{times}\n{losses}\n{args.runs} pairs on {cand.hardware}"
 
 
 class Parser(argparse.ArgumentParser):
@@ -282,8 +279,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see --help)\n")
 
 
-def parse_args(argv: list[str]):
-    """The command line as a namespace; `arguments` is what stands after the first --."""
+def main(argv=None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="leaderboard.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--records", default=HERE, help="this folder, if another")
@@ -313,11 +310,6 @@ def parse_args(argv: list[str]):
     args.arguments = argv[cut + 1 :]
     if args.arguments and args.do != "compare":
         parser.error("only compare takes arguments after --")
-    return args
-
-
-def main(argv=None) -> int:
-    args = parse_args(sys.argv[1:] if argv is None else argv)
     root = Path(args.records).resolve()
     do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
     do |= {"check": lambda root, args: f"valid records: {len(C.all_valid(root))}"}

@@ -14,26 +14,11 @@ does not fit.
 `train_gpt.py --cache DIR` takes those that are of the same programs, versions and topology, and
 compiles the others. Nobody has tried that on a TPU yet.
 
-The figure that counts leads the report: seconds of the whole run, the sum of
-
-    predicted  of each instruction the longer of two: its bytes at the rate at which memory has been
-               measured, and its cycles. These are 1.05 for each cycle that the compiler estimates,
-               or for each bundle of the final schedule if these are fewer (of a matmul no fewer
-               than at the peak); 1.3 for each bundle of a Pallas kernel and of what has no
-               estimate, such as gathers, scatters and sorts. Loops count as often as they run (if
-               data decide: once, or until all rows are fetched), blocks as if none was skipped
-    links      the time in which devices only send and receive. A collective takes what the device
-               with the fewest links sends, at the rate of a link; an all-to-all what crosses the
-               busiest cut through the mesh, if that is longer. The schedule is played: links carry
-               one collective after the other; one that is started runs beside other instructions
-               until one awaits it; all others hold them up
-    moves      bytes of all others, above all what SparseCores do, at the memory's rate: a floor
-
-Bytes are those of operands and results in memory, with padded tiles; of slices, gathers and updates
-in place only the rows that they touch. Copies to and from the chip count no time, as if all ran
-beside other work. records/NOTES.md has what is fitted to times on a v6e, and why the band ends
-where it does (YARDSTICKS). For a v5e the same is taken with the rates of its data sheet, and the
-report says so; for other hardware no time is said.
+The figure that counts leads the report: seconds of the whole run, the sum of what is computed
+("predicted"), of the time in which devices only send and receive ("links"), and of what SparseCores
+and others move ("moves", a floor). Each is the compiler's schedule by measured rates, for a v5e by
+those of its data sheet; for other hardware no time is said. records/NOTES.md has what counts how,
+and how far to trust it.
 """
 
 import dataclasses
@@ -56,6 +41,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
 import jax
+from jax.experimental import topologies
 
 import train_gpt as T
 
@@ -121,7 +107,7 @@ YARDSTICKS |= {"high": Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)}
 class Hardware(NamedTuple):
     """One device of a kind, by its maker's data sheet where nothing else is said."""
 
-    memory: float | None = None  # bytes that programs and state can have together
+    memory: float = math.inf  # bytes that programs and state can have together
     hbm: float | None = None  # bytes/s to and from memory
     link: float | None = None  # bytes/s that leave through one link
     clock: float | None = None  # Hz of the compiler's cycles; None: no times are predicted
@@ -190,8 +176,6 @@ def gpu_options(target: str) -> dict | None:
 
 def absent_devices(target: str) -> list:
     """Devices for compilation only. UserError if there is no such hardware, or no compiler."""
-    from jax.experimental import topologies
-
     for key, value in NO_HOST.items():
         os.environ.setdefault(key, value)
     options = gpu_options(target) or tpu_options(target)
@@ -214,25 +198,20 @@ def absent_devices(target: str) -> list:
         raise T.UserError(f"no such hardware as {target} ({error!r:.200}): {known}") from None
 
 
-def link_count(devices) -> int:
-    """Links of the device that has fewest: at a corner of a TPU mesh, one for each axis; two where
-    that is a ring."""
-    axes = [len({*axis}) for axis in zip(*(device.coords for device in devices), strict=True)]
-    return sum((n > 1) + (n >= RING) for n in axes)
-
-
-def all_to_all_load(devices) -> float:
-    """What the busiest link of a TPU mesh carries one way in an all-to-all, at least, as a share of
-    the buffer that each device sends parts of to all. A plane that cuts the mesh in two leaves a
-    and b devices on its sides: a b / n buffers cross it each way, through as many links as there
-    are lines of devices along the axis."""
+def network(devices) -> tuple[int, float]:
+    """(links at a corner of a TPU mesh: one for each axis, two where that is a ring; what the
+    busiest link carries one way in an all-to-all, at least, as a share of the buffer that each
+    device sends parts of to all). A plane that cuts the mesh in two leaves a and b devices on its
+    sides: a b / n buffers cross it each way, on one link for each line of devices."""
     count = len(devices)
-    loads = [0.0]
+    links, loads = 0, [0.0]
     for axis in zip(*(device.coords for device in devices), strict=True):
-        lines = count / len({*axis}) * (2 if len({*axis}) >= RING else 1)
+        side = len({*axis})
+        links += (side > 1) + (side >= RING)
+        lines = count / side * (2 if side >= RING else 1)
         below = (sum(x < cut for x in axis) for cut in {*axis})
         loads += [a * (count - a) / count / lines for a in below]
-    return max(loads)
+    return links, max(loads)
 
 
 # ---- Reading an optimized program: instructions, and their bytes in memory ---------------------
@@ -383,9 +362,8 @@ def fetched_rows(one: Instruction) -> int:
 
 def updates(one: Instruction) -> int:
     """How many numbers a dynamic-update-slice or a scatter writes."""
-    values = one.operands[1:2]
-    if one.op == "scatter":
-        values = one.operands[-(len(one.operands) // 2) :]
+    half = len(one.operands) // 2
+    values = one.operands[-half:] if one.op == "scatter" else one.operands[1:2]
     return sum(map(numbers, values))
 
 
@@ -414,8 +392,7 @@ def reads(one: Instruction, needed: int) -> list[int]:
 
 def fused_reads(inner: dict[str, Instruction], needed: int) -> Counter:
     """{number of a parameter: how many of its numbers a fused computation needs}."""
-    need = Counter()
-    found = Counter()
+    need, found = Counter(), Counter()
     for one in reversed(inner.values()):
         count = min(needed if one.root else need[one], numbers(one))
         if one.op == "parameter":
@@ -444,7 +421,6 @@ def memory_bytes(one: Instruction) -> int:
         return 0
     if one.op == "custom-call" and any(f'"{target}"' in one.rest for target in NO_WORK):
         return 0
-    results = arrays(one.shape)
     if one.kernel:  # an operand that is given several times, or is also a result, counts once
         aliased = {int(x) for x in re.findall(r"\{[\d, ]*\}: \((\d+),", one.rest)}
         given = {x for at, x in enumerate(one.operands) if at not in aliased}
@@ -452,10 +428,7 @@ def memory_bytes(one: Instruction) -> int:
     touched = []  # (an array, how many of its numbers)
     for operand, count in zip(one.operands, reads(one, numbers(one)), strict=True):
         touched += [(array, min(count, array.count)) for array in arrays(operand.shape)]
-    written = writes(one)
-    if len(written) != len(results):
-        written = [array.count for array in results]
-    touched += zip(results, written, strict=True)
+    touched += zip(arrays(one.shape), writes(one), strict=True)
     return round(sum(array.stored * count / max(array.count, 1) for array, count in touched))
 
 
@@ -551,16 +524,15 @@ def read_schedules(instructions, folder: Path) -> dict[str, int] | None:
     none. Equal instructions are compiled once, under the name of one of them."""
     every = {one.name: one for one in instructions}
     found = {}
+    twins = Counter()  # what equal instructions have in common -> the most bundles
     for path in sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
-        if name and name[1] in every:
-            rows = fetched_rows(every[name[1]])
-            found[name[1]] = read_schedule(path.read_text(errors="replace"), rows)
+        one = name and every.get(name[1])
+        if one:
+            bundles = read_schedule(path.read_text(errors="replace"), fetched_rows(one))
+            found[one.name] = bundles
+            twins |= dict.fromkeys(twin_keys(one), bundles)
         path.unlink()
-    twins = {}  # what equal instructions have in common -> the most bundles
-    for name, bundles in found.items():
-        for key in twin_keys(every[name]):
-            twins[key] = max(bundles, twins.get(key, bundles))
     for name in every.keys() - found.keys():
         known = [twins[key] for key in twin_keys(every[name]) if key in twins]
         if known:
@@ -601,21 +573,17 @@ def functions(text: str) -> dict[str, str]:
     return found
 
 
-def least_cycles(one: Instruction, peak: int) -> float:
-    """Cycles that a fusion's matmuls of two matrices take at the peak. The compiler's estimate can
-    be less where all operands are on the chip."""
-    pattern = re.compile(r"dim_labels=[bf]{2}_[io]{2}->[bf]{2}[,\s]")
-    # m n, m k and k n numbers: the root of their product is m n k.
-    plain = (x for x in one.contents if pattern.search(x.rest))
-    return sum(2 * math.prod(map(numbers, (x, *x.inputs()))) ** 0.5 for x in plain) / peak
-
-
 def cycles_of(one: Instruction, bundles: int, peak: int) -> tuple[str, float]:
     """(the number of the Yardstick for an instruction of so many bundles, the cycles that it
-    multiplies)."""
+    multiplies). Matmuls of two matrices take no fewer than at the peak: the compiler's estimate can
+    be less where all operands are on the chip."""
     if one.kernel or not one.cycles:
         return "kernel" if one.kernel else "rows", bundles
-    return "code", max(least_cycles(one, peak), min(one.cycles, bundles or one.cycles))
+    matmul = re.compile(r"dim_labels=[bf]{2}_[io]{2}->[bf]{2}[,\s]")
+    # m n, m k and k n numbers: the root of their product is m n k.
+    sizes = (map(numbers, (x, *x.inputs())) for x in one.contents if matmul.search(x.rest))
+    least = sum(2 * math.prod(each) ** 0.5 for each in sizes) / peak
+    return "code", max(least, min(one.cycles, bundles or one.cycles))
 
 
 def part_of(one: Instruction, innermost: dict[str, str]) -> str:
@@ -647,15 +615,14 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
     if known.clock is None or not bundles:
         return dict.fromkeys(FIGURES)
     innermost = functions(text)
-    links = link_count(devices) or 1
-    load = all_to_all_load(devices)
+    links, load = network(devices)
     instructions = [*walk(computations, entry)]
     issued = {one: cycles_of(one, bundles.get(one.name, 0), known.peak) for one in instructions}
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
         across = size * load if one.collective == "all-to-all" else 0.0
-        return max(sent / links, across) / known.link
+        return max(sent / max(links, 1), across) / known.link
 
     def measure(yardstick: Yardstick) -> list:
         """Milliseconds predicted, of links and of moves, by function, and by what decides."""
@@ -702,9 +669,8 @@ def about(cfg: T.Config, key) -> tuple[int, str]:
 
 def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> dict:
     """Compile the program with this key in T.programs; its row of preflight.json."""
-    name = str(key)
     tokens, what = about(cfg, key)
-    row = {"name": name, "steps": executions(cfg)[key], "what": what, "tokens_per_step": tokens}
+    row = {"name": str(key), "steps": executions(cfg)[key], "what": what, "tokens_per_step": tokens}
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, key)
     limit = memory_of(mesh)
     row["device_bytes_limit"] = limit if limit < math.inf else None
@@ -714,7 +680,7 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["bytes"] = T.program_bytes(compiled)
     if dump:
-        (dump / f"{name}.hlo").write_text(compiled.as_text())
+        (dump / f"{key}.hlo").write_text(compiled.as_text())
     return row | count(compiled.as_text(), schedules, [*mesh.devices.flat])
 
 
@@ -740,8 +706,9 @@ def number(value, form=".2f") -> str:
 def by_function(parts: dict, unit: str) -> str:
     """The functions of train_gpt.py, and kernels, that take more than 2 % of the time."""
     total = sum(parts.values())
-    large = sorted((x for x in parts.items() if x[1] > 0.02 * total), key=lambda x: -x[1])
-    return ", ".join(f"{name} {x:.2f}" for name, x in large) + f"; in all {total:.2f} {unit}"
+    each = Counter(parts).most_common()
+    large = ", ".join(f"{name} {x:.2f}" for name, x in each if x > 0.02 * total)
+    return f"{large}; in all {total:.2f} {unit}"
 
 
 def describe(report: dict) -> str:
@@ -766,8 +733,8 @@ def describe(report: dict) -> str:
     where += ", by its data sheet" * (report["rates"] == "data sheet")
     lead = f"Some programs on {where}; the sum for a run needs all (no --program)"
     if run:
-        said = [number(run[name], ".1f") for name in ("sum_seconds", *SECONDS)]
         lead = "The whole run on {}: {} s = predicted {} + links {} + moves {}; band {} to {} s"
+        said = (number(run[name], ".1f") for name in ("sum_seconds", *SECONDS))
         lead = lead.format(where, *said)
         if run["components"]:
             more.append(f"the run: {by_function(run['components'], 's')}")
@@ -780,24 +747,30 @@ def memory_of(mesh) -> float:
     """Bytes that a run has on a device of `mesh`; infinity where they are not known. Of a GPU's
     memory jax takes 75 %, or the share that a variable of the environment says."""
     kind = mesh.devices.flat[0].device_kind
-    memory = HARDWARE[kind].memory or math.inf
     if all(kind != name for name, *_ in GPUS.values()):
-        return memory
+        return HARDWARE[kind].memory
     variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     said = os.environ.get(variable) or "0.75"
-    try:
-        share = float(said)
-    except ValueError:
-        share = 0.0
-    T.need(0 < share <= 1, f"{variable}={said}: use a number above 0 and at most 1, such as 0.92")
-    return int(share * memory)
+    right = re.fullmatch(r"\d*\.?\d+", said) and 0 < float(said) <= 1
+    T.need(right, f"{variable}={said}: use a number above 0 and at most 1, such as 0.92")
+    return int(float(said) * HARDWARE[kind].memory)
 
 
-def preflight(cfg, args, command="", say=T.tell) -> bool:
-    """Compile the run's programs (or args.program) for args.target and report what they need;
-    whether they fit. A run that by its shapes does not fit is not compiled. args.dump gets
-    preflight.json and all HLO, args.save the executables."""
-    names = args.program
+def run(argv: list[str] | None, command: str) -> int:
+    """Compile the programs of a run, or those of --program, for the target, and report what they
+    need; the exit status. A run that by its shapes does not fit is not compiled."""
+    parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 and others")
+    T.add_config_options(parser)
+    keep = parser.add_mutually_exclusive_group().add_argument
+    keep("--dump", metavar="DIR", help="keep preflight.json and the programs")
+    keep("--save", metavar="DIR", help="keep executables, for a --cache")
+    names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
+    parser.add_argument("--program", **names, help="only these, such as grads0 or anvil")
+    args = parser.parse_args(argv)
+    args.words += [] if T.named(args)[0] else ["speedrun"]  # what TARGET would run
+    jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
+    asked = T.resolve(args)
     dump = args.dump and Path(args.dump)
     for kept in filter(None, (args.dump, args.save)):
         Path(kept).mkdir(parents=True, exist_ok=True)
@@ -809,67 +782,47 @@ def preflight(cfg, args, command="", say=T.tell) -> bool:
             before = os.environ.get("LIBTPU_INIT_ARGS", "")
             os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
         devices = absent_devices(args.target)
-        asked = cfg
         cfg, mesh = T.make_mesh(asked, devices)
         kernels, reason = T.pick_kernels(cfg, devices[0])
-        say(f"kernels: {reason}")
+        T.tell(f"kernels: {reason}")
         every = {str(key): key for key in T.programs(cfg, mesh, kernels)}
-        there = f"--program {' '.join(names)}: there are {', '.join(every)}"
-        T.need({*names} <= {*every}, there)
+        there = f"--program {' '.join(args.program)}: there are {', '.join(every)}"
+        T.need({*args.program} <= {*every}, there)
         limit = memory_of(mesh)
         size, largest = T.expected_bytes(cfg, mesh)
         refusal = T.too_large(cfg, mesh, largest, size, limit)
-        if refusal and not names:
-            say(f"not compiled: {refusal}")
-            return False
+        if refusal and not args.program:
+            T.tell(f"not compiled: {refusal}")
+            return 1
         rows, refusals = [], []
-        for name in names or every:
-            say(f"compiling {name}")
+        for name in args.program or every:
+            T.tell(f"compiling {name}")
             row = program_row(cfg, mesh, kernels, every[name], Path(folder), dump)
             rows.append(row)
             needs = row["bytes"]["peak"] + row["resident_bytes"]
             refusals.append(T.too_large(cfg, mesh, name, needs, limit))
-    report = T.run_facts(asked, mesh, command, reason) | {
-        "target": args.target,
-        "device_kind": devices[0].device_kind,
-        "devices": mesh.size,
-        "kernels": reason,
-        "rates": HARDWARE[devices[0].device_kind].rates,
-        "yardstick": YARDSTICKS["middle"]._asdict(),
-        "total_steps": cfg.steps,
-        "total_tokens": cfg.tokens_after(cfg.steps),
-        "variants": rows,
-        "predicted": None if names else whole_run(rows),
-    }
+    report = T.run_facts(asked, mesh, command, reason)
+    report |= {"target": args.target, "device_kind": devices[0].device_kind, "devices": mesh.size}
+    report |= {"kernels": reason, "rates": HARDWARE[devices[0].device_kind].rates, "variants": rows}
+    report |= {"yardstick": YARDSTICKS["middle"]._asdict()}
+    report |= {"total_steps": cfg.steps, "total_tokens": cfg.tokens_after(cfg.steps)}
+    report["predicted"] = None if args.program else whole_run(rows)
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
-    which = "all" if len(rows) == len(every) else "these"
-    spare = f"with {T.SPARE >> 30} of them to spare"
-    fit = f"{which} fit the {limit / 2**30:.2f} GiB of a device, {spare}"
-    lines = [*filter(None, refusals)]
-    lines = lines or [fit if limit < math.inf else "its memory is not known here"]
-    saved = f"saved: copy {args.save} to {args.target}, and train with --cache DIR there"
-    say("\n" + "\n".join([*lines, saved] if args.save else [describe(report), "", *lines]))
-    return not any(refusals)
+    if args.save:
+        T.tell(f"\nsaved: copy {args.save} to {args.target}, and train with --cache DIR there")
+    else:
+        T.tell(f"\n{describe(report)}\n")
+    device = f"{limit / 2**30:.2f} GiB of a device, with {T.SPARE >> 30} of them to spare"
+    fit = f"{'these' if args.program else 'all'} fit the {device}"
+    fit = fit if limit < math.inf else "its memory is not known here"
+    T.tell("\n".join(filter(None, refusals)) or fit)
+    return 1 if any(refusals) else 0
 
 
 def main(argv=None) -> int:
-    def run():
-        parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
-        parser.add_argument("target", metavar="TARGET", help="v6e-8, h100x8, v5e:2x4 and others")
-        T.add_config_options(parser)
-        keep = parser.add_mutually_exclusive_group().add_argument
-        keep("--dump", metavar="DIR", help="keep preflight.json and the programs")
-        keep("--save", metavar="DIR", help="keep executables, for a --cache")
-        names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
-        parser.add_argument("--program", **names, help="only these, such as grads0 or anvil")
-        args = parser.parse_args(argv)
-        args.words += [] if T.named(args)[0] else ["speedrun"]  # what TARGET would run
-        jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
-        command = shlex.join(["python", *sys.argv] if argv is None else argv)
-        return 0 if preflight(T.resolve(args), args, command) else 1
-
-    return T.report_errors(run)
+    command = shlex.join(["python", *sys.argv] if argv is None else argv)
+    return T.report_errors(lambda: run(argv, command))
 
 
 if __name__ == "__main__":

@@ -221,6 +221,7 @@ def test_options_of_sparse_cores_can_be_left_out():
     assert T.compiler_options(off, "gpu") == T.COMPILER_OPTIONS["gpu"]
 
 
+@pytest.mark.slow
 def test_the_trainer_finds_saved_executables(program_cache, monkeypatch, tmp_path, capsys):
     """Of a CPU, for which jax's cache works as for TPUs; others are compiled, and that is said."""
     monkeypatch.setattr(T, "PRESETS", {"brief": BRIEF, "other": replace(BRIEF, mlp_width=48)})

@@ -182,34 +182,28 @@ def started(run_dir, capsys, monkeypatch, *argv) -> T.Config:
     return cfg
 
 
-def test_a_new_run_starts_with_the_parameters_of_another(train, run, tmp_path, capsys, monkeypatch):
-    """Its first loss is about the other's last; schedule, clock and moments begin anew."""
-    cfg = started(run, capsys, monkeypatch, "--set", "steps=4", "checkpoint_every=2")
-    changed = {"start": str(run / "checkpoints/8"), "devices": 0, "data": cfg.data}
+def test_a_new_run_starts_with_the_parameters_of_another(
+    train, copy, tmp_path, capsys, monkeypatch
+):
+    """Its first loss is about the other's last; schedule, clock and moments begin anew. If its
+    checkpoint is gone by then, as the other run goes on, it takes a newer one."""
+    cfg = started(copy, capsys, monkeypatch, "--set", "steps=4", "checkpoint_every=2")
+    newest = str(copy / "checkpoints/8")
+    changed = {"start": newest, "devices": 0, "data": cfg.data}
     assert cfg == replace(EIGHT, steps=4, checkpoint_every=2, **changed)
     monkeypatch.undo()
-    folder = train(replace(cfg, devices=2), tmp_path)
-    first, last = metrics(folder)[0], metrics(run)[-1]
+    shutil.rmtree(copy / "checkpoints/4")
+    folder = train(replace(cfg, devices=2, start=str(copy / "checkpoints/4")), tmp_path)
+    first, last = metrics(folder)[0], metrics(copy)[-1]
     assert first["step"] == 0 and first["train_time_ms"] == 0 and first["tokens"] == 0
     assert first["val_loss"] == pytest.approx(last["val_loss"], rel=0.01)
-    assert first["val_loss"] < 0.98 * metrics(run)[0]["val_loss"]
-    assert facts(folder)["config"]["start"] == str(run / "checkpoints/8")
+    assert first["val_loss"] < 0.98 * metrics(copy)[0]["val_loss"]
+    assert facts(folder)["config"]["start"] == newest
     assert not facts(folder)["resumed"]
     # It can be resumed as any other; then the other run may be gone.
     saved = back_to(folder, 2)
     assert train(replace(saved.cfg, start="gone"), tmp_path, saved).resolve() == folder.resolve()
     assert facts(folder)["finished"]
-
-
-def test_a_start_goes_on_from_a_newer_checkpoint_if_its_own_is_gone(train, run, copy, tmp_path):
-    """As its run writes others while this one compiles."""
-    cfg = replace(EIGHT, steps=4, start=str(copy / "checkpoints/4"))
-    shutil.rmtree(copy / "checkpoints/4")
-    folder = train(cfg, tmp_path / "new")
-    assert facts(folder)["config"]["start"] == str(copy / "checkpoints/8")
-    assert metrics(folder)[0] | {"train_time_ms": 0} == metrics(
-        train(replace(cfg, start=str(run / "checkpoints/8")), tmp_path / "again")
-    )[0] | {"train_time_ms": 0}
 
 
 @pytest.mark.parametrize("argv, words", [

@@ -375,7 +375,7 @@ def test_a_mesh_bounds_what_its_links_carry():
     sides = {(1, 1): (0, 0), (1, 2): (1, 0.5), (2, 4): (2, 1), (8, 8): (2, 2), (16, 16): (4, 2)}
     for (x, y), figures in sides.items():
         mesh = v6e(x, y)
-        assert (preflight.link_count(mesh), preflight.all_to_all_load(mesh)) == figures
+        assert preflight.network(mesh) == figures
 
 
 @pytest.mark.parametrize(
@@ -473,8 +473,7 @@ def absent(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     monkeypatch.setattr(T, "PRESETS", T.PRESETS | {"small": CFG})
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices())
-    monkeypatch.setattr(preflight, "link_count", lambda devices: 2)
-    monkeypatch.setattr(preflight, "all_to_all_load", lambda devices: 1.0)
+    monkeypatch.setattr(preflight, "network", lambda devices: (2, 1.0))
     monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=compiled_at_once))
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, CHIP)
 

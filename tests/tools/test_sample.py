@@ -194,7 +194,10 @@ def test_a_prompt_from_a_pipe_may_be_late_or_none(command, seen, capsys, monkeyp
     want = command("--prompt", "ABC", "--tokens", "9")
     said = []
     monkeypatch.setattr(T, "tell", lambda line, stream=None: said.append(line))
-    assert command("--tokens", "9", stdin=b"ABC\n", after=2.3) == want
+    ready = sample.select.select
+    soon = SimpleNamespace(select=lambda *given: ready(*given[:3], given[3] / 20))
+    monkeypatch.setattr(sample, "select", soon)
+    assert command("--tokens", "9", stdin=b"ABC\n", after=0.2) == want
     assert said == ["waiting for a prompt on stdin; for none add < /dev/null"]
     (tmp_path / "prompt").write_text("ABC")
     for stream, speaks in ((open(tmp_path / "prompt"), True), (open(os.devnull), False)):
