@@ -84,6 +84,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 SOURCE = Path(__file__).read_text()  # for the log; read first: while jax loads it may be edited
@@ -127,18 +128,22 @@ def need(holds, reason: str):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its attention, what it adds to the stream, how many MLPs follow. "short" and
-    "long" attention have that window of the stage, "paired" reaches half as far as "short"
-    (pair_heads). Gates are numbers for each token from small MLPs (token_gates). The last layer has
-    attention, values and an MLP, and weights all that it adds by token (mudd_layer)."""
+    """One layer: its attention, what it adds to the stream, how many MLPs follow. The tuple of all
+    layers is the wiring of the model. "short" and "long" attention have that window of the stage.
+    Gates are numbers for each token, which small MLPs make (coefficients)."""
 
-    attends: str = ""  # short, long or paired; "": none
+    attends: str = ""  # short or long; "": none
+    paired: bool = False  # two heads attend as one, half as far (pair_heads)
     narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
     values: bool = False  # a table of token values of its own, added to v by a gate
     xsa: bool = False  # the part of a head's output along its own v is taken out (record 82)
     gated: bool = False  # each head's output times a gate (record 85)
     x0: bool = False  # the embedding is added, by a gate
-    ngram: bool = False  # the n-gram vector is added, by a gate
+    ngram: bool = False  # the n-gram vector is added, by a gate; by layer 0 before all else
+    skip: int = 0  # the output of so many layers before is added, by a gate
+    reads: int = 0  # attention reads the output of so many layers before, not its own input
+    looks: bool = False  # from here on gates look at the stream; before they do at x0
+    mudd: bool = False  # only of the last: each token weights what it adds (mudd_layer, mudd_mix)
     mlps: int = 1  # side by side, on the same input
 
 
@@ -178,17 +183,17 @@ class Config:
     seed: int = 0
     # model; layers are counted from 0
     layers: tuple[Layer, ...] = (  # seven of eleven attend (record 92)
-        Layer("paired", x0=True, ngram=True),
+        Layer("short", paired=True, x0=True, ngram=True),
         Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-        Layer("paired", values=True, x0=True),
+        Layer("short", paired=True, values=True, x0=True),
         Layer("long", xsa=True, gated=True),
-        Layer(x0=True, ngram=True),  # from here on gates look at the stream, before at x0
-        Layer("paired", x0=True, ngram=True),
-        Layer(),  # has the output of layer 3 in place of attention
-        Layer(x0=True, mlps=0),  # its output is what layers 8 and 10 attend by
+        Layer(x0=True, ngram=True, looks=True),
+        Layer("short", paired=True, x0=True, ngram=True),
+        Layer(skip=3),  # the output of layer 3
+        Layer(x0=True, mlps=0),
         Layer("short", narrow=True, values=True, mlps=2),
         Layer(ngram=True),
-        Layer("long", values=True, gated=True),
+        Layer("long", values=True, gated=True, reads=3, mudd=True),  # the output of layer 7
     )
     width: int = 768
     heads: int = 6
@@ -201,8 +206,6 @@ class Config:
     ngram_ids: str = "normalised"  # what is hashed: normalised (less case, accents), or raw ids
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
     gate_width: int = 64  # hidden units of the MLPs that make gates and mixing coefficients
-    skip: tuple[int, int] = (3, 6)  # the first one's output replaces attention in the second
-    source: int = 7  # layers after this one attend with its output instead of their own input
     rope_base: float = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: half wide, whole heads
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
@@ -308,11 +311,11 @@ PRESETS = {
         preset="tiny",
         layers=(
             Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-            Layer(),
-            Layer("paired", values=True, x0=True),
-            Layer("long", values=True, gated=True),
+            Layer(skip=1, looks=True),
+            Layer("short", paired=True, values=True, x0=True),
+            Layer("long", values=True, gated=True, reads=2, mudd=True),
         ),
-        width=128, heads=2, mlp_width=256, gate_width=32, ngram_rows=262_144, skip=(0, 1), source=1,
+        width=128, heads=2, mlp_width=256, gate_width=32, ngram_rows=262_144,
         encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
         compute_dtype="float32",
         steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
@@ -980,9 +983,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     v, w, depth = cfg.vocab, cfg.gate_width, len(cfg.layers)
     attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
-    slots, count = mlp_slots(cfg)
-    served = set(itertools.chain(*slots))
-    up = [math.sqrt(max(1, f / d)) * (slot in served) for slot in range(count)]
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    up = (math.sqrt(max(1, f / d)),) * mlps
 
     def adam(shape, start, lr, decay, betas, **more):
         updated = {"optimizer": "adam", "updated_by": "adam"} | more
@@ -1001,12 +1003,10 @@ def param_table(cfg: Config) -> dict[str, Param]:
     values = {"updated_by": "tables", "averages": (("value_average", 1.0),)}
     ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
     both = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # moves after each other: record 92
-    scale = (*up, *(2 * x for x in up))
+    scale = *up, *(2 * x for x in up)
     hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 2)  # of the small MLPs
-    gates = np.zeros((2, max(at.stop for half in gate_slices(cfg) for at in half.values())))
-    for half, slices in enumerate(gate_slices(cfg)):
-        for (kind, _), at in slices.items():
-            gates[half, at] = GATES[kind] / GATE_SCALE
+    gates, mudd = (coefficient_starts(cfg, kind) for kind in ("gate", "mudd"))
+    groups = 2 * n  # of features, see mudd_mix
     fast = 0.9, 0.95  # betas of mixing weights
     slow = 0.9, 0.99  # betas of gates and other scalars
     return {
@@ -1018,7 +1018,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
         #                shape  averages  live  factors on lr_anvil
         "qk_bank": bank((n * attends, 2 * h, d), ("bank_ema", 0.55)),
         "vo_bank": bank((2 * attends, d, d), *both),
-        "mlp_bank": bank((2 * count, f, d), *both, live=count, scale=scale),
+        "mlp_bank": bank((2 * mlps, f, d), *both, live=mlps, scale=scale),
         #                      shape                       start  lr  betas
         "value_gate": small((tables - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),  # not of the last
         "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
@@ -1028,11 +1028,11 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "o_lambda": small((depth,), 1.0, 5, slow),
         "smear_lambda": small((1,), 0.0, 5, slow),
         "skip_lambda": small((1,), -1.5, 5, slow),
-        "mudd_w1": small((2, w, d), hidden, 0.25, slow, decay=1),
-        "mudd_w2": small((2, len(Mudd._fields), w), 0.0, 0.25, slow, decay=1),
-        "mudd_b2": small((2, len(Mudd._fields)), MUDD_START, 0.25, slow),
-        "mudd_w2g": small((len(Mudd._fields), 2 * n, w), 0.0, 0.25, slow, decay=1),
-        "gate_w1": small((2, w, d), hidden, 0.1, slow, decay=1),
+        "mudd_w1": small((len(mudd), w, d), hidden, 0.25, slow, decay=1),
+        "mudd_w2": small((*mudd.shape, w), 0.0, 0.25, slow, decay=1),
+        "mudd_b2": small(mudd.shape, mudd, 0.25, slow),
+        "mudd_w2g": small((mudd.shape[1], groups, w), 0.0, 0.25, slow, decay=1),
+        "gate_w1": small((len(gates), w, d), hidden, 0.1, slow, decay=1),
         "gate_w2": small((*gates.shape, w), 0.0, 0.1, slow, decay=1),
         "gate_b2": small(gates.shape, gates, 0.1, slow),
         "gate_scale": small((1,), GATE_SCALE, 0.1, slow),
@@ -1051,62 +1051,55 @@ def uniform(std: float, live: int, key, shape):
     return jnp.where((np.arange(shape[0]) < live)[:, None, None], values, 0.0)
 
 
-def mlp_slots(cfg: Config) -> tuple[list[tuple[int, ...]], int]:
-    """(for each layer the slots of its MLPs in the MLP bank, number of slots). Slot i is the first
-    MLP of layer i, unused if it has none; second MLPs have the slots after those of all layers."""
-    count = len(cfg.layers)
-    slots = []
-    for i, layer in enumerate(cfg.layers):
-        slots.append((i, *range(count, count + layer.mlps - 1))[: layer.mlps])
-        count += max(layer.mlps - 1, 0)
-    return slots, count
-
-
 GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
 GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
 GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}  # kind -> its start
+MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
+MUDD = {  # what mudd_layer weights -> its start
+    "v_start": 0.0,  # added to v: the start of the stream,
+    "v_source": 0.0,  # what its attention reads,
+    "v_x": 0.0,  # the stream
+    "x_start": 0.0,  # added to the stream before attention: the same three
+    "x_source": 0.0,
+    "x_x": 0.0,
+    "values_left": 2.0,  # of the value row, for the first half of the heads
+    "values_right": 2.0,
+    # In place of resid_lambdas, post_lambdas and gates: of the sums after attention and the MLP.
+    "keep_attention": math.sqrt(1.1),
+    "attention": 1.0,
+    "start": 0.0,
+    "ngram": 0.05,
+    "keep_mlp": math.sqrt(1.1),
+    "mlp": 1.0,
+}
 
 
 @functools.cache
-def gate_slices(cfg: Config) -> tuple[dict, dict]:
-    """Which outputs of the two gate MLPs are whose: for each MLP (kind of GATES, layer) -> slice.
-    The first serves the layers up to skip[0] and reads the embedding, the second serves those after
-    it and reads the stream as it leaves skip[0]. xsa and gated have one output for each head."""
-    halves = {}, {}
-    for kind in GATES:
-        width = cfg.heads if kind in ("xsa", "gated") else 1
-        for i in (cfg.skip[1],) if kind == "skip" else cfg.layers_with(kind):
-            slices = halves[i > cfg.skip[0]]
-            end = max((at.stop for at in slices.values()), default=0)
-            slices[kind, i] = slice(end, end + width)
-    return halves
+def coefficient_table(cfg: Config) -> dict[str, list[dict]]:
+    """What the small MLPs give out for each token: for each MLP a dict name -> (how many numbers,
+    their start), in the order of its outputs. "gate": the first serves the layers before the one
+    that looks, the second those from it on; names are (kind of GATES, layer), and xsa and gated
+    have a number for each head. "mudd": of mudd_layer, and of mudd_mix, whose names are those of
+    its sources; of these it first takes out half of what later attentions have read."""
+    number = np.cumsum([layer.looks for layer in cfg.layers])  # of the MLP that serves a layer
+    gates = [{} for _ in range(number[-1] + 1)]
+    for kind, start in GATES.items():
+        for i in cfg.layers_with(kind):
+            gates[number[i]][kind, i] = cfg.heads if kind in ("xsa", "gated") else 1, start
+    values = [f"values{n}" for n in range(len(cfg.layers_with("values")))]
+    sources = ["start", "source", "x", "skip", *values, "mlp_input", "normed_source"]
+    mix = {name: (1, -0.5 if name == "source" else 0.0) for name in sources}
+    mudd = [{name: (1, start) for name, start in MUDD.items()}, mix]
+    return {"gate": gates, "mudd": mudd if cfg.layers[-1].mudd else []}
 
 
-class Mudd(NamedTuple):
-    """The weights of one token in mudd_layer (MUltiway Dynamic Dense connections), in the order of
-    the outputs of the small MLP that makes them. The defaults are their values at the start."""
-
-    v_start: float = 0.0  # added to v: the start of the stream,
-    v_source: float = 0.0  # what later attentions read,
-    v_x: float = 0.0  # the stream
-    x_start: float = 0.0  # added to the stream before attention: the same three
-    x_source: float = 0.0
-    x_x: float = 0.0
-    values_left: float = 2.0  # of the value row, for the first half of the heads
-    values_right: float = 2.0
-    # In place of resid_lambdas, post_lambdas and gates: of the sums after attention and the MLP.
-    keep_attention: float = math.sqrt(1.1)
-    attention: float = 1.0
-    start: float = 0.0
-    ngram: float = 0.05
-    keep_mlp: float = math.sqrt(1.1)
-    mlp: float = 1.0
-
-
-MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
-# Biases of those MLPs [2, 14]: of mudd_layer the defaults of Mudd; of mudd_mix one for each source,
-# -0.5 for the second (which later attentions have read), else 0.
-MUDD_START = np.array([Mudd(), np.eye(len(Mudd._fields))[1] * -0.5]) / MUDD_SCALE
+def coefficient_starts(cfg: Config, kind: str) -> np.ndarray:
+    """The biases [MLPs, outputs of that with most] with which small MLPs begin."""
+    scale = {"gate": GATE_SCALE, "mudd": MUDD_SCALE}[kind]
+    starts = [[np.full(*x) for x in each.values()] for each in coefficient_table(cfg)[kind]]
+    rows = [np.concatenate([*each, []]) / scale for each in starts]
+    most = max(map(len, rows), default=0)
+    return np.array([np.pad(row, (0, most - len(row))) for row in rows]).reshape(-1, most)
 
 
 def updated(cfg: Config, kind: str) -> list[str]:
@@ -1220,9 +1213,9 @@ def batch_loss(params, found, model: Model, rows: Rows):
 
 
 def forward(model: Model, found: dict, rows: Rows):
-    """The model, from the rows of tables that look_up has `found` to the normed output of mudd_mix
-    [b, t, d]. All attentions after layer cfg.source read its output (record 77). Layer skip[1] has
-    the gated output of layer skip[0] in place of attention (record 45)."""
+    """The model, from the rows of tables that look_up has `found` to the normed output: [b, t, d].
+    Late attention reads an earlier output (Layer.reads; record 77), and one layer has an earlier
+    output in place of attention (Layer.skip; record 45)."""
     params, cfg = model.params, model.cfg
     cap = cfg.attention_cap if model.stage else 0
     model = model._replace(segments_bt=segment_ids(rows.tokens[:, :-1], cfg.bos, cap))
@@ -1230,41 +1223,42 @@ def forward(model: Model, found: dict, rows: Rows):
     values = found["value_tables"]
     ngram = signed_sum(model.signs, *found[NGRAMS], rows.hashed)
     x0 = norm(smear(*found["embed"], params["smear_gate"], params["smear_lambda"][0]))
-    gates = token_gates(model, 0, x0)
+    gates = coefficients(model, "gate", 0, x0)
     start = mix((1.0, x0), (gates["ngram", 0], ngram))
     outputs = []
 
     def block(i: int, x):
         layer = cfg.layers[i]
-        if i == len(cfg.layers) - 1:
-            return mudd_layer(model, x, (start, outputs[cfg.source], values[-1], ngram), gates)
-        if i == cfg.skip[1]:
+        seen = outputs[i - layer.reads] if layer.reads else x
+        if layer.mudd:
+            return mudd_layer(model, x, (start, seen, values[-1], ngram), gates)
+        if layer.skip:
             amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
-            terms = [(1.0, x), (amount, outputs[cfg.skip[0]])]
+            terms = [(1.0, x), (amount, outputs[i - layer.skip])]
         else:
             terms = [(resid[i, 0], x)]
         if layer.x0:
             terms.append((gates["x0", i], x0))
         if layer.ngram and i:  # layer 0 has it already
             terms.append((gates["ngram", i], ngram))
-        seen = outputs[cfg.source] if i > cfg.source else x
         added = gated_values(model, i, seen, values) if layer.values else None
         x = mix(*terms)
         if layer.attends:
-            x = mix((1.0, attention(model, i, seen, added, gates)), (1.0, x))
+            x = x + attention(model, i, seen, added, gates)
         return mlp(model, i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
 
     if cfg.recompute:  # keep only what goes from layer to layer
         block = jax.checkpoint(block, static_argnums=0)
     x = start
-    for i in range(len(cfg.layers) - 1):
-        if i == cfg.skip[0] + 1:
-            gates |= token_gates(model, 1, x)
+    for i, layer in enumerate(cfg.layers):
+        if layer.looks:
+            gates |= coefficients(model, "gate", sum(x.looks for x in cfg.layers[: i + 1]), x)
         x = block(i, x)
         outputs.append(x)
-    last, mlp_input = block(len(cfg.layers) - 1, x)  # mudd_layer returns two
-    source = outputs[cfg.source]
-    sources = start, source, x, outputs[cfg.skip[0]], *values, mlp_input, norm(source)
+    last, mlp_input = x  # mudd_layer returns two
+    x, source = outputs[-2], outputs[-1 - cfg.layers[-1].reads]
+    skipped = [outputs[i - cfg.layers[i].skip] for i in cfg.layers_with("skip")]
+    sources = start, source, x, *skipped, *values, mlp_input, norm(source)
     return norm(mudd_mix(model, last, sources))
 
 
@@ -1309,14 +1303,17 @@ def gate(x_btd, weights):
     return jax.nn.sigmoid(jnp.einsum("bti,ni->btn", features, weights))
 
 
-def token_gates(model: Model, half: int, x_btd) -> dict:
-    """The gates of one half of the layers: a key of gate_slices -> [b, t, width], of any sign. One
-    small MLP that sees the whole token makes all of them (record 85); at first they are its biases,
-    since W2 starts at zero."""
+def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
+    """What a small MLP of coefficient_table gives out: name -> [b, t, numbers], of any sign. It
+    sees the whole token (records 81, 85). At first it gives its biases, since W2 starts at zero."""
     params = model.params
-    weights = (params[f"gate_{part}"][half] for part in ("w1", "w2", "b2"))
-    gates = params["gate_scale"][0] * small_mlp(x_btd, *weights)
-    return {key: gates[..., at] for key, at in gate_slices(model.cfg)[half].items()}
+    weights = (params[f"{kind}_{part}"][number] for part in ("w1", "w2", "b2"))
+    scale = params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
+    values = scale * small_mlp(x_btd, *weights)
+    table = coefficient_table(model.cfg)[kind][number]
+    ends = np.cumsum([width for width, _ in table.values()])
+    at = zip(table.items(), ends, strict=True)
+    return {name: values[..., end - width : end] for (name, (width, _)), end in at}
 
 
 def small_mlp(x_btd, w1, w2, b2):
@@ -1342,7 +1339,7 @@ def gated_values(model: Model, i: int, x_btd, values):
 
 def attention(model: Model, i: int, x_btd, added, gates):
     """What the attention of layer `i` adds to the stream, from norm(x). `added`: see HeadInputs;
-    `gates`: see token_gates."""
+    `gates`: see coefficients."""
     cfg, hyper = model.cfg, model.hyper
     heads = heads_of(cfg, i, model.windows)
     wide = int(cfg.layers[i].attends == "long")
@@ -1372,16 +1369,17 @@ def projection(model: Model, i: int, heads: Heads):
 
 def post_lambdas(model: Model, i: int):
     """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    last = i == len(model.cfg.layers) - 1
-    return jnp.ones(2, jnp.float32) if last else model.params["post_lambdas"][i]
+    own = not model.cfg.layers[i].mudd
+    return model.params["post_lambdas"][i] if own else jnp.ones(2, jnp.float32)
 
 
 def mlp(model: Model, i: int, x_btd, keep=0.0):
     """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
-    slots, count = mlp_slots(model.cfg)
+    ends = np.cumsum([layer.mlps for layer in model.cfg.layers])
+    own = range(ends[i] - model.cfg.layers[i].mlps, ends[i])
     bank = model.params["mlp_bank"]
-    up_fd = jnp.concatenate([bank[slot] for slot in slots[i]])
-    down_fd = jnp.concatenate([bank[count + slot] for slot in slots[i]])
+    up_fd = jnp.concatenate([bank[n] for n in own])
+    down_fd = jnp.concatenate([bank[ends[-1] + n] for n in own])
     with jax.named_scope(f"mlp{i}"):
         return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(model, i)[1])
 
@@ -1393,13 +1391,13 @@ def add_mlp(x_btd, up_fd, down_fd, keep, weight):
 
 
 def mudd_layer(model: Model, x, arrays: tuple, gates):
-    """The last layer, (output, normed input of its MLP): every token weights its own connections.
-    A small MLP makes a Mudd from its stream `x` (Xiao et al. 2025; record 81). `arrays` are the
-    start of the stream, the source, which attention reads, value rows and n-gram vectors."""
+    """The last layer, (output, normed input of its MLP): every token weights its own connections
+    (MUDD: MUltiway Dynamic Dense connections, Xiao et al. 2025; record 81), by what a small MLP
+    makes of its stream `x`. `arrays` are the start of the stream, the source, which attention
+    reads, value rows and n-gram vectors."""
     i = len(model.cfg.layers) - 1
     start, source, values, ngram = arrays
-    weights = (model.params[f"mudd_{part}"][0] for part in ("w1", "w2", "b2"))
-    mu = Mudd(*jnp.split(MUDD_SCALE * small_mlp(x, *weights), len(Mudd._fields), axis=-1))
+    mu = SimpleNamespace(**coefficients(model, "mudd", 0, x))
     both = [
         jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
         for of_values in (mu.values_left, mu.values_right)
@@ -1476,7 +1474,7 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     h = cfg.head_width
     wide = layer.attends == "long"
     widths = h if wide else h // 2, h // 2 if layer.narrow else h
-    return Heads(cfg.heads, *widths, windows[wide], paired=layer.attends == "paired", offset=wide)
+    return Heads(cfg.heads, *widths, windows[wide], paired=layer.paired, offset=wide)
 
 
 class HeadInputs(NamedTuple):
@@ -2315,14 +2313,16 @@ def validate(c: Config) -> Config:
     rule("ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more")
     rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two")
     last = len(c.layers) - 1
-    rule("skip", 0 <= c.skip[0] < c.skip[1] < last, "an earlier and a later layer")
-    rule("source", c.skip[0] < c.source < last, "a layer between skip[0] and the last one")
     for i, layer in enumerate(c.layers):
-        known = layer.attends in ("short", "long", "paired")
-        known |= not (layer.attends or layer.values or layer.xsa or layer.gated or layer.narrow)
-        rule(f"layers.{i}.attends", known, "short, long, paired; nothing if nothing needs it")
-    ends = c.layers[0].ngram and c.layers[-1].mlps and last in c.layers_with("values")[1:8]
-    rule("layers", ends, "the first needs n-grams, the last an MLP, it and 1 to 7 others values")
+        needed = layer.values or layer.xsa or layer.gated or layer.narrow or layer.paired
+        known = layer.attends in ("short", "long") or not (layer.attends or needed)
+        rule(f"layers.{i}.attends", known, "short, long; nothing if nothing needs it")
+        for name in ("skip", "reads"):
+            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
+        rule(f"layers.{i}.mudd", layer.mudd == (i == last), "of the last layer")
+    rule("layers", len(c.layers_with("skip")) == 1, "one skips")
+    ends = c.layers[0].ngram and c.layers[-1].mlps and last in c.layers_with("values")[1:]
+    rule("layers", ends, "the first needs n-grams, the last an MLP, it and another values")
     often, seldom = c.table_every
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
     rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")

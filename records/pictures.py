@@ -114,12 +114,23 @@ def draw_model(cfg) -> str:
 
     picture.box(edge(last) + 1, 14, column - 2, 372, PURPLE)
     values, x0, ngrams = (cfg.layers_with(what) for what in ("values", "x0", "ngram"))
-    later = [i for i in cfg.layers_with("attends") if i > cfg.source]
+    late, skips = cfg.layers[-1].reads, cfg.layers_with("skip")
     for words, color, y, source, readers, where, to in (  # of a column; down to this y
         (f"{len(values)} value tables", PINK, 138, -1, values, 0.28, 176),
         ("start of the stream", INK, 50, -1, [last], 0.83, 176),
-        (f"from layer {cfg.skip[0]}", ORANGE, 72, cfg.skip[0], [cfg.skip[1]], 0.5, 250),
-        (f"from layer {cfg.source}", BLUE, 94, cfg.source, later, 0.5, 176),
+        *(
+            (
+                f"from layer {i - cfg.layers[i].skip}",
+                ORANGE,
+                72,
+                i - cfg.layers[i].skip,
+                [i],
+                0.5,
+                250,
+            )
+            for i in skips
+        ),
+        (f"from layer {last - late}", BLUE, 94, last - late, [last], 0.5, 176),
         (f"from layer {last - 1}", INK, 116, last - 1, [last], 0.67, 176),
         ("n-gram table", GREEN, 374, -1, [*ngrams, last], 0.16, 250),
         ("embedding, smeared: x0", ORANGE, 352, -1, x0, 0.03, 250),

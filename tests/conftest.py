@@ -77,11 +77,11 @@ def small_config(**changes) -> T.Config:
     cfg = T.Config(
         preset="small",
         layers=(
-            T.Layer("paired", values=True, x0=True, ngram=True),
+            T.Layer("short", paired=True, values=True, x0=True, ngram=True),
             T.Layer("long", xsa=True, gated=True),
-            T.Layer(x0=True, ngram=True, mlps=0),
+            T.Layer(x0=True, ngram=True, mlps=0, skip=1, looks=True),
             T.Layer("short", narrow=True, values=True, mlps=2),
-            T.Layer("long", values=True, gated=True),
+            T.Layer("long", values=True, gated=True, reads=2, mudd=True),
         ),
         width=32,
         heads=4,
@@ -93,8 +93,6 @@ def small_config(**changes) -> T.Config:
         ngram_rows=520,
         sign_rows=64,
         gate_width=8,
-        skip=(1, 2),
-        source=2,
         compute_dtype="float32",
         steps=10,
         extension=2,

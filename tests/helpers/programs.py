@@ -23,9 +23,7 @@ PAIRED, _, ADDED, SHORT, LONG = SMALL.layers
 CFG = small_config(
     vocab=101,
     ngram_rows=522,
-    layers=(PAIRED, ADDED, replace(SHORT, xsa=True), LONG),
-    skip=(0, 1),
-    source=1,
+    layers=(replace(PAIRED, mlps=2), ADDED, replace(SHORT, xsa=True), LONG),
     steps=8,
     stages=tuple(replace(x, doc_cap=40 if x.doc_cap else 0) for x in SMALL.stages),
     checkpoint_every=1,

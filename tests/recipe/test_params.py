@@ -21,12 +21,12 @@ def test_numbers_and_flops_of_the_record_by_hand():
     layers, of whole ones in two, of half-wide v and o in two and whole ones in five, of eleven
     MLPs, of the rows of the head that are candidates; nothing for the tables."""
     counts = {name: math.prod(row.shape) for name, row in T.param_table(RECORD).items()}
-    assert sum(counts.values()) == 32_787_938_803
+    assert sum(counts.values()) == 32_783_613_427
     assert counts.pop("head") == counts.pop("embed") == 50_304 * 768
     assert counts.pop("value_tables") == 4 * 50_304 * 768
     assert counts.pop("ngram_table") == 32_487_505_920
     assert counts.pop("qk_bank") == counts.pop("vo_bank") == 7 * 2 * 768 * 768
-    assert counts.pop("mlp_bank") == 12 * 2 * 2816 * 768
+    assert counts.pop("mlp_bank") == 11 * 2 * 2816 * 768
     gates = 216 + 12 + 98_304 + 46 * 64 + 46 + 1
     mudd = 98_304 + 28 * 64 + 28 + 14 * 12 * 64
     assert sum(counts.values()) == gates + mudd + 4 * 11 + 2 * 11 + 2
@@ -37,17 +37,15 @@ def test_numbers_and_flops_of_the_record_by_hand():
 
 
 def test_shapes_follow_the_layers():
-    """No size need be a multiple of anything. Three layers attend, two have values; of the MLPs one
-    is dead and one has another two beside it."""
+    """No size need be a multiple of anything. Three layers attend, two have values; one has no
+    MLP, one has three."""
     cfg = small_config(
         layers=(
             T.Layer("short", values=True, xsa=True, ngram=True, mlps=3),
-            T.Layer("paired", x0=True),
+            T.Layer("short", paired=True, x0=True, skip=1, looks=True),
             T.Layer(mlps=0),
-            T.Layer("long", values=True, gated=True, ngram=True),
+            T.Layer("long", values=True, gated=True, ngram=True, reads=1, mudd=True),
         ),
-        skip=(0, 1),
-        source=2,
         vocab=101,
         ngram_rows=522,
     )
@@ -59,7 +57,7 @@ def test_shapes_follow_the_layers():
         "ngram_table": (522, 32),
         "qk_bank": (3 * 2 * 2, 16, 32),
         "vo_bank": (3 * 2, 32, 32),
-        "mlp_bank": (2 * 6, 128, 32),
+        "mlp_bank": (2 * 5, 128, 32),
         "value_gate": (1, 4, 12),
         "smear_gate": (1, 12),
         **dict.fromkeys(("resid_lambdas", "post_lambdas"), (4, 2)),
@@ -69,7 +67,7 @@ def test_shapes_follow_the_layers():
         **{"gate_w2": (2, 7, 8), "gate_b2": (2, 7)},
         **dict.fromkeys(("mudd_w1", "gate_w1"), (2, 8, 32)),
     }
-    assert table["mlp_bank"].scale == (2, 2, 0, 2, 2, 2, 4, 4, 0, 4, 4, 4)
+    assert table["mlp_bank"].scale == (2,) * 5 + (4,) * 5
 
 
 def test_rates_and_decays_of_the_config_reach_every_parameter():
@@ -105,7 +103,7 @@ def test_the_kinds_of_the_state():
     ):
         want[kind] = {name: table[name].shape for name in names}
     want["second"]["ngram_table"] = (1022,)
-    want["equaliser"] = {"qk_bank": (16, 128), "vo_bank": (8, 128), "mlp_bank": (12, 256)}
+    want["equaliser"] = {"qk_bank": (16, 128), "vo_bank": (8, 128), "mlp_bank": (10, 256)}
     state = start(1)(7)
     assert jax.tree.map(np.shape, state) == want
     assert {x.dtype for x in jax.tree.leaves(state)} == {np.dtype("float32")}
@@ -155,18 +153,18 @@ def test_matrices_are_uniform_and_down_projections_zero(params):
     found = []
     for name, std in UNIFORM.items():
         std /= math.sqrt(128)
-        live = params[name][:6] if name == "mlp_bank" else params[name]
+        live = params[name][:5] if name == "mlp_bank" else params[name]
         for values in live:
             assert abs(values.std() / std - 1) < 0.05 and abs(values.mean()) < 0.1 * std
             assert 1.69 * std < np.abs(values).max() <= math.sqrt(3) * std * (1 + 1e-6)
             assert abs(np.mean((values / std) ** 4) - 1.8) < 0.2  # not a normal's 3
         found += [x.tobytes() for x in live]
     assert len(set(found)) == len(found), "two matrices are equal"
-    assert not params["mlp_bank"][6:].any()
+    assert not params["mlp_bank"][5:].any()
 
 
 def test_small_parameters_start_at_their_constants(params):
-    """Gates where they would stand without a token's say: see gate_slices."""
+    """Gates where they would stand without a token's say: see coefficient_table."""
     mudd = np.zeros((2, 14))
     mudd[0] = [0, 0, 0, 0, 0, 0, 20, 20, 10 * math.sqrt(1.1), 10, 0, 0.5, 10 * math.sqrt(1.1), 10]
     mudd[1, 1] = -5

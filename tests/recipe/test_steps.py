@@ -156,7 +156,7 @@ def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch
     np.testing.assert_allclose(loss, plain / 256, rtol=2e-6)
     assert got.keys() == wanted.keys() == TABLE.keys()
     for name, row in TABLE.items():
-        assert np.linalg.norm(wanted[name]) > 1e-3, name
+        assert np.linalg.norm(wanted[name]) > 1e-4, name
         for x in jax.tree.leaves(got[name]):
             assert x.sharding == NamedSharding(mesh, P(T.AXIS))
         if name == "ngram_table":
@@ -420,7 +420,7 @@ def test_validation_is_the_plain_mean_over_the_first_val_tokens(validation):
     found = {done: validation(done, CFG.val_tokens) for done in (0, 3, 8)}
     for got, want in found.values():
         assert got == pytest.approx(want, rel=1e-6)  # float32 sums of 512 losses
-    assert found[0] == found[3] and found[0][0] != pytest.approx(found[8][0], rel=1e-5)
+    assert found[0] == found[3] and found[0][0] != pytest.approx(found[8][0], rel=3e-6)
 
 
 def test_rows_that_only_fill_up_the_last_batch_of_validation_do_not_count(validation):
