@@ -11,7 +11,7 @@ from the top. A step of training, in lines of `train`:
 
     batch, loader = next(batches)  # tokens, targets, n-grams, rates; where the loader stands
     gradients, *updates = schedule(cfg).programs[step]
-    grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
+    grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
     waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
     for update in updates:
         due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
@@ -179,6 +179,7 @@ class Config:
     record's own: ngram_rows=84602880, ngram_ids=raw."""
 
     preset: str = "speedrun"
+    without: str = ""  # ideas that are left out, see IDEAS; "all": all
     # ---- The recipe: what decides the loss ----
     seed: int = 0
     # model; layers are counted from 0
@@ -205,10 +206,22 @@ class Config:
     ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
     ngram_ids: str = "normalised"  # what is hashed: normalised (less case, accents), or raw ids
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
-    gate_width: int = 64  # hidden units of the MLPs that make gates and mixing coefficients
+    documents: bool = True  # attention stays inside a document
+    still: bool = True  # half of the dimensions of a head do not rotate
+    qk_norm: bool = True  # queries and keys are normed
+    key_offset: bool = True  # long layers match keys of the token before, see key_offset
+    qk_heads: int = 2  # of which q or k are one matrix for ANVIL; 0: all
+    o_start: float = 1.0  # how large output projections begin, beside those of values
+    down_start: float = 0.0  # and the down-projections of MLPs, beside those up
+    squared_relu: bool = True  # of MLPs; else GELU
+    smear: bool = True  # a little of the token before is added to each embedding
+    lambdas: bool = True  # learned weights on q, k and v, on o, and on what each layer adds
+    value_gates: bool = True  # how much of the value tables a head takes
+    gate_width: int = 64  # hidden units of the MLPs that make gates; 0: gates are learned numbers
+    mudd_width: int = 64  # of those that make the weights of MUDD
     rope_base: float = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: half wide, whole heads
-    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a, b, c of a * sigmoid((z + b) / c)
+    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
     compute_dtype: str = "bfloat16"  # of activations, matmuls, n-gram table; else float32
     # schedule: batch, windows and document length grow, at the end the batch shrinks again
     start: str = ""  # a checkpoint, with whose parameters the run starts, in place of random ones
@@ -234,6 +247,7 @@ class Config:
     cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
     lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
     # optimizers; param_table has the factors of each parameter
+    muon: bool = True  # a matrix's update is orthogonalized; else only as large
     lr_anvil: float = 0.023
     decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
     momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, at first beta too
@@ -242,11 +256,14 @@ class Config:
     # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
     rails_step: int = 514
     rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast one
-    slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight
-    equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns
+    slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight; 0: none
+    equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns; 0: none
+    cautious: bool = True  # weights decay only where the update shrinks them
     lr_adam: float = 0.008
     decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
     adam_eps: float = 1e-10
+    # betas of mixing weights, and of gates and other scalars
+    scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
     adam_every: int = 2  # steps whose gradients one Adam step sums; they wait on the devices
     # n-gram and value tables: an update sums the gradients of so many steps, before table_change
     # and from that step on
@@ -286,6 +303,11 @@ class Config:
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
+    def signed(self) -> bool:
+        """Whether n-grams have signs."""
+        return bool(self.ngram_rows and self.sign_rows)
+
+    @property
     def dtype(self) -> jnp.dtype:
         """compute_dtype as a dtype."""
         return jnp.dtype(self.compute_dtype)
@@ -315,7 +337,7 @@ PRESETS = {
             Layer("short", paired=True, values=True, x0=True),
             Layer("long", values=True, gated=True, reads=2, mudd=True),
         ),
-        width=128, heads=2, mlp_width=256, gate_width=32, ngram_rows=262_144,
+        width=128, heads=2, mlp_width=256, gate_width=32, mudd_width=32, ngram_rows=262_144,
         encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
         compute_dtype="float32",
         steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
@@ -326,8 +348,75 @@ PRESETS = {
         micro_tokens=256,  # fits a core's caches
         data="data/builtin", sample_tokens=80,
     ),
+    # `tiny` without any of IDEAS: causal attention inside documents, rotation, MLPs, two tables.
+    "plain": Config(
+        preset="plain", without="all",
+        layers=(Layer("long"),) * 4,
+        width=128, heads=2, mlp_width=256,
+        encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
+        ngram_rows=0, ngram_ids="raw", sign_rows=0, gate_width=0, mudd_width=32,
+        still=False, key_offset=False, qk_heads=0, o_start=0.0, smear=False, lambdas=False,
+        value_gates=False, logit_cap=(0.0, 0.0, 0.0), tied=0.0,
+        compute_dtype="float32",
+        steps=440, extension=0,
+        stages=(Stage(1.0, 1024, 128, 0, (262_144, 262_144)),),  # windows of all that there is
+        momentum=(0.93, 0.93), momentum_warmup=88, momentum_cooldown=18,
+        rails_step=188, slow_rate=0.0, equalize_rate=0.0, cautious=False,
+        scalar_betas=((0.9, 0.95), (0.9, 0.95)),
+        lr_adam=0.016, adam_every=1, table_every=(1, 1), table_change=128,
+        tail=0, tail_average=0,
+        val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(262_144, 262_144), target=0.0,
+        micro_tokens=256,
+        data="data/builtin", sample_tokens=80,
+    ),
 }
 # fmt: on
+
+
+# What leaves out an idea of the record: `--set without=NAME,...` sets this.
+IDEAS = {
+    "muon": "muon=0",
+    "squared_relu": "squared_relu=0",
+    "zero_start": "down_start=1",
+    "qk_norm": "qk_norm=0",
+    "documents": "documents=0",
+    "logit_cap": "logit_cap=0,0,0",
+    "momentum": "momentum=0.93,0.93",
+    "windows": "stages.*.windows=262144,262144 val_windows=262144,262144",
+    "values": "layers.*.values=0",
+    "value_gates": "value_gates=0",
+    "still": "still=0",
+    "packing": "stages.*.doc_cap=0",
+    "smear": "smear=0",
+    "seldom": "adam_every=1 table_every=1,1",
+    "equalize": "equalize_rate=0",
+    "cautious": "cautious=0",
+    "skip": "layers.*.skip=0",
+    "lambdas": "lambdas=0",
+    "key_offset": "key_offset=0",
+    "tied": "tied=0",
+    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
+    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
+    "paired": "layers.*.paired=0",
+    "qk_heads": "qk_heads=0",
+    "o_start": "o_start=0",
+    "reads": "layers.*.reads=0",
+    "mudd": "layers.*.mudd=0",
+    "xsa": "layers.*.xsa=0",
+    "gated": "layers.*.gated=0",
+    "x0": "layers.*.x0=0",
+    "signs": "sign_rows=0",
+    "gates": "gate_width=0 layers.*.looks=0",
+    "prefix": "stages.*.prefix=(0.0,)",
+    "narrow": "layers.*.narrow=0",
+    "fewer": "layers.*.attends=long layers.*.skip=0",
+    "candidates": "stages.*.candidates=(0,)",
+    "ngrams": "ngram_rows=0 layers.*.ngram=0",
+    "normalised": "ngram_ids=raw",
+    "rails": "slow_rate=0",
+    "averages": "tail=0 tail_average=0",
+}
+PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
 # ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
@@ -418,7 +507,7 @@ def schedule(cfg: Config) -> Schedule:
 
     # At first the fast average of the gradient is Muon's momentum, alone, while the slow one fills.
     # From rails_step on the update follows both: the last steps, and the drift of many (record 92).
-    both = step >= cfg.rails_step
+    both = (step >= cfg.rails_step) & (cfg.slow_rate > 0)
     fast_beta = np.where(both, cfg.rail_fast[0], momentum)
     fast_weight = np.where(both, cfg.rail_fast[1], 1.0)
 
@@ -467,7 +556,8 @@ def schedule(cfg: Config) -> Schedule:
         programs[i].append(Update("anvil", 1))
         if adam[i]:
             programs[i].append(Update("adam", cfg.adam_every, bool(tied[i])))
-        if count := int(tables[i]):
+        count = int(tables[i]) if updated(cfg, "tables") else 0
+        if count:
             summed = tuple(stage[i + 1 - count : i + 1].tolist())
             programs[i].append(Update("tables", count, stages=summed))
     return Schedule(stage, candidates, adam, tables, tied, programs, hyper)
@@ -480,7 +570,8 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
     that turn 32 times keep their frequency, and those between are interpolated. Attention over more
     keys also gets sharper."""
     # Every step is rounded to float32, as in the original.
-    start = (1 / cfg.rope_base) ** np.linspace(0, 1, cfg.head_width // 4, dtype=np.float32)
+    turn = cfg.head_width // (4 if cfg.still else 2)
+    start = (1 / cfg.rope_base) ** np.linspace(0, 1, turn, dtype=np.float32)
     found = [(np.stack([start, start]), np.array(cfg.attn_scales))]
     for before, after in itertools.pairwise(cfg.stages):
         freqs, scales = (x.copy() for x in found[-1])
@@ -539,8 +630,8 @@ class Rows(NamedTuple):
     """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
 
     tokens: jax.Array  # uint16 [rows, t+1]
-    hashed: jax.Array  # uint16 [rows, t]: what n-gram hashes see of the first t
-    slots: jax.Array  # int32 [rows, 2, t]: of bigrams and trigrams, in what the device fetches
+    hashed: jax.Array | None  # uint16 [rows, t]: what n-gram hashes see of the first t
+    slots: jax.Array | None  # int32 [rows, 2, t]: of bigrams, trigrams in what a device fetches
     aims: Aims
 
 
@@ -548,7 +639,7 @@ class Batch(NamedTuple):
     """What a step needs beside the state."""
 
     rows: Rows
-    requests: jax.Array  # int32 [devices, devices, size]: what each asks of each, see `request`
+    requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
     hyper: Hyper
 
 
@@ -869,6 +960,8 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
 
 def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
     """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    if not cfg.ngram_rows:
+        return Rows(tokens, None, None, aims), None
     hashed = known.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     return Rows(tokens, hashed, slots, aims), requests
@@ -954,11 +1047,19 @@ class Param:
     dtype: str = "float32"  # of the master
 
 
-MOMENTS = {  # optimizer -> what it keeps of a parameter of this shape: kind -> shape
-    "anvil": lambda s: {"fast": s, "slow": s, "equaliser": (s[0], max(s[1:]))},
-    "adam": lambda s: {"first": s, "second": s},
-    "rows": lambda s: {"second": s[:1]},
-}
+def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
+    """What its optimizer keeps of a parameter: kind -> shape."""
+    s = row.shape
+    if row.optimizer == "adam":
+        return {"first": s, "second": s}
+    if row.optimizer == "rows":
+        return {"second": s[:1]}
+    found = {"fast": s}
+    if cfg.slow_rate:
+        found["slow"] = s
+    if cfg.equalize_rate:
+        found["equaliser"] = s[0], max(s[1:])
+    return found
 
 
 NGRAMS = "ngram_table"
@@ -979,9 +1080,12 @@ def param_table(cfg: Config) -> dict[str, Param]:
     has unit singular values whatever the shape, so it changes an output element less as the output
     grows; sqrt(f / d) makes up for that in the up-projections (Jordan et al. 2024). The
     down-projections get twice as much, found by trial (record 48).
+
+    What is of size 0, as it belongs to an idea that is off, is not there.
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
-    v, w, depth = cfg.vocab, cfg.gate_width, len(cfg.layers)
+    v, depth = cfg.vocab, len(cfg.layers)
+    gate_w, mudd_w, together = cfg.gate_width, cfg.mudd_width, cfg.qk_heads or cfg.heads
     attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     up = (math.sqrt(max(1, f / d)),) * mlps
@@ -991,8 +1095,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
         rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
         return Param(shape, start, **updated, **rates)
 
-    def bank(shape, *averages, live=None, scale=None):  # default: all matrices live, at factor 1
-        start = functools.partial(uniform, 0.5 / math.sqrt(d), live or shape[0])
+    def bank(shape, *averages, sizes=1.0, scale=None):  # of each matrix: its start, its rate
+        start = functools.partial(uniform, 0.5 / math.sqrt(d), sizes)
         more = {"scale": scale or (1.0,) * shape[0], "averages": averages, "rescaled": True}
         return Param(shape, start, "anvil", "anvil", cfg.lr_anvil, cfg.decay_anvil, **more)
 
@@ -1003,40 +1107,48 @@ def param_table(cfg: Config) -> dict[str, Param]:
     values = {"updated_by": "tables", "averages": (("value_average", 1.0),)}
     ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
     both = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # moves after each other: record 92
+    gated = cfg.layers_with("values")[: tables - cfg.layers[-1].mudd]  # MUDD has weights of its own
     scale = *up, *(2 * x for x in up)
-    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 2)  # of the small MLPs
+    sizes = (1.0,) * mlps + (cfg.down_start,) * mlps
+    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 1.0)  # of the small MLPs
+    alike = depth * cfg.lambdas  # layers that have weights of their own
     gates, mudd = (coefficient_starts(cfg, kind) for kind in ("gate", "mudd"))
     groups = 2 * n  # of features, see mudd_mix
-    fast = 0.9, 0.95  # betas of mixing weights
-    slow = 0.9, 0.99  # betas of gates and other scalars
-    return {
+    fast, slow = cfg.scalar_betas
+    table = {
         #             shape       start  lr  decay  betas
         "head": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
         "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
         "value_tables": adam((tables * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
         "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
         #                shape  averages  live  factors on lr_anvil
-        "qk_bank": bank((n * attends, 2 * h, d), ("bank_ema", 0.55)),
-        "vo_bank": bank((2 * attends, d, d), *both),
-        "mlp_bank": bank((2 * mlps, f, d), *both, live=mlps, scale=scale),
+        "qk_bank": bank((2 * n // together * attends, together * h, d), ("bank_ema", 0.55)),
+        "vo_bank": bank((2 * attends, d, d), *both, sizes=(1.0, cfg.o_start) * attends),
+        "mlp_bank": bank((2 * mlps, f, d), *both, sizes=sizes, scale=scale),
         #                      shape                       start  lr  betas
-        "value_gate": small((tables - 1, n, GATE_INPUTS), 0.0, 1, slow, decay=1),  # not of the last
-        "smear_gate": small((1, GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
-        "resid_lambdas": small((depth, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
-        "post_lambdas": small((depth, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
-        "qkv_lambda": small((depth,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
-        "o_lambda": small((depth,), 1.0, 5, slow),
-        "smear_lambda": small((1,), 0.0, 5, slow),
-        "skip_lambda": small((1,), -1.5, 5, slow),
-        "mudd_w1": small((len(mudd), w, d), hidden, 0.25, slow, decay=1),
-        "mudd_w2": small((*mudd.shape, w), 0.0, 0.25, slow, decay=1),
+        "value_gate": small((cfg.value_gates * len(gated), n, GATE_INPUTS), 0.0, 1, slow, decay=1),
+        "smear_gate": small((int(cfg.smear), GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
+        "resid_lambdas": small((alike, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
+        "post_lambdas": small((alike, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
+        "qkv_lambda": small((alike,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
+        "o_lambda": small((alike,), 1.0, 5, slow),
+        "smear_lambda": small((int(cfg.smear),), 0.0, 5, slow),
+        "skip_lambda": small((len(cfg.layers_with("skip")),), -1.5, 5, slow),
+        "mudd_w1": small((len(mudd), mudd_w, d), hidden, 0.25, slow, decay=1),
+        "mudd_w2": small((*mudd.shape, mudd_w), 0.0, 0.25, slow, decay=1),
         "mudd_b2": small(mudd.shape, mudd, 0.25, slow),
-        "mudd_w2g": small((mudd.shape[1], groups, w), 0.0, 0.25, slow, decay=1),
-        "gate_w1": small((len(gates), w, d), hidden, 0.1, slow, decay=1),
-        "gate_w2": small((*gates.shape, w), 0.0, 0.1, slow, decay=1),
+        "mudd_w2g": small((mudd.shape[1], groups, mudd_w), 0.0, 0.25, slow, decay=1),
+        "gate_w1": small((len(gates) if gates.size else 0, gate_w, d), hidden, 0.1, slow, decay=1),
+        "gate_w2": small((*gates.shape, gate_w), 0.0, 0.1, slow, decay=1),
         "gate_b2": small(gates.shape, gates, 0.1, slow),
-        "gate_scale": small((1,), GATE_SCALE, 0.1, slow),
+        "gate_scale": small((int(gates.size > 0),), GATE_SCALE, 0.1, slow),
     }
+    steps = cfg.tail, cfg.tail_average, cfg.tail_average, cfg.tail
+    none = [average for average, count in zip(AVERAGES, steps, strict=True) if not count]
+    for name, row in table.items():
+        averages = tuple(x for x in row.averages if x[0] not in none)
+        table[name] = dataclasses.replace(row, averages=averages)
+    return {name: row for name, row in table.items() if math.prod(row.shape)}
 
 
 def normal(std: float) -> Callable:
@@ -1044,11 +1156,11 @@ def normal(std: float) -> Callable:
     return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
-def uniform(std: float, live: int, key, shape):
-    """The start of a bank: uniform in its first `live` matrices, zero in the others."""
+def uniform(std: float, sizes: float | tuple[float, ...], key, shape):
+    """The start of a bank: uniform with this standard deviation, times the size of each matrix."""
     bound = math.sqrt(3) * std
     values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-    return jnp.where((np.arange(shape[0]) < live)[:, None, None], values, 0.0)
+    return values * jnp.float32(sizes).reshape(-1, 1, 1)
 
 
 GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
@@ -1086,11 +1198,18 @@ def coefficient_table(cfg: Config) -> dict[str, list[dict]]:
     for kind, start in GATES.items():
         for i in cfg.layers_with(kind):
             gates[number[i]][kind, i] = cfg.heads if kind in ("xsa", "gated") else 1, start
-    values = [f"values{n}" for n in range(len(cfg.layers_with("values")))]
-    sources = ["start", "source", "x", "skip", *values, "mlp_input", "normed_source"]
-    mix = {name: (1, -0.5 if name == "source" else 0.0) for name in sources}
-    mudd = [{name: (1, start) for name, start in MUDD.items()}, mix]
-    return {"gate": gates, "mudd": mudd if cfg.layers[-1].mudd else []}
+    last = cfg.layers[-1]
+    if not last.mudd:
+        return {"gate": gates, "mudd": []}
+    there = {"source": last.reads, "values_": last.values, "ngram": cfg.ngram_rows}
+    lacking = [part for part, has in there.items() if not has]
+    many = [f"{name}{i}" for name in ("skip", "values") for i in cfg.layers_with(name)]
+    sources = ["start", "source", "x", *many, "mlp_input", "normed_source"]
+    mix = {name: -0.5 if name == "source" else 0.0 for name in sources}
+    mudd = [{}, {}]
+    for found, starts in zip(mudd, (MUDD, mix), strict=True):
+        found |= {x: (1, y) for x, y in starts.items() if not any(part in x for part in lacking)}
+    return {"gate": gates, "mudd": mudd}
 
 
 def coefficient_starts(cfg: Config, kind: str) -> np.ndarray:
@@ -1099,7 +1218,7 @@ def coefficient_starts(cfg: Config, kind: str) -> np.ndarray:
     starts = [[np.full(*x) for x in each.values()] for each in coefficient_table(cfg)[kind]]
     rows = [np.concatenate([*each, []]) / scale for each in starts]
     most = max(map(len, rows), default=0)
-    return np.array([np.pad(row, (0, most - len(row))) for row in rows]).reshape(-1, most)
+    return np.array([np.pad(row, (0, most - len(row))) for row in rows]).reshape(len(rows), most)
 
 
 def updated(cfg: Config, kind: str) -> list[str]:
@@ -1109,13 +1228,13 @@ def updated(cfg: Config, kind: str) -> list[str]:
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
-    what the optimizers keep (MOMENTS: of ANVIL two averages of the gradient and the mean square of
+    what the optimizers keep (moments: of ANVIL two averages of the gradient and the mean square of
     each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
     and sharded like the parameter, along axis 0, which is padded with zeros for the devices: each
     updates its shard (ZeRO)."""
     state = {}
     for name, row in param_table(cfg).items():
-        shapes = {"params": row.shape} | MOMENTS[row.optimizer](row.shape)
+        shapes = {"params": row.shape} | moments(cfg, row)
         shapes |= {average: row.shape for average, _ in row.averages}
         for kind, shape in shapes.items():
             dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
@@ -1142,7 +1261,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x, seed=Non
     """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
     which banks are at each step, small ones as they are. The n-gram table has no copy: no device
     ever holds all of it. With a seed the signs of n-grams are there too."""
-    copies = {} if seed is None else {"signs": sign_pool(cfg, seed)}
+    copies = {} if seed is None or not cfg.signed else {"signs": sign_pool(cfg, seed)}
     for name, x in params.items():
         row = param_table(cfg)[name]
         if name != NGRAMS:
@@ -1218,25 +1337,28 @@ def forward(model: Model, found: dict, rows: Rows):
     output in place of attention (Layer.skip; record 45)."""
     params, cfg = model.params, model.cfg
     cap = cfg.attention_cap if model.stage else 0
-    model = model._replace(segments_bt=segment_ids(rows.tokens[:, :-1], cfg.bos, cap))
-    resid = params["resid_lambdas"]
-    values = found["value_tables"]
-    ngram = signed_sum(model.signs, *found[NGRAMS], rows.hashed)
-    x0 = norm(smear(*found["embed"], params["smear_gate"], params["smear_lambda"][0]))
+    segments_bt = segment_ids(rows.tokens[:, :-1], cfg.bos if cfg.documents else -1, cap)
+    model = model._replace(segments_bt=segments_bt)
+    (x0,) = found["embed"]
+    if cfg.smear:
+        x0 = smear(x0, params["smear_gate"], params["smear_lambda"][0])
+    x0 = norm(x0)
+    values = found.get("value_tables", ())
+    ngram = signed_sum(model.signs, *found[NGRAMS], rows.hashed) if cfg.ngram_rows else None
     gates = coefficients(model, "gate", 0, x0)
-    start = mix((1.0, x0), (gates["ngram", 0], ngram))
+    start = mix((1.0, x0), (gates["ngram", 0], ngram)) if cfg.layers[0].ngram else x0
     outputs = []
 
     def block(i: int, x):
         layer = cfg.layers[i]
         seen = outputs[i - layer.reads] if layer.reads else x
         if layer.mudd:
-            return mudd_layer(model, x, (start, seen, values[-1], ngram), gates)
+            return mudd_layer(model, x, (start, seen, values, ngram), gates)
+        terms = [(params["resid_lambdas"][i, 0] if cfg.lambdas else 1.0, x)]
         if layer.skip:
-            amount = jax.nn.sigmoid(params["skip_lambda"][0]) * gates["skip", i]
+            weight = params["skip_lambda"][cfg.layers_with("skip").index(i)]
+            amount = jax.nn.sigmoid(weight) * gates["skip", i]
             terms = [(1.0, x), (amount, outputs[i - layer.skip])]
-        else:
-            terms = [(resid[i, 0], x)]
         if layer.x0:
             terms.append((gates["x0", i], x0))
         if layer.ngram and i:  # layer 0 has it already
@@ -1245,7 +1367,10 @@ def forward(model: Model, found: dict, rows: Rows):
         x = mix(*terms)
         if layer.attends:
             x = x + attention(model, i, seen, added, gates)
-        return mlp(model, i, x, resid[i, 1]) if layer.mlps else mix((resid[i, 1], x))
+        if not cfg.lambdas:
+            return x + mlp(model, i, x) if layer.mlps else x
+        keep = params["resid_lambdas"][i, 1]
+        return mlp(model, i, x, keep) if layer.mlps else mix((keep, x))
 
     if cfg.recompute:  # keep only what goes from layer to layer
         block = jax.checkpoint(block, static_argnums=0)
@@ -1255,11 +1380,17 @@ def forward(model: Model, found: dict, rows: Rows):
             gates |= coefficients(model, "gate", sum(x.looks for x in cfg.layers[: i + 1]), x)
         x = block(i, x)
         outputs.append(x)
+    if not cfg.layers[-1].mudd:
+        return norm(x)
     last, mlp_input = x  # mudd_layer returns two
-    x, source = outputs[-2], outputs[-1 - cfg.layers[-1].reads]
-    skipped = [outputs[i - cfg.layers[i].skip] for i in cfg.layers_with("skip")]
-    sources = start, source, x, *skipped, *values, mlp_input, norm(source)
-    return norm(mudd_mix(model, last, sources))
+    source = outputs[-1 - cfg.layers[-1].reads] if cfg.layers[-1].reads else start
+    sources = {"start": start, "source": source, "x": ([start] + outputs)[-2]}
+    sources |= {f"skip{i}": outputs[i - cfg.layers[i].skip] for i in cfg.layers_with("skip")}
+    named = zip(cfg.layers_with("values"), values, strict=True)
+    sources |= {f"values{i}": value for i, value in named}
+    sources |= {"mlp_input": mlp_input, "normed_source": norm(source)}
+    names = coefficient_table(cfg)["mudd"][1]
+    return norm(mudd_mix(model, last, [sources[name] for name in names]))
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
@@ -1275,6 +1406,8 @@ def signed_sum(signs, ngrams, hashed_bt):
     """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
     (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
     pairs = jnp.split(ngrams, 2, axis=1)
+    if signs is None:
+        return sum(x[:, 0] for x in pairs)
     terms = zip(sign_ids(hashed_bt, len(signs)), pairs, strict=True)
     return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
 
@@ -1307,10 +1440,15 @@ def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
     """What a small MLP of coefficient_table gives out: name -> [b, t, numbers], of any sign. It
     sees the whole token (records 81, 85). At first it gives its biases, since W2 starts at zero."""
     params = model.params
-    weights = (params[f"{kind}_{part}"][number] for part in ("w1", "w2", "b2"))
-    scale = params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
-    values = scale * small_mlp(x_btd, *weights)
     table = coefficient_table(model.cfg)[kind][number]
+    if not table:
+        return {}
+    biases = params[f"{kind}_b2"][number]
+    if f"{kind}_w1" in params:
+        values = small_mlp(x_btd, *(params[f"{kind}_{x}"][number] for x in ("w1", "w2")), biases)
+    else:
+        values = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
+    values *= params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
     ends = np.cumsum([width for width, _ in table.values()])
     at = zip(table.items(), ends, strict=True)
     return {name: values[..., end - width : end] for (name, (width, _)), end in at}
@@ -1330,8 +1468,10 @@ def gated_values(model: Model, i: int, x_btd, values):
     and a gate for each head, twice the sigmoid of a weighted sum of the first features of the
     normed input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
     at = model.cfg.layers_with("values").index(i)
-    weights = model.params["value_gate"][at]
     values_btd = values[at]
+    if not model.cfg.value_gates:
+        return values_btd, jnp.ones((*x_btd.shape[:2], model.cfg.heads))
+    weights = model.params["value_gate"][at]
     half = weights.shape[1] // 2
     looks = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
     return values_btd, 2 * gate(looks, weights)
@@ -1351,8 +1491,9 @@ def attention(model: Model, i: int, x_btd, added, gates):
         y = model.kernels.attend(heads, qkv, inputs)
         w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
-        weight = post_lambdas(model, i)[0] * model.params["o_lambda"][i]
-        return y @ mix((weight, w_o)).T
+        if cfg.lambdas:
+            w_o = mix((post_lambdas(model, i)[0] * model.params["o_lambda"][i], w_o))
+        return y @ w_o.T
 
 
 def projection(model: Model, i: int, heads: Heads):
@@ -1360,16 +1501,17 @@ def projection(model: Model, i: int, heads: Heads):
     the first rows of their part of it."""
     params, cfg = model.params, model.cfg
     n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
-    qk = jnp.concatenate(params["qk_bank"][n * at : n * (at + 1)])
+    each = 2 * n // (cfg.qk_heads or n)  # matrices of a layer
+    qk = jnp.concatenate(params["qk_bank"][each * at : each * (at + 1)])
     qk = qk.reshape(2 * n, -1, d)[:, : heads.qk_width]
     v = params["vo_bank"][2 * at].reshape(n, -1, d)[:, : heads.v_width]
     weights = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
-    return mix((params["qkv_lambda"][i], weights))
+    return mix((params["qkv_lambda"][i], weights)) if cfg.lambdas else weights
 
 
 def post_lambdas(model: Model, i: int):
     """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    own = not model.cfg.layers[i].mudd
+    own = model.cfg.lambdas and not model.cfg.layers[i].mudd
     return model.params["post_lambdas"][i] if own else jnp.ones(2, jnp.float32)
 
 
@@ -1381,12 +1523,20 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
     up_fd = jnp.concatenate([bank[n] for n in own])
     down_fd = jnp.concatenate([bank[ends[-1] + n] for n in own])
     with jax.named_scope(f"mlp{i}"):
-        return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, post_lambdas(model, i)[1])
+        weight = post_lambdas(model, i)[1]
+        if not model.cfg.squared_relu:
+            return add_mlp(x_btd, up_fd, down_fd, keep, weight, jax.nn.gelu)
+        return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, weight)
 
 
-def add_mlp(x_btd, up_fd, down_fd, keep, weight):
-    """keep x + weight relu(norm(x) up^T)^2 down (So et al. 2021); `keep`, `weight` are numbers."""
-    hidden_btf = jnp.square(jax.nn.relu(norm(x_btd) @ up_fd.T))
+def squared_relu(x):
+    """relu(x)^2 (So et al. 2021)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def add_mlp(x_btd, up_fd, down_fd, keep, weight, activation=squared_relu):
+    """keep x + weight activation(norm(x) up^T) down; `keep` and `weight` are numbers."""
+    hidden_btf = activation(norm(x_btd) @ up_fd.T)
     return mix((keep, x_btd), (1.0, hidden_btf @ mix((weight, down_fd))))
 
 
@@ -1396,21 +1546,25 @@ def mudd_layer(model: Model, x, arrays: tuple, gates):
     makes of its stream `x`. `arrays` are the start of the stream, the source, which attention
     reads, value rows and n-gram vectors."""
     i = len(model.cfg.layers) - 1
+    layer = model.cfg.layers[i]
     start, source, values, ngram = arrays
     mu = SimpleNamespace(**coefficients(model, "mudd", 0, x))
-    both = [
-        jnp.concatenate([mu.v_start, mu.v_source, mu.v_x, of_values], axis=-1)
-        for of_values in (mu.values_left, mu.values_right)
-    ]
-    added_btd = model.kernels.blend(None, jnp.stack(both, axis=-1), (start, source, x, values))
+    sources = {"start": start, "source": source, "x": x}
+    sources = {name: y for name, y in sources.items() if hasattr(mu, f"v_{name}")}
+    weights = [getattr(mu, f"v_{name}") for name in sources]
+    both = [weights + [mu.values_left], weights + [mu.values_right]] if layer.values else [weights]
+    blended = [*sources.values(), *values[-1:]] if layer.values else [*sources.values()]
+    weights = jnp.stack([jnp.concatenate(each, axis=-1) for each in both], axis=-1)
+    added_btd = model.kernels.blend(None, weights, blended)
     added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))
-    x = mix(
-        (mu.keep_attention * (1 + mu.x_x), x),
-        (mu.keep_attention * mu.x_start + mu.start, start),
-        (mu.keep_attention * mu.x_source, source),
-        (mu.attention, attention(model, i, source, added, gates)),
-        (mu.ngram, ngram),
-    )
+    terms = [(mu.keep_attention * (1 + mu.x_x), x)]
+    terms.append((mu.keep_attention * mu.x_start + mu.start, start))
+    if layer.reads:
+        terms.append((mu.keep_attention * mu.x_source, source))
+    terms.append((mu.attention, attention(model, i, source, added, gates)))
+    if ngram is not None:
+        terms.append((mu.ngram, ngram))
+    x = mix(*terms)
     return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
 
 
@@ -1464,6 +1618,7 @@ class Heads:
     window: int  # in tokens; with `paired` in half tokens
     paired: bool = False  # see pair_heads
     offset: bool = False  # see key_offset
+    normed: bool = True  # queries and keys
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
@@ -1473,8 +1628,9 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     layer = cfg.layers[i]
     h = cfg.head_width
     wide = layer.attends == "long"
-    widths = h if wide else h // 2, h // 2 if layer.narrow else h
-    return Heads(cfg.heads, *widths, windows[wide], paired=layer.paired, offset=wide)
+    widths = h // 2 if cfg.still and not wide else h, h // 2 if layer.narrow else h
+    offset = wide and cfg.still and cfg.key_offset
+    return Heads(cfg.heads, *widths, windows[wide], layer.paired, offset, cfg.qk_norm)
 
 
 class HeadInputs(NamedTuple):
@@ -1500,8 +1656,7 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
         parts = added[0].reshape(b, t, n, -1)[..., : heads.v_width]
         v = mix((1.0, v), (added[1][..., None], parts))
     tables = rope_tables(freqs, positions(t, heads), h)
-    q = rope(norm(q), *tables)
-    k = rope(norm(k), *tables)
+    q, k = (rope(norm(x) if heads.normed else x, *tables) for x in (q, k))
     if heads.offset:
         k = key_offset(k)
     if heads.paired:
@@ -1663,15 +1818,19 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
     """Losses float32 [t, targets] of a chunk: log(sum(exp(capped logits))) - the target's.
     Capped logits are below a, so exp cannot overflow and needs no maximum."""
     w_vd = head_vd.astype(x_td.dtype)
-    capped_tv = cap_logits(jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32), cfg)
-    log_sum_t = jnp.log(jnp.sum(jnp.exp(capped_tv), axis=1))
-    return log_sum_t[:, None] - jnp.take_along_axis(capped_tv, targets, axis=1)
+    logits_tv = cap_logits(jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32), cfg)
+    if cfg.logit_cap[0]:
+        log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
+    else:
+        log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
+    return log_sum_t[:, None] - jnp.take_along_axis(logits_tv, targets, axis=1)
 
 
 def cap_logits(z, cfg: Config):
     """Logits a * sigmoid((z + b) / c), in (0, a), in float32 (records 9, 18, 54)."""
     a, b, c = cfg.logit_cap
-    return a * jax.nn.sigmoid((z.astype(jnp.float32) + b) / c)
+    z = z.astype(jnp.float32)
+    return a * jax.nn.sigmoid((z + b) / c) if a else z
 
 
 def add_losses(totals, losses, weights):
@@ -1697,16 +1856,16 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     Gradients of banks are shards of the sum over all devices, see gather_banks; those of n-grams go
     to the rows' owners, beside their requests: a pair, see sum_requests. Gradients of looked-up
     rows are added up, by add_rows, in an array of the shape of their table."""
-    requested = exchange(batch.requests[0])
-    fetched, copies, reduce = gather_banks(cfg, copies, fetch(table, requested))
-    model = Model({}, cfg, kernels, stage, batch.hyper, copies["signs"])
-    params = {name: x for name, x in copies.items() if name != "signs"} | {NGRAMS: fetched}
-    weights = {name: x for name, x in params.items() if name not in table_ids(batch.rows)}
+    requested, fetched = fetch_requests(table, batch)
+    fetched, copies, reduce = gather_banks(cfg, copies, fetched)
+    model = Model({}, cfg, kernels, stage, batch.hyper, copies.get("signs"))
+    params = {name: x for name, x in copies.items() if name != "signs"} | fetched
+    weights = {name: x for name, x in params.items() if name not in table_ids(cfg, batch.rows)}
     loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
 
     def add(carry, rows):
         total, sums = carry
-        ids = table_ids(rows)
+        ids = table_ids(cfg, rows)
         found = look_up(cfg, params, ids)
         (_, plain), (grads, row_grads) = loss_and_grads(weights, found, model, rows)
         of_weights = {name: sums[name] for name in weights}
@@ -1719,22 +1878,37 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), (0.0, params))
     total, grads = sum_batches(add, zeros, micro_batches(cfg, batch.rows))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
-    to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
+    to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1) if cfg.ngram_rows else None
     numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
     # The exchange begins after this sum, or the loss would have to wait for its end.
     numbers, to_owners = in_order(lax.psum(numbers, AXIS), to_owners)
     grads |= reduce({name: grads[name] for name in updated(cfg, "anvil")})
-    grads[NGRAMS] = requested, exchange(to_owners)
+    if cfg.ngram_rows:
+        grads[NGRAMS] = requested, exchange(to_owners)
     return grads, *numbers
 
 
-def table_ids(rows: Rows) -> dict[str, jax.Array]:
+def fetch_requests(table, batch: Batch) -> tuple:
+    """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens})."""
+    if table is None:
+        return None, {}
+    requested = exchange(batch.requests[0])
+    return requested, {NGRAMS: fetch(table, requested)}
+
+
+def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     """Which rows of each table a batch looks up. Those of n-grams are places among the rows that a
     device has fetched; those of the head are the candidates of its softmax. Without candidates the
     whole head takes part, and is no table."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
-    ids = {"embed": tokens, "value_tables": tokens, NGRAMS: rows.slots}
-    return ids | ({"head": rows.aims.candidates} if rows.aims.candidates.size else {})
+    ids = {"embed": tokens}
+    if cfg.layers_with("values"):
+        ids["value_tables"] = tokens
+    if cfg.ngram_rows:
+        ids[NGRAMS] = rows.slots
+    if rows.aims.candidates.size:
+        ids["head"] = rows.aims.candidates
+    return ids
 
 
 def look_up(cfg: Config, tables, ids: dict) -> dict[str, tuple]:
@@ -1787,6 +1961,8 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
 def dropped_ngrams(slots):
     """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
     trigrams of a row's first two tokens do, which have no history."""
+    if slots is None:
+        return jnp.float32(0)
     return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
 
 
@@ -1796,12 +1972,12 @@ PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched, copies, _ = gather_banks(cfg, copies, fetch(table, exchange(batch.requests[0])))
-    model = Model({}, cfg, kernels, None, batch.hyper, copies["signs"])
-    params = copies | {NGRAMS: fetched}
+    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
+    model = Model({}, cfg, kernels, None, batch.hyper, copies.get("signs"))
+    params = copies | fetched
 
     def loss(rows):
-        return batch_loss(params, look_up(cfg, params, table_ids(rows)), model, rows)[1]
+        return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
 
     total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
     return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
@@ -1821,7 +1997,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     squares = []
     for name, grads in due.items():
         row = param_table(cfg)[name]
-        kinds = "params", *MOMENTS[row.optimizer](row.shape)
+        kinds = "params", *moments(cfg, row)
         old = [state[kind][name] for kind in kinds]
         if row.optimizer == "rows":
             ids, grad = sum_requests(grads, len(old[0]), kernels.add_rows)
@@ -1864,31 +2040,31 @@ def tie(state):
 
 
 def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
-    """(lr, decay, number of the step from 1, betas, eps) of an update that sums so many steps. One
-    of tables that sums twice as many forgets as much as two: betas squared, decay doubled (record
-    92)."""
+    """(lr, decay, number of the step from 1, betas, eps, whether decay is cautious) of an update
+    that sums so many steps. One of tables that sums twice as many forgets as much as two: betas
+    squared, decay doubled (record 92)."""
     of_tables = row.updated_by == "tables"
     span = steps / cfg.table_every[0] if of_tables else 1
     count = hyper.table_count if of_tables else hyper.adam_count
     betas = tuple(beta**span for beta in row.betas)
-    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps
+    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious
 
 
 def adam(param, mean, square, grad, rates: tuple):
     """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
     the original, eps is added to the root before bias correction. `rates`: of adam_rates."""
-    lr, decay, count, (b1, b2), eps = rates
+    lr, decay, count, (b1, b2), eps, cautious = rates
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
     correction = jnp.sqrt(1 - b2**count) / (1 - b1**count)
     update = lr * correction * mean / (jnp.sqrt(square) + eps)
-    return descend(param, update, lr * lr * decay), mean, square
+    return descend(param, update, lr * lr * decay, cautious), mean, square
 
 
-def descend(param, update, decay):
-    """`param` less `update`. Weights decay by the share `decay`, only where the update shrinks them
-    (record 50), so never where it is zero."""
-    return param - update - decay * (update * param > 0) * param
+def descend(param, update, decay, cautious: bool):
+    """`param` less `update`. Weights decay by the share `decay`, if cautiously only where the
+    update shrinks them (record 50), so never where it is zero."""
+    return param - update - decay * (update * param > 0 if cautious else 1.0) * param
 
 
 def sum_requests(parts, size: int, add_rows: Callable):
@@ -1912,45 +2088,61 @@ def adam_rows(table, square, ids, grad, rates: tuple):
     device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
     but their mean squares decay. The table has no float32 master. A change is added, not put in
     place: a v6e's SparseCores can only add."""
-    lr, decay, count, (_, b2), eps = rates
+    lr, decay, count, (_, b2), eps, cautious = rates
     square = b2 * square
     increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
     mean_square = square.at[ids].get(mode="clip") + increase
     size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
     old = table.at[ids].get(mode="clip")
-    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay)
+    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay, cautious)
     options = {"mode": "drop", "unique_indices": True}
     table = table.at[ids].add(new.astype(table.dtype) - old, **options)
     return table, square.at[ids].add(increase, **options)
 
 
 def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
-    """One ANVIL step on a bank: `old` (bank, fast, slow, square) -> new, all float32 (record 92).
+    """One ANVIL step on a bank: `old`, the bank and its moments, -> new, all float32 (record 92).
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
     momentum: all directions learn at one rate. ANVIL has two_rails for momentum, and equalizes.
     Banks are [matrices, rows, cols], `square` [matrices, neurons]: those of this device. Weights
     decay only where the slow average shrinks them or is zero (cautious, after Liang et al. 2024;
     record 43)."""
-    param, fast, slow, square = old
-    update, fast, slow = two_rails(grad, fast, slow, hyper, cfg.slow_rate)
-    update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
-    update, square = equalize(update, square, cfg.equalize_rate)
-    shrinks = slow * param >= 0
+    param, *kept = old
+    rails = kept[: 1 + (cfg.slow_rate > 0)]
+    update, *rails = two_rails(grad, rails, hyper, cfg.slow_rate)
+    if cfg.muon:
+        update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
+    else:
+        update = as_large(update)
+    squares = []
+    if cfg.equalize_rate:
+        update, *squares = equalize(update, kept[-1], cfg.equalize_rate)
+    shrinks = rails[-1] * param >= 0 if cfg.cautious else 1.0
     lr = hyper.lr * row.lr
     count = len(param)
     mine = count * lax.axis_index(AXIS) + jnp.arange(count)
     rate = lr * jnp.float32(row.scale).at[mine].get(mode="clip")[:, None, None]
-    return param - rate * (update + lr * row.decay * shrinks * param), fast, slow, square
+    return param - rate * (update + lr * row.decay * shrinks * param), *rails, *squares
 
 
-def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
+def two_rails(grad, rails: list, hyper: Hyper, slow_rate: float):
     """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
     The update blends both, and the gradient itself (Nesterov). The averages start at zero, which
-    nothing corrects: orthogonalize ignores an update's length."""
+    nothing corrects: orthogonalize ignores an update's length. `rails` may be the fast one."""
+    fast, *slow = rails
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
-    slow = slow + slow_rate * (grad - slow)
-    average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
-    return grad + hyper.momentum * (average - grad), fast, slow
+    average = fast
+    if slow:
+        slow = [slow[0] + slow_rate * (grad - slow[0])]
+        average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow[0]
+    return grad + hyper.momentum * (average - grad), fast, *slow
+
+
+def as_large(x):
+    """Matrices [matrices, rows, cols] in place of orthogonalized ones: as large, all directions as
+    they are."""
+    size = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
+    return x * (math.sqrt(min(x.shape[1:])) / (size + 1e-12))
 
 
 # Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
@@ -2044,7 +2236,10 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
 
     def batch(n, t, candidates=0):
         aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
-        rows = Rows(cut(jnp.uint16, n, t + 1), cut(jnp.uint16, n, t), cut(jnp.int32, n, 2, t), aims)
+        rows = Rows(cut(jnp.uint16, n, t + 1), None, None, aims)
+        if not cfg.ngram_rows:
+            return Batch(rows, None, hyper)
+        rows = rows._replace(hashed=cut(jnp.uint16, n, t), slots=cut(jnp.int32, n, 2, t))
         requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
         return Batch(rows, requests, hyper)
 
@@ -2060,7 +2255,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
     specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
-    model = copies, state["params"][NGRAMS]
+    model = copies, state["params"].get(NGRAMS)
     hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
     found = {}
     steps = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
@@ -2138,7 +2333,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
 
     def validate(step):
         pause()
-        loss = functools.partial(compiled["eval"], copies, state["params"][NGRAMS])
+        loss = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
         loss, dropped = evaluate(cfg, mesh, loss, step, *validation)
         log.validated(step, sound(log, step, loss), dropped)
 
@@ -2164,7 +2359,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
             last_saved = step
         batch, loader = next(batches)
         gradients, *updates = schedule(cfg).programs[step]
-        grads, loss, dropped = compiled[gradients](copies, state["params"][NGRAMS], batch)
+        grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         del grads  # or those that an update has taken would lie beside the next program
         norms = {}
@@ -2186,7 +2381,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         log.save(cfg.steps, state, loader)
     log.ended()
     if cfg.sample_tokens:
-        table = state["params"][NGRAMS]
+        table = state["params"].get(NGRAMS)
         demonstrate(log, (cfg, mesh, kernels, copies, table, words, cfg.steps))
     return log.folder
 
@@ -2275,7 +2470,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
 
 MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume may --set:
 MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
-POSITIVE = """steps width heads mlp_width gate_width sign_rows rope_base adam_eps adam_every tail
+POSITIVE = """steps width heads mlp_width mudd_width rope_base adam_eps adam_every
     prefetch loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup
     attention_cap row_tokens batch_tokens windows val_windows passes""".split()
 
@@ -2306,12 +2501,15 @@ def validate(c: Config) -> Config:
     rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
     rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
-    rule("logit_cap", 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0, "a up to 64, c above 0")
+    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
+    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
     rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
     rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
     rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
-    rule("ngram_rows", c.ngram_rows % 2 == 0 and c.ngram_rows >= 4, "an even number, 4 or more")
-    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two")
+    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
+    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
+    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
     last = len(c.layers) - 1
     for i, layer in enumerate(c.layers):
         needed = layer.values or layer.xsa or layer.gated or layer.narrow or layer.paired
@@ -2319,10 +2517,9 @@ def validate(c: Config) -> Config:
         rule(f"layers.{i}.attends", known, "short, long; nothing if nothing needs it")
         for name in ("skip", "reads"):
             rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
-        rule(f"layers.{i}.mudd", layer.mudd == (i == last), "of the last layer")
-    rule("layers", len(c.layers_with("skip")) == 1, "one skips")
-    ends = c.layers[0].ngram and c.layers[-1].mlps and last in c.layers_with("values")[1:]
-    rule("layers", ends, "the first needs n-grams, the last an MLP, it and another values")
+        whole = i == last and layer.attends and layer.mlps
+        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
+        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "without, as ngram_rows=0")
     often, seldom = c.table_every
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
     rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
@@ -2365,25 +2562,45 @@ def typed(kind, value, name=""):
 
 
 def override(cfg: Config, items: list[str]) -> Config:
-    """`cfg` with every KEY=VALUE of --set in it; a key may lead into a list: stages.1.windows."""
+    """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
+    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
     fields = dataclasses.asdict(cfg)
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
-        *path, name = key.split(".")
-        part = fields
-        try:
-            for at in path:
-                part = part[int(at) if isinstance(part, tuple) else at]
-            is_text = isinstance(part[name], str)
-        except (LookupError, TypeError, ValueError):
-            keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD"
-            raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
-        part[name] = text
-        if not is_text:
-            with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-                part[name] = ast.literal_eval(text)
+        for each in (*(leave_out(text) if key == "without" else ()), item):
+            key, _, text = each.partition("=")
+            try:
+                set_field(fields, key.split("."), text)
+            except (LookupError, TypeError, ValueError):
+                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
+                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
     return validate(typed(Config, fields))
+
+
+def leave_out(names: str) -> list[str]:
+    """What `without=names` sets."""
+    every = [name for name in IDEAS if name not in PLAIN_HAS]
+    chosen = every if names == "all" else names.split(",")
+    for name in chosen:
+        need(name in IDEAS, f"without={names}: no {name!r}; there are all, {', '.join(IDEAS)}")
+    return [item for name in chosen for item in IDEAS[name].split()]
+
+
+def set_field(part, path: list[str], text: str):
+    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
+    at, *rest = path
+    if at == "*":
+        for x in part:
+            set_field(x, rest, text)
+    elif rest:
+        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
+    elif isinstance(part[at], str):
+        part[at] = text
+    else:
+        part[at] = text
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
+            part[at] = ast.literal_eval(text)
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
@@ -2625,14 +2842,14 @@ def own_bytes(cfg: Config, mesh: Mesh, key) -> float:
     size = device_bytes(args)
     word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
     if isinstance(key, Update) and key.kind == "tables":
-        rows = sum(requested.size for requested, _ in args[1][NGRAMS]) // mesh.size
+        rows = sum(requested.size for requested, _ in args[1].get(NGRAMS, ())) // mesh.size
         times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, in float32
-        size += times * rows * word + 2 * device_bytes(args[1]["value_tables"][:1])
+        size += times * rows * word + 2 * device_bytes(args[1].get("value_tables", ())[:1])
     if key == "eval" or isinstance(key, Gradients):
-        b, _, t = args[2].rows.slots.shape
+        b, t = args[2].rows.aims.targets.shape
         together = rows_together(cfg, b // mesh.size, t)
         of_layer = 1.4 if key == "eval" else 5 if cfg.recompute else 12.8  # words of a token
-        fetched = args[2].requests.size // mesh.size  # rows of the n-gram table
+        fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0  # of their table
         size += (together * t * of_layer * len(cfg.layers) + fetched * min(mesh.size, 2)) * word
         if key != "eval" and together < b // mesh.size:  # gradients are summed in float32
             others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
@@ -3401,7 +3618,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
         if every[key].donates:
             state = jax.block_until_ready(program(state, *zeros(args[1:])))[0]
         else:
-            model = copies, state["params"][NGRAMS]
+            model = copies, state["params"].get(NGRAMS)
             jax.block_until_ready(program(*model, *zeros(args[2:])))
 
 
@@ -3561,7 +3778,9 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(all Kernels that serve there, a line for the log that says which). The loss with its own
     gradient serves everywhere. v5e and v6e have kernels for all else, NVIDIA GPUs since Ampere for
     attention. Where a condition fails, the plain form does the work."""
-    chosen = PLAIN._replace(cross_entropy=fused_cross_entropy)
+    chosen = PLAIN
+    if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
+        chosen = PLAIN._replace(cross_entropy=fused_cross_entropy)
     kind, h, n, others = device.device_kind, cfg.head_width, cfg.heads, ""
     rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
     uneven = next((row for row in rows if row % 128), None)
@@ -3569,6 +3788,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     # Conditions are pairs: whether one fails, and what then is wrong.
     even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     high = f"scores up to {score:.0f} could overflow without a running maximum"
+    other = not (cfg.still and cfg.qk_norm), "they norm queries and keys, and turn half of them"
     if device.platform == "tpu":
         window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
         plan = Plan(Heads(n, h, h, min(window, max(rows)), offset=True), BLOCK)
@@ -3602,7 +3822,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         attend, served = functools.partial(attend_heads, attend_triton), "attention for NVIDIA GPUs"
     else:
         return chosen, f"plain attention: there are no kernels for a {device.platform}"
-    for fails, why in [*conditions, (score > MAX_SCORE, high)]:
+    for fails, why in [*conditions, other, (score > MAX_SCORE, high)]:
         if fails:
             return chosen, f"plain attention{others}: {why}"
     return chosen._replace(attend=attend), served

@@ -160,7 +160,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         for step in range(1, steps + 1):
             batch = next(supply)
             before = loss
-            grads, loss, _ = compiled[key](copies, state["params"][T.NGRAMS], batch)
+            grads, loss, _ = compiled[key](copies, state["params"].get(T.NGRAMS), batch)
             waiting = {x: (*waiting.get(x, ()), grad) for x, grad in grads.items()}
             del grads  # or they would lie beside the updates and the next step
             for update in (x for x in updates if step % x.steps == 0):
@@ -209,7 +209,7 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[di
     def gradients(key: T.Gradients):
         """(a batch, its gradients, its loss)."""
         batch = next(supplies[key])
-        grads, loss, _ = compiled[key](copies, state["params"][T.NGRAMS], batch)
+        grads, loss, _ = compiled[key](copies, state["params"].get(T.NGRAMS), batch)
         return batch, grads, loss
 
     def update(key: T.Update) -> Callable:

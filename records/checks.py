@@ -272,14 +272,18 @@ def launch(command: str) -> tuple[list[str], dict[str, str]]:
 def check_command(run: Run):
     """The run's config is what its command asked for."""
     for key, text in run.asked.items():
-        value = run.facts["config"]
+        values = [run.facts["config"]]
         for part in key.split("."):
-            value = value[int(part) if isinstance(value, list) else part]
+            if part == "*":  # of all stages, say
+                values = [x for value in values for x in value]
+            else:
+                values = [x[int(part) if isinstance(x, list) else part] for x in values]
         said = [text]
         with contextlib.suppress(ValueError, SyntaxError):
             number = ast.literal_eval(text.capitalize())  # true is True
             said += [number, [number], json.loads(json.dumps(number))]  # (1,) is [1]
-        need(value in said, f"the command asks for {key}={text}, the config has {value}")
+        for value in values:
+            need(value in said, f"the command asks for {key}={text}, the config has {value}")
 
 
 def stream_name(track: Track, data: dict) -> str:

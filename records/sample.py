@@ -39,7 +39,7 @@ class Trained(NamedTuple):
     mesh: T.Mesh
     kernels: T.Kernels
     copies: dict
-    table: T.jax.Array  # of n-grams
+    table: T.jax.Array | None  # of n-grams
     words: list[bytes]
     step: int  # how many it was trained
 
@@ -52,19 +52,18 @@ def load(saved: T.Saved) -> Trained:
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(cfg.seed))
-    return Trained(cfg, mesh, kernels, copies, params[T.NGRAMS], words, saved.step)
+    return Trained(cfg, mesh, kernels, copies, params.get(T.NGRAMS), words, saved.step)
 
 
 def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, batch: T.Batch):
     """`result` (of a Model, features [b, t, d] and targets [b, t]) for the rows of all devices. Up
     to the features this is eval_step."""
-    fetched = T.fetch(table, T.exchange(batch.requests[0]))
-    fetched, copies, _ = T.gather_banks(cfg, copies, fetched)
-    model = T.Model(copies, cfg, kernels, None, batch.hyper, copies["signs"])
-    tables = copies | {T.NGRAMS: fetched}
+    fetched, copies, _ = T.gather_banks(cfg, copies, T.fetch_requests(table, batch)[1])
+    model = T.Model(copies, cfg, kernels, None, batch.hyper, copies.get("signs"))
+    tables = copies | fetched
 
     def of(rows):
-        found = T.look_up(cfg, tables, T.table_ids(rows))
+        found = T.look_up(cfg, tables, T.table_ids(cfg, rows))
         return result(model, T.forward(model, found, rows), rows.aims.targets)
 
     found = lax.map(of, T.micro_batches(cfg, batch.rows))

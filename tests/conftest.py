@@ -93,6 +93,7 @@ def small_config(**changes) -> T.Config:
         ngram_rows=520,
         sign_rows=64,
         gate_width=8,
+        mudd_width=8,
         compute_dtype="float32",
         steps=10,
         extension=2,

@@ -71,7 +71,7 @@ def features(model: T.Model, tokens, hashed, slots):
     """T.forward of rows of tokens [b, t] with plain parameters, the n-gram table among them."""
     none = np.zeros((len(tokens), 0), np.int32)
     rows = T.Rows(jnp.pad(tokens, ((0, 0), (0, 1))), hashed, slots, T.Aims(none, none, none))
-    return T.forward(model, T.look_up(model.cfg, model.params, T.table_ids(rows)), rows)
+    return T.forward(model, T.look_up(model.cfg, model.params, T.table_ids(model.cfg, rows)), rows)
 
 
 def padded(shape: tuple, row: T.Param, devices: int) -> tuple:
@@ -160,7 +160,7 @@ def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list,
     batches = T.train_batches(cfg, mesh, stream, words, 0, T.loader_state(cfg, mesh))
     for step, (batch, _) in enumerate(batches):
         gradients, *updates = T.schedule(cfg).programs[step]
-        grads, loss, _ = compiled[str(gradients)](copies, state["params"][T.NGRAMS], batch)
+        grads, loss, _ = compiled[str(gradients)](copies, state["params"].get(T.NGRAMS), batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
             due = {name: waiting.pop(name) for name in T.updated(cfg, update.kind)}
@@ -169,7 +169,7 @@ def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list,
         losses.append(float(loss))
     if "finish" in compiled:
         state, changed = compiled["finish"](state)
-        model = partial(compiled["eval"], copies | changed, state["params"][T.NGRAMS])
+        model = partial(compiled["eval"], copies | changed, state["params"].get(T.NGRAMS))
         val, known = T.TokenStream(folder, "val", cfg.bos), T.vocabulary(cfg, words)
         losses.append(T.evaluate(cfg, mesh, model, cfg.steps, val, known)[0])
     return losses, {kind: strip_padding(cfg, arrays) for kind, arrays in state.items()}

@@ -27,6 +27,7 @@ BRIEF = small_config(
     vocab=101,
     ngram_rows=522,
     gate_width=4,
+    mudd_width=4,
     steps=4,
     extension=0,
     stages=(T.Stage(1.0, 256, 32, 24, (8, 32), 1.0, (1.0, 0.5), (1.0, 0.0), candidates=(48,)),),

@@ -80,10 +80,11 @@ def test_the_layers_of_a_preset_fit_together(preset):
     params = T.abstract_state(cfg, mesh_of(1))["params"]
     copies = jax.eval_shape(lambda params: T.compute_copies(cfg, params), params)
     x = jax.ShapeDtypeStruct((1, 128, cfg.width), cfg.dtype)
-    copies["ngram_table"] = params["ngram_table"]
+    if cfg.ngram_rows:
+        copies["ngram_table"] = params["ngram_table"]
 
     def run(copies):
-        signs = T.sign_pool(cfg, 0)
+        signs = T.sign_pool(cfg, 0) if cfg.sign_rows else None
         model = T.Model(copies, cfg, T.PLAIN, None, T.hyper_at(cfg, 0), signs)
         tokens = np.zeros((1, 128), np.int32)
         return features(model, tokens, tokens, np.zeros((1, 2, 128), np.int32))

@@ -52,7 +52,7 @@ def test_thirty_steps_of_adam(betas, eps):
 
     @jit
     def adam(param, mean, square, grad, lr, count):
-        return T.adam(param, mean, square, grad, (lr, 10.0, count, betas, eps))
+        return T.adam(param, mean, square, grad, (lr, 10.0, count, betas, eps, True))
 
     exact = matrices(7, 5).astype(np.float64), np.zeros((7, 5)), np.zeros((7, 5))
     state = tuple(jnp.asarray(x, jnp.float32) for x in exact)

@@ -305,7 +305,7 @@ def outcome(name: str):
         with pytest.MonkeyPatch.context() as patch:
             kernels = watch(patch, seen)
             model = T.Model({}, cfg, kernels, stage, hyper, c.signs)
-            found = T.look_up(cfg, params, T.table_ids(rows))
+            found = T.look_up(cfg, params, T.table_ids(cfg, rows))
             weighted, plain = T.batch_loss(params, found, model, rows)
             return plain if validates else weighted, seen
 
@@ -745,8 +745,9 @@ def test_schedule_of_every_step():
         np.testing.assert_array_equal(golden[name], column, err_msg=name)
     hyper, parameters = T.Hyper(*map(np.float32, table.hyper)), T.param_table(cfg)
     summed = np.where(np.arange(cfg.steps) < cfg.table_change, *np.float32(cfg.table_every))
-    _, value_decay, _, value_betas, _ = T.adam_rates(cfg, parameters["value_tables"], hyper, summed)
-    _, ngram_decay, _, ngram_betas, _ = T.adam_rates(cfg, parameters["ngram_table"], hyper, summed)
+    tables = (parameters[name] for name in ("value_tables", "ngram_table"))
+    each = (T.adam_rates(cfg, row, hyper, summed) for row in tables)
+    (_, value_decay, _, value_betas, *_), (_, ngram_decay, _, ngram_betas, *_) = each
     rounded = {
         "lr_factor": hyper.lr,
         "momentum": hyper.momentum,

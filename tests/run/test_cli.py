@@ -68,7 +68,10 @@ def refused(result) -> str:
     ("argv", "words"),
     [
         (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
-        (["tiny", "more"], "unknown preset 'more'; there are: speedrun, tiny; there is no more"),
+        (
+            ["tiny", "more"],
+            "unknown preset 'more'; there are: speedrun, tiny, plain; there is no more",
+        ),
         (["--data", "/nope"], "error: there is no /nope\n"),
         (["--set", "steps=5", "book.txt"], "--set book.txt: write KEY=VALUE; texts and presets "),
         (["--fast"], "unrecognized arguments: --fast"),

@@ -259,7 +259,11 @@ def test_a_text_may_be_named_in_any_way(tmp_path, fitted, monkeypatch):
     assert both.data != want.data and both == fitted("a.txt", data=["b.txt"])
     for words, data, says in [
         ([""], [], "unknown preset ''; there are"),
-        (["c.txt"], [], "unknown preset 'c.txt'; there are: speedrun, tiny; there is no c.txt$"),
+        (
+            ["c.txt"],
+            [],
+            "unknown preset 'c.txt'; there are: speedrun, tiny, plain; there is no c.txt$",
+        ),
         ([], ["c.txt"], "^there is no c.txt$"),  # --data names no presets
         ([], [""], "^there is no ''$"),
         ([], ["a.txt", "tiny"], "^there is no tiny$"),
