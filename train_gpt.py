@@ -2581,7 +2581,7 @@ def override(cfg: Config, items: list[str]) -> Config:
 def leave_out(names: str) -> list[str]:
     """What `without=names` sets."""
     every = [name for name in IDEAS if name not in PLAIN_HAS]
-    chosen = every if names == "all" else names.split(",")
+    chosen = every if names == "all" else [name for name in names.split(",") if name]
     for name in chosen:
         need(name in IDEAS, f"without={names}: no {name!r}; there are all, {', '.join(IDEAS)}")
     return [item for name in chosen for item in IDEAS[name].split()]
