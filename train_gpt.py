@@ -198,6 +198,7 @@ class Config:
     )
     width: int = 768
     heads: int = 6
+    kv_heads: int = 0  # heads of keys and values, each of which some of queries share; 0: all own
     mlp_width: int = 2816  # 11/3 of the width
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
@@ -1073,7 +1074,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
 
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
         qk_bank [n per attention, 2h, d]: q of each two heads, then k likewise; x W^T
-        vo_bank [2 per attention, d, d]: v, then o; x W^T
+        vo_bank [2 per attention, d, d]: v, then o; x W^T (if heads share v, it is in v_bank)
         mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
     ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
     80). Down-projections start at zero: the MLPs begin as the identity. An orthogonalized update
@@ -1086,6 +1087,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     v, depth = cfg.vocab, len(cfg.layers)
     gate_w, mudd_w, together = cfg.gate_width, cfg.mudd_width, cfg.qk_heads or cfg.heads
+    kv = cfg.kv_heads or n
+    whole = 2 if kv == n else 1  # matrices [d, d] of an attention: v and o, or o alone
     attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     up = (math.sqrt(max(1, f / d)),) * mlps
@@ -1110,6 +1113,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     gated = cfg.layers_with("values")[: tables - cfg.layers[-1].mudd]  # MUDD has weights of its own
     scale = *up, *(2 * x for x in up)
     sizes = (1.0,) * mlps + (cfg.down_start,) * mlps
+    of_vo = (1.0, cfg.o_start) if whole == 2 else (cfg.o_start,)
     hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 1.0)  # of the small MLPs
     alike = depth * cfg.lambdas  # layers that have weights of their own
     gates, mudd = (coefficient_starts(cfg, kind) for kind in ("gate", "mudd"))
@@ -1122,8 +1126,9 @@ def param_table(cfg: Config) -> dict[str, Param]:
         "value_tables": adam((tables * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
         "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
         #                shape  averages  live  factors on lr_anvil
-        "qk_bank": bank((2 * n // together * attends, together * h, d), ("bank_ema", 0.55)),
-        "vo_bank": bank((2 * attends, d, d), *both, sizes=(1.0, cfg.o_start) * attends),
+        "qk_bank": bank(((n + kv) // together * attends, together * h, d), ("bank_ema", 0.55)),
+        "vo_bank": bank((whole * attends, d, d), *both, sizes=of_vo * attends),
+        "v_bank": bank(((2 - whole) * attends, kv * h, d), *both),
         "mlp_bank": bank((2 * mlps, f, d), *both, sizes=sizes, scale=scale),
         #                      shape                       start  lr  betas
         "value_gate": small((cfg.value_gates * len(gated), n, GATE_INPUTS), 0.0, 1, slow, decay=1),
@@ -1489,7 +1494,8 @@ def attention(model: Model, i: int, x_btd, added, gates):
         own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
         inputs = HeadInputs(added, *own_gates, model.segments_bt, *rotation)
         y = model.kernels.attend(heads, qkv, inputs)
-        w_o = model.params["vo_bank"][2 * cfg.layers_with("attends").index(i) + 1]
+        whole = len(model.params["vo_bank"]) // len(cfg.layers_with("attends"))
+        w_o = model.params["vo_bank"][whole * (cfg.layers_with("attends").index(i) + 1) - 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
         if cfg.lambdas:
             w_o = mix((post_lambdas(model, i)[0] * model.params["o_lambda"][i], w_o))
@@ -1501,10 +1507,12 @@ def projection(model: Model, i: int, heads: Heads):
     the first rows of their part of it."""
     params, cfg = model.params, model.cfg
     n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
-    each = 2 * n // (cfg.qk_heads or n)  # matrices of a layer
+    kv = heads.kv or n
+    each = (n + kv) // (cfg.qk_heads or n)  # matrices of a layer
     qk = jnp.concatenate(params["qk_bank"][each * at : each * (at + 1)])
-    qk = qk.reshape(2 * n, -1, d)[:, : heads.qk_width]
-    v = params["vo_bank"][2 * at].reshape(n, -1, d)[:, : heads.v_width]
+    qk = qk.reshape(n + kv, -1, d)[:, : heads.qk_width]
+    v = params["vo_bank"][2 * at] if kv == n else params["v_bank"][at]
+    v = v.reshape(kv, -1, d)[:, : heads.v_width]
     weights = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
     return mix((params["qkv_lambda"][i], weights)) if cfg.lambdas else weights
 
@@ -1619,6 +1627,7 @@ class Heads:
     paired: bool = False  # see pair_heads
     offset: bool = False  # see key_offset
     normed: bool = True  # queries and keys
+    kv: int = 0  # of keys and values, which queries share (Ainslie et al. 2023); 0: as many
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
@@ -1630,7 +1639,8 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
     wide = layer.attends == "long"
     widths = h // 2 if cfg.still and not wide else h, h // 2 if layer.narrow else h
     offset = wide and cfg.still and cfg.key_offset
-    return Heads(cfg.heads, *widths, windows[wide], layer.paired, offset, cfg.qk_norm)
+    more = layer.paired, offset, cfg.qk_norm, cfg.kv_heads
+    return Heads(cfg.heads, *widths, windows[wide], *more)
 
 
 class HeadInputs(NamedTuple):
@@ -1646,12 +1656,15 @@ class HeadInputs(NamedTuple):
 
 def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     """What is added to v, QK norm, rotation, attention, XSA and gates of one layer: [b, t, n
-    v_width]. `qkv` holds side by side q, k [n qk_width] and v [n v_width]. `attend` has the
+    v_width]. `qkv` holds side by side q, k [kv qk_width] and v [kv v_width]. `attend` has the
     contract of attend_plain. The plain form of Kernels.attend; a kernel may do it all at once."""
     added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     b, t, _ = qkv.shape
-    n, h = heads.count, heads.qk_width
-    q, k, v = (x.reshape(b, t, n, -1) for x in jnp.split(qkv, (n * h, 2 * n * h), axis=-1))
+    n, kv, h = heads.count, heads.kv or heads.count, heads.qk_width
+    q, k, v = jnp.split(qkv, (n * h, (n + kv) * h), axis=-1)
+    q, k, v = q.reshape(b, t, n, -1), k.reshape(b, t, kv, -1), v.reshape(b, t, kv, -1)
+    if kv < n:
+        k, v = (jnp.repeat(x, n // kv, axis=2) for x in (k, v))
     if added is not None:
         parts = added[0].reshape(b, t, n, -1)[..., : heads.v_width]
         v = mix((1.0, v), (added[1][..., None], parts))
@@ -2503,6 +2516,9 @@ def validate(c: Config) -> Config:
     rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
     capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
     rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    kv = c.kv_heads or c.heads
+    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
+    rule("kv_heads", whole, f"a divisor of heads={c.heads} and multiple of qk_heads={c.qk_heads}")
     rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
     rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
     rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
@@ -3016,7 +3032,7 @@ VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)
 def flops_per_token(cfg: Config, step: int) -> float:
     """Model FLOPs per token of `step`: 6 per weight of the large matmuls, as in the original."""
     heads = (heads_of(cfg, i, (0, 0)) for i in cfg.layers_with("attends"))
-    columns = sum(2 * cfg.heads * (of.qk_width + of.v_width) for of in heads)
+    columns = sum((of.count + (of.kv or of.count)) * (of.qk_width + of.v_width) for of in heads)
     columns += 2 * cfg.mlp_width * sum(layer.mlps for layer in cfg.layers)
     return 6.0 * cfg.width * (columns + (schedule(cfg).candidates[step] or cfg.vocab))
 
@@ -3788,7 +3804,8 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     # Conditions are pairs: whether one fails, and what then is wrong.
     even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     high = f"scores up to {score:.0f} could overflow without a running maximum"
-    other = not (cfg.still and cfg.qk_norm), "they norm queries and keys, and turn half of them"
+    usual = cfg.still and cfg.qk_norm and cfg.kv_heads in (0, cfg.heads)
+    other = not usual, "they norm queries and keys, turn half of them, and share none"
     if device.platform == "tpu":
         window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
         plan = Plan(Heads(n, h, h, min(window, max(rows)), offset=True), BLOCK)

@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from conftest import BOS, small_config
-from programs import features, jit, mesh_of
+from programs import features, jit, mesh_of, quick
 
 import train_gpt as T
 
@@ -17,9 +18,9 @@ CFG = small_config()
 
 
 @functools.cache
-def random_params() -> dict[str, np.ndarray]:
+def random_params(cfg: T.Config = CFG) -> dict[str, np.ndarray]:
     """Every parameter non-zero."""
-    rng, table = np.random.default_rng(0), T.param_table(CFG)
+    rng, table = np.random.default_rng(0), T.param_table(cfg)
     return {name: rng.normal(0, 0.3, row.shape).astype(np.float32) for name, row in table.items()}
 
 
@@ -90,3 +91,43 @@ def test_the_layers_of_a_preset_fit_together(preset):
         return features(model, tokens, tokens, np.zeros((1, 2, 128), np.int32))
 
     assert jax.eval_shape(run, copies) == x
+
+
+@pytest.mark.parametrize("kv", [2, 4])
+def test_heads_that_share_keys_and_values_are_as_if_each_had_a_copy(kv):
+    """Of 8 query heads; ANVIL takes two heads at a time. All kinds of layers."""
+    layers = tuple(replace(layer, attends=layer.attends or "short") for layer in CFG.layers)
+    full = replace(CFG, layers=layers, heads=8, width=128)
+    few = T.validate(replace(full, kv_heads=kv))
+    params = random_params(few)
+    attentions, h = len(layers), full.head_width
+    qk = params["qk_bank"].reshape(attentions, 8 + kv, h, 128)
+    q, k = np.split(qk, [8], axis=1)
+    v = params["v_bank"].reshape(attentions, kv, h, 128)
+    k, v = (np.repeat(x, 8 // kv, axis=1).reshape(attentions, 128, 128) for x in (k, v))
+    qk = np.concatenate([q.reshape(attentions, 128, 128), k], axis=1)
+    vo = np.stack([v, params["vo_bank"]], axis=1).reshape(-1, 128, 128)
+    copied = params | {"qk_bank": qk.reshape(-1, 2 * h, 128), "vo_bank": vo}
+    assert T.param_table(few)["v_bank"].shape == (attentions, kv * h, 128)
+    del copied["v_bank"]
+    tokens = np.random.default_rng(0).integers(0, 90, (2, 32)).astype(np.int32)
+    slots = np.random.default_rng(1).integers(0, 500, (2, 2, 32)).astype(np.int32)
+
+    def run(cfg, params):
+        signs = T.sign_pool(cfg, 0)
+        model = T.Model(params, cfg, T.PLAIN, None, T.hyper_at(cfg, 0), signs)
+        return features(model, tokens, tokens, slots)
+
+    got, want = (
+        quick(functools.partial(run, few), params),
+        quick(functools.partial(run, full), copied),
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_no_kernel_has_heads_that_share_keys():
+    device = SimpleNamespace(device_kind="TPU v6 lite", platform="tpu")
+    cfg = replace(T.PRESETS["speedrun"], kv_heads=2)
+    kernels, why = T.serving_kernels(cfg, device)
+    assert kernels.attend is T.PLAIN.attend and "share none" in why
+    assert kernels.add_mlp is not T.PLAIN.add_mlp
