@@ -118,11 +118,9 @@ def test_heads_that_share_keys_and_values_are_as_if_each_had_a_copy(kv):
         model = T.Model(params, cfg, T.PLAIN, None, T.hyper_at(cfg, 0), signs)
         return features(model, tokens, tokens, slots)
 
-    got, want = (
-        quick(functools.partial(run, few), params),
-        quick(functools.partial(run, full), copied),
-    )
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    got = quick(functools.partial(run, few), params)
+    want = quick(functools.partial(run, full), copied)
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_no_kernel_has_heads_that_share_keys():
