@@ -7,7 +7,7 @@
 `speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
 Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
 PyTorch program of record 92. Nobody has timed ours on a TPU yet. To learn how it works, read Part I
-from the top. A step of training, in lines of `train`:
+from the top, and of Part II what you want to know. A step of training, in lines of `train`:
 
     batch, loader = next(batches)  # tokens, targets, n-grams, rates; where the loader stands
     gradients, *updates = schedule(cfg).programs[step]
@@ -37,11 +37,12 @@ Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or 
 d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
 lengths are counted in tokens.
 
-    PART I, the speedrun          all that decides the loss, in plain JAX
-    PART II, around a run         set-up, refusals, data checks, devices, checkpoints, log, signals,
+    PART I, the core              a GPT and its training, in plain JAX: what `plain` runs
+    PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
+    PART III, around a run        set-up, refusals, data checks, devices, checkpoints, log, signals,
                                   several hosts, command line: look it up
-    PART III, fast on hardware    compilation, collectives as compilers want them, kernels that
-                                  equal Part I's functions: `--set kernels=plain` trains without
+    PART IV, fast on hardware     compilation, collectives as compilers want them, kernels that
+                                  equal functions of Parts I and II (`--set kernels=plain`: none)
 
 Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds: a field of Layer, a
 row of param_table, forward. Inside attention: attend_heads, and attend_window or a refusal in
@@ -120,7 +121,7 @@ def need(holds, reason: str):
 
 
 # ================================================================================================
-# PART I: THE SPEEDRUN
+# PART I: THE CORE
 # ================================================================================================
 
 # ---- Config and presets ------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class Config:
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     data: str = "data/fineweb10B"
     devices: int = 0  # 0: all that there are
-    kernels: str = "auto"  # of Part III, where they serve; plain: none; attend,blend: only these
+    kernels: str = "auto"  # of Part IV, where they serve; plain: none; attend,blend: only these
     sparse_cores: bool = True  # a TPU's move data beside other work, see COMPILER_OPTIONS
     micro_tokens: int = 49_152  # a device takes so many at a time (at least a row)
     recompute: bool = False  # layers again on the way back, instead of keeping their activations
@@ -422,10 +423,6 @@ PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # with
 
 # ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
 
-AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of heads, matrices, values, matrices
-AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
-AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `value_average` look back
-
 
 class Hyper(NamedTuple):
     """What changes from step to step without a new program: float32 arrays, sent with a batch.
@@ -562,53 +559,6 @@ def schedule(cfg: Config) -> Schedule:
             summed = tuple(stage[i + 1 - count : i + 1].tolist())
             programs[i].append(Update("tables", count, stages=summed))
     return Schedule(stage, candidates, adam, tables, tied, programs, hyper)
-
-
-def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each stage (frequencies float32 [2, h/4], attention scales [2]): of half-wide heads, with
-    the short window, and of whole ones, with the long one. YaRN (Peng et al. 2023): when a window
-    grows, dimensions that turn less than once within the old one slow down in proportion, those
-    that turn 32 times keep their frequency, and those between are interpolated. Attention over more
-    keys also gets sharper."""
-    # Every step is rounded to float32, as in the original.
-    turn = cfg.head_width // (4 if cfg.still else 2)
-    start = (1 / cfg.rope_base) ** np.linspace(0, 1, turn, dtype=np.float32)
-    found = [(np.stack([start, start]), np.array(cfg.attn_scales))]
-    for before, after in itertools.pairwise(cfg.stages):
-        freqs, scales = (x.copy() for x in found[-1])
-        for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
-            turns = old * freqs[i] / np.float32(2 * math.pi)
-            keep = np.clip((turns - 1) / 31, 0, 1)
-            freqs[i] *= old / new + keep * (1 - old / new)
-            scales[i] *= 1 + 0.2 * math.log(new / old)
-        found.append((freqs, scales))
-    return found
-
-
-def average_rates(cfg: Config, adam, tables) -> np.ndarray:
-    """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average). The first
-    rate of each is 1: there the average starts as the weight. `ema` and `bank_ema` cover the
-    last cfg.tail steps, both others the last cfg.tail_average. Head and embedding change only
-    at Adam steps, so `ema` is updated there alone: with n steps to the next one, at 1 - (1 - r)^n,
-    what n updates at rate r would give."""
-    left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
-    in_tail = left < cfg.tail
-    in_average = left < cfg.tail_average
-    every = left % AVERAGE_EVERY == 0
-    r_ema = 2 / (cfg.tail + 1)
-    r_bank_ema = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
-    r_average = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
-    ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
-    columns = (
-        ema * (1 - (1 - r_ema) ** np.minimum(cfg.adam_every, left + 1)),
-        (in_average & every) * r_average,
-        (in_average & (tables > 0)) * r_average,
-        (in_tail & (every | (left == 1))) * r_bank_ema,
-    )
-    rates = np.stack(columns, axis=1)
-    used = rates.any(axis=0)
-    rates[np.argmax(rates > 0, axis=0)[used], np.flatnonzero(used)] = 1.0
-    return rates
 
 
 def hyper_at(cfg: Config, step: int) -> Hyper:
@@ -801,33 +751,6 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
     return plan_plain(cursor, stage.rows, stage.row_tokens)
 
 
-def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch. A
-    piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the row
-    is full; the rest of a cut document is passed over. Rows of t tokens are filled in order, with
-    t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
-    shard, the next one begins. This is the original's order on its eight devices."""
-    while True:
-        number, base = stream.shard_at(cursor)
-        starts = stream.documents(number)
-        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
-        first = int(np.searchsorted(starts, cursor - base))
-        pieces = []
-        row = 0
-        room = stage.row_tokens + 1
-        # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
-        for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
-            stop = min(stop, start + stage.doc_cap, start + room)
-            pieces.append((row, base + start, base + stop))
-            room -= stop - start
-            if room == 0:
-                row += 1
-                if row == stage.rows:
-                    return pieces, base + stop
-                room = stage.row_tokens + 1
-        cursor = int(stream.ends[number])
-
-
 def plan_plain(cursor: int, rows: int, t: int):
     """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
     wherever documents begin: neighbours share one token, and no token is left out."""
@@ -842,189 +765,6 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
         if row in found:
             found[row].append(stream.read(start, stop - start))
     return np.stack([np.concatenate(found[row]) for row in here])
-
-
-# ---- Vocabulary: prefixes and normal forms of ids, the ids of a row's softmax ------------------
-
-MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
-
-
-def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`. UserError if they cannot be had."""
-    words = [bytes([i]) for i in range(256)]
-    try:
-        if cfg.encoding == "gpt2":
-            cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken
-
-            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
-        elif cfg.encoding == "bpe":
-            cure = f"make the data in {folder} again"
-            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
-            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
-                raise ValueError(f"{MERGES} is not of these shards")
-    except Exception as error:  # of tiktoken, of the network, of a damaged file
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
-    return words[: cfg.bos]
-
-
-class Vocabulary(NamedTuple):
-    """Two tables over all ids."""
-
-    prefix_v: np.ndarray  # int32: the longest token that this one begins with; -1: none
-    hashed_v: np.ndarray  # uint16: the id that stands for this one in n-gram hashes
-
-
-def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
-    """The Vocabulary of `words`, the bytes of ids; BOS and padding, after them, have none."""
-    changed = words if cfg.ngram_ids == "normalised" else []
-    return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(changed, cfg.vocab))
-
-
-def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
-    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88)."""
-    table = np.full(vocab, -1, np.int32)
-    number = {word: i for i, word in enumerate(words)}
-    for word, i in number.items():
-        begins = (word[:end] for end in range(len(word) - 1, 0, -1))
-        table[i] = next((number[x] for x in begins if x in number), -1)
-    return table
-
-
-def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
-    """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375), or
-    itself. " The", "the" and "THE" then share their n-grams, and fewer collide: 32,980 of 50,257
-    ids are left."""
-    table = np.arange(vocab).astype(np.uint16)
-    first = {}
-    for i, form in enumerate(map(normal_form, words)):
-        if form:
-            table[i] = first.setdefault(form, i)
-    return table
-
-
-def normal_form(word: bytes) -> str:
-    """A word without case, accents, variants of letters and space around it; "": it has no form."""
-    try:
-        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode()))
-    except UnicodeDecodeError:  # part of a character
-        return ""
-    text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
-    text = re.sub(r"[ \t\r\n]+", " ", text)
-    return text if text == " " else text.strip(" \v\f\x85\u1680\u2028\u2029")  # all white space
-
-
-def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
-    """(Aims of a row of t+1 tokens without their axis b, next offset)."""
-    targets_t, vocab = row[1:], len(prefix_v)
-    if not count:
-        found = targets_t.astype(np.int32), prefix_v[targets_t]
-        return Aims(np.empty(0, np.int32), *found), offset
-    ids, offset = candidates(targets_t, offset, count, vocab)
-    number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
-    number[ids] = np.arange(count)
-    found = number[targets_t], number[prefix_v[targets_t]]
-    return Aims(ids.astype(np.int32), *found), offset
-
-
-STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
-
-
-def candidates(targets_t, offset: int, count: int, vocab: int):
-    """(`count` ids, ascending; next offset): all targets of a row, filled up with the next ids of a
-    walk through the vocabulary in steps of 20011. Sampled softmax (record 92): most ids are no
-    target of a row, but cost as much as those that are. Such losses are too low: they jump when the
-    last stages take the whole vocabulary."""
-    chosen = np.zeros(vocab, bool)
-    chosen[targets_t] = True
-    lacking = count - np.count_nonzero(chosen)
-    many = f"a row has {count - lacking:,} different tokens, more than its {count:,} candidates"
-    need(lacking >= 0, f"{many}: raise --set stages.N.candidates=")
-    if lacking:
-        draw = min(vocab, int(lacking * 1.7) + 256)  # enough, though some of them are targets
-        ids = np.arange(offset, offset + draw) * STRIDE % vocab
-        ids = ids[~chosen[ids]][:lacking]
-        if len(ids) < lacking:  # the walk met too many targets: evenly from all that are none
-            others = np.flatnonzero(~chosen)
-            ids = others[:: max(1, len(others) // lacking)][:lacking]
-        chosen[ids] = True
-        offset = (offset + draw) % vocab
-    return np.flatnonzero(chosen), offset
-
-
-# ---- N-grams: the rows of their table that a batch needs, by hash and by owner -----------------
-
-
-def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
-    if not cfg.ngram_rows:
-        return Rows(tokens, None, None, aims), None
-    hashed = known.hashed_v[tokens[:, :-1]]
-    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
-    return Rows(tokens, hashed, slots, aims), requests
-
-
-def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, size], slots [b, 2, t]) of `mine` of the devices. Requests
-    are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
-    each token then finds its two. An n-gram that does not fit into the request to its owner gets
-    slot 0, the row of trigrams without history, which every batch requests."""
-    size = capacity(hashed.size // mine * devices, devices)
-    owned = -(-cfg.ngram_rows // devices)  # rows of each device
-
-    def of_device(rows):
-        ids = spread(ngram_hashes(rows, cfg.ngram_rows), cfg.ngram_rows)
-        different, which = np.unique(ids, return_inverse=True)
-        owner, row = np.divmod(different, owned)
-        slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
-        fits = slot < size
-        requests = np.full((devices, size), owned, np.int32)  # at first all past the owner's rows
-        requests[owner[fits], slot[fits]] = row[fits]
-        slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
-        return requests, slots.reshape(ids.shape).swapaxes(0, 1)
-
-    with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
-        requests, slots = zip(*pool.map(of_device, np.split(hashed, mine)), strict=True)
-    return np.stack(requests), np.concatenate(slots)
-
-
-def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
-    """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
-    Bigrams have the first half of the table, trigrams the second (records 62, 92); the last row of
-    a half is for no history. Products wrap around in int32. Bug-compatible: the original hashes the
-    bigram at t = 1 with `last` in place of the first token."""
-    x_bt = x_bt.astype(np.int32)
-    x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
-    t = np.arange(x_bt.shape[1])[None]
-    half = rows // 2
-    last = half - 1
-    bigram = (36313 * x_bt) ^ (27191 * np.where(t == 1, last, x1_bt))
-    trigram = (17351 * x_bt) ^ (60961 * x1_bt) ^ (45259 * x2_bt)
-    bigram = np.where(t < 1, last, bigram % last)
-    trigram = np.where(t < 2, last, trigram % last)
-    return np.stack([bigram, half + trigram])
-
-
-def spread(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Which rows of the array hold the rows `ids` of the n-gram table, int64. A multiplication
-    spreads them (Knuth 1973), so that all owners get as many requests: hashes of text are not even,
-    for products of small ids do not wrap. Row 0 is that of trigrams without history."""
-    prime = 2_654_435_761  # above every number of rows: 2**32 over the golden ratio
-    return (rows - 1 - ids.astype(np.int64)) * prime % rows
-
-
-def capacity(batch_tokens: int, devices: int) -> int:
-    """How many rows of the n-gram table a device can fetch from another for its part of a batch.
-    Every different n-gram is fetched once. Of the 2t n-grams of t tokens of English a share of up
-    to (1300 / t)^0.06 is different (measured: records/NOTES.md); owners have equal shares of them,
-    up to chance: five standard deviations."""
-    tokens = batch_tokens // devices
-    mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
-    return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
 
 
 # ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
@@ -1168,64 +908,6 @@ def uniform(std: float, sizes: float | tuple[float, ...], key, shape):
     return values * jnp.float32(sizes).reshape(-1, 1, 1)
 
 
-GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
-GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
-GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}  # kind -> its start
-MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
-MUDD = {  # what mudd_layer weights -> its start
-    "v_start": 0.0,  # added to v: the start of the stream,
-    "v_source": 0.0,  # what its attention reads,
-    "v_x": 0.0,  # the stream
-    "x_start": 0.0,  # added to the stream before attention: the same three
-    "x_source": 0.0,
-    "x_x": 0.0,
-    "values_left": 2.0,  # of the value row, for the first half of the heads
-    "values_right": 2.0,
-    # In place of resid_lambdas, post_lambdas and gates: of the sums after attention and the MLP.
-    "keep_attention": math.sqrt(1.1),
-    "attention": 1.0,
-    "start": 0.0,
-    "ngram": 0.05,
-    "keep_mlp": math.sqrt(1.1),
-    "mlp": 1.0,
-}
-
-
-@functools.cache
-def coefficient_table(cfg: Config) -> dict[str, list[dict]]:
-    """What the small MLPs give out for each token: for each MLP a dict name -> (how many numbers,
-    their start), in the order of its outputs. "gate": the first serves the layers before the one
-    that looks, the second those from it on; names are (kind of GATES, layer), and xsa and gated
-    have a number for each head. "mudd": of mudd_layer, and of mudd_mix, whose names are those of
-    its sources; of these it first takes out half of what later attentions have read."""
-    number = np.cumsum([layer.looks for layer in cfg.layers])  # of the MLP that serves a layer
-    gates = [{} for _ in range(number[-1] + 1)]
-    for kind, start in GATES.items():
-        for i in cfg.layers_with(kind):
-            gates[number[i]][kind, i] = cfg.heads if kind in ("xsa", "gated") else 1, start
-    last = cfg.layers[-1]
-    if not last.mudd:
-        return {"gate": gates, "mudd": []}
-    there = {"source": last.reads, "values_": last.values, "ngram": cfg.ngram_rows}
-    lacking = [part for part, has in there.items() if not has]
-    many = [f"{name}{i}" for name in ("skip", "values") for i in cfg.layers_with(name)]
-    sources = ["start", "source", "x", *many, "mlp_input", "normed_source"]
-    mix = {name: -0.5 if name == "source" else 0.0 for name in sources}
-    mudd = [{}, {}]
-    for found, starts in zip(mudd, (MUDD, mix), strict=True):
-        found |= {x: (1, y) for x, y in starts.items() if not any(part in x for part in lacking)}
-    return {"gate": gates, "mudd": mudd}
-
-
-def coefficient_starts(cfg: Config, kind: str) -> np.ndarray:
-    """The biases [MLPs, outputs of that with most] with which small MLPs begin."""
-    scale = {"gate": GATE_SCALE, "mudd": MUDD_SCALE}[kind]
-    starts = [[np.full(*x) for x in each.values()] for each in coefficient_table(cfg)[kind]]
-    rows = [np.concatenate([*each, []]) / scale for each in starts]
-    most = max(map(len, rows), default=0)
-    return np.array([np.pad(row, (0, most - len(row))) for row in rows]).reshape(len(rows), most)
-
-
 def updated(cfg: Config, kind: str) -> list[str]:
     """The parameters that an Update of this kind changes."""
     return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
@@ -1276,17 +958,11 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x, seed=Non
     return copies
 
 
-def sign_pool(cfg: Config, seed):
-    """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
-    key = jax.random.fold_in(jax.random.key(seed), 92)
-    return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
-
-
 # ---- Model: rows of tables -> features, from the top down --------------------------------------
 
 
 class Kernels(NamedTuple):
-    """The five places where Part III may put something faster: the same up to rounding."""
+    """The five places where Part IV may put something faster: the same up to rounding."""
 
     attend: Callable  # attend_heads with an attention
     add_mlp: Callable  # half a layer
@@ -1407,81 +1083,6 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
     return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
 
 
-def signed_sum(signs, ngrams, hashed_bt):
-    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
-    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
-    pairs = jnp.split(ngrams, 2, axis=1)
-    if signs is None:
-        return sum(x[:, 0] for x in pairs)
-    terms = zip(sign_ids(hashed_bt, len(signs)), pairs, strict=True)
-    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
-
-
-def sign_ids(x_bt, rows: int):
-    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
-    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
-    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
-    x_bt = x_bt.astype(jnp.int32)
-    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
-    t = jnp.arange(x_bt.shape[1])[None]
-    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
-    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
-    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
-
-
-def smear(x_btd, weights, strength):
-    """Every token takes a little of the one before it, by a gate (record 34)."""
-    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
-    return mix((1.0, x_btd), (strength * gate(x_btd, weights), before))
-
-
-def gate(x_btd, weights):
-    """A number in (0, 1) for each row of weights, from a token's first features: [b, t, n]."""
-    features = x_btd[..., : weights.shape[1]].astype(jnp.float32)
-    return jax.nn.sigmoid(jnp.einsum("bti,ni->btn", features, weights))
-
-
-def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
-    """What a small MLP of coefficient_table gives out: name -> [b, t, numbers], of any sign. It
-    sees the whole token (records 81, 85). At first it gives its biases, since W2 starts at zero."""
-    params = model.params
-    table = coefficient_table(model.cfg)[kind][number]
-    if not table:
-        return {}
-    biases = params[f"{kind}_b2"][number]
-    if f"{kind}_w1" in params:
-        values = small_mlp(x_btd, *(params[f"{kind}_{x}"][number] for x in ("w1", "w2")), biases)
-    else:
-        values = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
-    values *= params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
-    ends = np.cumsum([width for width, _ in table.values()])
-    at = zip(table.items(), ends, strict=True)
-    return {name: values[..., end - width : end] for (name, (width, _)), end in at}
-
-
-def small_mlp(x_btd, w1, w2, b2):
-    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, outputs] (GELU: Hendrycks and Gimpel
-    2016)."""
-    w1 = w1.astype(x_btd.dtype)
-    hidden = jnp.matmul(x_btd, w1.T, preferred_element_type=jnp.float32)
-    hidden = hidden * (0.5 + 0.5 * lax.erf(hidden * math.sqrt(0.5)))
-    return hidden @ w2.T + b2[None, None]
-
-
-def gated_values(model: Model, i: int, x_btd, values):
-    """What layer `i` adds to its v, a pair (HeadInputs.added): the tokens' rows of its value table,
-    and a gate for each head, twice the sigmoid of a weighted sum of the first features of the
-    normed input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
-    at = model.cfg.layers_with("values").index(i)
-    values_btd = values[at]
-    if not model.cfg.value_gates:
-        return values_btd, jnp.ones((*x_btd.shape[:2], model.cfg.heads))
-    weights = model.params["value_gate"][at]
-    half = weights.shape[1] // 2
-    looks = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
-    return values_btd, 2 * gate(looks, weights)
-
-
 def attention(model: Model, i: int, x_btd, added, gates):
     """What the attention of layer `i` adds to the stream, from norm(x). `added`: see HeadInputs;
     `gates`: see coefficients."""
@@ -1517,12 +1118,6 @@ def projection(model: Model, i: int, heads: Heads):
     return mix((params["qkv_lambda"][i], weights)) if cfg.lambdas else weights
 
 
-def post_lambdas(model: Model, i: int):
-    """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    own = model.cfg.lambdas and not model.cfg.layers[i].mudd
-    return model.params["post_lambdas"][i] if own else jnp.ones(2, jnp.float32)
-
-
 def mlp(model: Model, i: int, x_btd, keep=0.0):
     """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
     ends = np.cumsum([layer.mlps for layer in model.cfg.layers])
@@ -1548,57 +1143,6 @@ def add_mlp(x_btd, up_fd, down_fd, keep, weight, activation=squared_relu):
     return mix((keep, x_btd), (1.0, hidden_btf @ mix((weight, down_fd))))
 
 
-def mudd_layer(model: Model, x, arrays: tuple, gates):
-    """The last layer, (output, normed input of its MLP): every token weights its own connections
-    (MUDD: MUltiway Dynamic Dense connections, Xiao et al. 2025; record 81), by what a small MLP
-    makes of its stream `x`. `arrays` are the start of the stream, the source, which attention
-    reads, value rows and n-gram vectors."""
-    i = len(model.cfg.layers) - 1
-    layer = model.cfg.layers[i]
-    start, source, values, ngram = arrays
-    mu = SimpleNamespace(**coefficients(model, "mudd", 0, x))
-    sources = {"start": start, "source": source, "x": x}
-    sources = {name: y for name, y in sources.items() if hasattr(mu, f"v_{name}")}
-    weights = [getattr(mu, f"v_{name}") for name in sources]
-    both = [weights + [mu.values_left], weights + [mu.values_right]] if layer.values else [weights]
-    blended = [*sources.values(), *values[-1:]] if layer.values else [*sources.values()]
-    weights = jnp.stack([jnp.concatenate(each, axis=-1) for each in both], axis=-1)
-    added_btd = model.kernels.blend(None, weights, blended)
-    added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))
-    terms = [(mu.keep_attention * (1 + mu.x_x), x)]
-    terms.append((mu.keep_attention * mu.x_start + mu.start, start))
-    if layer.reads:
-        terms.append((mu.keep_attention * mu.x_source, source))
-    terms.append((mu.attention, attention(model, i, source, added, gates)))
-    if ngram is not None:
-        terms.append((mu.ngram, ngram))
-    x = mix(*terms)
-    return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
-
-
-def mudd_mix(model: Model, x_btd, sources):
-    """The stream after the last layer, with what each token adds to it of earlier arrays:
-    x + sum_k (mu_k + delta_kg) source_k, mu_k for each token, delta_kg for each group g of features
-    too (record 81 with five sources, 92 with ten). At first it only takes out half of the output
-    that later attentions have read (as records 40 and 77 did)."""
-    k = len(sources)
-    w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
-    w2g = model.params["mudd_w2g"][:k]
-    both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
-    weights = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))  # deltas have none
-    mu, delta = weights[..., :k, None], weights[..., k:].reshape(*weights.shape[:2], k, -1)
-    return model.kernels.blend(x_btd, MUDD_SCALE * (mu + delta), sources)
-
-
-def blend(x_btd, weights, sources):
-    """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
-    size = sources[0].shape[-1] // weights.shape[-1]  # features of a group
-    terms = [] if x_btd is None else [(1.0, x_btd)]
-    for k, y_btd in enumerate(sources):
-        terms.append((jnp.repeat(weights[:, :, k], size, axis=-1), y_btd))
-    return mix(*terms)
-
-
 def mix(*terms):
     """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
     the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
@@ -1613,7 +1157,7 @@ def norm(x, first: int | None = None):
     return (x[..., :first] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
 
 
-# ---- Attention: the heads, and the reference for every kernel of Part III ----------------------
+# ---- Attention: the heads, and the reference for every kernel of Part IV -----------------------
 
 
 @dataclass(frozen=True)
@@ -1705,33 +1249,6 @@ def rope(x_btnh, cos_tnh, sin_tnh):
     left, right = jnp.split(x_btnh, 2, axis=-1)
     cos, sin = (a.astype(x_btnh.dtype)[None] for a in (cos_tnh, sin_tnh))
     return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
-
-
-def key_offset(k_btnh):
-    """Keys with the dimensions that do not rotate taken from the token before (record 49). One
-    layer can then do what otherwise takes two: find an earlier token like this one and read what
-    followed it (induction). A row's first token keeps its own; document borders do not matter."""
-    h = k_btnh.shape[-1]
-    shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
-    still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
-    return jnp.where(still[None, None, None], shifted, k_btnh)
-
-
-def pair_heads(x_btnh):
-    """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one, over a sequence of twice the length
-    in which their tokens alternate (record 58). So each also sees its partner's keys, and the same
-    window reaches half as far. The first half of the heads stands at 2t, the second at 2t + 1."""
-    b, t, n, h = x_btnh.shape
-    return x_btnh.reshape(b, 2 * t, n // 2, h)
-
-
-def exclude_self(y_btnh, v_btnh, gates_btn):
-    """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v,
-    which the token has without attention (record 82, in the form of record 86)."""
-    y = y_btnh.astype(jnp.float32)
-    v = v_btnh.astype(jnp.float32)
-    along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
-    return mix((1.0, y_btnh), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnh))
 
 
 SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
@@ -1855,7 +1372,7 @@ def add_losses(totals, losses, weights):
 
 # ---- The step: what every device does ----------------------------------------------------------
 
-# Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part III arranges for XLA:
+# Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part IV arranges for XLA:
 # gather_banks is lax.all_gather of every bank, and what it returns to reduce gradients with is
 # lax.psum_scatter, as is reduce_scatter. (There sum_batches is lax.scan, and in_order an order.)
 # A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
@@ -1901,14 +1418,6 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     return grads, *numbers
 
 
-def fetch_requests(table, batch: Batch) -> tuple:
-    """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens})."""
-    if table is None:
-        return None, {}
-    requested = exchange(batch.requests[0])
-    return requested, {NGRAMS: fetch(table, requested)}
-
-
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     """Which rows of each table a batch looks up. Those of n-grams are places among the rows that a
     device has fetched; those of the head are the candidates of its softmax. Without candidates the
@@ -1947,19 +1456,6 @@ def rows_together(cfg: Config, b: int, t: int) -> int:
     return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
 
 
-def exchange(x):
-    """x [devices, ...]: part k goes to device k; back comes, as part j, what device j has sent."""
-    return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
-
-
-def fetch(table, requested):
-    """The rows of the n-gram table that this device has requested: [devices * size, d]. `table` is
-    its shard of the table; `requested`, from an exchange of all requests, are the rows of that
-    shard for device k (padding: len(table))."""
-    rows = table.at[requested].get(mode="clip")
-    return exchange(rows).reshape(-1, table.shape[1])
-
-
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
     That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
@@ -1969,18 +1465,6 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
         x = x.astype(grad_vd.dtype)
         grad_vd = at.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
     return grad_vd
-
-
-def dropped_ngrams(slots):
-    """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
-    trigrams of a row's first two tokens do, which have no history."""
-    if slots is None:
-        return jnp.float32(0)
-    return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
-
-
-ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
-PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
@@ -2038,20 +1522,6 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     return new, copies
 
 
-def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """update_step while head and embedding are one matrix: its gradient is the sum of both."""
-    due = dict(due)
-    due["head"] = *due["head"], *due.pop("embed")  # update_step sums them
-    state, copies = update_step(cfg, kernels, state, due, hyper)
-    return tie(state), copies | {"embed": copies["head"]}
-
-
-def tie(state):
-    """The training state with the embedding as a copy of the head, and so are its moments and its
-    average: for most of a run both are one matrix (records 51, 53)."""
-    return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
-
-
 def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
     """(lr, decay, number of the step from 1, betas, eps, whether decay is cautious) of an update
     that sums so many steps. One of tables that sums twice as many forgets as much as two: betas
@@ -2080,39 +1550,6 @@ def descend(param, update, decay, cautious: bool):
     return param - update - decay * (update * param > 0 if cautious else 1.0) * param
 
 
-def sum_requests(parts, size: int, add_rows: Callable):
-    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
-    `parts` has for each step since the last update the requested rows [devices, size] and
-    their gradients [devices, size, d]. Sorting brings equal ids together, add_rows sums them."""
-    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
-    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
-    numbers = jnp.arange(len(ids))
-    ids, order = lax.sort((ids, numbers), num_keys=1)
-    run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
-    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
-    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
-    return jnp.where(numbers > run[-1], size + numbers, first), total
-
-
-def adam_rows(table, square, ids, grad, rates: tuple):
-    """One step on the rows of a table that were read: (new table, new mean square of each row).
-    Adam without a mean and with one second moment for each row (record 92; both moments of all
-    numbers would take 260 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
-    device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
-    but their mean squares decay. The table has no float32 master. A change is added, not put in
-    place: a v6e's SparseCores can only add."""
-    lr, decay, count, (_, b2), eps, cautious = rates
-    square = b2 * square
-    increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
-    mean_square = square.at[ids].get(mode="clip") + increase
-    size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
-    old = table.at[ids].get(mode="clip")
-    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay, cautious)
-    options = {"mode": "drop", "unique_indices": True}
-    table = table.at[ids].add(new.astype(table.dtype) - old, **options)
-    return table, square.at[ids].add(increase, **options)
-
-
 def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     """One ANVIL step on a bank: `old`, the bank and its moments, -> new, all float32 (record 92).
     Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
@@ -2136,26 +1573,6 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     mine = count * lax.axis_index(AXIS) + jnp.arange(count)
     rate = lr * jnp.float32(row.scale).at[mine].get(mode="clip")[:, None, None]
     return param - rate * (update + lr * row.decay * shrinks * param), *rails, *squares
-
-
-def two_rails(grad, rails: list, hyper: Hyper, slow_rate: float):
-    """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
-    The update blends both, and the gradient itself (Nesterov). The averages start at zero, which
-    nothing corrects: orthogonalize ignores an update's length. `rails` may be the fast one."""
-    fast, *slow = rails
-    fast = fast + (1 - hyper.fast_beta) * (grad - fast)
-    average = fast
-    if slow:
-        slow = [slow[0] + slow_rate * (grad - slow[0])]
-        average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow[0]
-    return grad + hyper.momentum * (average - grad), fast, *slow
-
-
-def as_large(x):
-    """Matrices [matrices, rows, cols] in place of orthogonalized ones: as large, all directions as
-    they are."""
-    size = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
-    return x * (math.sqrt(min(x.shape[1:])) / (size + 1e-12))
 
 
 # Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
@@ -2187,42 +1604,6 @@ def orthogonalize(x, dtype):
     # As a loop: the TPU's compiler takes twice as long for six copies of its matmuls.
     x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
     return x.mT if tall else x
-
-
-def equalize(update, square, rate):
-    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025):
-    the rows of tall and square matrices, else the columns. Bank [matrices, rows, cols] and the
-    running mean square of neurons [matrices, neurons] -> (update, mean square). A matrix keeps its
-    norm."""
-    along = 2 if update.shape[1] >= update.shape[2] else 1
-    power = jnp.mean(jnp.square(update), axis=along)
-    square = square + rate * (power - square)
-    gain = lax.rsqrt(jnp.maximum(square, 1e-10))
-    before, after = (jnp.sqrt(jnp.sum(x, 1, keepdims=True)) for x in (power, power * gain**2))
-    gain = gain * before / jnp.maximum(after, 1e-10)
-    return update * jnp.expand_dims(gain, along), square
-
-
-def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step. Weights
-    move towards their averages, in the order of Param.averages: an average is less noisy than the
-    weights it is of, but also shorter. Logits and the stream depend on that length, so `rescaled`
-    parameters get back the one they had."""
-
-    def length(x):
-        return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
-
-    params = dict(state["params"])
-    used = schedule(cfg).hyper.average_rates.any(axis=0)
-    for name, row in param_table(cfg).items():
-        for average, share in row.averages:
-            if used[AVERAGES.index(average)]:
-                params[name] += share * (state[average][name] - params[name])
-        if row.rescaled:
-            before = length(state["params"][name])
-            after = length(params[name])
-            params[name] *= jnp.where(after > 0, before / after, 1.0)
-    return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
 # ---- Programs: what each step takes and gives, and how the devices share it --------------------
@@ -2435,7 +1816,667 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 
 
 # ================================================================================================
-# PART II: AROUND A RUN
+# PART II: THE IDEAS OF THE RECORD
+# ================================================================================================
+
+# Each is a switch, see IDEAS and the README's table: names before a colon are those of without=.
+
+
+# ---- Rows that start at a document ---------------------------------------------------------------
+
+# packing: rows are filled with documents, cut at Stage.doc_cap (records 26, 29).
+
+
+def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
+    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch. A
+    piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the row
+    is full; the rest of a cut document is passed over. Rows of t tokens are filled in order, with
+    t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
+    shard, the next one begins. This is the original's order on its eight devices."""
+    while True:
+        number, base = stream.shard_at(cursor)
+        starts = stream.documents(number)
+        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
+        first = int(np.searchsorted(starts, cursor - base))
+        pieces = []
+        row = 0
+        room = stage.row_tokens + 1
+        # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
+        for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
+            stop = min(stop, start + stage.doc_cap, start + room)
+            pieces.append((row, base + start, base + stop))
+            room -= stop - start
+            if room == 0:
+                row += 1
+                if row == stage.rows:
+                    return pieces, base + stop
+                room = stage.row_tokens + 1
+        cursor = int(stream.ends[number])
+
+
+# ---- Rotation that follows the windows -----------------------------------------------------------
+
+# windows: they grow with the stages (records 13, 20, 31).
+
+
+def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each stage (frequencies float32 [2, h/4], attention scales [2]): of half-wide heads, with
+    the short window, and of whole ones, with the long one. YaRN (Peng et al. 2023): when a window
+    grows, dimensions that turn less than once within the old one slow down in proportion, those
+    that turn 32 times keep their frequency, and those between are interpolated. Attention over more
+    keys also gets sharper."""
+    # Every step is rounded to float32, as in the original.
+    turn = cfg.head_width // (4 if cfg.still else 2)
+    start = (1 / cfg.rope_base) ** np.linspace(0, 1, turn, dtype=np.float32)
+    found = [(np.stack([start, start]), np.array(cfg.attn_scales))]
+    for before, after in itertools.pairwise(cfg.stages):
+        freqs, scales = (x.copy() for x in found[-1])
+        for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
+            turns = old * freqs[i] / np.float32(2 * math.pi)
+            keep = np.clip((turns - 1) / 31, 0, 1)
+            freqs[i] *= old / new + keep * (1 - old / new)
+            scales[i] *= 1 + 0.2 * math.log(new / old)
+        found.append((freqs, scales))
+    return found
+
+
+# ---- Averages of the last weights ----------------------------------------------------------------
+
+# averages: less noisy than the last weights (record 92).
+
+
+AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of heads, matrices, values, matrices
+AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
+AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `value_average` look back
+
+
+def average_rates(cfg: Config, adam, tables) -> np.ndarray:
+    """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average). The first
+    rate of each is 1: there the average starts as the weight. `ema` and `bank_ema` cover the
+    last cfg.tail steps, both others the last cfg.tail_average. Head and embedding change only
+    at Adam steps, so `ema` is updated there alone: with n steps to the next one, at 1 - (1 - r)^n,
+    what n updates at rate r would give."""
+    left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
+    in_tail = left < cfg.tail
+    in_average = left < cfg.tail_average
+    every = left % AVERAGE_EVERY == 0
+    r_ema = 2 / (cfg.tail + 1)
+    r_bank_ema = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
+    r_average = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
+    ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
+    columns = (
+        ema * (1 - (1 - r_ema) ** np.minimum(cfg.adam_every, left + 1)),
+        (in_average & every) * r_average,
+        (in_average & (tables > 0)) * r_average,
+        (in_tail & (every | (left == 1))) * r_bank_ema,
+    )
+    rates = np.stack(columns, axis=1)
+    used = rates.any(axis=0)
+    rates[np.argmax(rates > 0, axis=0)[used], np.flatnonzero(used)] = 1.0
+    return rates
+
+
+def finish_step(cfg: Config, state):
+    """(the state with the weights to validate, their compute copies), after the last step. Weights
+    move towards their averages, in the order of Param.averages: an average is less noisy than the
+    weights it is of, but also shorter. Logits and the stream depend on that length, so `rescaled`
+    parameters get back the one they had."""
+
+    def length(x):
+        return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
+
+    params = dict(state["params"])
+    used = schedule(cfg).hyper.average_rates.any(axis=0)
+    for name, row in param_table(cfg).items():
+        for average, share in row.averages:
+            if used[AVERAGES.index(average)]:
+                params[name] += share * (state[average][name] - params[name])
+        if row.rescaled:
+            before = length(state["params"][name])
+            after = length(params[name])
+            params[name] *= jnp.where(after > 0, before / after, 1.0)
+    return state | {"params": params}, compute_copies(cfg, params, GATHER)
+
+
+# ---- Sampled softmax, and the loss on prefixes ---------------------------------------------------
+
+# candidates, prefix: a softmax runs over a sample of the vocabulary (record 92), and " interaction"
+# also teaches " interact" (record 88).
+
+
+class Vocabulary(NamedTuple):
+    """Two tables over all ids."""
+
+    prefix_v: np.ndarray  # int32: the longest token that this one begins with; -1: none
+    hashed_v: np.ndarray  # uint16: the id that stands for this one in n-gram hashes
+
+
+def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
+    """The Vocabulary of `words`, the bytes of ids; BOS and padding, after them, have none."""
+    changed = words if cfg.ngram_ids == "normalised" else []
+    return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(changed, cfg.vocab))
+
+
+def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
+    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88)."""
+    table = np.full(vocab, -1, np.int32)
+    number = {word: i for i, word in enumerate(words)}
+    for word, i in number.items():
+        begins = (word[:end] for end in range(len(word) - 1, 0, -1))
+        table[i] = next((number[x] for x in begins if x in number), -1)
+    return table
+
+
+def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
+    """(Aims of a row of t+1 tokens without their axis b, next offset)."""
+    targets_t, vocab = row[1:], len(prefix_v)
+    if not count:
+        found = targets_t.astype(np.int32), prefix_v[targets_t]
+        return Aims(np.empty(0, np.int32), *found), offset
+    ids, offset = candidates(targets_t, offset, count, vocab)
+    number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
+    number[ids] = np.arange(count)
+    found = number[targets_t], number[prefix_v[targets_t]]
+    return Aims(ids.astype(np.int32), *found), offset
+
+
+STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
+
+
+def candidates(targets_t, offset: int, count: int, vocab: int):
+    """(`count` ids, ascending; next offset): all targets of a row, filled up with the next ids of a
+    walk through the vocabulary in steps of 20011. Sampled softmax (record 92): most ids are no
+    target of a row, but cost as much as those that are. Such losses are too low: they jump when the
+    last stages take the whole vocabulary."""
+    chosen = np.zeros(vocab, bool)
+    chosen[targets_t] = True
+    lacking = count - np.count_nonzero(chosen)
+    many = f"a row has {count - lacking:,} different tokens, more than its {count:,} candidates"
+    need(lacking >= 0, f"{many}: raise --set stages.N.candidates=")
+    if lacking:
+        draw = min(vocab, int(lacking * 1.7) + 256)  # enough, though some of them are targets
+        ids = np.arange(offset, offset + draw) * STRIDE % vocab
+        ids = ids[~chosen[ids]][:lacking]
+        if len(ids) < lacking:  # the walk met too many targets: evenly from all that are none
+            others = np.flatnonzero(~chosen)
+            ids = others[:: max(1, len(others) // lacking)][:lacking]
+        chosen[ids] = True
+        offset = (offset + draw) % vocab
+    return np.flatnonzero(chosen), offset
+
+
+# ---- A table of hashed n-grams -------------------------------------------------------------------
+
+# ngrams, signs, normalised: a row for each hash of two and of three tokens, cut over the devices
+# (records 62, 83, 92; pull request 375).
+
+
+def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
+    """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375), or
+    itself. " The", "the" and "THE" then share their n-grams, and fewer collide: 32,980 of 50,257
+    ids are left."""
+    table = np.arange(vocab).astype(np.uint16)
+    first = {}
+    for i, form in enumerate(map(normal_form, words)):
+        if form:
+            table[i] = first.setdefault(form, i)
+    return table
+
+
+def normal_form(word: bytes) -> str:
+    """A word without case, accents, variants of letters and space around it; "": it has no form."""
+    try:
+        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode()))
+    except UnicodeDecodeError:  # part of a character
+        return ""
+    text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
+    text = re.sub(r"[ \t\r\n]+", " ", text)
+    return text if text == " " else text.strip(" \v\f\x85\u1680\u2028\u2029")  # all white space
+
+
+def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    if not cfg.ngram_rows:
+        return Rows(tokens, None, None, aims), None
+    hashed = known.hashed_v[tokens[:, :-1]]
+    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    return Rows(tokens, hashed, slots, aims), requests
+
+
+def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
+    """(requests [mine, devices, size], slots [b, 2, t]) of `mine` of the devices. Requests
+    are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
+    each token then finds its two. An n-gram that does not fit into the request to its owner gets
+    slot 0, the row of trigrams without history, which every batch requests."""
+    size = capacity(hashed.size // mine * devices, devices)
+    owned = -(-cfg.ngram_rows // devices)  # rows of each device
+
+    def of_device(rows):
+        ids = spread(ngram_hashes(rows, cfg.ngram_rows), cfg.ngram_rows)
+        different, which = np.unique(ids, return_inverse=True)
+        owner, row = np.divmod(different, owned)
+        slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
+        fits = slot < size
+        requests = np.full((devices, size), owned, np.int32)  # at first all past the owner's rows
+        requests[owner[fits], slot[fits]] = row[fits]
+        slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
+        return requests, slots.reshape(ids.shape).swapaxes(0, 1)
+
+    with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
+        requests, slots = zip(*pool.map(of_device, np.split(hashed, mine)), strict=True)
+    return np.stack(requests), np.concatenate(slots)
+
+
+def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
+    """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
+    Bigrams have the first half of the table, trigrams the second (records 62, 92); the last row of
+    a half is for no history. Products wrap around in int32. Bug-compatible: the original hashes the
+    bigram at t = 1 with `last` in place of the first token."""
+    x_bt = x_bt.astype(np.int32)
+    x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    t = np.arange(x_bt.shape[1])[None]
+    half = rows // 2
+    last = half - 1
+    bigram = (36313 * x_bt) ^ (27191 * np.where(t == 1, last, x1_bt))
+    trigram = (17351 * x_bt) ^ (60961 * x1_bt) ^ (45259 * x2_bt)
+    bigram = np.where(t < 1, last, bigram % last)
+    trigram = np.where(t < 2, last, trigram % last)
+    return np.stack([bigram, half + trigram])
+
+
+def spread(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Which rows of the array hold the rows `ids` of the n-gram table, int64. A multiplication
+    spreads them (Knuth 1973), so that all owners get as many requests: hashes of text are not even,
+    for products of small ids do not wrap. Row 0 is that of trigrams without history."""
+    prime = 2_654_435_761  # above every number of rows: 2**32 over the golden ratio
+    return (rows - 1 - ids.astype(np.int64)) * prime % rows
+
+
+def capacity(batch_tokens: int, devices: int) -> int:
+    """How many rows of the n-gram table a device can fetch from another for its part of a batch.
+    Every different n-gram is fetched once. Of the 2t n-grams of t tokens of English a share of up
+    to (1300 / t)^0.06 is different (measured: records/NOTES.md); owners have equal shares of them,
+    up to chance: five standard deviations."""
+    tokens = batch_tokens // devices
+    mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
+    return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
+
+
+def sign_pool(cfg: Config, seed):
+    """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
+    key = jax.random.fold_in(jax.random.key(seed), 92)
+    return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
+
+
+def signed_sum(signs, ngrams, hashed_bt):
+    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
+    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
+    pairs = jnp.split(ngrams, 2, axis=1)
+    if signs is None:
+        return sum(x[:, 0] for x in pairs)
+    terms = zip(sign_ids(hashed_bt, len(signs)), pairs, strict=True)
+    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
+
+
+def sign_ids(x_bt, rows: int):
+    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
+    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
+    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
+    x_bt = x_bt.astype(jnp.int32)
+    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    t = jnp.arange(x_bt.shape[1])[None]
+    bigram = (30011 * x1_bt) ^ (48271 * x_bt)
+    trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
+    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
+
+
+def exchange(x):
+    """x [devices, ...]: part k goes to device k; back comes, as part j, what device j has sent."""
+    return lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+
+
+def fetch_requests(table, batch: Batch) -> tuple:
+    """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens})."""
+    if table is None:
+        return None, {}
+    requested = exchange(batch.requests[0])
+    return requested, {NGRAMS: fetch(table, requested)}
+
+
+def fetch(table, requested):
+    """The rows of the n-gram table that this device has requested: [devices * size, d]. `table` is
+    its shard of the table; `requested`, from an exchange of all requests, are the rows of that
+    shard for device k (padding: len(table))."""
+    rows = table.at[requested].get(mode="clip")
+    return exchange(rows).reshape(-1, table.shape[1])
+
+
+def dropped_ngrams(slots):
+    """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
+    trigrams of a row's first two tokens do, which have no history."""
+    if slots is None:
+        return jnp.float32(0)
+    return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
+
+
+def sum_requests(parts, size: int, add_rows: Callable):
+    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
+    `parts` has for each step since the last update the requested rows [devices, size] and
+    their gradients [devices, size, d]. Sorting brings equal ids together, add_rows sums them."""
+    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
+    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
+    numbers = jnp.arange(len(ids))
+    ids, order = lax.sort((ids, numbers), num_keys=1)
+    run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
+    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
+    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
+    return jnp.where(numbers > run[-1], size + numbers, first), total
+
+
+def adam_rows(table, square, ids, grad, rates: tuple):
+    """One step on the rows of a table that were read: (new table, new mean square of each row).
+    Adam without a mean and with one second moment for each row (record 92; both moments of all
+    numbers would take 260 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
+    device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
+    but their mean squares decay. The table has no float32 master. A change is added, not put in
+    place: a v6e's SparseCores can only add."""
+    lr, decay, count, (_, b2), eps, cautious = rates
+    square = b2 * square
+    increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+    mean_square = square.at[ids].get(mode="clip") + increase
+    size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
+    old = table.at[ids].get(mode="clip")
+    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay, cautious)
+    options = {"mode": "drop", "unique_indices": True}
+    table = table.at[ids].add(new.astype(table.dtype) - old, **options)
+    return table, square.at[ids].add(increase, **options)
+
+
+# ---- Value tables, smear, weights of branches ----------------------------------------------------
+
+# values, value_gates, smear, lambdas: tables of token values are added to v (records 14, 55), each
+# token takes a little of the one before it (34), each branch has learned weights (47, 48, 73).
+
+
+def gated_values(model: Model, i: int, x_btd, values):
+    """What layer `i` adds to its v, a pair (HeadInputs.added): the tokens' rows of its value table,
+    and a gate for each head, twice the sigmoid of a weighted sum of the first features of the
+    normed input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
+    at = model.cfg.layers_with("values").index(i)
+    values_btd = values[at]
+    if not model.cfg.value_gates:
+        return values_btd, jnp.ones((*x_btd.shape[:2], model.cfg.heads))
+    weights = model.params["value_gate"][at]
+    half = weights.shape[1] // 2
+    looks = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
+    return values_btd, 2 * gate(looks, weights)
+
+
+def smear(x_btd, weights, strength):
+    """Every token takes a little of the one before it, by a gate (record 34)."""
+    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
+    return mix((1.0, x_btd), (strength * gate(x_btd, weights), before))
+
+
+def gate(x_btd, weights):
+    """A number in (0, 1) for each row of weights, from a token's first features: [b, t, n]."""
+    features = x_btd[..., : weights.shape[1]].astype(jnp.float32)
+    return jax.nn.sigmoid(jnp.einsum("bti,ni->btn", features, weights))
+
+
+def post_lambdas(model: Model, i: int):
+    """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
+    own = model.cfg.lambdas and not model.cfg.layers[i].mudd
+    return model.params["post_lambdas"][i] if own else jnp.ones(2, jnp.float32)
+
+
+GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
+
+
+# ---- Gates, and what else small MLPs give out for each token -------------------------------------
+
+# gates: of heads, n-grams, the embedding and the skip (record 85).
+
+
+GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
+GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}  # kind -> its start
+MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
+MUDD = {  # what mudd_layer weights -> its start
+    "v_start": 0.0,  # added to v: the start of the stream,
+    "v_source": 0.0,  # what its attention reads,
+    "v_x": 0.0,  # the stream
+    "x_start": 0.0,  # added to the stream before attention: the same three
+    "x_source": 0.0,
+    "x_x": 0.0,
+    "values_left": 2.0,  # of the value row, for the first half of the heads
+    "values_right": 2.0,
+    # In place of resid_lambdas, post_lambdas and gates: of the sums after attention and the MLP.
+    "keep_attention": math.sqrt(1.1),
+    "attention": 1.0,
+    "start": 0.0,
+    "ngram": 0.05,
+    "keep_mlp": math.sqrt(1.1),
+    "mlp": 1.0,
+}
+
+
+@functools.cache
+def coefficient_table(cfg: Config) -> dict[str, list[dict]]:
+    """What the small MLPs give out for each token: for each MLP a dict name -> (how many numbers,
+    their start), in the order of its outputs. "gate": the first serves the layers before the one
+    that looks, the second those from it on; names are (kind of GATES, layer), and xsa and gated
+    have a number for each head. "mudd": of mudd_layer, and of mudd_mix, whose names are those of
+    its sources; of these it first takes out half of what later attentions have read."""
+    number = np.cumsum([layer.looks for layer in cfg.layers])  # of the MLP that serves a layer
+    gates = [{} for _ in range(number[-1] + 1)]
+    for kind, start in GATES.items():
+        for i in cfg.layers_with(kind):
+            gates[number[i]][kind, i] = cfg.heads if kind in ("xsa", "gated") else 1, start
+    last = cfg.layers[-1]
+    if not last.mudd:
+        return {"gate": gates, "mudd": []}
+    there = {"source": last.reads, "values_": last.values, "ngram": cfg.ngram_rows}
+    lacking = [part for part, has in there.items() if not has]
+    many = [f"{name}{i}" for name in ("skip", "values") for i in cfg.layers_with(name)]
+    sources = ["start", "source", "x", *many, "mlp_input", "normed_source"]
+    mix = {name: -0.5 if name == "source" else 0.0 for name in sources}
+    mudd = [{}, {}]
+    for found, starts in zip(mudd, (MUDD, mix), strict=True):
+        found |= {x: (1, y) for x, y in starts.items() if not any(part in x for part in lacking)}
+    return {"gate": gates, "mudd": mudd}
+
+
+def coefficient_starts(cfg: Config, kind: str) -> np.ndarray:
+    """The biases [MLPs, outputs of that with most] with which small MLPs begin."""
+    scale = {"gate": GATE_SCALE, "mudd": MUDD_SCALE}[kind]
+    starts = [[np.full(*x) for x in each.values()] for each in coefficient_table(cfg)[kind]]
+    rows = [np.concatenate([*each, []]) / scale for each in starts]
+    most = max(map(len, rows), default=0)
+    return np.array([np.pad(row, (0, most - len(row))) for row in rows]).reshape(len(rows), most)
+
+
+def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
+    """What a small MLP of coefficient_table gives out: name -> [b, t, numbers], of any sign. It
+    sees the whole token (records 81, 85). At first it gives its biases, since W2 starts at zero."""
+    params = model.params
+    table = coefficient_table(model.cfg)[kind][number]
+    if not table:
+        return {}
+    biases = params[f"{kind}_b2"][number]
+    if f"{kind}_w1" in params:
+        values = small_mlp(x_btd, *(params[f"{kind}_{x}"][number] for x in ("w1", "w2")), biases)
+    else:
+        values = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
+    values *= params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
+    ends = np.cumsum([width for width, _ in table.values()])
+    at = zip(table.items(), ends, strict=True)
+    return {name: values[..., end - width : end] for (name, (width, _)), end in at}
+
+
+def small_mlp(x_btd, w1, w2, b2):
+    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, outputs] (GELU: Hendrycks and Gimpel
+    2016)."""
+    w1 = w1.astype(x_btd.dtype)
+    hidden = jnp.matmul(x_btd, w1.T, preferred_element_type=jnp.float32)
+    hidden = hidden * (0.5 + 0.5 * lax.erf(hidden * math.sqrt(0.5)))
+    return hidden @ w2.T + b2[None, None]
+
+
+# ---- MUDD: each token weights its connections ----------------------------------------------------
+
+# mudd: in the last layer, and behind it (records 81, 92).
+
+
+def mudd_layer(model: Model, x, arrays: tuple, gates):
+    """The last layer, (output, normed input of its MLP): every token weights its own connections
+    (MUDD: MUltiway Dynamic Dense connections, Xiao et al. 2025; record 81), by what a small MLP
+    makes of its stream `x`. `arrays` are the start of the stream, the source, which attention
+    reads, value rows and n-gram vectors."""
+    i = len(model.cfg.layers) - 1
+    layer = model.cfg.layers[i]
+    start, source, values, ngram = arrays
+    mu = SimpleNamespace(**coefficients(model, "mudd", 0, x))
+    sources = {"start": start, "source": source, "x": x}
+    sources = {name: y for name, y in sources.items() if hasattr(mu, f"v_{name}")}
+    weights = [getattr(mu, f"v_{name}") for name in sources]
+    both = [weights + [mu.values_left], weights + [mu.values_right]] if layer.values else [weights]
+    blended = [*sources.values(), *values[-1:]] if layer.values else [*sources.values()]
+    weights = jnp.stack([jnp.concatenate(each, axis=-1) for each in both], axis=-1)
+    added_btd = model.kernels.blend(None, weights, blended)
+    added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))
+    terms = [(mu.keep_attention * (1 + mu.x_x), x)]
+    terms.append((mu.keep_attention * mu.x_start + mu.start, start))
+    if layer.reads:
+        terms.append((mu.keep_attention * mu.x_source, source))
+    terms.append((mu.attention, attention(model, i, source, added, gates)))
+    if ngram is not None:
+        terms.append((mu.ngram, ngram))
+    x = mix(*terms)
+    return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
+
+
+def mudd_mix(model: Model, x_btd, sources):
+    """The stream after the last layer, with what each token adds to it of earlier arrays:
+    x + sum_k (mu_k + delta_kg) source_k, mu_k for each token, delta_kg for each group g of features
+    too (record 81 with five sources, 92 with ten). At first it only takes out half of the output
+    that later attentions have read (as records 40 and 77 did)."""
+    k = len(sources)
+    w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
+    w2g = model.params["mudd_w2g"][:k]
+    both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
+    weights = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))  # deltas have none
+    mu, delta = weights[..., :k, None], weights[..., k:].reshape(*weights.shape[:2], k, -1)
+    return model.kernels.blend(x_btd, MUDD_SCALE * (mu + delta), sources)
+
+
+def blend(x_btd, weights, sources):
+    """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
+    size = sources[0].shape[-1] // weights.shape[-1]  # features of a group
+    terms = [] if x_btd is None else [(1.0, x_btd)]
+    for k, y_btd in enumerate(sources):
+        terms.append((jnp.repeat(weights[:, :, k], size, axis=-1), y_btd))
+    return mix(*terms)
+
+
+# ---- Heads: key offset, pairs, XSA ---------------------------------------------------------------
+
+# key_offset (record 49), paired (58), xsa (82, 86).
+
+
+def key_offset(k_btnh):
+    """Keys with the dimensions that do not rotate taken from the token before (record 49). One
+    layer can then do what otherwise takes two: find an earlier token like this one and read what
+    followed it (induction). A row's first token keeps its own; document borders do not matter."""
+    h = k_btnh.shape[-1]
+    shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
+    still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
+    return jnp.where(still[None, None, None], shifted, k_btnh)
+
+
+def pair_heads(x_btnh):
+    """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one, over a sequence of twice the length
+    in which their tokens alternate (record 58). So each also sees its partner's keys, and the same
+    window reaches half as far. The first half of the heads stands at 2t, the second at 2t + 1."""
+    b, t, n, h = x_btnh.shape
+    return x_btnh.reshape(b, 2 * t, n // 2, h)
+
+
+def exclude_self(y_btnh, v_btnh, gates_btn):
+    """XSA: y - tanh(gate) (y.v / v.v) v takes out of a head's output its part along the token's v,
+    which the token has without attention (record 82, in the form of record 86)."""
+    y = y_btnh.astype(jnp.float32)
+    v = v_btnh.astype(jnp.float32)
+    along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
+    return mix((1.0, y_btnh), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnh))
+
+
+# ---- Head and embedding as one matrix ------------------------------------------------------------
+
+# tied (records 51, 53).
+
+
+def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
+    """update_step while head and embedding are one matrix: its gradient is the sum of both."""
+    due = dict(due)
+    due["head"] = *due["head"], *due.pop("embed")  # update_step sums them
+    state, copies = update_step(cfg, kernels, state, due, hyper)
+    return tie(state), copies | {"embed": copies["head"]}
+
+
+def tie(state):
+    """The training state with the embedding as a copy of the head, and so are its moments and its
+    average: for most of a run both are one matrix (records 51, 53)."""
+    return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
+
+
+# ---- ANVIL beside Muon ---------------------------------------------------------------------------
+
+# rails, equalize: momentum of two lengths (record 92), neurons equally large (41).
+
+
+def two_rails(grad, rails: list, hyper: Hyper, slow_rate: float):
+    """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
+    The update blends both, and the gradient itself (Nesterov). The averages start at zero, which
+    nothing corrects: orthogonalize ignores an update's length. `rails` may be the fast one."""
+    fast, *slow = rails
+    fast = fast + (1 - hyper.fast_beta) * (grad - fast)
+    average = fast
+    if slow:
+        slow = [slow[0] + slow_rate * (grad - slow[0])]
+        average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow[0]
+    return grad + hyper.momentum * (average - grad), fast, *slow
+
+
+def equalize(update, square, rate):
+    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025):
+    the rows of tall and square matrices, else the columns. Bank [matrices, rows, cols] and the
+    running mean square of neurons [matrices, neurons] -> (update, mean square). A matrix keeps its
+    norm."""
+    along = 2 if update.shape[1] >= update.shape[2] else 1
+    power = jnp.mean(jnp.square(update), axis=along)
+    square = square + rate * (power - square)
+    gain = lax.rsqrt(jnp.maximum(square, 1e-10))
+    before, after = (jnp.sqrt(jnp.sum(x, 1, keepdims=True)) for x in (power, power * gain**2))
+    gain = gain * before / jnp.maximum(after, 1e-10)
+    return update * jnp.expand_dims(gain, along), square
+
+
+def as_large(x):
+    """Matrices [matrices, rows, cols] in place of orthogonalized ones: as large, all directions as
+    they are."""
+    size = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
+    return x * (math.sqrt(min(x.shape[1:])) / (size + 1e-12))
+
+
+# ---- The plain forms of Kernels ------------------------------------------------------------------
+
+
+ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
+PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
+
+
+# ================================================================================================
+# PART III: AROUND A RUN
 # ================================================================================================
 
 # ---- Set-up: all that is done before the clock starts ------------------------------------------
@@ -2620,6 +2661,32 @@ def set_field(part, path: list[str], text: str):
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
+
+MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
+
+DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
+
+
+def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
+    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
+    merges in `folder`. UserError if they cannot be had."""
+    words = [bytes([i]) for i in range(256)]
+    try:
+        if cfg.encoding == "gpt2":
+            cure = "pip install -r requirements.txt, and connect to the network once"
+            import tiktoken
+
+            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
+            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+        elif cfg.encoding == "bpe":
+            cure = f"make the data in {folder} again"
+            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
+            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+                raise ValueError(f"{MERGES} is not of these shards")
+    except Exception as error:  # of tiktoken, of the network, of a damaged file
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
+    return words[: cfg.bos]
 
 
 def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
@@ -3554,7 +3621,7 @@ def main(argv=None) -> int:
 
 
 # ================================================================================================
-# PART III: FAST ON HARDWARE
+# PART IV: FAST ON HARDWARE
 # ================================================================================================
 
 # ---- Compilation: every program of the run, before the clock starts ----------------------------

@@ -1,5 +1,5 @@
 """The programs on the devices: what they compute, send, keep and consume; and a whole training,
-which is the same on any number of devices and for Part I alone.
+which is the same on any number of devices and for Parts I and II alone.
 """
 
 import functools
@@ -36,7 +36,7 @@ from programs import (
     strip_padding,
     val_batch,
 )
-from test_parts import DEVICES_SECTION, LATER, PART_ONE
+from test_parts import DEVICES_SECTION, LATER, RECIPE
 
 import train_gpt as T
 
@@ -470,12 +470,12 @@ class Log:
 
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
-    """The training by the source of Part I and of how its arrays lie on devices, with stand-ins for
-    what else `train` takes: on one device, plain kernels, all rows of a batch at once."""
+    """The training by the source of Parts I and II and of how arrays lie on devices, with
+    stand-ins for what else `train` takes: on one device, plain kernels, all rows of a batch at once."""
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
     part.__file__ = T.__file__
     sys.modules["part_one"] = part
-    exec(compile(PART_ONE, "part_one", "exec"), vars(part))
+    exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
     exec("from __future__ import annotations\n" + inspect.getsource(T.prepare), vars(part))
@@ -504,7 +504,7 @@ def part_one(tmp_path_factory, shards):
         "data_folder": lambda cfg, say: Path(cfg.data),
         "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
         "compile_all": compile_all,
-        # Collectives as Part I means them, where they are arranged for no compiler.
+        # Collectives as the recipe means them, where they are arranged for no compiler.
         "gather_banks": gather_banks,
         "reduce_scatter": lambda x: lax.psum_scatter(x, T.AXIS, tiled=True),
         "in_order": lambda *both: both,
