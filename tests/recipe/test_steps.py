@@ -471,7 +471,7 @@ class Log:
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
     """The training by the source of Parts I and II and of how arrays lie on devices, with
-    stand-ins for what else `train` takes: on one device, plain kernels, all rows of a batch at once."""
+    stand-ins for what else `train` takes: on one device, plain kernels, all rows at once."""
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
     part.__file__ = T.__file__
     sys.modules["part_one"] = part
