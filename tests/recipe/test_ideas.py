@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, small_config
-from programs import mesh_of, quick_compilation, run_steps
+from programs import mesh_of
+from training import BRIEF, arrays, assert_same_arrays, back_to, train_losses, trained
 
 import train_gpt as T
 
@@ -65,24 +66,31 @@ def test_what_belongs_to_an_idea_alone_is_not_there_without_it(idea):
             assert {*grads} == {*T.param_table(cfg)}
 
 
+ONE_STAGE = replace(
+    BRIEF,
+    layers=(
+        T.Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
+        T.Layer(skip=1, looks=True),
+        T.Layer("short", paired=True, values=True, x0=True),
+        T.Layer("long", values=True, gated=True, reads=2, mudd=True),
+    ),
+    stages=(replace(BRIEF.stages[0], prefix=(0.2,)),),
+    steps=6,
+    checkpoint_every=2,
+    devices=2,
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("idea", [*T.IDEAS, "all"])
-def test_without_an_idea_a_run_learns(idea, shards):
-    """Its losses fall, also on two devices alike."""
-    cfg = T.override(replace(CFG, checkpoint_every=0), [f"without={idea}"])
-    found = []
-    for devices in (1, 2):
-        mesh = mesh_of(devices)
-        with quick_compilation():
-            compiled = {
-                str(key): T.lower(program, mesh).compile()
-                for key, program in T.programs(cfg, mesh, T.PLAIN).items()
-            }
-        words = [bytes([i]) for i in range(256)][: cfg.bos]
-        found.append(run_steps(cfg, mesh, compiled, shards, words)[0])
-    one, two = np.array(found)
-    assert np.all(np.isfinite(one)) and one[-2:].mean() < 0.995 * one[:2].mean()
-    np.testing.assert_allclose(one, two, rtol=1e-4)
+def test_without_an_idea_a_run_learns_and_is_resumed(idea, shards, tmp_path):
+    cfg = T.override(ONE_STAGE, [f"without={idea}"])
+    run = trained(cfg, tmp_path, shards)
+    losses, end = train_losses(run), arrays(run / "checkpoints/6")
+    assert np.all(np.isfinite(losses)) and np.mean(losses[4:]) < 0.995 * np.mean(losses[:2])
+    trained(cfg, tmp_path, shards, back_to(run, 4))
+    assert train_losses(run) == losses
+    assert_same_arrays(arrays(run / "checkpoints/6"), end)
 
 
 def test_without_all_tiny_is_plain():
