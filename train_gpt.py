@@ -305,6 +305,11 @@ class Config:
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
+    def aimed(self) -> bool:
+        """Whether a loss has candidates or prefixes."""
+        return any(any(stage.prefix + stage.candidates) for stage in self.stages)
+
+    @property
     def signed(self) -> bool:
         """Whether n-grams have signs."""
         return bool(self.ngram_rows and self.sign_rows)
@@ -503,25 +508,9 @@ def schedule(cfg: Config) -> Schedule:
     down = np.maximum(step - turn, 0) / max(cfg.momentum_cooldown, 1)
     momentum = low + (high - low) * np.minimum(up, 1 - down)
 
-    # At first the fast average of the gradient is Muon's momentum, alone, while the slow one fills.
-    # From rails_step on the update follows both: the last steps, and the drift of many (record 92).
-    both = (step >= cfg.rails_step) & (cfg.slow_rate > 0)
-    fast_beta = np.where(both, cfg.rail_fast[0], momentum)
-    fast_weight = np.where(both, cfg.rail_fast[1], 1.0)
-
-    # Few tokens read a row of a table, so its gradients are noisy: an update sums those of 2 steps,
-    # later of 4 (record 39), and only then do they cross the network.
     adam = (step + 1) % cfg.adam_every == 0
-    often, seldom = cfg.table_every
-    since = np.where(step < cfg.table_change, step, step - cfg.table_change) + 1
-    each = np.where(step < cfg.table_change, often, seldom)
-    tables = np.where(since % each == 0, each, 0)
-
-    # Head and embedding part after an Adam step, so that no gradient is summed over both states:
-    # the first one at or after the `tied` share of the schedule. In the record that is step 1175.
-    last_tied = round(cfg.tied * end)
-    last_tied += -(last_tied + 1) % cfg.adam_every
-    tied = (step <= last_tied) & (cfg.tied > 0)
+    tables = table_updates(cfg, step) if updated(cfg, "tables") else np.zeros_like(step)
+    tied = step <= last_tied_step(cfg) if cfg.tied else np.zeros(cfg.steps, bool)
 
     # Every stage has as many weights of losses as that with most, so that shapes stay.
     most = max(len(s.weights) for s in cfg.stages)
@@ -531,20 +520,22 @@ def schedule(cfg: Config) -> Schedule:
     first, last = np.stack(ends, axis=1)[:, stage]
     weights = first + (last - first) * (in_stage / lengths[stage])[:, None]
 
-    freqs, scales = (np.stack(x)[stage] for x in zip(*yarn(cfg), strict=True))
+    rotations = yarn(cfg) if len(cfg.stages) > 1 else [rotation(cfg)]
+    freqs, scales = (np.stack(x)[stage] for x in zip(*rotations, strict=True))
+    both = (step >= cfg.rails_step) & (cfg.slow_rate > 0)  # two_rails follows both averages
+    averages = bool(cfg.tail or cfg.tail_average)
     hyper = Hyper(
         lr=lr,
         momentum=momentum,
-        fast_beta=fast_beta,
-        fast_weight=fast_weight,
+        fast_beta=np.where(both, cfg.rail_fast[0], momentum),
+        fast_weight=np.where(both, cfg.rail_fast[1], 1.0),
         adam_count=step // cfg.adam_every + 1,
         table_count=np.cumsum(tables > 0) - (tables > 0) + 1,
         freqs=freqs,
         scales=scales,
         weights=weights,
-        # " interaction" also teaches " interact", while the model is young (record 88).
         prefix=in_parts("prefix"),
-        average_rates=average_rates(cfg, adam, tables),
+        average_rates=average_rates(cfg, adam, tables) if averages else np.zeros((cfg.steps, 4)),
     )
     candidates = in_parts("candidates")
     numbers = {}  # of the shapes of a step
@@ -554,11 +545,18 @@ def schedule(cfg: Config) -> Schedule:
         programs[i].append(Update("anvil", 1))
         if adam[i]:
             programs[i].append(Update("adam", cfg.adam_every, bool(tied[i])))
-        count = int(tables[i]) if updated(cfg, "tables") else 0
-        if count:
+        if count := int(tables[i]):
             summed = tuple(stage[i + 1 - count : i + 1].tolist())
             programs[i].append(Update("tables", count, stages=summed))
     return Schedule(stage, candidates, adam, tables, tied, programs, hyper)
+
+
+def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """(frequencies float32 [2, pairs that turn], scales of q k^T [2]) at the start, of half-wide
+    and of whole heads (RoPE, Su et al. 2021)."""
+    turn = cfg.head_width // (4 if cfg.still else 2)
+    freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, turn, dtype=np.float32)
+    return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
 
 
 def hyper_at(cfg: Config, step: int) -> Hyper:
@@ -654,7 +652,7 @@ def train_batches(
 ):
     """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
     tables of the vocabulary are made here, so that the clock counts them."""
-    known = vocabulary(cfg, words)
+    known = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
     for now in range(step, cfg.steps):
         *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
         yield put_batch(cfg, mesh, now, *arrays), state
@@ -669,10 +667,22 @@ def next_batch(
     count = schedule(cfg).candidates[step]
     pieces, cursor = plan_rows(stream, state.cursor, stage)
     tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
-    each = zip(tokens, state.offsets, strict=True)
-    aims, offsets = zip(*(aim(row, at, count, known.prefix_v) for row, at in each), strict=True)
-    aims = Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
-    return *hashed_rows(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
+    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
+    if cfg.aimed:
+        aims, offsets = aim_all(tokens, offsets, count, known.prefix_v)
+    return *rows_of(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
+
+
+def next_tokens(targets) -> Aims:
+    """The Aims of a softmax over the whole vocabulary."""
+    return Aims(np.empty((len(targets), 0), np.int32), targets, targets)
+
+
+def rows_of(cfg: Config, mesh: Mesh, known: Vocabulary | None, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    if cfg.ngram_rows:
+        return hashed_rows(cfg, mesh, known, tokens, aims)
+    return Rows(tokens, None, None, aims), None
 
 
 def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
@@ -808,9 +818,7 @@ NGRAMS = "ngram_table"
 
 @functools.cache
 def param_table(cfg: Config) -> dict[str, Param]:
-    """Name -> Param: every parameter, its size, its start and how it learns. Tables have a row for
-    each token (value_tables: for each of its layers) or hashed n-gram. A row whose moments are
-    still zero neither moves nor decays, so rare tokens keep their start.
+    """Name -> Param: every parameter, its size, its start and how it learns.
 
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
         qk_bank [n per attention, 2h, d]: q of each two heads, then k likewise; x W^T
@@ -825,75 +833,39 @@ def param_table(cfg: Config) -> dict[str, Param]:
     What is of size 0, as it belongs to an idea that is off, is not there.
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
-    v, depth = cfg.vocab, len(cfg.layers)
-    gate_w, mudd_w, together = cfg.gate_width, cfg.mudd_width, cfg.qk_heads or cfg.heads
     kv = cfg.kv_heads or n
     whole = 2 if kv == n else 1  # matrices [d, d] of an attention: v and o, or o alone
-    attends, tables = (len(cfg.layers_with(what)) for what in ("attends", "values"))
+    together = cfg.qk_heads or n  # heads that are one matrix
+    attends = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
-    up = (math.sqrt(max(1, f / d)),) * mlps
-
-    def adam(shape, start, lr, decay, betas, **more):
-        updated = {"optimizer": "adam", "updated_by": "adam"} | more
-        rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
-        return Param(shape, start, **updated, **rates)
-
-    def bank(shape, *averages, sizes=1.0, scale=None):  # of each matrix: its start, its rate
-        start = functools.partial(uniform, 0.5 / math.sqrt(d), sizes)
-        more = {"scale": scale or (1.0,) * shape[0], "averages": averages, "rescaled": True}
-        return Param(shape, start, "anvil", "anvil", cfg.lr_anvil, cfg.decay_anvil, **more)
-
-    def small(shape, start, lr, betas, decay=0):
-        return adam(shape, start, lr, decay, betas, sharded=False)
-
-    ema = {"averages": (("ema", 0.65),), "rescaled": True}
-    values = {"updated_by": "tables", "averages": (("value_average", 1.0),)}
-    ngrams = {"updated_by": "tables", "optimizer": "rows", "dtype": cfg.compute_dtype}
-    both = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # moves after each other: record 92
-    gated = cfg.layers_with("values")[: tables - cfg.layers[-1].mudd]  # MUDD has weights of its own
-    scale = *up, *(2 * x for x in up)
-    sizes = (1.0,) * mlps + (cfg.down_start,) * mlps
-    of_vo = (1.0, cfg.o_start) if whole == 2 else (cfg.o_start,)
-    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 1.0)  # of the small MLPs
-    alike = depth * cfg.lambdas  # layers that have weights of their own
-    gates, mudd = (coefficient_starts(cfg, kind) for kind in ("gate", "mudd"))
-    groups = 2 * n  # of features, see mudd_mix
-    fast, slow = cfg.scalar_betas
+    vo_sizes = (1.0, cfg.o_start)[2 - whole :] * attends
+    mlp_sizes = (1.0,) * mlps + (cfg.down_start,) * mlps
+    up = math.sqrt(max(1, f / d))
+    head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     table = {
-        #             shape       start  lr  decay  betas
-        "head": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
-        "embed": adam((v, d), normal(0.005), 1, 150, (0.5, 0.95), **ema),
-        "value_tables": adam((tables * v, d), normal(0.01), 70, 5, (0.75, 0.95), **values),
-        "ngram_table": adam((cfg.ngram_rows, d), 0.0, 70, 5, (0, 0.95), **ngrams),
-        #                shape  averages  live  factors on lr_anvil
-        "qk_bank": bank(((n + kv) // together * attends, together * h, d), ("bank_ema", 0.55)),
-        "vo_bank": bank((whole * attends, d, d), *both, sizes=of_vo * attends),
-        "v_bank": bank(((2 - whole) * attends, kv * h, d), *both),
-        "mlp_bank": bank((2 * mlps, f, d), *both, sizes=sizes, scale=scale),
-        #                      shape                       start  lr  betas
-        "value_gate": small((cfg.value_gates * len(gated), n, GATE_INPUTS), 0.0, 1, slow, decay=1),
-        "smear_gate": small((int(cfg.smear), GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
-        "resid_lambdas": small((alike, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
-        "post_lambdas": small((alike, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
-        "qkv_lambda": small((alike,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
-        "o_lambda": small((alike,), 1.0, 5, slow),
-        "smear_lambda": small((int(cfg.smear),), 0.0, 5, slow),
-        "skip_lambda": small((len(cfg.layers_with("skip")),), -1.5, 5, slow),
-        "mudd_w1": small((len(mudd), mudd_w, d), hidden, 0.25, slow, decay=1),
-        "mudd_w2": small((*mudd.shape, mudd_w), 0.0, 0.25, slow, decay=1),
-        "mudd_b2": small(mudd.shape, mudd, 0.25, slow),
-        "mudd_w2g": small((mudd.shape[1], groups, mudd_w), 0.0, 0.25, slow, decay=1),
-        "gate_w1": small((len(gates) if gates.size else 0, gate_w, d), hidden, 0.1, slow, decay=1),
-        "gate_w2": small((*gates.shape, gate_w), 0.0, 0.1, slow, decay=1),
-        "gate_b2": small(gates.shape, gates, 0.1, slow),
-        "gate_scale": small((int(gates.size > 0),), GATE_SCALE, 0.1, slow),
+        "head": head,
+        "embed": head,
+        "qk_bank": by_anvil(cfg, ((n + kv) // together * attends, together * h, d)),
+        "vo_bank": by_anvil(cfg, (whole * attends, d, d), vo_sizes),
+        "v_bank": by_anvil(cfg, ((2 - whole) * attends, kv * h, d)),
+        "mlp_bank": by_anvil(cfg, (2 * mlps, f, d), mlp_sizes, (up,) * mlps + (2 * up,) * mlps),
     }
-    steps = cfg.tail, cfg.tail_average, cfg.tail_average, cfg.tail
-    none = [average for average, count in zip(AVERAGES, steps, strict=True) if not count]
-    for name, row in table.items():
-        averages = tuple(x for x in row.averages if x[0] not in none)
-        table[name] = dataclasses.replace(row, averages=averages)
+    table = with_averages(cfg, table | params_of_ideas(cfg))
     return {name: row for name, row in table.items() if math.prod(row.shape)}
+
+
+def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **more) -> Param:
+    """A row of param_table; `rates` are factors on lr_adam and decay_adam."""
+    lr, decay = rates[0] * cfg.lr_adam, rates[1] * cfg.decay_adam
+    kinds = {"optimizer": "adam", "updated_by": "adam"} | more
+    return Param(shape, start, lr=lr, decay=decay, betas=betas, **kinds)
+
+
+def by_anvil(cfg: Config, shape, sizes=1.0, scale: tuple = ()) -> Param:
+    """The row of a bank; of each matrix the size of its start, and the factor on its rate."""
+    start = functools.partial(uniform, 0.5 / math.sqrt(cfg.width), sizes)
+    rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
+    return Param(shape, start, "anvil", "anvil", **rates)
 
 
 def normal(std: float) -> Callable:
@@ -930,7 +902,7 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 
 
 def init_state(cfg: Config, seed):
-    """The training state before the first step, in which the embedding is a copy of the head."""
+    """The training state before the first step."""
     key = jax.random.key(seed)
     state = map_state(cfg, lambda shape, dtype, row: jnp.zeros(shape, dtype))
     for name, row in param_table(cfg).items():
@@ -941,7 +913,7 @@ def init_state(cfg: Config, seed):
         else:
             start = jnp.full(row.shape, row.init, jnp.float32)
         state["params"][name] = start.astype(row.dtype)
-    return tie(state)
+    return tie(state) if cfg.tied else state
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x, seed=None):
@@ -1026,7 +998,7 @@ def forward(model: Model, found: dict, rows: Rows):
     x0 = norm(x0)
     values = found.get("value_tables", ())
     ngram = signed_sum(model.signs, *found[NGRAMS], rows.hashed) if cfg.ngram_rows else None
-    gates = coefficients(model, "gate", 0, x0)
+    gates = coefficients(model, "gate", 0, x0) if "gate_b2" in params else {}
     start = mix((1.0, x0), (gates["ngram", 0], ngram)) if cfg.layers[0].ngram else x0
     outputs = []
 
@@ -1057,7 +1029,7 @@ def forward(model: Model, found: dict, rows: Rows):
         block = jax.checkpoint(block, static_argnums=0)
     x = start
     for i, layer in enumerate(cfg.layers):
-        if layer.looks:
+        if layer.looks and gates:
             gates |= coefficients(model, "gate", sum(x.looks for x in cfg.layers[: i + 1]), x)
         x = block(i, x)
         outputs.append(x)
@@ -1126,7 +1098,7 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
     up_fd = jnp.concatenate([bank[n] for n in own])
     down_fd = jnp.concatenate([bank[ends[-1] + n] for n in own])
     with jax.named_scope(f"mlp{i}"):
-        weight = post_lambdas(model, i)[1]
+        weight = post_lambdas(model, i)[1] if model.cfg.lambdas else 1.0
         if not model.cfg.squared_relu:
             return add_mlp(x_btd, up_fd, down_fd, keep, weight, jax.nn.gelu)
         return model.kernels.add_mlp(x_btd, up_fd, down_fd, keep, weight)
@@ -1386,7 +1358,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     Gradients of banks are shards of the sum over all devices, see gather_banks; those of n-grams go
     to the rows' owners, beside their requests: a pair, see sum_requests. Gradients of looked-up
     rows are added up, by add_rows, in an array of the shape of their table."""
-    requested, fetched = fetch_requests(table, batch)
+    requested, fetched = fetch_requests(table, batch) if cfg.ngram_rows else (None, {})
     fetched, copies, reduce = gather_banks(cfg, copies, fetched)
     model = Model({}, cfg, kernels, stage, batch.hyper, copies.get("signs"))
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
@@ -1409,7 +1381,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     total, grads = sum_batches(add, zeros, micro_batches(cfg, batch.rows))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
     to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1) if cfg.ngram_rows else None
-    numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
+    dropped = dropped_ngrams(batch.rows.slots) if cfg.ngram_rows else jnp.float32(0)
+    numbers = jnp.stack([total / stage.batch_tokens, dropped])
     # The exchange begins after this sum, or the loss would have to wait for its end.
     numbers, to_owners = in_order(lax.psum(numbers, AXIS), to_owners)
     grads |= reduce({name: grads[name] for name in updated(cfg, "anvil")})
@@ -1469,7 +1442,8 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
+    fetched = fetch_requests(table, batch)[1] if cfg.ngram_rows else {}
+    fetched, copies, _ = gather_banks(cfg, copies, fetched)
     model = Model({}, cfg, kernels, None, batch.hyper, copies.get("signs"))
     params = copies | fetched
 
@@ -1477,7 +1451,8 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
         return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
 
     total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
-    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
+    dropped = dropped_ngrams(batch.rows.slots) if cfg.ngram_rows else jnp.float32(0)
+    return tuple(lax.psum(jnp.stack([total, dropped]), AXIS))
 
 
 # ---- Optimizers --------------------------------------------------------------------------------
@@ -1558,8 +1533,12 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     decay only where the slow average shrinks them or is zero (cautious, after Liang et al. 2024;
     record 43)."""
     param, *kept = old
-    rails = kept[: 1 + (cfg.slow_rate > 0)]
-    update, *rails = two_rails(grad, rails, hyper, cfg.slow_rate)
+    fast, *slow = kept[: 1 + (cfg.slow_rate > 0)]
+    if slow:
+        update, *rails = two_rails(grad, fast, *slow, hyper, cfg.slow_rate)
+    else:
+        rails = [fast + (1 - hyper.fast_beta) * (grad - fast)]
+        update = grad + hyper.momentum * (rails[0] - grad)  # Nesterov's
     if cfg.muon:
         update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     else:
@@ -1604,6 +1583,12 @@ def orthogonalize(x, dtype):
     # As a loop: the TPU's compiler takes twice as long for six copies of its matmuls.
     x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
     return x.mT if tall else x
+
+
+def finish_step(cfg: Config, state):
+    """(the state with the weights to validate, their compute copies), after the last step."""
+    params = averaged(cfg, state) if cfg.tail or cfg.tail_average else state["params"]
+    return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
 # ---- Programs: what each step takes and gives, and how the devices share it --------------------
@@ -1808,8 +1793,7 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
         counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
         tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
         targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
-        aims = Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-        arrays = hashed_rows(cfg, mesh, known, tokens, aims)
+        arrays = rows_of(cfg, mesh, known, tokens, next_tokens(targets))
         results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
     total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
@@ -1820,6 +1804,53 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 # ================================================================================================
 
 # Each is a switch, see IDEAS and the README's table: names before a colon are those of without=.
+
+
+# ---- The parameters of ideas, for param_table ---------------------------------------------------
+
+
+def params_of_ideas(cfg: Config) -> dict[str, Param]:
+    """What param_table has besides the core. Tables have a row for each token (value_tables: for
+    each of its layers) or hashed n-gram. A row whose moments are still zero neither moves nor
+    decays, so rare tokens keep their start."""
+    d, n, v, depth = cfg.width, cfg.heads, cfg.vocab, len(cfg.layers)
+    gate_w, mudd_w = cfg.gate_width, cfg.mudd_width
+    tables = len(cfg.layers_with("values"))
+    gated = max(0, tables - cfg.layers[-1].mudd)  # MUDD has weights of its own
+    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 1.0)  # of the small MLPs
+    alike = depth * cfg.lambdas  # layers that have weights of their own
+    gates, mudd = (coefficient_starts(cfg, kind) for kind in ("gate", "mudd"))
+    groups = 2 * n  # of features, see mudd_mix
+    fast, slow = cfg.scalar_betas
+
+    def small(shape, start, lr, betas, decay=0):
+        return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
+
+    def rows(count, start, betas, **more):
+        return by_adam(cfg, (count, d), start, (70, 5), betas, updated_by="tables", **more)
+
+    ngrams = {"optimizer": "rows", "dtype": cfg.compute_dtype}
+    return {
+        "value_tables": rows(tables * v, normal(0.01), (0.75, 0.95)),
+        "ngram_table": rows(cfg.ngram_rows, 0.0, (0, 0.95), **ngrams),
+        #                      shape                       start  lr  betas
+        "value_gate": small((cfg.value_gates * gated, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
+        "smear_gate": small((int(cfg.smear), GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
+        "resid_lambdas": small((alike, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
+        "post_lambdas": small((alike, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
+        "qkv_lambda": small((alike,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
+        "o_lambda": small((alike,), 1.0, 5, slow),
+        "smear_lambda": small((int(cfg.smear),), 0.0, 5, slow),
+        "skip_lambda": small((len(cfg.layers_with("skip")),), -1.5, 5, slow),
+        "mudd_w1": small((len(mudd), mudd_w, d), hidden, 0.25, slow, decay=1),
+        "mudd_w2": small((*mudd.shape, mudd_w), 0.0, 0.25, slow, decay=1),
+        "mudd_b2": small(mudd.shape, mudd, 0.25, slow),
+        "mudd_w2g": small((mudd.shape[1], groups, mudd_w), 0.0, 0.25, slow, decay=1),
+        "gate_w1": small((len(gates) if gates.size else 0, gate_w, d), hidden, 0.1, slow, decay=1),
+        "gate_w2": small((*gates.shape, gate_w), 0.0, 0.1, slow, decay=1),
+        "gate_b2": small(gates.shape, gates, 0.1, slow),
+        "gate_scale": small((int(gates.size > 0),), GATE_SCALE, 0.1, slow),
+    }
 
 
 # ---- Rows that start at a document ---------------------------------------------------------------
@@ -1854,6 +1885,41 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
         cursor = int(stream.ends[number])
 
 
+# ---- When tables learn, and as long as head and embedding are one matrix -----------------------
+
+# seldom: few tokens read a row of a table, so its gradients are noisy (record 39); tied (51, 53).
+
+
+def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
+    """How many steps the update of tables at the end of each sums; 0: there is none. Only then do
+    these gradients cross the network."""
+    often, seldom = cfg.table_every
+    since = np.where(step < cfg.table_change, step, step - cfg.table_change) + 1
+    each = np.where(step < cfg.table_change, often, seldom)
+    return np.where(since % each == 0, each, 0)
+
+
+def last_tied_step(cfg: Config) -> int:
+    """Head and embedding part after an Adam step, so that no gradient is summed over both states:
+    the first one at or after the `tied` share of the schedule. In the record that is step 1175."""
+    last = round(cfg.tied * (cfg.steps - cfg.extension))
+    return last + -(last + 1) % cfg.adam_every
+
+
+def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
+    """update_step while head and embedding are one matrix: its gradient is the sum of both."""
+    due = dict(due)
+    due["head"] = *due["head"], *due.pop("embed")  # update_step sums them
+    state, copies = update_step(cfg, kernels, state, due, hyper)
+    return tie(state), copies | {"embed": copies["head"]}
+
+
+def tie(state):
+    """The training state with the embedding as a copy of the head, and so are its moments and its
+    average: for most of a run both are one matrix (records 51, 53)."""
+    return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
+
+
 # ---- Rotation that follows the windows -----------------------------------------------------------
 
 # windows: they grow with the stages (records 13, 20, 31).
@@ -1866,9 +1932,7 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
     that turn 32 times keep their frequency, and those between are interpolated. Attention over more
     keys also gets sharper."""
     # Every step is rounded to float32, as in the original.
-    turn = cfg.head_width // (4 if cfg.still else 2)
-    start = (1 / cfg.rope_base) ** np.linspace(0, 1, turn, dtype=np.float32)
-    found = [(np.stack([start, start]), np.array(cfg.attn_scales))]
+    found = [rotation(cfg)]
     for before, after in itertools.pairwise(cfg.stages):
         freqs, scales = (x.copy() for x in found[-1])
         for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
@@ -1886,8 +1950,30 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of heads, matrices, values, matrices
+OF_BANKS = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # moves after each other: record 92
+AVERAGED = {  # parameter -> (average, share of the way there at the end)
+    "head": (("ema", 0.65),),
+    "embed": (("ema", 0.65),),
+    "value_tables": (("value_average", 1.0),),
+    "qk_bank": (("bank_ema", 0.55),),
+    "vo_bank": OF_BANKS,
+    "v_bank": OF_BANKS,
+    "mlp_bank": OF_BANKS,
+}
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
 AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `value_average` look back
+
+
+def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
+    """param_table with what is averaged at the end of the run."""
+    steps = cfg.tail, cfg.tail_average, cfg.tail_average, cfg.tail
+    there = [average for average, count in zip(AVERAGES, steps, strict=True) if count]
+    found = {}
+    for name, row in table.items():
+        averages = tuple(x for x in AVERAGED.get(name, ()) if x[0] in there)
+        rescaled = bool(averages) and name != "value_tables"
+        found[name] = dataclasses.replace(row, averages=averages, rescaled=rescaled)
+    return found
 
 
 def average_rates(cfg: Config, adam, tables) -> np.ndarray:
@@ -1916,11 +2002,10 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     return rates
 
 
-def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step. Weights
-    move towards their averages, in the order of Param.averages: an average is less noisy than the
-    weights it is of, but also shorter. Logits and the stream depend on that length, so `rescaled`
-    parameters get back the one they had."""
+def averaged(cfg: Config, state) -> dict:
+    """The weights to validate, after the last step. They move towards their averages, in the order
+    of Param.averages: an average is less noisy than the weights it is of, but also shorter. Logits
+    and the stream depend on that length, so `rescaled` parameters get back the one they had."""
 
     def length(x):
         return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
@@ -1935,7 +2020,7 @@ def finish_step(cfg: Config, state):
             before = length(state["params"][name])
             after = length(params[name])
             params[name] *= jnp.where(after > 0, before / after, 1.0)
-    return state | {"params": params}, compute_copies(cfg, params, GATHER)
+    return params
 
 
 # ---- Sampled softmax, and the loss on prefixes ---------------------------------------------------
@@ -1978,6 +2063,13 @@ def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
     number[ids] = np.arange(count)
     found = number[targets_t], number[prefix_v[targets_t]]
     return Aims(ids.astype(np.int32), *found), offset
+
+
+def aim_all(tokens, offsets, count: int, prefix_v) -> tuple[Aims, tuple[int, ...]]:
+    """(Aims of rows [b, t+1], next offsets)."""
+    each = zip(tokens, offsets, strict=True)
+    aims, offsets = zip(*(aim(row, at, count, prefix_v) for row, at in each), strict=True)
+    return Aims(*(np.stack(x) for x in zip(*aims, strict=True))), offsets
 
 
 STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
@@ -2035,9 +2127,7 @@ def normal_form(word: bytes) -> str:
 
 
 def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
-    if not cfg.ngram_rows:
-        return Rows(tokens, None, None, aims), None
+    """What rows_of returns, with what n-grams need."""
     hashed = known.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     return Rows(tokens, hashed, slots, aims), requests
@@ -2137,8 +2227,6 @@ def exchange(x):
 
 def fetch_requests(table, batch: Batch) -> tuple:
     """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens})."""
-    if table is None:
-        return None, {}
     requested = exchange(batch.requests[0])
     return requested, {NGRAMS: fetch(table, requested)}
 
@@ -2154,8 +2242,6 @@ def fetch(table, requested):
 def dropped_ngrams(slots):
     """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
     trigrams of a row's first two tokens do, which have no history."""
-    if slots is None:
-        return jnp.float32(0)
     return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
 
 
@@ -2410,41 +2496,21 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
     return mix((1.0, y_btnh), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnh))
 
 
-# ---- Head and embedding as one matrix ------------------------------------------------------------
-
-# tied (records 51, 53).
-
-
-def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """update_step while head and embedding are one matrix: its gradient is the sum of both."""
-    due = dict(due)
-    due["head"] = *due["head"], *due.pop("embed")  # update_step sums them
-    state, copies = update_step(cfg, kernels, state, due, hyper)
-    return tie(state), copies | {"embed": copies["head"]}
-
-
-def tie(state):
-    """The training state with the embedding as a copy of the head, and so are its moments and its
-    average: for most of a run both are one matrix (records 51, 53)."""
-    return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
-
-
 # ---- ANVIL beside Muon ---------------------------------------------------------------------------
 
 # rails, equalize: momentum of two lengths (record 92), neurons equally large (41).
 
 
-def two_rails(grad, rails: list, hyper: Hyper, slow_rate: float):
+def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
     """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
-    The update blends both, and the gradient itself (Nesterov). The averages start at zero, which
-    nothing corrects: orthogonalize ignores an update's length. `rails` may be the fast one."""
-    fast, *slow = rails
+    The update blends both, and the gradient itself (Nesterov). At first the fast average is Muon's
+    momentum, alone, while the slow one fills. From rails_step on the update follows both: the last
+    steps, and the drift of many. The averages start at zero, which nothing corrects: orthogonalize
+    ignores an update's length."""
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
-    average = fast
-    if slow:
-        slow = [slow[0] + slow_rate * (grad - slow[0])]
-        average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow[0]
-    return grad + hyper.momentum * (average - grad), fast, *slow
+    slow = slow + slow_rate * (grad - slow)
+    average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
+    return grad + hyper.momentum * (average - grad), fast, slow
 
 
 def equalize(update, square, rate):
@@ -2515,7 +2581,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
     batches = train_batches(cfg, mesh, stream, words, saved.step if saved else 0, data)
     batches = prefetch(batches, cfg.prefetch, log.clock.running, say)
-    validation = val_stream, vocabulary(cfg, words)
+    validation = val_stream, vocabulary(cfg, words) if cfg.ngram_rows else None
     made = state, copies, batches, data
     return cfg, mesh, log, compiled, made, validation, ask_to_stop(), (kernels, words)
 
@@ -3867,7 +3933,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     kind, h, n, others = device.device_kind, cfg.head_width, cfg.heads, ""
     rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
     uneven = next((row for row in rows if row % 128), None)
-    score = max(np.max(scales * (h // 2, h)) for _, scales in yarn(cfg))  # of normed q and k
+    score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # of normed q and k
     # Conditions are pairs: whether one fails, and what then is wrong.
     even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     high = f"scores up to {score:.0f} could overflow without a running maximum"

@@ -112,8 +112,7 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
             tokens_bt[i, : len(kept)] = kept
             targets_bt[i, first - 1 : len(kept) - 1] = kept[first:]
         here = T.own_rows(mesh, rows)
-        aims = T.Aims(np.empty((len(here), 0), np.int32), targets_bt[here], targets_bt[here])
-        arrays = T.hashed_rows(cfg, mesh, known, tokens_bt[here], aims)
+        arrays = T.rows_of(cfg, mesh, known, tokens_bt[here], T.next_tokens(targets_bt[here]))
         batch = T.put_batch(cfg, mesh, max(model.step - 1, 0), *arrays)
         return np.asarray(compiled(model.copies, model.table, batch))[: len(pairs)]
 

@@ -147,7 +147,7 @@ def val_batch(cfg: T.Config, mesh, known, tokens, step: int):
     """The Batch of such validation rows, as T.evaluate makes it."""
     targets = tokens[:, 1:].astype(np.int32)
     aims = T.Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-    return T.put_batch(cfg, mesh, step, *T.hashed_rows(cfg, mesh, known, tokens, aims))
+    return T.put_batch(cfg, mesh, step, *T.rows_of(cfg, mesh, known, tokens, aims))
 
 
 def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list, dict]:

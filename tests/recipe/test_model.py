@@ -120,7 +120,7 @@ def test_heads_that_share_keys_and_values_are_as_if_each_had_a_copy(kv):
 
     got = quick(functools.partial(run, few), params)
     want = quick(functools.partial(run, full), copied)
-    np.testing.assert_allclose(got, want, atol=1e-4)
+    np.testing.assert_allclose(got, want, atol=3e-4)
 
 
 def test_no_kernel_has_heads_that_share_keys():
