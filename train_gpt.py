@@ -1043,7 +1043,7 @@ def forward(model: Model, found: dict, rows: Rows):
     sources |= {f"values{i}": value for i, value in named}
     sources |= {"mlp_input": mlp_input, "normed_source": norm(source)}
     names = coefficient_table(cfg)["mudd"][1]
-    return norm(mudd_mix(model, last, [sources[name] for name in names]))
+    return norm(mudd_mix(model, last, tuple(sources[name] for name in names)))
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
@@ -2426,7 +2426,7 @@ def mudd_layer(model: Model, x, arrays: tuple, gates):
     sources = {name: y for name, y in sources.items() if hasattr(mu, f"v_{name}")}
     weights = [getattr(mu, f"v_{name}") for name in sources]
     both = [weights + [mu.values_left], weights + [mu.values_right]] if layer.values else [weights]
-    blended = [*sources.values(), *values[-1:]] if layer.values else [*sources.values()]
+    blended = *sources.values(), *(values[-1:] if layer.values else ())
     weights = jnp.stack([jnp.concatenate(each, axis=-1) for each in both], axis=-1)
     added_btd = model.kernels.blend(None, weights, blended)
     added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))

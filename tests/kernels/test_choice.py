@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from conftest import small_config
+from programs import mesh_of
 
 import train_gpt as T
 
@@ -198,3 +199,16 @@ def test_the_largest_window_that_a_tpu_is_given_stays_within_its_vmem():
     stages = (T.Stage(1.0, 8 * 1024, 1024, 0, (128, 10**6)),)
     cfg = replace(RECORD, stages=stages, extension=0, val_row=1024, val_windows=(128, 10**6))
     assert T.pick_kernels(cfg, tpu())[1] == TPU_KERNELS
+
+
+def test_gradients_of_the_record_can_be_traced_with_all_kernels():
+    """What they take and give fits the model, in each stage; nothing is compiled."""
+    cfg, mesh = RECORD, mesh_of(8)
+    kernels, _ = T.serving_kernels(cfg, tpu())
+    assert all(x is not y for x, y in zip(kernels, T.PLAIN, strict=True))
+    for key, program in T.programs(cfg, mesh, kernels).items():
+        if isinstance(key, T.Gradients) and key.number in (0, 5):
+            specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+            how = {"mesh": mesh, "in_specs": specs, "out_specs": program.out, "check_vma": False}
+            grads, *_ = jax.eval_shape(jax.shard_map(program.step, **how), *program.args)
+            assert grads.keys() == T.param_table(cfg).keys()
