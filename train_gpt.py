@@ -1347,9 +1347,6 @@ def add_losses(totals, losses, weights):
 # Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part IV arranges for XLA:
 # gather_banks is lax.all_gather of every bank, and what it returns to reduce gradients with is
 # lax.psum_scatter, as is reduce_scatter. (There sum_batches is lax.scan, and in_order an order.)
-# A sharded embedding table: each device owns an equal part. The loader hashes a batch and requests
-# every row that it needs once, by owner. A step exchanges these requests, gets the rows back, and
-# sends their gradients to the owners; a table update sums those of some steps.
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
@@ -1803,10 +1800,14 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 # PART II: THE IDEAS OF THE RECORD
 # ================================================================================================
 
-# Each is a switch, see IDEAS and the README's table: names before a colon are those of without=.
+# `--set without=NAME` leaves one out (IDEAS). What each saved is of the original, in millions of
+# training tokens or seconds of record 92. Of each the core has one line, at most a few.
 
 
 # ---- The parameters of ideas, for param_table ---------------------------------------------------
+
+# Betas of lone scalars are slower than those of mixing weights (without=scalar_betas; record 52: 9
+# M tokens). Fields of Layer and of Config switch the rest.
 
 
 def params_of_ideas(cfg: Config) -> dict[str, Param]:
@@ -1855,7 +1856,9 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
 
 # ---- Rows that start at a document ---------------------------------------------------------------
 
-# packing: rows are filled with documents, cut at Stage.doc_cap (records 26, 29).
+# without=packing: a row begins with a document, and has the beginnings of documents only, which
+# are easier to predict from less; attention needs no tokens of other rows (records 26, 29: 18 M
+# tokens).
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
@@ -1887,7 +1890,10 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
 
 # ---- When tables learn, and as long as head and embedding are one matrix -----------------------
 
-# seldom: few tokens read a row of a table, so its gradients are noisy (record 39); tied (51, 53).
+# without=seldom: few tokens read a row of a table, so its gradients are noisy. An update of tables
+# sums those of two steps, later of four, one of Adam those of two (records 39, 92: 22 M tokens).
+# without=tied: until late in the run head and embedding are one matrix, which so gets both
+# gradients; then they part (records 51, 53: 14 M).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
@@ -1922,7 +1928,9 @@ def tie(state):
 
 # ---- Rotation that follows the windows -----------------------------------------------------------
 
-# windows: they grow with the stages (records 13, 20, 31).
+# without=windows: short and long windows, which grow with the stages, make attention cheap while
+# the model is young (records 13, 20, 31: 65 M tokens). A rotation that was learned for one window
+# fits another less: YaRN stretches what turns slowly.
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -1946,7 +1954,8 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
 
 # ---- Averages of the last weights ----------------------------------------------------------------
 
-# averages: less noisy than the last weights (record 92).
+# without=averages: the learning rate stays high to the end, and averages of the last weights do
+# what lower rates would (record 92: 3.8 s of its 39.9).
 
 
 AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of heads, matrices, values, matrices
@@ -2025,8 +2034,10 @@ def averaged(cfg: Config, state) -> dict:
 
 # ---- Sampled softmax, and the loss on prefixes ---------------------------------------------------
 
-# candidates, prefix: a softmax runs over a sample of the vocabulary (record 92), and " interaction"
-# also teaches " interact" (record 88).
+# without=candidates: the softmax of a row runs over its own targets and a sample of other ids, in
+# place of 50,304 (record 92: 8.4 s). without=prefix: " interaction" also teaches " interact",
+# while the model is young (record 88: 4 M tokens). without=ahead, tokens after the next, is
+# targets_ahead.
 
 
 class Vocabulary(NamedTuple):
@@ -2099,8 +2110,12 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
 
-# ngrams, signs, normalised: a row for each hash of two and of three tokens, cut over the devices
-# (records 62, 83, 92; pull request 375).
+# without=ngrams: each token adds a vector of its bigram and one of its trigram, rows of a table of
+# 42 million, cut over the devices (records 62, 92: 7.1 s). without=signs: n-grams of one row
+# differ by random signs (record 83: 8 M tokens). without=normalised: hashes see " The" as "the"
+# (pull request 375: 15 steps). The loader hashes a batch and requests every row that it needs
+# once, by owner. A step exchanges these requests, gets the rows back, and sends their gradients to
+# the owners.
 
 
 def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
@@ -2280,8 +2295,10 @@ def adam_rows(table, square, ids, grad, rates: tuple):
 
 # ---- Value tables, smear, weights of branches ----------------------------------------------------
 
-# values, value_gates, smear, lambdas: tables of token values are added to v (records 14, 55), each
-# token takes a little of the one before it (34), each branch has learned weights (47, 48, 73).
+# without=values: some layers have a table of token values, added to v (record 14: 115 M tokens),
+# by gates (without=value_gates; record 55: 9 M). without=smear: each embedding takes a little of
+# the one before (record 34). without=lambdas: learned weights on q, k, v, on o, on each branch
+# (47, 48, 73).
 
 
 def gated_values(model: Model, i: int, x_btd, values):
@@ -2321,7 +2338,9 @@ GATE_INPUTS = 12  # features of a token that smear and value gates look at (reco
 
 # ---- Gates, and what else small MLPs give out for each token -------------------------------------
 
-# gates: of heads, n-grams, the embedding and the skip (record 85).
+# without=gates: small MLPs see the whole token and make numbers that scale heads (without=gated),
+# n-grams, the embedding (without=x0) and the skip (record 85: 24 M tokens). Without them each is
+# one learned number.
 
 
 GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
@@ -2410,7 +2429,9 @@ def small_mlp(x_btd, w1, w2, b2):
 
 # ---- MUDD: each token weights its connections ----------------------------------------------------
 
-# mudd: in the last layer, and behind it (records 81, 92).
+# without=mudd: in the last layer each token weights what goes into v, into the stream and out of
+# it, by a small MLP; behind it each adds earlier arrays to the stream (records 81, 92: 21 M
+# tokens).
 
 
 def mudd_layer(model: Model, x, arrays: tuple, gates):
@@ -2466,7 +2487,8 @@ def blend(x_btd, weights, sources):
 
 # ---- Heads: key offset, pairs, XSA ---------------------------------------------------------------
 
-# key_offset (record 49), paired (58), xsa (82, 86).
+# without=key_offset (record 49: 13 M tokens), without=paired (58: 17 M), without=xsa (82, 86: 8
+# M).
 
 
 def key_offset(k_btnh):
@@ -2498,7 +2520,8 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
 
 # ---- ANVIL beside Muon ---------------------------------------------------------------------------
 
-# rails, equalize: momentum of two lengths (record 92), neurons equally large (41).
+# without=rails: momentum of two lengths (record 92: 0.3 s). without=equalize: neurons of an update
+# are made equally large (record 41: 4 M tokens). without=muon: as_large in place of orthogonalize.
 
 
 def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
