@@ -823,7 +823,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
         qk_bank [n per attention, 2h, d]: q of each two heads, then k likewise; x W^T
         vo_bank [2 per attention, d, d]: v, then o; x W^T (if heads share v, it is in v_bank)
-        mlp_bank [2 per MLP, f, d]: all up-projections (x W^T), then all down-projections (h W)
+        mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
     ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
     80). Down-projections start at zero: the MLPs begin as the identity. An orthogonalized update
     has unit singular values whatever the shape, so it changes an output element less as the output
@@ -839,16 +839,17 @@ def param_table(cfg: Config) -> dict[str, Param]:
     attends = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     vo_sizes = (1.0, cfg.o_start)[2 - whole :] * attends
-    mlp_sizes = (1.0,) * mlps + (cfg.down_start,) * mlps
+    mlp_sizes = (1.0,) * mlps + (cfg.down_start,) * mlps  # as they are drawn, see in_pairs
     up = math.sqrt(max(1, f / d))
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
+    mlp = by_anvil(cfg, (2 * mlps, f, d), mlp_sizes, (up, 2 * up) * mlps)
     table = {
         "head": head,
         "embed": head,
         "qk_bank": by_anvil(cfg, ((n + kv) // together * attends, together * h, d)),
         "vo_bank": by_anvil(cfg, (whole * attends, d, d), vo_sizes),
         "v_bank": by_anvil(cfg, ((2 - whole) * attends, kv * h, d)),
-        "mlp_bank": by_anvil(cfg, (2 * mlps, f, d), mlp_sizes, (up,) * mlps + (2 * up,) * mlps),
+        "mlp_bank": dataclasses.replace(mlp, init=functools.partial(in_pairs, mlp.init)),
     }
     table = with_averages(cfg, table | params_of_ideas(cfg))
     return {name: row for name, row in table.items() if math.prod(row.shape)}
@@ -866,6 +867,12 @@ def by_anvil(cfg: Config, shape, sizes=1.0, scale: tuple = ()) -> Param:
     start = functools.partial(uniform, 0.5 / math.sqrt(cfg.width), sizes)
     rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
     return Param(shape, start, "anvil", "anvil", **rates)
+
+
+def in_pairs(init: Callable, key, shape):
+    """The start of a bank of pairs: drawn are all first matrices, then all second ones."""
+    halves = init(key, shape).reshape(2, -1, *shape[1:])
+    return halves.swapaxes(0, 1).reshape(shape)
 
 
 def normal(std: float) -> Callable:
@@ -1095,8 +1102,8 @@ def mlp(model: Model, i: int, x_btd, keep=0.0):
     ends = np.cumsum([layer.mlps for layer in model.cfg.layers])
     own = range(ends[i] - model.cfg.layers[i].mlps, ends[i])
     bank = model.params["mlp_bank"]
-    up_fd = jnp.concatenate([bank[n] for n in own])
-    down_fd = jnp.concatenate([bank[ends[-1] + n] for n in own])
+    up_fd = jnp.concatenate([bank[2 * n] for n in own])
+    down_fd = jnp.concatenate([bank[2 * n + 1] for n in own])
     with jax.named_scope(f"mlp{i}"):
         weight = post_lambdas(model, i)[1] if model.cfg.lambdas else 1.0
         if not model.cfg.squared_relu:

@@ -151,7 +151,9 @@ def ours(cfg: T.Config, theirs: dict) -> dict[str, np.ndarray]:
         "ngram_table": table,
         "qk_bank": qk.reshape(-1, 2 * cfg.head_width, d),
         "vo_bank": theirs["attn"][:, 2:].reshape(-1, d, d),
-        "mlp_bank": np.concatenate([theirs[name][slots(cfg)] for name in ("fc", "proj")]),
+        "mlp_bank": np.stack([theirs[x][slots(cfg)] for x in ("fc", "proj")], axis=1).reshape(
+            -1, *theirs["fc"].shape[1:]
+        ),
         "mudd_w2g": theirs["mudd_w2g"][LANES],
     }
     for name in ("mudd_w2", "mudd_b2"):
@@ -182,7 +184,8 @@ def back(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
         qk = np.take_along_axis(mine["qk_bank"].reshape(attentions, 2, d, d), rows, axis=2)
         found["attn"] = np.concatenate([qk, found["attn"]], axis=1)
     if "mlp_bank" in mine:
-        for name, matrices in zip(("fc", "proj"), np.split(mine["mlp_bank"], 2), strict=True):
+        for at, name in enumerate(("fc", "proj")):
+            matrices = mine["mlp_bank"][at::2]
             found[name] = np.zeros((12, *matrices.shape[1:]), matrices.dtype)
             found[name][slots(cfg)] = matrices
     return found
@@ -520,7 +523,7 @@ def equalisers(cfg: T.Config, mine: dict) -> dict[str, np.ndarray]:
     qk, vo, mlp = (np.asarray(mine[name]) for name in ("qk_bank", "vo_bank", "mlp_bank"))
     layers = len(cfg.layers_with("attends"))
     own = np.argsort(slots(cfg))
-    found = {name: x[own] for name, x in zip(("fc", "proj"), np.split(mlp, 2), strict=True)}
+    found = {name: mlp[at::2][own] for at, name in enumerate(("fc", "proj"))}
     found["attn_qk"] = qk.reshape(layers, 2, cfg.heads // 2, -1)
     return found | {"attn_vo": vo.reshape(layers, 2, -1)}
 
