@@ -45,10 +45,12 @@ lengths are counted in tokens.
                                   equal functions of Parts I and II (`--set kernels=plain`: none)
 
 Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds: a field of Layer, a
-row of param_table, forward. Inside attention: attend_heads, and attend_window or a refusal in
-serving_kernels. What the loss reads: a row of param_table, batch_loss. A table: param_table,
-table_ids, look_up. A new kernel: a function that equals one of Kernels, its conditions in
-serving_kernels. Always: validate, flops_per_token, a test in tests/recipe.
+row of param_table or params_of_ideas, forward. Inside attention: attention, HeadInputs,
+attend_heads or attend_plain, and attend_window too, or a refusal in serving_kernels. What the loss
+reads: a row of param_table, batch_loss (fused_cross_entropy is what trains). A table:
+params_of_ideas, table_ids, look_up. A new kernel: a function that equals one of Kernels, its
+conditions in serving_kernels. What leaves an idea out: a line of IDEAS. Always: validate,
+flops_per_token, a test in tests/recipe.
 """
 
 from __future__ import annotations
@@ -1036,7 +1038,7 @@ def forward(model: Model, found: dict, rows: Rows):
         block = jax.checkpoint(block, static_argnums=0)
     x = start
     for i, layer in enumerate(cfg.layers):
-        if layer.looks and gates:
+        if layer.looks and "gate_b2" in params:
             gates |= coefficients(model, "gate", sum(x.looks for x in cfg.layers[: i + 1]), x)
         x = block(i, x)
         outputs.append(x)
@@ -2655,7 +2657,8 @@ def validate(c: Config) -> Config:
     rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
     kv = c.kv_heads or c.heads
     whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
-    rule("kv_heads", whole, f"a divisor of heads={c.heads} and multiple of qk_heads={c.qk_heads}")
+    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
+    rule("kv_heads", whole, would_be)
     rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
     rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
     rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
@@ -2665,14 +2668,17 @@ def validate(c: Config) -> Config:
     rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
     last = len(c.layers) - 1
     for i, layer in enumerate(c.layers):
-        needed = layer.values or layer.xsa or layer.gated or layer.narrow or layer.paired
-        known = layer.attends in ("short", "long") or not (layer.attends or needed)
-        rule(f"layers.{i}.attends", known, "short, long; nothing if nothing needs it")
+        names = ("values", "xsa", "gated", "narrow", "paired")
+        needs = [name for name in names if getattr(layer, name)]
+        known = layer.attends in ("short", "long") or not (layer.attends or needs)
+        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
+        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
+        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
         for name in ("skip", "reads"):
             rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
         whole = i == last and layer.attends and layer.mlps
         rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
-        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "without, as ngram_rows=0")
+        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
     often, seldom = c.table_every
     whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
     rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
@@ -2718,6 +2724,8 @@ def override(cfg: Config, items: list[str]) -> Config:
     """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
     stages.*.windows, which are those of all. `without` sets what IDEAS says."""
     fields = dataclasses.asdict(cfg)
+    once = sum(item.startswith("without=") for item in items) < 2
+    need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
@@ -2736,7 +2744,8 @@ def leave_out(names: str) -> list[str]:
     every = [name for name in IDEAS if name not in PLAIN_HAS]
     chosen = every if names == "all" else [name for name in names.split(",") if name]
     for name in chosen:
-        need(name in IDEAS, f"without={names}: no {name!r}; there are all, {', '.join(IDEAS)}")
+        there = f"all alone, or some of {', '.join(IDEAS)}"
+        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
     return [item for name in chosen for item in IDEAS[name].split()]
 
 

@@ -101,7 +101,7 @@ def test_without_all_tiny_is_plain():
 def test_several_ideas_are_left_out_together_and_wrong_names_are_said():
     cfg = T.override(T.PRESETS["tiny"], ["without=xsa,mudd", "steps=9", "extension=0"])
     assert not any(layer.xsa or layer.mudd for layer in cfg.layers) and cfg.steps == 9
-    with pytest.raises(T.UserError, match="without=xsa,mud: no 'mud'; there are all, muon, "):
+    with pytest.raises(T.UserError, match="xsa,mud: not 'mud', but all alone, or some of muon"):
         T.override(cfg, ["without=xsa,mud"])
 
 
@@ -113,3 +113,21 @@ def test_every_row_of_the_readme_says_how_its_idea_is_left_out():
     assert {*itertools.chain(*named)} == {*T.IDEAS}
     for off in offs:
         assert T.override(T.PRESETS["speedrun"], off.split()) != T.PRESETS["speedrun"], off
+
+
+@pytest.mark.parametrize("names", ["xsa,x0,ngrams", "xsa,x0,ngrams,skip", "gated,skip"])
+def test_gates_of_either_small_mlp_may_be_all_that_there_are(names):
+    """Those of the layers before the one that looks, or of the others."""
+    cfg = T.override(CFG, [f"without={names}"])
+    mesh = mesh_of(1)
+    program = next(iter(T.programs(cfg, mesh, T.PLAIN).values()))
+    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    how = {"mesh": mesh, "in_specs": specs, "out_specs": program.out, "check_vma": False}
+    text = str(jax.make_jaxpr(jax.shard_map(program.step, **how))(*program.args))
+    count = sum(len(each) > 0 for each in T.coefficient_table(cfg)["gate"])
+    assert count in (1, 2) and text.count("erf") >= count  # of their hidden units
+
+
+def test_ideas_are_named_once():
+    with pytest.raises(T.UserError, match="--set without= twice: name all ideas in one"):
+        T.override(CFG, ["without=mudd", "without=xsa"])

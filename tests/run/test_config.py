@@ -132,9 +132,10 @@ BAD_SETTINGS = {
     # which layers do what
     "layers.2.skip=3": "layers.2.skip=3 is not valid: a number of layers up to 2",
     "layers.3.reads=4": "layers.3.reads=4 is not valid: a number of layers up to 3",
+    "layers.0.looks=1": "layers.0.looks=True is not valid: not of the first",
     "layers.1.mudd=1": "layers.1.mudd=True is not valid: of the last, with attention",
-    "layers.1.attends=far": "layers.1.attends='far' is not valid: short, long;",
-    "layers.2.values=1": "layers.2.attends='' is not valid: short, long;",
+    "layers.1.attends=far": "layers.1.attends='far' is not valid: short, long; or nothing",
+    "layers.2.values=1": "layers.2.attends='' is not valid: short, long; or nothing, which values",
     "layers.4.mlps=0": "layers.4.mudd=True is not valid: of the last, with attention and MLP",
     "layers.1.mlps=-1": "layers.1.mlps=-1 is not valid: it must not be negative",
     # optimizers
