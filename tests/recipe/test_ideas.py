@@ -1,7 +1,10 @@
 """Every idea of the record can be left out; without any of them it is a plain GPT."""
 
+import ast
 import itertools
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, small_config
 from programs import mesh_of
+from test_parts import DEFINITIONS, part_of
 from training import BRIEF, arrays, assert_same_arrays, back_to, train_losses, trained
 
 import train_gpt as T
@@ -103,6 +107,39 @@ def test_several_ideas_are_left_out_together_and_wrong_names_are_said():
     assert not any(layer.xsa or layer.mudd for layer in cfg.layers) and cfg.steps == 9
     with pytest.raises(T.UserError, match="xsa,mud: not 'mud', but all alone, or some of muon"):
         T.override(cfg, ["without=xsa,mud"])
+
+
+# Prints the definitions of train_gpt.py in which something is called, as a command runs.
+CALLED = """
+import os, runpy, sys, threading
+path, seen = sys.argv[1], set()
+def note(frame, event, arg):
+    if event == "call" and frame.f_code.co_filename == path:
+        seen.add(frame.f_code.co_firstlineno)
+sys.argv = [path, *sys.argv[2:]]
+threading.setprofile(note)
+sys.setprofile(note)
+try:
+    runpy.run_path(path, run_name="__main__")
+finally:
+    sys.setprofile(None)
+    threading.setprofile(None)
+    print("\\n" + " ".join(map(str, seen)))
+"""
+
+
+@pytest.mark.slow
+def test_plain_runs_all_that_the_core_has(tmp_path):
+    path = str(ROOT / "train_gpt.py")
+    settings = "steps=4 momentum_cooldown=1 val_tokens=4096 sample_tokens=0 checkpoint_end=never"
+    words = ["plain", "--out", str(tmp_path), "--cache", "off", "--set", *settings.split()]
+    command = [sys.executable, "-c", CALLED, path, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    lines = {int(x) for x in done.stdout.splitlines()[-1].split()}
+    for node in DEFINITIONS:
+        if part_of(node) == 1 and isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min(x.lineno for x in (node, *node.decorator_list))
+            assert lines & {*range(first, node.end_lineno + 1)}, f"{node.name} is no part of a core"
 
 
 def test_every_row_of_the_readme_says_how_its_idea_is_left_out():
