@@ -1076,8 +1076,8 @@ def attention(model: Model, i: int, x_btd, added, gates):
         own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
         inputs = HeadInputs(added, *own_gates, model.segments_bt, *rotation)
         y = model.kernels.attend(heads, qkv, inputs)
-        whole = len(model.params["vo_bank"]) // len(cfg.layers_with("attends"))
-        w_o = model.params["vo_bank"][whole * (cfg.layers_with("attends").index(i) + 1) - 1]
+        number = cfg.layers_with("attends").index(i)
+        w_o = model.params["vo_bank"][2 * number + 1 if "v_bank" not in model.params else number]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
         if cfg.lambdas:
             w_o = mix((post_lambdas(model, i)[0] * model.params["o_lambda"][i], w_o))

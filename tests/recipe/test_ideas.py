@@ -97,6 +97,15 @@ def test_without_an_idea_a_run_learns_and_is_resumed(idea, shards, tmp_path):
     assert_same_arrays(arrays(run / "checkpoints/6"), end)
 
 
+@pytest.mark.slow
+def test_heads_share_keys_on_any_number_of_devices(shards, tmp_path):
+    """Eight pad every bank."""
+    cfg = T.validate(replace(ONE_STAGE, kv_heads=1, qk_heads=1, checkpoint_every=0))
+    each = (trained(replace(cfg, devices=n), tmp_path / str(n), shards) for n in (1, 8))
+    one, eight = map(train_losses, each)
+    np.testing.assert_allclose(one, eight, rtol=2e-5)
+
+
 def test_without_all_tiny_is_plain():
     cfg = T.override(T.PRESETS["tiny"], ["without=all", "preset=plain", "target=0"])
     assert cfg == T.PRESETS["plain"]
