@@ -1364,7 +1364,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     Gradients of banks are shards of the sum over all devices, see gather_banks; those of n-grams go
     to the rows' owners, beside their requests: a pair, see sum_requests. Gradients of looked-up
     rows are added up, by add_rows, in an array of the shape of their table."""
-    requested, fetched = fetch_requests(table, batch) if cfg.ngram_rows else (None, {})
+    requested, fetched = fetch_requests(table, batch)
     fetched, copies, reduce = gather_banks(cfg, copies, fetched)
     model = Model({}, cfg, kernels, stage, batch.hyper, copies.get("signs"))
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
@@ -1387,8 +1387,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     total, grads = sum_batches(add, zeros, micro_batches(cfg, batch.rows))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
     to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1) if cfg.ngram_rows else None
-    dropped = dropped_ngrams(batch.rows.slots) if cfg.ngram_rows else jnp.float32(0)
-    numbers = jnp.stack([total / stage.batch_tokens, dropped])
+    numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
     # The exchange begins after this sum, or the loss would have to wait for its end.
     numbers, to_owners = in_order(lax.psum(numbers, AXIS), to_owners)
     grads |= reduce({name: grads[name] for name in updated(cfg, "anvil")})
@@ -1448,8 +1447,7 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched = fetch_requests(table, batch)[1] if cfg.ngram_rows else {}
-    fetched, copies, _ = gather_banks(cfg, copies, fetched)
+    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
     model = Model({}, cfg, kernels, None, batch.hyper, copies.get("signs"))
     params = copies | fetched
 
@@ -1457,8 +1455,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
         return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
 
     total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
-    dropped = dropped_ngrams(batch.rows.slots) if cfg.ngram_rows else jnp.float32(0)
-    return tuple(lax.psum(jnp.stack([total, dropped]), AXIS))
+    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
 
 
 # ---- Optimizers --------------------------------------------------------------------------------
@@ -2250,7 +2247,10 @@ def exchange(x):
 
 
 def fetch_requests(table, batch: Batch) -> tuple:
-    """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens})."""
+    """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens});
+    without a table (None, {})."""
+    if table is None:
+        return None, {}
     requested = exchange(batch.requests[0])
     return requested, {NGRAMS: fetch(table, requested)}
 
@@ -2266,6 +2266,8 @@ def fetch(table, requested):
 def dropped_ngrams(slots):
     """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
     trigrams of a row's first two tokens do, which have no history."""
+    if slots is None:  # there is no table
+        return jnp.float32(0)
     return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
 
 
@@ -2338,7 +2340,7 @@ def gate(x_btd, weights):
 
 def post_lambdas(model: Model, i: int):
     """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    own = model.cfg.lambdas and not model.cfg.layers[i].mudd
+    own = not model.cfg.layers[i].mudd
     return model.params["post_lambdas"][i] if own else jnp.ones(2, jnp.float32)
 
 

@@ -106,6 +106,12 @@ def test_heads_share_keys_on_any_number_of_devices(shards, tmp_path):
     np.testing.assert_allclose(one, eight, rtol=2e-5)
 
 
+def test_a_run_without_ngrams_ends_with_a_sample(shards, tmp_path):
+    cfg = T.override(replace(ONE_STAGE, checkpoint_every=0), ["without=all", "sample_tokens=3"])
+    run = trained(cfg, tmp_path, shards)
+    assert "a sample after the first words" in (run / "sample.txt").read_text()
+
+
 def test_without_all_tiny_is_plain():
     cfg = T.override(T.PRESETS["tiny"], ["without=all", "preset=plain", "target=0"])
     assert cfg == T.PRESETS["plain"]
