@@ -37,11 +37,13 @@ Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or 
 d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
 lengths are counted in tokens.
 
+    The numbers of a run          every setting and the presets: look them up
     PART I, the core              a GPT and its training, in plain JAX: what `plain` runs
     PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
-    PART III, around a run        set-up, refusals, data checks, devices, checkpoints, log, signals,
+    PART III, the data            from shards to batches, made ahead of use
+    PART IV, around a run         set-up, refusals, devices, memory, checkpoints, log, signals,
                                   several hosts, command line: look it up
-    PART IV, fast on hardware     compilation, collectives as compilers want them, kernels that
+    PART V, fast on hardware      compilation, collectives as compilers want them, kernels that
                                   equal functions of Parts I and II (`--set kernels=plain`: none)
 
 Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds: a field of Layer, a
@@ -123,10 +125,8 @@ def need(holds, reason: str):
 
 
 # ================================================================================================
-# PART I: THE CORE
+# THE NUMBERS OF A RUN
 # ================================================================================================
-
-# ---- Config and presets ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Config:
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     data: str = "data/fineweb10B"
     devices: int = 0  # 0: all that there are
-    kernels: str = "auto"  # of Part IV, where they serve; plain: none; attend,blend: only these
+    kernels: str = "auto"  # of Part V, where they serve; plain: none; attend,blend: only these
     sparse_cores: bool = True  # a TPU's move data beside other work, see COMPILER_OPTIONS
     micro_tokens: int = 49_152  # a device takes so many at a time (at least a row)
     recompute: bool = False  # layers again on the way back, instead of keeping their activations
@@ -428,6 +428,10 @@ IDEAS = {
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
+# ================================================================================================
+# PART I: THE CORE
+# ================================================================================================
+
 # ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
 
 
@@ -490,12 +494,7 @@ def schedule(cfg: Config) -> Schedule:
     end = cfg.steps - cfg.extension
     lengths = np.diff(cfg.boundaries)
     stage = np.repeat(np.arange(len(cfg.stages)), lengths)
-    in_stage = step - np.array(cfg.boundaries)[stage]  # steps since the stage began
-
-    def in_parts(name: str) -> np.ndarray:
-        entries = [getattr(cfg.stages[s], name) for s in stage]
-        parts = zip(entries, in_stage, lengths[stage], strict=True)
-        return np.array([e[at * len(e) // length] for e, at, length in parts])
+    place = stage, step - np.array(cfg.boundaries)[stage], lengths[stage]  # step of how many
 
     # Larger batches bear larger rates: a stage's factor is about the root of its batch's growth.
     # The rate falls early, but not far: averaging the last weights does the rest.
@@ -514,32 +513,23 @@ def schedule(cfg: Config) -> Schedule:
     tables = table_updates(cfg, step) if updated(cfg, "tables") else np.zeros_like(step)
     tied = step <= last_tied_step(cfg) if cfg.tied else np.zeros(cfg.steps, bool)
 
-    # Every stage has as many weights of losses as that with most, so that shapes stay.
-    most = max(len(s.weights) for s in cfg.stages)
-    ends = [
-        np.pad([s.weights, s.weights_end], [(0, 0), (0, most - len(s.weights))]) for s in cfg.stages
-    ]
-    first, last = np.stack(ends, axis=1)[:, stage]
-    weights = first + (last - first) * (in_stage / lengths[stage])[:, None]
-
     rotations = yarn(cfg) if len(cfg.stages) > 1 else [rotation(cfg)]
     freqs, scales = (np.stack(x)[stage] for x in zip(*rotations, strict=True))
-    both = (step >= cfg.rails_step) & (cfg.slow_rate > 0)  # two_rails follows both averages
-    averages = bool(cfg.tail or cfg.tail_average)
+    fast_beta, fast_weight = fast_rail(cfg, step, momentum)
     hyper = Hyper(
         lr=lr,
         momentum=momentum,
-        fast_beta=np.where(both, cfg.rail_fast[0], momentum),
-        fast_weight=np.where(both, cfg.rail_fast[1], 1.0),
+        fast_beta=fast_beta,
+        fast_weight=fast_weight,
         adam_count=step // cfg.adam_every + 1,
         table_count=np.cumsum(tables > 0) - (tables > 0) + 1,
         freqs=freqs,
         scales=scales,
-        weights=weights,
-        prefix=in_parts("prefix"),
-        average_rates=average_rates(cfg, adam, tables) if averages else np.zeros((cfg.steps, 4)),
+        weights=loss_weights(cfg, *place),
+        prefix=in_parts(cfg, "prefix", *place),
+        average_rates=average_rates(cfg, adam, tables),
     )
-    candidates = in_parts("candidates")
+    candidates = in_parts(cfg, "candidates", *place)
     numbers = {}  # of the shapes of a step
     programs = []
     for i, shape in enumerate(zip(stage.tolist(), candidates.tolist(), strict=True)):
@@ -566,7 +556,7 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
     return Hyper(*(np.asarray(column[step], np.float32) for column in schedule(cfg).hyper))
 
 
-# ---- Batches: what a step gets of the data, made ahead of use, from the outside in -------------
+# ---- Batches: what a step gets of the data -----------------------------------------------------
 
 
 class Aims(NamedTuple):
@@ -592,191 +582,6 @@ class Batch(NamedTuple):
     rows: Rows
     requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
     hyper: Hyper
-
-
-class LoaderState(NamedTuple):
-    """Where a run stands in its data; a checkpoint holds one."""
-
-    cursor: int  # in the stream
-    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
-
-
-def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
-    """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart; if the number of rows has changed, again from where the first one was."""
-    rows = cfg.stages[0].rows  # and of all others
-    if len(offsets) != rows:
-        first = offsets[0] if offsets else 0
-        offsets = [(first + cfg.vocab * r // rows) % cfg.vocab for r in range(rows)]
-    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
-
-
-def own_rows(mesh: Mesh, count: int) -> range:
-    """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
-    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
-    first = mine.index(True)
-    each = count // mesh.size
-    return range(first * each, (first + sum(mine)) * each)
-
-
-STALL_SECONDS = 10  # a batch that takes longer is reported
-
-
-def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
-    the loader does no work for free. `late` gets a line when an item takes long."""
-    ready = queue.Queue(depth)
-
-    def make():
-        try:
-            supply = iter(items)
-            while running.wait():
-                ready.put(next(supply))
-        except BaseException as error:  # StopIteration too: the main thread raises or ends
-            ready.put(error)
-
-    threading.Thread(target=make, daemon=True).start()
-    while True:
-        try:
-            item = ready.get(timeout=STALL_SECONDS)
-        except queue.Empty:
-            late("waiting for the loader: is the disk of the data slow?")
-            continue
-        if isinstance(item, StopIteration):
-            return
-        if isinstance(item, BaseException):
-            raise item
-        yield item
-
-
-def train_batches(
-    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
-):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
-    tables of the vocabulary are made here, so that the clock counts them."""
-    known = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
-    for now in range(step, cfg.steps):
-        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
-        yield put_batch(cfg, mesh, now, *arrays), state
-
-
-def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
-):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
-    process plans the whole batch, from where documents begin, and reads its own rows."""
-    stage = cfg.stages[schedule(cfg).stage[step]]
-    count = schedule(cfg).candidates[step]
-    pieces, cursor = plan_rows(stream, state.cursor, stage)
-    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
-    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
-    if cfg.aimed:
-        aims, offsets = aim_all(tokens, offsets, count, known.prefix_v)
-    return *rows_of(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
-
-
-def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary."""
-    return Aims(np.empty((len(targets), 0), np.int32), targets, targets)
-
-
-def rows_of(cfg: Config, mesh: Mesh, known: Vocabulary | None, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
-    if cfg.ngram_rows:
-        return hashed_rows(cfg, mesh, known, tokens, aims)
-    return Rows(tokens, None, None, aims), None
-
-
-def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
-    """(Rows, requests) on the devices, with the Hyper of `step`."""
-    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
-    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
-
-
-def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
-
-
-# ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
-
-SHARD_MAGIC = 20240520  # the llm.c token file format: this,
-SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
-HEADER_BYTES = 1024
-
-
-class TokenStream:
-    """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
-    A cursor is a position in it, counted from the first token of the first shard."""
-
-    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
-        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
-        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
-        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
-        self.bos = bos
-        self.shards = [open_shard(path) for path in self.paths] * passes
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
-        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def find_documents(self, number: int) -> np.ndarray:
-        """Where documents begin in shard `number`."""
-        return np.flatnonzero(self.shards[number] == self.bos)
-
-    def shard_at(self, cursor: int) -> tuple[int, int]:
-        """(number of the shard that holds `cursor`, its first position)."""
-        number = int(np.searchsorted(self.ends, cursor, side="right"))
-        end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
-        need(number < len(self.shards), f"{end}: download more shards or use fewer steps")
-        return number, int(self.ends[number]) - len(self.shards[number])
-
-    def read(self, cursor: int, count: int) -> np.ndarray:
-        """`count` tokens from `cursor` on, uint16, across shard borders."""
-        parts = [np.empty(0, np.uint16)]
-        while count:
-            number, start = self.shard_at(cursor)
-            parts.append(self.shards[number][cursor - start :][:count])
-            cursor += len(parts[-1])
-            count -= len(parts[-1])
-        return np.concatenate(parts)
-
-
-def open_shard(path) -> np.memmap:
-    """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
-    try:
-        header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-        if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
-            raise ValueError(f"{len(tokens)} tokens follow a header {header}")
-    except (OSError, ValueError) as error:
-        no = f"{path} is no whole token shard ({error})"
-        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
-    return tokens
-
-
-def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """The plan of a global batch of `stage`, from the cursor alone."""
-    if stage.doc_cap:
-        return plan_packed(stream, cursor, stage)
-    return plan_plain(cursor, stage.rows, stage.row_tokens)
-
-
-def plan_plain(cursor: int, rows: int, t: int):
-    """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
-    wherever documents begin: neighbours share one token, and no token is left out."""
-    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
-    return pieces, cursor + rows * t
-
-
-def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
-    """The rows `here` of a plan, uint16 [rows, t+1]."""
-    found = {row: [] for row in here}
-    for row, start, stop in pieces:
-        if row in found:
-            found[row].append(stream.read(start, stop - start))
-    return np.stack([np.concatenate(found[row]) for row in here])
 
 
 # ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
@@ -807,12 +612,7 @@ def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
         return {"first": s, "second": s}
     if row.optimizer == "rows":
         return {"second": s[:1]}
-    found = {"fast": s}
-    if cfg.slow_rate:
-        found["slow"] = s
-    if cfg.equalize_rate:
-        found["equaliser"] = s[0], max(s[1:])
-    return found
+    return {"fast": s} | moments_of_ideas(cfg, s)
 
 
 NGRAMS = "ngram_table"
@@ -925,11 +725,11 @@ def init_state(cfg: Config, seed):
     return tie(state) if cfg.tied else state
 
 
-def compute_copies(cfg: Config, params, gather: Callable = lambda x: x, seed=None):
+def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
     which banks are at each step, small ones as they are. The n-gram table has no copy: no device
-    ever holds all of it. With a seed the signs of n-grams are there too."""
-    copies = {} if seed is None or not cfg.signed else {"signs": sign_pool(cfg, seed)}
+    ever holds all of it."""
+    copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
         if name != NGRAMS:
@@ -943,7 +743,7 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x, seed=Non
 
 
 class Kernels(NamedTuple):
-    """The five places where Part IV may put something faster: the same up to rounding."""
+    """The five places where Part V may put something faster: the same up to rounding."""
 
     attend: Callable  # attend_heads with an attention
     add_mlp: Callable  # half a layer
@@ -1042,17 +842,9 @@ def forward(model: Model, found: dict, rows: Rows):
             gates |= coefficients(model, "gate", sum(x.looks for x in cfg.layers[: i + 1]), x)
         x = block(i, x)
         outputs.append(x)
-    if not cfg.layers[-1].mudd:
-        return norm(x)
-    last, mlp_input = x  # mudd_layer returns two
-    source = outputs[-1 - cfg.layers[-1].reads] if cfg.layers[-1].reads else start
-    sources = {"start": start, "source": source, "x": ([start] + outputs)[-2]}
-    sources |= {f"skip{i}": outputs[i - cfg.layers[i].skip] for i in cfg.layers_with("skip")}
-    named = zip(cfg.layers_with("values"), values, strict=True)
-    sources |= {f"values{i}": value for i, value in named}
-    sources |= {"mlp_input": mlp_input, "normed_source": norm(source)}
-    names = coefficient_table(cfg)["mudd"][1]
-    return norm(mudd_mix(model, last, tuple(sources[name] for name in names)))
+    if cfg.layers[-1].mudd:
+        x = mudd_mix(model, x[0], mudd_sources(cfg, [start, *outputs], values))
+    return norm(x)
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
@@ -1138,7 +930,7 @@ def norm(x, first: int | None = None):
     return (x[..., :first] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
 
 
-# ---- Attention: the heads, and the reference for every kernel of Part IV -----------------------
+# ---- Attention: the heads, and the reference for every kernel of Part V -----------------------
 
 
 @dataclass(frozen=True)
@@ -1207,14 +999,6 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     if gates_btn is not None:
         y = mix((gates_btn[..., None], y))
     return y.reshape(b, t, -1)
-
-
-def positions(t: int, heads: Heads):
-    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
-    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
-    Bug-compatible: the original reshapes differently for rotation and for attention."""
-    at = jnp.arange(t)[:, None]
-    return 2 * at + jnp.arange(heads.count)[None] % 2 if heads.paired else at
 
 
 def rope_tables(freqs, positions_tn, width: int):
@@ -1316,15 +1100,6 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
     return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_td, targets, weights))[0]
 
 
-def in_chunks(cfg: Config, ids: int, *arrays):
-    """Arrays [t, ...] as [chunks, t', ...]: the fewest equal chunks that have no more logits, of a
-    softmax over `ids` ids, than cfg.loss_chunk tokens have over the whole vocabulary."""
-    tokens = len(arrays[0])
-    most = cfg.loss_chunk * cfg.vocab // ids
-    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
-    return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
-
-
 def chunk_losses(x_td, head_vd, targets, cfg: Config):
     """Losses float32 [t, targets] of a chunk: log(sum(exp(capped logits))) - the target's.
     Capped logits are below a, so exp cannot overflow and needs no maximum."""
@@ -1353,7 +1128,7 @@ def add_losses(totals, losses, weights):
 
 # ---- The step: what every device does ----------------------------------------------------------
 
-# Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part IV arranges for XLA:
+# Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part V arranges for XLA:
 # gather_banks is lax.all_gather of every bank, and what it returns to reduce gradients with is
 # lax.psum_scatter, as is reduce_scatter. (There sum_batches is lax.scan, and in_order an order.)
 
@@ -1397,18 +1172,9 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 
 
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
-    """Which rows of each table a batch looks up. Those of n-grams are places among the rows that a
-    device has fetched; those of the head are the candidates of its softmax. Without candidates the
-    whole head takes part, and is no table."""
+    """Which rows of each table a batch looks up: name -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
-    ids = {"embed": tokens}
-    if cfg.layers_with("values"):
-        ids["value_tables"] = tokens
-    if cfg.ngram_rows:
-        ids[NGRAMS] = rows.slots
-    if rows.aims.candidates.size:
-        ids["head"] = rows.aims.candidates
-    return ids
+    return {"embed": tokens} | ids_of_ideas(cfg, rows, tokens)
 
 
 def look_up(cfg: Config, tables, ids: dict) -> dict[str, tuple]:
@@ -1427,11 +1193,6 @@ def micro_batches(cfg: Config, rows: Rows):
     b, t = rows.tokens[:, 1:].shape
     together = rows_together(cfg, b, t)
     return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
-
-
-def rows_together(cfg: Config, b: int, t: int) -> int:
-    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
-    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
@@ -1465,9 +1226,8 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """(state, compute copies of what changed) after an update of `due`: name -> this device's
     gradients of the steps since the last update, a tuple. Each device receives its shard of their
     sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
-    gradients cross the network in the compute dtype, as in the original. Every update writes the
-    averages, with rate 0 where they do not change, so that no step needs a program of its own. For
-    cfg.log_norms copies have a "norm"."""
+    gradients cross the network in the compute dtype, as in the original. For cfg.log_norms
+    copies have a "norm"."""
     new = {kind: dict(entries) for kind, entries in state.items()}
     squares = []
     for name, grads in due.items():
@@ -1489,10 +1249,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
             after = adam(*old, grad, adam_rates(cfg, row, hyper, len(grads)))
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
-        for average, _ in row.averages:
-            rate = hyper.average_rates[AVERAGES.index(average)]
-            before = state[average][name]
-            new[average][name] = before + rate * (new["params"][name] - before)
+        follow(new, name, row, hyper)
         squares.append(jnp.sum(grad * grad) / (1 if row.sharded else lax.axis_size(AXIS)))
     copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
     if cfg.log_norms:
@@ -1594,107 +1351,7 @@ def finish_step(cfg: Config, state):
     return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
-# ---- Programs: what each step takes and gives, and how the devices share it --------------------
-
-
-class Program(NamedTuple):
-    """A function of this file, and what it takes to compile it for a mesh."""
-
-    step: Callable
-    args: tuple  # shapes, dtypes and shardings of its arguments
-    out: tuple  # how its results lie on the mesh
-    donates: tuple = ()  # numbers of the arguments whose memory its results may take
-    options: dict = {}  # for the compiler
-
-
-@functools.cache
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
-    """All programs of a run: gradients and updates in the order of their first use, "finish" and
-    "eval", averaging and validation. Gradients [n, ...] that wait for an update, of which each
-    device has its own, are one array [devices * n, ...] here; those of banks are cut like banks."""
-
-    def cut(dtype, *shape):
-        return abstract(mesh, shape, dtype, AXIS)
-
-    def batch(n, t, candidates=0):
-        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
-        rows = Rows(cut(jnp.uint16, n, t + 1), None, None, aims)
-        if not cfg.ngram_rows:
-            return Batch(rows, None, hyper)
-        rows = rows._replace(hashed=cut(jnp.uint16, n, t), slots=cut(jnp.int32, n, 2, t))
-        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
-        return Batch(rows, requests, hyper)
-
-    def grads(name, update):
-        if name == NGRAMS:  # the rows that were fetched of it
-            sizes = [capacity(cfg.stages[at].batch_tokens, mesh.size) for at in update.stages]
-            shapes = [(mesh.size**2, size) for size in sizes]
-            return tuple((cut(jnp.int32, *s), cut(cfg.dtype, *s, cfg.width)) for s in shapes)
-        x = copies[name]
-        each = 1 if update.kind == "anvil" else mesh.size
-        return (cut(x.dtype, each * x.shape[0], *x.shape[1:]),) * update.steps
-
-    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
-    state = abstract_state(cfg, mesh)
-    copies = abstract_copies(cfg, mesh)
-    model = copies, state["params"].get(NGRAMS)
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
-    found = {}
-    steps = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
-    for key in sorted(steps, key=lambda x: isinstance(x, Update)):
-        if isinstance(key, Gradients):
-            stage = cfg.stages[key.stage]
-            step = functools.partial(grads_step, cfg, kernels, stage)
-            args = *model, batch(stage.rows, stage.row_tokens, key.candidates)
-            found[key] = Program(step, args, (P(AXIS), P(), P()))
-        else:
-            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
-            due = {name: grads(name, key) for name in updated(cfg, key.kind)}
-            changed = specs({name: copies[name] for name in due if name != NGRAMS})
-            out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
-            found[key] = Program(step, (state, due, hyper), out, donates=(0,))
-    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
-    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
-    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
-    options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {key: program._replace(options=options) for key, program in found.items()}
-
-
-def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there."""
-    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
-    step = shard(program.step, in_specs=specs, out_specs=program.out)
-    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
-    return step.lower(*program.args)
-
-
 # ---- Training: the clock and the loop ----------------------------------------------------------
-
-
-class Clock:
-    """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
-
-    def __init__(self, elapsed_ms: float = 0.0):
-        self.total = elapsed_ms
-        self.since = 0.0
-        self.running = threading.Event()
-
-    def start(self):
-        """Start counting; a running clock goes on."""
-        if not self.running.is_set():
-            self.since = time.perf_counter()
-            self.running.set()
-
-    def stop(self):
-        """Stop counting."""
-        self.total = self.ms()
-        self.running.clear()
-
-    def ms(self) -> float:
-        """Training time so far."""
-        return self.total + 1000 * (time.perf_counter() - self.since) * self.running.is_set()
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
@@ -1768,20 +1425,6 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
     return log.folder
 
 
-def settle(log: RunLog, newest: tuple | None):
-    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
-    if newest:
-        step, loss, *more = newest
-        log.trained(step, sound(log, step, float(loss)), *more)
-
-
-def sound(log: RunLog, step: int, loss: float) -> float:
-    """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
-    cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
-    return loss
-
-
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
     """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
     dropped n-grams); `loss` is the program for that, with the model."""
@@ -1810,7 +1453,7 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 # training tokens or seconds of record 92. Of each the core has one line, at most a few.
 
 
-# ---- The parameters of ideas, for param_table ---------------------------------------------------
+# ---- Parameters of ideas: param_table, moments and table_ids have them from here ----------------
 
 # Betas of lone scalars are slower than those of mixing weights (without=scalar_betas; record 52: 9
 # M tokens). Fields of Layer and of Config switch the rest.
@@ -1858,6 +1501,26 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
         "gate_b2": small(gates.shape, gates, 0.1, slow),
         "gate_scale": small((int(gates.size > 0),), GATE_SCALE, 0.1, slow),
     }
+
+
+def ids_of_ideas(cfg: Config, rows: Rows, tokens) -> dict[str, jax.Array]:
+    """What table_ids has besides the embedding. Ids of n-grams are places among the rows that a
+    device has fetched; those of the head are the candidates of its softmax. Without candidates the
+    whole head takes part, and is no table."""
+    ids = {}
+    if cfg.layers_with("values"):
+        ids["value_tables"] = tokens
+    if cfg.ngram_rows:
+        ids[NGRAMS] = rows.slots
+    if rows.aims.candidates.size:
+        ids["head"] = rows.aims.candidates
+    return ids
+
+
+def moments_of_ideas(cfg: Config, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """What ANVIL keeps of a bank besides Muon's average, see two_rails and equalize."""
+    slow = {"slow": shape} if cfg.slow_rate else {}
+    return slow | ({"equaliser": (shape[0], max(shape[1:]))} if cfg.equalize_rate else {})
 
 
 # ---- Rows that start at a document ---------------------------------------------------------------
@@ -1997,6 +1660,8 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     last cfg.tail steps, both others the last cfg.tail_average. Head and embedding change only
     at Adam steps, so `ema` is updated there alone: with n steps to the next one, at 1 - (1 - r)^n,
     what n updates at rate r would give."""
+    if not cfg.tail and not cfg.tail_average:
+        return np.zeros((cfg.steps, 4))
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     in_tail = left < cfg.tail
     in_average = left < cfg.tail_average
@@ -2015,6 +1680,15 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     used = rates.any(axis=0)
     rates[np.argmax(rates > 0, axis=0)[used], np.flatnonzero(used)] = 1.0
     return rates
+
+
+def follow(state, name: str, row: Param, hyper: Hyper):
+    """Let the averages of a parameter follow it, in place. Every update does, with rate 0 where
+    they do not change, so that no step needs a program of its own."""
+    for average, _ in row.averages:
+        rate = hyper.average_rates[AVERAGES.index(average)]
+        before = state[average][name]
+        state[average][name] = before + rate * (state["params"][name] - before)
 
 
 def averaged(cfg: Config, state) -> dict:
@@ -2038,12 +1712,29 @@ def averaged(cfg: Config, state) -> dict:
     return params
 
 
-# ---- Sampled softmax, and the loss on prefixes ---------------------------------------------------
+# ---- Losses on more than the next token, and a sampled softmax ----------------------------------
 
-# without=candidates: the softmax of a row runs over its own targets and a sample of other ids, in
-# place of 50,304 (record 92: 8.4 s). without=prefix: " interaction" also teaches " interact",
-# while the model is young (record 88: 4 M tokens). without=ahead, tokens after the next, is
-# targets_ahead.
+# without=ahead: a young model also predicts the tokens after the next (targets_ahead; record 53:
+# 21 M tokens, with the parting of head and embedding). without=prefix: " interaction" also teaches
+# " interact", while the model is young (record 88: 4 M). without=candidates: the softmax of a row
+# runs over its own targets and a sample of other ids, in place of 50,304 (record 92: 8.4 s).
+
+
+def loss_weights(cfg: Config, stage, at, length) -> np.ndarray:
+    """Weights [steps, k] of the losses on the next token, the one after it, ...: of steps that are
+    number `at` of `length` in their `stage`. All have as many as the stage with most: one shape."""
+    most = max(len(s.weights) for s in cfg.stages)
+    ends = [(s.weights, s.weights_end) for s in cfg.stages]
+    ends = [np.pad(x, [(0, 0), (0, most - len(x[0]))]) for x in ends]
+    first, last = np.stack(ends, axis=1)[:, stage]
+    return first + (last - first) * (at / length)[:, None]
+
+
+def in_parts(cfg: Config, name: str, stage, at, length) -> np.ndarray:
+    """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
+    entries = [getattr(cfg.stages[s], name) for s in stage]
+    parts = zip(entries, at, length, strict=True)
+    return np.array([e[i * len(e) // steps] for e, i, steps in parts])
 
 
 class Vocabulary(NamedTuple):
@@ -2473,6 +2164,19 @@ def mudd_layer(model: Model, x, arrays: tuple, gates):
     return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
 
 
+def mudd_sources(cfg: Config, outputs: list, values) -> tuple:
+    """What mudd_mix adds, of the start of the stream and the outputs of all layers; that of the
+    last is a pair (mudd_layer)."""
+    *outputs, (_, mlp_input) = outputs
+    source = outputs[-cfg.layers[-1].reads] if cfg.layers[-1].reads else outputs[0]
+    sources = {"start": outputs[0], "source": source, "x": outputs[-1]}
+    sources |= {f"skip{i}": outputs[i + 1 - cfg.layers[i].skip] for i in cfg.layers_with("skip")}
+    named = zip(cfg.layers_with("values"), values, strict=True)
+    sources |= {f"values{i}": value for i, value in named}
+    sources |= {"mlp_input": mlp_input, "normed_source": norm(source)}
+    return tuple(sources[name] for name in coefficient_table(cfg)["mudd"][1])
+
+
 def mudd_mix(model: Model, x_btd, sources):
     """The stream after the last layer, with what each token adds to it of earlier arrays:
     x + sum_k (mu_k + delta_kg) source_k, mu_k for each token, delta_kg for each group g of features
@@ -2512,6 +2216,14 @@ def key_offset(k_btnh):
     return jnp.where(still[None, None, None], shifted, k_btnh)
 
 
+def positions(t: int, heads: Heads):
+    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
+    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
+    Bug-compatible: the original reshapes differently for rotation and for attention."""
+    at = jnp.arange(t)[:, None]
+    return 2 * at + jnp.arange(heads.count)[None] % 2 if heads.paired else at
+
+
 def pair_heads(x_btnh):
     """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one, over a sequence of twice the length
     in which their tokens alternate (record 58). So each also sees its partner's keys, and the same
@@ -2533,6 +2245,12 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
 
 # without=rails: momentum of two lengths (record 92: 0.3 s). without=equalize: neurons of an update
 # are made equally large (record 41: 4 M tokens). without=muon: as_large in place of orthogonalize.
+
+
+def fast_rail(cfg: Config, step, momentum) -> tuple[np.ndarray, np.ndarray]:
+    """(beta, weight) of the fast average at each step: the momentum, alone, until rails_step."""
+    both = (step >= cfg.rails_step) & (cfg.slow_rate > 0)
+    return np.where(both, cfg.rail_fast[0], momentum), np.where(both, cfg.rail_fast[1], 1.0)
 
 
 def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
@@ -2576,7 +2294,306 @@ PLAIN = Kernels(ATTEND_PLAIN, add_mlp, cross_entropy, scatter_rows, blend)
 
 
 # ================================================================================================
-# PART III: AROUND A RUN
+# PART III: THE DATA
+# ================================================================================================
+
+# ---- Batches: made ahead of use, from the outside in -------------------------------------------
+
+
+class LoaderState(NamedTuple):
+    """Where a run stands in its data; a checkpoint holds one."""
+
+    cursor: int  # in the stream
+    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
+
+
+def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
+    """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
+    begin evenly apart; if the number of rows has changed, again from where the first one was."""
+    rows = cfg.stages[0].rows  # and of all others
+    if len(offsets) != rows:
+        first = offsets[0] if offsets else 0
+        offsets = [(first + cfg.vocab * r // rows) % cfg.vocab for r in range(rows)]
+    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
+
+
+def own_rows(mesh: Mesh, count: int) -> range:
+    """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
+    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    first = mine.index(True)
+    each = count // mesh.size
+    return range(first * each, (first + sum(mine)) * each)
+
+
+STALL_SECONDS = 10  # a batch that takes longer is reported
+
+
+def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
+    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
+    the loader does no work for free. `late` gets a line when an item takes long."""
+    ready = queue.Queue(depth)
+
+    def make():
+        try:
+            supply = iter(items)
+            while running.wait():
+                ready.put(next(supply))
+        except BaseException as error:  # StopIteration too: the main thread raises or ends
+            ready.put(error)
+
+    threading.Thread(target=make, daemon=True).start()
+    while True:
+        try:
+            item = ready.get(timeout=STALL_SECONDS)
+        except queue.Empty:
+            late("waiting for the loader: is the disk of the data slow?")
+            continue
+        if isinstance(item, StopIteration):
+            return
+        if isinstance(item, BaseException):
+            raise item
+        yield item
+
+
+def train_batches(
+    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
+):
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
+    tables of the vocabulary are made here, so that the clock counts them."""
+    known = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
+    for now in range(step, cfg.steps):
+        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
+        yield put_batch(cfg, mesh, now, *arrays), state
+
+
+def next_batch(
+    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
+):
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
+    process plans the whole batch, from where documents begin, and reads its own rows."""
+    stage = cfg.stages[schedule(cfg).stage[step]]
+    count = schedule(cfg).candidates[step]
+    pieces, cursor = plan_rows(stream, state.cursor, stage)
+    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
+    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
+    if cfg.aimed:
+        aims, offsets = aim_all(tokens, offsets, count, known.prefix_v)
+    return *rows_of(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
+
+
+def next_tokens(targets) -> Aims:
+    """The Aims of a softmax over the whole vocabulary."""
+    return Aims(np.empty((len(targets), 0), np.int32), targets, targets)
+
+
+def rows_of(cfg: Config, mesh: Mesh, known: Vocabulary | None, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    if cfg.ngram_rows:
+        return hashed_rows(cfg, mesh, known, tokens, aims)
+    return Rows(tokens, None, None, aims), None
+
+
+def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
+    """(Rows, requests) on the devices, with the Hyper of `step`."""
+    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
+    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
+
+
+# ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
+
+SHARD_MAGIC = 20240520  # the llm.c token file format: this,
+SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
+HEADER_BYTES = 1024
+
+
+class TokenStream:
+    """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
+    A cursor is a position in it, counted from the first token of the first shard."""
+
+    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
+        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
+        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
+        need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
+        self.bos = bos
+        self.shards = [open_shard(path) for path in self.paths] * passes
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def find_documents(self, number: int) -> np.ndarray:
+        """Where documents begin in shard `number`."""
+        return np.flatnonzero(self.shards[number] == self.bos)
+
+    def shard_at(self, cursor: int) -> tuple[int, int]:
+        """(number of the shard that holds `cursor`, its first position)."""
+        number = int(np.searchsorted(self.ends, cursor, side="right"))
+        end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
+        need(number < len(self.shards), f"{end}: download more shards or use fewer steps")
+        return number, int(self.ends[number]) - len(self.shards[number])
+
+    def read(self, cursor: int, count: int) -> np.ndarray:
+        """`count` tokens from `cursor` on, uint16, across shard borders."""
+        parts = [np.empty(0, np.uint16)]
+        while count:
+            number, start = self.shard_at(cursor)
+            parts.append(self.shards[number][cursor - start :][:count])
+            cursor += len(parts[-1])
+            count -= len(parts[-1])
+        return np.concatenate(parts)
+
+
+def open_shard(path) -> np.memmap:
+    """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
+    try:
+        header = np.fromfile(path, dtype="<i4", count=3).tolist()
+        tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+        if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
+            raise ValueError(f"{len(tokens)} tokens follow a header {header}")
+    except (OSError, ValueError) as error:
+        no = f"{path} is no whole token shard ({error})"
+        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
+    return tokens
+
+
+def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
+    """The plan of a global batch of `stage`, from the cursor alone."""
+    if stage.doc_cap:
+        return plan_packed(stream, cursor, stage)
+    return plan_plain(cursor, stage.rows, stage.row_tokens)
+
+
+def plan_plain(cursor: int, rows: int, t: int):
+    """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
+    wherever documents begin: neighbours share one token, and no token is left out."""
+    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
+    return pieces, cursor + rows * t
+
+
+def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
+    """The rows `here` of a plan, uint16 [rows, t+1]."""
+    found = {row: [] for row in here}
+    for row, start, stop in pieces:
+        if row in found:
+            found[row].append(stream.read(start, stop - start))
+    return np.stack([np.concatenate(found[row]) for row in here])
+
+
+# ---- Data checks: every token that the run will read is there, before anything starts ----------
+
+MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
+
+DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
+
+
+def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
+    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
+    merges in `folder`. UserError if they cannot be had."""
+    words = [bytes([i]) for i in range(256)]
+    try:
+        if cfg.encoding == "gpt2":
+            cure = "pip install -r requirements.txt, and connect to the network once"
+            import tiktoken
+
+            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
+            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+        elif cfg.encoding == "bpe":
+            cure = f"make the data in {folder} again"
+            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
+            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+                raise ValueError(f"{MERGES} is not of these shards")
+    except Exception as error:  # of tiktoken, of the network, of a damaged file
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
+    return words[: cfg.bos]
+
+
+def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
+    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
+    cursor = 0
+    for step in range(steps):
+        stage = cfg.stages[schedule(cfg).stage[step]]
+        try:
+            cursor = plan_rows(stream, cursor, stage)[1]
+            if not stage.doc_cap:
+                stream.shard_at(cursor)  # holds the last target
+        except UserError:
+            last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
+            cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
+            raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
+    stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
+    return cursor
+
+
+def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
+    """Size and hash of every shard that the run will read; all tokens must be there and known."""
+    cure = f"not made with {cfg.encoding}: set encoding, real_tokens and bos, or tokenize it again"
+    for stream in (train, val):
+        begins = np.any(stream.shards[0] == cfg.bos)
+        need(begins, f"{stream.paths[0]}: no document begins with bos={cfg.bos}: {cure}")
+    few = f"holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} are needed"
+    need(len(val) > cfg.val_tokens, f"{val.paths[0].parent} {few}: lower --set val_tokens=")
+    shards = {}
+    for stream, end in ((train, cursor_after(cfg, train, cfg.steps)), (val, cfg.val_tokens)):
+        count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
+        for path, tokens in zip(stream.paths, stream.shards[:count], strict=False):
+            most = tokens.max()
+            need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
+            with open(path, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    return shards
+
+
+def run_tool(name: str, *args) -> str:
+    """What data/`name` beside this file prints; UserError, without words, if it says an error."""
+    tool = Path(__file__).resolve().parent / "data" / name
+    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+    done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
+    need(done.returncode == 0, "")
+    return done.stdout
+
+
+def data_place(data: str) -> Path:
+    """The folder or text `data`, under the current folder or beside this file."""
+    here = Path(os.path.expanduser(data))
+    return here if here.exists() else Path(__file__).resolve().parent / data
+
+
+def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
+    """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
+    the run or the first preset in `names` for which they do, with what is `given`. Makes tokens."""
+    places = [data_place(text) for text in texts]
+    if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
+        return names[0], [f"data={places[0].resolve()}"]
+    return json.loads(run_tool("tokenize_text.py", *places, "--for", *names, "--set", *given))
+
+
+def data_folder(cfg: Config, say: Callable = print) -> Path:
+    """Where the shards are, of one data set; the demo corpus is made on first use."""
+    folder = data_place(cfg.data)
+    demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
+    whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
+    if folder.resolve() == demo.resolve() and not whole:
+        say(f"making the demo corpus in {folder}")
+        run_tool("builtin_corpus.py")
+    lost = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
+    cure = lost if cfg.data != Config.data else "run data/cached_fineweb10B.py, or name one"
+    need(folder.is_dir(), f"no folder {folder}: {cure}")
+    shards = (re.fullmatch(r"([^.].*)_(train|val)_\d+\.bin", name) for name in os.listdir(folder))
+    names = ", ".join(sorted({shard[1] for shard in shards if shard}))
+    need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
+    return folder
+
+
+# ================================================================================================
+# PART IV: AROUND A RUN
 # ================================================================================================
 
 # ---- Set-up: all that is done before the clock starts ------------------------------------------
@@ -2767,113 +2784,6 @@ def set_field(part, path: list[str], text: str):
             part[at] = ast.literal_eval(text)
 
 
-# ---- Data checks: every token that the run will read is there, before anything starts ----------
-
-MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-
-DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
-
-
-def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`. UserError if they cannot be had."""
-    words = [bytes([i]) for i in range(256)]
-    try:
-        if cfg.encoding == "gpt2":
-            cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken
-
-            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
-        elif cfg.encoding == "bpe":
-            cure = f"make the data in {folder} again"
-            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
-            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
-                raise ValueError(f"{MERGES} is not of these shards")
-    except Exception as error:  # of tiktoken, of the network, of a damaged file
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
-    return words[: cfg.bos]
-
-
-def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
-    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
-    cursor = 0
-    for step in range(steps):
-        stage = cfg.stages[schedule(cfg).stage[step]]
-        try:
-            cursor = plan_rows(stream, cursor, stage)[1]
-            if not stage.doc_cap:
-                stream.shard_at(cursor)  # holds the last target
-        except UserError:
-            last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
-            cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
-            raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
-    stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
-    return cursor
-
-
-def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
-    """Size and hash of every shard that the run will read; all tokens must be there and known."""
-    cure = f"not made with {cfg.encoding}: set encoding, real_tokens and bos, or tokenize it again"
-    for stream in (train, val):
-        begins = np.any(stream.shards[0] == cfg.bos)
-        need(begins, f"{stream.paths[0]}: no document begins with bos={cfg.bos}: {cure}")
-    few = f"holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} are needed"
-    need(len(val) > cfg.val_tokens, f"{val.paths[0].parent} {few}: lower --set val_tokens=")
-    shards = {}
-    for stream, end in ((train, cursor_after(cfg, train, cfg.steps)), (val, cfg.val_tokens)):
-        count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
-        for path, tokens in zip(stream.paths, stream.shards[:count], strict=False):
-            most = tokens.max()
-            need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
-    return shards
-
-
-def run_tool(name: str, *args) -> str:
-    """What data/`name` beside this file prints; UserError, without words, if it says an error."""
-    tool = Path(__file__).resolve().parent / "data" / name
-    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
-    done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
-    need(done.returncode == 0, "")
-    return done.stdout
-
-
-def data_place(data: str) -> Path:
-    """The folder or text `data`, under the current folder or beside this file."""
-    here = Path(os.path.expanduser(data))
-    return here if here.exists() else Path(__file__).resolve().parent / data
-
-
-def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
-    """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
-    the run or the first preset in `names` for which they do, with what is `given`. Makes tokens."""
-    places = [data_place(text) for text in texts]
-    if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
-        return names[0], [f"data={places[0].resolve()}"]
-    return json.loads(run_tool("tokenize_text.py", *places, "--for", *names, "--set", *given))
-
-
-def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Where the shards are, of one data set; the demo corpus is made on first use."""
-    folder = data_place(cfg.data)
-    demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
-    whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    if folder.resolve() == demo.resolve() and not whole:
-        say(f"making the demo corpus in {folder}")
-        run_tool("builtin_corpus.py")
-    lost = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
-    cure = lost if cfg.data != Config.data else "run data/cached_fineweb10B.py, or name one"
-    need(folder.is_dir(), f"no folder {folder}: {cure}")
-    shards = (re.fullmatch(r"([^.].*)_(train|val)_\d+\.bin", name) for name in os.listdir(folder))
-    names = ", ".join(sorted({shard[1] for shard in shards if shard}))
-    need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
-    return folder
-
-
 # ---- Devices: which of them a run uses, and how its arrays lie on them -------------------------
 
 BLOCK = 256  # tokens that kernels take at a time
@@ -2958,7 +2868,7 @@ def abstract_state(cfg: Config, mesh: Mesh):
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
     """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
     params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(compute_copies, cfg, seed=0), params)
+    found = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
     axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
     return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
 
@@ -2974,10 +2884,16 @@ def start_state(cfg: Config, mesh: Mesh) -> Callable:
     return jax.jit(state, out_shardings=jax.tree.map(lambda x: x.sharding, likes))
 
 
+def first_copies(cfg: Config, params, seed):
+    """The compute copies, and the signs of n-grams beside them, which no update changes."""
+    signs = {"signs": sign_pool(cfg, seed)} if cfg.signed else {}
+    return compute_copies(cfg, params) | signs
+
+
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> compute copies and signs, as they lie on the mesh."""
+    """A jitted function (parameters, seed) -> first_copies, as they lie on the mesh."""
     out = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(lambda params, seed: compute_copies(cfg, params, seed=seed), out_shardings=out)
+    return jax.jit(functools.partial(first_copies, cfg), out_shardings=out)
 
 
 # XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
@@ -3002,6 +2918,21 @@ def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
+
+
+def rows_together(cfg: Config, b: int, t: int) -> int:
+    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
+    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
+
+
+def in_chunks(cfg: Config, ids: int, *arrays):
+    """Arrays [t, ...] as [chunks, t', ...]: the fewest equal chunks that have no more logits, of a
+    softmax over `ids` ids, than cfg.loss_chunk tokens have over the whole vocabulary."""
+    tokens = len(arrays[0])
+    most = cfg.loss_chunk * cfg.vocab // ids
+    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
+    return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
+
 
 # Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
 SPARE = 2 * 2**30
@@ -3435,6 +3366,44 @@ def demonstrate(log: RunLog, model: tuple):
     log.say("next: a text of your own, by its name as a word; or `speedrun`, on a TPU or on GPUs")
 
 
+class Clock:
+    """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
+
+    def __init__(self, elapsed_ms: float = 0.0):
+        self.total = elapsed_ms
+        self.since = 0.0
+        self.running = threading.Event()
+
+    def start(self):
+        """Start counting; a running clock goes on."""
+        if not self.running.is_set():
+            self.since = time.perf_counter()
+            self.running.set()
+
+    def stop(self):
+        """Stop counting."""
+        self.total = self.ms()
+        self.running.clear()
+
+    def ms(self) -> float:
+        """Training time so far."""
+        return self.total + 1000 * (time.perf_counter() - self.since) * self.running.is_set()
+
+
+def settle(log: RunLog, newest: tuple | None):
+    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
+    if newest:
+        step, loss, *more = newest
+        log.trained(step, sound(log, step, float(loss)), *more)
+
+
+def sound(log: RunLog, step: int, loss: float) -> float:
+    """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
+    cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
+    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
+    return loss
+
+
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
@@ -3728,8 +3697,84 @@ def main(argv=None) -> int:
 
 
 # ================================================================================================
-# PART IV: FAST ON HARDWARE
+# PART V: FAST ON HARDWARE
 # ================================================================================================
+
+# ---- Programs: what each step takes and gives, and how the devices share it --------------------
+
+
+class Program(NamedTuple):
+    """A function of this file, and what it takes to compile it for a mesh."""
+
+    step: Callable
+    args: tuple  # shapes, dtypes and shardings of its arguments
+    out: tuple  # how its results lie on the mesh
+    donates: tuple = ()  # numbers of the arguments whose memory its results may take
+    options: dict = {}  # for the compiler
+
+
+@functools.cache
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
+    """All programs of a run: gradients and updates in the order of their first use, "finish" and
+    "eval", averaging and validation. Gradients [n, ...] that wait for an update, of which each
+    device has its own, are one array [devices * n, ...] here; those of banks are cut like banks."""
+
+    def cut(dtype, *shape):
+        return abstract(mesh, shape, dtype, AXIS)
+
+    def batch(n, t, candidates=0):
+        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
+        rows = Rows(cut(jnp.uint16, n, t + 1), None, None, aims)
+        if not cfg.ngram_rows:
+            return Batch(rows, None, hyper)
+        rows = rows._replace(hashed=cut(jnp.uint16, n, t), slots=cut(jnp.int32, n, 2, t))
+        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
+        return Batch(rows, requests, hyper)
+
+    def grads(name, update):
+        if name == NGRAMS:  # the rows that were fetched of it
+            sizes = [capacity(cfg.stages[at].batch_tokens, mesh.size) for at in update.stages]
+            shapes = [(mesh.size**2, size) for size in sizes]
+            return tuple((cut(jnp.int32, *s), cut(cfg.dtype, *s, cfg.width)) for s in shapes)
+        x = copies[name]
+        each = 1 if update.kind == "anvil" else mesh.size
+        return (cut(x.dtype, each * x.shape[0], *x.shape[1:]),) * update.steps
+
+    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
+    state = abstract_state(cfg, mesh)
+    copies = abstract_copies(cfg, mesh)
+    model = copies, state["params"].get(NGRAMS)
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+    found = {}
+    steps = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
+    for key in sorted(steps, key=lambda x: isinstance(x, Update)):
+        if isinstance(key, Gradients):
+            stage = cfg.stages[key.stage]
+            step = functools.partial(grads_step, cfg, kernels, stage)
+            args = *model, batch(stage.rows, stage.row_tokens, key.candidates)
+            found[key] = Program(step, args, (P(AXIS), P(), P()))
+        else:
+            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
+            due = {name: grads(name, key) for name in updated(cfg, key.kind)}
+            changed = specs({name: copies[name] for name in due if name != NGRAMS})
+            out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
+            found[key] = Program(step, (state, due, hyper), out, donates=(0,))
+    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
+    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
+    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
+    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
+    options = compiler_options(cfg, mesh.devices.flat[0].platform)
+    return {key: program._replace(options=options) for key, program in found.items()}
+
+
+def lower(program: Program, mesh: Mesh):
+    """A program lowered for the devices of `mesh`, which need not be there."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
+    step = shard(program.step, in_specs=specs, out_specs=program.out)
+    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
+    return step.lower(*program.args)
+
 
 # ---- Compilation: every program of the run, before the clock starts ----------------------------
 

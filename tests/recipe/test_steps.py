@@ -471,15 +471,19 @@ class Log:
 
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
-    """The training by the source of Parts I and II and of how arrays lie on devices, with
-    stand-ins for what else `train` takes: on one device, plain kernels, all rows at once."""
+    """The training by the source of Parts I to III, of how arrays lie on devices and of the few
+    functions that `source` names, with stand-ins for what else `train` takes: on one device, plain
+    kernels, all rows at once."""
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
     part.__file__ = T.__file__
     sys.modules["part_one"] = part
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
-    exec("from __future__ import annotations\n" + inspect.getsource(T.prepare), vars(part))
+    source = T.prepare, T.in_chunks, T.rows_together, T.Clock, T.settle, T.sound
+    source += T.Program, T.programs
+    for each in source:
+        exec("from __future__ import annotations\n" + inspect.getsource(each), vars(part))
     log = Log(part.Clock(), folder)
 
     def compile_all(cfg, mesh, kernels, say):
