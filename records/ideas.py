@@ -1,10 +1,11 @@
-"""What is each idea worth? `tiny` without it, from several seeds, beside `tiny` with all.
+"""What is each idea worth? `tiny` without it, and `plain` with it alone, from several seeds.
 
-    python records/ideas.py [--seeds N]    # trains what records/ideas.jsonl lacks, prints the table
+    python records/ideas.py [--seeds N] [--alone N]    # trains what records/ideas.jsonl lacks
 
-A run takes half a minute on two cores, so six seeds of all take three hours: stop it when you like,
-and go on. Losses are those of any machine; times compare on an idle one only (`--times` leaves
-losses alone, and trains 100 steps of each, in turn).
+Prints what is known as a table. A run takes half a minute of two cores, so six seeds of all take
+three hours: stop it when you like, and go on. Losses are those of any machine, but for the last
+digits; times compare on an idle one only (`--times` leaves losses alone, and trains 100 steps of
+each, in turn).
 """
 
 import json
@@ -17,64 +18,103 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
-from train_gpt import IDEAS, Parser, need, report_errors
+from train_gpt import IDEAS, PLAIN_HAS, Parser, need, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "records/ideas.jsonl"
-COLUMNS = "loss", "ms"  # at the end of a run, and of a step
+RECORDS_OWN = [idea for idea in IDEAS if idea not in PLAIN_HAS]
+WITHOUT = "", *IDEAS, "all"  # `tiny` without these; "all" is `plain`
+ALONE = ["+" + idea for idea in RECORDS_OWN]  # `plain` with one
 
 
 def rows() -> list[dict]:
-    """What is known: for each idea and seed a loss or the milliseconds of a step."""
+    """What is known: for a variant and a seed a loss, or the milliseconds of a step."""
     return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
 
 
-def train(idea: str, seed: int, *items: str) -> dict:
-    """The run.json of `tiny` without an idea ("": with all)."""
+def train(variant: str, seed: int, *items: str) -> dict:
+    """The run.json of `tiny` without an idea ("": with all), or of "+idea"."""
+    names = [x for x in RECORDS_OWN if "+" + x != variant] if variant in ALONE else [variant]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, ROOT / "train_gpt.py", "tiny", "--seed", str(seed)]
         more = "sample_tokens=0", "checkpoint_end=never", "target=0", *items
-        command += ["--out", folder, "--set", f"without={idea}", *more]
+        command += ["--out", folder, "--set", "without=" + ",".join(names), *more]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
-        need(done.returncode == 0, f"without={idea}: train_gpt.py failed, see above")
+        need(done.returncode == 0, f"{variant}: train_gpt.py failed, see above")
         (path,) = Path(folder).glob("*/run.json")
         return json.loads(path.read_text())
 
 
+def losses(known: list[dict]) -> dict[str, dict[int, float]]:
+    """Variant -> seed -> loss."""
+    found = {variant: {} for variant in (*WITHOUT, *ALONE)}
+    for row in known:
+        if "loss" in row:
+            found[row["idea"]][row["seed"]] = row["loss"]
+    return found
+
+
+def difference(more: dict[int, float], less: dict[int, float]) -> tuple[float, float]:
+    """(mean difference of two variants over the seeds that both have, its standard error); NaN
+    where they have no two."""
+    seeds = sorted(more.keys() & less.keys())
+    apart = np.array([more[seed] - less[seed] for seed in seeds])
+    if len(apart) < 2:
+        return np.nan, np.nan
+    return float(apart.mean()), float(apart.std(ddof=1) / len(apart) ** 0.5)
+
+
+def worth(known: list[dict]) -> dict[str, tuple]:
+    """Idea -> (what `tiny` loses without it, what `plain` gains by it alone), each a difference."""
+    each = losses(known)
+    found = {
+        idea: (difference(each[idea], each[""]), difference(each["all"], each.get("+" + idea, {})))
+        for idea in IDEAS
+    }
+    return dict(sorted(found.items(), key=lambda x: -np.nan_to_num(x[1][0][0], nan=-9)))
+
+
 def table(known: list[dict]) -> str:
     """The ideas by what leaving them out costs, in Markdown."""
-    means = {}
-    for idea in ("", *IDEAS, "all"):
-        each = {x: [row[x] for row in known if row["idea"] == idea and x in row] for x in COLUMNS}
-        if len(each["loss"]) > 1:
-            error = np.std(each["loss"], ddof=1) / len(each["loss"]) ** 0.5
-            times = np.median(each["ms"]) if each["ms"] else np.nan
-            means[idea] = np.mean(each["loss"]), error, len(each["loss"]), times
-    need("" in means, "train two seeds at least")
-    loss, error, _, ms = means[""]
-    lines = ["| without | loss | more than with all | runs | ms a step |", "|---|---|---|---|---|"]
-    for idea, (mean, own, n, time) in sorted(means.items(), key=lambda x: -x[1][0]):
-        off = f"{mean - loss:+.4f} ± {np.hypot(own, error):.4f}" if idea else ""
-        spent = f"{time:.1f} ({time / ms:.2f})" if np.isfinite(time) else ""
-        lines.append(f"| {idea or '(nothing)'} | {mean:.4f} ± {own:.4f} | {off} | {n} | {spent} |")
+    times = {row["idea"]: row["ms"] for row in known if "ms" in row}  # the last of each
+    each = losses(known)
+    lines = [
+        "| idea | `tiny` loses without it | `plain` gains by it alone | ms a step without it |"
+    ]
+    lines.append("|---|---|---|---|")
+    for idea, apart in worth(known).items():
+        cells = ["" if np.isnan(x) else f"{x:+.4f} ± {error:.4f}" for x, error in apart]
+        ms = times.get(idea, np.nan)
+        spent = "" if np.isnan(ms) else f"{ms:.1f} ({ms / times['']:.2f})"
+        lines.append(f"| {idea} | {' | '.join(cells)} | {spent} |")
+    for variant, name in (("", "`tiny`"), ("all", "`plain`")):
+        if values := [*each[variant].values()]:
+            spread = f", spread {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+            time = f"; {times[variant]:.1f} ms a step" if variant in times else ""
+            mean = f"{np.mean(values):.4f} in the mean of {len(values)} seeds"
+            lines.append(f"\n{name} has {mean}{spread}{time}.")
     return "\n".join(lines)
 
 
 def main(argv=None):
     parser = Parser(prog="ideas.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="seeds 0 to N-1 of each")
+    parser.add_argument(
+        "--alone", type=int, default=0, metavar="N", help="the same, of ideas alone"
+    )
     parser.add_argument("--times", action="store_true", help="time the steps of each once more")
     args = parser.parse_args(argv)
     done = {(row["idea"], row["seed"]) for row in rows() if "loss" in row}
-    wanted = [(idea, seed) for seed in range(args.seeds) for idea in ("", *IDEAS, "all")]
+    wanted = [(variant, seed) for seed in range(args.seeds) for variant in WITHOUT]
+    wanted += [(variant, seed) for seed in range(args.alone) for variant in ALONE]
     with open(KEPT, "a") as file:
-        for idea, seed in wanted:
-            if (idea, seed) not in done:
-                row = {"idea": idea, "seed": seed, "loss": train(idea, seed)["val_loss"]}
+        for variant, seed in wanted:
+            if (variant, seed) not in done:
+                row = {"idea": variant, "seed": seed, "loss": train(variant, seed)["val_loss"]}
                 print(json.dumps(row), file=file, flush=True)
-        for idea in ("", *IDEAS, "all") if args.times else ():
-            facts = train(idea, 0, "steps=100", "val_tokens=4096")
-            row = {"idea": idea, "seed": 0, "ms": facts["train_time_ms"] / facts["steps"]}
+        for variant in WITHOUT if args.times else ():
+            facts = train(variant, 0, "steps=100", "val_tokens=4096")
+            row = {"idea": variant, "seed": 0, "ms": facts["train_time_ms"] / facts["steps"]}
             print(json.dumps(row), file=file, flush=True)
     print(table(rows()))
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of the README from the preset; or, with `curves RUN...`, losses of runs."""
+"""Draw the pictures of the README; or, with `curves RUN...`, losses of runs."""
 
 import contextlib
 import itertools
@@ -162,6 +162,30 @@ def draw_model(cfg) -> str:
     return picture.svg(400)
 
 
+def draw_ideas(worth: dict[str, tuple]) -> str:
+    """What each idea is worth at toy size: bars of mean differences, lines of standard errors."""
+    picture = Picture()
+    titles = "tiny loses without it", "plain gains by it alone"
+    for column, (words, zero) in enumerate(zip(titles, (330, 680), strict=True)):
+        bars = {idea: apart[column] for idea, apart in worth.items()}
+        longest = max((sum(x) for x in bars.values() if np.isfinite(x[0])), default=1.0)
+        unit = 200 / longest
+        picture.text(zero, 20, words, GREY)
+        for y, (idea, (mean, error)) in zip(itertools.count(42, 16), bars.items()):
+            if not column:
+                picture.text(120, y, idea, INK, "end")
+            if np.isfinite(mean):
+                color = GREEN if mean > 2 * error else ORANGE if mean < -2 * error else GREY
+                ends = [zero + unit * x for x in (mean - error, mean + error)]
+                start, width = min(zero, zero + unit * mean), abs(unit * mean)
+                place = f'x="{start:.1f}" y="{y - 5}" width="{width:.1f}" height="10"'
+                picture.append(f'<rect {place} fill="{color}" fill-opacity="0.4"/>')
+                picture.line(color, *((x, y) for x in ends))
+                picture.text(ends[1] + 6, y, f"{mean:+.3f}", color, "start")
+        picture.line(GREY, (zero, 32), (zero, 34 + 16 * len(bars)), style=' stroke-width="1"')
+    return picture.svg(50 + 16 * len(worth))
+
+
 def read_losses(run: str) -> tuple[Path, list[np.ndarray]]:
     """A run's path; its training and its validation losses, behind steps, tokens and seconds."""
     path = Path(run).absolute()
@@ -244,10 +268,13 @@ def main(argv: list[str] | None = None) -> None:
             Path(args.out).write_text(draw_curves(found, args.over), "utf-8", "replace")
             print(f"wrote {Path(args.out).absolute()}")
             return
+        import ideas
+
         import train_gpt as T
 
         for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
             (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
+        (HERE / "pictures/ideas.svg").write_text(draw_ideas(ideas.worth(ideas.rows())))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
 

@@ -1,22 +1,23 @@
 """records/ideas.py: which runs it makes, what it keeps, what it says."""
 
 import json
+from dataclasses import replace
 
 import ideas
 import pytest
 
-from train_gpt import IDEAS, UserError
+from train_gpt import IDEAS, PLAIN_HAS, PRESETS, override
 
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """The runs that it makes, (idea, seed, --set ...); without an idea the loss is 0.5 more."""
+    """The runs that it makes, (variant, seed, --set ...); some seeds have worse luck."""
     runs = []
 
-    def train(idea, seed, *items):
-        runs.append((idea, seed, *items))
-        loss = 3.5 + 0.1 * seed + 0.5 * (idea == "mudd")
-        return {"val_loss": loss, "train_time_ms": 5000.0, "steps": 100}
+    def train(variant, seed, *items):
+        runs.append((variant, seed, *items))
+        apart = {"mudd": 0.5 + 0.1 * seed, "all": 1.0, "+mudd": 0.75}.get(variant, 0.0)
+        return {"val_loss": 3.5 + 0.1 * seed + apart, "train_time_ms": 5000.0, "steps": 100}
 
     monkeypatch.setattr(ideas, "train", train)
     monkeypatch.setattr(ideas, "KEPT", tmp_path / "ideas.jsonl")
@@ -26,18 +27,38 @@ def made(tmp_path, monkeypatch):
 def test_it_trains_what_is_not_known_yet_seed_by_seed(made, capsys):
     every = ["", *IDEAS, "all"]
     ideas.KEPT.write_text(json.dumps({"idea": "xsa", "seed": 1, "loss": 3.0}) + "\n")
-    ideas.main(["--seeds", "2"])
-    assert made == [(x, seed) for seed in (0, 1) for x in every if (x, seed) != ("xsa", 1)]
+    ideas.main(["--seeds", "2", "--alone", "2"])
+    assert made[: 2 * len(every) - 1] == [
+        (x, seed) for seed in (0, 1) for x in every if (x, seed) != ("xsa", 1)
+    ]
+    alone = ["+" + x for x in IDEAS if x not in PLAIN_HAS]
+    assert made[2 * len(every) - 1 :] == [(x, seed) for seed in (0, 1) for x in alone]
     table = capsys.readouterr().out.splitlines()
-    assert table[0] == "| without | loss | more than with all | runs | ms a step |"
-    assert "| mudd | 4.0500 ± 0.0500 | +0.5000 ± 0.0707 | 2 |  |" in table
-    assert "| (nothing) | 3.5500 ± 0.0500 |  | 2 |  |" in table and len(table) == 2 + len(every)
+    # Of each seed, so that what a seed's luck does to both is not in the error.
+    assert table[2] == "| mudd | +0.5500 ± 0.0500 | +0.2500 ± 0.0000 |  |"
+    assert "| muon | +0.0000 ± 0.0000 |  |  |" in table
+    assert "`plain` has 4.5500 in the mean of 2 seeds, spread 0.0707." in table
     made.clear()
-    ideas.main(["--seeds", "2", "--times"])
+    ideas.main(["--seeds", "2", "--alone", "2", "--times"])
     assert [row[:2] for row in made] == [(x, 0) for x in every] and "steps=100" in made[0]
-    assert "| 2 | 50.0 (1.00) |" in capsys.readouterr().out
+    assert "| 50.0 (1.00) |" in capsys.readouterr().out
 
 
-def test_one_seed_says_nothing(made):
-    with pytest.raises(UserError, match="train two seeds at least"):
-        ideas.main(["--seeds", "1"])
+def test_one_seed_says_nothing(made, capsys):
+    ideas.main(["--seeds", "1"])
+    assert "±" not in capsys.readouterr().out
+
+
+def test_an_idea_alone_leaves_out_all_others_of_the_record(monkeypatch):
+    """Of those that `plain` has, none."""
+    commands = []
+    monkeypatch.setattr(ideas.subprocess, "run", lambda command, **_: commands.append(command))
+    with pytest.raises(AttributeError):  # there is no result
+        ideas.train("+xsa", 3)
+    (item,) = (x for x in commands[0] if str(x).startswith("without="))
+    assert override(PRESETS["tiny"], [item]) == replace(
+        override(PRESETS["tiny"], ["without=all"]),
+        without=item.removeprefix("without="),
+        layers=override(PRESETS["tiny"], [item]).layers,
+    )
+    assert any(layer.xsa for layer in override(PRESETS["tiny"], [item]).layers)

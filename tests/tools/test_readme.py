@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 
+import ideas
 import numpy as np
+import pictures
 import pytest
 from conftest import ROOT
 
@@ -103,6 +105,12 @@ def test_pictures_are_those_of_the_preset(name):
     """If not: `python records/pictures.py`."""
     draw = runpy.run_path(str(ROOT / "records/pictures.py"))[f"draw_{name}"]
     assert draw(T.PRESETS["speedrun"]) == (ROOT / f"records/pictures/{name}.svg").read_text()
+
+
+def test_the_picture_of_ideas_is_that_of_the_kept_losses():
+    """If not: the same."""
+    drawn = (ROOT / "records/pictures/ideas.svg").read_text()
+    assert drawn == pictures.draw_ideas(ideas.worth(ideas.rows()))
 
 
 @pytest.mark.slow
