@@ -90,7 +90,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 SOURCE = Path(__file__).read_text()  # for the log; read first: while jax loads it may be edited
 try:
@@ -128,6 +128,10 @@ def need(holds, reason: str):
 # THE NUMBERS OF A RUN
 # ================================================================================================
 
+Kind = TypeVar("Kind")
+Positive = Annotated[Kind, "positive"]  # above 0, as all numbers in it
+Machine = Annotated[Kind, "machine"]  # decides no loss: --resume may --set it
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -155,10 +159,10 @@ class Stage:
     """A stretch of the run with one shape of batch; all sizes in tokens."""
 
     share: float  # of the steps, but for the last few (Config.extension); 0: it is these
-    batch_tokens: int  # per step, over all devices
-    row_tokens: int  # length of a row
+    batch_tokens: Positive[int]  # per step, over all devices
+    row_tokens: Positive[int]  # length of a row
     doc_cap: int  # 0: rows are cut from the plain stream; else documents cut at this length
-    windows: tuple[int, int]  # short and long: how many tokens before itself a token can see
+    windows: Positive[tuple[int, int]]  # short, long: how many tokens before itself a token sees
     lr_factor: float = 1.0
     # weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
     # from where they change linearly, and at its end
@@ -199,16 +203,16 @@ class Config:
         Layer(ngram=True),
         Layer("long", values=True, gated=True, reads=3, mudd=True),  # the output of layer 7
     )
-    width: int = 768
-    heads: int = 6
+    width: Positive[int] = 768
+    heads: Positive[int] = 6
     kv_heads: int = 0  # heads of keys and values, each of which some of queries share; 0: all own
-    mlp_width: int = 2816  # 11/3 of the width
+    mlp_width: Positive[int] = 2816  # 11/3 of the width
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
     bos: int = 50256  # stands before every document; attention does not cross it
-    encoding: str = "gpt2"  # how text became tokens: gpt2, bytes, or bpe with the data's own merges
+    encoding: Literal["gpt2", "bytes", "bpe"] = "gpt2"  # bpe: with merges beside the data
     ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
-    ngram_ids: str = "normalised"  # what is hashed: normalised (less case, accents), or raw ids
+    ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
     documents: bool = True  # attention stays inside a document
     still: bool = True  # half of the dimensions of a head do not rotate
@@ -222,14 +226,15 @@ class Config:
     lambdas: bool = True  # learned weights on q, k and v, on o, and on what each layer adds
     value_gates: bool = True  # how much of the value tables a head takes
     gate_width: int = 64  # hidden units of the MLPs that make gates; 0: gates are learned numbers
-    mudd_width: int = 64  # of those that make the weights of MUDD
-    rope_base: float = 1024.0
+    mudd_width: Positive[int] = 64  # of those that make the weights of MUDD
+    rope_base: Positive[float] = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: half wide, whole heads
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
-    compute_dtype: str = "bfloat16"  # of activations, matmuls, n-gram table; else float32
+    # of activations, matmuls and the n-gram table
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     # schedule: batch, windows and document length grow, at the end the batch shrinks again
     start: str = ""  # a checkpoint, with whose parameters the run starts, in place of random ones
-    steps: int = 1194
+    steps: Positive[int] = 1194
     extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
     # fmt: off
     stages: tuple[Stage, ...] = (
@@ -245,8 +250,8 @@ class Config:
         Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
     )
     # fmt: on
-    passes: int = 1  # times that the training tokens may be read; a record reads them once
-    attention_cap: int = 2560  # attention in training does not look across multiples of this
+    passes: Positive[int] = 1  # times that training tokens may be read; a record reads them once
+    attention_cap: Positive[int] = 2560  # training's attention looks across no multiples of this
     tied: float = 1.0  # share of the schedule in which head and embedding are one matrix
     cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
     lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
@@ -255,7 +260,7 @@ class Config:
     lr_anvil: float = 0.023
     decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
     momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, at first beta too
-    momentum_warmup: int = 240  # over this many steps
+    momentum_warmup: Positive[int] = 240  # over this many steps
     momentum_cooldown: int = 50  # and back, over the last steps
     # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
     rails_step: int = 514
@@ -265,10 +270,10 @@ class Config:
     cautious: bool = True  # weights decay only where the update shrinks them
     lr_adam: float = 0.008
     decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
-    adam_eps: float = 1e-10
+    adam_eps: Positive[float] = 1e-10
     # betas of mixing weights, and of gates and other scalars
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: int = 2  # steps whose gradients one Adam step sums; they wait on the devices
+    adam_every: Positive[int] = 2  # steps whose gradients one Adam step sums; they wait till then
     # n-gram and value tables: an update sums the gradients of so many steps, before table_change
     # and from that step on
     table_every: tuple[int, int] = (2, 4)
@@ -276,26 +281,27 @@ class Config:
     tail: int = 298  # last steps, over which head, embedding and matrices are averaged
     tail_average: int = 250  # the same for the second average, of matrices and value tables
     # validation: the first val_tokens of the validation split, each predicted once
-    val_tokens: int = 10_485_760
+    val_tokens: Positive[int] = 10_485_760
     val_every: int = 0  # steps; 0: only at the end
-    val_batch: int = 2_097_152
-    val_row: int = 262_144
-    val_windows: tuple[int, int] = (768, 2560)
+    val_batch: Positive[int] = 2_097_152
+    val_row: Positive[int] = 262_144
+    val_windows: Positive[tuple[int, int]] = (768, 2560)
     target: float = 3.28  # nats per token; 0: none
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     data: str = "data/fineweb10B"
-    devices: int = 0  # 0: all that there are
-    kernels: str = "auto"  # of Part V, where they serve; plain: none; attend,blend: only these
-    sparse_cores: bool = True  # a TPU's move data beside other work, see COMPILER_OPTIONS
-    micro_tokens: int = 49_152  # a device takes so many at a time (at least a row)
-    recompute: bool = False  # layers again on the way back, instead of keeping their activations
-    loss_chunk: int = 4800  # tokens whose logits exist at once; more if the softmax is a sample
-    prefetch: int = 4  # batches that wait on the devices
-    checkpoint_every: int = 0  # steps; 0: only at the end
-    checkpoint_end: str = "auto"  # auto: unless it takes more than 10 GB; always; never
-    log_every: int = 10  # steps between lines on the terminal; the log has them all
-    log_norms: bool = False  # metrics.jsonl has the norm of each update's gradient (costs passes)
-    sample_tokens: int = 0  # at the end of the run, continue the validation text by this many
+    devices: Machine[int] = 0  # 0: all that there are
+    kernels: Machine[str] = "auto"  # of Part V, all that serve; plain: none; attend,blend: these
+    sparse_cores: Machine[bool] = True  # a TPU's move data beside other work, see COMPILER_OPTIONS
+    micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time, or a row
+    recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
+    # tokens whose logits exist at once; more if the softmax is a sample
+    loss_chunk: Machine[Positive[int]] = 4800
+    prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
+    checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
+    checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
+    log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
+    log_norms: Machine[bool] = False  # metrics.jsonl has norms of updates' gradients (takes time)
+    sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
 
     @property
     def head_width(self) -> int:
@@ -2639,11 +2645,12 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
 
 # ---- Overrides: --set, and the numbers with which no run can be built --------------------------
 
-MACHINE = [field.name for field in dataclasses.fields(Config)]  # what --resume may --set:
-MACHINE = MACHINE[MACHINE.index("devices") :]  # the last block of the config, but for its data
-POSITIVE = """steps width heads mlp_width mudd_width rope_base adam_eps adam_every
-    prefetch loss_chunk micro_tokens val_tokens val_row val_batch log_every momentum_warmup
-    attention_cap row_tokens batch_tokens windows val_windows passes""".split()
+
+@functools.cache
+def rules(kind: type) -> dict[str, tuple[str, ...]]:
+    """Field of a dataclass -> "positive" and "machine", where that holds."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
 def validate(c: Config) -> Config:
@@ -2663,11 +2670,8 @@ def validate(c: Config) -> Config:
             numbers = [x for x in jax.tree.leaves(value) if isinstance(x, int | float)]
             fits = all(0 <= x < 2**32 for x in numbers)
             rule(at + field.name, fits, "it must not be negative, nor so large")
-            rule(at + field.name, all(numbers) or field.name not in POSITIVE, "it must be positive")
-    choices = {"ngram_ids": "normalised raw", "compute_dtype": "bfloat16 float32"}
-    choices |= {"encoding": "gpt2 bytes bpe", "checkpoint_end": "auto always never"}
-    for name, words in choices.items():
-        rule(name, getattr(c, name) in words.split(), words.replace(" ", ", "))
+            positive = "positive" in rules(type(part))[field.name]
+            rule(at + field.name, all(numbers) or not positive, "it must be positive")
     known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
     rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
@@ -2732,6 +2736,10 @@ def typed(kind, value, name=""):
         each, *rest = typing.get_args(kind)
         if rest == [...] or len(value) == 1 + len(rest):
             return tuple(typed(each, x, f"{name}.{i}") for i, x in enumerate(value))
+    if typing.get_origin(kind) is Literal:
+        words = typing.get_args(kind)
+        need(value in words, f"{name}={value!r} is not valid: {', '.join(words)}")
+        return value
     number = kind in (int, float) and type(value) in (int, kind) and abs(value) < 2**63
     fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
     shown = kind if typing.get_origin(kind) else kind.__name__
@@ -3618,8 +3626,9 @@ def run(argv: list[str], command: str):
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
     name, _, items = named(args)
-    anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*MACHINE}
-    drop = f"drop PRESET, --seed, --show, --set but for {', '.join(MACHINE)}"
+    machine = [name for name, own in rules(Config).items() if "machine" in own]
+    anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*machine}
+    drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}"
     drop += f", and --start; for a new run with its parameters: --start {args.resume}"
     need(not args.resume or not anew, f"--resume takes the config of the run: {drop}")
     cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
