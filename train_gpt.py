@@ -40,7 +40,7 @@ lengths are counted in tokens.
     The numbers of a run          every setting and the presets: look them up
     PART I, the core              a GPT and its training, in plain JAX: what `plain` runs
     PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
-    PART III, the data            from shards to batches, made ahead of use
+    PART III, the data            from shards to batches, made ahead of use; validation
     PART IV, around a run         set-up, refusals, devices, memory, checkpoints, log, signals,
                                   several hosts, command line: look it up
     PART V, fast on hardware      compilation, collectives as compilers want them, kernels that
@@ -50,7 +50,7 @@ Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds:
 row of param_table or params_of_ideas, forward. Inside attention: attention, HeadInputs,
 attend_heads or attend_plain, and attend_window too, or a refusal in serving_kernels. What the loss
 reads: a row of param_table, batch_loss (fused_cross_entropy is what trains). A table:
-params_of_ideas, table_ids, look_up. A new kernel: a function that equals one of Kernels, its
+params_of_ideas, ids_of_ideas, look_up. A new kernel: a function that equals one of Kernels, its
 conditions in serving_kernels. What leaves an idea out: a line of IDEAS. Always: validate,
 flops_per_token, a test in tests/recipe.
 """
@@ -769,11 +769,6 @@ class Model(NamedTuple):
     signs: jax.Array  # see sign_pool
     segments_bt: jax.Array | None = None  # attention does not cross from one number to another
 
-    @property
-    def windows(self) -> tuple[int, int]:
-        """Short and long."""
-        return self.stage.windows if self.stage else self.cfg.val_windows
-
 
 def batch_loss(params, found, model: Model, rows: Rows):
     """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
@@ -866,7 +861,7 @@ def attention(model: Model, i: int, x_btd, added, gates):
     """What the attention of layer `i` adds to the stream, from norm(x). `added`: see HeadInputs;
     `gates`: see coefficients."""
     cfg, hyper = model.cfg, model.hyper
-    heads = heads_of(cfg, i, model.windows)
+    heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
     wide = int(cfg.layers[i].attends == "long")
     with jax.named_scope(f"attention{i}"):
         qkv = norm(x_btd) @ projection(model, i, heads).T
@@ -1074,23 +1069,6 @@ def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int):
 # ---- Loss: features -> summed cross-entropy ----------------------------------------------------
 
 
-def targets_ahead(aims, weights, prefix_weight=None):
-    """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
-    token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
-    `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
-    beyond the end of a row, and in a row of targets -1, which only fills up the last validation
-    batch."""
-    tokens = jnp.arange(aims.targets.shape[1])
-    found = []
-    for j in range(weights.shape[0]):
-        targets = jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j)))
-        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
-        found.append((targets, counts * weights[j]))
-    if prefix_weight is not None:
-        found.append((jnp.maximum(aims.prefixes, 0), (aims.prefixes >= 0) * prefix_weight))
-    return tuple(jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
-
-
 def cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
     Features [t, d], head [v, d], targets int and weights float [t, targets]. A token whose first
@@ -1141,10 +1119,9 @@ def add_losses(totals, losses, weights):
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
-    dropped n-grams). `table` is this device's shard of the n-gram table.
-    Gradients of banks are shards of the sum over all devices, see gather_banks; those of n-grams go
-    to the rows' owners, beside their requests: a pair, see sum_requests. Gradients of looked-up
-    rows are added up, by add_rows, in an array of the shape of their table."""
+    dropped n-grams). `table` is this device's shard of the n-gram table. Gradients of banks are
+    shards of the sum over all devices, see gather_banks; those of looked-up rows are added up in an
+    array of the shape of their table; those of n-grams go to the owners, see sum_requests."""
     requested, fetched = fetch_requests(table, batch)
     fetched, copies, reduce = gather_banks(cfg, copies, fetched)
     model = Model({}, cfg, kernels, stage, batch.hyper, copies.get("signs"))
@@ -1194,13 +1171,6 @@ def look_up(cfg: Config, tables, ids: dict) -> dict[str, tuple]:
     return found
 
 
-def micro_batches(cfg: Config, rows: Rows):
-    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
-    b, t = rows.tokens[:, 1:].shape
-    together = rows_together(cfg, b, t)
-    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
-
-
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
     That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
@@ -1232,8 +1202,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """(state, compute copies of what changed) after an update of `due`: name -> this device's
     gradients of the steps since the last update, a tuple. Each device receives its shard of their
     sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
-    gradients cross the network in the compute dtype, as in the original. For cfg.log_norms
-    copies have a "norm"."""
+    gradients cross the network in the compute dtype, as in the original."""
     new = {kind: dict(entries) for kind, entries in state.items()}
     squares = []
     for name, grads in due.items():
@@ -1261,17 +1230,6 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     if cfg.log_norms:
         copies["norm"] = jnp.sqrt(lax.psum(sum(squares), AXIS))
     return new, copies
-
-
-def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
-    """(lr, decay, number of the step from 1, betas, eps, whether decay is cautious) of an update
-    that sums so many steps. One of tables that sums twice as many forgets as much as two: betas
-    squared, decay doubled (record 92)."""
-    of_tables = row.updated_by == "tables"
-    span = steps / cfg.table_every[0] if of_tables else 1
-    count = hyper.table_count if of_tables else hyper.adam_count
-    betas = tuple(beta**span for beta in row.betas)
-    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious
 
 
 def adam(param, mean, square, grad, rates: tuple):
@@ -1351,10 +1309,80 @@ def orthogonalize(x, dtype):
     return x.mT if tall else x
 
 
-def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step."""
-    params = averaged(cfg, state) if cfg.tail or cfg.tail_average else state["params"]
-    return state | {"params": params}, compute_copies(cfg, params, GATHER)
+# ---- Programs: what each step takes and gives, and how the devices share it --------------------
+
+
+class Program(NamedTuple):
+    """A function of this file, and what it takes to compile it for a mesh."""
+
+    step: Callable
+    args: tuple  # shapes, dtypes and shardings of its arguments
+    out: tuple  # how its results lie on the mesh
+    donates: tuple = ()  # numbers of the arguments whose memory its results may take
+    options: dict = {}  # for the compiler
+
+
+@functools.cache
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
+    """All programs of a run: gradients and updates in the order of their first use, "finish" and
+    "eval", averaging and validation. Gradients [n, ...] that wait for an update, of which each
+    device has its own, are one array [devices * n, ...] here; those of banks are cut like banks."""
+
+    def cut(dtype, *shape):
+        return abstract(mesh, shape, dtype, AXIS)
+
+    def batch(n, t, candidates=0):
+        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
+        rows = Rows(cut(jnp.uint16, n, t + 1), None, None, aims)
+        if not cfg.ngram_rows:
+            return Batch(rows, None, hyper)
+        rows = rows._replace(hashed=cut(jnp.uint16, n, t), slots=cut(jnp.int32, n, 2, t))
+        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
+        return Batch(rows, requests, hyper)
+
+    def grads(name, update):
+        if name == NGRAMS:  # the rows that were fetched of it
+            sizes = [capacity(cfg.stages[at].batch_tokens, mesh.size) for at in update.stages]
+            shapes = [(mesh.size**2, size) for size in sizes]
+            return tuple((cut(jnp.int32, *s), cut(cfg.dtype, *s, cfg.width)) for s in shapes)
+        x = copies[name]
+        each = 1 if update.kind == "anvil" else mesh.size
+        return (cut(x.dtype, each * x.shape[0], *x.shape[1:]),) * update.steps
+
+    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
+    state = abstract_state(cfg, mesh)
+    copies = abstract_copies(cfg, mesh)
+    model = copies, state["params"].get(NGRAMS)
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+    found = {}
+    steps = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
+    for key in sorted(steps, key=lambda x: isinstance(x, Update)):
+        if isinstance(key, Gradients):
+            stage = cfg.stages[key.stage]
+            step = functools.partial(grads_step, cfg, kernels, stage)
+            args = *model, batch(stage.rows, stage.row_tokens, key.candidates)
+            found[key] = Program(step, args, (P(AXIS), P(), P()))
+        else:
+            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
+            due = {name: grads(name, key) for name in updated(cfg, key.kind)}
+            changed = specs({name: copies[name] for name in due if name != NGRAMS})
+            out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
+            found[key] = Program(step, (state, due, hyper), out, donates=(0,))
+    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
+    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
+    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
+    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
+    options = compiler_options(cfg, mesh.devices.flat[0].platform)
+    return {key: program._replace(options=options) for key, program in found.items()}
+
+
+def lower(program: Program, mesh: Mesh):
+    """A program lowered for the devices of `mesh`, which need not be there."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
+    step = shard(program.step, in_specs=specs, out_specs=program.out)
+    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
+    return step.lower(*program.args)
 
 
 # ---- Training: the clock and the loop ----------------------------------------------------------
@@ -1429,26 +1457,6 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         table = state["params"].get(NGRAMS)
         demonstrate(log, (cfg, mesh, kernels, copies, table, words, cfg.steps))
     return log.folder
-
-
-def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
-    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
-    dropped n-grams); `loss` is the program for that, with the model."""
-    rows = cfg.val_tokens // cfg.val_row
-    of_batch = cfg.val_batch // cfg.val_row
-    pieces, _ = plan_plain(0, rows, cfg.val_row)
-    results = []
-    for path in stream.paths:
-        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
-    for first in range(0, rows, of_batch):
-        here = [first + row for row in own_rows(mesh, of_batch)]
-        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
-        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
-        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
-        arrays = rows_of(cfg, mesh, known, tokens, next_tokens(targets))
-        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
-    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
-    return float(total) / cfg.val_tokens, int(dropped)
 
 
 # ================================================================================================
@@ -1587,6 +1595,17 @@ def last_tied_step(cfg: Config) -> int:
     return last + -(last + 1) % cfg.adam_every
 
 
+def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
+    """(lr, decay, number of the step from 1, betas, eps, whether decay is cautious) of an update
+    that sums so many steps. One of tables that sums twice as many forgets as much as two: betas
+    squared, decay doubled (record 92)."""
+    of_tables = row.updated_by == "tables"
+    span = steps / cfg.table_every[0] if of_tables else 1
+    count = hyper.table_count if of_tables else hyper.adam_count
+    betas = tuple(beta**span for beta in row.betas)
+    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious
+
+
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """update_step while head and embedding are one matrix: its gradient is the sum of both."""
     due = dict(due)
@@ -1718,6 +1737,12 @@ def averaged(cfg: Config, state) -> dict:
     return params
 
 
+def finish_step(cfg: Config, state):
+    """(the state with the weights to validate, their compute copies), after the last step."""
+    params = averaged(cfg, state) if cfg.tail or cfg.tail_average else state["params"]
+    return state | {"params": params}, compute_copies(cfg, params, GATHER)
+
+
 # ---- Losses on more than the next token, and a sampled softmax ----------------------------------
 
 # without=ahead: a young model also predicts the tokens after the next (targets_ahead; record 53:
@@ -1741,6 +1766,23 @@ def in_parts(cfg: Config, name: str, stage, at, length) -> np.ndarray:
     entries = [getattr(cfg.stages[s], name) for s in stage]
     parts = zip(entries, at, length, strict=True)
     return np.array([e[i * len(e) // steps] for e, i, steps in parts])
+
+
+def targets_ahead(aims, weights, prefix_weight=None):
+    """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
+    token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
+    `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
+    beyond the end of a row, and in a row of targets -1, which only fills up the last validation
+    batch."""
+    tokens = jnp.arange(aims.targets.shape[1])
+    found = []
+    for j in range(weights.shape[0]):
+        targets = jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j)))
+        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
+        found.append((targets, counts * weights[j]))
+    if prefix_weight is not None:
+        found.append((jnp.maximum(aims.prefixes, 0), (aims.prefixes >= 0) * prefix_weight))
+    return tuple(jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
 
 
 class Vocabulary(NamedTuple):
@@ -2491,6 +2533,29 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
     return np.stack([np.concatenate(found[row]) for row in here])
 
 
+# ---- Validation --------------------------------------------------------------------------------
+
+
+def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
+    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
+    dropped n-grams); `loss` is the program for that, with the model."""
+    rows = cfg.val_tokens // cfg.val_row
+    of_batch = cfg.val_batch // cfg.val_row
+    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    results = []
+    for path in stream.paths:
+        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+    for first in range(0, rows, of_batch):
+        here = [first + row for row in own_rows(mesh, of_batch)]
+        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
+        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
+        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
+        arrays = rows_of(cfg, mesh, known, tokens, next_tokens(targets))
+        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
+    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
+    return float(total) / cfg.val_tokens, int(dropped)
+
+
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
@@ -2926,6 +2991,13 @@ def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
+
+
+def micro_batches(cfg: Config, rows: Rows):
+    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
+    b, t = rows.tokens[:, 1:].shape
+    together = rows_together(cfg, b, t)
+    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
 
 
 def rows_together(cfg: Config, b: int, t: int) -> int:
@@ -3708,82 +3780,6 @@ def main(argv=None) -> int:
 # ================================================================================================
 # PART V: FAST ON HARDWARE
 # ================================================================================================
-
-# ---- Programs: what each step takes and gives, and how the devices share it --------------------
-
-
-class Program(NamedTuple):
-    """A function of this file, and what it takes to compile it for a mesh."""
-
-    step: Callable
-    args: tuple  # shapes, dtypes and shardings of its arguments
-    out: tuple  # how its results lie on the mesh
-    donates: tuple = ()  # numbers of the arguments whose memory its results may take
-    options: dict = {}  # for the compiler
-
-
-@functools.cache
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
-    """All programs of a run: gradients and updates in the order of their first use, "finish" and
-    "eval", averaging and validation. Gradients [n, ...] that wait for an update, of which each
-    device has its own, are one array [devices * n, ...] here; those of banks are cut like banks."""
-
-    def cut(dtype, *shape):
-        return abstract(mesh, shape, dtype, AXIS)
-
-    def batch(n, t, candidates=0):
-        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
-        rows = Rows(cut(jnp.uint16, n, t + 1), None, None, aims)
-        if not cfg.ngram_rows:
-            return Batch(rows, None, hyper)
-        rows = rows._replace(hashed=cut(jnp.uint16, n, t), slots=cut(jnp.int32, n, 2, t))
-        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
-        return Batch(rows, requests, hyper)
-
-    def grads(name, update):
-        if name == NGRAMS:  # the rows that were fetched of it
-            sizes = [capacity(cfg.stages[at].batch_tokens, mesh.size) for at in update.stages]
-            shapes = [(mesh.size**2, size) for size in sizes]
-            return tuple((cut(jnp.int32, *s), cut(cfg.dtype, *s, cfg.width)) for s in shapes)
-        x = copies[name]
-        each = 1 if update.kind == "anvil" else mesh.size
-        return (cut(x.dtype, each * x.shape[0], *x.shape[1:]),) * update.steps
-
-    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
-    state = abstract_state(cfg, mesh)
-    copies = abstract_copies(cfg, mesh)
-    model = copies, state["params"].get(NGRAMS)
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
-    found = {}
-    steps = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
-    for key in sorted(steps, key=lambda x: isinstance(x, Update)):
-        if isinstance(key, Gradients):
-            stage = cfg.stages[key.stage]
-            step = functools.partial(grads_step, cfg, kernels, stage)
-            args = *model, batch(stage.rows, stage.row_tokens, key.candidates)
-            found[key] = Program(step, args, (P(AXIS), P(), P()))
-        else:
-            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
-            due = {name: grads(name, key) for name in updated(cfg, key.kind)}
-            changed = specs({name: copies[name] for name in due if name != NGRAMS})
-            out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
-            found[key] = Program(step, (state, due, hyper), out, donates=(0,))
-    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
-    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
-    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
-    options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {key: program._replace(options=options) for key, program in found.items()}
-
-
-def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there."""
-    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
-    step = shard(program.step, in_specs=specs, out_specs=program.out)
-    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
-    return step.lower(*program.args)
-
 
 # ---- Compilation: every program of the run, before the clock starts ----------------------------
 

@@ -480,8 +480,7 @@ def part_one(tmp_path_factory, shards):
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
-    source = T.prepare, T.in_chunks, T.rows_together, T.Clock, T.settle, T.sound
-    source += T.Program, T.programs
+    source = T.prepare, T.micro_batches, T.rows_together, T.in_chunks, T.Clock, T.settle, T.sound
     for each in source:
         exec("from __future__ import annotations\n" + inspect.getsource(each), vars(part))
     log = Log(part.Clock(), folder)
