@@ -2051,6 +2051,9 @@ def adam_rows(table, square, ids, grad, rates: tuple):
 # (47, 48, 73).
 
 
+GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
+
+
 def gated_values(model: Model, i: int, x_btd, values):
     """What layer `i` adds to its v, a pair (HeadInputs.added): the tokens' rows of its value table,
     and a gate for each head, twice the sigmoid of a weighted sum of the first features of the
@@ -2081,9 +2084,6 @@ def post_lambdas(model: Model, i: int):
     """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
     own = not model.cfg.layers[i].mudd
     return model.params["post_lambdas"][i] if own else jnp.ones(2, jnp.float32)
-
-
-GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
 
 
 # ---- Gates, and what else small MLPs give out for each token -------------------------------------
@@ -2559,7 +2559,6 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-
 DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
 
 
@@ -2849,12 +2848,11 @@ def set_field(part, path: list[str], text: str):
             set_field(x, rest, text)
     elif rest:
         set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
-    elif isinstance(part[at], str):
-        part[at] = text
     else:
+        number = not isinstance(part[at], str)
         part[at] = text
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-            part[at] = ast.literal_eval(text)
+            part[at] = ast.literal_eval(text) if number else text
 
 
 # ---- Devices: which of them a run uses, and how its arrays lie on them -------------------------

@@ -74,6 +74,13 @@ def features(model: T.Model, tokens, hashed, slots):
     return T.forward(model, T.look_up(model.cfg, model.params, T.table_ids(model.cfg, rows)), rows)
 
 
+def traced(program: T.Program, mesh):
+    """A program as jax traces it for the devices of `mesh`; nothing is lowered."""
+    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    how = {"mesh": mesh, "in_specs": specs, "out_specs": program.out, "check_vma": False}
+    return jax.jit(jax.shard_map(program.step, **how)).trace(*program.args)
+
+
 def padded(shape: tuple, row: T.Param, devices: int) -> tuple:
     """A shape on so many devices, with the rows of zeros that make it divisible."""
     return (-(-shape[0] // devices) * devices, *shape[1:]) if row.sharded else shape

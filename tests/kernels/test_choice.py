@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from conftest import small_config
-from programs import mesh_of
+from programs import mesh_of, traced
 
 import train_gpt as T
 
@@ -208,7 +208,5 @@ def test_gradients_of_the_record_can_be_traced_with_all_kernels():
     assert all(x is not y for x, y in zip(kernels, T.PLAIN, strict=True))
     for key, program in T.programs(cfg, mesh, kernels).items():
         if isinstance(key, T.Gradients) and key.number in (0, 5):
-            specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-            how = {"mesh": mesh, "in_specs": specs, "out_specs": program.out, "check_vma": False}
-            grads, *_ = jax.eval_shape(jax.shard_map(program.step, **how), *program.args)
+            grads, *_ = traced(program, mesh).out_info
             assert grads.keys() == T.param_table(cfg).keys()

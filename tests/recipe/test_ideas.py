@@ -7,11 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from conftest import ROOT, small_config
-from programs import mesh_of
+from programs import mesh_of, traced
 from test_parts import DEFINITIONS, part_of
 from training import BRIEF, arrays, assert_same_arrays, back_to, train_losses, trained
 
@@ -57,16 +56,7 @@ def test_what_belongs_to_an_idea_alone_is_not_there_without_it(idea):
     mesh = mesh_of(2)
     for key, program in T.programs(cfg, mesh, T.PLAIN).items():
         if isinstance(key, T.Gradients) and key.number == 0:
-            grads, *_ = jax.eval_shape(
-                jax.shard_map(
-                    program.step,
-                    mesh=mesh,
-                    in_specs=jax.tree.map(lambda x: x.sharding.spec, program.args),
-                    out_specs=program.out,
-                    check_vma=False,
-                ),
-                *program.args,
-            )
+            grads, *_ = traced(program, mesh).out_info
             assert {*grads} == {*T.param_table(cfg)}
 
 
@@ -173,9 +163,7 @@ def test_gates_of_either_small_mlp_may_be_all_that_there_are(names):
     cfg = T.override(CFG, [f"without={names}"])
     mesh = mesh_of(1)
     program = next(iter(T.programs(cfg, mesh, T.PLAIN).values()))
-    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    how = {"mesh": mesh, "in_specs": specs, "out_specs": program.out, "check_vma": False}
-    text = str(jax.make_jaxpr(jax.shard_map(program.step, **how))(*program.args))
+    text = str(traced(program, mesh).jaxpr)
     count = sum(len(each) > 0 for each in T.coefficient_table(cfg)["gate"])
     assert count in (1, 2) and text.count("erf") >= count  # of their hidden units
 

@@ -34,6 +34,7 @@ from programs import (
     quick_compilation,
     run_steps,
     strip_padding,
+    traced,
     val_batch,
 )
 from test_parts import DEVICES_SECTION, LATER, RECIPE
@@ -224,13 +225,10 @@ SENDS = "all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"
 
 
 @functools.cache
-def traced(name: str):
+def of_short(name: str):
     """A program of SHORT on two devices as jax traces it."""
     mesh = mesh_of(2)
-    step, args, out, *_ = by_name(T.programs(SHORT, mesh, KERNELS))[name]
-    specs = jax.tree.map(lambda x: x.sharding.spec, args)
-    step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-    return jax.jit(step).trace(*args)
+    return traced(by_name(T.programs(SHORT, mesh, KERNELS))[name], mesh)
 
 
 def equations(jaxpr, in_loop=False):
@@ -266,7 +264,7 @@ def test_each_parameter_crosses_once_in_bfloat16_and_sums_are_float32(
     """Banks are gathered and reduced beside the gradients. Of all others an update reduce-scatters
     or all-reduces the gradients, and gathers what it changed. Nothing crosses in a loop: micro-
     batches are summed, in float32, before."""
-    program, sent, loops = traced(name), Counter(), []
+    program, sent, loops = of_short(name), Counter(), []
     for eqn, in_loop in equations(program.jaxpr.jaxpr):
         if kind := next((x for x in SENDS if eqn.primitive.name.startswith(x)), None):
             types = {x.aval.dtype.name for x in eqn.invars}
