@@ -22,7 +22,8 @@ from the top, and of Part II what you want to know. A step of training, in lines
 gathered, forward, loss, gradients, those of banks summed over devices); updates (anvil at every
 step: banks, by Muon with a second, slower momentum; adam at every 2nd: head, embedding, small ones;
 tables at every 2nd, from step 336 on every 4th: value and n-gram tables), which sum over devices,
-change a part on each, and gather the result; and what comes at the end, finish and eval.
+change a part on each, and gather the result; and what comes at the end, finish and eval. In
+`plain` there are no n-grams, and every step is grads0, anvil, which then is Muon alone, and adam.
 
 Words that are used throughout:
     bank        equal-shaped matrices, stacked: [matrices, rows, cols]
@@ -32,6 +33,7 @@ Words that are used throughout:
     window      how many tokens before itself a token sees
     stage       a stretch of the run with one shape of batch
     waiting     of gradients: until an update sums those of several steps
+    dropped     of n-grams: those for which a request to another device had no room
 
 Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or queries, s keys,
 d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
@@ -48,11 +50,11 @@ lengths are counted in tokens.
 
 Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds: a field of Layer, a
 row of param_table or params_of_ideas, forward. Inside attention: attention, HeadInputs,
-attend_heads or attend_plain, and attend_window too, or a refusal in serving_kernels. What the loss
-reads: a row of param_table, batch_loss (fused_cross_entropy is what trains). A table:
-params_of_ideas, ids_of_ideas, look_up. A new kernel: a function that equals one of Kernels, its
-conditions in serving_kernels. What leaves an idea out: a line of IDEAS. Always: validate,
-flops_per_token, a test in tests/recipe.
+attend_heads or attend_plain, trials; and attend_window too, or one more of the conditions in
+serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
+are capped, fused_cross_entropy trains, which equals it). A table: params_of_ideas, ids_of_ideas,
+look_up. A new kernel: a function that equals one of Kernels, its conditions in serving_kernels.
+What leaves an idea out: a line of IDEAS. Always: validate, flops_per_token, a test in tests/recipe.
 """
 
 from __future__ import annotations
@@ -205,7 +207,9 @@ class Config:
     )
     width: Positive[int] = 768
     heads: Positive[int] = 6
-    kv_heads: int = 0  # heads of keys and values, each of which some of queries share; 0: all own
+    kv_heads: int = (
+        0  # heads of keys and values, which queries share in groups; 0: as many as queries
+    )
     mlp_width: Positive[int] = 2816  # 11/3 of the width
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
@@ -228,7 +232,7 @@ class Config:
     gate_width: int = 64  # hidden units of the MLPs that make gates; 0: gates are learned numbers
     mudd_width: Positive[int] = 64  # of those that make the weights of MUDD
     rope_base: Positive[float] = 1024.0
-    attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: half wide, whole heads
+    attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: short layers, long ones
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
     # of activations, matmuls and the n-gram table
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -256,10 +260,10 @@ class Config:
     cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
     lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
     # optimizers; param_table has the factors of each parameter
-    muon: bool = True  # a matrix's update is orthogonalized; else only as large
+    muon: bool = True  # a matrix's update is orthogonalized; else its direction stays (as_large)
     lr_anvil: float = 0.023
     decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
-    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, at first beta too
+    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, and beta of the average
     momentum_warmup: Positive[int] = 240  # over this many steps
     momentum_cooldown: int = 50  # and back, over the last steps
     # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
@@ -363,7 +367,8 @@ PRESETS = {
         micro_tokens=256,  # fits a core's caches
         data="data/builtin", sample_tokens=80,
     ),
-    # `tiny` without any of IDEAS: causal attention inside documents, rotation, MLPs, two tables.
+    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
+    # embedding and head. What belongs to ideas that are off does nothing.
     "plain": Config(
         preset="plain", without="all",
         layers=(Layer("long"),) * 4,
@@ -447,11 +452,11 @@ class Hyper(NamedTuple):
 
     lr: np.ndarray  # factor on every learning rate
     momentum: np.ndarray  # how far an update goes from the gradient to its average (Nesterov)
-    fast_beta: np.ndarray  # of the fast average of the gradient
-    fast_weight: np.ndarray  # of that average; the slow one has the rest
+    fast_beta: np.ndarray  # of that average, see anvil
+    fast_weight: np.ndarray  # of it, where a slow average has the rest (two_rails)
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
     table_count: np.ndarray  # table updates, likewise
-    freqs: np.ndarray  # [2, h/4] rotary, radians per position, of half-wide and of whole heads
+    freqs: np.ndarray  # [2, pairs that turn] radians a position, of short and of long layers
     scales: np.ndarray  # [2] of q k^T, likewise
     weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
     prefix: np.ndarray  # weight of the loss on the prefix
@@ -495,20 +500,18 @@ class Update(NamedTuple):
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """The Schedule of a run. In a stage numbers are constant, linear or constant in equal parts."""
+    """The Schedule of a run: when the learning rate falls, and which programs a step runs."""
     step = np.arange(cfg.steps)
     end = cfg.steps - cfg.extension
-    lengths = np.diff(cfg.boundaries)
-    stage = np.repeat(np.arange(len(cfg.stages)), lengths)
-    place = stage, step - np.array(cfg.boundaries)[stage], lengths[stage]  # step of how many
+    stage = np.repeat(np.arange(len(cfg.stages)), np.diff(cfg.boundaries))
 
     # Larger batches bear larger rates: a stage's factor is about the root of its batch's growth.
-    # The rate falls early, but not far: averaging the last weights does the rest.
+    # The rate falls early, but not far: the record averages its last weights besides.
     flat = int((1 - cfg.cooldown) * end)
     done = np.where(step < end, np.maximum(step - flat, 0) / max(end - flat, 1), 1.0)
     lr = np.array([s.lr_factor for s in cfg.stages])[stage] * (1 - done) + cfg.lr_floor * done
 
-    # Early gradients turn too fast to be averaged for long; the last steps follow the last ones.
+    # Early gradients turn too fast to be averaged for long, and the last steps are to settle.
     low, high = cfg.momentum
     up = np.minimum(step / cfg.momentum_warmup, 1)
     turn = cfg.steps - cfg.momentum_cooldown
@@ -521,21 +524,10 @@ def schedule(cfg: Config) -> Schedule:
 
     rotations = yarn(cfg) if len(cfg.stages) > 1 else [rotation(cfg)]
     freqs, scales = (np.stack(x)[stage] for x in zip(*rotations, strict=True))
-    fast_beta, fast_weight = fast_rail(cfg, step, momentum)
-    hyper = Hyper(
-        lr=lr,
-        momentum=momentum,
-        fast_beta=fast_beta,
-        fast_weight=fast_weight,
-        adam_count=step // cfg.adam_every + 1,
-        table_count=np.cumsum(tables > 0) - (tables > 0) + 1,
-        freqs=freqs,
-        scales=scales,
-        weights=loss_weights(cfg, *place),
-        prefix=in_parts(cfg, "prefix", *place),
-        average_rates=average_rates(cfg, adam, tables),
-    )
-    candidates = in_parts(cfg, "candidates", *place)
+    own = {"lr": lr, "momentum": momentum, "freqs": freqs, "scales": scales}
+    own["adam_count"] = step // cfg.adam_every + 1
+    hyper = Hyper(**own, **hyper_of_ideas(cfg, momentum, adam, tables))
+    candidates = in_parts(cfg, "candidates")
     numbers = {}  # of the shapes of a step
     programs = []
     for i, shape in enumerate(zip(stage.tolist(), candidates.tolist(), strict=True)):
@@ -599,16 +591,16 @@ class Param:
 
     shape: tuple[int, ...]
     init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the start
-    optimizer: str  # anvil, adam, or rows (one second moment for each row of a table)
-    updated_by: str  # anvil (every step), adam, or tables (seldom)
+    optimizer: str  # how: anvil, adam, or rows (one second moment for each row of a table)
+    updated_by: str  # when: anvil (every step), adam, or tables (seldom)
     lr: float
     decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
     betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
     scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
     averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, share of the way there at the end)
-    rescaled: bool = False  # after that the weights get back the norm they had
+    rescaled: bool = False  # when averaged, the weights get back the norm they had
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
-    dtype: str = "float32"  # of the master
+    dtype: str = "float32"  # of the parameter itself, of which copies are made
 
 
 def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
@@ -629,25 +621,24 @@ def param_table(cfg: Config) -> dict[str, Param]:
     """Name -> Param: every parameter, its size, its start and how it learns.
 
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
-        qk_bank [n per attention, 2h, d]: q of each two heads, then k likewise; x W^T
+        qk_bank [2 per attention, d, d]: q, then k; x W^T (or each cut by heads, see qk_heads)
         vo_bank [2 per attention, d, d]: v, then o; x W^T (if heads share v, it is in v_bank)
         mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
-    ANVIL takes q and k two heads at a time, since heads do not share what they look for (record
-    80). Down-projections start at zero: the MLPs begin as the identity. An orthogonalized update
-    has unit singular values whatever the shape, so it changes an output element less as the output
-    grows; sqrt(f / d) makes up for that in the up-projections (Jordan et al. 2024). The
-    down-projections get twice as much, found by trial (record 48).
+    Down-projections start at zero, as output projections may (o_start): a layer begins by adding
+    nothing. An orthogonalized update has unit singular values whatever the shape, so it changes an
+    output element less as the output grows; sqrt(f / d) makes up for that in the up-projections
+    (Jordan et al. 2024). The down-projections get twice as much, found by trial (record 48).
 
     What is of size 0, as it belongs to an idea that is off, is not there.
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
     whole = 2 if kv == n else 1  # matrices [d, d] of an attention: v and o, or o alone
-    together = cfg.qk_heads or n  # heads that are one matrix
+    together = cfg.qk_heads or n  # heads of which q or k is one matrix
     attends = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
     vo_sizes = (1.0, cfg.o_start)[2 - whole :] * attends
-    mlp_sizes = (1.0,) * mlps + (cfg.down_start,) * mlps  # as they are drawn, see in_pairs
+    mlp_sizes = (1.0,) * mlps + (cfg.down_start,) * mlps  # drawn in this order, see in_pairs
     up = math.sqrt(max(1, f / d))
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     mlp = by_anvil(cfg, (2 * mlps, f, d), mlp_sizes, (up, 2 * up) * mlps)
@@ -749,7 +740,8 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 
 
 class Kernels(NamedTuple):
-    """The five places where Part V may put something faster: the same up to rounding."""
+    """The five places where Part V may put something faster, the same up to rounding; plain forms
+    are PLAIN, where Part II ends."""
 
     attend: Callable  # attend_heads with an attention
     add_mlp: Callable  # half a layer
@@ -773,8 +765,9 @@ class Model(NamedTuple):
 def batch_loss(params, found, model: Model, rows: Rows):
     """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
     token, which is reported). It is differentiable in all `params` and in the rows of tables that
-    look_up has `found`. As in the original, the summed loss of a row is averaged over rows: so the
-    gradient grows with their length, while the moments remember the old size."""
+    look_up has `found`. It is the sum over a row's tokens, averaged over rows, as in the original:
+    so the gradient grows with the length of rows. Muon and Adam do not see constant factors; their
+    moments remember the size of before."""
     stage, hyper = model.stage, model.hyper
     x_btd = forward(model._replace(params=params), found, rows)
     if stage:
@@ -795,9 +788,8 @@ def batch_loss(params, found, model: Model, rows: Rows):
 
 
 def forward(model: Model, found: dict, rows: Rows):
-    """The model, from the rows of tables that look_up has `found` to the normed output: [b, t, d].
-    Late attention reads an earlier output (Layer.reads; record 77), and one layer has an earlier
-    output in place of attention (Layer.skip; record 45)."""
+    """The model: the normed embeddings that look_up has `found`, layers that add to them, a norm:
+    [b, t, d]. Layer says what each adds, and from where it reads."""
     params, cfg = model.params, model.cfg
     cap = cfg.attention_cap if model.stage else 0
     segments_bt = segment_ids(rows.tokens[:, :-1], cfg.bos if cfg.documents else -1, cap)
@@ -1011,7 +1003,7 @@ def rope_tables(freqs, positions_tn, width: int):
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
-    """Rotate the pairs (i, i + h/2) of every head by the angle of their position."""
+    """Rotate the pairs (i, i + h/2) of every head by minus the angle of their position."""
     left, right = jnp.split(x_btnh, 2, axis=-1)
     cos, sin = (a.astype(x_btnh.dtype)[None] for a in (cos_tnh, sin_tnh))
     return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
@@ -1069,6 +1061,23 @@ def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int):
 # ---- Loss: features -> summed cross-entropy ----------------------------------------------------
 
 
+def targets_ahead(aims, weights, prefix_weight=None):
+    """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
+    token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
+    `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
+    beyond the end of a row, and in a row of targets -1, which only fills up the last validation
+    batch."""
+    tokens = jnp.arange(aims.targets.shape[1])
+    found = []
+    for j in range(weights.shape[0]):
+        targets = jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j)))
+        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
+        found.append((targets, counts * weights[j]))
+    if prefix_weight is not None:
+        found.append((jnp.maximum(aims.prefixes, 0), (aims.prefixes >= 0) * prefix_weight))
+    return tuple(jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
+
+
 def cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
     """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
     Features [t, d], head [v, d], targets int and weights float [t, targets]. A token whose first
@@ -1112,9 +1121,12 @@ def add_losses(totals, losses, weights):
 
 # ---- The step: what every device does ----------------------------------------------------------
 
-# Collectives are lax.all_to_all in `exchange`, lax.psum, and three that Part V arranges for XLA:
-# gather_banks is lax.all_gather of every bank, and what it returns to reduce gradients with is
-# lax.psum_scatter, as is reduce_scatter. (There sum_batches is lax.scan, and in_order an order.)
+# Part V arranges for XLA what these say plainly:
+#     gather_banks    lax.all_gather of every bank; and a function that is lax.psum_scatter of its
+#                     gradients
+#     reduce_scatter  lax.psum_scatter
+#     sum_batches     lax.scan over micro-batches
+#     in_order        what comes second waits for what comes first
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
@@ -1126,6 +1138,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     fetched, copies, reduce = gather_banks(cfg, copies, fetched)
     model = Model({}, cfg, kernels, stage, batch.hyper, copies.get("signs"))
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
+    # All but tables, of which only looked-up rows have gradients.
     weights = {name: x for name, x in params.items() if name not in table_ids(cfg, batch.rows)}
     loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
 
@@ -1182,19 +1195,6 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     return grad_vd
 
 
-def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
-    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
-    model = Model({}, cfg, kernels, None, batch.hyper, copies.get("signs"))
-    params = copies | fetched
-
-    def loss(rows):
-        return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
-
-    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
-    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
-
-
 # ---- Optimizers --------------------------------------------------------------------------------
 
 
@@ -1230,6 +1230,17 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     if cfg.log_norms:
         copies["norm"] = jnp.sqrt(lax.psum(sum(squares), AXIS))
     return new, copies
+
+
+def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
+    """(lr, decay, number of the step from 1, betas, eps, whether decay is cautious) of an update
+    that sums so many steps. One of tables that sums twice as many forgets as much as two: betas
+    squared, decay doubled (record 92)."""
+    of_tables = row.updated_by == "tables"
+    span = steps / cfg.table_every[0] if of_tables else 1
+    count = hyper.table_count if of_tables else hyper.adam_count
+    betas = tuple(beta**span for beta in row.betas)
+    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious
 
 
 def adam(param, mean, square, grad, rates: tuple):
@@ -1273,7 +1284,7 @@ def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
     shrinks = rails[-1] * param >= 0 if cfg.cautious else 1.0
     lr = hyper.lr * row.lr
     count = len(param)
-    mine = count * lax.axis_index(AXIS) + jnp.arange(count)
+    mine = count * lax.axis_index(AXIS) + jnp.arange(count)  # this device's, and padding
     rate = lr * jnp.float32(row.scale).at[mine].get(mode="clip")[:, None, None]
     return param - rate * (update + lr * row.decay * shrinks * param), *rails, *squares
 
@@ -1324,9 +1335,9 @@ class Program(NamedTuple):
 
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
-    """All programs of a run: gradients and updates in the order of their first use, "finish" and
-    "eval", averaging and validation. Gradients [n, ...] that wait for an update, of which each
-    device has its own, are one array [devices * n, ...] here; those of banks are cut like banks."""
+    """All programs of a run: gradients, then updates, by first use; "finish" (averages, copies) and
+    "eval". Gradients [n, ...] that wait for an update, of which each device has its own, are one
+    array [devices * n, ...] here; those of banks are cut like banks."""
 
     def cut(dtype, *shape):
         return abstract(mesh, shape, dtype, AXIS)
@@ -1517,6 +1528,19 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
     }
 
 
+def hyper_of_ideas(cfg: Config, momentum, adam, tables) -> dict[str, np.ndarray]:
+    """The columns of a Schedule's Hyper that ideas need."""
+    fast_beta, fast_weight = fast_rail(cfg, np.arange(cfg.steps), momentum)
+    return {
+        "fast_beta": fast_beta,
+        "fast_weight": fast_weight,
+        "table_count": np.cumsum(tables > 0) - (tables > 0) + 1,  # updates before this, and one
+        "weights": loss_weights(cfg),
+        "prefix": in_parts(cfg, "prefix"),
+        "average_rates": average_rates(cfg, adam, tables),
+    }
+
+
 def ids_of_ideas(cfg: Config, rows: Rows, tokens) -> dict[str, jax.Array]:
     """What table_ids has besides the embedding. Ids of n-grams are places among the rows that a
     device has fetched; those of the head are the candidates of its softmax. Without candidates the
@@ -1593,17 +1617,6 @@ def last_tied_step(cfg: Config) -> int:
     the first one at or after the `tied` share of the schedule. In the record that is step 1175."""
     last = round(cfg.tied * (cfg.steps - cfg.extension))
     return last + -(last + 1) % cfg.adam_every
-
-
-def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
-    """(lr, decay, number of the step from 1, betas, eps, whether decay is cautious) of an update
-    that sums so many steps. One of tables that sums twice as many forgets as much as two: betas
-    squared, decay doubled (record 92)."""
-    of_tables = row.updated_by == "tables"
-    span = steps / cfg.table_every[0] if of_tables else 1
-    count = hyper.table_count if of_tables else hyper.adam_count
-    betas = tuple(beta**span for beta in row.betas)
-    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious
 
 
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
@@ -1751,9 +1764,10 @@ def finish_step(cfg: Config, state):
 # runs over its own targets and a sample of other ids, in place of 50,304 (record 92: 8.4 s).
 
 
-def loss_weights(cfg: Config, stage, at, length) -> np.ndarray:
-    """Weights [steps, k] of the losses on the next token, the one after it, ...: of steps that are
-    number `at` of `length` in their `stage`. All have as many as the stage with most: one shape."""
+def loss_weights(cfg: Config) -> np.ndarray:
+    """Weights [steps, k] of the losses on the next token, the one after it, ...: in a stage they
+    change linearly. All steps have as many as the stage with most, so that shapes stay."""
+    stage, at, length = places(cfg)
     most = max(len(s.weights) for s in cfg.stages)
     ends = [(s.weights, s.weights_end) for s in cfg.stages]
     ends = [np.pad(x, [(0, 0), (0, most - len(x[0]))]) for x in ends]
@@ -1761,28 +1775,18 @@ def loss_weights(cfg: Config, stage, at, length) -> np.ndarray:
     return first + (last - first) * (at / length)[:, None]
 
 
-def in_parts(cfg: Config, name: str, stage, at, length) -> np.ndarray:
+def in_parts(cfg: Config, name: str) -> np.ndarray:
     """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
-    entries = [getattr(cfg.stages[s], name) for s in stage]
-    parts = zip(entries, at, length, strict=True)
-    return np.array([e[i * len(e) // steps] for e, i, steps in parts])
+    entries = [getattr(cfg.stages[s], name) for s in places(cfg)[0]]
+    parts = zip(entries, *places(cfg)[1:], strict=True)
+    return np.array([e[at * len(e) // length] for e, at, length in parts])
 
 
-def targets_ahead(aims, weights, prefix_weight=None):
-    """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
-    token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
-    `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
-    beyond the end of a row, and in a row of targets -1, which only fills up the last validation
-    batch."""
-    tokens = jnp.arange(aims.targets.shape[1])
-    found = []
-    for j in range(weights.shape[0]):
-        targets = jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j)))
-        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
-        found.append((targets, counts * weights[j]))
-    if prefix_weight is not None:
-        found.append((jnp.maximum(aims.prefixes, 0), (aims.prefixes >= 0) * prefix_weight))
-    return tuple(jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
+def places(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(stage of each step, its number in that, how many that has)."""
+    lengths = np.diff(cfg.boundaries)
+    stage = np.repeat(np.arange(len(lengths)), lengths)
+    return stage, np.arange(cfg.steps) - np.array(cfg.boundaries)[stage], lengths[stage]
 
 
 class Vocabulary(NamedTuple):
@@ -2534,6 +2538,19 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
 
 
 # ---- Validation --------------------------------------------------------------------------------
+
+
+def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
+    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
+    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
+    model = Model({}, cfg, kernels, None, batch.hyper, copies.get("signs"))
+    params = copies | fetched
+
+    def loss(rows):
+        return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
+
+    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
+    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):

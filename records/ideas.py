@@ -12,19 +12,22 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
-from train_gpt import IDEAS, PLAIN_HAS, Parser, need, report_errors
+from train_gpt import IDEAS, PLAIN_HAS, PRESETS, Parser, need, override, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "records/ideas.jsonl"
-RECORDS_OWN = [idea for idea in IDEAS if idea not in PLAIN_HAS]
-WITHOUT = "", *IDEAS, "all"  # `tiny` without these; "all" is `plain`
-ALONE = ["+" + idea for idea in RECORDS_OWN]  # `plain` with one
+TINY = PRESETS["tiny"]
+CHANGED = {idea: override(TINY, [f"without={idea}"]) for idea in IDEAS}
+HAS = [idea for idea, cfg in CHANGED.items() if cfg != replace(TINY, without=idea)]
+WITHOUT = "", *HAS, "all"  # `tiny` without these; "all" is `plain`
+ALONE = ["+" + idea for idea in HAS if idea not in PLAIN_HAS]  # `plain` with one
 
 
 def rows() -> list[dict]:
@@ -34,7 +37,8 @@ def rows() -> list[dict]:
 
 def train(variant: str, seed: int, *items: str) -> dict:
     """The run.json of `tiny` without an idea ("": with all), or of "+idea"."""
-    names = [x for x in RECORDS_OWN if "+" + x != variant] if variant in ALONE else [variant]
+    names = [x for x in IDEAS if x not in PLAIN_HAS and "+" + x != variant]
+    names = names if variant in ALONE else [variant]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, ROOT / "train_gpt.py", "tiny", "--seed", str(seed)]
         more = "sample_tokens=0", "checkpoint_end=never", "target=0", *items
@@ -69,7 +73,7 @@ def worth(known: list[dict]) -> dict[str, tuple]:
     each = losses(known)
     found = {
         idea: (difference(each[idea], each[""]), difference(each["all"], each.get("+" + idea, {})))
-        for idea in IDEAS
+        for idea in HAS
     }
     return dict(sorted(found.items(), key=lambda x: -np.nan_to_num(x[1][0][0], nan=-9)))
 
@@ -84,6 +88,7 @@ def table(known: list[dict]) -> str:
     lines.append("|---|---|---|---|")
     for idea, apart in worth(known).items():
         cells = ["" if np.isnan(x) else f"{x:+.4f} ± {error:.4f}" for x, error in apart]
+        cells = ["nothing" if cell == "+0.0000 ± 0.0000" else cell for cell in cells]
         ms = times.get(idea, np.nan)
         spent = "" if np.isnan(ms) else f"{ms:.1f} ({ms / times['']:.2f})"
         lines.append(f"| {idea} | {' | '.join(cells)} | {spent} |")
@@ -93,6 +98,7 @@ def table(known: list[dict]) -> str:
             time = f"; {times[variant]:.1f} ms a step" if variant in times else ""
             mean = f"{np.mean(values):.4f} in the mean of {len(values)} seeds"
             lines.append(f"\n{name} has {mean}{spread}{time}.")
+    lines.append(f"\n`tiny` does not have {', '.join(x for x in IDEAS if x not in HAS)}.")
     return "\n".join(lines)
 
 
