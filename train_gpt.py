@@ -503,7 +503,7 @@ def schedule(cfg: Config) -> Schedule:
     """The Schedule of a run: when the learning rate falls, and which programs a step runs."""
     step = np.arange(cfg.steps)
     end = cfg.steps - cfg.extension
-    stage = np.repeat(np.arange(len(cfg.stages)), np.diff(cfg.boundaries))
+    stage, *_ = places(cfg)
 
     # Larger batches bear larger rates: a stage's factor is about the root of its batch's growth.
     # The rate falls early, but not far: the record averages its last weights besides.
@@ -758,7 +758,7 @@ class Model(NamedTuple):
     kernels: Kernels
     stage: Stage | None  # whose windows and losses it has; None: those of validation
     hyper: Hyper
-    signs: jax.Array  # see sign_pool
+    signs: jax.Array | None  # see sign_pool
     segments_bt: jax.Array | None = None  # attention does not cross from one number to another
 
 
@@ -2297,6 +2297,8 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
 
 # without=rails: momentum of two lengths (record 92: 0.3 s). without=equalize: neurons of an update
 # are made equally large (record 41: 4 M tokens). without=muon: as_large in place of orthogonalize.
+# without=qk_heads: ANVIL takes q and k two heads at a time, since heads do not share what they look
+# for (record 80).
 
 
 def fast_rail(cfg: Config, step, momentum) -> tuple[np.ndarray, np.ndarray]:
