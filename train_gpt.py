@@ -4198,56 +4198,81 @@ def document_starts(segments_bt):
 
 # ---- The launcher of kernels: jax's Pallas, by names -------------------------------------------
 
+# A kernel is a function, its body, that a core runs once for every step of a grid. It takes no
+# arrays but references: r.x[...] reads what x refers to, and r.x[...] = y writes there. Of an array
+# in the device's memory it has only one block at a step, cut by a pl.BlockSpec; what one step
+# leaves in `keeps`, the next step finds there.
+
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel for TPUs may use of the 128 MiB
 
 
-def run_kernel(name: str, body, grid: dict, inputs, outputs, scalars=(), scratch=(), tiles=None):
-    """pl.pallas_call by name: {name of an output: array}. `body` gets one object with a reference
-    for every name and, for every axis of `grid`, name -> steps, its place there; steps of the last
-    axis come one after the other. inputs and outputs: name -> (array, or only shape and dtype; a
-    function from that to the pl.BlockSpec of its blocks, such as `whole`). If the array is None it
-    is left out, and None for the body. `tiles`: how Triton compiles it for an NVIDIA GPU. All
-    others are kernels for TPUs. Their blocks lie twice in VMEM, to come and go behind the work;
-    `scalars`, name -> array, are there before the first block; scratch in VMEM: name -> (shape,
-    dtype). XLA may put none of the arrays into VMEM ahead: it would do so in some calls, and libtpu
-    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
+class Ref(NamedTuple):
+    """What a reference refers to, before a kernel is called."""
+
+    role: int  # 0 to 3, in the order in which Pallas hands them over: see below
+    array: jax.Array | jax.ShapeDtypeStruct | None  # None: this call goes without, r.x is None
+    cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as `whole`
+
+
+scalars = functools.partial(Ref, 0)  # (array): numbers that are there before the first block
+reads = functools.partial(Ref, 1)  # (array, cut)
+writes = functools.partial(Ref, 2)  # (array, or only its shape and dtype; cut)
+
+
+def keeps(shape: tuple, dtype) -> Ref:
+    """Memory of the kernel itself, in VMEM, from its first step to its last."""
+    return Ref(3, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def whole(x):
+    """All of an array as one block, once, for all steps of a kernel."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
+
+
+def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles | None = None):
+    """The one call of Pallas: what `body` writes, an object with an array for every name. `body`
+    gets an object with a reference for every name of `refs`, name -> Ref or list of them, and for
+    every axis of `grid`, name -> steps, its place there; steps of the last axis come one after the
+    other. `tiles`: how Triton compiles it for an NVIDIA GPU, with grid and blocks alone. All others
+    are kernels for TPUs. Their blocks lie twice in VMEM, to come and go behind the work. XLA may
+    put none of the arrays into VMEM ahead: it would do so in some calls, and libtpu compile the
+    kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
     device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
     interpret = (device.platform if device else jax.default_backend()) == "cpu"
-    given, made = (
-        {key: x for key, x in blocks.items() if x[0] is not None} for blocks in (inputs, outputs)
-    )
-    names = [*scalars, *given, *made, *scratch]
+    every, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
+    there = [
+        [i for i, x in enumerate(every) if x.role == role and x.array is not None]
+        for role in range(4)
+    ]
 
-    def kernel(*refs):
-        absent = dict.fromkeys((*inputs, *outputs))
+    def by_name(places, values) -> dict:
+        found = dict(zip(places, values, strict=True))
+        return dict(zip(refs, tree.unflatten(map(found.get, range(len(every)))), strict=True))
+
+    def kernel(*given):
         place = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(argparse.Namespace(**absent | dict(zip(names, refs, strict=True)) | place))
+        body(SimpleNamespace(**by_name(sum(there, []), given), **place))
 
-    arrays, shapes = ([x for x, _ in blocks.values()] for blocks in (given, made))
-    in_specs, out_specs = ([cut(x) for x, cut in blocks.values()] for blocks in (given, made))
+    numbers, arrays, shapes, kept = ([every[i].array for i in places] for places in there)
+    in_specs, out_specs = ([every[i].cut(every[i].array) for i in there[role]] for role in (1, 2))
     how = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": out_specs}
     if tiles:
         from jax.experimental.pallas import triton
 
         params = triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     else:
-        memory = [pltpu.VMEM(*x) for x in dict(scratch).values()]
-        spec = pltpu.PrefetchScalarGridSpec(len(scalars), scratch_shapes=memory, **how)
+        memory = [pltpu.VMEM(x.shape, x.dtype) for x in kept]
+        spec = pltpu.PrefetchScalarGridSpec(len(numbers), scratch_shapes=memory, **how)
         how, params = {"grid_spec": spec}, pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
             shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
     how |= {"out_shape": shapes, "compiler_params": params, "interpret": interpret}
-    results = pl.pallas_call(kernel, name=name, **how)(*dict(scalars).values(), *arrays)
-    return dict(zip(made, results, strict=True))
-
-
-def whole(x):
-    """All of an array as one block, once, for all steps of a kernel."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
+    results = pl.pallas_call(kernel, name=name, **how)(*numbers, *arrays)
+    return SimpleNamespace(**by_name(there[2], results))
 
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
@@ -4270,6 +4295,7 @@ ONES = 16  # rows of ones under the values: with them one matmul also sums the w
 # the sum of 4096 exponentials of them stays within float32.
 MAX_SCORE = 48.0
 OF_HEADS = "added_gates", "shares", "gates"  # arrays [b, n, t] that window_attention may have
+SAVED = "saved_k", "saved_q", "saved_v", "saved_y", "log_sums"  # what is kept for the way back
 
 
 @dataclass(frozen=True)
@@ -4364,9 +4390,14 @@ def collect(ref, at: tuple, value, anew: bool):
     ref[at] = value if anew else ref[at] + value
 
 
-def tiles(width: int, start: int = 0) -> list[slice]:
-    """The tiles of `width` columns from `start` on."""
-    return [slice(x, x + LANES) for x in range(start, start + width, LANES)]
+def tiles(width: int) -> list[slice]:
+    """The tiles of `width` columns."""
+    return [slice(x, x + LANES) for x in range(0, width, LANES)]
+
+
+def beyond(lanes: slice, columns: int) -> slice:
+    """The tile that lies so many columns further."""
+    return slice(lanes.start + columns, lanes.stop + columns)
 
 
 def heads_in(lanes: slice, h: int) -> list[tuple[int, slice]]:
@@ -4413,7 +4444,8 @@ def still(h: int):
 
 
 def offset_key(r, c: int, k):
-    """key_offset of head c. The first column of r.last is the last token of the block before."""
+    """key_offset of head c: in half of the rows, a token has the key of the token before. The first
+    column of r.last is the last token of the block before."""
     rows = part_of(c, len(k))
     moved = pltpu.roll(k, 1, 1)
     before = jnp.where(r.i == 0, k, r.last[rows])
@@ -4444,108 +4476,154 @@ def visible_keys(plan: Plan, i, starts):
 
 
 def window_forward(plan: Plan, arrays: dict, save: bool = True):
-    """(y [b, t, n v], what window_backward needs, if asked to `save`); one grid step a block."""
+    """(y [b, t, n v], what window_backward needs, if asked to `save`). Grid step i takes block i of
+    a row: its keys and values enter rings, and its queries look back at all that they can see."""
     (n, h, v, block), slots = plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
     across, along = plan.across(lambda i: i), plan.along(lambda i: i)
 
-    def saved(*shape, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype) if save else None
+    def saved(cut, *shape, dtype=dtype):
+        return writes(jax.ShapeDtypeStruct(shape, dtype) if save else None, cut)
 
-    scalars = {x: arrays[x] for x in ("earliest", "scale")}
-    inputs = {x: (arrays[x], across) for x in ("qkv", "added")}  # [1, block, columns]
-    inputs |= {x: (arrays[x], along) for x in ("tables", "starts", *OF_HEADS)}  # [1, rows, block]
-    outputs = {
-        "y": (jax.ShapeDtypeStruct((b, t, n * v), dtype), across),
-        "saved_k": (saved(b, t, n * h), across),  # keys, queries and values as they met
-        "saved_q": (saved(b, n * h, t), along),
-        "saved_v": (saved(b, t, n * v), across),
-        "saved_y": (saved(b, n * v, t), along),  # outputs of attention alone
-        "log_sums": (saved(b, n, t, dtype=jnp.float32), along),  # log2 of the softmax sums
-    }
-    scratch = {
-        "keys": ((slots, n, block, h), dtype),  # ring, rotated
-        "values": ((slots, n, v + ONES, block), dtype),  # ring, standing, over rows of ones
-        "queries": ((n * h, block), dtype),  # rotated, scaled, standing
-        "sums": ((n, v + ONES, block), jnp.float32),  # of weighted values; from row v on of weights
-        "last": ((n * h, block), jnp.float32),  # see offset_key
+    refs = {
+        "earliest": scalars(arrays["earliest"]),  # [b, blocks]: see attend_window
+        "scale": scalars(arrays["scale"]),  # [1]
+        "qkv": reads(arrays["qkv"], across),  # [1, block, n (2 h + v)]
+        "added": reads(arrays["added"], across),  # [1, block, n LANES]: goes to v
+        "tables": reads(arrays["tables"], along),  # [1, rows, block]: see Plan.tables_of
+        "starts": reads(arrays["starts"], along),  # [1, 1, block]: see attend_window
+        **{x: reads(arrays[x], along) for x in OF_HEADS},  # [1, n, block] each
+        "y": writes(jax.ShapeDtypeStruct((b, t, n * v), dtype), across),  # [1, block, n v]
+        "saved_k": saved(across, b, t, n * h),  # [1, block, n h]: keys as queries met them
+        "saved_q": saved(along, b, n * h, t),  # [1, n h, block]: queries, the same
+        "saved_v": saved(across, b, t, n * v),  # [1, block, n v]: values, the same
+        "saved_y": saved(along, b, n * v, t),  # [1, n v, block]: outputs of attention alone
+        "log_sums": saved(along, b, n, t, dtype=jnp.float32),  # [1, n, block]: of weights, log2
+        # Rings, with block m of the row in slot m % slots; values stand on rows of ones.
+        "keys": keeps((slots, n, block, h), dtype),
+        "values": keeps((slots, n, v + ONES, block), dtype),
+        # Of block i, standing: queries; sums of weighted values, and from row v on of weights.
+        "queries": keeps((n * h, block), dtype),
+        "sums": keeps((n, v + ONES, block), jnp.float32),
+        "last": keeps((n * h, block), jnp.float32),  # see offset_key
     }
 
     def body(r):
-        i = r.i
-        slot = lax.rem(i, slots)
-        visible = visible_keys(plan, i, r.starts[0])
+        slot = lax.rem(r.i, slots)
+        visible = visible_keys(plan, r.i, r.starts[0])
 
-        @pl.when((r.row == 0) & (i == 0))
+        @pl.when((r.row == 0) & (r.i == 0))
         def start():
             r.values[:, :, v:] = jnp.ones((slots, n, ONES, block), dtype)
 
-        for lanes, of_k in zip(tiles(n * h), tiles(n * h, n * h), strict=True):
-            qs, ks = standing(r.qkv, lanes), standing(r.qkv, of_k)
-            heads = []
-            for c, own in heads_in(lanes, h):
-                tables = plan.tables_of(r.tables, c)
-                q = rotate(qs[own], *tables, r.scale[0] * LOG2E)
-                r.queries[part_of(c, h)] = q.astype(dtype)
-                k = rotate(ks[own], *tables)
-                heads.append(offset_key(r, c, k) if plan.heads.offset else k)
-            k = jnp.concatenate(heads).astype(dtype).T
-            for c, own in heads_in(lanes, h):
-                r.keys[slot, c] = k[:, own]
-            if save:
-                r.saved_q[0, lanes] = r.queries[lanes]
-                r.saved_k[0, :, lanes] = k
-        for lanes, of_v in zip(tiles(n * v), tiles(n * v, 2 * n * h), strict=True):
-            vs = standing(r.qkv, of_v)
-            for c, own in heads_in(lanes, v):
-                added = 0.0
-                if r.added is not None:
-                    added = r.added_gates[0, c : c + 1] * standing(r.added, part_of(c, LANES))[:v]
-                r.values[slot, c, :v] = (vs[own] + added).astype(dtype)
-            if save:
-                vs = [r.values[slot, c, :v] for c, _ in heads_in(lanes, v)]
-                r.saved_v[0, :, lanes] = jnp.concatenate(vs).T
-
-        def look_back(j: int):
-            (keys, queries), at = plan.part(j), lax.rem(i - j + slots, slots)
-            # All scores first: the compiler keeps this order, and so has work to fill the wait for
-            # each matmul. Head by head this takes twice as long.
-            scores = [
-                times(r.keys[at, o, keys], r.queries[part_of(c, h), queries]) for c, o in plan.pairs
-            ]
-            for (c, o), score in zip(plan.pairs, scores, strict=True):
-                weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0).astype(dtype)
-                weighted = times(r.values[at, o, :, keys], weights)
-                collect(r.sums, (c, slice(None), queries), weighted, j == 0 and o < plan.half)
-
-        look_back(0)
+        enter(plan, r, slot)
+        look_back(plan, r, 0, visible)
         for j in range(1, slots):
-            pl.when(i - j >= r.earliest[r.row, i])(functools.partial(look_back, j))
-        for lanes in tiles(n * v):
-            ys = []
-            for c, _ in heads_in(lanes, v):
-                total = r.sums[c, v : v + 1]
-                y = r.sums[c, :v] * (1 / total)
-                if save:
-                    r.log_sums[0, c : c + 1] = jnp.log2(total)
-                    r.saved_y[0, part_of(c, v)] = y.astype(dtype)
-                if r.shares is not None:
-                    own = r.values[slot, c, :v].astype(jnp.float32)
-                    along = dot(y, own) / jnp.maximum(dot(own, own), 1e-8)
-                    y -= r.shares[0, c : c + 1] * along * own
-                ys.append(y if r.gates is None else y * r.gates[0, c : c + 1])
-            r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(dtype)
+            visit = functools.partial(look_back, plan, r, j, visible)
+            pl.when(r.i - j >= r.earliest[r.row, r.i])(visit)
+        finish_outputs(plan, r, slot)
 
-    grid = {"row": b, "i": t // block}
-    out = run_kernel(plan.name("forward"), body, grid, inputs, outputs, scalars, scratch)
-    return out.pop("y"), (arrays, out)
+    out = run_kernel(plan.name("forward"), {"row": b, "i": t // block}, refs, body)
+    return out.y, (arrays, {x: getattr(out, x) for x in SAVED})
+
+
+def enter(plan: Plan, r, slot):
+    """Norm and rotate q and k of block i, add to v, and put keys and values into their slot."""
+    n, h, v, _ = plan.sizes
+    dtype = r.qkv.dtype
+    for lanes in tiles(n * h):
+        qs, ks = standing(r.qkv, lanes), standing(r.qkv, beyond(lanes, n * h))
+        heads = []
+        for c, own in heads_in(lanes, h):
+            tables = plan.tables_of(r.tables, c)
+            q = rotate(qs[own], *tables, r.scale[0] * LOG2E)
+            r.queries[part_of(c, h)] = q.astype(dtype)
+            k = rotate(ks[own], *tables)
+            heads.append(offset_key(r, c, k) if plan.heads.offset else k)
+        k = jnp.concatenate(heads).astype(dtype).T
+        for c, own in heads_in(lanes, h):
+            r.keys[slot, c] = k[:, own]
+        if r.saved_q is not None:
+            r.saved_q[0, lanes] = r.queries[lanes]
+            r.saved_k[0, :, lanes] = k
+    for lanes in tiles(n * v):
+        vs = standing(r.qkv, beyond(lanes, 2 * n * h))
+        for c, own in heads_in(lanes, v):
+            added = 0.0
+            if r.added is not None:
+                added = r.added_gates[0, c : c + 1] * standing(r.added, part_of(c, LANES))[:v]
+            r.values[slot, c, :v] = (vs[own] + added).astype(dtype)
+        if r.saved_v is not None:
+            vs = [r.values[slot, c, :v] for c, _ in heads_in(lanes, v)]
+            r.saved_v[0, :, lanes] = jnp.concatenate(vs).T
+
+
+def look_back(plan: Plan, r, j: int, visible: Callable):
+    """Block i as queries of block i - j: add its weighted values to the sums. All scores come
+    first: the compiler keeps this order, and so has work to fill the wait for each matmul. Head by
+    head this takes twice as long."""
+    h, slots = plan.heads.qk_width, plan.slots
+    (keys, queries), at = plan.part(j), lax.rem(r.i - j + slots, slots)
+    scores = [times(r.keys[at, o, keys], r.queries[part_of(c, h), queries]) for c, o in plan.pairs]
+    for (c, o), score in zip(plan.pairs, scores, strict=True):
+        weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0).astype(r.values.dtype)
+        weighted = times(r.values[at, o, :, keys], weights)
+        collect(r.sums, (c, slice(None), queries), weighted, j == 0 and o < plan.half)
+
+
+def finish_outputs(plan: Plan, r, slot):
+    """Divide the sums of block i by those of the weights, then XSA and gates."""
+    n, _, v, _ = plan.sizes
+    for lanes in tiles(n * v):
+        ys = []
+        for c, _ in heads_in(lanes, v):
+            total = r.sums[c, v : v + 1]
+            y = r.sums[c, :v] * (1 / total)
+            if r.saved_y is not None:
+                r.log_sums[0, c : c + 1] = jnp.log2(total)
+                r.saved_y[0, part_of(c, v)] = y.astype(r.y.dtype)
+            if r.shares is not None:
+                own = r.values[slot, c, :v].astype(jnp.float32)
+                along = dot(y, own) / jnp.maximum(dot(own, own), 1e-8)
+                y -= r.shares[0, c : c + 1] * along * own
+            ys.append(y if r.gates is None else y * r.gates[0, c : c + 1])
+        r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(r.y.dtype)
+
+
+# The way back. For a query q, whose scores are logarithms to base 2, with weights w of the keys k
+# and values v that it sees, the sum 2^L of all its 2^score, and the gradient dy of its output y:
+#
+#     w = 2^(k.q - L)        y = sum of w v
+#     dw = v.dy              ds = w (dw - mean)        mean = sum of w dw = y.dy
+#     v_grad += w dy         k_grad += ds q            q_grad += ds k
+#
+# where ds is the gradient of a natural score: as q has been multiplied by scale * LOG2E, k_grad
+# still has to be divided by LOG2E, and q_grad to be multiplied by scale.
+#
+# A key's gradient has a part from every block of queries that sees the key, so blocks wait in a
+# ring of delay + 1 slots: block m is in slot m % ring, from when it enters until it leaves. A slot
+# has the keys (both ways around) and values of its block, and the sums of their gradients and of
+# its queries' so far. Step 7 of a row of 9 blocks, where queries see three blocks (slots), and keys
+# have the offset (so delay is 4, ring 5):
+#
+#     block      0      1      2      3      4      5      6      7      8
+#              gone   gone   gone  leaves  waits   seen   seen  enters  to come
+#     slot                            3      4      0      1      2
+#
+# Block i enters at step i. Its queries go through blocks i, i - 1, ... i - slots + 1, which gives
+# q_grad of block i in full, and a part of k_grad and v_grad to each. Block i - slots has all by
+# then, and leaves, without the key offset; with it a block waits for one step more, since its last
+# key is also that of the next block's first token. The last steps have no block i: they repeat the
+# last one, into a slot that nothing reads. The first steps have no block that leaves: what they
+# write as block 0 is overwritten before it goes to memory. With a window of two blocks more, slots,
+# delay and ring are larger by two, and a step goes through two blocks more: all of that follows
+# from Heads.window. What grows is the VMEM (Plan.ring_bytes), of which serving_kernels must have
+# enough.
 
 
 def window_backward(plan: Plan, kept, y_grad):
-    """The gradients of qkv, added and OF_HEADS; others have none. Grid step i takes block i of the
-    queries through all blocks that they can see, whose gradients collect in rings. Block i - delay
-    is complete by then, or with the key offset a step later, for the next block's first token, and
-    leaves, all its columns together: concatenated outside, they would be copied once more."""
+    """The gradients of qkv, added and OF_HEADS; others have none. A block leaves with all columns
+    of qkv_grad together: concatenated outside, they would be copied once more."""
     (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
     blocks, delay, ring = t // block, plan.delay, plan.delay + 1
@@ -4556,64 +4634,33 @@ def window_backward(plan: Plan, kept, y_grad):
     def oldest(i):
         return jnp.maximum(i - delay, 0)
 
-    scalars = {x: arrays[x] for x in ("earliest", "scale")}
-    inputs = {  # as in window_forward, of block i; what is old is of block i - delay
-        "y_grad": (y_grad, plan.across(newest)),
-        **{x: (saved[x], plan.across(newest)) for x in ("saved_k", "saved_v")},
-        **{x: (arrays[x], plan.along(newest)) for x in ("starts", "shares", "gates")},
-        **{x: (saved[x], plan.along(newest)) for x in ("saved_q", "saved_y", "log_sums")},
-        **{f"old_{x}": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
-        **{f"old_{x}": (arrays[x], plan.along(oldest)) for x in ("tables", "added_gates")},
+    across, along = plan.across(newest), plan.along(newest)
+    old_across, old_along = plan.across(oldest), plan.along(oldest)
+    refs = {  # shapes of blocks are those of window_forward
+        "earliest": scalars(arrays["earliest"]),
+        "scale": scalars(arrays["scale"]),
+        # Of block i. Gradients with respect to outputs are [1, block, n v], as y is.
+        "y_grad": reads(y_grad, across),
+        **{x: reads(saved[x], across) for x in ("saved_k", "saved_v")},
+        **{x: reads(arrays[x], along) for x in ("starts", "shares", "gates")},
+        **{x: reads(saved[x], along) for x in ("saved_q", "saved_y", "log_sums")},
+        # Of the block that leaves.
+        **{f"old_{x}": reads(arrays[x], old_across) for x in ("qkv", "added")},
+        **{f"old_{x}": reads(arrays[x], old_along) for x in ("tables", "added_gates")},
+        # Each gradient has the shape of what it is of; those of shares and gates are of block i.
+        **{f"{x}_grad": writes(arrays[x], old_across) for x in ("qkv", "added")},
+        "added_gates_grad": writes(arrays["added_gates"], old_along),
+        **{f"{x}_grad": writes(arrays[x], along) for x in ("shares", "gates")},
+        # The ring; gradients are standing.
+        "keys": keeps((ring, n, block, h), dtype),
+        "values": keeps((ring, n, block, v), dtype),
+        "standing_keys": keeps((ring, n * h, block), dtype),
+        "k_grads": keeps((ring, n * h, block), jnp.float32),
+        "v_grads": keeps((ring, n * v, block), jnp.float32),
+        "q_grads": keeps((ring, n * h, block), jnp.float32),
+        # Of block i alone: dy of the formulas.
+        "y_grads": keeps((n * v, block), dtype),
     }
-    outputs = {
-        **{f"{x}_grad": (arrays[x], plan.across(oldest)) for x in ("qkv", "added")},
-        "added_gates_grad": (arrays["added_gates"], plan.along(oldest)),
-        **{f"{x}_grad": (arrays[x], plan.along(newest)) for x in ("shares", "gates")},
-    }
-    scratch = {  # rings, but for y_grads
-        "keys": ((ring, n, block, h), dtype),
-        "values": ((ring, n, block, v), dtype),
-        "standing_keys": ((ring, n * h, block), dtype),
-        "k_grads": ((ring, n * h, block), jnp.float32),  # all gradients are standing
-        "v_grads": ((ring, n * v, block), jnp.float32),
-        "q_grads": ((ring, n * h, block), jnp.float32),
-        "y_grads": ((n * v, block), dtype),  # of outputs of attention alone
-    }
-
-    def look_back(r, j: int, visible, mean, between=None):
-        """Block i as queries of block i - j. `between` gives the vector unit work beside matmuls:
-        a generator that goes on by a step after every pair of heads."""
-        between = between or iter(())
-        (keys, queries), at = plan.part(j), lax.rem(r.i - j + ring, ring)
-        slot = lax.rem(r.i, ring)
-
-        def finish(c, o, weights, grad):
-            anew = j == 0 and c < plan.half
-            v_grad = times(r.y_grads[part_of(c, v), queries], weights, True)
-            collect(r.v_grads, (at, part_of(o, v), keys), v_grad, anew and r.shares is None)
-            k_grad = times(r.saved_q[0, part_of(c, h), queries], grad, True)
-            collect(r.k_grads, (at, part_of(o, h), keys), k_grad, anew)
-            q_grad = times(r.standing_keys[at, part_of(o, h), keys], grad)
-            anew = j == 0 and o < plan.half
-            collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, anew)
-
-        # The matmuls of a pair of heads fill the wait for the scores of the next two.
-        in_flight = []
-        for c, o in plan.pairs:
-            score = times(r.keys[at, o, keys], r.saved_q[0, part_of(c, h), queries])
-            value_grad = times(r.values[at, o, keys], r.y_grads[part_of(c, v), queries])
-            if len(in_flight) == 2:
-                finish(*in_flight.pop(0))
-            seen = visible(j, c, o)
-            score -= r.log_sums[0, c : c + 1, queries]
-            weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
-            grad = weights * (value_grad - mean[c][:, queries])
-            in_flight.append((c, o, weights.astype(dtype), grad.astype(dtype)))
-            next(between, None)
-        for pair in in_flight:
-            finish(*pair)
-        for _ in between:
-            pass
 
     def body(r):
         slot = lax.rem(r.i, ring)
@@ -4627,82 +4674,122 @@ def window_backward(plan: Plan, kept, y_grad):
             r.y_grads[lanes] = r.y_grad[0, :, lanes].T
             if r.shares is not None:
                 r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
-        mean = [undo(r, slot, c) for c in range(n)]
-        # What the first blocks that leave write is overwritten by block 0, which comes after them.
-        # The last steps have no block i: they repeat the last one, into a slot that nothing reads.
-        look_back(r, 0, visible, mean, leave(r, r.i - delay, lax.rem(r.i + 1, ring)))
+        mean = [undo_outputs(plan, r, slot, c) for c in range(n)]
+        between = leave(plan, r, r.i - delay, lax.rem(r.i + 1, ring), blocks)
+        look_back_grads(plan, r, 0, visible, mean, between)
         for j in range(1, slots):
-            visit = functools.partial(look_back, r, j, visible, mean)
+            visit = functools.partial(look_back_grads, plan, r, j, visible, mean, iter(()))
             reaches = r.i - j >= r.earliest[r.row, newest(r.i)]
             pl.when(reaches & (r.i < blocks))(visit)
 
-    def undo(r, slot, c: int):
-        """Take y_grads of head c back to before gates and XSA, whose gradients it writes. Returns
-        the sum of y y_grad, which softmax takes from all gradients of a query's scores. With XSA,
-        v_grads has v here, and then the gradient that v has from it."""
-        row, part = (0, slice(c, c + 1)), part_of(c, v)
-        y, grad = (x.astype(jnp.float32) for x in (r.saved_y[0, part], r.y_grads[part]))
-        left = y
-        if r.shares is not None:
-            own, share = r.v_grads[slot, part], r.shares[row]
-            size = jnp.maximum(dot(own, own), 1e-8)
-            along = dot(y, own) / size
-            left = y - share * along * own
-        if r.gates is not None:
-            r.gates_grad[row] = dot(grad, left)
-            grad *= r.gates[row]
-        if r.shares is not None:
-            back = dot(grad, own) / size
-            r.shares_grad[row] = -back * along * size
-            twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
-            r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * own))
-            grad -= share * back * own
-        r.y_grads[part] = grad.astype(dtype)
-        return dot(y, grad)
-
-    def leave(r, old, slot):
-        """Write the gradients of block `old`, which collected in `slot`; yields after each part."""
-
-        def write(lanes, grads):
-            r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(dtype).T
-
-        def key_grad(rows):
-            grad = r.k_grads[slot, rows]
-            if not plan.heads.offset:
-                return grad
-            column = lax.broadcasted_iota(jnp.int32, grad.shape, 1)
-            after = r.k_grads[lax.rem(slot + 1, ring), rows, :1]
-            after = jnp.where(old + 1 < blocks, after, 0.0)
-            moved = jnp.where(column == block - 1, after, pltpu.roll(grad, block - 1, 1))
-            moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
-            return jnp.where(still(h), moved, grad)
-
-        for lanes, of_k in zip(tiles(n * h), tiles(n * h, n * h), strict=True):
-            qs, ks = standing(r.old_qkv, lanes), standing(r.old_qkv, of_k)
-            q_grads = []
-            k_grads = []
-            for c, own in heads_in(lanes, h):
-                rows = part_of(c, h)
-                tables = plan.tables_of(r.old_tables, c)
-                q_grads.append(rotate_grad(r.q_grads[slot, rows], qs[own], *tables, r.scale[0]))
-                k_grads.append(rotate_grad(key_grad(rows), ks[own], *tables, 1 / LOG2E))
-            write(lanes, q_grads)
-            write(of_k, k_grads)
-            yield
-        for lanes, of_v in zip(tiles(n * v), tiles(n * v, 2 * n * h), strict=True):
-            grads = r.v_grads[slot, lanes]
-            write(of_v, [grads])
-            for c, own in heads_in(lanes, v) if r.old_added is not None else ():
-                part, row, grad = part_of(c, LANES), (0, slice(c, c + 1)), grads[own]
-                r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
-                grad = pad_rows(grad * r.old_added_gates[row], LANES)
-                r.added_grad[0, :, part] = grad.astype(dtype).T
-            yield
-
-    grid = {"row": b, "i": blocks + delay}
-    out = run_kernel(plan.name("backward"), body, grid, inputs, outputs, scalars, scratch)
-    grads = {x: out.get(f"{x}_grad") for x in ("qkv", "added", *OF_HEADS)}
+    out = run_kernel(plan.name("backward"), {"row": b, "i": blocks + delay}, refs, body)
+    grads = {x: getattr(out, f"{x}_grad") for x in ("qkv", "added", *OF_HEADS)}
     return (dict.fromkeys(arrays) | grads,)
+
+
+def undo_outputs(plan: Plan, r, slot, c: int):
+    """Take y_grads of head c back through finish_outputs to before gates and XSA, whose gradients
+    it writes; returns the `mean` of its queries [1, block]. With XSA, y - share (y.v / v.v) v, the
+    slot of v_grads has v here, and then the gradient that v has from it."""
+    row, part = (0, slice(c, c + 1)), part_of(c, plan.heads.v_width)
+    y, grad = (x.astype(jnp.float32) for x in (r.saved_y[0, part], r.y_grads[part]))
+    left = y
+    if r.shares is not None:
+        own, share = r.v_grads[slot, part], r.shares[row]
+        size = jnp.maximum(dot(own, own), 1e-8)
+        along = dot(y, own) / size
+        left = y - share * along * own
+    if r.gates is not None:
+        r.gates_grad[row] = dot(grad, left)
+        grad *= r.gates[row]
+    if r.shares is not None:
+        back = dot(grad, own) / size
+        r.shares_grad[row] = -back * along * size
+        twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
+        r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * own))
+        grad -= share * back * own
+    r.y_grads[part] = grad.astype(r.y_grads.dtype)
+    return dot(y, grad)
+
+
+def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, between: Iterator):
+    """Block i as queries of block i - j: add to the gradients of both by the formulas above. Two
+    things are arranged by hand, as the compiler keeps the order of matmuls. First, a pair of heads
+    waits until the scores of the next two are begun: its own three matmuls fill the wait for them.
+    Second, the vector unit would wait for matmuls: `between` gives it other work, one step of that
+    iterator after every pair of heads, and all that is left at the end."""
+    (_, h, v, _), dtype, ring = plan.sizes, r.y_grads.dtype, plan.delay + 1
+    (keys, queries), at = plan.part(j), lax.rem(r.i - j + ring, ring)
+    slot = lax.rem(r.i, ring)
+
+    def finish(c, o, weights, grad):
+        anew = j == 0 and c < plan.half
+        v_grad = times(r.y_grads[part_of(c, v), queries], weights, True)
+        collect(r.v_grads, (at, part_of(o, v), keys), v_grad, anew and r.shares is None)
+        k_grad = times(r.saved_q[0, part_of(c, h), queries], grad, True)
+        collect(r.k_grads, (at, part_of(o, h), keys), k_grad, anew)
+        q_grad = times(r.standing_keys[at, part_of(o, h), keys], grad)
+        anew = j == 0 and o < plan.half
+        collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, anew)
+
+    in_flight = []
+    for c, o in plan.pairs:
+        score = times(r.keys[at, o, keys], r.saved_q[0, part_of(c, h), queries])
+        weights_grad = times(r.values[at, o, keys], r.y_grads[part_of(c, v), queries])
+        if len(in_flight) == 2:
+            finish(*in_flight.pop(0))
+        seen = visible(j, c, o)
+        score -= r.log_sums[0, c : c + 1, queries]
+        weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
+        grad = weights * (weights_grad - mean[c][:, queries])
+        in_flight.append((c, o, weights.astype(dtype), grad.astype(dtype)))
+        next(between, None)
+    for pair in in_flight:
+        finish(*pair)
+    for _ in between:
+        pass
+
+
+def leave(plan: Plan, r, old, slot, blocks: int):
+    """Take the gradients of block `old`, which collected in `slot`, back through `enter`, and write
+    them; yields after each part."""
+    n, h, v, block = plan.sizes
+
+    def k_grad(rows):
+        """That of a head before offset_key, which gave a token's key to the next one."""
+        grad = r.k_grads[slot, rows]
+        if not plan.heads.offset:
+            return grad
+        column = lax.broadcasted_iota(jnp.int32, grad.shape, 1)
+        after = r.k_grads[lax.rem(slot + 1, plan.delay + 1), rows, :1]  # of the next block
+        after = jnp.where(old + 1 < blocks, after, 0.0)
+        moved = jnp.where(column == block - 1, after, pltpu.roll(grad, block - 1, 1))
+        moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
+        return jnp.where(still(h), moved, grad)
+
+    def write(lanes, grads):
+        r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(r.qkv_grad.dtype).T
+
+    for lanes in tiles(n * h):
+        of_k = beyond(lanes, n * h)
+        qs, ks = standing(r.old_qkv, lanes), standing(r.old_qkv, of_k)
+        q_grads, k_grads = [], []
+        for c, own in heads_in(lanes, h):
+            rows, tables = part_of(c, h), plan.tables_of(r.old_tables, c)
+            q_grads.append(rotate_grad(r.q_grads[slot, rows], qs[own], *tables, r.scale[0]))
+            k_grads.append(rotate_grad(k_grad(rows), ks[own], *tables, 1 / LOG2E))
+        write(lanes, q_grads)
+        write(of_k, k_grads)
+        yield
+    for lanes in tiles(n * v):
+        grads = r.v_grads[slot, lanes]
+        write(beyond(lanes, 2 * n * h), [grads])
+        for c, own in heads_in(lanes, v) if r.old_added is not None else ():
+            part, row, grad = part_of(c, LANES), (0, slice(c, c + 1)), grads[own]
+            r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
+            grad = pad_rows(grad * r.old_added_gates[row], LANES)
+            r.added_grad[0, :, part] = grad.astype(r.added_grad.dtype).T
+        yield
 
 
 # attend_window of a Plan and of the arrays that it has prepared
@@ -4792,58 +4879,74 @@ def fused_mlp(x_btd, up_fd, down_fd, keep, weight):
 
 def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
     """fused_mlp, and what its gradients take."""
+    x_td, (f, d) = flat(x_btd), up_fd.shape
+    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
+    factors = jnp.stack([jnp.float32(keep), jnp.float32(weight)])
+    refs = {
+        "factors": scalars(factors),  # [2]
+        "x": reads(x_td, cut),  # [block, d]
+        "up": reads(up_fd, whole),  # [f, d]
+        "down": reads(down_fd, whole),  # [f, d]
+        "y": writes(x_td, cut),  # [block, d]
+        # [block, f]: hidden units before ReLU^2
+        "z": writes(jax.ShapeDtypeStruct((len(x_td), f), x_td.dtype) if save else None, cut),
+    }
 
     def body(r):
         z = times(norm(r.x[...]), r.up[...], transpose=True).astype(r.x.dtype)
         if save:
             r.z[...] = z
         y = times(jnp.square(jax.nn.relu(z)), r.down[...])
-        r.y[...] = mix((r.scales[0], r.x[...]), (r.scales[1], y))
+        r.y[...] = mix((r.factors[0], r.x[...]), (r.factors[1], y))
 
-    x_td, (f, d) = flat(x_btd), up_fd.shape
-    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
-    scales = {"scales": jnp.stack([jnp.float32(keep), jnp.float32(weight)])}
-    z = jax.ShapeDtypeStruct((len(x_td), f), x_td.dtype) if save else None
-    inputs = {"x": (x_td, cut), "up": (up_fd, whole), "down": (down_fd, whole)}
-    outputs = {"y": (x_td, cut), "z": (z, cut)}
-    out = run_kernel("mlp", body, grid, inputs, outputs, scales)
-    return out["y"].reshape(x_btd.shape), (x_td, down_fd, up_fd, scales, out.get("z"))
+    out = run_kernel("mlp", grid, refs, body)
+    return out.y.reshape(x_btd.shape), (x_td, down_fd, up_fd, factors, out.z)
 
 
 @jax.jit  # traced once: equal layers share a kernel
 def fused_mlp_backward(kept, y_grad):
     """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
     only the last one's stay: behind matmuls that costs nothing."""
-    x_td, down_fd, up_fd, scales, z_tf = kept
+    x_td, down_fd, up_fd, factors, z_tf = kept
     (f, d), dtype = up_fd.shape, z_tf.dtype
+    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
+    row = jax.ShapeDtypeStruct((1, d), jnp.float32)
+    refs = {
+        "factors": scalars(factors),  # [2]: keep, weight
+        "x": reads(x_td, cut),  # [block, d]
+        "grad": reads(flat(y_grad), cut),  # [block, d]: of y
+        "z": reads(z_tf, cut),  # [block, f]
+        "down": reads(down_fd, whole),  # [f, d]
+        "up": reads(up_fd, whole),  # [f, d]
+        "x_grad": writes(x_td, cut),  # [block, d]
+        "keep_grad": writes(row, whole),  # [1, d]: of the two factors, the sum for each feature
+        "weight_grad": writes(row, whole),
+        "up_grad": writes(up_fd, whole),  # [f, d]
+        "down_grad": writes(down_fd, whole),  # [f, d]
+        "up_sum": keeps((f, d), jnp.float32),  # the same, not rounded
+        "down_sum": keeps((f, d), jnp.float32),  # before `weight`
+    }
 
     def body(r):
         x, grad = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad))
         normed, norm_grad = jax.vjp(norm, x)
-        normed, twice = normed.astype(dtype), (2 * r.scales[1] * grad).astype(dtype)
+        normed, twice = normed.astype(dtype), (2 * r.factors[1] * grad).astype(dtype)
         root = jax.nn.relu(r.z[...])  # of the hidden units: half of their slope
         z_grad = root * times(twice, r.down[...], transpose=True).astype(dtype)
         x_grad = times(z_grad, r.up[...])  # before other matmuls, which norm_grad has beside it
         up_sum = add_block(r, r.up_sum, times(z_grad.T, normed))
         down_sum = add_block(r, r.down_sum, times(jnp.square(root).T, r.grad[...]))
         r.up_grad[...] = up_sum.astype(dtype)
-        r.down_grad[...] = (r.scales[1] * down_sum).astype(dtype)
+        r.down_grad[...] = (r.factors[1] * down_sum).astype(dtype)
         along = down_sum * r.down[...].astype(jnp.float32)
         r.weight_grad[...] = jnp.sum(along, axis=0, keepdims=True)
-        r.x_grad[...] = (r.scales[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
+        r.x_grad[...] = (r.factors[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
         add_block(r, r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
 
-    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
-    inputs = {"x": (x_td, cut), "grad": (flat(y_grad), cut), "z": (z_tf, cut)}
-    inputs |= {"down": (down_fd, whole), "up": (up_fd, whole)}
-    row = jax.ShapeDtypeStruct((1, d), jnp.float32)  # of the two numbers: sums for each feature
-    outputs = {"x_grad": (x_td, cut), "keep_grad": (row, whole), "weight_grad": (row, whole)}
-    outputs |= {"up_grad": (up_fd, whole), "down_grad": (down_fd, whole)}
-    scratch = dict.fromkeys(("up_sum", "down_sum"), ((f, d), jnp.float32))
-    out = run_kernel("mlp_grads", body, grid, inputs, outputs, scales, scratch)
-    x_grad = out["x_grad"].reshape(y_grad.shape)
-    numbers = jnp.sum(out["keep_grad"]), jnp.sum(out["weight_grad"])
-    return x_grad, out["up_grad"], out["down_grad"], *numbers
+    out = run_kernel("mlp_grads", grid, refs, body)
+    x_grad = out.x_grad.reshape(y_grad.shape)
+    numbers = jnp.sum(out.keep_grad), jnp.sum(out.weight_grad)
+    return x_grad, out.up_grad, out.down_grad, *numbers
 
 
 fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
@@ -4855,60 +4958,66 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
 
-def run_weighted(name: str, body, x, weights, sources, grads: bool):
-    """run_kernel over blocks of tokens. `body` has x, or None, and y0, y1 ... [block, d]; w [block,
-    2 lanes], each token's weights in whole tiles, rounded, and the rest; hot [k, 2 lanes, d] of 0
-    and 1: w @ hot[j] spreads the weights of source j over the features of its groups. It writes
-    out0, like y0; for `grads` one out for each source, and sums [block, lanes], of w as float32."""
-    y0, (k, g) = flat(sources[0]), weights.shape[2:]
-    (r, d), dtype = y0.shape, y0.dtype
-    packed = jnp.pad(weights.reshape(r, k * g), ((0, 0), (0, -k * g % LANES)))
+def blend_inputs(x, weights, sources) -> tuple[dict, Callable, dict]:
+    """(references, the cut of arrays of tokens, the grid) that weighted_sum has each way. A matmul
+    spreads the weights [t, k, g] of k sources over the features, of which each group has its own:
+    w @ hot[j] is [block, d], those of source j."""
+    y, (k, g) = flat(sources[0]), weights.shape[2:]
+    (t, d), dtype = y.shape, y.dtype
+    cut, grid = row_blocks(t, BLOCK)
+    packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, -k * g % LANES)))
     high = packed.astype(dtype)
     w = jnp.concatenate([high, (packed - high.astype(jnp.float32)).astype(dtype)], axis=1)
-    cut, grid = row_blocks(r, BLOCK)
-    inputs = {"x": (None if x is None else flat(x), cut), "w": (w, cut)}
-    inputs |= {f"y{j}": (flat(y), cut) for j, y in enumerate(sources)}
+    refs = {
+        "x": reads(None if x is None else flat(x), cut),  # [block, d]
+        # [block, 2 lanes]: weights, in whole tiles of lanes, rounded; and after them the rest
+        "w": reads(w, cut),
+        "ys": [reads(flat(y), cut) for y in sources],  # [block, d] each
+    }
     lane = jnp.arange(w.shape[1]) % packed.shape[1]
     group = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)
-    inputs["hot"] = (lane[None, :, None] == group[:, None]).astype(dtype), whole
-    outputs = {f"out{j}": (y0, cut) for j in range(k if grads else 1)}
-    outputs["sums"] = jax.ShapeDtypeStruct(packed.shape, jnp.float32) if grads else None, cut
-    return run_kernel(name, body, grid, inputs, outputs)
+    hot = (lane[None, :, None] == group[:, None]).astype(dtype)
+    refs["hot"] = reads(hot, whole)  # [k, 2 lanes, d]: 1 where a lane has a feature's weight
+    return refs, cut, grid
 
 
 @jax.custom_vjp
 def weighted_sum(x_btd, weights, sources):
     """blend in one TPU kernel, and one for its gradients."""
+    refs, cut, grid = blend_inputs(x_btd, weights, sources)
+    refs["y"] = writes(refs["ys"][0].array, cut)  # [block, d]
 
     def body(r):
         total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
-        for j in range(len(sources)):
-            y = getattr(r, f"y{j}")[...].astype(jnp.float32)
+        for j, ref in enumerate(r.ys):
+            y = ref[...].astype(jnp.float32)
             total += times(r.w[...], r.hot[j]) * y
-        r.out0[...] = total.astype(r.out0.dtype)
+        r.y[...] = total.astype(r.y.dtype)
 
-    out = run_weighted("weighted_sum", body, x_btd, weights, sources, False)
-    return out["out0"].reshape(sources[0].shape)
+    return run_kernel("weighted_sum", grid, refs, body).y.reshape(sources[0].shape)
 
 
 def weighted_sum_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
     x_btd, weights, sources = kept
+    refs, cut, grid = blend_inputs(grad_btd, weights, sources)  # x is the gradient
+    refs["y_grads"] = [writes(y.array, cut) for y in refs["ys"]]  # [block, d] each
+    t, lanes = len(refs["w"].array), refs["w"].array.shape[1] // 2
+    refs["sums"] = writes(jax.ShapeDtypeStruct((t, lanes), jnp.float32), cut)  # of weights
 
     def body(r):
         grad = r.x[...].astype(jnp.float32)
         sums = jnp.zeros(r.sums.shape, jnp.float32)
-        for j in range(len(sources)):
-            y, out = getattr(r, f"y{j}"), getattr(r, f"out{j}")
-            out[...] = (times(r.w[...], r.hot[j]) * grad).astype(out.dtype)
+        for j, (y, y_grad) in enumerate(zip(r.ys, r.y_grads, strict=True)):
+            y_grad[...] = (times(r.w[...], r.hot[j]) * grad).astype(y_grad.dtype)
             both = (grad * y[...].astype(jnp.float32)).astype(y.dtype)
-            sums += times(both, r.hot[j, : sums.shape[1]], transpose=True)
+            sums += times(both, r.hot[j, :lanes], transpose=True)
         r.sums[...] = sums
 
-    out = run_weighted("weighted_sum_grads", body, grad_btd, weights, sources, True)
-    source_grads = tuple(out[f"out{j}"].reshape(grad_btd.shape) for j in range(len(sources)))
-    weight_grads = out["sums"][:, : math.prod(weights.shape[2:])].reshape(weights.shape)
+    out = run_kernel("weighted_sum_grads", grid, refs, body)
+    source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in out.y_grads)
+    weight_grads = out.sums[:, : math.prod(weights.shape[2:])].reshape(weights.shape)
     return None if x_btd is None else grad_btd, weight_grads, source_grads
 
 
@@ -4962,11 +5071,14 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
     def tile_of(x):
         return pl.BlockSpec((n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))
 
-    scalars, grid = {"tile": tile, "at": at}, {"row": 1, "i": steps}
-    inputs = {"ids": (ids.reshape(blocks, 1, block), met)}  # of the block that is met
-    inputs |= {f"rows{k}": (x, met) for k, x in enumerate(rows)}
-    outputs = {"sums": (jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of)}
-    total = {"total": ((n, ROW_TILE, d), jnp.float32)}
+    refs = {
+        "tile": scalars(tile),  # [steps]
+        "at": scalars(at),  # [steps]: the block that it meets
+        "ids": reads(ids.reshape(blocks, 1, block), met),  # [1, 1, block]
+        "rows": [reads(x, met) for x in rows],  # [block, d] each
+        "sums": writes(jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of),
+        "total": keeps((n, ROW_TILE, d), jnp.float32),  # the same, not rounded
+    }
 
     def body(r):
         tile = r.tile[r.i]
@@ -4982,14 +5094,14 @@ def sum_rows(table_vd, ids, rows, ascending: bool = False):
             row = tile * ROW_TILE + lax.broadcasted_iota(jnp.int32, (ROW_TILE, block), 0)
             hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(rows[0].dtype)
             for k in range(n):
-                r.total[k] += times(hot, getattr(r, f"rows{k}")[...])
+                r.total[k] += times(hot, r.rows[k][...])
 
         @pl.when(ends)
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    out = run_kernel(f"sum_rows_{n}", body, grid, inputs, outputs, scalars, total)
-    return table_vd + out["sums"].reshape(v, d).astype(table_vd.dtype)
+    out = run_kernel(f"sum_rows_{n}", {"row": 1, "i": steps}, refs, body)
+    return table_vd + out.sums.reshape(v, d).astype(table_vd.dtype)
 
 
 # ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
@@ -5018,20 +5130,35 @@ QUERY_TILES = Tiles(128, 64, 8, 2)
 KEY_TILES = Tiles(64, 128, 8, 2)
 
 
-def run_tiles(name, body, tiles: Tiles, arrays: dict, outputs: dict):
+def run_tiles(name: str, tiles: Tiles, arrays: dict, outputs: dict, body: Callable):
     """run_kernel for each block of queries of each row and head; of keys, if k_grad is one of the
-    `outputs`, name -> shape and dtype. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]; `body`
-    has the block of its own side and of outputs, of the other side the whole row. It sums over
-    tiles of that with sum_tiles(add, shapes): add(place of a tile, sums so far, a function from
-    scores [block, tile] to weights)."""
-    sides = [(("q", "log_sums", "mean", "y_grad"), tiles.queries), (("k", "v"), tiles.keys)]
-    reach = "last" if "k_grad" in outputs else "first"  # query that sees a key, key that it sees
-    (own, block), (others, tile) = sides[::-1] if reach == "last" else sides
+    `outputs`, name -> array, or shape and dtype. Arrays are [b, t, n, h or v], [b, n, t] or [b, t].
+    `body` has references to the block [tokens, h or v] or [tokens] of its own side and of outputs,
+    of the other side to the whole row. It sums over tiles of that with sum_tiles(add, shapes):
+    add(place of a tile, sums so far, `weigh`) -> sums."""
+    by_keys = "k_grad" in outputs
+    own, others = ("q", "log_sums", "mean", "y_grad", "first"), ("k", "v")
+    block, tile = tiles.queries, tiles.keys
+    if by_keys:
+        own, others, block, tile = (*others, "last"), own[:-1], tile, block
     b, t, n, _ = arrays["q"].shape
+
+    def cut(tokens: int, at: Callable, x):
+        if x.ndim == 4:
+            return pl.BlockSpec((None, tokens, None, x.shape[3]), lambda i, n, b: (b, at(i), n, 0))
+        if x.ndim == 3:
+            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, at(i)))
+        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, at(i)))
+
+    of_block = functools.partial(cut, block, lambda i: i)
+    of_row = functools.partial(cut, t, lambda i: 0)
+    refs = {x: reads(arrays[x], of_block) for x in own if x in arrays}
+    refs |= {x: reads(arrays[x], of_row) for x in others if x in arrays}
+    refs |= {x: writes(like, of_block) for x, like in outputs.items()}
 
     def with_sums(r):
         here = r.i * block + jnp.arange(block)
-        if reach == "last":
+        if by_keys:
             first, last = here[:, None], r.last[...][:, None]
             span = r.i * block // tile, r.last[block - 1] // tile + 1
         else:
@@ -5043,52 +5170,52 @@ def run_tiles(name, body, tiles: Tiles, arrays: dict, outputs: dict):
                 there = (j * tile + jnp.arange(tile))[None]
                 seen = (there >= first) & (there <= last)
                 at = pl.ds(j * tile, tile)
-                return add(at, sums, lambda score: jnp.where(seen, jnp.exp2(score), 0.0))
+
+                def weigh(own, others, log_sums=None):
+                    """Weights [block, tile]: 2^(score - log_sums), and 0 for what is not seen."""
+                    score = times(own, others, transpose=True)
+                    if by_keys:
+                        log_sums = r.log_sums[at][None]
+                    if log_sums is not None:
+                        score -= log_sums
+                    return jnp.where(seen, jnp.exp2(score), 0.0)
+
+                return add(at, sums, weigh)
 
             return lax.fori_loop(*span, add_tile, tuple(jnp.zeros(x, jnp.float32) for x in shapes))
 
         body(r, sum_tiles)
 
-    def cut(tokens: int, at: Callable, x):
-        if x.ndim == 4:
-            return pl.BlockSpec((None, tokens, None, x.shape[3]), lambda i, n, b: (b, at(i), n, 0))
-        if x.ndim == 3:
-            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, at(i)))
-        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, at(i)))
-
-    of_block = functools.partial(cut, block, lambda i: i)
-    of_row = functools.partial(cut, t, lambda i: 0)
-    inputs = {x: (arrays[x], of_block) for x in (*own, reach) if x in arrays}
-    inputs |= {x: (arrays[x], of_row) for x in others if x in arrays}
-    outputs = {x: (y, of_block) for x, y in outputs.items()}
-    grid = {"i": t // block, "head": n, "row": b}
-    return run_kernel(name, with_sums, grid, inputs, outputs, tiles=tiles)
+    return run_kernel(name, {"i": t // block, "head": n, "row": b}, refs, with_sums, tiles)
 
 
 def tiles_forward(arrays: dict):
     """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
     (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
+    outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
 
     def body(r, sum_tiles):
         q = r.q[...]
 
         def add(at, sums, weigh):
             y, total = sums
-            weights = weigh(times(q, r.k[at, :], transpose=True))
+            weights = weigh(q, r.k[at, :])
             return y + times(weights.astype(dtype), r.v[at, :]), total + jnp.sum(weights, axis=1)
 
         y, total = sum_tiles(add, (len(q), v), (len(q),))
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
-    outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
-    saved = arrays | run_tiles("attend", body, FORWARD_TILES, arrays, outputs)
-    return saved["y"], saved
+    out = run_tiles("attend", FORWARD_TILES, arrays, outputs, body)
+    return out.y, arrays | {"y": out.y, "log_sums": out.log_sums}
 
 
 def tiles_backward(arrays: dict, y_grad):
-    """Gradients of q, k and v; their reach gets none."""
+    """Gradients of q, k and v, by the formulas of window_backward; their reach gets none."""
     dtype = y_grad.dtype
+    # What the gradients of all scores of a query have too much: their weighted mean.
+    mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
+    arrays = arrays | {"mean": mean, "y_grad": y_grad}
 
     def by_queries(r, sum_tiles):
         q, of_y = r.q[...], r.y_grad[...]
@@ -5096,7 +5223,7 @@ def tiles_backward(arrays: dict, y_grad):
 
         def add(at, sums, weigh):
             k = r.k[at, :]
-            weights = weigh(times(q, k, transpose=True) - log_sums)
+            weights = weigh(q, k, log_sums)
             grad = weights * (times(of_y, r.v[at, :], transpose=True) - mean)
             return (sums[0] + times(grad.astype(dtype), k),)
 
@@ -5108,7 +5235,7 @@ def tiles_backward(arrays: dict, y_grad):
         def add(at, sums, weigh):
             k_grad, v_grad = sums
             q, of_y = r.q[at, :], r.y_grad[at, :]
-            weights = weigh(times(k, q, transpose=True) - r.log_sums[at][None])
+            weights = weigh(k, q)
             v_grad += times(weights.astype(dtype), of_y)
             grad = weights * (times(v, of_y, transpose=True) - r.mean[at][None])
             return k_grad + times(grad.astype(dtype), q), v_grad
@@ -5116,13 +5243,10 @@ def tiles_backward(arrays: dict, y_grad):
         k_grad, v_grad = sum_tiles(add, k.shape, v.shape)
         r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
 
-    # What the gradients of all scores of a query have too much: their weighted mean.
-    mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
-    arrays = arrays | {"mean": mean, "y_grad": y_grad}
     of_q, of_k, of_v = ({f"{x}_grad": arrays[x]} for x in "qkv")  # shapes of outputs
-    grads = run_tiles("attend_backward_queries", by_queries, QUERY_TILES, arrays, of_q)
-    grads |= run_tiles("attend_backward_keys", by_keys, KEY_TILES, arrays, of_k | of_v)
-    return ({x: grads.get(f"{x}_grad") for x in ("q", "k", "v", "first", "last")},)
+    out = run_tiles("attend_backward_queries", QUERY_TILES, arrays, of_q, by_queries)
+    more = run_tiles("attend_backward_keys", KEY_TILES, arrays, of_k | of_v, by_keys)
+    return ({"q": out.q_grad, "k": more.k_grad, "v": more.v_grad, "first": None, "last": None},)
 
 
 # attend_triton of q (scaled already), k and v, with the first and last of their reach
