@@ -50,7 +50,7 @@ lengths are counted in tokens.
 
 Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds: a field of Layer, a
 row of param_table or params_of_ideas, forward. Inside attention: attention, HeadInputs,
-attend_heads or attend_plain, trials; and attend_window too, or one more of the conditions in
+attend_heads or attend_plain, trials; and attend_tpu too, or one more of the conditions in
 serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
 are capped, fused_cross_entropy trains, which equals it). A table: params_of_ideas, ids_of_ideas,
 look_up. A new kernel: a function that equals one of Kernels, its conditions in serving_kernels.
@@ -4058,15 +4058,15 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
             even,
         ]
         if not any(fails for fails, _ in conditions):
-            chosen = chosen._replace(add_rows=sum_rows, blend=weighted_sum)
+            chosen = chosen._replace(add_rows=add_rows_tpu, blend=blend_tpu)
             others = ", weighted sums and gradients of tables for TPUs"
             hidden = {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}
             fits = all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden)
             if fits and cfg.dtype == jnp.bfloat16:
-                chosen, others = chosen._replace(add_mlp=fused_mlp), f", MLPs{others}"
+                chosen, others = chosen._replace(add_mlp=add_mlp_tpu), f", MLPs{others}"
         full = plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7
         conditions += [(h != LANES or n % 2, apart), (full, large)]
-        attend, served = attend_window, f"attention{others}"
+        attend, served = attend_tpu, f"attention{others}"
     elif device.platform == "gpu":
         triton = importlib.util.find_spec("jax.experimental.pallas.triton")
         capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
@@ -4077,7 +4077,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
             (h not in (32, 64, 128), f"tiles do not fit heads {h} wide, and half of it"),
             even,
         ]
-        attend, served = functools.partial(attend_heads, attend_triton), "attention for NVIDIA GPUs"
+        attend, served = functools.partial(attend_heads, attend_gpu), "attention for NVIDIA GPUs"
     else:
         return chosen, f"plain attention: there are no kernels for a {device.platform}"
     for fails, why in [*conditions, other, (score > MAX_SCORE, high)]:
@@ -4243,10 +4243,9 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
     device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
     interpret = (device.platform if device else jax.default_backend()) == "cpu"
     every, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
-    there = [
-        [i for i, x in enumerate(every) if x.role == role and x.array is not None]
-        for role in range(4)
-    ]
+
+    def places(role: int) -> list[int]:
+        return [i for i, x in enumerate(every) if x.role == role and x.array is not None]
 
     def by_name(places, values) -> dict:
         found = dict(zip(places, values, strict=True))
@@ -4254,9 +4253,10 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
 
     def kernel(*given):
         place = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(SimpleNamespace(**by_name(sum(there, []), given), **place))
+        body(SimpleNamespace(**by_name(itertools.chain(*there), given), **place))
 
-    numbers, arrays, shapes, kept = ([every[i].array for i in places] for places in there)
+    there = [*map(places, range(4))]
+    numbers, arrays, shapes, kept = ([every[i].array for i in role] for role in there)
     in_specs, out_specs = ([every[i].cut(every[i].array) for i in there[role]] for role in (1, 2))
     how = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": out_specs}
     if tiles:
@@ -4283,10 +4283,11 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
 # they are done once for each block, and rotated keys and values of the blocks that the window can
 # reach wait in rings in VMEM (2 MiB for short layers at a window of 640; 10 in the backward pass,
 # with their gradients). Scores are kept as [keys, queries], so that what there is one of for each
-# query (sum, gate, start of the document) is a row, and costs nothing to broadcast. Queries,
-# outputs and all gradients are standing, [h, tokens]: so QK norm, rotation, XSA and gates are a few
-# sums over rows. QK norm bounds the scores: no running maximum. Blocks without visible keys are
-# skipped. The hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
+# query (sum, gate, start of the document) is a row, and costs nothing to broadcast. An array is
+# standing if its tokens are columns, [h, tokens], where the projection left them as rows. Queries,
+# outputs and all gradients are: so QK norm, rotation, XSA and gates are a few sums over rows. QK
+# norm bounds the scores: no running maximum. Blocks without visible keys are skipped. The
+# hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
@@ -4294,7 +4295,7 @@ ONES = 16  # rows of ones under the values: with them one matmul also sums the w
 # Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more):
 # the sum of 4096 exponentials of them stays within float32.
 MAX_SCORE = 48.0
-OF_HEADS = "added_gates", "shares", "gates"  # arrays [b, n, t] that window_attention may have
+OF_HEADS = "added_gates", "shares", "gates"  # arrays [b, n, t] that attend_tpu_arrays may have
 SAVED = "saved_k", "saved_q", "saved_v", "saved_y", "log_sums"  # what is kept for the way back
 
 
@@ -4338,7 +4339,7 @@ class Plan:
         return self.slots + self.heads.offset
 
     def ring_bytes(self, dtype) -> int:
-        """VMEM of the rings of window_backward: three of `dtype` and three of float32."""
+        """VMEM of the rings of attend_tpu_backward: three of `dtype` and three of float32."""
         n, h, v, block = self.sizes
         return (self.delay + 1) * block * n * (2 * h + v) * (jnp.dtype(dtype).itemsize + 4)
 
@@ -4390,20 +4391,16 @@ def collect(ref, at: tuple, value, anew: bool):
     ref[at] = value if anew else ref[at] + value
 
 
-def tiles(width: int) -> list[slice]:
-    """The tiles of `width` columns."""
-    return [slice(x, x + LANES) for x in range(0, width, LANES)]
+def tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
+    """The tiles of n heads of h columns: [(columns, [(head, what it has of these columns)])]."""
+    inside = [slice(x, x + h) for x in range(0, LANES, h)]
+    every = (slice(x, x + LANES) for x in range(0, n * h, LANES))
+    return [(lanes, [*enumerate(inside, lanes.start // h)]) for lanes in every]
 
 
 def beyond(lanes: slice, columns: int) -> slice:
     """The tile that lies so many columns further."""
     return slice(lanes.start + columns, lanes.stop + columns)
-
-
-def heads_in(lanes: slice, h: int) -> list[tuple[int, slice]]:
-    """The heads of a tile, and what each has of its columns."""
-    first = lanes.start // h
-    return [(first + k, slice(k * h, (k + 1) * h)) for k in range(LANES // h)]
 
 
 def part_of(c: int, h: int) -> slice:
@@ -4475,9 +4472,9 @@ def visible_keys(plan: Plan, i, starts):
     return visible
 
 
-def window_forward(plan: Plan, arrays: dict, save: bool = True):
-    """(y [b, t, n v], what window_backward needs, if asked to `save`). Grid step i takes block i of
-    a row: its keys and values enter rings, and its queries look back at all that they can see."""
+def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
+    """(y [b, t, n v], what attend_tpu_backward needs, if asked to `save`). Grid step i takes block
+    i of a row: its keys and values enter rings, and its queries look back at all that they see."""
     (n, h, v, block), slots = plan.sizes, plan.slots
     (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
     across, along = plan.across(lambda i: i), plan.along(lambda i: i)
@@ -4486,12 +4483,12 @@ def window_forward(plan: Plan, arrays: dict, save: bool = True):
         return writes(jax.ShapeDtypeStruct(shape, dtype) if save else None, cut)
 
     refs = {
-        "earliest": scalars(arrays["earliest"]),  # [b, blocks]: see attend_window
+        "earliest": scalars(arrays["earliest"]),  # [b, blocks]: see attend_tpu
         "scale": scalars(arrays["scale"]),  # [1]
         "qkv": reads(arrays["qkv"], across),  # [1, block, n (2 h + v)]
         "added": reads(arrays["added"], across),  # [1, block, n LANES]: goes to v
         "tables": reads(arrays["tables"], along),  # [1, rows, block]: see Plan.tables_of
-        "starts": reads(arrays["starts"], along),  # [1, 1, block]: see attend_window
+        "starts": reads(arrays["starts"], along),  # [1, 1, block]: see attend_tpu
         **{x: reads(arrays[x], along) for x in OF_HEADS},  # [1, n, block] each
         "y": writes(jax.ShapeDtypeStruct((b, t, n * v), dtype), across),  # [1, block, n v]
         "saved_k": saved(across, b, t, n * h),  # [1, block, n h]: keys as queries met them
@@ -4531,30 +4528,30 @@ def enter(plan: Plan, r, slot):
     """Norm and rotate q and k of block i, add to v, and put keys and values into their slot."""
     n, h, v, _ = plan.sizes
     dtype = r.qkv.dtype
-    for lanes in tiles(n * h):
+    for lanes, heads in tiles(n, h):
         qs, ks = standing(r.qkv, lanes), standing(r.qkv, beyond(lanes, n * h))
-        heads = []
-        for c, own in heads_in(lanes, h):
+        keys = []
+        for c, own in heads:
             tables = plan.tables_of(r.tables, c)
             q = rotate(qs[own], *tables, r.scale[0] * LOG2E)
             r.queries[part_of(c, h)] = q.astype(dtype)
             k = rotate(ks[own], *tables)
-            heads.append(offset_key(r, c, k) if plan.heads.offset else k)
-        k = jnp.concatenate(heads).astype(dtype).T
-        for c, own in heads_in(lanes, h):
+            keys.append(offset_key(r, c, k) if plan.heads.offset else k)
+        k = jnp.concatenate(keys).astype(dtype).T
+        for c, own in heads:
             r.keys[slot, c] = k[:, own]
         if r.saved_q is not None:
             r.saved_q[0, lanes] = r.queries[lanes]
             r.saved_k[0, :, lanes] = k
-    for lanes in tiles(n * v):
+    for lanes, heads in tiles(n, v):
         vs = standing(r.qkv, beyond(lanes, 2 * n * h))
-        for c, own in heads_in(lanes, v):
+        for c, own in heads:
             added = 0.0
             if r.added is not None:
                 added = r.added_gates[0, c : c + 1] * standing(r.added, part_of(c, LANES))[:v]
             r.values[slot, c, :v] = (vs[own] + added).astype(dtype)
         if r.saved_v is not None:
-            vs = [r.values[slot, c, :v] for c, _ in heads_in(lanes, v)]
+            vs = [r.values[slot, c, :v] for c, _ in heads]
             r.saved_v[0, :, lanes] = jnp.concatenate(vs).T
 
 
@@ -4574,9 +4571,9 @@ def look_back(plan: Plan, r, j: int, visible: Callable):
 def finish_outputs(plan: Plan, r, slot):
     """Divide the sums of block i by those of the weights, then XSA and gates."""
     n, _, v, _ = plan.sizes
-    for lanes in tiles(n * v):
+    for lanes, heads in tiles(n, v):
         ys = []
-        for c, _ in heads_in(lanes, v):
+        for c, _ in heads:
             total = r.sums[c, v : v + 1]
             y = r.sums[c, :v] * (1 / total)
             if r.saved_y is not None:
@@ -4621,7 +4618,7 @@ def finish_outputs(plan: Plan, r, slot):
 # enough.
 
 
-def window_backward(plan: Plan, kept, y_grad):
+def attend_tpu_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, added and OF_HEADS; others have none. A block leaves with all columns
     of qkv_grad together: concatenated outside, they would be copied once more."""
     (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
@@ -4636,7 +4633,7 @@ def window_backward(plan: Plan, kept, y_grad):
 
     across, along = plan.across(newest), plan.along(newest)
     old_across, old_along = plan.across(oldest), plan.along(oldest)
-    refs = {  # shapes of blocks are those of window_forward
+    refs = {  # shapes of blocks are those of attend_tpu_forward
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
         # Of block i. Gradients with respect to outputs are [1, block, n v], as y is.
@@ -4668,9 +4665,9 @@ def window_backward(plan: Plan, kept, y_grad):
         for c in range(n):
             r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
             r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
-        for lanes in tiles(n * h):
+        for lanes, _ in tiles(n, h):
             r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
-        for lanes in tiles(n * v):
+        for lanes, _ in tiles(n, v):
             r.y_grads[lanes] = r.y_grad[0, :, lanes].T
             if r.shares is not None:
                 r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
@@ -4770,21 +4767,21 @@ def leave(plan: Plan, r, old, slot, blocks: int):
     def write(lanes, grads):
         r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(r.qkv_grad.dtype).T
 
-    for lanes in tiles(n * h):
+    for lanes, heads in tiles(n, h):
         of_k = beyond(lanes, n * h)
         qs, ks = standing(r.old_qkv, lanes), standing(r.old_qkv, of_k)
         q_grads, k_grads = [], []
-        for c, own in heads_in(lanes, h):
+        for c, own in heads:
             rows, tables = part_of(c, h), plan.tables_of(r.old_tables, c)
             q_grads.append(rotate_grad(r.q_grads[slot, rows], qs[own], *tables, r.scale[0]))
             k_grads.append(rotate_grad(k_grad(rows), ks[own], *tables, 1 / LOG2E))
         write(lanes, q_grads)
         write(of_k, k_grads)
         yield
-    for lanes in tiles(n * v):
+    for lanes, heads in tiles(n, v):
         grads = r.v_grads[slot, lanes]
         write(beyond(lanes, 2 * n * h), [grads])
-        for c, own in heads_in(lanes, v) if r.old_added is not None else ():
+        for c, own in heads if r.old_added is not None else ():
             part, row, grad = part_of(c, LANES), (0, slice(c, c + 1)), grads[own]
             r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
             grad = pad_rows(grad * r.old_added_gates[row], LANES)
@@ -4792,11 +4789,11 @@ def leave(plan: Plan, r, old, slot, blocks: int):
         yield
 
 
-# attend_window of a Plan and of the arrays that it has prepared
-window_attention = jax.custom_vjp(
-    lambda plan, arrays: window_forward(plan, arrays, save=False)[0], nondiff_argnums=(0,)
+# attend_tpu of a Plan and of the arrays that it has prepared
+attend_tpu_arrays = jax.custom_vjp(
+    lambda plan, arrays: attend_tpu_forward(plan, arrays, save=False)[0], nondiff_argnums=(0,)
 )
-window_attention.defvjp(window_forward, window_backward)
+attend_tpu_arrays.defvjp(attend_tpu_forward, attend_tpu_backward)
 
 
 def standing_rope_tables(freqs, positions):
@@ -4811,7 +4808,7 @@ def standing_rope_tables(freqs, positions):
     return [x.reshape(*x.shape[:2], -1) for x in both]
 
 
-def attend_window(heads: Heads, qkv, inputs: HeadInputs):
+def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
     (see serving_kernels). freqs and scale have no gradients."""
@@ -4832,7 +4829,7 @@ def attend_window(heads: Heads, qkv, inputs: HeadInputs):
     of_heads = added_gates_btn, jax.tree.map(jnp.tanh, xsa_btn), gates_btn  # what is None stays
     of_heads = jax.tree.map(lambda x: x.swapaxes(1, 2), of_heads)
     arrays = {"qkv": qkv, "added": added_btd, **dict(zip(OF_HEADS, of_heads, strict=True))}
-    return window_attention(plan, arrays | jax.tree.map(lax.stop_gradient, others))
+    return attend_tpu_arrays(plan, arrays | jax.tree.map(lax.stop_gradient, others))
 
 
 # ---- MLPs for TPUs -----------------------------------------------------------------------------
@@ -4863,7 +4860,7 @@ def add_block(r, ref, value):
 
 
 def mlp_block(d: int, f: int) -> int:
-    """Tokens of a block of fused_mlp, at most, for d features and f hidden units; 0 if none fit.
+    """Tokens of a block of add_mlp_tpu, at most, for d features and f hidden units; 0 if none fit.
     The way back has in VMEM, in bfloat16: weights and their gradients once, also as float32 sums;
     of each token x, z and the gradients of x and y twice, and what the compiler keeps."""
     room = KERNEL_VMEM - 16 * f * d
@@ -4871,13 +4868,13 @@ def mlp_block(d: int, f: int) -> int:
 
 
 @jax.custom_vjp
-def fused_mlp(x_btd, up_fd, down_fd, keep, weight):
+def add_mlp_tpu(x_btd, up_fd, down_fd, keep, weight):
     """add_mlp in one TPU kernel, and one for its gradients: see mlp_block for what fits. d and f
     must be multiples of 128."""
-    return fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=False)[0]
+    return add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=False)[0]
 
 
-def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
+def add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
     """fused_mlp, and what its gradients take."""
     x_td, (f, d) = flat(x_btd), up_fd.shape
     cut, grid = row_blocks(len(x_td), mlp_block(d, f))
@@ -4904,7 +4901,7 @@ def fused_mlp_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
 
 
 @jax.jit  # traced once: equal layers share a kernel
-def fused_mlp_backward(kept, y_grad):
+def add_mlp_tpu_backward(kept, y_grad):
     """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
     only the last one's stay: behind matmuls that costs nothing."""
     x_td, down_fd, up_fd, factors, z_tf = kept
@@ -4949,7 +4946,7 @@ def fused_mlp_backward(kept, y_grad):
     return x_grad, out.up_grad, out.down_grad, *numbers
 
 
-fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
+add_mlp_tpu.defvjp(add_mlp_tpu_forward, add_mlp_tpu_backward)
 
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
@@ -4958,8 +4955,8 @@ fused_mlp.defvjp(fused_mlp_forward, fused_mlp_backward)
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
 
-def blend_inputs(x, weights, sources) -> tuple[dict, Callable, dict]:
-    """(references, the cut of arrays of tokens, the grid) that weighted_sum has each way. A matmul
+def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
+    """(references, the cut of arrays of tokens, the grid) that blend_tpu has each way. A matmul
     spreads the weights [t, k, g] of k sources over the features, of which each group has its own:
     w @ hot[j] is [block, d], those of source j."""
     y, (k, g) = flat(sources[0]), weights.shape[2:]
@@ -4982,9 +4979,9 @@ def blend_inputs(x, weights, sources) -> tuple[dict, Callable, dict]:
 
 
 @jax.custom_vjp
-def weighted_sum(x_btd, weights, sources):
+def blend_tpu(x_btd, weights, sources):
     """blend in one TPU kernel, and one for its gradients."""
-    refs, cut, grid = blend_inputs(x_btd, weights, sources)
+    refs, cut, grid = blend_refs(x_btd, weights, sources)
     refs["y"] = writes(refs["ys"][0].array, cut)  # [block, d]
 
     def body(r):
@@ -4997,11 +4994,11 @@ def weighted_sum(x_btd, weights, sources):
     return run_kernel("weighted_sum", grid, refs, body).y.reshape(sources[0].shape)
 
 
-def weighted_sum_backward(kept, grad_btd):
+def blend_tpu_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
     x_btd, weights, sources = kept
-    refs, cut, grid = blend_inputs(grad_btd, weights, sources)  # x is the gradient
+    refs, cut, grid = blend_refs(grad_btd, weights, sources)  # x is the gradient
     refs["y_grads"] = [writes(y.array, cut) for y in refs["ys"]]  # [block, d] each
     t, lanes = len(refs["w"].array), refs["w"].array.shape[1] // 2
     refs["sums"] = writes(jax.ShapeDtypeStruct((t, lanes), jnp.float32), cut)  # of weights
@@ -5021,9 +5018,9 @@ def weighted_sum_backward(kept, grad_btd):
     return None if x_btd is None else grad_btd, weight_grads, source_grads
 
 
-weighted_sum.defvjp(
-    lambda x, *more: (weighted_sum(x, *more), (None if x is None else x[:0], *more)),
-    weighted_sum_backward,
+blend_tpu.defvjp(
+    lambda x, *more: (blend_tpu(x, *more), (None if x is None else x[:0], *more)),
+    blend_tpu_backward,
 )
 
 
@@ -5052,7 +5049,7 @@ def meetings(ids, rows: int, block: int):
     return tile, jnp.minimum(last[tile] + 1 + step - ends[tile], blocks)
 
 
-def sum_rows(table_vd, ids, rows, ascending: bool = False):
+def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step multiplies
     each table's rows of a block by the one-hot matrix [tile, block] of a meeting."""
     (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
@@ -5137,10 +5134,9 @@ def run_tiles(name: str, tiles: Tiles, arrays: dict, outputs: dict, body: Callab
     of the other side to the whole row. It sums over tiles of that with sum_tiles(add, shapes):
     add(place of a tile, sums so far, `weigh`) -> sums."""
     by_keys = "k_grad" in outputs
-    own, others = ("q", "log_sums", "mean", "y_grad", "first"), ("k", "v")
-    block, tile = tiles.queries, tiles.keys
-    if by_keys:
-        own, others, block, tile = (*others, "last"), own[:-1], tile, block
+    sides = [(("q", "log_sums", "mean", "y_grad"), tiles.queries), (("k", "v"), tiles.keys)]
+    (own, block), (others, tile) = sides[::-1] if by_keys else sides
+    own = *own, "last" if by_keys else "first"  # query that sees a key, key that it sees
     b, t, n, _ = arrays["q"].shape
 
     def cut(tokens: int, at: Callable, x):
@@ -5189,7 +5185,7 @@ def run_tiles(name: str, tiles: Tiles, arrays: dict, outputs: dict, body: Callab
     return run_kernel(name, {"i": t // block, "head": n, "row": b}, refs, with_sums, tiles)
 
 
-def tiles_forward(arrays: dict):
+def attend_gpu_forward(arrays: dict):
     """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
     (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
@@ -5210,8 +5206,8 @@ def tiles_forward(arrays: dict):
     return out.y, arrays | {"y": out.y, "log_sums": out.log_sums}
 
 
-def tiles_backward(arrays: dict, y_grad):
-    """Gradients of q, k and v, by the formulas of window_backward; their reach gets none."""
+def attend_gpu_backward(arrays: dict, y_grad):
+    """Gradients of q, k and v, by the formulas of attend_tpu_backward; their reach gets none."""
     dtype = y_grad.dtype
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
@@ -5249,12 +5245,12 @@ def tiles_backward(arrays: dict, y_grad):
     return ({"q": out.q_grad, "k": more.k_grad, "v": more.v_grad, "first": None, "last": None},)
 
 
-# attend_triton of q (scaled already), k and v, with the first and last of their reach
-tiles_attention = jax.custom_vjp(lambda arrays: tiles_forward(arrays)[0])
-tiles_attention.defvjp(tiles_forward, tiles_backward)
+# attend_gpu of q (scaled already), k and v, with the first and last of their reach
+attend_gpu_arrays = jax.custom_vjp(lambda arrays: attend_gpu_forward(arrays)[0])
+attend_gpu_arrays.defvjp(attend_gpu_forward, attend_gpu_backward)
 
 
-def attend_triton(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
+def attend_gpu(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """One kernel forward and two back. Needs rows of a multiple of 128 tokens (else their end is
     missing), heads of powers of two, scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
@@ -5268,7 +5264,7 @@ def attend_triton(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
         "first": jnp.maximum(starts, here - window),  # key that a query can see
         "last": jnp.minimum(stops, here + window),  # query that can see a key
     }
-    return tiles_attention(arrays)
+    return attend_gpu_arrays(arrays)
 
 
 if __name__ == "__main__":

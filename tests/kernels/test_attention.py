@@ -142,9 +142,9 @@ def test_plain_keeps_16_bits_outside_and_32_inside():
     np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=0.02)
 
 
-triton_heads = functools.partial(T.attend_heads, T.attend_triton)
+triton_heads = functools.partial(T.attend_heads, T.attend_gpu)
 # One program for every window of a shape: what a token can reach is data to the kernels.
-compiled_triton = jit(with_gradients(T.attend_triton))
+compiled_triton = jit(with_gradients(T.attend_gpu))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_triton_takes_tiles_of_any_shape(monkeypatch):
         assert tuple(getattr(T, f"{name}_TILES")[:2]) != tile
         monkeypatch.setattr(T, f"{name}_TILES", T.Tiles(*tile, 4, 2))
     arrays = inputs(256, 16, 32, n=1)
-    check(jit(with_gradients(T.attend_triton))(*arrays, 150, SCALE), arrays, 150, atol=1e-5)
+    check(jit(with_gradients(T.attend_gpu))(*arrays, 150, SCALE), arrays, 150, atol=1e-5)
 
 
 def test_triton_in_16_bits_is_as_exact_as_they_are():
@@ -187,7 +187,7 @@ def test_triton_reads_no_tile_that_a_block_cannot_see():
     far = (np.arange(t) < 256)[None, :, None, None]
     segments = np.zeros((1, t), np.int32)
     k, v = (jnp.where(far, np.nan, x) for x in (k, v))
-    out = np.asarray(jit(lambda *x: T.attend_triton(*x, window, SCALE))(q, k, v, segments))
+    out = np.asarray(jit(lambda *x: T.attend_gpu(*x, window, SCALE))(q, k, v, segments))
     assert np.isnan(out[:, :256]).all() and np.isfinite(out[:, 384:]).all()
 
 
@@ -237,7 +237,7 @@ MORE_LAYERS = [
     "t, heads, parts", [*LAYERS, *(pytest.param(*layer, marks=slow) for layer in MORE_LAYERS)]
 )
 def test_window_computes_a_layer_forward_and_backward(t, heads, parts):
-    assert_same_layer(T.attend_window, heads, parts, layer_inputs(heads, t, parts, np.float32))
+    assert_same_layer(T.attend_tpu, heads, parts, layer_inputs(heads, t, parts, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_window_in_16_bits_is_as_exact_as_they_are(heads):
     arrays, *rest = layer_inputs(heads, 512, "added added_gates xsa gates", jnp.bfloat16)
     wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
     want = run_layer(T.PLAIN.attend, heads, wide, *rest)
-    for name, x in run_layer(T.attend_window, heads, arrays, *rest).items():
+    for name, x in run_layer(T.attend_tpu, heads, arrays, *rest).items():
         assert x.dtype == (jnp.float32 if name.endswith(("xsa", "gates")) else jnp.bfloat16)
         assert distance(x, want[name]) < 0.007, name  # seen: 0.0054
 
@@ -273,10 +273,10 @@ def test_plan_takes_every_visible_pair_of_blocks_and_no_other():
 def test_layers_of_the_record_can_be_lowered(kind):
     heads, parts = record_layer(kind, RECORD.stages[0].windows)
     shapes = layer_shapes(heads, 1, 49_152, parts, jnp.bfloat16)
-    text = lowered(layer_with_gradients(T.attend_window, heads), *shapes)
+    text = lowered(layer_with_gradients(T.attend_tpu, heads), *shapes)
     assert text.count("tpu_custom_call") == 2
     if kind == "long":  # as validation has it
-        text = lowered(layer(T.attend_window, heads), shapes[0], *shapes[2:])
+        text = lowered(layer(T.attend_tpu, heads), shapes[0], *shapes[2:])
         assert text.count("tpu_custom_call") == 1
     text = lowered(layer_with_gradients(triton_heads, heads), *shapes, platform="cuda")
     assert text.count("xla.gpu.triton") == 3
@@ -295,10 +295,10 @@ def test_layers_of_the_record_compile_for_a_v6e(monkeypatch, kind):
     if kind == "validation":  # the longest window and row, without gradients
         heads, parts = record_layer("long", RECORD.val_windows)
         arrays, _, *rest = layer_shapes(heads, 1, RECORD.val_row, parts, jnp.bfloat16, whole)
-        run, shapes = layer(T.attend_window, heads), (arrays, *rest)
+        run, shapes = layer(T.attend_tpu, heads), (arrays, *rest)
     else:
         heads, parts = record_layer(kind, RECORD.stages[2].windows)
-        run = layer_with_gradients(T.attend_window, heads)
+        run = layer_with_gradients(T.attend_tpu, heads)
         shapes = layer_shapes(heads, 1, 49_152, parts, jnp.bfloat16, whole)
     run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     text = jax.jit(run).lower(*shapes).compile().as_text()

@@ -23,7 +23,7 @@ CFG = replace(
     extension=0,
 )
 INTERPRETED = T.Kernels(
-    T.attend_window, T.fused_mlp, T.fused_cross_entropy, T.sum_rows, T.weighted_sum
+    T.attend_tpu, T.add_mlp_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu
 )
 
 

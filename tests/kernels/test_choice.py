@@ -38,7 +38,7 @@ def names(kernels: T.Kernels) -> set[str]:
 
 
 EVERYWHERE = {"fused_cross_entropy"}
-ON_TPU = {"fused_mlp", "fused_cross_entropy", "sum_rows", "weighted_sum"}  # and attention
+ON_TPU = {"add_mlp_tpu", "fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # and attention
 
 
 def with_row(tokens: int) -> T.Config:
@@ -68,9 +68,9 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
 @pytest.mark.parametrize(
     ("device", "attention", "others", "reason"),
     [
-        *((tpu(x), "attend_window", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6 lite")),
-        (tpu("TPU v6e"), "attend_window", ON_TPU, TPU_KERNELS),
-        *((gpu(x), "attend_triton", EVERYWHERE, GPU_KERNELS) for x in ("8.0", "9.0", "12.1")),
+        *((tpu(x), "attend_tpu", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6 lite")),
+        (tpu("TPU v6e"), "attend_tpu", ON_TPU, TPU_KERNELS),
+        *((gpu(x), "attend_gpu", EVERYWHERE, GPU_KERNELS) for x in ("8.0", "9.0", "12.1")),
     ],
 )
 def test_v5e_v6e_and_nvidia_gpus_since_ampere_have_kernels(device, attention, others, reason):
@@ -103,7 +103,7 @@ def test_each_kernel_can_be_had_by_itself_and_left_out(name):
 
 def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
     kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,add_mlp,blend"), gpu())
-    assert names(kernels) == {"attend_triton"}
+    assert names(kernels) == {"attend_gpu"}
     but = f"but plain add_mlp,blend (auto: {GPU_KERNELS})"
     assert reason == f"attend,add_mlp,blend, as asked for, {but}"
 
@@ -157,7 +157,7 @@ def test_a_tpu_has_no_kernel_for_mlps_alone_where_only_they_do_not_fit():
     """2880 is no multiple of 128; layer 9 has two MLPs, of 8192 hidden units."""
     for changes in ({"mlp_width": 2880}, {"mlp_width": 4096}, {"compute_dtype": "float32"}):
         kernels, said = T.pick_kernels(replace(RECORD, **changes), tpu())
-        assert names(kernels) == ON_TPU - {"fused_mlp"} | {"attend_window"}
+        assert names(kernels) == ON_TPU - {"add_mlp_tpu"} | {"attend_tpu"}
         assert said == f"attention, {TABLES}"
 
 

@@ -34,12 +34,12 @@ def test_an_mlp_and_its_gradients_are_the_plain_ones(shape, f, keep, dtype, off)
         y, gradients = jax.vjp(function, *inputs)
         return y, *gradients((x + down).astype(y.dtype))
 
-    got = jit(partial(run, T.fused_mlp))(*inputs)
+    got = jit(partial(run, T.add_mlp_tpu))(*inputs)
     like = jax.eval_shape(partial(run, T.add_mlp), *inputs)
     want = jit(partial(run, T.add_mlp))(*(x.astype(np.float32) for x in inputs))
     for y, z, shape in zip(got, want, like, strict=True):
         assert y.dtype == shape.dtype and y.shape == shape.shape and distance(y, z) < off
-    np.testing.assert_array_equal(got[0], jit(T.fused_mlp)(*inputs))  # without gradients
+    np.testing.assert_array_equal(got[0], jit(T.add_mlp_tpu)(*inputs))  # without gradients
 
 
 def test_blocks_are_the_largest_of_which_the_way_back_fits_the_vmem():
@@ -54,8 +54,8 @@ def test_an_mlp_and_its_gradients_can_be_lowered_for_a_tpu():
     scales = [jax.ShapeDtypeStruct((), jnp.float32)] * 2
 
     def both(*inputs):
-        y, gradients = jax.vjp(T.fused_mlp, *inputs)
+        y, gradients = jax.vjp(T.add_mlp_tpu, *inputs)
         return gradients(y)
 
-    for function, count in ((both, 2), (T.fused_mlp, 1)):
+    for function, count in ((both, 2), (T.add_mlp_tpu, 1)):
         assert lowered(function, *arrays, *scales).count("tpu_custom_call") == count

@@ -13,10 +13,10 @@ import train_gpt as T
 
 RNG = np.random.default_rng(0)
 KINDS = ["even", "frequent", "first", "last", "ends"]
-ADDERS = {"scatter": jit(T.scatter_rows), "kernel": jit(T.sum_rows)}
+ADDERS = {"scatter": jit(T.scatter_rows), "kernel": jit(T.add_rows_tpu)}
 IN_ORDER = {
     "scatter": jit(partial(T.scatter_rows, ascending=True)),
-    "kernel": jit(partial(T.sum_rows, ascending=True)),
+    "kernel": jit(partial(T.add_rows_tpu, ascending=True)),
 }
 
 
@@ -76,7 +76,7 @@ def test_the_kernel_for_tables_of_the_record_can_be_lowered_for_a_tpu(shape, row
     table = jax.ShapeDtypeStruct((tables * rows, 768), jnp.float32)
     parts = [jax.ShapeDtypeStruct((*shape, 768), jnp.bfloat16)] * tables
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-    assert lowered(T.sum_rows, table, ids, parts).count("tpu_custom_call") == 1
+    assert lowered(T.add_rows_tpu, table, ids, parts).count("tpu_custom_call") == 1
 
 
 def weighted(function, down, x, weights, sources):
@@ -100,7 +100,7 @@ def test_a_sum_with_weights_of_each_token_and_its_gradients(shape, groups, count
     x, *sources = (jnp.asarray(RNG.standard_normal(shape), dtype) for _ in range(count + 1))
     weights = jnp.asarray(RNG.standard_normal((*shape[:2], count, groups)), jnp.float32)
     args = RNG.standard_normal(shape).astype(np.float32), x, weights, tuple(sources)
-    got, want = (jit(partial(weighted, function))(*args) for function in (T.weighted_sum, T.blend))
+    got, want = (jit(partial(weighted, function))(*args) for function in (T.blend_tpu, T.blend))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and distance(x, y) <= off
 
@@ -109,5 +109,5 @@ def test_weighted_sums_of_the_record_can_be_lowered_for_a_tpu():
     x = jax.ShapeDtypeStruct((1, 49_152, 768), jnp.bfloat16)
     weights = jax.ShapeDtypeStruct((1, 49_152, 11, 12), jnp.float32)
     down = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    text = lowered(partial(weighted, T.weighted_sum), down, x, weights, (x,) * 11)
+    text = lowered(partial(weighted, T.blend_tpu), down, x, weights, (x,) * 11)
     assert text.count("tpu_custom_call") == 2

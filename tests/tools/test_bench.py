@@ -129,7 +129,7 @@ def test_other_tiles_are_tried_for_attention_on_nvidia_gpus(monkeypatch):
     monkeypatch.setattr(T, "programs", lambda *args: {key: None})
     monkeypatch.setattr(T, "lower", lambda *_: [getattr(T, name) for name in bench.TILES])
     usual = T.lower()
-    found = dict(bench.variants(CFG, gpu, T.PLAIN._replace(attend=T.attend_triton), key))
+    found = dict(bench.variants(CFG, gpu, T.PLAIN._replace(attend=T.attend_gpu), key))
     assert found["all kernels"] == T.lower() == usual
     assert found["QUERY_TILES (64, 64, 4, 2)"] == [usual[0], (64, 64, 4, 2), usual[2]]
     assert len(found) == 4 + sum(map(len, bench.TILES.values()))
