@@ -4200,8 +4200,9 @@ def document_starts(segments_bt):
 
 # A kernel is a function, its body, that a core runs once for every step of a grid. It takes no
 # arrays but references: r.x[...] reads what x refers to, and r.x[...] = y writes there. Of an array
-# in the device's memory it has only one block at a step, cut by a pl.BlockSpec; what one step
-# leaves in `keeps`, the next step finds there.
+# in the device's memory it has one block at a step, which a pl.BlockSpec cuts out; what one step
+# leaves in memory that it `keeps`, the next step finds there. Shapes beside the references below
+# are those of blocks.
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -4258,20 +4259,21 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
     there = [*map(places, range(4))]
     numbers, arrays, shapes, kept = ([every[i].array for i in role] for role in there)
     in_specs, out_specs = ([every[i].cut(every[i].array) for i in there[role]] for role in (1, 2))
-    how = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": out_specs}
-    if tiles:
+    cuts = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": out_specs}
+    if tiles:  # Triton has neither numbers ahead nor memory to keep
         from jax.experimental.pallas import triton
 
+        spec = pl.GridSpec(**cuts)
         params = triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     else:
         memory = [pltpu.VMEM(x.shape, x.dtype) for x in kept]
-        spec = pltpu.PrefetchScalarGridSpec(len(numbers), scratch_shapes=memory, **how)
-        how, params = {"grid_spec": spec}, pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
+        spec = pltpu.PrefetchScalarGridSpec(len(numbers), scratch_shapes=memory, **cuts)
+        params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
             shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
-    how |= {"out_shape": shapes, "compiler_params": params, "interpret": interpret}
-    results = pl.pallas_call(kernel, name=name, **how)(*numbers, *arrays)
+    how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
+    results = pl.pallas_call(kernel, shapes, **how)(*numbers, *arrays)
     return SimpleNamespace(**by_name(there[2], results))
 
 
@@ -4339,7 +4341,7 @@ class Plan:
         return self.slots + self.heads.offset
 
     def ring_bytes(self, dtype) -> int:
-        """VMEM of the rings of attend_tpu_backward: three of `dtype` and three of float32."""
+        """VMEM of the ring of attend_tpu_backward: three arrays of `dtype`, three of float32."""
         n, h, v, block = self.sizes
         return (self.delay + 1) * block * n * (2 * h + v) * (jnp.dtype(dtype).itemsize + 4)
 
@@ -4496,7 +4498,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         "saved_v": saved(across, b, t, n * v),  # [1, block, n v]: values, the same
         "saved_y": saved(along, b, n * v, t),  # [1, n v, block]: outputs of attention alone
         "log_sums": saved(along, b, n, t, dtype=jnp.float32),  # [1, n, block]: of weights, log2
-        # Rings, with block m of the row in slot m % slots; values stand on rows of ones.
+        # Rings: block m of the row is in slot m % slots. Values are standing, over rows of ones.
         "keys": keeps((slots, n, block, h), dtype),
         "values": keeps((slots, n, v + ONES, block), dtype),
         # Of block i, standing: queries; sums of weighted values, and from row v on of weights.
@@ -4587,35 +4589,37 @@ def finish_outputs(plan: Plan, r, slot):
         r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(r.y.dtype)
 
 
-# The way back. For a query q, whose scores are logarithms to base 2, with weights w of the keys k
-# and values v that it sees, the sum 2^L of all its 2^score, and the gradient dy of its output y:
+# The way back. A query q sees keys k with values v, and its scores are logarithms to base 2. With
+# L, log2 of the sum of all 2^score of the query, weights w and the gradient dy of its output y:
 #
 #     w = 2^(k.q - L)        y = sum of w v
 #     dw = v.dy              ds = w (dw - mean)        mean = sum of w dw = y.dy
 #     v_grad += w dy         k_grad += ds q            q_grad += ds k
 #
-# where ds is the gradient of a natural score: as q has been multiplied by scale * LOG2E, k_grad
-# still has to be divided by LOG2E, and q_grad to be multiplied by scale.
+# where ds is the gradient of a natural score. As q has been multiplied by scale * LOG2E, k_grad
+# still has to be divided by LOG2E, and q_grad to be multiplied by scale: `leave` does that.
 #
-# A key's gradient has a part from every block of queries that sees the key, so blocks wait in a
-# ring of delay + 1 slots: block m is in slot m % ring, from when it enters until it leaves. A slot
-# has the keys (both ways around) and values of its block, and the sums of their gradients and of
-# its queries' so far. Step 7 of a row of 9 blocks, where queries see three blocks (slots), and keys
-# have the offset (so delay is 4, ring 5):
+# A key's gradient gets a part from every block of queries that sees the key. So blocks wait in a
+# ring of delay + 1 slots: block m is in slot m % ring, from step m, when it enters, to step
+# m + delay, when it leaves. A slot has the keys of its block (both ways around), its values, and
+# three sums so far: the gradients of its keys, values and queries. Here is step 7 in a row of 9
+# blocks, where queries see three blocks (Plan.slots) and keys have the offset, so that delay is 4:
 #
 #     block      0      1      2      3      4      5      6      7      8
 #              gone   gone   gone  leaves  waits   seen   seen  enters  to come
 #     slot                            3      4      0      1      2
 #
-# Block i enters at step i. Its queries go through blocks i, i - 1, ... i - slots + 1, which gives
-# q_grad of block i in full, and a part of k_grad and v_grad to each. Block i - slots has all by
-# then, and leaves, without the key offset; with it a block waits for one step more, since its last
-# key is also that of the next block's first token. The last steps have no block i: they repeat the
-# last one, into a slot that nothing reads. The first steps have no block that leaves: what they
-# write as block 0 is overwritten before it goes to memory. With a window of two blocks more, slots,
-# delay and ring are larger by two, and a step goes through two blocks more: all of that follows
-# from Heads.window. What grows is the VMEM (Plan.ring_bytes), of which serving_kernels must have
-# enough.
+# At step i block i enters, and its queries go through blocks i, i - 1, ... i - slots + 1: that
+# gives q_grad of block i in full, and to each of those blocks a part of k_grad and v_grad. Block
+# i - slots has all of its parts by then. Without the key offset it leaves; with it, it waits for
+# one step more, as its last key is also one of the next block's first token, whose gradient is not
+# complete before. The last steps have no block i: they repeat the last one, into a slot that
+# nothing reads. The first steps have no block that leaves: what they write as block 0 is
+# overwritten by block 0 before it goes to memory.
+#
+# If windows are longer by two blocks, slots, delay and ring are larger by two, and each step goes
+# through two blocks more. All of that follows from Heads.window, nothing else changes; but the ring
+# must still fit the VMEM (Plan.ring_bytes, which serving_kernels compares with KERNEL_VMEM).
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
@@ -4633,30 +4637,29 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
 
     across, along = plan.across(newest), plan.along(newest)
     old_across, old_along = plan.across(oldest), plan.along(oldest)
-    refs = {  # shapes of blocks are those of attend_tpu_forward
+    refs = {  # what has a name of attend_tpu_forward has its shape
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
-        # Of block i. Gradients with respect to outputs are [1, block, n v], as y is.
-        "y_grad": reads(y_grad, across),
+        # Of block i.
+        "y_grad": reads(y_grad, across),  # [1, block, n v]
         **{x: reads(saved[x], across) for x in ("saved_k", "saved_v")},
         **{x: reads(arrays[x], along) for x in ("starts", "shares", "gates")},
         **{x: reads(saved[x], along) for x in ("saved_q", "saved_y", "log_sums")},
-        # Of the block that leaves.
+        # Of the block that leaves, i - delay.
         **{f"old_{x}": reads(arrays[x], old_across) for x in ("qkv", "added")},
         **{f"old_{x}": reads(arrays[x], old_along) for x in ("tables", "added_gates")},
-        # Each gradient has the shape of what it is of; those of shares and gates are of block i.
+        # Each gradient has the shape of what it is of; only those of shares, gates are of block i.
         **{f"{x}_grad": writes(arrays[x], old_across) for x in ("qkv", "added")},
         "added_gates_grad": writes(arrays["added_gates"], old_along),
         **{f"{x}_grad": writes(arrays[x], along) for x in ("shares", "gates")},
-        # The ring; gradients are standing.
+        # The ring. Gradients are standing, and summed over blocks as float32.
         "keys": keeps((ring, n, block, h), dtype),
         "values": keeps((ring, n, block, v), dtype),
         "standing_keys": keeps((ring, n * h, block), dtype),
         "k_grads": keeps((ring, n * h, block), jnp.float32),
         "v_grads": keeps((ring, n * v, block), jnp.float32),
         "q_grads": keeps((ring, n * h, block), jnp.float32),
-        # Of block i alone: dy of the formulas.
-        "y_grads": keeps((n * v, block), dtype),
+        "y_grads": keeps((n * v, block), dtype),  # of block i alone, standing: dy
     }
 
     def body(r):
@@ -4672,6 +4675,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
             if r.shares is not None:
                 r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
         mean = [undo_outputs(plan, r, slot, c) for c in range(n)]
+        # Rotating gradients back takes the vector unit only: it goes on between the matmuls of
+        # block i with itself, which every step has.
         between = leave(plan, r, r.i - delay, lax.rem(r.i + 1, ring), blocks)
         look_back_grads(plan, r, 0, visible, mean, between)
         for j in range(1, slots):
@@ -4710,11 +4715,8 @@ def undo_outputs(plan: Plan, r, slot, c: int):
 
 
 def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, between: Iterator):
-    """Block i as queries of block i - j: add to the gradients of both by the formulas above. Two
-    things are arranged by hand, as the compiler keeps the order of matmuls. First, a pair of heads
-    waits until the scores of the next two are begun: its own three matmuls fill the wait for them.
-    Second, the vector unit would wait for matmuls: `between` gives it other work, one step of that
-    iterator after every pair of heads, and all that is left at the end."""
+    """Block i as queries of block i - j: add to the gradients of both by the formulas above; go on
+    with `between`, other work, by a step after every pair of heads. `mean` is that of each head."""
     (_, h, v, _), dtype, ring = plan.sizes, r.y_grads.dtype, plan.delay + 1
     (keys, queries), at = plan.part(j), lax.rem(r.i - j + ring, ring)
     slot = lax.rem(r.i, ring)
@@ -4729,6 +4731,10 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, betwee
         anew = j == 0 and o < plan.half
         collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, anew)
 
+    # The compiler keeps the order of matmuls, so what fills the wait for one is arranged by hand. A
+    # pair of heads stays in flight until the scores of the next two have begun: its own last three
+    # matmuls then fill the wait for these. While the matrix unit is at work on all of that, the
+    # vector unit would be idle for the most part: `between` is there for it.
     in_flight = []
     for c, o in plan.pairs:
         score = times(r.keys[at, o, keys], r.saved_q[0, part_of(c, h), queries])
