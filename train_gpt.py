@@ -4393,7 +4393,7 @@ def collect(ref, at: tuple, value, anew: bool):
     ref[at] = value if anew else ref[at] + value
 
 
-def tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
+def column_tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
     """The tiles of n heads of h columns: [(columns, [(head, what it has of these columns)])]."""
     inside = [slice(x, x + h) for x in range(0, LANES, h)]
     every = (slice(x, x + LANES) for x in range(0, n * h, LANES))
@@ -4530,7 +4530,7 @@ def enter(plan: Plan, r, slot):
     """Norm and rotate q and k of block i, add to v, and put keys and values into their slot."""
     n, h, v, _ = plan.sizes
     dtype = r.qkv.dtype
-    for lanes, heads in tiles(n, h):
+    for lanes, heads in column_tiles(n, h):
         qs, ks = standing(r.qkv, lanes), standing(r.qkv, beyond(lanes, n * h))
         keys = []
         for c, own in heads:
@@ -4545,7 +4545,7 @@ def enter(plan: Plan, r, slot):
         if r.saved_q is not None:
             r.saved_q[0, lanes] = r.queries[lanes]
             r.saved_k[0, :, lanes] = k
-    for lanes, heads in tiles(n, v):
+    for lanes, heads in column_tiles(n, v):
         vs = standing(r.qkv, beyond(lanes, 2 * n * h))
         for c, own in heads:
             added = 0.0
@@ -4573,7 +4573,7 @@ def look_back(plan: Plan, r, j: int, visible: Callable):
 def finish_outputs(plan: Plan, r, slot):
     """Divide the sums of block i by those of the weights, then XSA and gates."""
     n, _, v, _ = plan.sizes
-    for lanes, heads in tiles(n, v):
+    for lanes, heads in column_tiles(n, v):
         ys = []
         for c, _ in heads:
             total = r.sums[c, v : v + 1]
@@ -4668,9 +4668,9 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         for c in range(n):
             r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
             r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
-        for lanes, _ in tiles(n, h):
+        for lanes, _ in column_tiles(n, h):
             r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
-        for lanes, _ in tiles(n, v):
+        for lanes, _ in column_tiles(n, v):
             r.y_grads[lanes] = r.y_grad[0, :, lanes].T
             if r.shares is not None:
                 r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
@@ -4773,7 +4773,7 @@ def leave(plan: Plan, r, old, slot, blocks: int):
     def write(lanes, grads):
         r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(r.qkv_grad.dtype).T
 
-    for lanes, heads in tiles(n, h):
+    for lanes, heads in column_tiles(n, h):
         of_k = beyond(lanes, n * h)
         qs, ks = standing(r.old_qkv, lanes), standing(r.old_qkv, of_k)
         q_grads, k_grads = [], []
@@ -4784,7 +4784,7 @@ def leave(plan: Plan, r, old, slot, blocks: int):
         write(lanes, q_grads)
         write(of_k, k_grads)
         yield
-    for lanes, heads in tiles(n, v):
+    for lanes, heads in column_tiles(n, v):
         grads = r.v_grads[slot, lanes]
         write(beyond(lanes, 2 * n * h), [grads])
         for c, own in heads if r.old_added is not None else ():
@@ -5136,9 +5136,9 @@ KEY_TILES = Tiles(64, 128, 8, 2)
 def run_tiles(name: str, tiles: Tiles, arrays: dict, outputs: dict, body: Callable):
     """run_kernel for each block of queries of each row and head; of keys, if k_grad is one of the
     `outputs`, name -> array, or shape and dtype. Arrays are [b, t, n, h or v], [b, n, t] or [b, t].
-    `body` has references to the block [tokens, h or v] or [tokens] of its own side and of outputs,
-    of the other side to the whole row. It sums over tiles of that with sum_tiles(add, shapes):
-    add(place of a tile, sums so far, `weigh`) -> sums."""
+    `body` has references to a block of its own side and of outputs, of the other side to the whole
+    row. It sums over tiles of that with sum_tiles(add, shapes): add(place of a tile, sums so far,
+    `weigh`) -> sums."""
     by_keys = "k_grad" in outputs
     sides = [(("q", "log_sums", "mean", "y_grad"), tiles.queries), (("k", "v"), tiles.keys)]
     (own, block), (others, tile) = sides[::-1] if by_keys else sides
@@ -5154,6 +5154,7 @@ def run_tiles(name: str, tiles: Tiles, arrays: dict, outputs: dict, body: Callab
 
     of_block = functools.partial(cut, block, lambda i: i)
     of_row = functools.partial(cut, t, lambda i: 0)
+    # q, k, v, y_grad and outputs like them [tokens, h or v]; log_sums, mean, first, last [tokens].
     refs = {x: reads(arrays[x], of_block) for x in own if x in arrays}
     refs |= {x: reads(arrays[x], of_row) for x in others if x in arrays}
     refs |= {x: writes(like, of_block) for x, like in outputs.items()}
