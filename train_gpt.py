@@ -4290,6 +4290,9 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
 # outputs and all gradients are: so QK norm, rotation, XSA and gates are a few sums over rows. QK
 # norm bounds the scores: no running maximum. Blocks without visible keys are skipped. The
 # hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
+#
+# jax's splash attention, counted alike, takes five to eight times as long for layers of the record:
+# the table in records/NOTES.md is the reason for these lines.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
@@ -4881,7 +4884,7 @@ def add_mlp_tpu(x_btd, up_fd, down_fd, keep, weight):
 
 
 def add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=True):
-    """fused_mlp, and what its gradients take."""
+    """add_mlp_tpu, and what its gradients take."""
     x_td, (f, d) = flat(x_btd), up_fd.shape
     cut, grid = row_blocks(len(x_td), mlp_block(d, f))
     factors = jnp.stack([jnp.float32(keep), jnp.float32(weight)])
