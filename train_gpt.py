@@ -1121,7 +1121,7 @@ def add_losses(totals, losses, weights):
 
 # ---- The step: what every device does ----------------------------------------------------------
 
-# Part V arranges for XLA what these say plainly:
+# Arranged for XLA in Part V, said plainly here:
 #     gather_banks    lax.all_gather of every bank; and a function that is lax.psum_scatter of its
 #                     gradients
 #     reduce_scatter  lax.psum_scatter

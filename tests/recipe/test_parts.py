@@ -75,6 +75,11 @@ def test_no_part_names_anything_of_a_later_one_but_what_is_listed():
     assert PARTS["train"] == 1 and PARTS["pick_kernels"] == 5
 
 
+def test_no_other_comment_begins_like_the_title_of_a_part():
+    """Tools find the parts by their titles."""
+    assert sum(line.upper().startswith("# PART ") for line in LINES) == 5
+
+
 def test_no_function_of_the_recipe_has_more_than_six_parameters():
     """Those within others may."""
     counts = {
