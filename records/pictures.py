@@ -169,7 +169,7 @@ def draw_ideas(worth: dict[str, tuple]) -> str:
     for column, (words, zero) in enumerate(zip(titles, (330, 680), strict=True)):
         bars = {idea: apart[column] for idea, apart in worth.items()}
         longest = max((sum(x) for x in bars.values() if np.isfinite(x[0])), default=1.0)
-        unit = 200 / longest
+        unit = 170 / longest
         picture.text(zero, 20, words, GREY)
         for y, (idea, (mean, error)) in zip(itertools.count(42, 16), bars.items()):
             if not column:
