@@ -312,6 +312,11 @@ class Config:
         """Width of one attention head."""
         return self.width // self.heads
 
+    @property
+    def shared(self) -> bool:
+        """Whether several heads of queries have the same keys and values."""
+        return self.kv_heads not in (0, self.heads)
+
     def layers_with(self, what: str) -> tuple[int, ...]:
         """The layers in which Layer.`what` is set: the order of banks, tables and gates."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
@@ -633,7 +638,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
-    whole = 2 if kv == n else 1  # matrices [d, d] of an attention: v and o, or o alone
+    whole = 1 if cfg.shared else 2  # matrices [d, d] of an attention: o alone, or v and o
     together = cfg.qk_heads or n  # heads of which q or k is one matrix
     attends = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
@@ -800,7 +805,7 @@ def forward(model: Model, found: dict, rows: Rows):
     x0 = norm(x0)
     values = found.get("value_tables", ())
     ngram = signed_sum(model.signs, *found[NGRAMS], rows.hashed) if cfg.ngram_rows else None
-    gates = coefficients(model, "gate", 0, x0) if "gate_b2" in params else {}
+    gates = coefficients(model, "gate", 0, x0)
     start = mix((1.0, x0), (gates["ngram", 0], ngram)) if cfg.layers[0].ngram else x0
     outputs = []
 
@@ -831,7 +836,7 @@ def forward(model: Model, found: dict, rows: Rows):
         block = jax.checkpoint(block, static_argnums=0)
     x = start
     for i, layer in enumerate(cfg.layers):
-        if layer.looks and "gate_b2" in params:
+        if layer.looks:
             gates |= coefficients(model, "gate", sum(x.looks for x in cfg.layers[: i + 1]), x)
         x = block(i, x)
         outputs.append(x)
@@ -862,7 +867,7 @@ def attention(model: Model, i: int, x_btd, added, gates):
         inputs = HeadInputs(added, *own_gates, model.segments_bt, *rotation)
         y = model.kernels.attend(heads, qkv, inputs)
         number = cfg.layers_with("attends").index(i)
-        w_o = model.params["vo_bank"][2 * number + 1 if "v_bank" not in model.params else number]
+        w_o = model.params["vo_bank"][number if cfg.shared else 2 * number + 1]
         w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
         if cfg.lambdas:
             w_o = mix((post_lambdas(model, i)[0] * model.params["o_lambda"][i], w_o))
@@ -878,7 +883,7 @@ def projection(model: Model, i: int, heads: Heads):
     each = (n + kv) // (cfg.qk_heads or n)  # matrices of a layer
     qk = jnp.concatenate(params["qk_bank"][each * at : each * (at + 1)])
     qk = qk.reshape(n + kv, -1, d)[:, : heads.qk_width]
-    v = params["vo_bank"][2 * at] if kv == n else params["v_bank"][at]
+    v = params["v_bank"][at] if cfg.shared else params["vo_bank"][2 * at]
     v = v.reshape(kv, -1, d)[:, : heads.v_width]
     weights = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
     return mix((params["qkv_lambda"][i], weights)) if cfg.lambdas else weights
@@ -1777,9 +1782,9 @@ def loss_weights(cfg: Config) -> np.ndarray:
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
     """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
-    entries = [getattr(cfg.stages[s], name) for s in places(cfg)[0]]
-    parts = zip(entries, *places(cfg)[1:], strict=True)
-    return np.array([e[at * len(e) // length] for e, at, length in parts])
+    fields = [getattr(stage, name) for stage in cfg.stages]
+    each = ((fields[s], at, length) for s, at, length in zip(*places(cfg), strict=True))
+    return np.array([entries[at * len(entries) // length] for entries, at, length in each])
 
 
 def places(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -4045,7 +4050,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     # Conditions are pairs: whether one fails, and what then is wrong.
     even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
     high = f"scores up to {score:.0f} could overflow without a running maximum"
-    usual = cfg.still and cfg.qk_norm and cfg.kv_heads in (0, cfg.heads)
+    usual = cfg.still and cfg.qk_norm and not cfg.shared
     other = not usual, "they norm queries and keys, turn half of them, and share none"
     if device.platform == "tpu":
         window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))

@@ -37,8 +37,8 @@ def rows() -> list[dict]:
 
 def train(variant: str, seed: int, *items: str) -> dict:
     """The run.json of `tiny` without an idea ("": with all), or of "+idea"."""
-    names = [x for x in IDEAS if x not in PLAIN_HAS and "+" + x != variant]
-    names = names if variant in ALONE else [variant]
+    others = [x for x in IDEAS if x not in PLAIN_HAS and "+" + x != variant]
+    names = others if variant in ALONE else [variant]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, ROOT / "train_gpt.py", "tiny", "--seed", str(seed)]
         more = "sample_tokens=0", "checkpoint_end=never", "target=0", *items
@@ -82,10 +82,8 @@ def table(known: list[dict]) -> str:
     """The ideas by what leaving them out costs, in Markdown."""
     times = {row["idea"]: row["ms"] / row["tiny_ms"] for row in known if "ms" in row}
     each = losses(known)
-    lines = [
-        "| idea | `tiny` loses without it | `plain` gains by it alone | its step, of `tiny`'s |"
-    ]
-    lines.append("|---|---|---|---|")
+    head = "| idea | `tiny` loses without it | `plain` gains by it alone | its step, of `tiny`'s |"
+    lines = [head, "|---|---|---|---|"]
     for idea, apart in worth(known).items():
         cells = ["" if np.isnan(x) else f"{x:+.4f} ± {error:.4f}" for x, error in apart]
         cells = ["nothing" if cell == "+0.0000 ± 0.0000" else cell for cell in cells]
