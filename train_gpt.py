@@ -52,9 +52,12 @@ Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds:
 row of param_table or params_of_ideas, forward. Inside attention: attention, HeadInputs,
 attend_heads or attend_plain, trials; and attend_tpu too, or one more of the conditions in
 serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
-are capped, fused_cross_entropy trains, which equals it). A table: params_of_ideas, ids_of_ideas,
-look_up. A new kernel: a function that equals one of Kernels, its conditions in serving_kernels.
-What leaves an idea out: a line of IDEAS. Always: validate, flops_per_token, a test in tests/recipe.
+are capped, fused_cross_entropy trains, which equals it). What it makes of a token's losses:
+add_losses, and their slopes in fused_cross_entropy_forward; if that changes the chances of the next
+token, records/sample.py too. Which ids a softmax runs over: aim. A table: params_of_ideas,
+ids_of_ideas, look_up. A new kernel: a function that equals one of Kernels, its conditions in
+serving_kernels. What leaves an idea out: a line of IDEAS. Always: validate, flops_per_token, a test
+in tests/recipe.
 """
 
 from __future__ import annotations
@@ -773,8 +776,8 @@ def batch_loss(params, found, model: Model, rows: Rows):
     look_up has `found`. It is the sum over a row's tokens, averaged over rows, as in the original:
     so the gradient grows with the length of rows. Muon and Adam do not see constant factors; their
     moments remember the size of before."""
-    stage, hyper = model.stage, model.hyper
-    x_btd = forward(model._replace(params=params), found, rows)
+    model, stage, hyper = model._replace(params=params), model.stage, model.hyper
+    x_btd = forward(model, found, rows)
     if stage:
         of_stage = hyper.weights[: len(stage.weights)] / stage.rows
         of_prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
@@ -788,7 +791,7 @@ def batch_loss(params, found, model: Model, rows: Rows):
         arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
     each = zip(*arrays, heads_bvd, strict=True)
     loss = model.kernels.cross_entropy
-    sums = [loss(x, head, targets, w, model.cfg) for x, targets, w, head in each]
+    sums = [loss(x, head, to, w, model.cfg, *more) for x, to, w, *more, head in each]
     return tuple(map(sum, zip(*sums, strict=True)))
 
 
@@ -1090,8 +1093,8 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
 
     @jax.checkpoint
     def add(totals, chunk):
-        x_td, targets, weights = chunk
-        return add_losses(totals, chunk_losses(x_td, wide_vd, targets, cfg), weights), None
+        x_td, targets, *more = chunk
+        return add_losses(totals, chunk_losses(x_td, wide_vd, targets, cfg), *more), None
 
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
@@ -3028,12 +3031,12 @@ def rows_together(cfg: Config, b: int, t: int) -> int:
 
 
 def in_chunks(cfg: Config, ids: int, *arrays):
-    """Arrays [t, ...] as [chunks, t', ...]: the fewest equal chunks that have no more logits, of a
-    softmax over `ids` ids, than cfg.loss_chunk tokens have over the whole vocabulary."""
+    """Arrays [t, ...], or None, as [chunks, t', ...]: the fewest equal chunks that have no more
+    logits, of a softmax over `ids` ids, than cfg.loss_chunk tokens have over the vocabulary."""
     tokens = len(arrays[0])
     most = cfg.loss_chunk * cfg.vocab // ids
     chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
-    return [a.reshape(chunks, -1, *a.shape[1:]) for a in arrays]
+    return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
 
 
 # Bytes that stay free: results of a step may lie beside what the next one makes (not measured).

@@ -56,39 +56,40 @@ def load(saved: T.Saved) -> Trained:
 
 
 def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, batch: T.Batch):
-    """`result` (of a Model, features [b, t, d] and targets [b, t]) for the rows of all devices. Up
-    to the features this is eval_step."""
+    """`result` (of a Model, features [b, t, d] and their Rows) for the rows of all devices. Up to
+    the features this is eval_step."""
     fetched, copies, _ = T.gather_banks(cfg, copies, T.fetch_requests(table, batch)[1])
     model = T.Model(copies, cfg, kernels, None, batch.hyper, copies.get("signs"))
     tables = copies | fetched
 
     def of(rows):
         found = T.look_up(cfg, tables, T.table_ids(cfg, rows))
-        return result(model, T.forward(model, found, rows), rows.aims.targets)
+        return result(model, T.forward(model, found, rows), rows)
 
     found = lax.map(of, T.micro_batches(cfg, batch.rows))
     return T.GATHER(found.reshape(-1, *found.shape[2:]))
 
 
-def next_logits(model: T.Model, x_btd, targets_bt):
+def next_logits(model: T.Model, x_btd, rows: T.Rows):
     """Logits [b, v] of the real tokens, where each row has its one target."""
-    at_b = jnp.argmax(targets_bt >= 0, axis=1)
+    at_b = jnp.argmax(rows.aims.targets >= 0, axis=1)
     x_bd = jnp.take_along_axis(x_btd, at_b[:, None, None], axis=1)[:, 0]
     head_vd = model.params["head"][: model.cfg.real_tokens]
     z_bv = jnp.matmul(x_bd, head_vd.T, preferred_element_type=jnp.float32)
     return T.cap_logits(z_bv, model.cfg)
 
 
-def summed_losses(model: T.Model, x_btd, targets_bt):
+def summed_losses(model: T.Model, x_btd, rows: T.Rows):
     """The sum [b] of the losses of each row's targets in nats, as a validation computes them."""
 
     def loss(row):
-        x_td, targets_t1 = row
-        weights_t1 = (targets_t1 >= 0).astype(jnp.float32)
-        args = x_td, model.params["head"], jnp.maximum(targets_t1, 0), weights_t1, model.cfg
-        return model.kernels.cross_entropy(*args)[1]
+        x_td, targets, weights, *more = row
+        args = x_td, model.params["head"], targets, weights, model.cfg
+        return model.kernels.cross_entropy(*args, *more)[1]
 
-    return lax.map(loss, (x_btd, targets_bt[..., None]))
+    targets = rows.aims.targets[..., None]
+    weights = (targets >= 0).astype(jnp.float32)
+    return lax.map(loss, (x_btd, jnp.maximum(targets, 0), weights))
 
 
 def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable:
