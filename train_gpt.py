@@ -237,6 +237,8 @@ class Config:
     rope_base: Positive[float] = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: short layers, long ones
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
+    pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_shares; 0: none
+    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
     # of activations, matmuls and the n-gram table
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     # schedule: batch, windows and document length grow, at the end the batch shrinks again
@@ -442,6 +444,7 @@ IDEAS = {
     "ngrams": "ngram_rows=0 layers.*.ngram=0",
     "normalised": "ngram_ids=raw",
     "rails": "slow_rate=0",
+    "pointer": "pointer_width=0",
     "averages": "tail=0 tail_average=0",
 }
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
@@ -772,10 +775,9 @@ class Model(NamedTuple):
 
 def batch_loss(params, found, model: Model, rows: Rows):
     """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
-    token, which is reported). It is differentiable in all `params` and in the rows of tables that
-    look_up has `found`. It is the sum over a row's tokens, averaged over rows, as in the original:
-    so the gradient grows with the length of rows. Muon and Adam do not see constant factors; their
-    moments remember the size of before."""
+    token, which is reported), differentiable in all `params` and in what look_up has `found`. It is
+    the sum over a row's tokens, averaged over rows, as in the original: it grows with the length of
+    rows. Muon and Adam do not see constant factors; their moments remember the size of before."""
     model, stage, hyper = model._replace(params=params), model.stage, model.hyper
     x_btd = forward(model, found, rows)
     if stage:
@@ -783,7 +785,7 @@ def batch_loss(params, found, model: Model, rows: Rows):
         of_prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
     else:
         of_stage, of_prefix = jnp.ones(1), None
-    arrays = x_btd, *targets_ahead(rows.aims, of_stage, of_prefix)
+    arrays = with_pointer(model, rows, x_btd, *targets_ahead(rows.aims, of_stage, of_prefix))
     if "head" in found:  # of each row those of its candidates, see table_ids
         (heads_bvd,) = found["head"]
     else:  # all rows have the same
@@ -1073,8 +1075,7 @@ def targets_ahead(aims, weights, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
     token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
     `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
-    beyond the end of a row, and in a row of targets -1, which only fills up the last validation
-    batch."""
+    beyond the end of a row, and in a row of targets -1, which only fills up a validation batch."""
     tokens = jnp.arange(aims.targets.shape[1])
     found = []
     for j in range(weights.shape[0]):
@@ -1086,10 +1087,11 @@ def targets_ahead(aims, weights, prefix_weight=None):
     return tuple(jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
 
 
-def cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
-    """(weighted sum of all losses, plain sum of the losses on the next token), float32, in nats.
-    Features [t, d], head [v, d], targets int and weights float [t, targets]. A token whose first
-    weight is 0 is not in the plain sum. The backward pass computes each chunk's logits again."""
+def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
+    """(weighted sum of all losses, plain sum of those on the next token), float32, in nats.
+    Features [t, d], head [v, d], targets int and weights float [t, targets]; a token whose first
+    weight is 0 is not in the plain sum. For `pointed` see mix_pointed. The backward pass computes
+    each chunk's logits again."""
 
     @jax.checkpoint
     def add(totals, chunk):
@@ -1098,7 +1100,7 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
 
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_td, targets, weights))[0]
+    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed))[0]
 
 
 def chunk_losses(x_td, head_vd, targets, cfg: Config):
@@ -1120,8 +1122,9 @@ def cap_logits(z, cfg: Config):
     return a * jax.nn.sigmoid((z + b) / c) if a else z
 
 
-def add_losses(totals, losses, weights):
+def add_losses(totals, losses, weights, pointed=None):
     """The two sums of cross_entropy, with those of a chunk."""
+    losses = losses if pointed is None else mix_pointed(losses, pointed)
     weighted, plain = totals
     plain += jnp.sum(jnp.where(weights[:, 0] > 0, losses[:, 0], 0.0))
     return weighted + jnp.sum(losses * weights), plain
@@ -1497,7 +1500,7 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
     each of its layers) or hashed n-gram. A row whose moments are still zero neither moves nor
     decays, so rare tokens keep their start."""
     d, n, v, depth = cfg.width, cfg.heads, cfg.vocab, len(cfg.layers)
-    gate_w, mudd_w = cfg.gate_width, cfg.mudd_width
+    gate_w, mudd_w, w = cfg.gate_width, cfg.mudd_width, cfg.pointer_width
     tables = len(cfg.layers_with("values"))
     gated = max(0, tables - cfg.layers[-1].mudd)  # MUDD has weights of its own
     hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 1.0)  # of the small MLPs
@@ -1533,6 +1536,9 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
         "gate_w2": small((*gates.shape, gate_w), 0.0, 0.1, slow, decay=1),
         "gate_b2": small(gates.shape, gates, 0.1, slow),
         "gate_scale": small((int(gates.size > 0),), GATE_SCALE, 0.1, slow),
+        "pointer_qk": small((2 * (w > 0), w, d), hidden, 1, slow, decay=1),
+        "pointer_sink": small((w,), normal(1 / math.sqrt(w or 1)), 1, slow),
+        "pointer_gain": small((int(w > 0),), 1.0, 1, slow),
     }
 
 
@@ -1820,23 +1826,25 @@ def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
     return table
 
 
-def aim(row, offset: int, count: int, prefix_v) -> tuple[Aims, int]:
-    """(Aims of a row of t+1 tokens without their axis b, next offset)."""
+def aim(row, offset: int, count: int, prefix_v, always=()) -> tuple[Aims, int]:
+    """(Aims of a row of t+1 tokens without their axis b, next offset). The ids `always` are
+    candidates beside the targets."""
     targets_t, vocab = row[1:], len(prefix_v)
     if not count:
         found = targets_t.astype(np.int32), prefix_v[targets_t]
         return Aims(np.empty(0, np.int32), *found), offset
-    ids, offset = candidates(targets_t, offset, count, vocab)
+    ids = np.append(targets_t, np.array(always, targets_t.dtype))
+    ids, offset = candidates(ids, offset, count, vocab)
     number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
     number[ids] = np.arange(count)
     found = number[targets_t], number[prefix_v[targets_t]]
     return Aims(ids.astype(np.int32), *found), offset
 
 
-def aim_all(tokens, offsets, count: int, prefix_v) -> tuple[Aims, tuple[int, ...]]:
+def aim_all(tokens, offsets, count: int, prefix_v, always=()) -> tuple[Aims, tuple[int, ...]]:
     """(Aims of rows [b, t+1], next offsets)."""
     each = zip(tokens, offsets, strict=True)
-    aims, offsets = zip(*(aim(row, at, count, prefix_v) for row, at in each), strict=True)
+    aims, offsets = zip(*(aim(row, at, count, prefix_v, always) for row, at in each), strict=True)
     return Aims(*(np.stack(x) for x in zip(*aims, strict=True))), offsets
 
 
@@ -1863,6 +1871,119 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
         chosen[ids] = True
         offset = (offset + draw) % vocab
     return np.flatnonzero(chosen), offset
+
+
+# ---- A pointer to earlier tokens -----------------------------------------------------------------
+
+# without=pointer: the next token is often one that has been there. One more attention, over the
+# features behind the last layer, points at it, or at a sink, which stands for none. An id that is
+# no token, `<copy>`, has a chance in the softmax, and that is how far the pointer is believed (pull
+# request 379 of modded-nanogpt: 144 steps; the mixture, with a sink, is that of Merity et al.
+# 2016). Only the loss on the next token has it: those further ahead and on prefixes stay.
+
+
+def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
+    """Features, targets and weights of a loss, [b, t, ...]. With a pointer `<copy>` is one target
+    more, of weight 0, and pointer_shares come behind."""
+    if not model.cfg.pointer_width:
+        return x_btd, targets, weights
+    ids, copy = rows.aims.candidates, model.cfg.real_tokens
+    at = jnp.argmax(ids == copy, axis=1)[:, None] if ids.size else jnp.full((1, 1), copy)
+    at = jnp.broadcast_to(at[..., None], (*targets.shape[:2], 1)).astype(targets.dtype)
+    weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 1)))
+    return (
+        x_btd,
+        jnp.concatenate([targets, at], axis=2),
+        weights,
+        pointer_shares(model, rows, x_btd),
+    )
+
+
+def pointer_shares(model: Model, rows: Rows, x_btd):
+    """The share of each token's pointer that is at tokens like the next one, and that of the sink:
+    float32 [b, t, 2]. A pointer sees its block of pointer_reach tokens and the one before. Some
+    queries are computed at a time, and the backward pass computes their scores again."""
+    b, t, _ = x_btd.shape
+    reach = min(t, model.cfg.pointer_reach[model.stage is None])
+    parts = next(n for n in range(1, reach + 1) if reach % n == 0 and reach // n <= POINTERS)
+
+    def blocks(x, late: int = 0):  # of what was there `late` tokens before; zeros: of no segment
+        x = jnp.pad(x, [(0, 0), (late, -t % reach)] + [(0, 0)] * (x.ndim - 2))
+        return x[:, : x.shape[1] - late].reshape(-1, reach, *x.shape[2:])
+
+    def shares(keys, queries):
+        chances_ts, none_t = point(queries, keys)
+        same_ts = queries[-1][:, None, 0] == keys[-1][None, :, 0]
+        found_t = jnp.sum(jnp.where(same_ts, chances_ts, 0.0), axis=1)
+        total_t = jnp.sum(chances_ts, axis=1) + none_t
+        return jnp.stack([found_t, none_t], axis=1) / total_t[:, None]
+
+    def of_block(block):
+        keys, queries = block
+        return lax.map(functools.partial(jax.checkpoint(shares), keys), queries)
+
+    queries, keys = pointer(model, rows, x_btd)
+    queries = [blocks(x).reshape(-1, parts, reach // parts, *x.shape[2:]) for x in queries]
+    before = (reach, 0) if t > reach else (0,)
+    keys = [jnp.concatenate([blocks(x, late) for late in before], axis=1) for x in keys]
+    return lax.map(of_block, (keys, queries)).reshape(b, -1, 2)[:, :t]
+
+
+POINTERS = 2048  # queries whose scores exist at once
+
+
+def pointer(model: Model, rows: Rows, x_btd) -> tuple:
+    """((queries [b, t, h], their scores of the sink [b, t], their labels), (keys, their labels)).
+    Labels, int32 [b, t, 3], are the next token, of a key its own, the segment, from 1 on, and the
+    place. Queries and keys are normed: without that the authors saw scores that blew up."""
+    cfg, params = model.cfg, model.params
+    w_q, w_k = params["pointer_qk"].astype(x_btd.dtype)
+    gain = params["pointer_gain"][0] / math.sqrt(cfg.pointer_width)
+    q_bth, k_bth = mix((gain, norm(x_btd @ w_q.T))), norm(x_btd @ w_k.T)
+    sink_bt = q_bth.astype(jnp.float32) @ params["pointer_sink"]
+    tokens = rows.tokens.astype(jnp.int32)
+    cap = cfg.attention_cap if model.stage else 0
+    segments_bt = segment_ids(tokens[:, :-1], cfg.bos if cfg.documents else -1, cap)
+    places_bt = jnp.broadcast_to(jnp.arange(x_btd.shape[1])[None], segments_bt.shape)
+    each = tokens[:, 1:], tokens[:, :-1]
+    own, seen = (jnp.stack([ids, segments_bt, places_bt], axis=2) for ids in each)
+    return (q_bth, sink_bt, own), (k_bth, seen)
+
+
+def point(queries: tuple, keys: tuple) -> tuple:
+    """The chances of keys [t, s] and of the sink [t], up to a factor of each query, for queries [t,
+    ...] and keys [s, ...] as `pointer` has them. A query sees the tokens before it of its segment,
+    so the first one only the sink."""
+    (q_th, sink_t, own), (k_sh, seen) = queries, keys
+    scores_ts = jnp.matmul(q_th, k_sh.T, preferred_element_type=jnp.float32)
+    own, seen = own[:, None], seen[None]
+    there_ts = (own[..., 1] == seen[..., 1]) & (own[..., 2] > seen[..., 2])
+    scores_ts = jnp.where(there_ts, scores_ts, -jnp.inf)
+    most_t = lax.stop_gradient(jnp.maximum(jnp.max(scores_ts, axis=1), sink_t))
+    return jnp.exp(scores_ts - most_t[:, None]), jnp.exp(sink_t - most_t)
+
+
+def mix_pointed(losses, pointed):
+    """Losses [t, targets] of a softmax, of which the last is that of `<copy>`. The first becomes
+    that of the mixture. If `<copy>` has the chance a, tokens have p / (1 - a) of what is left. Of a
+    they get back the share of the sink, and what the pointer is at gets all else: `pointed` [t, 2]
+    is of pointer_shares. A chance counts 1e-9 at least, so that a loss has a bound."""
+    chance, gate = jnp.exp(-losses[:, 0]), jnp.exp(-losses[:, -1])
+    rest = jnp.maximum(-jnp.expm1(-losses[:, -1]), 1e-6)  # 1 - a
+    chance = chance * (1 + gate * pointed[:, 1] / rest) + gate * pointed[:, 0]
+    return losses.at[:, 0].set(-jnp.log(chance + 1e-9))
+
+
+def pointed_slopes(losses, weights, pointed) -> tuple:
+    """Gradients of add_losses' weighted sum for the losses of the softmax [t, targets] and for
+    `pointed`. With the first as weights, the plain losses have the gradients of the mixture."""
+    if pointed is None:
+        return weights, None
+
+    def weighted(losses, pointed):
+        return jnp.sum(mix_pointed(losses, pointed) * weights)
+
+    return jax.grad(weighted, argnums=(0, 1))(losses, pointed)
 
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
@@ -2439,7 +2560,8 @@ def next_batch(
     tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
     aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
     if cfg.aimed:
-        aims, offsets = aim_all(tokens, offsets, count, known.prefix_v)
+        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
+        aims, offsets = aim_all(tokens, offsets, count, known.prefix_v, always)
     return *rows_of(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
 
 
@@ -2779,6 +2901,8 @@ def validate(c: Config) -> Config:
     rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
     whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
     rule("ngram_rows", whole, "an even number, 4 or more; or 0")
+    free = c.vocab - c.real_tokens or not c.pointer_width
+    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
     rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
     last = len(c.layers) - 1
     for i, layer in enumerate(c.layers):
@@ -4159,39 +4283,43 @@ def loss_gradients(z_tv, sum_t, x_td, head_vd, targets, weights, cfg: Config):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def fused_cross_entropy(x_td, head_vd, targets, weights, cfg: Config):
+def fused_cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
-    with respect to x and head; without gradients, in validation, it is the plain form."""
-    return cross_entropy(x_td, head_vd, targets, weights, cfg)
+    with respect to x, head and pointed; without gradients, in validation, it is the plain form."""
+    return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
-def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config):
+def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed):
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
 
     def add(carry, chunk):
         totals, head_grad = carry
-        x_td, targets, weights = chunk
+        x_td, targets, weights, pointed = chunk
         losses, z_tv, sum_t = token_losses(x_td, narrow_vd, wide_vd, targets, cfg)
-        x_grad_td, more = loss_gradients(z_tv, sum_t, x_td, narrow_vd, targets, weights, cfg)
-        return (add_losses(totals, losses, weights), head_grad + more), x_grad_td
+        slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
+        x_grad_td, more = loss_gradients(z_tv, sum_t, x_td, narrow_vd, targets, slopes, cfg)
+        totals = add_losses(totals, losses, weights, pointed)
+        return (totals, head_grad + more), (x_grad_td, pointed_grad)
 
     copies = head_vd.astype(jnp.float32), head_vd.astype(x_td.dtype)
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
-    chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights)
-    (totals, head_grad), x_grad = lax.scan(add, start, chunks)
-    return totals, (x_grad.reshape(x_td.shape), head_grad, head_vd)
+    chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed)
+    (totals, head_grad), grads = lax.scan(add, start, chunks)
+    grads = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), grads)
+    return totals, (*grads, head_grad, head_vd)
 
 
 def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
-    """Gradients for x and head; targets and weights have none."""
-    x_grad_td, head_grad, head_vd = gradients
+    """Gradients for x, head and pointed; targets and weights have none."""
+    x_grad_td, pointed_grad, head_grad, head_vd = gradients
     weighted, _ = cotangents
     grad = (weighted * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
     grad = lax.optimization_barrier(grad)  # or XLA would store it as float32
-    return grad, (weighted * head_grad).astype(head_vd.dtype), None, None
+    pointed_grad = jax.tree.map(lambda x: weighted * x, pointed_grad)  # or there is none
+    return grad, (weighted * head_grad).astype(head_vd.dtype), None, None, pointed_grad
 
 
 fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_backward)

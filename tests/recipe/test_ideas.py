@@ -30,8 +30,10 @@ OWN = {
     "equalize": {"equaliser"},
     "rails": {"slow"},
     "averages": {*T.AVERAGES},
+    "pointer": {"pointer_qk", "pointer_sink", "pointer_gain"},
 }
 CFG = small_config(layers=(*small_config().layers[:2], *small_config().layers[3:]))
+CFG = replace(CFG, pointer_width=8)
 CFG = replace(
     CFG, layers=(*CFG.layers[:2], replace(CFG.layers[2], skip=1, looks=True), CFG.layers[3])
 )
@@ -70,6 +72,7 @@ ONE_STAGE = replace(
     ),
     stages=(replace(BRIEF.stages[0], prefix=(0.2,)),),
     steps=6,
+    pointer_width=4,
     checkpoint_every=2,
     devices=2,
 )
