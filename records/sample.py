@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -74,9 +75,33 @@ def next_logits(model: T.Model, x_btd, rows: T.Rows):
     """Logits [b, v] of the real tokens, where each row has its one target."""
     at_b = jnp.argmax(rows.aims.targets >= 0, axis=1)
     x_bd = jnp.take_along_axis(x_btd, at_b[:, None, None], axis=1)[:, 0]
-    head_vd = model.params["head"][: model.cfg.real_tokens]
+    cfg, head_vd = model.cfg, model.params["head"]
+    head_vd = head_vd if cfg.pointer_width else head_vd[: cfg.real_tokens]
     z_bv = jnp.matmul(x_bd, head_vd.T, preferred_element_type=jnp.float32)
-    return T.cap_logits(z_bv, model.cfg)
+    logits_bv = T.cap_logits(z_bv, cfg)
+    if cfg.pointer_width:
+        logits_bv = mixed(model, x_btd, rows, at_b, logits_bv)
+    return logits_bv[:, : cfg.real_tokens]
+
+
+def mixed(model: T.Model, x_btd, rows: T.Rows, at_b, logits_bv):
+    """Logarithms [b, v] of the chances that logits and pointer give the next token of `at_b`."""
+    cfg = model.cfg
+    reach = cfg.pointer_reach[1]
+
+    def of_row(row):
+        (queries, (k_sh, seen)), at, logits_v = row
+        query = [x[at][None] for x in queries]
+        near_s = seen[:, 2] // reach >= at // reach - 1
+        keys = k_sh, jnp.where(near_s[:, None], seen, -1)
+        chances_1s, none_1 = T.point(query, keys)
+        found_v = jnp.zeros(len(logits_v)).at[seen[:, 0]].add(chances_1s[0])
+        shares = jnp.stack([found_v, jnp.broadcast_to(none_1, found_v.shape)], axis=1)
+        losses_v = jax.nn.logsumexp(logits_v) - logits_v
+        losses = jnp.stack([losses_v, jnp.full_like(losses_v, losses_v[cfg.real_tokens])], axis=1)
+        return -T.mix_pointed(losses, shares / (jnp.sum(chances_1s) + none_1[0]))[:, 0]
+
+    return lax.map(of_row, (T.pointer(model, rows, x_btd), at_b, logits_bv))
 
 
 def summed_losses(model: T.Model, x_btd, rows: T.Rows):
@@ -89,7 +114,7 @@ def summed_losses(model: T.Model, x_btd, rows: T.Rows):
 
     targets = rows.aims.targets[..., None]
     weights = (targets >= 0).astype(jnp.float32)
-    return lax.map(loss, (x_btd, jnp.maximum(targets, 0), weights))
+    return lax.map(loss, T.with_pointer(model, rows, x_btd, jnp.maximum(targets, 0), weights))
 
 
 def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable:

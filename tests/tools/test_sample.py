@@ -249,6 +249,32 @@ def test_losses_are_those_of_a_validation(saved, shards):
     np.testing.assert_allclose(last, each, rtol=1e-4)  # targets are the last of their row
 
 
+def test_with_a_pointer_logits_are_the_losses_of_what_may_come_next(
+    params, saved, seen, monkeypatch
+):
+    """Within the reach of the pointer and beyond, of tokens that are there and of others."""
+    cfg = replace(saved.cfg, pointer_width=8, pointer_reach=(8, 16))
+    rng = np.random.default_rng(1)
+    own = {name: row.shape for name, row in T.param_table(cfg).items() if name not in params}
+    own = {name: rng.normal(size=shape).astype(np.float32) for name, shape in own.items()}
+    whole = params | own
+    monkeypatch.setattr(T, "load_state", lambda mesh, *_: {"params": lay(cfg, whole, mesh)})
+    saved.cfg = cfg
+    with quick_compilation():
+        model = sample.load(saved)
+        logits_of = sample.reader(model, sample.next_logits, 2, 64)
+        losses_of = sample.reader(model, sample.summed_losses, cfg.real_tokens, 64)
+    for count in (9, 40, 63):
+        text = [BOS, *rng.integers(0, 12, count).tolist()]
+        (logits,) = logits_of([([*text, BOS], 1)])
+        losses = losses_of([([*text, i], 1) for i in range(cfg.real_tokens)])
+        assert logits.shape == losses.shape == (cfg.real_tokens,)
+        np.testing.assert_allclose(-logits, losses, rtol=2e-5)
+    for at, seen_there in ((31, False), (32, True)):  # the last two blocks
+        other = [*text[:at], 50, *text[at + 1 :], BOS]
+        assert np.any(logits_of([(other, 1)])[0] != logits) == seen_there
+
+
 @pytest.fixture
 def counting(params, seen):
     """A model, by `seen`, for which the next character of the code follows, more likely than not;
