@@ -300,6 +300,28 @@ def test_a_vocabulary_must_have_an_id_for_copies():
         T.validate(replace(CFG, vocab=97))
 
 
+def test_the_preset_is_the_record_with_fewer_steps():
+    cfg, record = T.PRESETS["pointer"], T.PRESETS["speedrun"]
+    assert cfg.boundaries == (0, 282, 599, 981, 1040, 1060)
+    assert cfg.tokens_after(cfg.steps) == 292_225_024 <= 293e6
+    # The rule of the record's stages, for 134 steps less: growth of 52 comes with the third.
+    quotients = np.array([0.2854, 0.3209, 0.3931 - 0.06 * 0.9994, 0.06 * 0.9994]) / 0.9994
+    for base, steps in ((1122, record), (988, cfg)):
+        ends = np.round(np.cumsum(quotients) * base) + [0, 0, 52, 52]
+        assert [*ends] == [*steps.boundaries[1:-1]]
+    stages = tuple(
+        replace(x, share=y.share) for x, y in zip(cfg.stages, record.stages, strict=True)
+    )
+    changes = {"preset": "speedrun", "steps": record.steps, "pointer_width": 0, "stages": stages}
+    assert replace(cfg, **changes) == record
+    table = T.param_table(cfg)
+    own = {name: row for name, row in table.items() if name not in T.param_table(record)}
+    assert sum(np.prod(row.shape) for row in own.values()) == 196_737  # as its authors count
+    assert {row.betas for row in own.values()} == {(0.9, 0.99)}
+    assert {row.lr for row in own.values()} == {cfg.lr_adam}
+    assert [row.decay for row in own.values()] == [cfg.decay_adam, 0, 0]
+
+
 # ---- Whole programs ----------------------------------------------------------------------------
 
 RUN = replace(
