@@ -70,7 +70,7 @@ def refused(result) -> str:
         (["more"], "unknown preset 'more'; there are: speedrun, tiny"),
         (
             ["tiny", "more"],
-            "tiny, plain; there is no more",
+            "tiny, plain, pointer; there is no more",
         ),
         (["--data", "/nope"], "error: there is no /nope\n"),
         (["--set", "steps=5", "book.txt"], "--set book.txt: write KEY=VALUE; texts and presets "),
