@@ -2869,13 +2869,6 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
 # ---- Overrides: --set, and the numbers with which no run can be built --------------------------
 
 
-@functools.cache
-def rules(kind: type) -> dict[str, tuple[str, ...]]:
-    """Field of a dataclass -> "positive" and "machine", where that holds."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-
-
 def validate(c: Config) -> Config:
     """Return the config if a run can be built from it, else UserError with field and value."""
 
@@ -2885,16 +2878,6 @@ def validate(c: Config) -> Config:
             value = value[int(key)] if key.isdecimal() else getattr(value, key)
         need(valid, f"{name}={value!r} is not valid: {would_be}")
 
-    parts = {f"{x}.{i}.": y for x in ("stages", "layers") for i, y in enumerate(getattr(c, x))}
-    for at, part in ({"": c} | parts).items():
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            rule(at + field.name, value != (), "one or more")
-            numbers = [x for x in jax.tree.leaves(value) if isinstance(x, int | float)]
-            fits = all(0 <= x < 2**32 for x in numbers)
-            rule(at + field.name, fits, "it must not be negative, nor so large")
-            positive = "positive" in rules(type(part))[field.name]
-            rule(at + field.name, all(numbers) or not positive, "it must be positive")
     known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
     rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
     whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
@@ -2950,25 +2933,33 @@ def validate(c: Config) -> Config:
     return c
 
 
-def typed(kind, value, name=""):
-    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`."""
+def typed(kind, value, name="", positive=False):
+    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
+    number is negative, and none is 0 where `positive` holds or `kind` says so."""
+    if typing.get_origin(kind) is Annotated:
+        positive = positive or "positive" in kind.__metadata__
+        kind = kind.__origin__
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        kinds = typing.get_type_hints(kind)
+        kinds = typing.get_type_hints(kind, include_extras=True)
         odd = kinds.keys() ^ value.keys()
         need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
         return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
+    wrong = f"{name}={value!r} is not valid: "
     if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
         each, *rest = typing.get_args(kind)
+        need(value, f"{wrong}one or more")
         if rest == [...] or len(value) == 1 + len(rest):
-            return tuple(typed(each, x, f"{name}.{i}") for i, x in enumerate(value))
+            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
     if typing.get_origin(kind) is Literal:
         words = typing.get_args(kind)
-        need(value in words, f"{name}={value!r} is not valid: {', '.join(words)}")
+        need(value in words, wrong + ", ".join(words))
         return value
-    number = kind in (int, float) and type(value) in (int, kind) and abs(value) < 2**63
+    number = kind in (int, float) and type(value) in (int, kind)
     fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
     shown = kind if typing.get_origin(kind) else kind.__name__
-    need(fits, f"{name}={value!r} is not valid: it must be {shown}, see --show")
+    need(fits, f"{wrong}it must be {shown}, see --show")
+    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+    need(value or not positive, f"{wrong}it must be positive")
     return kind(value)
 
 
@@ -3857,7 +3848,7 @@ def run(argv: list[str], command: str):
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
     args = parser.parse_args(argv)
     name, _, items = named(args)
-    machine = [name for name, own in rules(Config).items() if "machine" in own]
+    machine = [field for field, kind in Config.__annotations__.items() if "Machine" in kind]
     anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*machine}
     drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}"
     drop += f", and --start; for a new run with its parameters: --start {args.resume}"

@@ -114,11 +114,11 @@ BAD_SETTINGS = {
     "layers.1.skip=0.5": "layers.1.skip=0.5 is not valid: it must be int",
     "stages.0.candidates=48": "candidates=48 is not valid: it must be tuple[int, ...], see --show",
     "recompute=layers": "recompute='layers' is not valid: it must be bool",
-    f"prefetch={2**63}": "is not valid: it must be int",
+    f"prefetch={2**63}": "is not valid: it must not be negative, nor so large",
     "encoding=5": "encoding='5' is not valid: gpt2, bytes, bpe",
     # numbers that cannot be
     "lr_anvil=-0.1": "lr_anvil=-0.1 is not valid: it must not be negative",
-    "adam_eps=0": "adam_eps=0.0 is not valid: it must be positive",  # 0/0 for tokens never seen
+    "adam_eps=0": "adam_eps=0 is not valid: it must be positive",  # 0/0 for tokens never seen
     "stages.0.row_tokens=0": "stages.0.row_tokens=0 is not valid: it must be positive",
     "compute_dtype=float16": "compute_dtype='float16' is not valid: bfloat16, float32",
     "kernels=fast": "kernels='fast' is not valid: auto, plain, or some of attend,",
@@ -148,7 +148,7 @@ BAD_SETTINGS = {
     "steps=3": "steps=3 is not valid: one for each stage, 2 at the end",
     "stages.1.batch_tokens=500": "=500 is not valid: as many rows as stages.0, of 2 tokens or more",
     "stages=()": "stages=() is not valid: one or more",
-    "stages.0.windows=(0, 0)": "stages.0.windows=(0, 0) is not valid: it must be positive",
+    "stages.0.windows=(0, 0)": "stages.0.windows.0=0 is not valid: it must be positive",
     "preset=../evil": "preset='../evil' is not valid: letters, digits",
     "width=10000000000": "width=10000000000 is not valid: it must not be negative, nor so large",
     "val_row=1": "val_batch=512 is not valid: a multiple of val_row=1, which is 2 or more",
