@@ -2598,6 +2598,18 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
+def micro_batches(cfg: Config, rows: Rows):
+    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
+    b, t = rows.tokens[:, 1:].shape
+    together = rows_together(cfg, b, t)
+    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
+
+
+def rows_together(cfg: Config, b: int, t: int) -> int:
+    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
+    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
+
+
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
 SHARD_MAGIC = 20240520  # the llm.c token file format: this,
@@ -2841,7 +2853,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     words = token_bytes(cfg, folder)
     kernels, reason = checked_kernels(cfg, mesh, say)
     facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
-    log = RunLog(recipe, facts, out, saved, say)
+    log = open_log(recipe, facts, out, saved, say)
     if cfg.encoding == "bpe":  # a sample needs the run's folder only
         log.write(MERGES, (folder / MERGES).read_text())
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
@@ -2850,13 +2862,10 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         warm_up(cfg, mesh, compiled)
     seed = np.uint32(cfg.seed)
     state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
-    if cfg.start and not saved:  # if its run has gone on and removed it, from a newer one
-        start = find_checkpoint(Path(cfg.start, "../.." * (not Path(cfg.start).exists())), say)
-        log.write_facts(config=facts["config"] | {"start": str(start.folder)})
-        say(f"starting with the parameters of {start.folder}")
-        need(len({*from_all(start.step)}) == 1, f"the run of {cfg.start} writes: start again")
+    if cfg.start and not saved:
+        say(f"starting with the parameters of {cfg.start}")
         del state["params"]  # before others take their room
-        state |= load_state(mesh, start, ("params",))
+        state |= load_state(mesh, find_checkpoint(Path(cfg.start), say), ("params",))
     copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
     data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
     batches = train_batches(cfg, mesh, stream, words, saved.step if saved else 0, data)
@@ -3143,18 +3152,6 @@ def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
 
 
-def micro_batches(cfg: Config, rows: Rows):
-    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
-    b, t = rows.tokens[:, 1:].shape
-    together = rows_together(cfg, b, t)
-    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
-
-
-def rows_together(cfg: Config, b: int, t: int) -> int:
-    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
-    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
-
-
 def in_chunks(cfg: Config, ids: int, *arrays):
     """Arrays [t, ...], or None, as [chunks, t', ...]: the fewest equal chunks that have no more
     logits, of a softmax over `ids` ids, than cfg.loss_chunk tokens have over the vocabulary."""
@@ -3401,81 +3398,96 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     }
 
 
-class RunLog:
-    """The files of a run, written by process 0, and what the terminal shows. `facts` are run_facts
-    and the answer of check_tokens. What a full disk refuses is said once and written later."""
-
-    def __init__(self, cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable):
-        agree(facts, saved)
-        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
-        stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
-        was = saved.meta if saved else facts
-        self.cfg = cfg
-        self.say = say
-        self.folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
-        self.clock = Clock(was.get("train_time_ms", 0.0))
-        self.first = was.get("step", 0)
-        self.mark = self.clock.total, cfg.tokens_after(self.first)  # ms and tokens at the last line
-        self.missing = ""  # why the newest checkpoint is not there
-        self.refused = None  # why the disk did not take a line
-        self.files = {}
-        dropped = was.get("dropped_ngrams", 0)
-        self.facts = {"run_id": self.folder.resolve().name, **facts, "compile_seconds": {}}
-        self.facts |= {"steps": self.first, "tokens": self.mark[1], "val_loss": None}
-        self.facts |= {"finished": False, "target": cfg.target, "resumed": bool(saved)}
-        self.facts |= {"train_time_ms": round(self.clock.total, 3), "dropped_ngrams": dropped}
-        place = was["config"]["data"]
-        cure = f"leave --data out: they were in {place}"
-        if place == cfg.data or not data_place(place).is_dir():
-            cure = f"they are gone; with its parameters: --start {self.folder} --data {cfg.data}"
-        other = f"{cfg.data} does not hold the shards of {self.folder} (changed since?): {cure}"
-        need(was["data"] == facts["data"], other)
-        other = f"train_gpt.py is not what {self.folder} began with: its log has that, so first "
-        read = f"print(open('{self.folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
-        other += f'python -c "{read}" > old.py, then python old.py --resume {self.folder}'
-        need(was["source_sha256"] == facts["source_sha256"], other)
+def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
+    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint. `facts`
+    are run_facts and the answer of check_tokens, the same on all processes."""
+    agree(facts, saved)
+    if saved:
+        check_same_run(cfg, facts, saved)
+    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
+    stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
+    folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
+    was = saved.meta if saved else {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
+    first = was["step"]
+    facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "steps": first}
+    facts |= {"tokens": cfg.tokens_after(first), "dropped_ngrams": was["dropped_ngrams"]}
+    facts |= {"train_time_ms": round(was["train_time_ms"], 3), "val_loss": None}
+    facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
+    log = RunLog(cfg, folder, facts, first, Clock(was["train_time_ms"]), say)
+    try:
         if jax.process_index() == 0:
-            self.open(saved)
-        chosen = facts["devices"] | facts["choices"]
-        say(f"run {self.folder} on " + "{count} x {kind}; kernels: {kernels}".format(**chosen))
-        if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
-            say("more devices do not share the rows evenly: the others have nothing to do")
-        if saved:
-            say(f"resumed after {self.first} of {cfg.steps} steps from {saved.folder}")
+            open_files(log, saved)
+    except OSError as error:
+        log.refused = error
+    need(not log.refused, f"cannot write {folder} ({log.refused}): name another --out")
+    chosen = facts["devices"] | facts["choices"]
+    say(f"run {folder} on " + "{count} x {kind}; kernels: {kernels}".format(**chosen))
+    if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
+        say("more devices do not share the rows evenly: the others have nothing to do")
+    if saved:
+        say(f"resumed after {log.first} of {cfg.steps} steps from {saved.folder}")
+    return log
 
-    def open(self, saved: Saved | None):
-        """Open the files, cut back to a checkpoint, and write what log.txt begins with."""
-        facts = self.facts
-        rule = "=" * 100
-        head = [rule, "resumed"] if saved else [SOURCE, rule]
-        head += [f"{name} {version}" for name, version in facts["versions"].items()]
-        head += ["{count} x {kind} ({platform})".format(**facts["devices"])]
-        head += [facts["host"]["platform"], f"command: {facts['command']}"]
-        head += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
-        moved = {"data": self.cfg.data, "devices": self.cfg.devices}
-        if not saved or self.cfg != dataclasses.replace(saved.cfg, **moved):
-            head += [f"config: {json.dumps(facts['config'])}"]
+
+def check_same_run(cfg: Config, facts: dict, saved: Saved):
+    """UserError unless a run goes on with the tokens and by the source with which it began."""
+    run = saved.folder.parents[1]
+    place = saved.meta["config"]["data"]
+    cure = f"leave --data out: they were in {place}"
+    if place == cfg.data or not data_place(place).is_dir():
+        cure = f"they are gone; with its parameters: --start {run} --data {cfg.data}"
+    other = f"{cfg.data} does not hold the shards of {run} (changed since?): {cure}"
+    need(saved.meta["data"] == facts["data"], other)
+    read = f"print(open('{run}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
+    cure = f'python -c "{read}" > old.py, then python old.py --resume {run}'
+    other = f"train_gpt.py is not what {run} began with: its log has that, so first {cure}"
+    need(saved.meta["source_sha256"] == facts["source_sha256"], other)
+
+
+def open_files(log: RunLog, saved: Saved | None):
+    """Open the files of a run, cut back to a checkpoint, and write what log.txt begins with."""
+    facts = log.facts
+    rule = "=" * 100
+    head = [rule, "resumed"] if saved else [SOURCE, rule]
+    head += [f"{name} {version}" for name, version in facts["versions"].items()]
+    head += ["{count} x {kind} ({platform})".format(**facts["devices"])]
+    head += [facts["host"]["platform"], f"command: {facts['command']}"]
+    head += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
+    moved = {"data": log.cfg.data, "devices": log.cfg.devices}
+    if not saved or log.cfg != dataclasses.replace(saved.cfg, **moved):
+        head += [f"config: {json.dumps(facts['config'])}"]
+    log.folder.mkdir(parents=True, exist_ok=bool(saved))
+    for name in ("log.txt", "metrics.jsonl"):
+        # Its buffer is where lines wait while a disk is full.
+        log.files[name] = file = open(log.folder / name, "ab", buffering=2**20)
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(saved))
-            for name in ("log.txt", "metrics.jsonl"):
-                # Its buffer is where lines wait while a disk is full.
-                self.files[name] = file = open(self.folder / name, "ab", buffering=2**20)
-                try:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:  # or the file system has no locks
-                    taken = isinstance(error, BlockingIOError)
-                    need(not taken, f"another process writes {self.folder}: wait, or end it")
-                if saved:  # what came after the checkpoint is of steps that are lost
-                    file.truncate(min(file.tell(), saved.meta["logs"][name]))
-                    file.seek(0, os.SEEK_END)
-            for old in (self.folder / "checkpoints").glob("*"):  # what is not whole, or is later
-                if not old.name.isdecimal() or int(old.name) > self.first:
-                    shutil.rmtree(old, ignore_errors=True)
-            self.write("log.txt", "\n".join([*head, rule]))
-            self.write_facts()
-        except OSError as error:
-            self.refused = error
-        need(not self.refused, f"cannot write {self.folder} ({self.refused}): name another --out")
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # or the file system has no locks
+            taken = isinstance(error, BlockingIOError)
+            need(not taken, f"another process writes {log.folder}: wait, or end it")
+        if saved:  # what came after the checkpoint is of steps that are lost
+            file.truncate(min(file.tell(), saved.meta["logs"][name]))
+            file.seek(0, os.SEEK_END)
+    for old in (log.folder / "checkpoints").glob("*"):  # what is not whole, or is later
+        if not old.name.isdecimal() or int(old.name) > log.first:
+            shutil.rmtree(old, ignore_errors=True)
+    log.write("log.txt", "\n".join([*head, rule]))
+    log.write_facts()
+
+
+@dataclass
+class RunLog:
+    """The files of a run, written by process 0, and what the terminal shows. What a full disk
+    refuses is said once and written later."""
+
+    cfg: Config
+    folder: Path
+    facts: dict  # of run.json
+    first: int  # the step with which this process began
+    clock: Clock
+    say: Callable
+    files: dict = dataclasses.field(default_factory=dict)  # of process 0: name -> what is open
+    refused: OSError | None = None  # why the disk did not take a line
 
     def write(self, name: str, text: str):
         """Append a line to a file at once, so that a crash loses nothing, or replace one."""
@@ -3503,18 +3515,17 @@ class RunLog:
         now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
         now["offsets"] = from_all(loader.offsets)
         now["logs"] = {name: file.tell() for name, file in self.files.items()}
-        self.missing = ""
+        self.facts.pop("missing", None)
         try:
             size = write_checkpoint(folder, own_shards(self.cfg, state), self.facts | now)
+            ms = 1000 * (time.perf_counter() - began)
+            self.write("log.txt", f"checkpoint:{step} held the loop for {ms:.1f}ms, {size:.1f} MB")
         except OSError as error:
             full = shutil.disk_usage(self.folder).free < 2**20  # numpy does not say so
-            error = "the disk is full" if full else error
-            self.missing = f"there is no checkpoint of step {step}: {error}"
-            self.say(f"warning: {self.missing}; older ones stay")
+            why = "the disk is full" if full else error
+            self.facts["missing"] = f"there is no checkpoint of step {step}: {why}"
+            self.say(f"warning: {self.facts['missing']}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
-            return
-        held = f"checkpoint:{step} held the loop for {1000 * (time.perf_counter() - began):.1f}ms"
-        self.write("log.txt", f"{held}, {size:.1f} MB")
 
     def line(self, step: int, kind: str, loss: float, dropped: int, **more) -> str:
         """Write a loss after `step` steps into both files; the line, in the original's format."""
@@ -3536,13 +3547,11 @@ class RunLog:
         if self.cfg.log_norms:
             more |= {f"norm_{kind}": float(norm) for kind, norm in norms.items()}
         line = self.line(step, "train_loss", loss, int(dropped), **more)
-        if step % self.cfg.log_every and step != self.first + 1:
-            return
-        ms, tokens = (self.facts[x] for x in ("train_time_ms", "tokens"))
-        speed = (tokens - self.mark[1]) / max(ms - self.mark[0], 1e-3) * 1000
-        self.mark = ms, tokens
-        shown = f"{line} train_loss:{loss:.4f} {speed:,.0f} tok/s"
-        self.say(f"{shown} eta:{(self.cfg.steps - step) * ms / step / 1000:.0f}s")
+        if step % self.cfg.log_every == 0 or step == self.first + 1:
+            seconds = max(self.facts["train_time_ms"], 1e-3) / 1000
+            speed = f"{self.facts['tokens'] / seconds:,.0f} tok/s"
+            eta = f"eta:{(self.cfg.steps - step) * seconds / step:.0f}s"
+            self.say(f"{line} train_loss:{loss:.4f} {speed} {eta}")
 
     def validated(self, step: int, loss: float, dropped: int):
         """Write down the validation loss after `step` steps."""
@@ -3552,7 +3561,8 @@ class RunLog:
     def stopped(self, step: int):
         """The last lines of a run that a signal has ended."""
         self.write_facts()
-        need(not self.missing, f"stopped after {step} steps, but {self.missing}")
+        missing = self.facts.get("missing")
+        need(not missing, f"stopped after {step} steps, but {missing}")
         again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
         self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
 
@@ -3564,13 +3574,14 @@ class RunLog:
         peak = (peak or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**20
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
-        self.write_facts(finished=True, **({"missing": self.missing} if self.missing else {}))
+        self.write_facts(finished=True)
         target, loss = self.cfg.target, self.facts["val_loss"]
         verdict = f"target {target} {'met' if loss <= target else 'MISSED'}: " if target else ""
         text = f"{verdict}val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training on"
         text = f"{text} {self.facts['tokens']:,} tokens; peak memory {peak:.0f} MiB"
         self.say(f"{text}; see {self.folder}")
-        need(not self.missing, f"the run has ended well, but {self.missing}")
+        missing = self.facts.get("missing")
+        need(not missing, f"the run has ended well, but {missing}")
 
 
 def traced(steps: range, folder: Path) -> Iterator[int]:

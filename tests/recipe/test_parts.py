@@ -39,8 +39,8 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 # what goes on around a run; and by what is done before the clock starts, what makes programs fast.
 LATER = {
     "cross_entropy": {"in_chunks"},
-    "grads_step": {"gather_banks", "in_order", "micro_batches", "sum_batches"},
-    "eval_step": {"gather_banks", "micro_batches"},
+    "grads_step": {"gather_banks", "in_order", "sum_batches"},
+    "eval_step": {"gather_banks"},
     "update_step": {"reduce_scatter"},
     "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
     "train": {"prepare", "traced", "settle", "sound", "demonstrate"},

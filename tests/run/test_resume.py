@@ -107,7 +107,7 @@ def test_later_checkpoints_go_when_an_older_one_is_resumed_from(copy):
     folder = copy / "checkpoints"
     older, newer = T.checkpoint_steps(folder)
     saved = T.find_checkpoint(folder / str(older))
-    T.RunLog(saved.cfg, facts(copy), copy.parent, saved, lambda line: None)  # then it is killed
+    T.open_log(saved.cfg, facts(copy), copy.parent, saved, lambda line: None)  # then it is killed
     assert T.checkpoint_steps(folder) == [older] != [newer]
     steps = [line["step"] for line in metrics(copy) if "train_loss" in line]
     assert steps == [*range(1, older + 1)]
@@ -185,15 +185,13 @@ def started(run_dir, capsys, monkeypatch, *argv) -> T.Config:
 def test_a_new_run_starts_with_the_parameters_of_another(
     train, copy, tmp_path, capsys, monkeypatch
 ):
-    """Its first loss is about the other's last; schedule, clock and moments begin anew. If its
-    checkpoint is gone by then, as the other run goes on, it takes a newer one."""
+    """Its first loss is about the other's last; schedule, clock and moments begin anew."""
     cfg = started(copy, capsys, monkeypatch, "--set", "steps=4", "checkpoint_every=2")
     newest = str(copy / "checkpoints/8")
     changed = {"start": newest, "devices": 0, "data": cfg.data}
     assert cfg == replace(EIGHT, steps=4, checkpoint_every=2, **changed)
     monkeypatch.undo()
-    shutil.rmtree(copy / "checkpoints/4")
-    folder = train(replace(cfg, devices=2, start=str(copy / "checkpoints/4")), tmp_path)
+    folder = train(replace(cfg, devices=2), tmp_path)
     first, last = metrics(folder)[0], metrics(copy)[-1]
     assert first["step"] == 0 and first["train_time_ms"] == 0 and first["tokens"] == 0
     assert first["val_loss"] == pytest.approx(last["val_loss"], rel=0.01)
