@@ -3183,52 +3183,41 @@ def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
     return device_bytes(there) - device_bytes(every[key].args[:2])
 
 
-def own_bytes(cfg: Config, mesh: Mesh, key) -> float:
-    """About what a program has of a device, its arguments and what it makes on the way: slightly
-    more than what compilers for TPUs and GPUs say of `speedrun` (records/NOTES.md)."""
-    args = programs(cfg, mesh, PLAIN)[key].args
-    size = device_bytes(args)
-    word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
-    if isinstance(key, Update) and key.kind == "tables":
-        rows = sum(requested.size for requested, _ in args[1].get(NGRAMS, ())) // mesh.size
-        times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, in float32
-        size += times * rows * word + 2 * device_bytes(args[1].get("value_tables", ())[:1])
-    if key == "eval" or isinstance(key, Gradients):
-        b, t = args[2].rows.aims.targets.shape
-        together = rows_together(cfg, b // mesh.size, t)
-        of_layer = 1.4 if key == "eval" else 5 if cfg.recompute else 12.8  # words of a token
-        fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0  # of their table
-        size += (together * t * of_layer * len(cfg.layers) + fetched * min(mesh.size, 2)) * word
-        if key != "eval" and together < b // mesh.size:  # gradients are summed in float32
-            others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
-            size += 4 * (others + fetched * cfg.width)
-    return size
-
-
 def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
-    """(bytes that the run needs of a device, about; the name of the program that needs them)."""
-    keys = programs(cfg, mesh, PLAIN)
-    return max((resident_bytes(cfg, mesh, x) + own_bytes(cfg, mesh, x), str(x)) for x in keys)
+    """(bytes that the run needs of a device, the name of the program that needs them): arguments,
+    what a program makes on the way, and what lies beside it. About, and slightly more than what
+    compilers for TPUs and GPUs say of `speedrun` (records/NOTES.md)."""
+    word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
+    found = []
+    for key, program in programs(cfg, mesh, PLAIN).items():
+        args = program.args
+        size = resident_bytes(cfg, mesh, key) + device_bytes(args)
+        if isinstance(key, Update) and key.kind == "tables":
+            rows = sum(requested.size for requested, _ in args[1].get(NGRAMS, ())) // mesh.size
+            times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, float32
+            size += times * rows * word + 2 * device_bytes(args[1].get("value_tables", ())[:1])
+        if key == "eval" or isinstance(key, Gradients):
+            b, t = args[2].rows.aims.targets.shape
+            together = rows_together(cfg, b // mesh.size, t)
+            of_layer = 1.4 if key == "eval" else 5 if cfg.recompute else 12.8  # words of a token
+            fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0  # n-grams
+            size += (together * t * of_layer * len(cfg.layers) + fetched * min(mesh.size, 2)) * word
+            if key != "eval" and together < b // mesh.size:  # gradients are summed in float32
+                others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
+                size += 4 * (others + fetched * cfg.width)
+        found.append((size, str(key)))
+    return max(found)
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
     """Why a program cannot run that needs `size` bytes of the `limit` of a device, with all that
-    lies beside it, and with which settings it can; "" if it can."""
+    lies beside it, and with how many rows of the n-gram table it can; "" if it can."""
     if size + SPARE <= limit:
         return ""
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    unknown = size - expected_bytes(cfg, mesh)[0]  # as large with other settings, we take it
-    ways = {3: ""}  # the most ngram_rows (4 at least) that fit -> the settings
-    less = {"recompute": True}
-    for more in ({}, less, less | {"val_row": cfg.val_row if cfg.val_row % 65_536 else 65_536}):
-        needed = expected_bytes(dataclasses.replace(cfg, **more), mesh)[0] + unknown + SPARE
-        rounded = int((cfg.ngram_rows - (needed - limit) / row) / 2**15) * 2**15
-        rows = cfg.ngram_rows if needed <= limit else rounded
-        if rows > max(ways):
-            items = (more | {"ngram_rows": rows}).items()
-            changed = [f"{key}={int(x)}" for key, x in items if x != getattr(cfg, key)]
-            ways[rows] = f"--set {' '.join(changed)}, or "
-    cure = f"use {''.join(ways.values())}smaller sizes, or more devices"
+    rows = int((cfg.ngram_rows - (size + SPARE - limit) / row) / 2**15) * 2**15
+    fewer = f"--set ngram_rows={rows}, more with recompute=1 or a smaller val_row, or "
+    cure = f"use {fewer if rows > 0 else ''}smaller sizes, or more devices"
     device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
     return f"{name} needs {size / 2**30:.1f} GiB of {device}: {cure}"
 
