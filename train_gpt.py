@@ -3671,16 +3671,13 @@ def check_hardware(cfg: Config, say: Callable):
     one. What the user has chosen by JAX_PLATFORMS is right."""
     dev = Path("/dev")
     here = [*dev.glob("nvidia[0-9]*"), *dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
-    if not here or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
-        return
-    gpu = "nvidia" in here[0].name
-    cure = f"pip install 'jax[{'cuda13' if gpu else 'tpu'}]' in a new environment"
-    if ("cuda" if gpu else "tpu") in " ".join(versions()):  # the plugin is there
-        cure = "end what holds it, such as a notebook, or see what jax says above"
-    cure += "; a driver below 580 (nvidia-smi shows it) needs jax[cuda12]" * gpu
-    line = f"jax sees only the CPU, not {here[0]}: {cure}"
-    need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
-    say(f"warning: {line}")
+    if here and not os.environ.get("JAX_PLATFORMS") and jax.default_backend() == "cpu":
+        cure = "pip install 'jax[tpu]' in a new environment"
+        if "nvidia" in here[0].name:
+            cure = "pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12)"
+        line = f"jax sees only the CPU, not {here[0]}: {cure}, or end what holds it (a notebook)"
+        need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
+        say(f"warning: {line}")
 
 
 def slice_hosts() -> str:
