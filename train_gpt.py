@@ -39,11 +39,12 @@ Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or 
 d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
 lengths are counted in tokens.
 
-    The numbers of a run          every setting and the presets: look them up
+    The numbers of a run          every setting, the presets, what --set does and what it refuses:
+                                  look them up
     PART I, the core              a GPT and its training, in plain JAX: what `plain` runs
     PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
     PART III, the data            from shards to batches, made ahead of use; validation
-    PART IV, around a run         set-up, refusals, devices, memory, checkpoints, log, signals,
+    PART IV, around a run         set-up, devices, memory, checkpoints, log, signals,
                                   several hosts, command line: look it up
     PART V, fast on hardware      compilation, collectives as compilers want them, kernels that
                                   equal functions of Parts I and II (`--set kernels=plain`: none)
@@ -458,6 +459,147 @@ IDEAS = {
     "averages": "tail=0 tail_average=0",
 }
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
+
+
+# ---- Overrides: --set, and the numbers with which no run can be built --------------------------
+
+
+def validate(c: Config) -> Config:
+    """Return the config if a run can be built from it, else UserError with field and value."""
+
+    def rule(name, valid, would_be):
+        value = c
+        for key in name.split("."):
+            value = value[int(key)] if key.isdecimal() else getattr(value, key)
+        need(valid, f"{name}={value!r} is not valid: {would_be}")
+
+    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
+    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
+    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
+    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
+    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
+    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    kv = c.kv_heads or c.heads
+    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
+    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
+    rule("kv_heads", whole, would_be)
+    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
+    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
+    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
+    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
+    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
+    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
+    free = c.vocab - c.real_tokens or not c.pointer_width
+    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
+    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
+    last = len(c.layers) - 1
+    for i, layer in enumerate(c.layers):
+        names = ("values", "xsa", "gated", "narrow", "paired")
+        needs = [name for name in names if getattr(layer, name)]
+        known = layer.attends in ("short", "long") or not (layer.attends or needs)
+        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
+        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
+        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
+        for name in ("skip", "reads"):
+            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
+        whole = i == last and layer.attends and layer.mlps
+        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
+        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
+    often, seldom = c.table_every
+    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
+    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
+    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
+    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
+    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
+    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
+    shares = [stage.share for stage in c.stages]
+    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
+    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
+    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
+    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
+    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
+    for i, s in enumerate(c.stages):
+        same = s.rows == c.stages[0].rows
+        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
+        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
+        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
+        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
+        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
+    return c
+
+
+def typed(kind, value, name="", positive=False):
+    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
+    number is negative, and none is 0 where `positive` holds or `kind` says so."""
+    if typing.get_origin(kind) is Annotated:
+        positive = positive or "positive" in kind.__metadata__
+        kind = kind.__origin__
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        kinds = typing.get_type_hints(kind, include_extras=True)
+        odd = kinds.keys() ^ value.keys()
+        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
+        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
+    wrong = f"{name}={value!r} is not valid: "
+    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
+        each, *rest = typing.get_args(kind)
+        need(value, f"{wrong}one or more")
+        if rest == [...] or len(value) == 1 + len(rest):
+            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
+    if typing.get_origin(kind) is Literal:
+        words = typing.get_args(kind)
+        need(value in words, wrong + ", ".join(words))
+        return value
+    number = kind in (int, float) and type(value) in (int, kind)
+    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
+    shown = kind if typing.get_origin(kind) else kind.__name__
+    need(fits, f"{wrong}it must be {shown}, see --show")
+    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+    need(value or not positive, f"{wrong}it must be positive")
+    return kind(value)
+
+
+def override(cfg: Config, items: list[str]) -> Config:
+    """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
+    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
+    fields = dataclasses.asdict(cfg)
+    once = sum(item.startswith("without=") for item in items) < 2
+    need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
+    for item in items:
+        need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
+        key, _, text = item.partition("=")
+        for each in (*(leave_out(text) if key == "without" else ()), item):
+            key, _, text = each.partition("=")
+            try:
+                set_field(fields, key.split("."), text)
+            except (LookupError, TypeError, ValueError):
+                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
+                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
+    return validate(typed(Config, fields))
+
+
+def leave_out(names: str) -> list[str]:
+    """What `without=names` sets."""
+    every = [name for name in IDEAS if name not in PLAIN_HAS]
+    chosen = every if names == "all" else [name for name in names.split(",") if name]
+    for name in chosen:
+        there = f"all alone, or some of {', '.join(IDEAS)}"
+        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
+    return [item for name in chosen for item in IDEAS[name].split()]
+
+
+def set_field(part, path: list[str], text: str):
+    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
+    at, *rest = path
+    if at == "*":
+        for x in part:
+            set_field(x, rest, text)
+    elif rest:
+        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
+    else:
+        number = not isinstance(part[at], str)
+        part[at] = text
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
+            part[at] = ast.literal_eval(text) if number else text
 
 
 # ================================================================================================
@@ -2873,147 +3015,6 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     validation = val_stream, vocabulary(cfg, words) if cfg.ngram_rows else None
     made = state, copies, batches, data
     return cfg, mesh, log, compiled, made, validation, ask_to_stop(), (kernels, words)
-
-
-# ---- Overrides: --set, and the numbers with which no run can be built --------------------------
-
-
-def validate(c: Config) -> Config:
-    """Return the config if a run can be built from it, else UserError with field and value."""
-
-    def rule(name, valid, would_be):
-        value = c
-        for key in name.split("."):
-            value = value[int(key)] if key.isdecimal() else getattr(value, key)
-        need(valid, f"{name}={value!r} is not valid: {would_be}")
-
-    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
-    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
-    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
-    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
-    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
-    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
-    kv = c.kv_heads or c.heads
-    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
-    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
-    rule("kv_heads", whole, would_be)
-    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
-    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
-    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
-    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
-    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
-    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
-    free = c.vocab - c.real_tokens or not c.pointer_width
-    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
-    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
-    last = len(c.layers) - 1
-    for i, layer in enumerate(c.layers):
-        names = ("values", "xsa", "gated", "narrow", "paired")
-        needs = [name for name in names if getattr(layer, name)]
-        known = layer.attends in ("short", "long") or not (layer.attends or needs)
-        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
-        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
-        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
-        for name in ("skip", "reads"):
-            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
-        whole = i == last and layer.attends and layer.mlps
-        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
-        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
-    often, seldom = c.table_every
-    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
-    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
-    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
-    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
-    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
-    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
-    shares = [stage.share for stage in c.stages]
-    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
-    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
-    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
-    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
-    for i, s in enumerate(c.stages):
-        same = s.rows == c.stages[0].rows
-        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
-        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
-        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
-        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
-        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
-    return c
-
-
-def typed(kind, value, name="", positive=False):
-    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
-    number is negative, and none is 0 where `positive` holds or `kind` says so."""
-    if typing.get_origin(kind) is Annotated:
-        positive = positive or "positive" in kind.__metadata__
-        kind = kind.__origin__
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        kinds = typing.get_type_hints(kind, include_extras=True)
-        odd = kinds.keys() ^ value.keys()
-        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
-        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
-    wrong = f"{name}={value!r} is not valid: "
-    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
-        each, *rest = typing.get_args(kind)
-        need(value, f"{wrong}one or more")
-        if rest == [...] or len(value) == 1 + len(rest):
-            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
-    if typing.get_origin(kind) is Literal:
-        words = typing.get_args(kind)
-        need(value in words, wrong + ", ".join(words))
-        return value
-    number = kind in (int, float) and type(value) in (int, kind)
-    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
-    shown = kind if typing.get_origin(kind) else kind.__name__
-    need(fits, f"{wrong}it must be {shown}, see --show")
-    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
-    need(value or not positive, f"{wrong}it must be positive")
-    return kind(value)
-
-
-def override(cfg: Config, items: list[str]) -> Config:
-    """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
-    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
-    fields = dataclasses.asdict(cfg)
-    once = sum(item.startswith("without=") for item in items) < 2
-    need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
-    for item in items:
-        need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
-        key, _, text = item.partition("=")
-        for each in (*(leave_out(text) if key == "without" else ()), item):
-            key, _, text = each.partition("=")
-            try:
-                set_field(fields, key.split("."), text)
-            except (LookupError, TypeError, ValueError):
-                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
-                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
-    return validate(typed(Config, fields))
-
-
-def leave_out(names: str) -> list[str]:
-    """What `without=names` sets."""
-    every = [name for name in IDEAS if name not in PLAIN_HAS]
-    chosen = every if names == "all" else [name for name in names.split(",") if name]
-    for name in chosen:
-        there = f"all alone, or some of {', '.join(IDEAS)}"
-        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
-    return [item for name in chosen for item in IDEAS[name].split()]
-
-
-def set_field(part, path: list[str], text: str):
-    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
-    at, *rest = path
-    if at == "*":
-        for x in part:
-            set_field(x, rest, text)
-    elif rest:
-        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
-    else:
-        number = not isinstance(part[at], str)
-        part[at] = text
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-            part[at] = ast.literal_eval(text) if number else text
 
 
 # ---- Devices: which of them a run uses, and how its arrays lie on them -------------------------
