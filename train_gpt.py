@@ -3389,14 +3389,22 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint. `facts`
-    are run_facts and the answer of check_tokens, the same on all processes."""
+    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint; with the
+    same tokens and source, or UserError. `facts` are run_facts and the answer of check_tokens, the
+    same on all processes."""
     agree(facts, saved)
-    if saved:
-        check_same_run(cfg, facts, saved)
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
     stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
     folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
+    if saved:
+        place = saved.meta["config"]["data"]
+        other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
+        other = f"{other}, else train with its parameters: --start {folder} --data {cfg.data}"
+        need(saved.meta["data"] == facts["data"], other)
+        read = f"print(open('{folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
+        cure = f'python -c "{read}" > old.py, then python old.py --resume {folder}'
+        other = f"train_gpt.py is not what {folder} began with: its log has that, so first {cure}"
+        need(saved.meta["source_sha256"] == facts["source_sha256"], other)
     was = saved.meta if saved else {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
     first = was["step"]
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "steps": first}
@@ -3417,21 +3425,6 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
     if saved:
         say(f"resumed after {log.first} of {cfg.steps} steps from {saved.folder}")
     return log
-
-
-def check_same_run(cfg: Config, facts: dict, saved: Saved):
-    """UserError unless a run goes on with the tokens and by the source with which it began."""
-    run = saved.folder.parents[1]
-    place = saved.meta["config"]["data"]
-    cure = f"leave --data out: they were in {place}"
-    if place == cfg.data or not data_place(place).is_dir():
-        cure = f"they are gone; with its parameters: --start {run} --data {cfg.data}"
-    other = f"{cfg.data} does not hold the shards of {run} (changed since?): {cure}"
-    need(saved.meta["data"] == facts["data"], other)
-    read = f"print(open('{run}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
-    cure = f'python -c "{read}" > old.py, then python old.py --resume {run}'
-    other = f"train_gpt.py is not what {run} began with: its log has that, so first {cure}"
-    need(saved.meta["source_sha256"] == facts["source_sha256"], other)
 
 
 def open_files(log: RunLog, saved: Saved | None):

@@ -254,14 +254,13 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
     write_shard(other / "small_train_000001.bin", tokens)
     saved = back_to(copy, 4)
     before = content(copy)
-    with pytest.raises(T.UserError, match="does not hold the shards of .*: leave --data out"):
-        trained(saved.cfg, copy.parent, other, saved)
-    gone = saved._replace(meta=saved.meta | {"config": saved.meta["config"] | {"data": "gone"}})
-    cure = f"they are gone; with its parameters: --start {copy} --data {other}"
-    for of, data in ((gone, other), (saved, shards)):  # of the second the contents have changed
-        if of is saved:
-            of = saved._replace(meta=saved.meta | {"data": {}})
-        with pytest.raises(T.UserError, match=cure.replace(str(other), str(data))):
+    changed = saved._replace(meta=saved.meta | {"data": {}})
+    for data, of in ((other, saved), (shards, changed)):  # other ones, or these were others
+        words = (
+            f"{data} does not hold the shards of {copy}: leave --data out if {shards} does, else "
+        )
+        words += f"train with its parameters: --start {copy} --data {data}"
+        with pytest.raises(T.UserError, match=words):
             trained(saved.cfg, copy.parent, data, of)
     assert content(copy) == before
 
