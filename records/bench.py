@@ -53,10 +53,7 @@ CHUNKS = 5  # stretches of calls that are timed; their median counts
 SECONDS = 0.5  # a chunk takes at least this: to wait for its end costs well under 1 % of it
 LARGE = 1000  # numbers: the gradients of single ones are as far off as roundings happen to fall
 # Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
-PEAK_FLOPS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
-PEAK_FLOPS |= {"H100": 989e12, "H100 PCIe": 756e12, "H200": 989e12, "A100": 312e12}
-PEAK_FLOPS |= {"L4": 121e12, "L40S": 362e12, "A10G": 70e12, "B200": 2250e12}
-PEAK_FLOPS |= {"RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 209e12, "RTX PRO 6000": 503e12}
+PEAK_FLOPS = json.loads((Path(__file__).parent / "hardware.json").read_text())["peak_flops"]
 TILES = {  # constant of train_gpt.py -> others: queries, keys, warps, stages
     "FORWARD_TILES": [(128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
     "QUERY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],

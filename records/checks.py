@@ -1,18 +1,14 @@
 """What a run and a record must be. It reads logs; it executes nothing, and imports no trainer.
 
 A record is a folder records/TRACK/DATE_NAME/ with a folder for each run, as train_gpt.py wrote it
-(FILES), and record.json: what its author says, and what follows from the logs. README.md is for
-those who have more to say.
-
-Every number is derived from the logs and compared. How many steps a run has, their tokens and when
-it validates follows from a few fields of its config (see `planned`), so a record can be checked
-after the trainer has moved on. This finds mistakes and contradictions. It cannot find a log that
-was invented whole: the proof of a record is to run its source again (`leaderboard.py reproduce`).
+(FILES), and record.json: what its author says, and what follows from the logs. Every number is
+derived from the logs and compared; how many steps a run has, their tokens and when it validates
+follow from a few fields of its config (see `planned`), so a record can be checked after the trainer
+has moved on. This finds mistakes and contradictions, not a log that was invented whole.
 
 tokens.json has the hashes of all shards that a record may use, by stream: `fineweb`, or `builtin-`
-and the beginning of a hash, for every version of Python has its own demo corpus. `add --pin` enters
-a new stream, or shards of FineWeb that no record has read, which a reviewer makes or downloads and
-compares. From then on they never change.
+and the beginning of a hash, for every version of Python has its own demo corpus. From when `add
+--pin` has entered them they never change.
 """
 
 import argparse
@@ -61,12 +57,10 @@ def about(what):
     """Begin the reasons of refusals inside with `what`; what cannot be read is refused."""
     try:
         yield
-    except Refused as error:
-        raise Refused(f"{what}: {error}") from None
-    except KeyError as error:
-        raise Refused(f"{what}: {error} is missing") from None
     except Exception as error:  # a damaged file, or the command in it, can lead to any
-        raise Refused(f"{what}: cannot be read ({error})") from None
+        forms = {Refused: "{}", KeyError: "{} is missing"}
+        reason = forms.get(type(error), "cannot be read ({})").format(error)
+        raise Refused(f"{what}: {reason}") from None
 
 
 class Track(NamedTuple):
@@ -151,11 +145,10 @@ def planned(config: dict) -> list[tuple[int, bool, int]]:
     ends = [round(end * (steps - config["extension"])) for end in ends]
     ends = [0, *ends[:-1], steps]
     need(ends == sorted(ends), f"its stages begin and end at {ends!s:.100}, not one after another")
-    sizes = []
-    for stage, (start, end) in zip(stages, pairwise(ends), strict=True):
-        sizes += [stage["batch_tokens"]] * (end - start)
+    lengths = (end - start for start, end in pairwise(ends))
+    sizes = np.repeat([stage["batch_tokens"] for stage in stages], [*lengths]).tolist()
     plan = []
-    for step, tokens in enumerate([0, *accumulate(sizes)]):
+    for step, tokens in enumerate(accumulate(sizes, initial=0)):
         if step > 0:
             plan.append((step, False, tokens))
         if step == steps or (config["val_every"] and step % config["val_every"] == 0):
@@ -226,9 +219,9 @@ def check_steps(run: Run, lines: list[re.Match]):
     agree("finished in run.json", facts["finished"], True)
     want = planned_lines(facts["config"])
     agree("losses in log.txt, in metrics.jsonl", [len(lines), len(run.metrics)], [want] * 2)
-    plan = planned(facts["config"])
+    every = zip(planned(facts["config"]), lines, run.metrics, strict=True)
     before = -1.0
-    for (step, validates, tokens), line, row in zip(plan, lines, run.metrics, strict=True):
+    for (step, validates, tokens), line, row in every:
         with about(f"step {step}"):
             ms = row["train_time_ms"]
             loss = row["val_loss" if validates else "train_loss"]
@@ -241,7 +234,7 @@ def check_steps(run: Run, lines: list[re.Match]):
             need(0 < loss < 1000, f"{loss} is no loss")
             need(ms > before or (validates and ms == before), "the clock went backwards, or stood")
             before = ms
-    last = run.metrics[-1] | {"steps": plan[-1][0]}
+    last = run.metrics[-1] | {"steps": step}
     for name in ("steps", "tokens", "train_time_ms", "val_loss"):
         agree(f"{name} in run.json, in metrics.jsonl", facts[name], last[name])
 

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from leaderboard import table
+from scipy.stats import sem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
@@ -27,6 +29,7 @@ TINY = PRESETS["tiny"]
 CHANGED = {idea: override(TINY, [f"without={idea}"]) for idea in IDEAS}
 HAS = [idea for idea, cfg in CHANGED.items() if cfg != replace(TINY, without=idea)]
 WITHOUT = "", *HAS, "all"  # `tiny` without these; "all" is `plain`
+HEADS = "idea", "`tiny` loses without it", "`plain` gains by it alone", "its step, of `tiny`'s"
 ALONE = ["+" + idea for idea in HAS if idea not in PLAIN_HAS]  # `plain` with one
 
 
@@ -61,50 +64,44 @@ def losses(known: list[dict]) -> dict[str, dict[int, float]]:
 def difference(more: dict[int, float], less: dict[int, float]) -> tuple[float, float]:
     """(mean difference of two variants over the seeds that both have, its standard error); NaN
     where they have no two."""
-    seeds = sorted(more.keys() & less.keys())
-    apart = np.array([more[seed] - less[seed] for seed in seeds])
+    apart = [more[seed] - less[seed] for seed in sorted(more.keys() & less.keys())]
     if len(apart) < 2:
         return np.nan, np.nan
-    return float(apart.mean()), float(apart.std(ddof=1) / len(apart) ** 0.5)
+    return float(np.mean(apart)), float(sem(apart))
 
 
 def worth(known: list[dict]) -> dict[str, tuple]:
     """Idea -> (what `tiny` loses without it, what `plain` gains by it alone), each a difference."""
     each = losses(known)
-    found = {
-        idea: (difference(each[idea], each[""]), difference(each["all"], each.get("+" + idea, {})))
-        for idea in HAS
-    }
+    alone = {idea: each.get("+" + idea, {}) for idea in HAS}
+    found = {x: (difference(each[x], each[""]), difference(each["all"], alone[x])) for x in HAS}
     return dict(sorted(found.items(), key=lambda x: -np.nan_to_num(x[1][0][0], nan=-9)))
 
 
-def table(known: list[dict]) -> str:
+def report(known: list[dict]) -> str:
     """The ideas by what leaving them out costs, in Markdown."""
-    times = {row["idea"]: row["ms"] / row["tiny_ms"] for row in known if "ms" in row}
-    each = losses(known)
-    head = "| idea | `tiny` loses without it | `plain` gains by it alone | its step, of `tiny`'s |"
-    lines = [head, "|---|---|---|---|"]
+    times = {row["idea"]: f"{row['ms'] / row['tiny_ms']:.2f}" for row in known if "ms" in row}
+    rows = []
     for idea, apart in worth(known).items():
         cells = ["" if np.isnan(x) else f"{x:+.4f} ± {error:.4f}" for x, error in apart]
         cells = ["nothing" if cell == "+0.0000 ± 0.0000" else cell for cell in cells]
-        spent = f"{times[idea]:.2f}" if idea in times else ""
-        lines.append(f"| {idea} | {' | '.join(cells)} | {spent} |")
+        rows.append(dict(zip(HEADS, (idea, *cells, times.get(idea, "")), strict=True)))
+    lines = [table(rows)]
     for variant, name in (("", "`tiny`"), ("all", "`plain`")):
-        if values := [*each[variant].values()]:
+        if values := [*losses(known)[variant].values()]:
             spread = f", spread {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-            time = f"; its step takes {times[variant]:.2f} of `tiny`'s" if variant in times else ""
+            time = f"; its step takes {times[variant]} of `tiny`'s" if variant in times else ""
             mean = f"{np.mean(values):.4f} in the mean of {len(values)} seeds"
-            lines.append(f"\n{name} has {mean}{spread}{time}.")
-    lines.append(f"\n`tiny` does not have {', '.join(x for x in IDEAS if x not in HAS)}.")
+            lines.append(f"{name} has {mean}{spread}{time}.\n")
+    lines.append(f"`tiny` does not have {', '.join(x for x in IDEAS if x not in HAS)}.")
     return "\n".join(lines)
 
 
 def main(argv=None):
     parser = Parser(prog="ideas.py", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="seeds 0 to N-1 of each")
-    parser.add_argument(
-        "--alone", type=int, default=0, metavar="N", help="the same, of ideas alone"
-    )
+    number = {"type": int, "default": 0, "metavar": "N"}
+    parser.add_argument("--seeds", **number, help="seeds 0 to N-1 of each")
+    parser.add_argument("--alone", **number, help="the same, of ideas alone")
     parser.add_argument("--times", action="store_true", help="time the steps of each once more")
     args = parser.parse_args(argv)
     done = {(row["idea"], row["seed"]) for row in rows() if "loss" in row}
@@ -120,7 +117,7 @@ def main(argv=None):
             tiny, own = (facts["train_time_ms"] / facts["steps"] for facts in both)
             row = {"idea": variant, "seed": 0, "ms": own, "tiny_ms": tiny}
             print(json.dumps(row), file=file, flush=True)
-    print(table(rows()))
+    print(report(rows()))
 
 
 if __name__ == "__main__":

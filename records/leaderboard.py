@@ -97,17 +97,18 @@ def record_row(number: int, record: Record) -> dict:
 
 
 def predicted_row(root: Path, path: Path) -> dict:
-    """What preflight.py said of hardware that nobody has timed yet; of GPUs it knows no times."""
+    """What preflight.py said of hardware that nobody has timed yet."""
     report = C.read_json(path)
-    parts = [report["predicted"][f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
-    known = None not in parts
-    band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**report["predicted"]) if known else ""
+    run = report["predicted"]
+    parts = [run[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
     peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])
     return {
         "hardware": f"{report['devices']} x {report['device_kind']}",
         "preset": f"[{report['preset']}]({path.relative_to(root).as_posix()})",
-        "in all": f"**{math.fsum(parts):.1f} s** ({band})" if known else "unknown",
-        "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts) if known else "",
+        "in all": "**{:.1f} s** ({low_seconds:.0f} to {high_seconds:.0f})".format(
+            sum(parts), **run
+        ),
+        "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts),
         "steps": f"{report['total_steps']:,}",
         "tokens": f"{report['total_tokens']:,}",
         "GiB": f"{peak / 2**30:.1f}",

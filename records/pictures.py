@@ -114,22 +114,12 @@ def draw_model(cfg) -> str:
 
     picture.box(edge(last) + 1, 14, column - 2, 372, PURPLE)
     values, x0, ngrams = (cfg.layers_with(what) for what in ("values", "x0", "ngram"))
-    late, skips = cfg.layers[-1].reads, cfg.layers_with("skip")
+    late = cfg.layers[-1].reads
+    skips = [(i, i - cfg.layers[i].skip) for i in cfg.layers_with("skip")]
     for words, color, y, source, readers, where, to in (  # of a column; down to this y
         (f"{len(values)} value tables", PINK, 138, -1, values, 0.28, 176),
         ("start of the stream", INK, 50, -1, [last], 0.83, 176),
-        *(
-            (
-                f"from layer {i - cfg.layers[i].skip}",
-                ORANGE,
-                72,
-                i - cfg.layers[i].skip,
-                [i],
-                0.5,
-                250,
-            )
-            for i in skips
-        ),
+        *((f"from layer {start}", ORANGE, 72, start, [i], 0.5, 250) for i, start in skips),
         (f"from layer {last - late}", BLUE, 94, last - late, [last], 0.5, 176),
         (f"from layer {last - 1}", INK, 116, last - 1, [last], 0.67, 176),
         ("n-gram table", GREEN, 374, -1, [*ngrams, last], 0.16, 250),
@@ -258,23 +248,24 @@ def main(argv: list[str] | None = None) -> None:
     curves.add_argument("--out", default="curves.svg", metavar="FILE.svg")
     args = parser.parse_args(argv)
     try:
-        if args.do == "curves":
-            if not args.out.endswith(".svg"):
-                parser.error("--out: what is drawn is an SVG picture, so name a FILE.svg")
-            found = dict(map(read_losses, args.runs))
-            found = {run: losses for run, losses in found.items() if any(map(len, losses))}
-            if not found:  # other runs may have ended before their first step
-                parser.error(f"no losses in {' '.join(args.runs)}: name runs, such as logs/*")
-            Path(args.out).write_text(draw_curves(found, args.over), "utf-8", "replace")
-            print(f"wrote {Path(args.out).absolute()}")
+        if args.do != "curves":
+            import ideas
+
+            import train_gpt as T
+
+            for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
+                (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
+            (HERE / "pictures/ideas.svg").write_text(draw_ideas(ideas.worth(ideas.rows())))
             return
-        import ideas
-
-        import train_gpt as T
-
-        for file, draw in (("run.svg", draw_run), ("model.svg", draw_model)):
-            (HERE / "pictures" / file).write_text(draw(T.PRESETS["speedrun"]))
-        (HERE / "pictures/ideas.svg").write_text(draw_ideas(ideas.worth(ideas.rows())))
+        if not args.out.endswith(".svg"):
+            parser.error("--out: what is drawn is an SVG picture, so name a FILE.svg")
+        found = {
+            run: losses for run, losses in map(read_losses, args.runs) if any(map(len, losses))
+        }
+        if not found:  # other runs may have ended before their first step
+            parser.error(f"no losses in {' '.join(args.runs)}: name runs, such as logs/*")
+        Path(args.out).write_text(draw_curves(found, args.over), "utf-8", "replace")
+        print(f"wrote {Path(args.out).absolute()}")
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
 

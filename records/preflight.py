@@ -4,21 +4,17 @@
     python records/preflight.py TARGET [PRESET] [--set ...] [--program NAME] [--dump DIR|--save DIR]
 
 TARGET is NAME-NUMBER of TPUs as Google names them (v6e-8, v5e-1; v4-8 and v5p-8 are four chips),
-NAMExCOUNT of GPUs (h100x8, a100-40x1, l4x1, rtx4090x1 and others: a wrong one lists all), or a TPU
-topology NAME:AxB that libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the
-run, or only those that --program names, is compiled by the real compiler, on any x86 machine, for
-devices that are absent: minutes of a core for one with gradients. The exit status is 1 if a program
-does not fit.
+NAMExCOUNT of GPUs (h100x8, a100-40x1 and others: a wrong one lists all), or a TPU topology NAME:AxB
+that libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run, or those that
+--program names, is compiled by the real compiler, on any x86 machine, for devices that are absent:
+minutes of a core for one with gradients. The exit status is 1 if a program does not fit.
 --dump DIR keeps the optimized programs and preflight.json, with all figures; null: not known.
---save DIR predicts nothing, but keeps the executables in jax's compilation cache: DIR copied there,
-`train_gpt.py --cache DIR` takes those that are of the same programs, versions and topology, and
-compiles the others. Nobody has tried that on a TPU yet.
+--save DIR predicts nothing, but keeps the executables: with DIR copied there, `train_gpt.py --cache
+DIR` takes those of the same programs, versions and topology. Nobody has tried that on a TPU yet.
 
-The figure that counts leads the report: seconds of the whole run, the sum of what is computed
-("predicted"), of the time in which devices only send and receive ("links"), and of what SparseCores
-and others move ("moves", a floor). Each is the compiler's schedule by measured rates, for a v5e by
-those of its data sheet; for other hardware no time is said. records/NOTES.md has what counts how,
-and how far to trust it.
+Seconds of the whole run are the sum of what is computed ("predicted"), of the time in which devices
+only send and receive ("links"), and of what SparseCores and others move ("moves", a floor): for a
+v6e and a v5e only. records/NOTES.md has what counts how, and how far to trust it.
 """
 
 import dataclasses
@@ -47,29 +43,10 @@ import train_gpt as T
 
 # Axes of a slice's mesh, and what the number in its name counts for each chip.
 TPUS = {"v4": (3, 2), "v5e": (2, 1), "v5p": (3, 2), "v6e": (2, 1)}
-RTX_PRO = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
-# From NVIDIA's data sheets and architecture papers: what jax calls it, compute capability,
-# multiprocessors, GHz at most, GB/s of memory, MiB of L2 cache; GiB of memory as CUDA counts it.
-GPUS = {
-    "a10g": ("NVIDIA A10G", "8.6", 80, 1.71, 600, 6, 22.06),
-    "a100-40": ("NVIDIA A100-SXM4-40GB", "8.0", 108, 1.41, 1555, 40, 39.42),
-    "a100-80": ("NVIDIA A100-SXM4-80GB", "8.0", 108, 1.41, 2039, 40, 79.25),
-    "b200": ("NVIDIA B200", "10.0", 148, 1.965, 7672, 126, 178.36),
-    "h100": ("NVIDIA H100 80GB HBM3", "9.0", 132, 1.98, 3350, 50, 79.1),
-    "h100pcie": ("NVIDIA H100 PCIe", "9.0", 114, 1.755, 2039, 50, 79.1),
-    "h200": ("NVIDIA H200", "9.0", 132, 1.98, 4800, 50, 139.7),
-    "l4": ("NVIDIA L4", "8.9", 58, 2.04, 300, 48, 22.03),
-    "l40s": ("NVIDIA L40S", "8.9", 142, 2.52, 864, 96, 44.4),
-    "rtx3090": ("NVIDIA GeForce RTX 3090", "8.6", 82, 1.695, 936, 6, 23.69),
-    "rtx4090": ("NVIDIA GeForce RTX 4090", "8.9", 128, 2.52, 1008, 72, 23.64),
-    "rtx5090": ("NVIDIA GeForce RTX 5090", "12.0", 170, 2.407, 1792, 96, 31.36),
-    "rtxpro6000": (RTX_PRO, "12.0", 188, 2.6, 1597, 128, 94.97),
-    "t4": ("Tesla T4", "7.5", 40, 1.59, 320, 4, 14.56),
-}
-# Of a capability: float32 units, KiB of shared memory (and what one block may have), threads.
-CORES = {"7.5": (64, 64, 64, 1024), "8.0": (64, 164, 163, 2048), "8.6": (128, 100, 99, 1536)}
-CORES |= {"8.9": (128, 100, 99, 1536), "9.0": (128, 228, 227, 2048)}
-CORES |= {"10.0": (128, 228, 227, 2048), "12.0": (128, 100, 99, 1536)}
+# Data sheets: {name in TARGET: [device kind, compute capability, fields of XLA's gpu_device_info]},
+# more of these fields by capability, the Hardware of TPUs by device kind, FLOP/s by a part of it.
+SHEETS = json.loads((Path(__file__).parent / "hardware.json").read_text())
+GPUS, CORES = SHEETS["gpus"], SHEETS["cores"]
 # Without these libtpu looks for a TPU's host, and jax for CUDA libraries.
 NO_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 NO_HOST |= {"TPU_ACCELERATOR_TYPE": "v6e-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -115,13 +92,9 @@ class Hardware(NamedTuple):
     rates: str | None = None  # of what hbm and link are said
 
 
-HARDWARE = defaultdict(Hardware)  # by device kind; memory of TPUs is what libtpu says it has
-# Of a v6e's memory 1,185 GB/s have been measured and published; its data sheet has 1,638.
-HARDWARE["TPU v6 lite"] = Hardware(int(31.25 * 2**30), 1.185e12, 86.8e9, 1.75e9, 2**19, "measured")
-HARDWARE["TPU v5 lite"] = Hardware(int(15.75 * 2**30), 0.819e12, 50e9, 1.5e9, 2**17, "data sheet")
-HARDWARE["TPU v5"] = Hardware(int(95.74 * 2**30))
-HARDWARE["TPU v4"] = Hardware(int(30.75 * 2**30))
-HARDWARE |= {kind: Hardware(gib * 2**30) for kind, *_, gib in GPUS.values()}  # memory_of: a share
+HARDWARE = defaultdict(Hardware)  # by device kind
+HARDWARE |= {kind: Hardware(**facts) for kind, facts in SHEETS["tpus"].items()}
+HARDWARE |= {kind: Hardware(facts["device_memory_size"]) for kind, _, facts in GPUS.values()}
 
 
 def tpu_options(target: str) -> dict | None:
@@ -151,27 +124,20 @@ def gpu_options(target: str) -> dict | None:
     name, _, count = target.rpartition("x")
     if name not in GPUS or not count.isdecimal() or int(count) < 1:
         return None
-    kind, capability, cores, clock, bandwidth, cache, gib = GPUS[name]
-    units, shared, of_block, threads = CORES[capability]
+    kind, capability, facts = GPUS[name]
     major, minor = capability.split(".")
+    facts = facts | CORES[capability] | SHEETS["every_gpu"]
+    fields = " ".join(f"{field}: {value}" for field, value in facts.items())
+    config = f"""
+        device_description_str: "{kind}" platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }}
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} }} {fields}
+        }}"""
     hosts = int(count) // 8 if int(count) % 8 == 0 else 1
     topology = f"1x{hosts}x{int(count) // hosts}"
     options = {"platform": "cuda", "topology_name": name, "topology": topology}
-    options["target_config"] = f"""
-        device_description_str: "{kind}" platform_name: "CUDA"
-        dnn_version_info {{ major: 9 minor: 10 }}
-        runtime_version {{ major: 13 }}
-        gpu_device_info {{
-          cuda_compute_capability {{ major: {major} minor: {minor} }}
-          core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock}
-          memory_bandwidth: {bandwidth}000000000 device_memory_size: {int(gib * 2**30)}
-          l2_cache_size: {cache * 2**20} threads_per_warp: 32 threads_per_block_limit: 1024
-          threads_per_core_limit: {threads} registers_per_core_limit: 65536
-          registers_per_block_limit: 65536 shared_memory_per_block: 49152
-          shared_memory_per_core: {shared * 2**10} shared_memory_per_block_optin: {of_block * 2**10}
-          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        }}"""
-    return options
+    return options | {"target_config": config}
 
 
 def absent_devices(target: str) -> list:
@@ -698,11 +664,6 @@ def whole_run(rows: list[dict]) -> dict:
     return {"sum_seconds": sum([*seconds.values()][:3]), **seconds, "components": parts}
 
 
-def number(value, form=".2f") -> str:
-    """A figure of the report; - if it is not known."""
-    return "-" if value is None else format(value, form)
-
-
 def by_function(parts: dict, unit: str) -> str:
     """The functions of train_gpt.py, and kernels, that take more than 2 % of the time."""
     total = sum(parts.values())
@@ -714,30 +675,35 @@ def by_function(parts: dict, unit: str) -> str:
 def describe(report: dict) -> str:
     """The report of preflight as text. Its table is for one execution on one device: GiB of a
     program's arguments, of its temporaries, at its peak, and of the state that lies beside it; ms
-    of the three parts."""
+    of the three parts, - if they are not known."""
     form = "{:9}{:>7}{:>11}{:>9}{:>9}{:>9}{:>9}{:>12}{:>9}{:>9}".format
     heads = "compile s", "args", "temps", "peak", "+ state", "predicted", "links", "moves"
     table = [form("program", "times", *heads)]
     more = []
     run = report["predicted"]
     for row in report["variants"]:
-        sizes = [row["bytes"][key] for key in ("arguments", "temporary", "peak")]
-        cells = [number(x / 2**30) for x in (*sizes, row["resident_bytes"])]
-        cells += [number(row[x]) for x in FIGURES[:3]]
-        counts = f"{row['steps']:,}", f"{row['compile_seconds']:.0f}"
-        table.append(form(row["name"], *counts, *cells))
+        sizes = (
+            *(row["bytes"][x] for x in ("arguments", "temporary", "peak")),
+            row["resident_bytes"],
+        )
+        figures = [x / 2**30 for x in sizes] + [row[x] for x in FIGURES[:3]]
+        cells = ["-" if x is None else f"{x:.2f}" for x in figures]
+        table.append(
+            form(row["name"], f"{row['steps']:,}", f"{row['compile_seconds']:.0f}", *cells)
+        )
         more.append(f"{row['name']}, {row['what']}")
         if row["functions_ms"] and not run:
             more[-1] += f": {by_function(row['functions_ms'], 'ms')}"
     where = f"{report['devices']} x {report['device_kind']}"
     where += ", by its data sheet" * (report["rates"] == "data sheet")
-    lead = f"Some programs on {where}; the sum for a run needs all (no --program)"
-    if run:
-        lead = "The whole run on {}: {} s = predicted {} + links {} + moves {}; band {} to {} s"
-        said = (number(run[name], ".1f") for name in ("sum_seconds", *SECONDS))
-        lead = lead.format(where, *said)
-        if run["components"]:
-            more.append(f"the run: {by_function(run['components'], 's')}")
+    if not run:
+        lead = f"Some programs on {where}; the sum for a run needs all (no --program)"
+    elif not run["components"]:
+        lead = f"The whole run on {where}: no seconds are predicted"
+    else:
+        lead = "The whole run on {}: {:.1f} s = predicted {:.1f} + links {:.1f} + moves {:.1f}"
+        lead = f"{lead}; band {{:.1f}} to {{:.1f}} s".format(where, *[*run.values()][:6])
+        more.append(f"the run: {by_function(run['components'], 's')}")
     more = "\n".join(textwrap.fill(x, 100, subsequent_indent="    ") for x in more)
     legend = "Predicted by the compiler, not measured: see the docstring of records/preflight.py."
     return "\n\n".join([lead, "\n".join(table), more, legend])

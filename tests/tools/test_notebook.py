@@ -34,7 +34,8 @@ FIRST_SHARD = ALL_SHARDS = ["data/cached_fineweb10B.py", "--help"]
 def clone(tmp_path, monkeypatch):
     """What the notebook needs of the repository, in a folder of its own; the current one lies in
     it. There are two devices, and no network."""
-    kinds = "*.py", "data/*.py", "records/*.py", "records/launch/*.ipynb", "requirements.txt"
+    kinds = "*.py", "data/*.py", "records/*.py", "records/hardware.json", "requirements.txt"
+    kinds += ("records/launch/*.ipynb",)
     for path in (path for kind in kinds for path in ROOT.glob(kind)):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
