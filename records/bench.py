@@ -6,26 +6,21 @@
 
 The steps of each stage are timed on the first tokens of the data: milliseconds a step with its
 share of all updates (median, least and most of five stretches), tokens/s, share of the hardware's
-peak in bfloat16, MiB of memory. The state goes from stage to stage, as in training. Then each
-program is timed by itself.
+peak in bfloat16, MiB of memory. Then each program is timed by itself.
 
-With --kernels the gradients of one stage (0 is the first) are computed without kernels, with all of
-this hardware, with all but each, and for attention on NVIDIA GPUs with other tiles. First each is
-compared with the plain form in float32: `off` is the norm of the difference over the norm, of the
-large parameter where it is largest; over twice that of the plain form the exit status is 1. Then it
-is timed.
+With --kernels the gradients of one stage (0 is the first) are timed without kernels, with all of
+this hardware, with all but each, and for attention on NVIDIA GPUs with other tiles. `off` is how far
+they are from the plain form in float32: the norm of the difference over the norm, of the large
+parameter where it is largest; over twice that of the plain form the exit status is 1.
 
 --parts N gives each device what it would have if N devices shared the run: its rows of every batch,
 and its share of the n-gram table, which takes 65 GB in all. On one GPU `--parts 8` is what each of
-eight would do, but for the network, and for updates of all other parameters, of which each of eight
-does an eighth. --dump DIR keeps the figures, and the facts that run.json has, as bench.json.
---profile DIR keeps a trace of some more steps of each stage as DIR/PROGRAM, for xprof or Perfetto.
+eight would do, but for the network and seven eighths of the other updates. --dump DIR keeps the
+figures, and the facts that run.json has, as bench.json. --profile DIR keeps a trace of some more
+steps of each stage as DIR/PROGRAM, for xprof or Perfetto.
 
 --beside prints what preflight.py has predicted of each program beside what bench.json has measured,
-as a table in markdown, and the yardstick by which the predictions would be nearest: the cycles for
-each bundle of kernels, of rows and of other code with the least sum of squared errors, each as a
-share of what was measured. Links and memory stay as predicted. If `--parts N` was more than the
-devices that were there, only gradients compare, without links.
+and the yardstick by which the predictions would be nearest: records/NOTES.md has more about that.
 """
 
 import dataclasses
@@ -44,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.
 
 import jax
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import curve_fit
 
 import train_gpt as T
 
@@ -54,6 +49,7 @@ SECONDS = 0.5  # a chunk takes at least this: to wait for its end costs well und
 LARGE = 1000  # numbers: the gradients of single ones are as far off as roundings happen to fall
 # Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
 PEAK_FLOPS = json.loads((Path(__file__).parent / "hardware.json").read_text())["peak_flops"]
+TIMES = "{ms:>11.2f}{ms_min:>11.2f}{ms_max:>11.2f}"  # of a row, for a table
 TILES = {  # constant of train_gpt.py -> others: queries, keys, warps, stages
     "FORWARD_TILES": [(128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
     "QUERY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
@@ -95,11 +91,6 @@ def seconds_of(step: Callable, calls: int) -> float:
         jax.block_until_ready(before)
     jax.block_until_ready(last)
     return time.perf_counter() - start
-
-
-def cells(row: dict) -> list[str]:
-    """Times of a row, for a table."""
-    return [f"{row[key]:.2f}" for key in ("ms", "ms_min", "ms_max")]
 
 
 def peak_flops(kind: str) -> float:
@@ -169,30 +160,31 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         jax.block_until_ready((state, copies))
         return time.perf_counter() - start
 
-    form = "{:9}{:>7}{:>9}{:>11}{:>11}{:>11}{:>12}{:>9}{:>9}".format
-    T.tell(form("program", "stage", "steps", "ms/step", "min", "max", "tokens/s", "of bf16", "MiB"))
+    form = f"{{name:9}}{{stage:>7}}{{steps:>9}}{TIMES}{{tokens_per_second:>12,.0f}}"
+    T.tell(
+        "program    stage    steps    ms/step        min        max    tokens/s  of bf16      MiB"
+    )
     rows = []
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     for key, (step, count, updates, batches) in work.items():
-        name, stage = str(key), key.stage
         run_steps = functools.partial(run, key, updates, itertools.cycle(batches))
         longest = max(update.steps for update in updates)
-        timed = time_chunks(longest, run_steps)
+        row = {"name": str(key), "stage": key.stage, "steps": count}
+        row |= time_chunks(longest, run_steps)
         if traces:
-            with jax.profiler.trace(Path(traces, name)):
+            with jax.profiler.trace(Path(traces, row["name"])):
                 run_steps(longest)
-        row = {"name": name, "stage": stage, "steps": count, **timed}
         cure = "lower the rates (--set lr_anvil=...)"
-        T.need(np.isfinite(loss), f"{name}: the loss is {loss}: {cure}")
-        rate = 1e3 * cfg.stages[stage].batch_tokens / row["ms"]
+        T.need(np.isfinite(loss), f"{key}: the loss is {loss}: {cure}")
+        rate = 1e3 * cfg.stages[key.stage].batch_tokens / row["ms"]
         used = rate * T.flops_per_token(cfg, step) / (mesh.size * peak) if peak else None
         peaks = {x: T.program_bytes(compiled[x])["peak"] for x in (key, *updates)}
         needs = max(T.resident_bytes(cfg, mesh, x) + size for x, size in peaks.items())
         row |= {"loss": float(loss), "tokens_per_second": rate, "utilization": used}
         row["memory_mib"] = needs / 2**20
         rows.append(row)
-        more = f"{rate:,.0f}", f"{used:.1%}" if used else "-", f"{row['memory_mib']:,.0f}"
-        T.tell(form(name, stage, count, *cells(row), *more))
+        share = f"{used:.1%}" if used else "-"
+        T.tell(f"{form.format(**row)}{share:>9}{row['memory_mib']:>9,.0f}")
     return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, work)}
 
 
@@ -223,8 +215,7 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[di
 
         return step
 
-    form = "{:17}{:>9}{:>11}{:>11}{:>11}".format
-    T.tell(form("by itself", "times", "ms", "min", "max"))
+    T.tell("by itself            times         ms        min        max")
     rows = []
     for key in runs:
         step = update(key) if key not in supplies else lambda key=key: gradients(key)[-1]
@@ -232,7 +223,7 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[di
         row |= time_chunks(1, functools.partial(seconds_of, step))
         del step  # and the gradients that it holds
         rows.append(row)
-        T.tell(form(row["name"], f"{row['steps']:,}", *cells(row)))
+        T.tell(f"{{name:17}}{{steps:>9,}}{TIMES}".format(**row))
     return rows
 
 
@@ -278,8 +269,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
     for x, value in copies.items():
         if x != "signs":  # parameters that begin as zeros would hide what is behind them
             copies[x] = value.astype(np.float32) + 0.02 * rng.standard_normal(value.shape)
-    form = "{:36}{:>10}{:>11}{:>11}{:>11}{:>9}".format
-    T.tell(form(str(key), "off", "ms", "min", "max", "MiB"))
+    T.tell(f"{str(key):36}       off         ms        min        max      MiB")
     rows = []
     for label, lowered in variants(cfg, mesh, kernels, key):
         try:
@@ -301,7 +291,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
         row = {"name": label, "off": distance(grads, reference), **timed}
         row["memory_mib"] = T.program_bytes(program)["peak"] / 2**20
         rows.append(row)
-        T.tell(form(label, f"{row['off']:.1e}", *cells(row), f"{row['memory_mib']:,.0f}"))
+        T.tell(f"{{name:36}}{{off:>10.1e}}{TIMES}{{memory_mib:>9,.0f}}".format(**row))
     return {"rows": rows}
 
 
@@ -344,19 +334,17 @@ def fit(rows: list[dict], yardstick: dict) -> str:
     names = [x for x in ("kernel", "rows", "code") if any(row["bound_ms"].get(x) for row in rows)]
     measured = np.array([row["ms"] for row in rows])
     # Each program counts alike: all is divided by what was measured.
-    cycles = [[row["bound_ms"].get(x, 0.0) / yardstick[x] for x in names] for row in rows]
-    cycles = np.array(cycles).reshape(len(rows), len(names)) / measured[:, None]
+    cycles = np.array([[row["bound_ms"].get(x, 0.0) / yardstick[x] for x in names] for row in rows])
+    cycles = cycles.reshape(len(rows), len(names)) / measured[:, None]
     rest = np.array([row["links"] + row["bound_ms"].get("memory", 0.0) for row in rows])
     target = 1 - rest / measured
     if np.linalg.matrix_rank(cycles) < len(names) or len(rows) <= len(names):
         return f"{len(rows)} programs are too few to fit {', '.join(names)}."
-    found, norm = nnls(cycles, target)
-    variance = norm**2 / (len(rows) - len(names))
-    errors = np.sqrt(np.diag(variance * np.linalg.inv(cycles.T @ cycles)))
-    before = np.linalg.norm(cycles @ [yardstick[x] for x in names] - target)
-    each = zip(names, found, errors, strict=True)
-    said = ", ".join(f"{x} {new:.2f} +- {off:.2f} (now {yardstick[x]:.2f})" for x, new, off in each)
-    after, before = (f"{x / len(rows) ** 0.5:.1%}" for x in (norm, before))
+    now = [yardstick[x] for x in names]
+    found, variance = curve_fit(lambda x, *y: x @ y, cycles, target, now, bounds=(0, np.inf))
+    each = zip(names, found, np.diag(variance) ** 0.5, now, strict=True)
+    said = ", ".join(f"{x} {new:.2f} +- {off:.2f} (now {old:.2f})" for x, new, off, old in each)
+    after, before = (f"{np.sqrt(np.mean((cycles @ x - target) ** 2)):.1%}" for x in (found, now))
     return f"Nearest to {len(rows)} programs: {said}; these are off by {after}, now by {before}."
 
 
@@ -382,11 +370,10 @@ def beside(predicted: dict, measured: dict) -> str:
     which = "All programs of training" if len(rows) == len(timed) else "These programs"
     sums = f"measured {seconds[0]:.1f} s, predicted {seconds[1]:.1f} s"
     text += ["", f"{which}, as often as they run: {sums}, ratio {seconds[0] / seconds[1]:.2f}."]
-    text += [fit(rows, predicted["yardstick"])]
+    text.append(fit(rows, predicted["yardstick"]))
     if not whole:
-        count, parts = measured["devices"]["count"], measured["parts"]
-        what = "links, and updates of what is not cut, do not compare"
-        text.append(f"{count} of {parts} parts: {what}.")
+        few = f"{measured['devices']['count']} of {measured['parts']} parts"
+        text.append(f"{few}: links, and updates of what is not cut, do not compare.")
     kernels = f"{predicted['kernels']}; rates: {predicted['rates']}", measured["choices"]["kernels"]
     for what, x, how in zip(("Predicted", "Measured"), (predicted, measured), kernels, strict=True):
         own = (f"{key} {x['versions'][key]}" for key in ("jax", "libtpu") if key in x["versions"])

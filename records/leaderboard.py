@@ -101,13 +101,12 @@ def predicted_row(root: Path, path: Path) -> dict:
     report = C.read_json(path)
     run = report["predicted"]
     parts = [run[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
+    band = "{low_seconds:.0f} to {high_seconds:.0f}".format(**run)
     peak = max(row["bytes"]["peak"] + row["resident_bytes"] for row in report["variants"])
     return {
         "hardware": f"{report['devices']} x {report['device_kind']}",
         "preset": f"[{report['preset']}]({path.relative_to(root).as_posix()})",
-        "in all": "**{:.1f} s** ({low_seconds:.0f} to {high_seconds:.0f})".format(
-            sum(parts), **run
-        ),
+        "in all": f"**{sum(parts):.1f} s** ({band})",
         "computed + links + moves": " + ".join(f"{x:.1f}" for x in parts),
         "steps": f"{report['total_steps']:,}",
         "tokens": f"{report['total_tokens']:,}",

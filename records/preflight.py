@@ -76,9 +76,9 @@ class Yardstick(NamedTuple):
 
 
 # Fitted to what others have timed on a v6e, and the ends of that: records/NOTES.md has the table.
-YARDSTICKS = {"middle": Yardstick(1.3, 1.3, 1.05, 1.0, 1.0)}
-YARDSTICKS |= {"low": Yardstick(1.0, 1.0, 1.0, 0.82, 0.87)}
-YARDSTICKS |= {"high": Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)}
+MIDDLE = Yardstick(1.3, 1.3, 1.05, 1.0, 1.0)
+LOW = Yardstick(1.0, 1.0, 1.0, 0.82, 0.87)
+HIGH = Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)
 
 
 class Hardware(NamedTuple):
@@ -606,7 +606,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
         parts["collectives"] += alone
         return [spent["predicted"], alone, spent["moved"], parts, bounds]
 
-    low, middle, high = (measure(YARDSTICKS[end]) for end in ("low", "middle", "high"))
+    low, middle, high = (measure(end) for end in (LOW, MIDDLE, HIGH))
     figures = *middle[:3], sum(low[:3]), sum(high[:3]), *middle[3:]
     return dict(zip(FIGURES, figures, strict=True))
 
@@ -770,7 +770,7 @@ def run(argv: list[str] | None, command: str) -> int:
     report = T.run_facts(asked, mesh, command, reason)
     report |= {"target": args.target, "device_kind": devices[0].device_kind, "devices": mesh.size}
     report |= {"kernels": reason, "rates": HARDWARE[devices[0].device_kind].rates, "variants": rows}
-    report |= {"yardstick": YARDSTICKS["middle"]._asdict()}
+    report |= {"yardstick": MIDDLE._asdict()}
     report |= {"total_steps": cfg.steps, "total_tokens": cfg.tokens_after(cfg.steps)}
     report["predicted"] = None if args.program else whole_run(rows)
     if dump:
