@@ -3,13 +3,10 @@
     python data/builtin_corpus.py [FOLDER]
 
 Four kinds of text: the language reference in `pydoc_data.topics`, docstrings and block comments of
-the standard library (sources are parsed, never imported), and docstrings of C modules. A topic is a
-document; so is every few thousand characters of what one module says about itself. Paragraphs that
-came before are left out, so that validation text is not in the training text.
-
-Tokens are byte-level BPE with merges learned here, from the training documents only; they go into
-merges.json beside the shards. The same Python always gives the same files; others give slightly
-different ones, so compare losses only within one version.
+the standard library (sources are parsed, never imported), and docstrings of C modules. Paragraphs
+that came before are left out, so that validation text is not in the training text. Tokens are
+byte-level BPE with merges learned here, from the training documents only. The same Python always
+gives the same files, others give slightly different ones: compare losses only within one version.
 """
 
 import ast
@@ -20,7 +17,6 @@ import heapq
 import importlib
 import inspect
 import json
-import os
 import platform
 import re
 import sys
@@ -64,13 +60,11 @@ def docstring_entries(node: ast.AST, name: str, signature: str = "") -> Iterator
     if text := ast.get_docstring(node):
         yield node.body[0].lineno, (f"{name}{signature}\n", text)
     for child in node.body:
-        if isinstance(child, ast.ClassDef):
-            bases = ", ".join(map(ast.unparse, child.bases))
-            own_signature = f"({bases})" if bases else ""
-            yield from docstring_entries(child, f"{name}.{child.name}", own_signature)
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            own_signature = f"({ast.unparse(child.args)})"
-            yield from docstring_entries(child, f"{name}.{child.name}", own_signature)
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            is_class = isinstance(child, ast.ClassDef)
+            own = ", ".join(map(ast.unparse, child.bases if is_class else [child.args]))
+            own = "" if is_class and not own else f"({own})"
+            yield from docstring_entries(child, f"{name}.{child.name}", own)
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
@@ -101,17 +95,13 @@ def comment_entries(source: str, tree: ast.Module) -> Iterator[tuple[int, Entry]
 
 def module_documents(root: Path) -> list[list[Entry]]:
     """One document for each .py file under `root`: docstrings and comments in source order."""
-    paths, documents = [], []
-    for folder, names, files in os.walk(root):
-        names[:] = {*names} - SKIPPED_FOLDERS
-        paths += [Path(folder, name) for name in files if name.endswith(".py")]
-    for path in sorted(paths):
+    documents = []
+    for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if SKIPPED_FOLDERS.isdisjoint(parts):
             source = path.read_bytes()
             tree = ast.parse(source, str(path))
-            module = ".".join(parts).removesuffix(".__init__")
-            docstrings = docstring_entries(tree, module)
+            docstrings = docstring_entries(tree, ".".join(parts).removesuffix(".__init__"))
             comments = comment_entries(source.decode("utf-8", "replace"), tree)
             documents.append([entry for _, entry in sorted([*docstrings, *comments])])
     return documents
@@ -177,9 +167,8 @@ def learn_merges(texts: Iterable[str], count: int) -> list[bytes]:
     """The `count` merges of byte-pair encoding (Sennrich et al. 2016) that `texts` call for. Again
     and again the most frequent pair of neighbouring tokens (of several, the first in the order of
     their bytes) becomes a token. Pairs are counted in distinct words, weighted by how often each
-    occurs. A token is one character here, so that a merge is str.replace, and only pairs around
-    merged ones are counted anew. The heap holds outdated counts too: one is used only if it is
-    still true."""
+    occurs, and only those around merged ones anew. A token is one character here, so that a merge
+    is str.replace. The heap holds outdated counts too: one is used only if it is still true."""
     frequency = Counter()
     for text in texts:
         frequency.update(re.findall(BYTE_BPE_PATTERN, text))

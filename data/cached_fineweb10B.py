@@ -2,9 +2,8 @@
 
     python data/cached_fineweb10B.py [N] [--dir DIR]
 
-A shard is 100 M tokens, 200 MB; all 103 are 10.3 B tokens. Shards that are there and whole are
-left alone, so run it again after an interruption, or with a larger N: a shard of which a part had
-come is begun anew, and the part, in DIR/.downloading-*, is removed.
+A shard is 100 M tokens, 200 MB; all 103 are 10.3 B tokens. Shards that are there and whole are left
+alone, so run it again after an interruption, which begins its shard anew, or with a larger N.
 """
 
 import os

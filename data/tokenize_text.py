@@ -3,17 +3,14 @@
     python data/tokenize_text.py TEXT ... [--out DIR] [--encoding bytes] [--val TEXT ...]
 
 A TEXT is a file, or a folder of files: .txt or .md, in which a line <|endoftext|> separates
-documents (without one, the file is one document), or .jsonl, in which every line is an object with
-a document under the key "text"; or one of these with .gz behind it. Files are UTF-8, or UTF-16 with
-its mark; what is neither is read as cp1252 or Latin-1, with a warning. Every document is encoded on
-its own, with <|endoftext|> in front. Validation is the last tenth of all tokens (10.5 M at most),
-unless --val names texts for it.
+documents, or .jsonl, in which every line is an object with a document under the key "text"; or one
+of these with .gz behind it. Files are UTF-8, or UTF-16 with its mark; what is neither is read as
+cp1252 or Latin-1, with a warning. Every document is encoded on its own, with <|endoftext|> in
+front. Validation is the last tenth of all tokens (10.5 M at most), unless --val names texts for it.
 
 DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
-their tokens are. Until then the tokens are in memory, two bytes for each. Without --out they lie in
-TEXT.tokens/HASH beside the (first) text, or where that cannot be written in ~/.cache/train_gpt; the
-hash is that of the contents of all texts, so what is there and whole is used again, and other
-contents have other tokens.
+their tokens are. Without --out they lie in TEXT.tokens/HASH beside the (first) text, or where that
+cannot be written in ~/.cache/train_gpt; the hash is that of the contents of all texts.
 
 --for PRESET ... [--set ...] prints as JSON the first with enough text, and what that must --set;
 TEXT may then be a DIR, too. For a run to --start from, RUN_DIR for PRESET, texts get its encoding.
@@ -104,34 +101,34 @@ def text_of(line: str, place: str) -> str:
 def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
     """All documents of the files, one after the other, as uint16."""
     tokens = bytearray()
-    batch, size = [], 0
-    for text in itertools.chain(filter(None, itertools.chain(*files)), [None]):
-        if text:
-            batch.append(text)
-            size += len(text)
-        if batch and (size > BATCH_CHARS or not text):
-            for document in encode_documents(encoding, batch):
-                tokens += document.tobytes()
-            if text:
-                tell(f"{len(tokens) // 2:,} tokens", sys.stderr)
-            batch, size = [], 0
+    seen = 0
+
+    def batch_of(text: str) -> int:
+        nonlocal seen
+        seen += len(text)
+        return seen // BATCH_CHARS
+
+    for number, batch in itertools.groupby(filter(None, itertools.chain(*files)), batch_of):
+        for document in encode_documents(encoding, [*batch]):
+            tokens += document.tobytes()
+        if number:
+            tell(f"{len(tokens) // 2:,} tokens", sys.stderr)
     return np.frombuffer(tokens, np.uint16)
 
 
 def place(text: Path, digest: str) -> Path:
     """Where the tokens of these contents lie, or may: beside the text, else in the user's cache."""
     text = Path(os.path.abspath(text))
-    name = Path(f"{text.name}.tokens", digest[:16])
     folders = text.parent, Path(os.path.expanduser("~/.cache/train_gpt"))
-    for out in (folder / name for folder in folders):
-        if (out / DESCRIPTION).exists():
-            return out
-    for out in (folder / name for folder in folders):
+    places = [folder / f"{text.name}.tokens" / digest[:16] for folder in folders]
+    good = [out for out in places if (out / DESCRIPTION).exists()]
+    for out in places:
         there = next(folder for folder in out.parents if folder.exists())
         if there.is_dir() and os.access(there, os.W_OK):
-            return out
+            good.append(out)
     cure = "make them with data/tokenize_text.py and --out, and name that folder as --data"
-    raise UserError(f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
+    need(good, f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
+    return good[0]
 
 
 def described(folder: Path) -> tuple[dict, TokenStream, TokenStream]:
@@ -222,10 +219,9 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
 
 
 def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], str]:
-    """(what `cfg` must --set, before what is `given`, to train on the tokens in `folder`: their
-    vocabulary, no target, as many passes as its steps take, no more validation than there is. Where
-    passes are few, PASSES of `speedrun` or those that are given, steps become fewer, of `speedrun`
-    not below a fourth; or []; then why that cannot be)."""
+    """(what `cfg` must --set, before what is `given`, to train on the tokens in `folder`, or []; why
+    that cannot be). Where passes through them are few, PASSES of `speedrun` or those that are
+    given, steps become fewer, of `speedrun` not below a fourth."""
     about, train, val = described(folder)
     own = about | {"vocab": -(-about["real_tokens"] // 128) * 128, "target": 0.0}
     fixed = dict(item.partition("=")[::2] for item in given)

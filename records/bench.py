@@ -8,19 +8,16 @@ The steps of each stage are timed on the first tokens of the data: milliseconds 
 share of all updates (median, least and most of five stretches), tokens/s, share of the hardware's
 peak in bfloat16, MiB of memory. Then each program is timed by itself.
 
-With --kernels the gradients of one stage (0 is the first) are timed without kernels, with all of
-this hardware, with all but each, and for attention on NVIDIA GPUs with other tiles. `off` is how far
-they are from the plain form in float32: the norm of the difference over the norm, of the large
-parameter where it is largest; over twice that of the plain form the exit status is 1.
+With --kernels the gradients of one stage (0 is the first) are timed without kernels, with all, with
+all but each, and for attention on NVIDIA GPUs with other tiles. `off` is the norm of the difference
+from the plain form in float32 over its norm, of the large parameter where that is largest; over
+twice that of the plain form the exit status is 1.
 
---parts N gives each device what it would have if N devices shared the run: its rows of every batch,
-and its share of the n-gram table, which takes 65 GB in all. On one GPU `--parts 8` is what each of
-eight would do, but for the network and seven eighths of the other updates. --dump DIR keeps the
-figures, and the facts that run.json has, as bench.json. --profile DIR keeps a trace of some more
-steps of each stage as DIR/PROGRAM, for xprof or Perfetto.
-
---beside prints what preflight.py has predicted of each program beside what bench.json has measured,
-and the yardstick by which the predictions would be nearest: records/NOTES.md has more about that.
+--parts N gives each device its rows of every batch and its share of the n-gram table (65 GB in all)
+as if N devices shared the run, without their network. --dump DIR keeps the figures as bench.json,
+--profile DIR a trace of some steps of each stage as DIR/PROGRAM, for xprof or Perfetto. --beside
+prints what preflight.py has predicted of each program beside what bench.json has measured, and the
+yardstick by which the predictions would be nearest (records/NOTES.md).
 """
 
 import dataclasses

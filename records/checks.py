@@ -2,13 +2,11 @@
 
 A record is a folder records/TRACK/DATE_NAME/ with a folder for each run, as train_gpt.py wrote it
 (FILES), and record.json: what its author says, and what follows from the logs. Every number is
-derived from the logs and compared; how many steps a run has, their tokens and when it validates
-follow from a few fields of its config (see `planned`), so a record can be checked after the trainer
-has moved on. This finds mistakes and contradictions, not a log that was invented whole.
+derived from the logs and compared, by a few fields of a run's config (see `planned`), so a record
+can be checked after the trainer has moved on.
 
 tokens.json has the hashes of all shards that a record may use, by stream: `fineweb`, or `builtin-`
-and the beginning of a hash, for every version of Python has its own demo corpus. From when `add
---pin` has entered them they never change.
+and the beginning of a hash, for every version of Python has its own demo corpus.
 """
 
 import argparse
@@ -136,9 +134,8 @@ def planned_lines(config: dict) -> int:
 
 
 def planned(config: dict) -> list[tuple[int, bool, int]]:
-    """(steps done, whether it is a validation, tokens so far) of every line of a whole run. These
-    fields of the config are part of the format of logs: steps, extension, val_every, and of the
-    stages share and batch_tokens."""
+    """(steps done, whether it is a validation, tokens so far) of every line of a whole run. The
+    fields of the config that it reads are part of the format of logs."""
     steps = config["steps"]
     stages = config["stages"]
     ends = accumulate(stage["share"] for stage in stages)

@@ -2,10 +2,9 @@
 
     python records/ideas.py [--seeds N] [--alone N]    # trains what records/ideas.jsonl lacks
 
-Prints what is known as a table. A run takes half a minute of two cores, so six seeds of all take
-three hours: stop it when you like, and go on. Losses are those of any machine, but for the last
-digits; times compare on an idle one only (`--times` leaves losses alone, and trains 100 steps of
-each, beside as many of `tiny`).
+Prints what is known as a table. A run takes half a minute of two cores: stop it when you like, and
+go on. Losses are those of any machine, but for the last digits; times compare on an idle one only:
+`--times` trains 100 steps of each, beside as many of `tiny`.
 """
 
 import json

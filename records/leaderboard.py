@@ -154,8 +154,7 @@ def git(*words: str, stdin=b"") -> bytes:
 
 def lay_out(source: bytes, home: Path):
     """Write `source` as home/train_gpt.py, with data/ beside it. Older sources run tools in data/
-    and need those of their day, which are in the commit that brought the source. Token shards are
-    those of this clone; their hashes are in every log."""
+    and get those of the commit that brought the source; token shards are those of this clone."""
     home.mkdir()
     (home / "train_gpt.py").write_bytes(source)
     today = HERE.parent / "data"
@@ -240,8 +239,7 @@ def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
 
 def compare(root: Path, args) -> str:
     """Alternate two sources on this machine and print paired differences. Pair i has seed i in
-    both; every second pair begins with the other one, so that a machine which warms up or is busy
-    for a while favours neither."""
+    both; every second pair begins with the other one, as a machine may warm up."""
     need(args.runs >= 2, "--runs: two pairs at least, one has no confidence interval")
     sides = {name: side_of(getattr(args, name), args.arguments) for name in ("base", "cand")}
     ratios, differences = [], []

@@ -5,16 +5,16 @@
 
 TARGET is NAME-NUMBER of TPUs as Google names them (v6e-8, v5e-1; v4-8 and v5p-8 are four chips),
 NAMExCOUNT of GPUs (h100x8, a100-40x1 and others: a wrong one lists all), or a TPU topology NAME:AxB
-that libtpu knows, such as v5e:2x4. No PRESET: `speedrun`. Every program of the run, or those that
---program names, is compiled by the real compiler, on any x86 machine, for devices that are absent:
-minutes of a core for one with gradients. The exit status is 1 if a program does not fit.
---dump DIR keeps the optimized programs and preflight.json, with all figures; null: not known.
---save DIR predicts nothing, but keeps the executables: with DIR copied there, `train_gpt.py --cache
-DIR` takes those of the same programs, versions and topology. Nobody has tried that on a TPU yet.
+such as v5e:2x4. No PRESET: `speedrun`. Every program of the run, or those that --program names, is
+compiled by the real compiler, on any x86 machine: minutes of a core for one with gradients. The
+exit status is 1 if a program does not fit. --dump DIR keeps the optimized programs and
+preflight.json, with all figures; null: not known. --save DIR predicts nothing, but keeps the
+executables: with DIR copied there, `train_gpt.py --cache DIR` takes those of the same programs,
+versions and topology (nobody has tried that on a TPU yet).
 
-Seconds of the whole run are the sum of what is computed ("predicted"), of the time in which devices
-only send and receive ("links"), and of what SparseCores and others move ("moves", a floor): for a
-v6e and a v5e only. records/NOTES.md has what counts how, and how far to trust it.
+Seconds of the whole run are what is computed ("predicted"), the time in which devices only send and
+receive ("links"), and what SparseCores and others move ("moves", a floor), of a v6e and a v5e only.
+records/NOTES.md has what counts how, and how far to trust it.
 """
 
 import dataclasses
@@ -165,10 +165,9 @@ def absent_devices(target: str) -> list:
 
 
 def network(devices) -> tuple[int, float]:
-    """(links at a corner of a TPU mesh: one for each axis, two where that is a ring; what the
-    busiest link carries one way in an all-to-all, at least, as a share of the buffer that each
-    device sends parts of to all). A plane that cuts the mesh in two leaves a and b devices on its
-    sides: a b / n buffers cross it each way, on one link for each line of devices."""
+    """(links at a corner of a TPU mesh, of which a ring has two; what the busiest link carries one
+    way in an all-to-all, as a share of the buffer of a device). A plane that cuts the mesh in two
+    leaves a and b devices on its sides: a b / n buffers cross it each way."""
     count = len(devices)
     links, loads = 0, [0.0]
     for axis in zip(*(device.coords for device in devices), strict=True):
@@ -402,9 +401,8 @@ def memory_bytes(one: Instruction) -> int:
 
 
 def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
-    """(bytes of the whole buffer of a collective, those that a device sends). The buffer is that
-    before a reduce-scatter, after the others. Of it each device must send, or receive, (n-1)/n; for
-    an all-reduce, which is both, twice that."""
+    """(bytes of the whole buffer of a collective, before a reduce-scatter, after the others; those
+    that a device must send or receive: (n-1)/n of it, for an all-reduce, which is both, twice)."""
     kind = one.collective
     inside = one.transfer
     groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", inside.rest)
@@ -423,8 +421,7 @@ def sent_bytes(one: Instruction, devices: int) -> tuple[int, int]:
 def links_alone(instructions, work, cross) -> float:
     """The time in which only collectives go on: a play of the schedule. work(one), cross(one): what
     one execution takes of its own, and in the links, which carry one collective after the other.
-    What awaits something unknown waits for all. Loops are played once with all times multiplied:
-    every trip is alike."""
+    What awaits something unknown waits for all; loops are played once, all times multiplied."""
     awaited = {}  # what waits -> the name of what it waits for, "" if that is unknown
     for one in (x for x in instructions if x.op.endswith("-done")):
         awaited[one] = next((x.name for x in one.inputs() if x.op.endswith("-start")), "")
@@ -451,8 +448,7 @@ def read_schedule(schedule: str, rows: int = 0) -> int:
     """How many bundles the text of a final schedule issues. A bundle has an address, `LB` where a
     loop's body begins, a `>` for each loop around it (some are missing inside), and the constant in
     a loop's exit test. A loop without one counts once, or if it begins transfers out of memory, so
-    often that they are as many as the `rows` of a gather. Regions that a predicate may skip count
-    as executed: an upper bound."""
+    often that they are as many as the `rows` of a gather. What may be skipped counts as done."""
     head = r"^ *(?:0x)?[0-9a-f]+ +([A-Z]{2})? *:([ >]*)\{"
     _, *parts = re.split(head, schedule, flags=re.MULTILINE)
     marks = parts[::3]
