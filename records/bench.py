@@ -384,16 +384,14 @@ def beside(predicted: dict, measured: dict) -> str:
 
 
 def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
-    """The content of bench.json: what `timer` finds, time_stages or compare_kernels of a stage, of
-    a run that `parts` devices share (0: as many as there are)."""
+    """The content of bench.json: what `timer` finds of a run that `parts` devices share."""
     cfg, mesh = T.make_mesh(asked)
     device = mesh.devices.flat[0]
     parts = parts or mesh.size
     cfg = part_of(cfg, mesh.size, parts)
     kernels, reason = T.pick_kernels(cfg, device)
     share = f"each with 1/{parts} of every batch"
-    T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}")
-    T.tell(f"kernels: {reason}")
+    T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}\nkernels: {reason}")
     folder = T.data_folder(cfg, T.tell)
     tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
     facts = T.run_facts(asked, mesh, command, reason) | {"parts": parts}

@@ -123,32 +123,28 @@ class Run(NamedTuple):
         return [row["train_loss"] for row in self.metrics if "train_loss" in row]
 
 
-def planned_lines(config: dict) -> int:
-    """How many lines `planned` has; as many as a log has, or the plan is not made."""
+def planned(config: dict, found: list[int] = ()) -> list[tuple[int, bool, int]]:
+    """(steps done, whether it is a validation, tokens so far) of every line of a whole run. The
+    fields of the config that it reads are part of the format of logs. Refused, before the plan is
+    made, unless `found` (lines in log.txt, in metrics.jsonl) are as many."""
     steps = config["steps"]
     every = config["val_every"]
-    sizes = [stage["batch_tokens"] for stage in config["stages"]]
+    stages = config["stages"]
+    sizes = [stage["batch_tokens"] for stage in stages]
     for number in (steps, every, config["extension"], *sizes):
         need(type(number) is int and number >= 0, f"{number!r:.50} in its config is no count")
-    return steps + 1 + (-(-steps // every) if every else 0)
-
-
-def planned(config: dict) -> list[tuple[int, bool, int]]:
-    """(steps done, whether it is a validation, tokens so far) of every line of a whole run. The
-    fields of the config that it reads are part of the format of logs."""
-    steps = config["steps"]
-    stages = config["stages"]
+    count = steps + 1 + (-(-steps // every) if every else 0)
+    agree("losses in log.txt, in metrics.jsonl", found or [count] * 2, [count] * 2)
     ends = accumulate(stage["share"] for stage in stages)
     ends = [round(end * (steps - config["extension"])) for end in ends]
     ends = [0, *ends[:-1], steps]
     need(ends == sorted(ends), f"its stages begin and end at {ends!s:.100}, not one after another")
-    lengths = (end - start for start, end in pairwise(ends))
-    sizes = np.repeat([stage["batch_tokens"] for stage in stages], [*lengths]).tolist()
+    each = np.repeat(sizes, np.diff(ends)).tolist()
     plan = []
-    for step, tokens in enumerate(accumulate(sizes, initial=0)):
+    for step, tokens in enumerate(accumulate(each, initial=0)):
         if step > 0:
             plan.append((step, False, tokens))
-        if step == steps or (config["val_every"] and step % config["val_every"] == 0):
+        if step == steps or (every and step % every == 0):
             plan.append((step, True, tokens))
     return plan
 
@@ -214,11 +210,9 @@ def check_steps(run: Run, lines: list[re.Match]):
     """Every step of the config's plan stands in log.txt and metrics.jsonl, once and the same."""
     facts = run.facts
     agree("finished in run.json", facts["finished"], True)
-    want = planned_lines(facts["config"])
-    agree("losses in log.txt, in metrics.jsonl", [len(lines), len(run.metrics)], [want] * 2)
-    every = zip(planned(facts["config"]), lines, run.metrics, strict=True)
+    plan = planned(facts["config"], [len(lines), len(run.metrics)])
     before = -1.0
-    for (step, validates, tokens), line, row in every:
+    for (step, validates, tokens), line, row in zip(plan, lines, run.metrics, strict=True):
         with about(f"step {step}"):
             ms = row["train_time_ms"]
             loss = row["val_loss" if validates else "train_loss"]

@@ -128,12 +128,9 @@ def gpu_options(target: str) -> dict | None:
     major, minor = capability.split(".")
     facts = facts | CORES[capability] | SHEETS["every_gpu"]
     fields = " ".join(f"{field}: {value}" for field, value in facts.items())
-    config = f"""
-        device_description_str: "{kind}" platform_name: "CUDA"
-        dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }}
-        gpu_device_info {{
-          cuda_compute_capability {{ major: {major} minor: {minor} }} {fields}
-        }}"""
+    config = f"""device_description_str: "{kind}" platform_name: "CUDA"
+        dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }} gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} }} {fields} }}"""
     hosts = int(count) // 8 if int(count) % 8 == 0 else 1
     topology = f"1x{hosts}x{int(count) // hosts}"
     options = {"platform": "cuda", "topology_name": name, "topology": topology}
@@ -151,11 +148,10 @@ def absent_devices(target: str) -> list:
     known += "a TPU such as v6e-8, a topology such as v5e:2x4, or a GPU such as h100x8 "
     known += f"(TPUs: {', '.join(TPUS)}; GPUs: {', '.join(GPUS)})"
     T.need(options, f"no such hardware as {target}: {known}")
+    kind, cure, *modules = "TPU", '"jax[tpu]"', "libtpu"
     if options["platform"] == "cuda":
-        kind, modules = "GPU", ("jax_cuda12_plugin", "jax_cuda13_plugin")
-        cure = " ".join(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
-    else:
-        kind, modules, cure = "TPU", ("libtpu",), '"jax[tpu]"'
+        cure = f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
+        kind, *modules = "GPU", "jax_cuda12_plugin", "jax_cuda13_plugin"
     there = any(map(importlib.util.find_spec, modules))
     T.need(there, f"{target} needs the {kind} compiler: pip install {cure}")
     try:
@@ -678,15 +674,12 @@ def describe(report: dict) -> str:
     more = []
     run = report["predicted"]
     for row in report["variants"]:
-        sizes = (
-            *(row["bytes"][x] for x in ("arguments", "temporary", "peak")),
-            row["resident_bytes"],
-        )
-        figures = [x / 2**30 for x in sizes] + [row[x] for x in FIGURES[:3]]
+        sizes = row["bytes"] | {"resident": row["resident_bytes"]}
+        sizes = [sizes[x] / 2**30 for x in ("arguments", "temporary", "peak", "resident")]
+        figures = sizes + [row[x] for x in FIGURES[:3]]
         cells = ["-" if x is None else f"{x:.2f}" for x in figures]
-        table.append(
-            form(row["name"], f"{row['steps']:,}", f"{row['compile_seconds']:.0f}", *cells)
-        )
+        counts = f"{row['steps']:,}", f"{row['compile_seconds']:.0f}"
+        table.append(form(row["name"], *counts, *cells))
         more.append(f"{row['name']}, {row['what']}")
         if row["functions_ms"] and not run:
             more[-1] += f": {by_function(row['functions_ms'], 'ms')}"
