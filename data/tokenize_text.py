@@ -219,7 +219,7 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
 
 
 def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], str]:
-    """(what `cfg` must --set before what is `given`, to train on the tokens in `folder`; or [], then
+    """(what `cfg` must --set before what is `given` to train on the tokens in `folder`; or [], then
     why not). Where passes through them are few, PASSES of `speedrun` or those that are given, steps
     become fewer, of `speedrun` not below a fourth."""
     about, train, val = described(folder)

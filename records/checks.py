@@ -61,8 +61,22 @@ def about(what):
         raise Refused(f"{what}: {reason}") from None
 
 
+def read(path: Path, parse: Callable = json.loads):
+    """What `parse` makes of the text in a file; Refused if it is none (a pipe, say, has no end)."""
+    with about(path.name):
+        need(path.is_file(), "cannot be read (No such file)")
+        return parse(path.read_bytes().decode())
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file."""
+    content = read(path)
+    need(isinstance(content, dict), f"{path.name}: is no JSON object")
+    return content
+
+
 class Track(NamedTuple):
-    """What a track fixes. The rest is free, or for a reviewer to see."""
+    """What a track of tracks.json fixes. The rest is free, or for a reviewer to see."""
 
     target: float = 3.28
     val_tokens: int = 10_485_760
@@ -72,16 +86,8 @@ class Track(NamedTuple):
     batch_tokens: int = 0  # of every step. If not 0, records are ranked by steps, not by seconds
 
 
-TRACKS = {
-    "v6e-8": Track(kind="TPU v6 lite", devices={"platform": "tpu", "count": 8}),
-    "v6e-1": Track(kind="TPU v6 lite", devices={"platform": "tpu", "count": 1}),
-    "v5e-8": Track(kind="TPU v5 lite", devices={"platform": "tpu", "count": 8}),
-    "8xh100": Track(kind="H100", devices={"platform": "gpu", "count": 8, "processes": 1}),
-    "1xgpu": Track(devices={"platform": "gpu", "count": 1, "processes": 1}),
-    "cpu": Track(3.95, 98_304, "builtin", devices={"platform": "cpu", "processes": 1}),
-    "steps": Track(batch_tokens=524_288),
-    "medium": Track(target=2.92),
-}
+TRACKS = read_json(Path(__file__).with_name("tracks.json")).items()
+TRACKS = {name: Track(**fixed) for name, fixed in TRACKS}
 
 
 # ---- One run: its three files, and whether they agree ------------------------------------------
@@ -147,20 +153,6 @@ def planned(config: dict, found: list[int] = ()) -> list[tuple[int, bool, int]]:
         if step == steps or (every and step % every == 0):
             plan.append((step, True, tokens))
     return plan
-
-
-def read(path: Path, parse: Callable = json.loads):
-    """What `parse` makes of the text in a file; Refused if it is none (a pipe, say, has no end)."""
-    with about(path.name):
-        need(path.is_file(), "cannot be read (No such file)")
-        return parse(path.read_bytes().decode())
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file."""
-    content = read(path)
-    need(isinstance(content, dict), f"{path.name}: is no JSON object")
-    return content
 
 
 def read_run(folder: Path) -> Run:
