@@ -41,12 +41,9 @@ from jax.experimental import topologies
 
 import train_gpt as T
 
-# Axes of a slice's mesh, and what the number in its name counts for each chip.
-TPUS = {"v4": (3, 2), "v5e": (2, 1), "v5p": (3, 2), "v6e": (2, 1)}
-# Data sheets: {name in TARGET: [device kind, compute capability, fields of XLA's gpu_device_info]},
-# more of these fields by capability, the Hardware of TPUs by device kind, FLOP/s by a part of it.
+# What makers say: GPUs by their names in TARGET, what all of a capability have, slices of TPUs.
 SHEETS = json.loads((Path(__file__).parent / "hardware.json").read_text())
-GPUS, CORES = SHEETS["gpus"], SHEETS["cores"]
+GPUS, CORES, TPUS = (SHEETS[name] for name in ("gpus", "cores", "slices"))
 # Without these libtpu looks for a TPU's host, and jax for CUDA libraries.
 NO_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 NO_HOST |= {"TPU_ACCELERATOR_TYPE": "v6e-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -98,17 +95,11 @@ HARDWARE |= {kind: Hardware(facts["device_memory_size"]) for kind, _, facts in G
 
 
 def tpu_options(target: str) -> dict | None:
-    """What libtpu must know of NAME-NUMBER, where NUMBER counts chips or, by the names of v4 and
-    v5p, cores; or of a topology NAME:AxB. None if it is neither."""
+    """What libtpu must know of NAME-NUMBER or of a topology NAME:AxB. None if it is neither."""
     name, _, number = target.partition("-")
     name = "v5e" if name == "v5litepod" else name  # as Google's accelerator types have it
-    if name in TPUS and number.isdecimal():
-        axes, cores = TPUS[name]
-        bits = (int(number) // cores).bit_length() - 1
-        if bits < 0 or int(number) != cores * 2**bits:
-            return None
-        sides = [2 ** ((bits + i) // axes) for i in range(axes)]  # as even as can be
-        target = f"{name}:{'x'.join(map(str, sorted(sides, key=lambda side: side == 1)))}"
+    if number in TPUS.get(name, {}):
+        target = f"{name}:{TPUS[name][number]}"
     if not re.fullmatch(r"\w+:\d+(x\d+)+", target):
         return None
     shape = [int(side) for side in target.split(":")[1].split("x")]
@@ -711,7 +702,7 @@ def memory_of(mesh) -> float:
     return int(float(said) * HARDWARE[kind].memory)
 
 
-def run(argv: list[str] | None, command: str) -> int:
+def run(argv: list[str] | None) -> int:
     """Compile the programs of a run, or those of --program, for the target, and report what they
     need; the exit status. A run that by its shapes does not fit is not compiled."""
     parser = T.Parser(prog="preflight.py", description=(__doc__ or "").split("\n")[0])
@@ -756,6 +747,7 @@ def run(argv: list[str] | None, command: str) -> int:
             rows.append(row)
             needs = row["bytes"]["peak"] + row["resident_bytes"]
             refusals.append(T.too_large(cfg, mesh, name, needs, limit))
+    command = shlex.join(["python", *sys.argv] if argv is None else argv)
     report = T.run_facts(asked, mesh, command, reason)
     report |= {"target": args.target, "device_kind": devices[0].device_kind, "devices": mesh.size}
     report |= {"kernels": reason, "rates": HARDWARE[devices[0].device_kind].rates, "variants": rows}
@@ -776,8 +768,7 @@ def run(argv: list[str] | None, command: str) -> int:
 
 
 def main(argv=None) -> int:
-    command = shlex.join(["python", *sys.argv] if argv is None else argv)
-    return T.report_errors(lambda: run(argv, command))
+    return T.report_errors(lambda: run(argv))
 
 
 if __name__ == "__main__":
