@@ -95,9 +95,6 @@ def peak_flops(kind: str) -> float:
     return PEAK_FLOPS.get(max((x for x in PEAK_FLOPS if x in kind), key=len, default=""), 0.0)
 
 
-# ---- Steps of the stages -----------------------------------------------------------------------
-
-
 def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> list[T.Batch]:
     """The first batches of `stream` as that of `step`, with the Hyper of `step`."""
     known = T.vocabulary(cfg, words)
@@ -224,9 +221,6 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[di
     return rows
 
 
-# ---- Kernels on and off ------------------------------------------------------------------------
-
-
 def variants(cfg: T.Config, mesh, kernels, key: T.Gradients):
     """Yield (label, the program `key` lowered so): see above."""
     wide = dataclasses.replace(cfg, compute_dtype="float32")
@@ -290,9 +284,6 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
         rows.append(row)
         T.tell(f"{{name:36}}{{off:>10.1e}}{TIMES}{{memory_mib:>9,.0f}}".format(**row))
     return {"rows": rows}
-
-
-# ---- Beside what was predicted -----------------------------------------------------------------
 
 
 # Fields of a config on which none of the programs depends that are timed here.
@@ -378,9 +369,6 @@ def beside(predicted: dict, measured: dict) -> str:
     if predicted["source_sha256"] != measured["source_sha256"]:
         text.append("train_gpt.py is not the same: it has changed since the prediction.")
     return "\n".join(text)
-
-
-# ---- The command -------------------------------------------------------------------------------
 
 
 def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
-from train_gpt import Parser, UserError, need, report_errors
+from train_gpt import Parser, need, report_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 450  # of ours; each reads 1,024 bytes, of nine tenths of the text
@@ -81,10 +81,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     place = args.nanogpt / "data/shakespeare_char"
     need(place.is_dir(), f"no {place}: name a clone of github.com/karpathy/nanoGPT")
-    try:
-        text = args.text.read_text(encoding="ascii")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{args.text}: not ASCII ({error.reason})") from None
+    text = args.text.read_text("ascii", "surrogateescape")
+    need(text.isascii(), f"{args.text}: not ASCII")
     need(len(text) >= 1200 * STEPS, f"{args.text}: less than {1200 * STEPS:,} characters")
     os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:

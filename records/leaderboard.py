@@ -67,9 +67,6 @@ def add(root: Path, args) -> str:
     return f"added {record.folder}; next: python records/leaderboard.py render"
 
 
-# ---- The standings: Markdown, in README.md and on the terminal ---------------------------------
-
-
 def table(rows: list[dict]) -> str:
     """A Markdown table of rows with the same columns; no text leaves its cell."""
     lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
@@ -141,9 +138,6 @@ def render(root: Path, args) -> str:
         need(not args.check, "README.md is stale: run python records/leaderboard.py render")
         page.write_bytes(fresh.encode())  # what cannot be encoded leaves the page alone
     return f"{page} is up to date, {len(records)} records"
-
-
-# ---- Running sources: reproduce, compare -------------------------------------------------------
 
 
 def git(*words: str, stdin=b"") -> bytes:

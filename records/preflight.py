@@ -476,15 +476,12 @@ def read_schedules(instructions, folder: Path) -> dict[str, int] | None:
     twins = Counter()  # what equal instructions have in common -> the most bundles
     for path in sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns):
         name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", path.name)
-        one = name and every.get(name[1])
-        if one:
-            bundles = read_schedule(path.read_text(errors="replace"), fetched_rows(one))
-            found[one.name] = bundles
-            twins |= dict.fromkeys(twin_keys(one), bundles)
+        if one := name and every.get(name[1]):
+            found[one.name] = read_schedule(path.read_text(errors="replace"), fetched_rows(one))
+            twins |= dict.fromkeys(twin_keys(one), found[one.name])
         path.unlink()
     for name in every.keys() - found.keys():
-        known = [twins[key] for key in twin_keys(every[name]) if key in twins]
-        if known:
+        if known := [twins[key] for key in twin_keys(every[name]) if key in twins]:
             found[name] = known[0]
         elif every[name].kernel:
             return None
@@ -508,8 +505,8 @@ def functions(text: str) -> dict[str, str]:
     names its parent by the number of that plus 1; the outermost one names itself."""
 
     def rows(section, pattern):
-        found = re.search(rf"^{section}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
-        return re.findall(pattern, found[1] if found else "", re.MULTILINE)
+        found = re.findall(rf"^{section}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        return re.findall(pattern, "".join(found[:1]), re.MULTILINE)
 
     names = dict(rows("FunctionNames", r'^(\d+) "([^".]*)'))
     places = dict(rows("FileLocations", r"^(\d+) .*function_name_id=(\d+)"))
@@ -575,8 +572,7 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
 
     def measure(yardstick: Yardstick) -> list:
         """Milliseconds predicted, of links and of moves, by function, and by what decides."""
-        took = {}
-        spent, parts, bounds = Counter(), Counter(), Counter()
+        took, spent, parts, bounds = {}, Counter(), Counter(), Counter()
         for one, (number, cycles) in issued.items():
             computed = 1e3 * cycles * getattr(yardstick, number) / known.clock
             moved = 1e3 * yardstick.memory * memory_bytes(one) / known.hbm
