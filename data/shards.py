@@ -1,8 +1,7 @@
 """What turns text into token shards: reading text, encodings, and writing shards.
 
 A shard is 256 little-endian int32 header words (magic, version, token count, zeros) and that many
-little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py. Only this file imports
-tiktoken.
+little-endian uint16 tokens. Reading one is `open_shard` of train_gpt.py.
 """
 
 import codecs

@@ -132,8 +132,7 @@ def place(text: Path, digest: str) -> Path:
 
 
 def described(folder: Path) -> tuple[dict, TokenStream, TokenStream]:
-    """What the tokens in `folder` are, and the streams of both splits; UserError if they are not
-    as `write` has left them."""
+    """What the tokens in `folder` are, and both streams; UserError if these are not whole."""
     try:
         about = json.loads((folder / DESCRIPTION).read_text())
         own = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
@@ -167,8 +166,7 @@ def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: st
 
 
 def tokens_of(args, cfg: Config | None, run: Path) -> Path:
-    """The folder with the tokens of the texts, made unless those contents have one: in the encoding
-    of `run`, whose config is `cfg`, if there is one."""
+    """The folder with the tokens of the texts, made if need be: of a `run` with `cfg`, if any."""
     files = files_of(args.texts)
     both = [path.resolve() for path in files_of(args.texts + args.val)]
     out = args.out and args.out.resolve()

@@ -55,8 +55,7 @@ TILES = {  # constant of train_gpt.py -> others: queries, keys, warps, stages
 
 
 def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
-    """`cfg` with what is left for `devices` of its batches and of its n-gram table where `parts`
-    devices share the whole."""
+    """`cfg` with the batches and the n-gram table of `devices` where `parts` share the whole."""
     stages = []
     for i, stage in enumerate(cfg.stages):
         divides = f"use a number that divides the {stage.rows} rows of stages.{i}"
@@ -79,8 +78,7 @@ def time_chunks(period: int, run: Callable) -> dict:
 
 
 def seconds_of(step: Callable, calls: int) -> float:
-    """Seconds of so many calls of `step`, no more than two of which are under way at a time: it
-    returns what is ready when it is done."""
+    """Seconds of so many calls of `step`, which returns what to wait for: two at a time."""
     start = time.perf_counter()
     last = None
     for _ in range(calls):
@@ -108,8 +106,7 @@ def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> 
 
 def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dict:
     """ "rows" for each program of gradients, "programs" for each by itself; `tokens`: (TokenStream,
-    bytes of its tokens, if known). UserError if the loss is no number: such steps tell nothing. A
-    folder `traces` gets a profile of each stage."""
+    bytes of its tokens). UserError if the loss is no number. `traces`: where profiles go."""
     schedule = T.schedule(cfg)
     grads = [gradients for gradients, *_ in schedule.programs]
     found = T.programs(cfg, mesh, kernels)
@@ -292,8 +289,7 @@ APART += " sample_tokens val_tokens val_every val_batch val_row"
 
 
 def read_report(path: str, name: str, key: str) -> dict:
-    """What is in a file that should be a preflight.json or bench.json (`name`); UserError if it
-    lacks the `key` that only such a file has."""
+    """What is in a file; UserError if it lacks the `key` by which it is one of this `name`."""
     try:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:

@@ -61,8 +61,7 @@ def losses(known: list[dict]) -> dict[str, dict[int, float]]:
 
 
 def difference(more: dict[int, float], less: dict[int, float]) -> tuple[float, float]:
-    """(mean difference of two variants over the seeds that both have, its standard error); NaN
-    where they have no two."""
+    """(mean difference over the seeds that both have, its standard error); NaN of less than two."""
     apart = [more[seed] - less[seed] for seed in sorted(more.keys() & less.keys())]
     if len(apart) < 2:
         return np.nan, np.nan

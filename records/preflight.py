@@ -521,8 +521,7 @@ def functions(text: str) -> dict[str, str]:
 
 def cycles_of(one: Instruction, bundles: int, peak: int) -> tuple[str, float]:
     """(the number of the Yardstick for an instruction of so many bundles, the cycles that it
-    multiplies). Matmuls of two matrices take no fewer than at the peak: the compiler's estimate can
-    be less where all operands are on the chip."""
+    multiplies), of matmuls no fewer than at the peak: the compiler can estimate less."""
     if one.kernel or not one.cycles:
         return "kernel" if one.kernel else "rows", bundles
     matmul = re.compile(r"dim_labels=[bf]{2}_[io]{2}->[bf]{2}[,\s]")
@@ -617,8 +616,7 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     tokens, what = about(cfg, key)
     row = {"name": str(key), "steps": executions(cfg)[key], "what": what, "tokens_per_step": tokens}
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, key)
-    limit = memory_of(mesh)
-    row["device_bytes_limit"] = limit if limit < math.inf else None
+    row["device_bytes_limit"] = memory_of(mesh) if memory_of(mesh) < math.inf else None
     start = time.perf_counter()
     lowered = T.lower(T.programs(cfg, mesh, kernels)[key], mesh)
     compiled = T.compile_one(cfg, mesh, key, lowered)
@@ -630,8 +628,7 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
 
 
 def whole_run(rows: list[dict]) -> dict:
-    """Seconds of all executions of training: their sum, its band, its parts, and the part of each
-    function; None if they are not known of a program."""
+    """Seconds of training: their sum, its band, its parts, those of functions; None: not known."""
     training = [row for row in rows if row["name"] != "eval"]
     if not all(row["functions_ms"] for row in training):
         return dict.fromkeys(("sum_seconds", *SECONDS, "components"))
@@ -652,9 +649,8 @@ def by_function(parts: dict, unit: str) -> str:
 
 
 def describe(report: dict) -> str:
-    """The report of preflight as text. Its table is for one execution on one device: GiB of a
-    program's arguments, of its temporaries, at its peak, and of the state that lies beside it; ms
-    of the three parts, - if they are not known."""
+    """The report as text. Its table is for one execution on one device: GiB of arguments, of
+    temporaries, at the peak, and of the state beside them; ms of the three parts, -: not known."""
     form = "{:9}{:>7}{:>11}{:>9}{:>9}{:>9}{:>9}{:>12}{:>9}{:>9}".format
     heads = "compile s", "args", "temps", "peak", "+ state", "predicted", "links", "moves"
     table = [form("program", "times", *heads)]
@@ -752,10 +748,8 @@ def run(argv: list[str] | None) -> int:
     report["predicted"] = None if args.program else whole_run(rows)
     if dump:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
-    if args.save:
-        T.tell(f"\nsaved: copy {args.save} to {args.target}, and train with --cache DIR there")
-    else:
-        T.tell(f"\n{describe(report)}\n")
+    saved = f"saved: copy {args.save} to {args.target}, and train with --cache DIR there"
+    T.tell(f"\n{saved if args.save else describe(report)}\n")
     device = f"{limit / 2**30:.2f} GiB of a device, with {T.SPARE >> 30} of them to spare"
     fit = f"{'these' if args.program else 'all'} fit the {device}"
     fit = fit if limit < math.inf else "its memory is not known here"

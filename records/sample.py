@@ -1,8 +1,7 @@
 """Continue a text with a trained model, or have it answer questions: python records/sample.py RUN
 
 Without a prompt it continues the validation text, and says how far the model compresses that. The
-model lies on the devices as in training, its n-gram table cut over them. Every token computes its
-whole row again: there is no second form of the model.
+model lies on the devices as in training; every token computes its whole row again.
 """
 
 import codecs
