@@ -412,6 +412,7 @@ PRESETS = {
     ),
 }
 # fmt: on
+LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
 # What leaves out an idea of the record: `--set without=NAME,...` sets this.
@@ -3670,7 +3671,7 @@ def check_hardware(cfg: Config, say: Callable):
         if "nvidia" in here[0].name:
             cure = "pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12)"
         line = f"jax sees only the CPU, not {here[0]}: {cure}, or end what holds it (a notebook)"
-        need(cfg.preset != "speedrun", f"{line}; or set JAX_PLATFORMS=cpu")
+        need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
         say(f"warning: {line}")
 
 

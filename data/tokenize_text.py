@@ -39,7 +39,7 @@ SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
-PASSES = 4  # of `speedrun` through a text: about as good as new tokens (Muennighoff et al. 2023)
+PASSES = 4  # of LARGE presets through a text: about as good as new tokens (Muennighoff et al. 2023)
 
 
 def kind(path: Path) -> str:
@@ -228,7 +228,7 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], st
         need(fixed[key] == str(about[key]), differs)
     if own["vocab"] != cfg.vocab:  # candidates are of another one
         own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
-    large = cfg.preset == "speedrun"
+    large = cfg.preset in T.LARGE
     short = f"{folder} has too few tokens for {cfg.preset}: take {'tiny, or ' * large}more text"
     rows = cfg.val_batch // cfg.val_row
     row = min(cfg.val_row, (len(val) - 1) // rows)

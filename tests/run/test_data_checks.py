@@ -262,7 +262,7 @@ def test_a_text_may_be_named_in_any_way(tmp_path, fitted, monkeypatch):
         (
             ["c.txt"],
             [],
-            "'c.txt'; there are: .*, plain; there is no c.txt$",
+            "'c.txt'; there are: .*, plain, pointer; there is no c.txt$",
         ),
         ([], ["c.txt"], "^there is no c.txt$"),  # --data names no presets
         ([], [""], "^there is no ''$"),

@@ -174,8 +174,9 @@ def test_an_accelerator_that_jax_does_not_see_is_one_line(
     line = f"warning: jax sees only the CPU, not {tmp_path / device}: "
     assert out.count("\n") == bool(words) and out.startswith(line if words else "") and words in out
     refusal = words.replace("\n", "; or set JAX_PLATFORMS=cpu\n")
-    assert T.main(["speedrun"]) == (2 if words else 0)
-    assert refusal in capsys.readouterr().err
+    for preset in ("speedrun", "pointer"):
+        assert T.main([preset]) == (2 if words else 0)
+        assert refusal in capsys.readouterr().err
     assert T.main(["speedrun", "--show"]) == (2 if words else 0)
     assert refusal in capsys.readouterr().err
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

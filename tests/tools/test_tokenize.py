@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -287,31 +288,33 @@ def preset_of(capsys, text, names, *argv):
     return *json.loads(done.out), done.err
 
 
+@pytest.mark.parametrize("large", ["speedrun", "pointer"])
 def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said(
-    tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch, large
 ):
-    monkeypatch.setitem(T.PRESETS, "speedrun", T.Config(steps=60, extension=2))
+    monkeypatch.setitem(T.PRESETS, large, replace(T.PRESETS[large], steps=60, extension=2))
     small, one = tmp_path / "small.txt", tmp_path / "one.txt"
     small.write_text("0123456789" * 3500)
-    name, items, err = preset_of(capsys, small, "speedrun tiny")
+    name, items, err = preset_of(capsys, small, f"{large} tiny")
     assert name == "tiny" and "passes=15" in items
-    assert "too few tokens for speedrun: take tiny, or more text; it gets the model of tiny" in err
-    with pytest.raises(T.UserError, match="too few tokens for speedrun: take tiny, or more text$"):
-        preset_of(capsys, small, "speedrun")
+    few = f"too few tokens for {large}: take tiny, or more text"
+    assert f"{few}; it gets the model of tiny" in err
+    with pytest.raises(T.UserError, match=f"{few}$"):
+        preset_of(capsys, small, large)
     one.write_bytes(b"0123456789abcde\n" * 400_000)
     few = "at most 3,072 tokens of each of 1 documents: take tiny, more of them .* or whole ones by"
     whole = [f"stages.{i}.doc_cap=0" for i in range(5)]
-    with pytest.raises(T.UserError, match=f"speedrun reads {few} --set {' '.join(whole)}$"):
-        preset_of(capsys, one, "speedrun")
+    with pytest.raises(T.UserError, match=f"{large} reads {few} --set {' '.join(whole)}$"):
+        preset_of(capsys, one, large)
     with pytest.raises(T.UserError, match=f"{few} --set {' '.join(whole[1:])}$"):
-        preset_of(capsys, one, "speedrun", "--set", whole[0])  # says nothing that is done already
-    name, items, err = preset_of(capsys, one, "speedrun tiny")
+        preset_of(capsys, one, large, "--set", whole[0])  # says nothing that is done already
+    name, items, err = preset_of(capsys, one, f"{large} tiny")
     assert name == "tiny" and "passes=1" in items
     assert re.search(f"{few} .*; it gets the model of tiny", err)
-    assert preset_of(capsys, one, "speedrun", "--set", *whole)[0] == "speedrun"
+    assert preset_of(capsys, one, large, "--set", *whole)[0] == large
     one.write_bytes((b"0123456789abcde\n" * 100 + b"<|endoftext|>\n") * 2000)
-    name, items, _ = preset_of(capsys, one, "speedrun")
-    assert name == "speedrun" and "encoding=bytes" in items
+    name, items, _ = preset_of(capsys, one, large)
+    assert name == large and "encoding=bytes" in items
     assert preset_of(capsys, one, "tiny")[1][0] == items[0]
     monkeypatch.setattr(tokenize_text, "SHORT", 1000)  # for tiny bytes, of any text
     assert "encoding=bytes" in preset_of(capsys, one, "tiny")[1]
