@@ -17,6 +17,7 @@ import heapq
 import importlib
 import inspect
 import json
+import os
 import platform
 import re
 import sys
@@ -95,8 +96,11 @@ def comment_entries(source: str, tree: ast.Module) -> Iterator[tuple[int, Entry]
 
 def module_documents(root: Path) -> list[list[Entry]]:
     """One document for each .py file under `root`: docstrings and comments in source order."""
-    documents = []
-    for path in sorted(root.rglob("*.py")):
+    paths, documents = [], []
+    for folder, names, files in os.walk(root):
+        names[:] = {*names} - SKIPPED_FOLDERS  # site-packages may hold 100,000 files
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
         if SKIPPED_FOLDERS.isdisjoint(parts):
             source = path.read_bytes()

@@ -218,8 +218,8 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
 
 def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], str]:
     """(what `cfg` must --set before what is `given` to train on the tokens in `folder`; or [], then
-    why not). Where passes through them are few, PASSES of `speedrun` or those that are given, steps
-    become fewer, of `speedrun` not below a fourth."""
+    why not). Where passes through them are few, PASSES of LARGE presets or those that are given,
+    steps become fewer, of LARGE ones not below a fourth."""
     about, train, val = described(folder)
     own = about | {"vocab": -(-about["real_tokens"] // 128) * 128, "target": 0.0}
     fixed = dict(item.partition("=")[::2] for item in given)

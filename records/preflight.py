@@ -616,7 +616,8 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     tokens, what = about(cfg, key)
     row = {"name": str(key), "steps": executions(cfg)[key], "what": what, "tokens_per_step": tokens}
     row["resident_bytes"] = T.resident_bytes(cfg, mesh, key)
-    row["device_bytes_limit"] = memory_of(mesh) if memory_of(mesh) < math.inf else None
+    limit = memory_of(mesh)
+    row["device_bytes_limit"] = limit if limit < math.inf else None
     start = time.perf_counter()
     lowered = T.lower(T.programs(cfg, mesh, kernels)[key], mesh)
     compiled = T.compile_one(cfg, mesh, key, lowered)
