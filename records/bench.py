@@ -46,6 +46,7 @@ SECONDS = 0.5  # a chunk takes at least this: to wait for its end costs well und
 LARGE = 1000  # numbers: the gradients of single ones are as far off as roundings happen to fall
 # Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
 PEAK_FLOPS = json.loads((Path(__file__).parent / "hardware.json").read_text())["peak_flops"]
+HEADS = "program    stage    steps    ms/step        min        max    tokens/s  of bf16      MiB"
 TIMES = "{ms:>11.2f}{ms_min:>11.2f}{ms_max:>11.2f}"  # of a row, for a table
 TILES = {  # constant of train_gpt.py -> others: queries, keys, warps, stages
     "FORWARD_TILES": [(128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
@@ -152,9 +153,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         return time.perf_counter() - start
 
     form = f"{{name:9}}{{stage:>7}}{{steps:>9}}{TIMES}{{tokens_per_second:>12,.0f}}"
-    T.tell(
-        "program    stage    steps    ms/step        min        max    tokens/s  of bf16      MiB"
-    )
+    T.tell(HEADS)
     rows = []
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     for key, (step, count, updates, batches) in work.items():
@@ -302,9 +301,7 @@ def same_programs(predicted: dict, measured: dict):
     """UserError unless preflight.json and bench.json are of the same programs, and timed."""
     T.need("programs" in measured, "bench.json has no times of programs: run it without --kernels")
     kind = predicted["device_kind"]
-    bounds = predicted["variants"][0].get("bound_ms", "")
-    T.need(bounds != "", "preflight.json is of an older preflight.py: make it again")
-    T.need(bounds, f"preflight.json has no times for {kind}")
+    T.need(predicted["variants"][0].get("bound_ms"), f"preflight.json has no times for {kind}")
     pairs = {"device": (kind, measured["devices"]["kind"])}
     pairs["devices (--parts)"] = predicted["devices"], measured["parts"]
     for key in predicted["config"].keys() & measured["config"].keys() - {*APART.split()}:

@@ -185,8 +185,7 @@ def reproduce(root: Path, args) -> str:
     need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
     reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
-    then = runs[0].facts["environment"].items()
-    environment = {name: value for name, value in then if name in REPEATED}
+    environment = {x: y for x, y in runs[0].facts["environment"].items() if x in REPEATED}
     data = ["--data", str(Path(args.data).resolve())] if args.data else []
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary, "source")
@@ -209,13 +208,6 @@ def reproduce(root: Path, args) -> str:
                 miss = f"{new.loss:.4f} is not within {reach:.4f} of the recorded mean {mean:.4f}"
                 need(abs(new.loss - mean) <= reach, f"not reproduced: loss {miss}")
     return "reproduced"
-
-
-def interval(values) -> tuple[float, float, float]:
-    """(mean, lower, upper) with 95% confidence, by Student's t."""
-    mean = np.mean(values)
-    reach = scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values)
-    return float(mean), float(mean - reach), float(mean + reach)
 
 
 def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
@@ -257,8 +249,9 @@ def compare(root: Path, args) -> str:
             times = f"{base.seconds:8.2f} {cand.seconds:8.2f} {math.exp(ratios[-1]):7.4f}"
             losses = f"{base.loss:9.4f}   {cand.loss:9.4f}     {differences[-1]:+.4f}"
             print(f"{seed:4} {times}   {losses}", flush=True)
-    ratio, low, high = (math.exp(x) for x in interval(ratios))
-    loss, least, most = interval(differences)
+    ends = [scipy.stats.ttest_1samp(x, 0).confidence_interval() for x in (ratios, differences)]
+    ratio, low, high = np.exp([np.mean(ratios), *ends[0]])
+    loss, least, most = np.mean(differences), *ends[1]
     times = f"time ratio cand/base {ratio:.4f}, 95% confidence {low:.4f} to {high:.4f}"
     losses = f"loss difference cand - base {loss:+.4f}, 95% confidence {least:+.4f} to {most:+.4f}"
     return f"{times}\n{losses}\n{args.runs} pairs on {cand.hardware}"

@@ -259,9 +259,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if not args.out.endswith(".svg"):
             parser.error("--out: what is drawn is an SVG picture, so name a FILE.svg")
-        found = {
-            run: losses for run, losses in map(read_losses, args.runs) if any(map(len, losses))
-        }
+        found = dict(run for run in map(read_losses, args.runs) if any(map(len, run[1])))
         if not found:  # other runs may have ended before their first step
             parser.error(f"no losses in {' '.join(args.runs)}: name runs, such as logs/*")
         Path(args.out).write_text(draw_curves(found, args.over), "utf-8", "replace")

@@ -596,9 +596,8 @@ def executions(cfg: T.Config) -> Counter:
     """How many times each program runs in the whole run."""
     counts = Counter(itertools.chain(*T.schedule(cfg).programs))
     validations = 1 + len(range(0, cfg.steps, cfg.val_every)) if cfg.val_every else 1
-    counts["finish"] = 1
-    counts["eval"] = validations * math.ceil(cfg.val_tokens / cfg.val_batch)
-    return counts
+    evals = validations * math.ceil(cfg.val_tokens / cfg.val_batch)
+    return counts | Counter(finish=1, eval=evals)
 
 
 def about(cfg: T.Config, key) -> tuple[int, str]:

@@ -74,9 +74,8 @@ def next_logits(model: T.Model, x_btd, rows: T.Rows):
     """Logits [b, v] of the real tokens, where each row has its one target."""
     at_b = jnp.argmax(rows.aims.targets >= 0, axis=1)
     x_bd = jnp.take_along_axis(x_btd, at_b[:, None, None], axis=1)[:, 0]
-    cfg, head_vd = model.cfg, model.params["head"]
-    head_vd = head_vd if cfg.pointer_width else head_vd[: cfg.real_tokens]
-    z_bv = jnp.matmul(x_bd, head_vd.T, preferred_element_type=jnp.float32)
+    cfg = model.cfg
+    z_bv = jnp.matmul(x_bd, model.params["head"].T, preferred_element_type=jnp.float32)
     logits_bv = T.cap_logits(z_bv, cfg)
     if cfg.pointer_width:
         logits_bv = mixed(model, x_btd, rows, at_b, logits_bv)
