@@ -42,6 +42,25 @@ def test_an_mlp_and_its_gradients_are_the_plain_ones(shape, f, keep, dtype, off)
     np.testing.assert_array_equal(got[0], jit(T.add_mlp_tpu)(*inputs))  # without gradients
 
 
+@pytest.mark.parametrize(("rows", "f", "dtype"), [(512, 384, "float32"), (384, 256, "bfloat16")])
+def test_an_mlp_of_eight_bits_is_the_plain_one(rows, f, dtype):
+    """Forward what is rounded alike; on the way back as if nothing had been."""
+    rng = np.random.default_rng(f)
+    x = jnp.asarray(rng.standard_normal((1, rows, 128)), dtype)
+    weights = [jnp.asarray(rng.standard_normal((f, 128)) / 12, dtype) for _ in range(2)]
+    inputs = x, *weights, jnp.float32(0.7), jnp.float32(-0.6)
+
+    def run(function, *inputs):
+        y, gradients = jax.vjp(function, *inputs)
+        return y, *gradients(y)
+
+    got = jit(partial(run, T.add_mlp_8_tpu))(*inputs)
+    for y, z in zip(got, jit(partial(run, T.add_mlp_8))(*inputs), strict=True):
+        assert y.dtype == z.dtype and distance(y, z) < (1e-3 if dtype == "float32" else 0.02)
+    assert distance(got[0], jit(T.add_mlp)(*inputs)) < 0.02
+    np.testing.assert_array_equal(got[0], jit(T.add_mlp_8_tpu)(*inputs))  # without gradients
+
+
 def test_blocks_are_the_largest_of_which_the_way_back_fits_the_vmem():
     """What libtpu takes: 512 tokens of 5376 hidden units, not of 5632, and 256 of 6656."""
     hidden = 2816, 5376, 5632, 6656, 7168, 8192
@@ -57,5 +76,5 @@ def test_an_mlp_and_its_gradients_can_be_lowered_for_a_tpu():
         y, gradients = jax.vjp(T.add_mlp_tpu, *inputs)
         return gradients(y)
 
-    for function, count in ((both, 2), (T.add_mlp_tpu, 1)):
+    for function, count in ((both, 2), (T.add_mlp_tpu, 1), (T.add_mlp_8_tpu, 1)):
         assert lowered(function, *arrays, *scales).count("tpu_custom_call") == count

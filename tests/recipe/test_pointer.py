@@ -314,6 +314,8 @@ def test_the_preset_is_the_record_with_fewer_steps():
     )
     changes = {"preset": "speedrun", "steps": record.steps, "pointer_width": 0, "stages": stages}
     assert replace(cfg, **changes) == record
+    each = (T.flops_per_token(x, 0) for x in (cfg, record))
+    assert next(each) - next(each) == 6 * 768 * 2 * 128
     table = T.param_table(cfg)
     own = {name: row for name, row in table.items() if name not in T.param_table(record)}
     assert sum(np.prod(row.shape) for row in own.values()) == 196_737  # as its authors count
