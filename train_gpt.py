@@ -4243,8 +4243,9 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
 
 def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(all Kernels that serve there, a line for the log that says which). The loss with its own
-    gradient serves everywhere. v5e and v6e have kernels for all else, NVIDIA GPUs since Ampere for
-    attention. Where a condition fails, the plain form does the work."""
+    gradient serves everywhere. v5e, v6e, and TPUs that are not known here, have kernels for all
+    else, NVIDIA GPUs since Ampere for attention. Where a condition fails, the plain form does the
+    work."""
     chosen = PLAIN
     if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
         chosen = PLAIN._replace(cross_entropy=fused_cross_entropy)
@@ -4421,7 +4422,7 @@ def document_starts(segments_bt):
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-KERNEL_VMEM = 100 * 2**20  # bytes that a kernel for TPUs may use of the 128 MiB
+KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM, a TPU core's own
 
 
 class Ref(NamedTuple):
@@ -4438,7 +4439,7 @@ writes = functools.partial(Ref, 2)  # (array, or only its shape and dtype; cut)
 
 
 def keeps(shape: tuple, dtype) -> Ref:
-    """Memory of the kernel itself, in VMEM, from its first step to its last."""
+    """Memory of the kernel itself, in VMEM, from its first step to its last: at first, garbage."""
     return Ref(3, jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -4448,13 +4449,14 @@ def whole(x):
 
 
 def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles | None = None):
-    """The one call of Pallas: what `body` writes, an object with an array for every name. `body`
-    gets an object with a reference for every name of `refs`, name -> Ref or list of them, and for
-    every axis of `grid`, name -> steps, its place there; steps of the last axis come one after the
-    other. `tiles`: how Triton compiles it for an NVIDIA GPU, with grid and blocks alone. All others
-    are kernels for TPUs. Their blocks lie twice in VMEM, to come and go behind the work. XLA may
-    put none of the arrays into VMEM ahead: it would do so in some calls, and libtpu compile the
-    kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
+    """The one call of Pallas: an object that has what `body` writes, by the names of `refs` (name
+    -> Ref or list of them). `body` gets an object with a reference for every name, and with its
+    place on every axis of `grid` (name -> steps). `tiles`: how Triton compiles it for an NVIDIA
+    GPU; it then only reads and writes, and steps have no order. All others are kernels for TPUs,
+    whose core takes the steps in order, the last axis first. What is not `whole` lies twice in
+    VMEM, to come and go behind the work. XLA may put none of the arrays into VMEM ahead: it would
+    do so in some calls, and libtpu compile the kernel anew for each such choice. On a CPU kernels
+    are interpreted, for tests."""
     device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
     interpret = (device.platform if device else jax.default_backend()) == "cpu"
     every, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
@@ -4493,28 +4495,30 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 
-# One pass over a row each way, in blocks of 256 tokens. The heads of a block lie side by side as
-# the projection left them, [t, n h]: what costs most around other kernels is not attention but
-# arrays that are transposed to [n, t, h], and QK norm and rotation as passes of their own. Here
-# they are done once for each block, and rotated keys and values of the blocks that the window can
-# reach wait in rings in VMEM (2 MiB for short layers at a window of 640; 10 in the backward pass,
-# with their gradients). Scores are kept as [keys, queries], so that what there is one of for each
-# query (sum, gate, start of the document) is a row, and costs nothing to broadcast. An array is
-# standing if its tokens are columns, [h, tokens], where the projection left them as rows. Queries,
-# outputs and all gradients are: so QK norm, rotation, XSA and gates are a few sums over rows. QK
-# norm bounds the scores: no running maximum. Blocks without visible keys are skipped. The
-# hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
+# One pass over a row each way, in blocks of BLOCK tokens, or fewer that divide the row. The heads
+# of a block lie side by side as the projection left them, [t, n h]: what costs most around other
+# kernels is not attention but arrays that are transposed to [n, t, h], and QK norm and rotation as
+# passes of their own. Here they are done once for each block, and its values and rotated keys wait
+# in rings, in VMEM, as long as a window can reach them (2 MiB for short layers at a window of 640;
+# 9 in the backward pass, with their gradients). Scores are kept as [keys, queries], so that what
+# there is one of for each query (sum, gate, start of the document) is a row, and costs nothing to
+# broadcast. An array is standing if its tokens are columns, [h, tokens], where the projection left
+# them as rows. In the kernels queries, values, outputs and all gradients are: so QK norm, rotation,
+# XSA and gates are a few sums over rows. QK norm bounds the scores: no running maximum. Blocks
+# without visible keys are skipped. The hardware's tiles have 128 columns: one wide head, or two
+# narrow ones side by side.
 #
-# jax's splash attention, counted alike, takes five to eight times as long for layers of the record:
-# the table in records/NOTES.md is the reason for these lines.
+# jax's splash attention, compiled and predicted in the same way, takes five to eight times as long
+# for layers of the record (a table in records/NOTES.md): that is why these lines are here.
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
 ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
 # Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more):
-# the sum of 4096 exponentials of them stays within float32.
+# the sum of 4096 exponentials of them stays within float32 (as do those of what fits the VMEM).
 MAX_SCORE = 48.0
-OF_HEADS = "added_gates", "shares", "gates"  # arrays [b, n, t] that attend_tpu_arrays may have
+# Arrays [b, n, t] that a layer may have: gates of `added`, tanh of those of XSA, gates of outputs.
+OF_HEADS = "added_gates", "shares", "gates"
 SAVED = "saved_k", "saved_q", "saved_v", "saved_y", "log_sums"  # what is kept for the way back
 
 
@@ -4547,8 +4551,9 @@ class Plan:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(head of the queries, head of the keys) for all products of scores, by query head. Those
-        with o < half are the first of their c, those with c < half the first of their o."""
+        """(c, o): head of the queries, of the keys, for all products of scores. Of two paired heads
+        either sees the keys of both. Those with o < half are the first of their c, and overwrite
+        what is in its sums; those with c < half are the first of their o."""
         n, half = self.heads.count, self.half
         return [(c, o) for c in range(n) for o in range(c % half, n, half)]
 
@@ -4821,23 +4826,27 @@ def finish_outputs(plan: Plan, r, slot):
 # ring of delay + 1 slots: block m is in slot m % ring, from step m, when it enters, to step
 # m + delay, when it leaves. A slot has the keys of its block (both ways around), its values, and
 # three sums so far: the gradients of its keys, values and queries. Here is step 7 in a row of 9
-# blocks, where queries see three blocks (Plan.slots) and keys have the offset, so that delay is 4:
+# blocks, where queries see three blocks, their own included (Plan.slots: a window of 257 to 512
+# tokens), and keys have the offset, so that delay is 4. `parts` are those of k_grad and v_grad that
+# have been added, before the step and after it, if no block is skipped:
 #
 #     block      0      1      2      3      4      5      6      7      8
 #              gone   gone   gone  leaves  waits   seen   seen  enters  to come
 #     slot                            3      4      0      1      2
+#     parts                         3, 3   3, 3   2, 3   1, 2   0, 1
 #
 # At step i block i enters, and its queries go through blocks i, i - 1, ... i - slots + 1: that
 # gives q_grad of block i in full, and to each of those blocks a part of k_grad and v_grad. Block
 # i - slots has all of its parts by then. Without the key offset it leaves; with it, it waits for
-# one step more, as its last key is also one of the next block's first token, whose gradient is not
-# complete before. The last steps have no block i: they repeat the last one, into a slot that
-# nothing reads. The first steps have no block that leaves: what they write as block 0 is
-# overwritten by block 0 before it goes to memory.
+# one step more: the first token of the next block has half of its key from this block's last token,
+# and the gradient of that key is not complete before. The last steps have no block i: they repeat
+# the last one, into a slot that nothing uses. The first steps have no block that leaves: what they
+# write as block 0 is overwritten by block 0, since a block goes to memory when the next one comes.
 #
-# If windows are longer by two blocks, slots, delay and ring are larger by two, and each step goes
-# through two blocks more. All of that follows from Heads.window, nothing else changes; but the ring
-# must still fit the VMEM (Plan.ring_bytes, which serving_kernels compares with KERNEL_VMEM).
+# If windows are longer by two blocks (of paired heads by four: they see half as far), slots, delay
+# and ring are larger by two, the grid has two steps more, and each step goes through two blocks
+# more. All of that follows from Heads.window; nothing has to be edited, as long as the ring fits
+# the VMEM: serving_kernels leaves 30 % of KERNEL_VMEM to what comes and goes.
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
@@ -4855,7 +4864,7 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
 
     across, along = plan.across(newest), plan.along(newest)
     old_across, old_along = plan.across(oldest), plan.along(oldest)
-    refs = {  # what has a name of attend_tpu_forward has its shape
+    refs = {  # what is read under a name of attend_tpu_forward has its shape
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
         # Of block i.
@@ -4877,7 +4886,7 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         "k_grads": keeps((ring, n * h, block), jnp.float32),
         "v_grads": keeps((ring, n * v, block), jnp.float32),
         "q_grads": keeps((ring, n * h, block), jnp.float32),
-        "y_grads": keeps((n * v, block), dtype),  # of block i alone, standing: dy
+        "y_grads": keeps((n * v, block), dtype),  # of block i, standing: dy, from undo_outputs on
     }
 
     def body(r):
@@ -5045,7 +5054,8 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     tables = standing_rope_tables(freqs, positions(t, heads)[:, : 1 + heads.paired].T)
     others = {
         "starts": starts[:, None],  # [b, 1, t]: where in the row the document of each token begins
-        # The block where that of each block's first token begins: none before it is visited.
+        # The block in which the document of each block's first token begins: none before it is
+        # visited.
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
         "scale": jnp.reshape(scale, 1).astype(jnp.float32),
