@@ -2154,14 +2154,15 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 
 
 def rounded(x, dtype):
-    """(`x` [..., k] in eight bits, the scale [..., 1] that it was divided by): the largest number
-    of each row is the largest of `dtype`."""
+    """(`x` [..., k] in eight bits, the float32 scale [..., 1] that gives it back): the largest of a
+    row becomes the largest that `dtype` has; of int8 126, as factors are rounded to the dtype of x.
+    """
     whole = dtype == jnp.int8
-    most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-30) / most
-    x = x / scale
-    return (jnp.round(x) if whole else jnp.clip(x, -most, most)).astype(dtype), scale
+    most = 126.0 if whole else float(jnp.finfo(dtype).max)
+    size = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32)
+    factor = (most / jnp.maximum(size, 1e-30)).astype(x.dtype)
+    x = x * factor
+    return (jnp.round(x) if whole else x).astype(dtype), 1 / factor.astype(jnp.float32)
 
 
 def rounded_product(x, w_nk, dtypes):

@@ -15,7 +15,7 @@ from training import BRIEF, train_losses, trained
 import train_gpt as T
 
 KINDS = {"int8": (jnp.int8, jnp.int8), "floats": (T.E4M3, T.E4M3), "gradients": (T.E5M2, T.E4M3)}
-MOST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+MOST = {"int8": 126, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 
 def exact(x, dtype):
@@ -47,6 +47,19 @@ def test_a_product_is_that_of_rounded_rows(kind):
     assert np.all(np.abs(got - want) <= (1e-6 if kind == "int8" else 2e-3) * scale + 1e-25)
     off = np.linalg.norm(want - np.float64(x) @ w.T) / np.linalg.norm(want)
     assert off < {"int8": 0.02, "floats": 0.05, "gradients": 0.08}[kind]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", MOST)
+def test_no_row_leaves_the_range_of_eight_bits(kind, dtype):
+    """Whatever its largest number is, also where factors are rounded to bfloat16."""
+    sizes = np.concatenate([np.linspace(0.5, 2, 5000), np.logspace(-20, 20, 100), [0.0]])
+    x = jnp.asarray(sizes[:, None] * [1.0, -1.0, 0.3], dtype)
+    y, scale = quick(lambda x: T.rounded(x, jnp.dtype(kind)), x)
+    y = np.asarray(y, np.float32)
+    assert np.abs(y).max() <= MOST[kind] + (kind == "int8") and np.all(y[:, 0] == -y[:, 1])
+    np.testing.assert_allclose(y * scale, np.asarray(x, np.float32), rtol=0.13, atol=1e-30)
+    assert np.all(y[:-1, 0] > 0.98 * MOST[kind])
 
 
 def test_gradients_are_those_of_what_was_not_rounded():
