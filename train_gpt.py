@@ -55,10 +55,10 @@ attend_heads or attend_plain, trials; and attend_tpu too, or one more of the con
 serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
 are capped, fused_cross_entropy trains, which equals it). What it makes of a token's losses:
 add_losses, and their slopes in fused_cross_entropy_forward; if that changes the chances of the next
-token, records/sample.py too. Which ids a softmax runs over: aim. A table: params_of_ideas,
-ids_of_ideas, look_up. A new kernel: a function that equals one of Kernels, its conditions in
-serving_kernels. What leaves an idea out: a line of IDEAS. Always: validate, flops_per_token, a test
-in tests/recipe.
+token, records/sample.py too. How training rounds: product_8, times_rounded. Which ids a softmax
+runs over: aim. A table: params_of_ideas, ids_of_ideas, look_up. A new kernel: a function that
+equals one of Kernels, its conditions in serving_kernels. What leaves an idea out: a line of IDEAS.
+Always: validate, flops_per_token, a test in tests/recipe.
 """
 
 from __future__ import annotations
@@ -2147,10 +2147,65 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 
 # ---- Factors of eight bits -----------------------------------------------------------------------
 
-# eight_bits=mlp,head: what the hardware multiplies at twice the rate of bfloat16. The original does
-# so in training (records 19, 84, 89: FP8), not in validation. NVIDIA GPUs have e4m3, and e5m2 for
-# gradients; TPUs and CPUs int8, which is too coarse for gradients: some of a row are a thousand
-# times as large as others.
+# eight_bits=mlp,head: training multiplies these in what the hardware has at twice the rate of
+# bfloat16, as the original does (records 19, 84, 89, 92); validation does not. NVIDIA GPUs have
+# floats, e4m3, and for gradients e5m2, which reaches further and is coarser. TPUs and CPUs have
+# int8, too coarse for gradients: some of a row are a thousand times as large as others. The
+# original has a scale for each array, from the step before or fixed; here each row has its own, of
+# what it holds, so that no step depends on another.
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def add_mlp_8(x_btd, up_fd, down_fd, keep, weight):
+    """add_mlp with product_8."""
+    hidden_btf = squared_relu(product_8(norm(x_btd), up_fd).astype(x_btd.dtype))
+    y_btd = product_8(hidden_btf, mix((weight, down_fd)).T)
+    return mix((keep, x_btd), (1.0, y_btd))
+
+
+def logits_of(x_td, head_vd, cfg: Config, dtype=jnp.float32):
+    """Logits before their cap, float32 [t, v]: x head^T, of sums in `dtype`, or product_8."""
+    if "head" in cfg.eight_bits:
+        return product_8(x_td, head_vd)
+    return jnp.matmul(x_td, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
+
+
+@jax.custom_vjp
+def product_8(x, w_nk):
+    """x [..., k] w^T [k, n] of factors in eight bits, float32. Gradients are those of x w^T, as if
+    nothing had been rounded."""
+    whole = functools.partial(rounded_product, dtypes=(jnp.int8, jnp.int8))
+    floats = functools.partial(rounded_product, dtypes=(E4M3, E4M3))
+    return lax.platform_dependent(x, w_nk, cuda=floats, default=whole)
+
+
+def product_8_backward(kept, grad):
+    x, w_nk = kept
+    grad = grad.astype(x.dtype)
+    return input_gradient(grad, w_nk), jnp.einsum("...n,...k->nk", grad, x)
+
+
+product_8.defvjp(lambda x, w: (product_8(x, w), (x, w)), product_8_backward)
+
+
+def input_gradient(grad, w_nk):
+    """The gradient of x [..., k] if that of x w^T is `grad` [..., n]: on NVIDIA GPUs of factors in
+    eight bits, too (pull request 363: it costs no loss; gradients of weights stay)."""
+
+    def floats(grad, w_kn):
+        return rounded_product(grad, w_kn, (E5M2, E4M3)).astype(grad.dtype)
+
+    return lax.platform_dependent(grad, w_nk.T, cuda=floats, default=lambda x, w: x @ w.T)
+
+
+def rounded_product(x, w_nk, dtypes):
+    """float32 x [..., k] w^T [k, n], of both in such `dtypes`. (A GPU writes sums in the dtype of
+    x, half the bytes.)"""
+    (x8, x_scale), (w8, w_scale) = map(rounded, (x, w_nk), dtypes)
+    sums = jnp.int32 if x8.dtype == jnp.int8 else x.dtype
+    z = jnp.matmul(x8, w8.T, preferred_element_type=sums)
+    return z.astype(jnp.float32) * x_scale * jnp.broadcast_to(w_scale[:, 0], z.shape)
 
 
 def rounded(x, dtype):
@@ -2163,60 +2218,6 @@ def rounded(x, dtype):
     factor = (most / jnp.maximum(size, 1e-30)).astype(x.dtype)
     x = x * factor
     return (jnp.round(x) if whole else x).astype(dtype), 1 / factor.astype(jnp.float32)
-
-
-def rounded_product(x, w_nk, dtypes):
-    """float32 x [..., k] w^T [k, n], of both in eight bits. (A GPU writes sums in the dtype of x,
-    half the bytes.)"""
-    (x8, x_scale), (w8, w_scale) = map(rounded, (x, w_nk), dtypes)
-    sums = jnp.int32 if x8.dtype == jnp.int8 else x.dtype
-    z = jnp.matmul(x8, w8.T, preferred_element_type=sums)
-    return z.astype(jnp.float32) * x_scale * jnp.broadcast_to(w_scale[:, 0], z.shape)
-
-
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-
-@jax.custom_vjp
-def product_8(x, w_nk):
-    """rounded_product. Gradients are those of what was not rounded; on NVIDIA GPUs that of x is a
-    product of eight bits, too."""
-    whole = functools.partial(rounded_product, dtypes=(jnp.int8, jnp.int8))
-    floats = functools.partial(rounded_product, dtypes=(E4M3, E4M3))
-    return lax.platform_dependent(x, w_nk, cuda=floats, default=whole)
-
-
-def input_gradient(grad, w_nk):
-    """That of x [..., k] where `grad` [..., n] is that of x w^T."""
-
-    def floats(grad, w_kn):
-        return rounded_product(grad, w_kn, (E5M2, E4M3)).astype(grad.dtype)
-
-    return lax.platform_dependent(grad, w_nk.T, cuda=floats, default=lambda x, w: x @ w.T)
-
-
-def product_8_backward(kept, grad):
-    x, w_nk = kept
-    grad = grad.astype(x.dtype)
-    w_grad = jnp.einsum("...n,...k->nk", grad, x)
-    return input_gradient(grad, w_nk), w_grad
-
-
-product_8.defvjp(lambda x, w: (product_8(x, w), (x, w)), product_8_backward)
-
-
-def add_mlp_8(x_btd, up_fd, down_fd, keep, weight):
-    """add_mlp."""
-    hidden_btf = squared_relu(product_8(norm(x_btd), up_fd).astype(x_btd.dtype))
-    y_btd = product_8(hidden_btf, mix((weight, down_fd)).T)
-    return mix((keep, x_btd), (1.0, y_btd))
-
-
-def logits_of(x_td, head_vd, cfg: Config, dtype=jnp.float32):
-    """float32 [t, v]: x head^T, of sums in `dtype`."""
-    if "head" in cfg.eight_bits:
-        return product_8(x_td, head_vd)
-    return jnp.matmul(x_td, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
 
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
