@@ -4229,6 +4229,19 @@ def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, st
 # ---- The choice --------------------------------------------------------------------------------
 
 
+# What each is worth to `speedrun` on a v6e-8: predicted seconds that the run takes more without it
+# (of 67; records/NOTES.md says how), and how many lines it takes here:
+#
+#     attend          565    50 to 80, with jax's splash attention in its place
+#     blend            75    12
+#     cross_entropy   110    8
+#     add_rows         75    6
+#     add_mlp         115    1.7
+#     add_mlp_8        25    1.5 more than with add_mlp alone, where eight_bits has mlp
+#
+# attend_gpu, 170 lines, is worth some 25 ms of a step of 90 on eight H100s, by the bytes of scores.
+
+
 def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(the Kernels for a run on such devices, why these: a line for the log)."""
     if cfg.kernels == "plain":
