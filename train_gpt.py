@@ -240,7 +240,8 @@ class Config:
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
     pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_shares; 0: none
     pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
-    eight_bits: str = ""  # of mlp,head: what training multiplies with factors of eight bits
+    # what training multiplies with factors of eight bits
+    eight_bits: Literal["none", "mlp", "head", "mlp,head"] = "none"
     # of activations, matmuls and the n-gram table
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     # schedule: batch, windows and document length grow, at the end the batch shrinks again
@@ -416,7 +417,7 @@ PRESETS = {
 LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
-# What leaves out an idea of the record: `--set without=NAME,...` sets this.
+# What leaves out an idea: `--set without=NAME,...` sets this.
 IDEAS = {
     "muon": "muon=0",
     "squared_relu": "squared_relu=0",
@@ -458,7 +459,7 @@ IDEAS = {
     "normalised": "ngram_ids=raw",
     "rails": "slow_rate=0",
     "pointer": "pointer_width=0",
-    "eight_bits": "eight_bits=",
+    "eight_bits": "eight_bits=none",
     "averages": "tail=0 tail_average=0",
 }
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
@@ -494,10 +495,8 @@ def validate(c: Config) -> Config:
     rule("ngram_rows", whole, "an even number, 4 or more; or 0")
     free = c.vocab - c.real_tokens or not c.pointer_width
     rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
-    known = {*c.eight_bits.split(",")} <= {"mlp", "head"} or not c.eight_bits
-    rule(
-        "eight_bits", known and (c.squared_relu or not c.eight_bits), "mlp, head; with squared_relu"
-    )
+    has = c.squared_relu or "mlp" not in c.eight_bits
+    rule("squared_relu", has, f"True for eight_bits={c.eight_bits}")
     rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
     last = len(c.layers) - 1
     for i, layer in enumerate(c.layers):
@@ -2035,15 +2034,16 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
 # ---- A pointer to earlier tokens -----------------------------------------------------------------
 
 # without=pointer: the next token is often one that has been there. One more attention, over the
-# features behind the last layer, points at it, or at a sink, which stands for none. An id that is
-# no token, `<copy>`, has a chance in the softmax, and that is how far the pointer is believed (pull
-# request 379 of modded-nanogpt: 144 steps; the mixture, with a sink, is that of Merity et al.
-# 2016). Only the loss on the next token has it: those further ahead and on prefixes stay.
+# features behind the last layer, points at it, or at a sink, which stands for none. `<copy>`, the
+# first id that is no token (real_tokens), has a chance in every softmax, and that is how far the
+# pointer is believed (pull request 379 of modded-nanogpt: 144 steps; the mixture, with a sink, is
+# that of Merity et al. 2016). Only the loss on the next token has the mixture: those further ahead
+# and on prefixes stay as they are, but for what `<copy>` takes of their softmax.
 
 
 def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
-    """Features, targets and weights of a loss, [b, t, ...]. With a pointer `<copy>` is one target
-    more, of weight 0, and pointer_shares come behind."""
+    """Features, targets and weights of a loss, [b, t, ...]; with a pointer `<copy>` is one target
+    more, of weight 0, and a fourth are pointer_shares."""
     if not model.cfg.pointer_width:
         return x_btd, targets, weights
     ids, copy = rows.aims.candidates, model.cfg.real_tokens
@@ -2059,9 +2059,10 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
 
 
 def pointer_shares(model: Model, rows: Rows, x_btd):
-    """The share of each token's pointer that is at tokens like the next one, and that of the sink:
-    float32 [b, t, 2]. A pointer sees its block of pointer_reach tokens and the one before. Some
-    queries are computed at a time, and the backward pass computes their scores again."""
+    """The share of each token's pointer that is at tokens equal to the next one, and that of the
+    sink: float32 [b, t, 2]. Blocks of pointer_reach tokens begin with the row: of what is before it
+    in its segment, a token sees its own block and the one before. Some queries are computed at a
+    time, and the backward pass computes their scores again."""
     b, t, _ = x_btd.shape
     reach = min(t, model.cfg.pointer_reach[model.stage is None])
     parts = next(n for n in range(1, reach + 1) if reach % n == 0 and reach // n <= POINTERS)
@@ -2093,8 +2094,8 @@ POINTERS = 1024  # queries whose scores exist at once
 
 def pointer(model: Model, rows: Rows, x_btd) -> tuple:
     """((queries [b, t, h], their scores of the sink [b, t], their labels), (keys, their labels)).
-    Labels, int32 [b, t, 3], are the next token, of a key its own, the segment, from 1 on, and the
-    place. Queries and keys are normed: without that the authors saw scores that blew up."""
+    Labels, int32 [b, t, 3], are the next token (of a key its own), the segment (from 1 on) and the
+    place in the row. Queries and keys are normed: without that its authors saw scores blow up."""
     cfg, params = model.cfg, model.params
     w_q, w_k = params["pointer_qk"].astype(x_btd.dtype)
     gain = params["pointer_gain"][0] / math.sqrt(cfg.pointer_width)
@@ -2125,34 +2126,41 @@ def point(queries: tuple, keys: tuple) -> tuple:
 def mix_pointed(losses, pointed):
     """Losses [t, targets] of a softmax, of which the last is that of `<copy>`. The first becomes
     that of the mixture. If `<copy>` has the chance a, tokens have p / (1 - a) of what is left. Of a
-    they get back the share of the sink, and what the pointer is at gets all else: `pointed` [t, 2]
-    is of pointer_shares. A chance counts 1e-9 at least, so that a loss has a bound."""
+    they get back the share of the sink, and what the pointer is at gets all else: with found, sink
+    = `pointed` [t, 2], of pointer_shares, p (1 + a sink / (1 - a)) + a found. A chance counts 1e-9
+    at least, so that a loss has a bound. (Its authors add 1e-9: chances then sum up to above 1.)"""
     chance, gate = jnp.exp(-losses[:, 0]), jnp.exp(-losses[:, -1])
     rest = jnp.maximum(-jnp.expm1(-losses[:, -1]), 1e-6)  # 1 - a
     chance = chance * (1 + gate * pointed[:, 1] / rest) + gate * pointed[:, 0]
-    return losses.at[:, 0].set(-jnp.log(chance + 1e-9))
+    return losses.at[:, 0].set(-jnp.log(jnp.maximum(chance, 1e-9)))
 
 
 def pointed_slopes(losses, weights, pointed) -> tuple:
-    """Gradients of add_losses' weighted sum for the losses of the softmax [t, targets] and for
-    `pointed`. With the first as weights, the plain losses have the gradients of the mixture."""
+    """(gradients of add_losses' weighted sum for the losses of the softmax [t, targets], for
+    `pointed`, for the logit of `<copy>` [t]). With the first as weights, so that those who know no
+    pointer can go on, the plain losses have the gradients of the mixture: for a logit with the
+    chance p, p * the sum of weights - its own. For `<copy>`, whose own is of the order 1 / (1 - p),
+    that would be a small difference of large numbers."""
     if pointed is None:
-        return weights, None
+        return weights, None, None
 
     def weighted(losses, pointed):
         return jnp.sum(mix_pointed(losses, pointed) * weights)
 
-    return jax.grad(weighted, argnums=(0, 1))(losses, pointed)
+    slopes, pointed_grad = jax.grad(weighted, argnums=(0, 1))(losses, pointed)
+    others, loss = jnp.sum(slopes[:, :-1], axis=1), losses[:, -1]
+    return slopes, pointed_grad, others * jnp.exp(-loss) + slopes[:, -1] * jnp.expm1(-loss)
 
 
 # ---- Factors of eight bits -----------------------------------------------------------------------
 
-# eight_bits=mlp,head: training multiplies these in what the hardware has at twice the rate of
-# bfloat16, as the original does (records 19, 84, 89, 92); validation does not. NVIDIA GPUs have
-# floats, e4m3, and for gradients e5m2, which reaches further and is coarser. TPUs and CPUs have
-# int8, too coarse for gradients: some of a row are a thousand times as large as others. The
-# original has a scale for each array, from the step before or fixed; here each row has its own, of
-# what it holds, so that no step depends on another.
+# eight_bits=mlp,head: training multiplies these with factors of eight bits, as the original does
+# (records 19, 84, 89, 92); validation does not. NVIDIA GPUs have floats: e4m3, and e5m2, coarser
+# and of a wider range, for the gradients of what comes in (from compute capability 8.9 on at twice
+# the rate of bfloat16; before, they gain nothing). All others have int8, on TPUs at twice the rate.
+# That is too coarse for gradients, of which some in a row are a thousand times as large as others:
+# there they are not rounded. The original has a scale for each array, from the step before or
+# fixed; here each row has its own, of what it holds, so that no step depends on another.
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -2165,7 +2173,7 @@ def add_mlp_8(x_btd, up_fd, down_fd, keep, weight):
 
 
 def logits_of(x_td, head_vd, cfg: Config, dtype=jnp.float32):
-    """Logits before their cap, float32 [t, v]: x head^T, of sums in `dtype`, or product_8."""
+    """Logits before their cap, float32 [t, v]: product_8, or x head^T, of sums in `dtype`."""
     if "head" in cfg.eight_bits:
         return product_8(x_td, head_vd)
     return jnp.matmul(x_td, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
@@ -2174,7 +2182,7 @@ def logits_of(x_td, head_vd, cfg: Config, dtype=jnp.float32):
 @jax.custom_vjp
 def product_8(x, w_nk):
     """x [..., k] w^T [k, n] of factors in eight bits, float32. Gradients are those of x w^T, as if
-    nothing had been rounded."""
+    nothing had been rounded; see input_gradient."""
     whole = functools.partial(rounded_product, dtypes=(jnp.int8, jnp.int8))
     floats = functools.partial(rounded_product, dtypes=(E4M3, E4M3))
     return lax.platform_dependent(x, w_nk, cuda=floats, default=whole)
@@ -2210,14 +2218,14 @@ def rounded_product(x, w_nk, dtypes):
 
 def rounded(x, dtype):
     """(`x` [..., k] in eight bits, the float32 scale [..., 1] that gives it back): the largest of a
-    row becomes the largest that `dtype` has; of int8 126, as factors are rounded to the dtype of x.
-    """
+    row becomes the largest that `dtype` has; of int8 126, not 127, since the multiplier, rounded to
+    bfloat16, may be 0.4 % too large."""
     whole = dtype == jnp.int8
     most = 126.0 if whole else float(jnp.finfo(dtype).max)
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32)
-    factor = (most / jnp.maximum(size, 1e-30)).astype(x.dtype)
-    x = x * factor
-    return (jnp.round(x) if whole else x).astype(dtype), 1 / factor.astype(jnp.float32)
+    multiplier = (most / jnp.maximum(size, 1e-30)).astype(x.dtype)
+    x = x * multiplier
+    return (jnp.round(x) if whole else x).astype(dtype), 1 / multiplier.astype(jnp.float32)
 
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
@@ -2921,7 +2929,7 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
     fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
-    whole = dataclasses.replace(cfg, eight_bits="")  # is of training
+    whole = dataclasses.replace(cfg, eight_bits="none")  # is of training
     model = Model({}, whole, kernels, None, batch.hyper, copies.get("signs"))
     params = copies | fetched
 
@@ -3458,8 +3466,9 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     choices = {"kernels": reason, "compiler_options": compiler_options(cfg, device.platform)}
-    if cfg.eight_bits:
-        kinds = {"gpu": "e4m3, gradients of inputs in e5m2"}.get(device.platform, "int8")
+    if cfg.eight_bits != "none":
+        floats = "NVIDIA" in device.device_kind
+        kinds = "e4m3, gradients of inputs in e5m2" if floats else "int8"
         choices["eight_bits"] = f"{cfg.eight_bits} in {kinds}; the rest in {cfg.compute_dtype}"
     return {
         "preset": cfg.preset,
@@ -4170,7 +4179,7 @@ def trials(cfg: Config) -> Iterator[tuple[str, Callable, list[tuple], list[tuple
         qkv = 1, t, n * (2 * heads.qk_width + heads.v_width)
         yield "attend", functools.partial(attend, heads), [qkv, (1, t, d)], [(1, t, n)] * 3
     for f in {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}:
-        for field in ("add_mlp", "add_mlp_8")[: 1 + ("mlp" in cfg.eight_bits)]:
+        for field in ("add_mlp", "add_mlp_8"):
             yield field, lambda kernel, *x: kernel(*x, 1.1, 0.9), [(1, t, d), (f, d), (f, d)], []
     yield "cross_entropy", cross_entropy, [(t, d), (v, d)], []
     yield "add_rows", add_rows, [(t, d)], []
@@ -4289,8 +4298,9 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
             hidden = {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}
             fits = all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden)
             if fits and cfg.dtype == jnp.bfloat16:
-                chosen = chosen._replace(add_mlp=add_mlp_tpu, add_mlp_8=add_mlp_8_tpu)
-                others = f", MLPs{others}"
+                chosen, others = chosen._replace(add_mlp=add_mlp_tpu), f", MLPs{others}"
+                if "mlp" in cfg.eight_bits:
+                    chosen = chosen._replace(add_mlp_8=add_mlp_8_tpu)
         full = plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7
         conditions += [(h != LANES or n % 2, apart), (full, large)]
         attend, served = attend_tpu, f"attention{others}"
@@ -4329,26 +4339,36 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config):
     goes to memory. The logits of the targets come once more, from their rows of the head: to pick
     them out of [t, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
     library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
-    chunk instead of 0.8. The sums are then those of rounded logits."""
+    chunk instead of 0.8. There targets are picked out of it: they must be what has been summed, or
+    a chance could be above 1."""
     half = cfg.logit_cap[0] / 2
 
     exact = functools.partial(logits_of, cfg=cfg)
     narrow = functools.partial(exact, dtype=x_td.dtype)
     z_tv = lax.platform_dependent(x_td, head_vd, cuda=narrow, default=exact)
     sum_t = jnp.sum(jnp.exp(half * squash(z_tv, cfg)), axis=1)
-    z_targets = [
-        jnp.sum(x_td.astype(jnp.float32) * wide_vd[targets[:, k]], axis=1)
-        for k in range(targets.shape[1])
-    ]
-    losses = jnp.log(sum_t)[:, None] - half * squash(jnp.stack(z_targets, axis=1), cfg)
+
+    def picked(z_tv, x_td, wide_vd):
+        return jnp.take_along_axis(z_tv, targets, axis=1)
+
+    def again(z_tv, x_td, wide_vd):
+        if "head" in cfg.eight_bits:  # as product_8 has them
+            (x8, x_scale), (w8, w_scale) = (rounded(y, jnp.int8) for y in (x_td, head_vd))
+            x_td, wide_vd = x8 * x_scale, w8 * w_scale
+        each = (wide_vd[targets[:, k]] for k in range(targets.shape[1]))
+        return jnp.stack([jnp.sum(x_td.astype(jnp.float32) * w_td, axis=1) for w_td in each], 1)
+
+    z_targets = lax.platform_dependent(z_tv, x_td, wide_vd, cuda=picked, default=again)
+    losses = jnp.log(sum_t)[:, None] - half * squash(z_targets, cfg)
     return losses, z_tv, sum_t
 
 
-def loss_gradients(z_tv, sum_t, x_td, head_vd, targets, weights, cfg: Config):
+def loss_gradients(z_tv, sum_t, x_td, head_vd, targets, weights, cfg: Config, last=None):
     """Gradients of the weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
     That of a logit z is (total weight of the token * its probability - weight of z as a target)
     times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
-    rounded to bfloat16, either gradient is off by 0.3 % (relative norm)."""
+    rounded to bfloat16, either gradient is off by 0.3 % (relative norm). For the last target the
+    bracket can be given, as `last` [t]: see pointed_slopes."""
     a, _, c = cfg.logit_cap
     weights = a / (4 * c) * weights
 
@@ -4366,10 +4386,12 @@ def loss_gradients(z_tv, sum_t, x_td, head_vd, targets, weights, cfg: Config):
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
     ids_v, hit_tv = jnp.arange(squashed_tv.shape[1])[None], 0.0
-    for k in range(targets.shape[1]):
+    for k in range(targets.shape[1] - (last is not None)):
         hit_tv = jnp.where(ids_v == targets[:, k : k + 1], merged[:, k : k + 1], hit_tv)
     factor_t = jnp.sum(weights, axis=1) / sum_t
     miss_tv = jnp.exp(a / 2 * squashed_tv) * factor_t[:, None] - hit_tv
+    if last is not None:
+        miss_tv = jnp.where(ids_v == targets[:, -1:], a / (4 * c) * last[:, None], miss_tv)
     grad_tv = (miss_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     eight = "head" in cfg.eight_bits
@@ -4391,8 +4413,8 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
         totals, head_grad = carry
         x_td, targets, weights, pointed = chunk
         losses, z_tv, sum_t = token_losses(x_td, narrow_vd, wide_vd, targets, cfg)
-        slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
-        x_grad_td, more = loss_gradients(z_tv, sum_t, x_td, narrow_vd, targets, slopes, cfg)
+        slopes, pointed_grad, last = pointed_slopes(losses, weights, pointed)
+        x_grad_td, more = loss_gradients(z_tv, sum_t, x_td, narrow_vd, targets, slopes, cfg, last)
         totals = add_losses(totals, losses, weights, pointed)
         return (totals, head_grad + more), (x_grad_td, pointed_grad)
 

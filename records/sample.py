@@ -47,8 +47,7 @@ class Trained(NamedTuple):
 def load(saved: T.Saved) -> Trained:
     """The model of a checkpoint, on the devices of its run or on those that are here."""
     count = saved.cfg.devices if saved.cfg.devices <= len(T.all_devices()) else 0
-    own = dataclasses.replace(saved.cfg, devices=count, eight_bits="")  # which only trains
-    cfg, mesh = T.make_mesh(own)
+    cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count, eight_bits="none"))
     words = T.token_bytes(cfg, saved.folder.parents[1])
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]

@@ -106,7 +106,7 @@ def test_logits_of_eight_bits_and_their_gradients(monkeypatch):
         )
         return jax.tree.leaves(found)
 
-    plain = run(T.cross_entropy, "")
+    plain = run(T.cross_entropy, "none")
     for loss in (T.cross_entropy, T.fused_cross_entropy):
         for got, want in zip(run(loss, "head"), plain, strict=True):
             off = np.linalg.norm(got - want) / np.linalg.norm(want)
@@ -118,7 +118,7 @@ def test_only_training_multiplies_eight_bits():
     cfg = replace(BRIEF, devices=1)
     mesh = T.make_mesh(cfg, jax.devices()[:1])[1]
     texts = []
-    for eight_bits in ("", "mlp,head"):
+    for eight_bits in ("none", "mlp,head"):
         own = replace(cfg, eight_bits=eight_bits)
         found = T.programs(own, mesh, T.PLAIN)
         texts.append({str(x): T.lower(y, mesh).as_text() for x, y in found.items()})
@@ -135,13 +135,17 @@ def test_only_training_multiplies_eight_bits():
 def test_a_run_with_eight_bits_learns_as_well(shards, tmp_path):
     runs = [
         train_losses(trained(replace(BRIEF, eight_bits=x), tmp_path / x, shards))
-        for x in ("", "mlp,head")
+        for x in ("none", "mlp,head")
     ]
     assert runs[0] != runs[1]
     np.testing.assert_allclose(*runs, atol=0.02)
 
 
 def test_what_cannot_be_in_eight_bits():
-    for changes in ({"eight_bits": "mlp,qkv"}, {"eight_bits": "mlp", "squared_relu": False}):
-        with pytest.raises(T.UserError, match="is not valid: mlp, head; with squared_relu"):
-            T.validate(small_config(**changes))
+    with pytest.raises(
+        T.UserError, match="eight_bits='qkv' is not valid: none, mlp, head, mlp,head"
+    ):
+        T.override(small_config(), ["eight_bits=qkv"])
+    with pytest.raises(T.UserError, match="squared_relu=False is not valid: True for eight_bits"):
+        T.override(small_config(), ["eight_bits=mlp", "squared_relu=0"])
+    assert T.override(small_config(), ["eight_bits=head", "squared_relu=0"])

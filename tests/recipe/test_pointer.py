@@ -231,7 +231,7 @@ def test_the_mixture_against_float64(loss, ids):
         believed = 1 - gate * (1 - shares[:, 1])
         np.testing.assert_allclose(others.sum(1) * believed + gate * (1 - shares[:, 1]), 1)
         chance = chances[np.arange(64), [place[y] for y in row[1:]]] / (1 - gate) * believed
-        losses -= np.sum(np.log(chance + gate * shares[:, 0] + 1e-9))
+        losses -= np.sum(np.log(chance + gate * shares[:, 0]))
         total += np.mean(gate * shares[:, 0] / chance)
     assert total > 0.01  # the pointer matters
     np.testing.assert_allclose([weighted, plain], losses, rtol=2e-6)
@@ -261,6 +261,43 @@ def test_the_loss_with_its_own_gradient_is_the_plain_one(chunk):
         assert got.dtype == want.dtype and np.any(want)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6 * np.abs(want).max())
     assert not np.any(own[1][2][5]), "a token without weight"
+
+
+@pytest.mark.parametrize("strength", [8, 14, 20])
+@pytest.mark.parametrize("eight_bits", ["none", "head"])
+def test_a_gate_that_is_almost_sure_is_not_lost_to_roundings(strength, eight_bits):
+    """In bfloat16 the slopes of `<copy>`'s loss, of the order 1 / (1 - a), all but cancel."""
+    rng = np.random.default_rng(0)
+    way = rng.standard_normal(64)
+    way /= np.linalg.norm(way)
+    x, head = rng.standard_normal((256, 64)) + strength * way, 0.1 * rng.standard_normal((104, 64))
+    head -= np.outer(head @ way + 0.25, way)
+    head[97] = way
+    x, head = (np.asarray(jnp.asarray(y, jnp.bfloat16), np.float32) for y in (x, head))
+    targets = np.stack([rng.integers(0, 97, 256), np.full(256, 97)], axis=1).astype(np.int32)
+    weights, pointed = (
+        np.eye(1, 2).repeat(256, axis=0),
+        np.float32([[0.7, 0.3]]).repeat(256, axis=0),
+    )
+
+    def run(loss, dtype, eight_bits):
+        cfg = small_config(logit_cap=(23.0, 5.0, 7.5), loss_chunk=64, eight_bits=eight_bits)
+
+        def weighted(x, head):
+            return loss(x, head, targets, weights, cfg, pointed)[0]
+
+        return jax.tree.leaves(
+            quick(jax.value_and_grad(weighted, (0, 1)), *(jnp.asarray(y, dtype) for y in (x, head)))
+        )
+
+    want = run(T.cross_entropy, "float32", "none")
+    logits = T.cap_logits(x @ head.T, small_config(logit_cap=(23.0, 5.0, 7.5)))
+    assert np.median(jax.nn.softmax(logits)[:, 97]) > {8: 0.6, 14: 0.97, 20: 0.99}[strength]
+    for loss in LOSSES.values():
+        got = run(loss, "bfloat16", eight_bits)
+        for y, z in zip(got, want, strict=True):
+            y, z = np.asarray(y, np.float32), np.asarray(z)
+            assert np.linalg.norm(y - z) < 0.02 * np.linalg.norm(z)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
