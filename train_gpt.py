@@ -2062,31 +2062,28 @@ def pointer_shares(model: Model, rows: Rows, x_btd):
     """The share of each token's pointer that is at tokens equal to the next one, and that of the
     sink: float32 [b, t, 2]. Blocks of pointer_reach tokens begin with the row: of what is before it
     in its segment, a token sees its own block and the one before. Some queries are computed at a
-    time, and the backward pass computes their scores again."""
+    time."""
     b, t, _ = x_btd.shape
     reach = min(t, model.cfg.pointer_reach[model.stage is None])
     parts = next(n for n in range(1, reach + 1) if reach % n == 0 and reach // n <= POINTERS)
+    size = reach // parts
 
     def blocks(x, late: int = 0):  # of what was there `late` tokens before; zeros: of no segment
         x = jnp.pad(x, [(0, 0), (late, -t % reach)] + [(0, 0)] * (x.ndim - 2))
         return x[:, : x.shape[1] - late].reshape(-1, reach, *x.shape[2:])
 
-    def shares(keys, queries):
-        chances_ts, none_t = point(queries, keys)
-        same_ts = queries[-1][:, None, 0] == keys[-1][None, :, 0]
-        found_t = jnp.sum(jnp.where(same_ts, chances_ts, 0.0), axis=1)
-        total_t = jnp.sum(chances_ts, axis=1) + none_t
-        return jnp.stack([found_t, none_t], axis=1) / total_t[:, None]
-
     def of_block(block):
-        keys, queries = block
-        return lax.map(functools.partial(jax.checkpoint(shares), keys), queries)
+        queries, keys = block
+        found = []
+        for end in range(size, reach + 1, size):
+            some = [x[end - size : end] for x in queries]
+            found.append(shares(some, [x[: len(x) - reach + end] for x in keys]))  # none is later
+        return jnp.concatenate(found)
 
     queries, keys = pointer(model, rows, x_btd)
-    queries = [blocks(x).reshape(-1, parts, reach // parts, *x.shape[2:]) for x in queries]
     before = (reach, 0) if t > reach else (0,)
     keys = [jnp.concatenate([blocks(x, late) for late in before], axis=1) for x in keys]
-    return lax.map(of_block, (keys, queries)).reshape(b, -1, 2)[:, :t]
+    return lax.map(of_block, ([*map(blocks, queries)], keys)).reshape(b, -1, 2)[:, :t]
 
 
 POINTERS = 1024  # queries whose scores exist at once
@@ -2097,9 +2094,10 @@ def pointer(model: Model, rows: Rows, x_btd) -> tuple:
     Labels, int32 [b, t, 3], are the next token (of a key its own), the segment (from 1 on) and the
     place in the row. Queries and keys are normed: without that its authors saw scores blow up."""
     cfg, params = model.cfg, model.params
-    w_q, w_k = params["pointer_qk"].astype(x_btd.dtype)
     gain = params["pointer_gain"][0] / math.sqrt(cfg.pointer_width)
-    q_bth, k_bth = mix((gain, norm(x_btd @ w_q.T))), norm(x_btd @ w_k.T)
+    both = x_btd @ params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width).T
+    q_bth, k_bth = map(norm, jnp.split(both, 2, axis=2))
+    q_bth = mix((gain, q_bth))
     sink_bt = q_bth.astype(jnp.float32) @ params["pointer_sink"]
     tokens = rows.tokens.astype(jnp.int32)
     cap = cfg.attention_cap if model.stage else 0
@@ -2110,17 +2108,48 @@ def pointer(model: Model, rows: Rows, x_btd) -> tuple:
     return (q_bth, sink_bt, own), (k_bth, seen)
 
 
-def point(queries: tuple, keys: tuple) -> tuple:
-    """The chances of keys [t, s] and of the sink [t], up to a factor of each query, for queries [t,
-    ...] and keys [s, ...] as `pointer` has them. A query sees the tokens before it of its segment,
-    so the first one only the sink."""
-    (q_th, sink_t, own), (k_sh, seen) = queries, keys
+@jax.custom_vjp
+def shares(queries, keys):
+    """pointer_shares [t, 2] of queries [t, ...] and keys [s, ...] as `pointer` has them."""
+    return shares_forward(queries, keys)[0]
+
+
+def shares_forward(queries, keys):
+    """(shares, what their gradients take)."""
+    scores_ts, found_ts = point(queries, keys)
+    sink_t = queries[1]
+    most_t = jnp.maximum(jnp.max(scores_ts, axis=1), sink_t)
+    chances_ts, sink_t = jnp.exp(scores_ts - most_t[:, None]), jnp.exp(sink_t - most_t)
+    found_t = jnp.sum(jnp.where(found_ts, chances_ts, 0.0), axis=1)
+    total_t = jnp.sum(chances_ts, axis=1) + sink_t
+    each = jnp.stack([found_t, sink_t], axis=1) / total_t[:, None]
+    return each, (queries, keys, each, most_t + jnp.log(total_t))
+
+
+def shares_backward(kept, grad):
+    """The gradient of a score is its chance times how much more it helps than scores do in the
+    mean. Scores are computed again."""
+    queries, keys, each, log_sum_t = kept
+    (q_th, *_), (k_sh, _) = queries, keys
+    scores_ts, found_ts = point(queries, keys)
+    mean_t = jnp.sum(grad * each, axis=1)
+    helps_ts = jnp.where(found_ts, grad[:, :1], 0.0) - mean_t[:, None]
+    score_grad = (jnp.exp(scores_ts - log_sum_t[:, None]) * helps_ts).astype(q_th.dtype)
+    sink_grad = each[:, 1] * (grad[:, 1] - mean_t)
+    return [score_grad @ k_sh, sink_grad, None], [score_grad.T @ q_th, None]
+
+
+shares.defvjp(shares_forward, shares_backward)
+
+
+def point(queries, keys) -> tuple:
+    """(scores [t, s], which keys are tokens equal to the next one). A query sees the tokens before
+    it of its segment, so the first one only the sink."""
+    (q_th, _, own), (k_sh, seen) = queries, keys
     scores_ts = jnp.matmul(q_th, k_sh.T, preferred_element_type=jnp.float32)
     own, seen = own[:, None], seen[None]
     there_ts = (own[..., 1] == seen[..., 1]) & (own[..., 2] > seen[..., 2])
-    scores_ts = jnp.where(there_ts, scores_ts, -jnp.inf)
-    most_t = lax.stop_gradient(jnp.maximum(jnp.max(scores_ts, axis=1), sink_t))
-    return jnp.exp(scores_ts - most_t[:, None]), jnp.exp(sink_t - most_t)
+    return jnp.where(there_ts, scores_ts, -jnp.inf), own[..., 0] == seen[..., 0]
 
 
 def mix_pointed(losses, pointed):

@@ -92,12 +92,12 @@ def mixed(model: T.Model, x_btd, rows: T.Rows, at_b, logits_bv):
         query = [x[at][None] for x in queries]
         near_s = seen[:, 2] // reach >= at // reach - 1
         keys = k_sh, jnp.where(near_s[:, None], seen, -1)
-        chances_1s, none_1 = T.point(query, keys)
-        found_v = jnp.zeros(len(logits_v)).at[seen[:, 0]].add(chances_1s[0])
-        shares = jnp.stack([found_v, jnp.broadcast_to(none_1, found_v.shape)], axis=1)
+        chances = jax.nn.softmax(jnp.append(T.point(query, keys)[0], query[1]))  # the sink is last
+        found_v = jnp.zeros(len(logits_v)).at[seen[:, 0]].add(chances[:-1])
+        shares = jnp.stack([found_v, jnp.broadcast_to(chances[-1], found_v.shape)], axis=1)
         losses_v = jax.nn.logsumexp(logits_v) - logits_v
         losses = jnp.stack([losses_v, jnp.full_like(losses_v, losses_v[cfg.real_tokens])], axis=1)
-        return -T.mix_pointed(losses, shares / (jnp.sum(chances_1s) + none_1[0]))[:, 0]
+        return -T.mix_pointed(losses, shares)[:, 0]
 
     return lax.map(of_row, (T.pointer(model, rows, x_btd), at_b, logits_bv))
 
