@@ -4361,7 +4361,7 @@ def squash(z, cfg: Config):
     return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
-def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config):
+def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, copies: bool):
     """float32 (losses, nats [t, targets], logits [t, v] before the cap, sums of exponentials [t]).
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
     while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [t, v]
@@ -4369,9 +4369,8 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config):
     them out of [t, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
     library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
     chunk instead of 0.8. There targets are picked out of it: they must be what has been summed, or
-    a chance could be above 1."""
+    a chance could be above 1. With `copies` the last target is `<copy>`, of all tokens the same."""
     half = cfg.logit_cap[0] / 2
-
     exact = functools.partial(logits_of, cfg=cfg)
     narrow = functools.partial(exact, dtype=x_td.dtype)
     z_tv = lax.platform_dependent(x_td, head_vd, cuda=narrow, default=exact)
@@ -4384,7 +4383,8 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config):
         if "head" in cfg.eight_bits:  # as product_8 has them
             (x8, x_scale), (w8, w_scale) = (rounded(y, jnp.int8) for y in (x_td, head_vd))
             x_td, wide_vd = x8 * x_scale, w8 * w_scale
-        each = (wide_vd[targets[:, k]] for k in range(targets.shape[1]))
+        ids = [targets[:, k] for k in range(targets.shape[1])]
+        each = (wide_vd[x] for x in ([*ids[:-1], ids[-1][:1]] if copies else ids))
         return jnp.stack([jnp.sum(x_td.astype(jnp.float32) * w_td, axis=1) for w_td in each], 1)
 
     z_targets = lax.platform_dependent(z_tv, x_td, wide_vd, cuda=picked, default=again)
@@ -4441,7 +4441,9 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
     def add(carry, chunk):
         totals, head_grad = carry
         x_td, targets, weights, pointed = chunk
-        losses, z_tv, sum_t = token_losses(x_td, narrow_vd, wide_vd, targets, cfg)
+        losses, z_tv, sum_t = token_losses(
+            x_td, narrow_vd, wide_vd, targets, cfg, pointed is not None
+        )
         slopes, pointed_grad, last = pointed_slopes(losses, weights, pointed)
         x_grad_td, more = loss_gradients(z_tv, sum_t, x_td, narrow_vd, targets, slopes, cfg, last)
         totals = add_losses(totals, losses, weights, pointed)
