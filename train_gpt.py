@@ -4099,7 +4099,7 @@ def compile_one(cfg: Config, mesh: Mesh, key, lowered):
     cure = "--set sparse_cores=0 leaves out options for TPUs: " * ("compile option" in text)
     if kernel:
         field = fields.get(kernel[1], "attend")
-        others = ",".join(x for x in Kernels._fields if x != field)
+        others = ",".join(x for x in Kernels._fields if not x.startswith(field))  # of add_mlp both
         cure = f"--set kernels={others} leaves out {field}, whose kernel fails: "
     elif sizes:
         size, limit = (float(x) * 2**30 for x in sizes.groups())
