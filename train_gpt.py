@@ -2060,13 +2060,10 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
 
 def pointer_shares(model: Model, rows: Rows, x_btd):
     """The share of each token's pointer that is at tokens equal to the next one, and that of the
-    sink: float32 [b, t, 2]. Blocks of pointer_reach tokens begin with the row: of what is before it
-    in its segment, a token sees its own block and the one before. Some queries are computed at a
-    time."""
+    sink: float32 [b, t, 2]. Of what is before it in its segment, a token sees its own block of
+    pointer_reach tokens, counted from the beginning of the row, and the block before."""
     b, t, _ = x_btd.shape
     reach = min(t, model.cfg.pointer_reach[model.stage is None])
-    parts = next(n for n in range(1, reach + 1) if reach % n == 0 and reach // n <= POINTERS)
-    size = reach // parts
 
     def blocks(x, late: int = 0):  # of what was there `late` tokens before; zeros: of no segment
         x = jnp.pad(x, [(0, 0), (late, -t % reach)] + [(0, 0)] * (x.ndim - 2))
@@ -2075,8 +2072,9 @@ def pointer_shares(model: Model, rows: Rows, x_btd):
     def of_block(block):
         queries, keys = block
         found = []
-        for end in range(size, reach + 1, size):
-            some = [x[end - size : end] for x in queries]
+        for start in range(0, reach, POINTERS):
+            end = min(start + POINTERS, reach)
+            some = [x[start:end] for x in queries]
             found.append(shares(some, [x[: len(x) - reach + end] for x in keys]))  # none is later
         return jnp.concatenate(found)
 
@@ -2086,7 +2084,7 @@ def pointer_shares(model: Model, rows: Rows, x_btd):
     return lax.map(of_block, ([*map(blocks, queries)], keys)).reshape(b, -1, 2)[:, :t]
 
 
-POINTERS = 1024  # queries whose scores exist at once
+POINTERS = 1024  # queries whose scores exist at once: those of 2048 do not stay on a v6e
 
 
 def pointer(model: Model, rows: Rows, x_btd) -> tuple:

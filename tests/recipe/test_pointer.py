@@ -187,7 +187,8 @@ def test_shares_against_float64(t, trains, documents):
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-def test_queries_in_parts_are_the_same(monkeypatch):
+@pytest.mark.parametrize("at_once", [8, 10])
+def test_queries_in_parts_are_the_same(at_once, monkeypatch):
     tokens, x, params = inputs(64)
     model = T.Model(params, CFG, T.PLAIN, None, T.hyper_at(CFG, 0), None)
 
@@ -196,7 +197,7 @@ def test_queries_in_parts_are_the_same(monkeypatch):
         return jnp.sum(shares * jnp.arange(128.0).reshape(64, 2)[None]), shares
 
     want = quick(jax.value_and_grad(run, has_aux=True), x)
-    monkeypatch.setattr(T, "POINTERS", 8)
+    monkeypatch.setattr(T, "POINTERS", at_once)
     got = quick(jax.value_and_grad(run, has_aux=True), x)
     for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-5)
