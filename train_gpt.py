@@ -55,10 +55,11 @@ attend_heads or attend_plain, trials; and attend_tpu too, or one more of the con
 serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
 are capped, fused_cross_entropy trains, which equals it). What it makes of a token's losses:
 add_losses, and their slopes in fused_cross_entropy_forward; if that changes the chances of the next
-token, records/sample.py too. How training rounds: product_8, times_rounded. Which ids a softmax
-runs over: aim. A table: params_of_ideas, ids_of_ideas, look_up. A new kernel: a function that
-equals one of Kernels, its conditions in serving_kernels. What leaves an idea out: a line of IDEAS.
-Always: validate, flops_per_token, a test in tests/recipe.
+token, records/sample.py too. How training rounds: product_8, logits_of, times_rounded; eval_step
+leaves that out. Which ids a softmax runs over: aim. A table: params_of_ideas, ids_of_ideas,
+look_up. A new kernel: a function that equals one of Kernels, its conditions in serving_kernels.
+What leaves an idea out: a line of IDEAS. Always: a field of Config, validate, flops_per_token, a
+row in README.md, a test in tests/recipe.
 """
 
 from __future__ import annotations
