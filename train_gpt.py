@@ -2085,7 +2085,7 @@ def pointer_shares(model: Model, rows: Rows, x_btd):
     return lax.map(of_block, ([*map(blocks, queries)], keys)).reshape(b, -1, 2)[:, :t]
 
 
-POINTERS = 1024  # queries whose scores exist at once: those of 2048 do not stay on a v6e
+POINTERS = 1024  # queries whose scores exist at once: those of 2048 do not fit a v6e's VMEM
 
 
 def pointer(model: Model, rows: Rows, x_btd) -> tuple:
@@ -2217,6 +2217,7 @@ def product_8(x, w_nk):
 
 
 def product_8_backward(kept, grad):
+    """The gradients of x and w^T's rows from that of their product."""
     x, w_nk = kept
     grad = grad.astype(x.dtype)
     return input_gradient(grad, w_nk), jnp.einsum("...n,...k->nk", grad, x)
@@ -4370,23 +4371,25 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, copies: bool):
     chunk instead of 0.8. There targets are picked out of it: they must be what has been summed, or
     a chance could be above 1. With `copies` the last target is `<copy>`, of all tokens the same."""
     half = cfg.logit_cap[0] / 2
-    exact = functools.partial(logits_of, cfg=cfg)
-    narrow = functools.partial(exact, dtype=x_td.dtype)
-    z_tv = lax.platform_dependent(x_td, head_vd, cuda=narrow, default=exact)
-    sum_t = jnp.sum(jnp.exp(half * squash(z_tv, cfg)), axis=1)
 
-    def picked(z_tv, x_td, wide_vd):
-        return jnp.take_along_axis(z_tv, targets, axis=1)
+    def picked(x_td, head_vd, wide_vd):
+        z_tv = logits_of(x_td, head_vd, cfg, x_td.dtype)
+        return z_tv, jnp.take_along_axis(z_tv, targets, axis=1)
 
-    def again(z_tv, x_td, wide_vd):
+    def again(x_td, head_vd, wide_vd):
+        z_tv = logits_of(x_td, head_vd, cfg)
         if "head" in cfg.eight_bits:  # as product_8 has them
             (x8, x_scale), (w8, w_scale) = (rounded(y, jnp.int8) for y in (x_td, head_vd))
             x_td, wide_vd = x8 * x_scale, w8 * w_scale
         ids = [targets[:, k] for k in range(targets.shape[1])]
-        each = (wide_vd[x] for x in ([*ids[:-1], ids[-1][:1]] if copies else ids))
-        return jnp.stack([jnp.sum(x_td.astype(jnp.float32) * w_td, axis=1) for w_td in each], 1)
+        if copies:
+            ids[-1] = ids[-1][:1]
+        wide_td = x_td.astype(jnp.float32)
+        return z_tv, jnp.stack([jnp.sum(wide_td * wide_vd[x], axis=1) for x in ids], axis=1)
 
-    z_targets = lax.platform_dependent(z_tv, x_td, wide_vd, cuda=picked, default=again)
+    args = x_td, head_vd, wide_vd
+    z_tv, z_targets = lax.platform_dependent(*args, cuda=picked, default=again)
+    sum_t = jnp.sum(jnp.exp(half * squash(z_tv, cfg)), axis=1)
     losses = jnp.log(sum_t)[:, None] - half * squash(z_targets, cfg)
     return losses, z_tv, sum_t
 
@@ -4520,10 +4523,10 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
     -> Ref or list of them). `body` gets an object with a reference for every name, and with its
     place on every axis of `grid` (name -> steps). `tiles`: how Triton compiles it for an NVIDIA
     GPU; it then only reads and writes, and steps have no order. All others are kernels for TPUs,
-    whose core takes the steps in order, the last axis first. What is not `whole` lies twice in
-    VMEM, to come and go behind the work. XLA may put none of the arrays into VMEM ahead: it would
-    do so in some calls, and libtpu compile the kernel anew for each such choice. On a CPU kernels
-    are interpreted, for tests."""
+    whose core takes the steps in order, along the last axis before the others. What is not `whole`
+    lies twice in VMEM, to come and go behind the work. XLA may put none of the arrays into VMEM
+    ahead: it would do so in some calls, and libtpu compile the kernel anew for each such choice. On
+    a CPU kernels are interpreted, for tests."""
     device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
     interpret = (device.platform if device else jax.default_backend()) == "cpu"
     every, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
@@ -5176,7 +5179,7 @@ def add_mlp_tpu(x_btd, up_fd, down_fd, keep, weight):
 
 
 def times_rounded(a, b, scale, transpose: bool = False):
-    """times; with a `scale`, that of b in eight bits, a is rounded to as many."""
+    """times, of an array and a reference; if b is in eight bits, with a scale, a is rounded too."""
     if scale is None:
         return times(a, b[...], transpose)
     a, a_scale = rounded(a, jnp.int8)
@@ -5188,8 +5191,8 @@ def add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=True, eight=Fa
     x_td, (f, d) = flat(x_btd), up_fd.shape
     up, down, up_scale, down_scale = up_fd, down_fd, None, None
     if eight:
-        up, up_scale = rounded(up_fd, jnp.int8)
-        down, down_scale = (x.T for x in rounded(down_fd.T, jnp.int8))
+        (up, up_scale), (down, down_scale) = (rounded(x, jnp.int8) for x in (up_fd, down_fd.T))
+        up_scale, down, down_scale = up_scale.T, down.T, down_scale.T
     cut, grid = row_blocks(len(x_td), mlp_block(d, f))
     factors = jnp.stack([jnp.float32(keep), jnp.float32(weight)])
     refs = {
@@ -5197,7 +5200,7 @@ def add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=True, eight=Fa
         "x": reads(x_td, cut),  # [block, d]
         "up": reads(up, whole),  # [f, d]
         "down": reads(down, whole),  # [f, d]
-        "up_scale": reads(None if up_scale is None else up_scale.T, whole),  # [1, f]
+        "up_scale": reads(up_scale, whole),  # [1, f]
         "down_scale": reads(down_scale, whole),  # [1, d]
         "y": writes(x_td, cut),  # [block, d]
         # [block, f]: hidden units before ReLU^2

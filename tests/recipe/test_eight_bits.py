@@ -93,7 +93,7 @@ def test_what_an_nvidia_gpu_multiplies():
             assert any(re.fullmatch(form, x) for x in dots), (platform, size, dots)
 
 
-def test_logits_of_eight_bits_and_their_gradients(monkeypatch):
+def test_logits_of_eight_bits_and_their_gradients():
     """The loss with its own gradient and the plain one, near those that are not rounded."""
     rng = np.random.default_rng(0)
     x, head = (rng.standard_normal((n, 32), np.float32) for n in (48, 104))
