@@ -2164,20 +2164,21 @@ def mix_pointed(losses, pointed):
 
 
 def pointed_slopes(losses, weights, pointed) -> tuple:
-    """(gradients of add_losses' weighted sum for the losses of the softmax [t, targets], for
-    `pointed`, for the logit of `<copy>` [t]). With the first as weights, so that those who know no
+    """((gradients of add_losses' weighted sum for the losses of the softmax [t, targets], for the
+    logit of `<copy>` [t]), for `pointed`). With the first as weights, so that those who know no
     pointer can go on, the plain losses have the gradients of the mixture: for a logit with the
     chance p, p * the sum of weights - its own. For `<copy>`, whose own is of the order 1 / (1 - p),
     that would be a small difference of large numbers."""
     if pointed is None:
-        return weights, None, None
+        return (weights, None), None
 
     def weighted(losses, pointed):
         return jnp.sum(mix_pointed(losses, pointed) * weights)
 
     slopes, pointed_grad = jax.grad(weighted, argnums=(0, 1))(losses, pointed)
     others, loss = jnp.sum(slopes[:, :-1], axis=1), losses[:, -1]
-    return slopes, pointed_grad, others * jnp.exp(-loss) + slopes[:, -1] * jnp.expm1(-loss)
+    copy_grad = others * jnp.exp(-loss) + slopes[:, -1] * jnp.expm1(-loss)
+    return (slopes, copy_grad), pointed_grad
 
 
 # ---- Factors of eight bits -----------------------------------------------------------------------
@@ -4361,15 +4362,15 @@ def squash(z, cfg: Config):
     return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
-def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, copies: bool):
-    """float32 (losses, nats [t, targets], logits [t, v] before the cap, sums of exponentials [t]).
+def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, pointing: bool):
+    """float32 (losses [t, targets], (logits [t, v] before the cap, sums of exponentials [t])).
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
     while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [t, v]
     goes to memory. The logits of the targets come once more, from their rows of the head: to pick
     them out of [t, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
     library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
     chunk instead of 0.8. There targets are picked out of it: they must be what has been summed, or
-    a chance could be above 1. With `copies` the last target is `<copy>`, of all tokens the same."""
+    a chance could be above 1. If `pointing`, the last target is `<copy>`, that of all tokens."""
     half = cfg.logit_cap[0] / 2
 
     def picked(x_td, head_vd, wide_vd):
@@ -4382,7 +4383,7 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, copies: bool):
             (x8, x_scale), (w8, w_scale) = (rounded(y, jnp.int8) for y in (x_td, head_vd))
             x_td, wide_vd = x8 * x_scale, w8 * w_scale
         ids = [targets[:, k] for k in range(targets.shape[1])]
-        if copies:
+        if pointing:
             ids[-1] = ids[-1][:1]
         wide_td = x_td.astype(jnp.float32)
         return z_tv, jnp.stack([jnp.sum(wide_td * wide_vd[x], axis=1) for x in ids], axis=1)
@@ -4391,15 +4392,17 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, copies: bool):
     z_tv, z_targets = lax.platform_dependent(*args, cuda=picked, default=again)
     sum_t = jnp.sum(jnp.exp(half * squash(z_tv, cfg)), axis=1)
     losses = jnp.log(sum_t)[:, None] - half * squash(z_targets, cfg)
-    return losses, z_tv, sum_t
+    return losses, (z_tv, sum_t)
 
 
-def loss_gradients(z_tv, sum_t, x_td, head_vd, targets, weights, cfg: Config, last=None):
-    """Gradients of the weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
+def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
+    """Gradients of weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
     That of a logit z is (total weight of the token * its probability - weight of z as a target)
     times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
-    rounded to bfloat16, either gradient is off by 0.3 % (relative norm). For the last target the
-    bracket can be given, as `last` [t]: see pointed_slopes."""
+    rounded to bfloat16, either gradient is off by 0.3 % (relative norm). `slopes` are those of
+    pointed_slopes: the weights, and the bracket for the last target, if it is given."""
+    z_tv, sum_t = softmax
+    weights, last = slopes
     a, _, c = cfg.logit_cap
     weights = a / (4 * c) * weights
 
@@ -4443,11 +4446,10 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
     def add(carry, chunk):
         totals, head_grad = carry
         x_td, targets, weights, pointed = chunk
-        losses, z_tv, sum_t = token_losses(
-            x_td, narrow_vd, wide_vd, targets, cfg, pointed is not None
-        )
-        slopes, pointed_grad, last = pointed_slopes(losses, weights, pointed)
-        x_grad_td, more = loss_gradients(z_tv, sum_t, x_td, narrow_vd, targets, slopes, cfg, last)
+        pointing = pointed is not None
+        losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
+        slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
+        x_grad_td, more = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
         totals = add_losses(totals, losses, weights, pointed)
         return (totals, head_grad + more), (x_grad_td, pointed_grad)
 
@@ -4588,7 +4590,7 @@ ONES = 16  # rows of ones under the values: with them one matmul also sums the w
 # the sum of 4096 exponentials of them stays within float32 (as do those of what fits the VMEM).
 MAX_SCORE = 48.0
 # Arrays [b, n, t] that a layer may have: gates of `added`, tanh of those of XSA, gates of outputs.
-OF_HEADS = "added_gates", "shares", "gates"
+OF_HEADS = "added_gates", "xsa", "gates"
 SAVED = "saved_k", "saved_q", "saved_v", "saved_y", "log_sums"  # what is kept for the way back
 
 
@@ -4874,10 +4876,10 @@ def finish_outputs(plan: Plan, r, slot):
             if r.saved_y is not None:
                 r.log_sums[0, c : c + 1] = jnp.log2(total)
                 r.saved_y[0, part_of(c, v)] = y.astype(r.y.dtype)
-            if r.shares is not None:
+            if r.xsa is not None:
                 own = r.values[slot, c, :v].astype(jnp.float32)
                 along = dot(y, own) / jnp.maximum(dot(own, own), 1e-8)
-                y -= r.shares[0, c : c + 1] * along * own
+                y -= r.xsa[0, c : c + 1] * along * own
             ys.append(y if r.gates is None else y * r.gates[0, c : c + 1])
         r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(r.y.dtype)
 
@@ -4940,15 +4942,15 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         # Of block i.
         "y_grad": reads(y_grad, across),  # [1, block, n v]
         **{x: reads(saved[x], across) for x in ("saved_k", "saved_v")},
-        **{x: reads(arrays[x], along) for x in ("starts", "shares", "gates")},
+        **{x: reads(arrays[x], along) for x in ("starts", "xsa", "gates")},
         **{x: reads(saved[x], along) for x in ("saved_q", "saved_y", "log_sums")},
         # Of the block that leaves, i - delay.
         **{f"old_{x}": reads(arrays[x], old_across) for x in ("qkv", "added")},
         **{f"old_{x}": reads(arrays[x], old_along) for x in ("tables", "added_gates")},
-        # Each gradient has the shape of what it is of; only those of shares, gates are of block i.
+        # Each gradient has the shape of what it is of; only those of xsa and gates are of block i.
         **{f"{x}_grad": writes(arrays[x], old_across) for x in ("qkv", "added")},
         "added_gates_grad": writes(arrays["added_gates"], old_along),
-        **{f"{x}_grad": writes(arrays[x], along) for x in ("shares", "gates")},
+        **{f"{x}_grad": writes(arrays[x], along) for x in ("xsa", "gates")},
         # The ring. Gradients are standing, and summed over blocks as float32.
         "keys": keeps((ring, n, block, h), dtype),
         "values": keeps((ring, n, block, v), dtype),
@@ -4969,7 +4971,7 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
             r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
         for lanes, _ in column_tiles(n, v):
             r.y_grads[lanes] = r.y_grad[0, :, lanes].T
-            if r.shares is not None:
+            if r.xsa is not None:
                 r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
         mean = [undo_outputs(plan, r, slot, c) for c in range(n)]
         # Rotating gradients back takes the vector unit only: it goes on between the matmuls of
@@ -4993,17 +4995,17 @@ def undo_outputs(plan: Plan, r, slot, c: int):
     row, part = (0, slice(c, c + 1)), part_of(c, plan.heads.v_width)
     y, grad = (x.astype(jnp.float32) for x in (r.saved_y[0, part], r.y_grads[part]))
     left = y
-    if r.shares is not None:
-        own, share = r.v_grads[slot, part], r.shares[row]
+    if r.xsa is not None:
+        own, share = r.v_grads[slot, part], r.xsa[row]
         size = jnp.maximum(dot(own, own), 1e-8)
         along = dot(y, own) / size
         left = y - share * along * own
     if r.gates is not None:
         r.gates_grad[row] = dot(grad, left)
         grad *= r.gates[row]
-    if r.shares is not None:
+    if r.xsa is not None:
         back = dot(grad, own) / size
-        r.shares_grad[row] = -back * along * size
+        r.xsa_grad[row] = -back * along * size
         twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
         r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * own))
         grad -= share * back * own
@@ -5021,7 +5023,7 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, betwee
     def finish(c, o, weights, grad):
         anew = j == 0 and c < plan.half
         v_grad = times(r.y_grads[part_of(c, v), queries], weights, True)
-        collect(r.v_grads, (at, part_of(o, v), keys), v_grad, anew and r.shares is None)
+        collect(r.v_grads, (at, part_of(o, v), keys), v_grad, anew and r.xsa is None)
         k_grad = times(r.saved_q[0, part_of(c, h), queries], grad, True)
         collect(r.k_grads, (at, part_of(o, h), keys), k_grad, anew)
         q_grad = times(r.standing_keys[at, part_of(o, h), keys], grad)
