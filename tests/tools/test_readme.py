@@ -92,8 +92,10 @@ def test_options_that_it_names_are_the_command_lines(monkeypatch, capsys):
         assert named == known - {"--help"} if path == "train_gpt.py" else named <= known, path
 
 
-def test_predicted_seconds_are_those_of_the_stored_prediction():
-    stored = json.loads((ROOT / "records/predicted/v6e-8/preflight.json").read_text())["predicted"]
+@pytest.mark.parametrize("name", ["v6e-8", "v6e-8-pointer"])
+def test_predicted_seconds_are_those_of_the_stored_prediction(name):
+    path = ROOT / f"records/predicted/{name}/preflight.json"
+    stored = json.loads(path.read_text())["predicted"]
     parts = [stored[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]
     band = stored["low_seconds"], stored["high_seconds"]
     shown = "{3:.0f} s ({4:.0f} to {5:.0f}): {0:.1f} s of computing, {1:.1f} s of links, {2:.1f} s"
