@@ -55,11 +55,11 @@ attend_heads or attend_plain, trials; and attend_tpu too, or one more of the con
 serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
 are capped, fused_cross_entropy trains, which equals it). What it makes of a token's losses:
 add_losses, and their slopes in fused_cross_entropy_forward; if that changes the chances of the next
-token, records/sample.py too. How training rounds: product_8, logits_of, times_rounded; eval_step
-leaves that out. Which ids a softmax runs over: aim. A table: params_of_ideas, ids_of_ideas,
-look_up. A new kernel: a function that equals one of Kernels, its conditions in serving_kernels.
-What leaves an idea out: a line of IDEAS. Always: a field of Config, validate, flops_per_token, a
-row in README.md, a test in tests/recipe.
+token, records/sample.py too. How training rounds: product_8, logits_of, times_rounded; and
+trained_model, which leaves that out. Which ids a softmax runs over: aim. A table: params_of_ideas,
+ids_of_ideas, look_up. A new kernel: a function that equals one of Kernels, its conditions in
+serving_kernels. What leaves an idea out: a line of IDEAS. Always: a field of Config, validate,
+flops_per_token, a row in README.md, a test in tests/recipe.
 """
 
 from __future__ import annotations
@@ -1992,7 +1992,7 @@ def aim(row, offset: int, count: int, prefix_v, always=()) -> tuple[Aims, int]:
     if not count:
         found = targets_t.astype(np.int32), prefix_v[targets_t]
         return Aims(np.empty(0, np.int32), *found), offset
-    ids = np.append(targets_t, np.array(always, targets_t.dtype))
+    ids = np.append(targets_t.astype(np.int32), np.array(always, np.int32))
     ids, offset = candidates(ids, offset, count, vocab)
     number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
     number[ids] = np.arange(count)
@@ -2018,7 +2018,7 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
     chosen = np.zeros(vocab, bool)
     chosen[targets_t] = True
     lacking = count - np.count_nonzero(chosen)
-    many = f"a row has {count - lacking:,} different tokens, more than its {count:,} candidates"
+    many = f"a row has {count - lacking:,} different targets, more than its {count:,} candidates"
     need(lacking >= 0, f"{many}: raise --set stages.N.candidates=")
     if lacking:
         draw = min(vocab, int(lacking * 1.7) + 256)  # enough, though some of them are targets
@@ -2155,12 +2155,13 @@ def mix_pointed(losses, pointed):
     """Losses [t, targets] of a softmax, of which the last is that of `<copy>`. The first becomes
     that of the mixture. If `<copy>` has the chance a, tokens have p / (1 - a) of what is left. Of a
     they get back the share of the sink, and what the pointer is at gets all else: with found, sink
-    = `pointed` [t, 2], of pointer_shares, p (1 + a sink / (1 - a)) + a found. A chance counts 1e-9
-    at least, so that a loss has a bound. (Its authors add 1e-9: chances then sum up to above 1.)"""
+    = `pointed` [t, 2], of pointer_shares, p (1 + a sink / (1 - a)) + a found. The least chance is
+    1e-30, beyond what logits of a cap reach. (Its authors add 1e-9: chances then sum up to more
+    than 1, and no loss is above 20.7.)"""
     chance, gate = jnp.exp(-losses[:, 0]), jnp.exp(-losses[:, -1])
     rest = jnp.maximum(-jnp.expm1(-losses[:, -1]), 1e-6)  # 1 - a
     chance = chance * (1 + gate * pointed[:, 1] / rest) + gate * pointed[:, 0]
-    return losses.at[:, 0].set(-jnp.log(jnp.maximum(chance, 1e-9)))
+    return losses.at[:, 0].set(-jnp.log(jnp.maximum(chance, 1e-30)))
 
 
 def pointed_slopes(losses, weights, pointed) -> tuple:
@@ -2956,11 +2957,16 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
 # ---- Validation --------------------------------------------------------------------------------
 
 
+def trained_model(cfg: Config, kernels: Kernels, copies, hyper: Hyper) -> Model:
+    """The model as it is validated and sampled: factors of eight bits are of training."""
+    whole = dataclasses.replace(cfg, eight_bits="none")
+    return Model(copies, whole, kernels, None, hyper, copies.get("signs"))
+
+
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
     fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
-    whole = dataclasses.replace(cfg, eight_bits="none")  # is of training
-    model = Model({}, whole, kernels, None, batch.hyper, copies.get("signs"))
+    model = trained_model(cfg, kernels, copies, batch.hyper)
     params = copies | fetched
 
     def loss(rows):
@@ -4400,7 +4406,7 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
     That of a logit z is (total weight of the token * its probability - weight of z as a target)
     times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
     rounded to bfloat16, either gradient is off by 0.3 % (relative norm). `slopes` are those of
-    pointed_slopes: the weights, and the bracket for the last target, if it is given."""
+    pointed_slopes: the weights and, if given, what is in parentheses here, of the last target."""
     z_tv, sum_t = softmax
     weights, last = slopes
     a, _, c = cfg.logit_cap

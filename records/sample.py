@@ -47,7 +47,7 @@ class Trained(NamedTuple):
 def load(saved: T.Saved) -> Trained:
     """The model of a checkpoint, on the devices of its run or on those that are here."""
     count = saved.cfg.devices if saved.cfg.devices <= len(T.all_devices()) else 0
-    cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count, eight_bits="none"))
+    cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count))
     words = T.token_bytes(cfg, saved.folder.parents[1])
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]
@@ -59,7 +59,7 @@ def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, bat
     """`result` (of a Model, features [b, t, d] and their Rows) for the rows of all devices. Up to
     the features this is eval_step."""
     fetched, copies, _ = T.gather_banks(cfg, copies, T.fetch_requests(table, batch)[1])
-    model = T.Model(copies, cfg, kernels, None, batch.hyper, copies.get("signs"))
+    model = T.trained_model(cfg, kernels, copies, batch.hyper)
     tables = copies | fetched
 
     def of(rows):

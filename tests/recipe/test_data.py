@@ -274,7 +274,7 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
 
 
 def test_a_row_with_too_many_targets_is_refused():
-    with pytest.raises(T.UserError, match=r"5 different tokens, more than its 4 .*stages.N.cand"):
+    with pytest.raises(T.UserError, match=r"5 different targets, more than its 4 .*stages.N.cand"):
         T.candidates(np.array([7, 3, 7, 99, 50, 1]), 0, 4, 104)
     assert all(math.gcd(T.STRIDE, cfg.vocab) == 1 for cfg in T.PRESETS.values())  # meets every id
 

@@ -141,6 +141,18 @@ def test_a_run_with_eight_bits_learns_as_well(shards, tmp_path):
     np.testing.assert_allclose(*runs, atol=0.02)
 
 
+def test_the_sample_of_a_run_is_of_the_model_that_it_validates(shards, tmp_path, monkeypatch):
+    cfg, said, show = replace(BRIEF, eight_bits="mlp,head", sample_tokens=1), [], T.demonstrate
+
+    def without(*args):
+        monkeypatch.delattr(T, "product_8")
+        show(*args)
+
+    monkeypatch.setattr(T, "demonstrate", without)
+    run = trained(cfg, tmp_path, shards, say=said.append)
+    assert (run / "sample.txt").exists(), said
+
+
 def test_what_cannot_be_in_eight_bits():
     with pytest.raises(
         T.UserError, match="eight_bits='qkv' is not valid: none, mlp, head, mlp,head"

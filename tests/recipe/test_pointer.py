@@ -328,9 +328,32 @@ def test_candidates_always_hold_the_id_of_copies():
     np.testing.assert_array_equal(aims.candidates[aims.targets], row[1:])
     without, before = T.aim(row, 3, 48, prefix_v)
     assert len({*without.candidates} - {*aims.candidates}) <= 1 and before >= offset
-    with pytest.raises(T.UserError, match="20 different tokens, more than its 19"):
+    with pytest.raises(T.UserError, match="20 different targets, more than its 19"):
         T.aim(row, 3, 19, prefix_v, [97])
     assert len(T.aim(row, 3, 19, prefix_v)[0].candidates) == 19
+
+
+def test_the_id_of_copies_may_be_the_first_that_no_token_can_have():
+    row = np.arange(20).astype(np.uint16)
+    aims, _ = T.aim(row, 3, 48, np.full(70000, -1, np.int32), [65536])
+    assert aims.candidates[-1] == 65536
+    np.testing.assert_array_equal(aims.candidates[aims.targets], row[1:])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_of_the_mixture_is_not_cut_short(loss):
+    """However sure a model is of what does not come: a loss that has a bound looks too good."""
+    x, head = jnp.ones((2, 32)), jnp.zeros((104, 32)).at[1].set(0.25)
+    targets, weights = jnp.array([[0, 97], [1, 97]]), jnp.eye(1, 2).repeat(2, axis=0)
+    cfg = small_config(logit_cap=(46.0, 0.0, 1.0))
+
+    def run(x):
+        pointed = jnp.array([[0.0, 1.0]]).repeat(2, axis=0)
+        return LOSSES[loss](x, head, targets, weights, cfg, pointed)[0]
+
+    total, grad = quick(jax.value_and_grad(run), x)
+    np.testing.assert_allclose(total, 46 / (1 + np.exp(-8)) - 23, rtol=1e-5)
+    assert np.any(grad[0])
 
 
 def test_a_vocabulary_must_have_an_id_for_copies():
