@@ -466,149 +466,6 @@ IDEAS = {
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
-# ---- Overrides: --set, and the numbers with which no run can be built --------------------------
-
-
-def validate(c: Config) -> Config:
-    """Return the config if a run can be built from it, else UserError with field and value."""
-
-    def rule(name, valid, would_be):
-        value = c
-        for key in name.split("."):
-            value = value[int(key)] if key.isdecimal() else getattr(value, key)
-        need(valid, f"{name}={value!r} is not valid: {would_be}")
-
-    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
-    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
-    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
-    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
-    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
-    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
-    kv = c.kv_heads or c.heads
-    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
-    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
-    rule("kv_heads", whole, would_be)
-    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
-    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
-    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
-    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
-    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
-    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
-    free = c.vocab - c.real_tokens or not c.pointer_width
-    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
-    has = c.squared_relu or "mlp" not in c.eight_bits
-    rule("squared_relu", has, f"True for eight_bits={c.eight_bits}")
-    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
-    last = len(c.layers) - 1
-    for i, layer in enumerate(c.layers):
-        names = ("values", "xsa", "gated", "narrow", "paired")
-        needs = [name for name in names if getattr(layer, name)]
-        known = layer.attends in ("short", "long") or not (layer.attends or needs)
-        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
-        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
-        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
-        for name in ("skip", "reads"):
-            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
-        whole = i == last and layer.attends and layer.mlps
-        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
-        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
-    often, seldom = c.table_every
-    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
-    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
-    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
-    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
-    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
-    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
-    shares = [stage.share for stage in c.stages]
-    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
-    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
-    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
-    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
-    for i, s in enumerate(c.stages):
-        same = s.rows == c.stages[0].rows
-        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
-        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
-        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
-        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
-        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
-    return c
-
-
-def typed(kind, value, name="", positive=False):
-    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
-    number is negative, and none is 0 where `positive` holds or `kind` says so."""
-    if typing.get_origin(kind) is Annotated:
-        positive = positive or "positive" in kind.__metadata__
-        kind = kind.__origin__
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        kinds = typing.get_type_hints(kind, include_extras=True)
-        odd = kinds.keys() ^ value.keys()
-        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
-        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
-    wrong = f"{name}={value!r} is not valid: "
-    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
-        each, *rest = typing.get_args(kind)
-        need(value, f"{wrong}one or more")
-        if rest == [...] or len(value) == 1 + len(rest):
-            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
-    if typing.get_origin(kind) is Literal:
-        words = typing.get_args(kind)
-        need(value in words, wrong + ", ".join(words))
-        return value
-    number = kind in (int, float) and type(value) in (int, kind)
-    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
-    shown = kind if typing.get_origin(kind) else kind.__name__
-    need(fits, f"{wrong}it must be {shown}, see --show")
-    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
-    need(value or not positive, f"{wrong}it must be positive")
-    return kind(value)
-
-
-def override(cfg: Config, items: list[str]) -> Config:
-    """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
-    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
-    fields = dataclasses.asdict(cfg)
-    once = sum(item.startswith("without=") for item in items) < 2
-    need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
-    for item in items:
-        need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
-        key, _, text = item.partition("=")
-        for each in (*(leave_out(text) if key == "without" else ()), item):
-            key, _, text = each.partition("=")
-            try:
-                set_field(fields, key.split("."), text)
-            except (LookupError, TypeError, ValueError):
-                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
-                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
-    return validate(typed(Config, fields))
-
-
-def leave_out(names: str) -> list[str]:
-    """What `without=names` sets."""
-    every = [name for name in IDEAS if name not in PLAIN_HAS]
-    chosen = every if names == "all" else [name for name in names.split(",") if name]
-    for name in chosen:
-        there = f"all alone, or some of {', '.join(IDEAS)}"
-        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
-    return [item for name in chosen for item in IDEAS[name].split()]
-
-
-def set_field(part, path: list[str], text: str):
-    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
-    at, *rest = path
-    if at == "*":
-        for x in part:
-            set_field(x, rest, text)
-    elif rest:
-        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
-    else:
-        number = not isinstance(part[at], str)
-        part[at] = text
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-            part[at] = ast.literal_eval(text) if number else text
-
-
 # ================================================================================================
 # PART I: THE CORE
 # ================================================================================================
@@ -709,6 +566,20 @@ def schedule(cfg: Config) -> Schedule:
             summed = tuple(stage[i + 1 - count : i + 1].tolist())
             programs[i].append(Update("tables", count, stages=summed))
     return Schedule(stage, candidates, adam, tables, tied, programs, hyper)
+
+
+def places(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(stage of each step, its number in that, how many that has)."""
+    lengths = np.diff(cfg.boundaries)
+    stage = np.repeat(np.arange(len(lengths)), lengths)
+    return stage, np.arange(cfg.steps) - np.array(cfg.boundaries)[stage], lengths[stage]
+
+
+def in_parts(cfg: Config, name: str) -> np.ndarray:
+    """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
+    fields = [getattr(stage, name) for stage in cfg.stages]
+    each = ((fields[s], at, length) for s, at, length in zip(*places(cfg), strict=True))
+    return np.array([entries[at * len(entries) // length] for entries, at, length in each])
 
 
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
@@ -1178,6 +1049,14 @@ def rope(x_btnh, cos_tnh, sin_tnh):
     return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
 
 
+def positions(t: int, heads: Heads):
+    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
+    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
+    Bug-compatible: the original reshapes differently for rotation and for attention."""
+    at = jnp.arange(t)[:, None]
+    return 2 * at + jnp.arange(heads.count)[None] % 2 if heads.paired else at
+
+
 SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
 
 
@@ -1289,6 +1168,15 @@ def add_losses(totals, losses, weights, pointed=None):
     return weighted + jnp.sum(losses * weights), plain
 
 
+def in_chunks(cfg: Config, ids: int, *arrays):
+    """Arrays [t, ...], or None, as [chunks, t', ...]: the fewest equal chunks that have no more
+    logits, of a softmax over `ids` ids, than cfg.loss_chunk tokens have over the vocabulary."""
+    tokens = len(arrays[0])
+    most = cfg.loss_chunk * cfg.vocab // ids
+    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
+    return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
+
+
 # ---- The step: what every device does ----------------------------------------------------------
 
 # Arranged for XLA in Part V, said plainly here:
@@ -1363,6 +1251,60 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
         x = x.astype(grad_vd.dtype)
         grad_vd = at.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
     return grad_vd
+
+
+def micro_batches(cfg: Config, rows: Rows):
+    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
+    b, t = rows.tokens[:, 1:].shape
+    together = rows_together(cfg, b, t)
+    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
+
+
+def rows_together(cfg: Config, b: int, t: int) -> int:
+    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
+    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
+
+
+# ---- Validation --------------------------------------------------------------------------------
+
+
+def trained_model(cfg: Config, kernels: Kernels, copies, hyper: Hyper) -> Model:
+    """The model as it is validated and sampled: factors of eight bits are of training."""
+    whole = dataclasses.replace(cfg, eight_bits="none")
+    return Model(copies, whole, kernels, None, hyper, copies.get("signs"))
+
+
+def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
+    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
+    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
+    model = trained_model(cfg, kernels, copies, batch.hyper)
+    params = copies | fetched
+
+    def loss(rows):
+        return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
+
+    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
+    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
+
+
+def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
+    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
+    dropped n-grams); `loss` is the program for that, with the model."""
+    rows = cfg.val_tokens // cfg.val_row
+    of_batch = cfg.val_batch // cfg.val_row
+    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    results = []
+    for path in stream.paths:
+        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+    for first in range(0, rows, of_batch):
+        here = [first + row for row in own_rows(mesh, of_batch)]
+        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
+        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
+        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
+        arrays = rows_of(cfg, mesh, known, tokens, next_tokens(targets))
+        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
+    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
+    return float(total) / cfg.val_tokens, int(dropped)
 
 
 # ---- Optimizers --------------------------------------------------------------------------------
@@ -1567,6 +1509,20 @@ def lower(program: Program, mesh: Mesh):
 
 
 # ---- Training: the clock and the loop ----------------------------------------------------------
+
+
+def settle(log: RunLog, newest: tuple | None):
+    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
+    if newest:
+        step, loss, *more = newest
+        log.trained(step, sound(log, step, float(loss)), *more)
+
+
+def sound(log: RunLog, step: int, loss: float) -> float:
+    """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
+    cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
+    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
+    return loss
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
@@ -1946,20 +1902,6 @@ def loss_weights(cfg: Config) -> np.ndarray:
     ends = [np.pad(x, [(0, 0), (0, most - len(x[0]))]) for x in ends]
     first, last = np.stack(ends, axis=1)[:, stage]
     return first + (last - first) * (at / length)[:, None]
-
-
-def in_parts(cfg: Config, name: str) -> np.ndarray:
-    """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
-    fields = [getattr(stage, name) for stage in cfg.stages]
-    each = ((fields[s], at, length) for s, at, length in zip(*places(cfg), strict=True))
-    return np.array([entries[at * len(entries) // length] for entries, at, length in each])
-
-
-def places(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(stage of each step, its number in that, how many that has)."""
-    lengths = np.diff(cfg.boundaries)
-    stage = np.repeat(np.arange(len(lengths)), lengths)
-    return stage, np.arange(cfg.steps) - np.array(cfg.boundaries)[stage], lengths[stage]
 
 
 class Vocabulary(NamedTuple):
@@ -2670,14 +2612,6 @@ def key_offset(k_btnh):
     return jnp.where(still[None, None, None], shifted, k_btnh)
 
 
-def positions(t: int, heads: Heads):
-    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
-    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
-    Bug-compatible: the original reshapes differently for rotation and for attention."""
-    at = jnp.arange(t)[:, None]
-    return 2 * at + jnp.arange(heads.count)[None] % 2 if heads.paired else at
-
-
 def pair_heads(x_btnh):
     """[b, t, n, h] -> [b, 2t, n/2, h]: two heads attend as one, over a sequence of twice the length
     in which their tokens alternate (record 58). So each also sees its partner's keys, and the same
@@ -2861,18 +2795,6 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
-def micro_batches(cfg: Config, rows: Rows):
-    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
-    b, t = rows.tokens[:, 1:].shape
-    together = rows_together(cfg, b, t)
-    return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
-
-
-def rows_together(cfg: Config, b: int, t: int) -> int:
-    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
-    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
-
-
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
 SHARD_MAGIC = 20240520  # the llm.c token file format: this,
@@ -2952,48 +2874,6 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
         if row in found:
             found[row].append(stream.read(start, stop - start))
     return np.stack([np.concatenate(found[row]) for row in here])
-
-
-# ---- Validation --------------------------------------------------------------------------------
-
-
-def trained_model(cfg: Config, kernels: Kernels, copies, hyper: Hyper) -> Model:
-    """The model as it is validated and sampled: factors of eight bits are of training."""
-    whole = dataclasses.replace(cfg, eight_bits="none")
-    return Model(copies, whole, kernels, None, hyper, copies.get("signs"))
-
-
-def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
-    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
-    model = trained_model(cfg, kernels, copies, batch.hyper)
-    params = copies | fetched
-
-    def loss(rows):
-        return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
-
-    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
-    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
-
-
-def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
-    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
-    dropped n-grams); `loss` is the program for that, with the model."""
-    rows = cfg.val_tokens // cfg.val_row
-    of_batch = cfg.val_batch // cfg.val_row
-    pieces, _ = plan_plain(0, rows, cfg.val_row)
-    results = []
-    for path in stream.paths:
-        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
-    for first in range(0, rows, of_batch):
-        here = [first + row for row in own_rows(mesh, of_batch)]
-        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
-        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
-        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
-        arrays = rows_of(cfg, mesh, known, tokens, next_tokens(targets))
-        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
-    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
-    return float(total) / cfg.val_tokens, int(dropped)
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
@@ -3256,37 +3136,7 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
     return jax.jit(functools.partial(first_copies, cfg), out_shardings=out)
 
 
-# XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
-# move the data of collectives beside other work with these options alone (2d, nd: on more than
-# eight chips), and add rows to tables; they read none, which slows down small gathers (jax issue
-# 40553).
-OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
-COMPILER_OPTIONS = {
-    "tpu": {
-        **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
-        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
-        "xla_tpu_offload_gather_to_sparsecore": False,
-        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
-    },
-    "gpu": {"xla_allow_excess_precision": False},
-}
-
-
-def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
-    """Those of COMPILER_OPTIONS that serve a run on such devices."""
-    return COMPILER_OPTIONS.get(platform, {}) if cfg.sparse_cores or platform != "tpu" else {}
-
-
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
-
-
-def in_chunks(cfg: Config, ids: int, *arrays):
-    """Arrays [t, ...], or None, as [chunks, t', ...]: the fewest equal chunks that have no more
-    logits, of a softmax over `ids` ids, than cfg.loss_chunk tokens have over the vocabulary."""
-    tokens = len(arrays[0])
-    most = cfg.loss_chunk * cfg.vocab // ids
-    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
-    return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
 
 
 # Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
@@ -3746,20 +3596,6 @@ class Clock:
         return self.total + 1000 * (time.perf_counter() - self.since) * self.running.is_set()
 
 
-def settle(log: RunLog, newest: tuple | None):
-    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
-    if newest:
-        step, loss, *more = newest
-        log.trained(step, sound(log, step, float(loss)), *more)
-
-
-def sound(log: RunLog, step: int, loss: float) -> float:
-    """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
-    cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
-    return loss
-
-
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
@@ -3863,6 +3699,149 @@ def agree(facts: dict, saved: Saved | None):
     each = multihost_utils.process_allgather(mine).reshape(-1, len(same))
     differ = [name for name, x in zip(same, each.T, strict=True) if len({*x.tolist()}) > 1]
     need(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
+
+
+# ---- Settings: --set, and the numbers with which no run can be built ---------------------------
+
+
+def validate(c: Config) -> Config:
+    """Return the config if a run can be built from it, else UserError with field and value."""
+
+    def rule(name, valid, would_be):
+        value = c
+        for key in name.split("."):
+            value = value[int(key)] if key.isdecimal() else getattr(value, key)
+        need(valid, f"{name}={value!r} is not valid: {would_be}")
+
+    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
+    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
+    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
+    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
+    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
+    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    kv = c.kv_heads or c.heads
+    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
+    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
+    rule("kv_heads", whole, would_be)
+    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
+    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
+    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
+    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
+    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
+    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
+    free = c.vocab - c.real_tokens or not c.pointer_width
+    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
+    has = c.squared_relu or "mlp" not in c.eight_bits
+    rule("squared_relu", has, f"True for eight_bits={c.eight_bits}")
+    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
+    last = len(c.layers) - 1
+    for i, layer in enumerate(c.layers):
+        names = ("values", "xsa", "gated", "narrow", "paired")
+        needs = [name for name in names if getattr(layer, name)]
+        known = layer.attends in ("short", "long") or not (layer.attends or needs)
+        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
+        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
+        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
+        for name in ("skip", "reads"):
+            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
+        whole = i == last and layer.attends and layer.mlps
+        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
+        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
+    often, seldom = c.table_every
+    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
+    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
+    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
+    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
+    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
+    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
+    shares = [stage.share for stage in c.stages]
+    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
+    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
+    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
+    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
+    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
+    for i, s in enumerate(c.stages):
+        same = s.rows == c.stages[0].rows
+        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
+        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
+        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
+        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
+        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
+    return c
+
+
+def typed(kind, value, name="", positive=False):
+    """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
+    number is negative, and none is 0 where `positive` holds or `kind` says so."""
+    if typing.get_origin(kind) is Annotated:
+        positive = positive or "positive" in kind.__metadata__
+        kind = kind.__origin__
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        kinds = typing.get_type_hints(kind, include_extras=True)
+        odd = kinds.keys() ^ value.keys()
+        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
+        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
+    wrong = f"{name}={value!r} is not valid: "
+    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
+        each, *rest = typing.get_args(kind)
+        need(value, f"{wrong}one or more")
+        if rest == [...] or len(value) == 1 + len(rest):
+            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
+    if typing.get_origin(kind) is Literal:
+        words = typing.get_args(kind)
+        need(value in words, wrong + ", ".join(words))
+        return value
+    number = kind in (int, float) and type(value) in (int, kind)
+    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
+    shown = kind if typing.get_origin(kind) else kind.__name__
+    need(fits, f"{wrong}it must be {shown}, see --show")
+    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+    need(value or not positive, f"{wrong}it must be positive")
+    return kind(value)
+
+
+def override(cfg: Config, items: list[str]) -> Config:
+    """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
+    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
+    fields = dataclasses.asdict(cfg)
+    once = sum(item.startswith("without=") for item in items) < 2
+    need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
+    for item in items:
+        need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
+        key, _, text = item.partition("=")
+        for each in (*(leave_out(text) if key == "without" else ()), item):
+            key, _, text = each.partition("=")
+            try:
+                set_field(fields, key.split("."), text)
+            except (LookupError, TypeError, ValueError):
+                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
+                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
+    return validate(typed(Config, fields))
+
+
+def leave_out(names: str) -> list[str]:
+    """What `without=names` sets."""
+    every = [name for name in IDEAS if name not in PLAIN_HAS]
+    chosen = every if names == "all" else [name for name in names.split(",") if name]
+    for name in chosen:
+        there = f"all alone, or some of {', '.join(IDEAS)}"
+        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
+    return [item for name in chosen for item in IDEAS[name].split()]
+
+
+def set_field(part, path: list[str], text: str):
+    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
+    at, *rest = path
+    if at == "*":
+        for x in part:
+            set_field(x, rest, text)
+    elif rest:
+        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
+    else:
+        number = not isinstance(part[at], str)
+        part[at] = text
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
+            part[at] = ast.literal_eval(text) if number else text
 
 
 # ---- Command line ------------------------------------------------------------------------------
@@ -4064,6 +4043,27 @@ def program_bytes(compiled) -> dict[str, int]:
     sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
     live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
     return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
+
+
+# XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
+# move the data of collectives beside other work with these options alone (2d, nd: on more than
+# eight chips), and add rows to tables; they read none, which slows down small gathers (jax issue
+# 40553).
+OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
+COMPILER_OPTIONS = {
+    "tpu": {
+        **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
+        "xla_tpu_offload_gather_to_sparsecore": False,
+        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
+    },
+    "gpu": {"xla_allow_excess_precision": False},
+}
+
+
+def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
+    """Those of COMPILER_OPTIONS that serve a run on such devices."""
+    return COMPILER_OPTIONS.get(platform, {}) if cfg.sparse_cores or platform != "tpu" else {}
 
 
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):

@@ -38,13 +38,15 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 # What is used of a later part: collectives as compilers want them, how much is computed at once,
 # what goes on around a run; and by what is done before the clock starts, what makes programs fast.
 LATER = {
-    "cross_entropy": {"in_chunks"},
     "grads_step": {"gather_banks", "in_order", "sum_batches"},
     "eval_step": {"gather_banks"},
     "update_step": {"reduce_scatter"},
     "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
-    "train": {"prepare", "traced", "settle", "sound", "demonstrate"},
+    "settle": {"RunLog"},
+    "sound": {"RunLog"},
+    "train": {"prepare", "traced", "demonstrate"},
     "prepare": {"checked_kernels", "compile_all", "warm_up"},
+    "run_facts": {"compiler_options"},
 }
 
 
