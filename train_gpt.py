@@ -55,8 +55,7 @@ attend_heads or attend_plain, trials; and attend_tpu too, or one more of the con
 serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
 are capped, fused_cross_entropy trains, which equals it). What it makes of a token's losses:
 add_losses, and their slopes in fused_cross_entropy_forward; if that changes the chances of the next
-token, records/sample.py too. How training rounds: product_8, logits_of, times_rounded; and
-trained_model, which leaves that out. Which ids a softmax runs over: aim. A table: params_of_ideas,
+token, records/sample.py too. Which ids a softmax runs over: aim. A table: params_of_ideas,
 ids_of_ideas, look_up. A new kernel: a function that equals one of Kernels, its conditions in
 serving_kernels. What leaves an idea out: a line of IDEAS. Always: a field of Config, validate,
 flops_per_token, a row in README.md, a test in tests/recipe.
@@ -241,8 +240,6 @@ class Config:
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
     pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_shares; 0: none
     pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
-    # what training multiplies with factors of eight bits
-    eight_bits: Literal["none", "mlp", "head", "mlp,head"] = "none"
     # of activations, matmuls and the n-gram table
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     # schedule: batch, windows and document length grow, at the end the batch shrinks again
@@ -460,7 +457,6 @@ IDEAS = {
     "normalised": "ngram_ids=raw",
     "rails": "slow_rate=0",
     "pointer": "pointer_width=0",
-    "eight_bits": "eight_bits=none",
     "averages": "tail=0 tail_average=0",
 }
 PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
@@ -784,8 +780,6 @@ class Kernels(NamedTuple):
     """Where Part V may put something faster, the same up to rounding. The plain forms are PLAIN."""
 
     attend: Callable  # attend_heads with an attention
-    add_mlp: Callable  # half a layer
-    add_mlp_8: Callable  # the same with factors of eight bits
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
     blend: Callable  # sums with weights of each token
@@ -862,10 +856,10 @@ def forward(model: Model, found: dict, rows: Rows):
         x = mix(*terms)
         if layer.attends:
             x = x + attention(model, i, seen, added, gates)
-        if not cfg.lambdas:
-            return x + mlp(model, i, x) if layer.mlps else x
-        keep = params["resid_lambdas"][i, 1]
-        return mlp(model, i, x, keep) if layer.mlps else mix((keep, x))
+        terms = [(params["resid_lambdas"][i, 1] if cfg.lambdas else 1.0, x)]
+        if layer.mlps:
+            terms.append((1.0, mlp(model, i, x)))
+        return mix(*terms)
 
     if cfg.recompute:  # keep only what goes from layer to layer
         block = jax.checkpoint(block, static_argnums=0)
@@ -924,29 +918,22 @@ def projection(model: Model, i: int, heads: Heads):
     return mix((params["qkv_lambda"][i], weights)) if cfg.lambdas else weights
 
 
-def mlp(model: Model, i: int, x_btd, keep=0.0):
-    """keep x + what the MLPs of layer `i` add to the stream; two are one of twice the width."""
+def mlp(model: Model, i: int, x_btd):
+    """What the MLPs of layer `i` add to the stream; two are one of twice the width."""
     ends = np.cumsum([layer.mlps for layer in model.cfg.layers])
     own = range(ends[i] - model.cfg.layers[i].mlps, ends[i])
     bank = model.params["mlp_bank"]
     up_fd, down_fd = (jnp.concatenate([bank[2 * n + k] for n in own]) for k in (0, 1))
+    activation = squared_relu if model.cfg.squared_relu else jax.nn.gelu
     with jax.named_scope(f"mlp{i}"):
         weight = post_lambdas(model, i)[1] if model.cfg.lambdas else 1.0
-        if not model.cfg.squared_relu:
-            return add_mlp(x_btd, up_fd, down_fd, keep, weight, jax.nn.gelu)
-        kernel = model.kernels.add_mlp_8 if "mlp" in model.cfg.eight_bits else model.kernels.add_mlp
-        return kernel(x_btd, up_fd, down_fd, keep, weight)
+        hidden_btf = activation(norm(x_btd) @ up_fd.T)
+        return hidden_btf @ mix((weight, down_fd))
 
 
 def squared_relu(x):
     """relu(x)^2 (So et al. 2021)."""
     return jnp.square(jax.nn.relu(x))
-
-
-def add_mlp(x_btd, up_fd, down_fd, keep, weight, activation=squared_relu):
-    """keep x + weight activation(norm(x) up^T) down; `keep` and `weight` are numbers."""
-    hidden_btf = activation(norm(x_btd) @ up_fd.T)
-    return mix((keep, x_btd), (1.0, hidden_btf @ mix((weight, down_fd))))
 
 
 def mix(*terms):
@@ -1145,7 +1132,7 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
     """Losses float32 [t, targets] of a chunk: log(sum(exp(capped logits))) - the target's.
     Capped logits are below a, so exp cannot overflow and needs no maximum."""
     w_vd = head_vd.astype(x_td.dtype)
-    logits_tv = cap_logits(logits_of(x_td, w_vd, cfg), cfg)
+    logits_tv = cap_logits(jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32), cfg)
     if cfg.logit_cap[0]:
         log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
     else:
@@ -1268,16 +1255,10 @@ def rows_together(cfg: Config, b: int, t: int) -> int:
 # ---- Validation --------------------------------------------------------------------------------
 
 
-def trained_model(cfg: Config, kernels: Kernels, copies, hyper: Hyper) -> Model:
-    """The model as it is validated and sampled: factors of eight bits are of training."""
-    whole = dataclasses.replace(cfg, eight_bits="none")
-    return Model(copies, whole, kernels, None, hyper, copies.get("signs"))
-
-
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
     fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
-    model = trained_model(cfg, kernels, copies, batch.hyper)
+    model = Model(copies, cfg, kernels, None, batch.hyper, copies.get("signs"))
     params = copies | fetched
 
     def loss(rows):
@@ -1525,7 +1506,7 @@ def sound(log: RunLog, step: int, loss: float) -> float:
     return loss
 
 
-def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=print) -> Path:
+def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
     Outside the clock: `prepare`, validation, the last checkpoint. Inside: every training step, all
     loading of its data, and checkpoints on the way. A checkpoint, and the stop after a signal, come
@@ -1547,8 +1528,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, profile=False, say=p
         loss, dropped = evaluate(cfg, mesh, loss, step, *validation)
         log.validated(step, sound(log, step, loss), dropped)
 
-    steps = range(first, cfg.steps)
-    for step in traced(steps, log.folder) if profile else steps:
+    for step in range(first, cfg.steps):
         signalled = asked(step - first)  # the number of a signal that has asked for the end, or 0
         stops = signalled and not waiting
         if cfg.val_every and step % cfg.val_every == 0 and (step > first or not saved):
@@ -2124,83 +2104,6 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
     return (slopes, copy_grad), pointed_grad
 
 
-# ---- Factors of eight bits -----------------------------------------------------------------------
-
-# eight_bits=mlp,head: training multiplies these with factors of eight bits, as the original does
-# (records 19, 84, 89, 92); validation does not. NVIDIA GPUs have floats: e4m3, and e5m2, coarser
-# and of a wider range, for the gradients of what comes in (from compute capability 8.9 on at twice
-# the rate of bfloat16; before, they gain nothing). All others have int8, on TPUs at twice the rate.
-# That is too coarse for gradients, of which some in a row are a thousand times as large as others:
-# there they are not rounded. The original has a scale for each array, from the step before or
-# fixed; here each row has its own, of what it holds, so that no step depends on another.
-
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-
-def add_mlp_8(x_btd, up_fd, down_fd, keep, weight):
-    """add_mlp with product_8."""
-    hidden_btf = squared_relu(product_8(norm(x_btd), up_fd).astype(x_btd.dtype))
-    y_btd = product_8(hidden_btf, mix((weight, down_fd)).T)
-    return mix((keep, x_btd), (1.0, y_btd))
-
-
-def logits_of(x_td, head_vd, cfg: Config, dtype=jnp.float32):
-    """Logits before their cap, float32 [t, v]: product_8, or x head^T, of sums in `dtype`."""
-    if "head" in cfg.eight_bits:
-        return product_8(x_td, head_vd)
-    return jnp.matmul(x_td, head_vd.T, preferred_element_type=dtype).astype(jnp.float32)
-
-
-@jax.custom_vjp
-def product_8(x, w_nk):
-    """x [..., k] w^T [k, n] of factors in eight bits, float32. Gradients are those of x w^T, as if
-    nothing had been rounded; see input_gradient."""
-    whole = functools.partial(rounded_product, dtypes=(jnp.int8, jnp.int8))
-    floats = functools.partial(rounded_product, dtypes=(E4M3, E4M3))
-    return lax.platform_dependent(x, w_nk, cuda=floats, default=whole)
-
-
-def product_8_backward(kept, grad):
-    """The gradients of x and w^T's rows from that of their product."""
-    x, w_nk = kept
-    grad = grad.astype(x.dtype)
-    return input_gradient(grad, w_nk), jnp.einsum("...n,...k->nk", grad, x)
-
-
-product_8.defvjp(lambda x, w: (product_8(x, w), (x, w)), product_8_backward)
-
-
-def input_gradient(grad, w_nk):
-    """The gradient of x [..., k] if that of x w^T is `grad` [..., n]: on NVIDIA GPUs of factors in
-    eight bits, too (pull request 363: it costs no loss; gradients of weights stay)."""
-
-    def floats(grad, w_kn):
-        return rounded_product(grad, w_kn, (E5M2, E4M3)).astype(grad.dtype)
-
-    return lax.platform_dependent(grad, w_nk.T, cuda=floats, default=lambda x, w: x @ w.T)
-
-
-def rounded_product(x, w_nk, dtypes):
-    """float32 x [..., k] w^T [k, n], of both in such `dtypes`. (A GPU writes sums in the dtype of
-    x, half the bytes.)"""
-    (x8, x_scale), (w8, w_scale) = map(rounded, (x, w_nk), dtypes)
-    sums = jnp.int32 if x8.dtype == jnp.int8 else x.dtype
-    z = jnp.matmul(x8, w8.T, preferred_element_type=sums)
-    return z.astype(jnp.float32) * x_scale * jnp.broadcast_to(w_scale[:, 0], z.shape)
-
-
-def rounded(x, dtype):
-    """(`x` [..., k] in eight bits, the float32 scale [..., 1] that gives it back): the largest of a
-    row becomes the largest that `dtype` has; of int8 126, not 127, since the multiplier, rounded to
-    bfloat16, may be 0.4 % too large."""
-    whole = dtype == jnp.int8
-    most = 126.0 if whole else float(jnp.finfo(dtype).max)
-    size = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32)
-    multiplier = (most / jnp.maximum(size, 1e-30)).astype(x.dtype)
-    x = x * multiplier
-    return (jnp.round(x) if whole else x).astype(dtype), 1 / multiplier.astype(jnp.float32)
-
-
 # ---- A table of hashed n-grams -------------------------------------------------------------------
 
 # without=ngrams: each token adds a vector of its bigram and one of its trigram, rows of a table of
@@ -2680,7 +2583,7 @@ def as_large(x):
 
 
 ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
-PLAIN = Kernels(ATTEND_PLAIN, add_mlp, add_mlp_8, cross_entropy, scatter_rows, blend)
+PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 
 
 # ================================================================================================
@@ -3352,10 +3255,6 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     choices = {"kernels": reason, "compiler_options": compiler_options(cfg, device.platform)}
-    if cfg.eight_bits != "none":
-        floats = "NVIDIA" in device.device_kind
-        kinds = "e4m3, gradients of inputs in e5m2" if floats else "int8"
-        choices["eight_bits"] = f"{cfg.eight_bits} in {kinds}; the rest in {cfg.compute_dtype}"
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
@@ -3549,16 +3448,6 @@ class RunLog:
         need(not missing, f"the run has ended well, but {missing}")
 
 
-def traced(steps: range, folder: Path) -> Iterator[int]:
-    """Yield the steps; of the first 24 the last four are traced, as folder/profile."""
-    four = steps[:24][-4:]
-    yield from range(steps.start, four.start)
-    with jax.profiler.trace(str(folder / "profile")):
-        yield from four
-        jax.block_until_ready(jax.live_arrays())
-    yield from range(four.stop, steps.stop)
-
-
 def demonstrate(log: RunLog, model: tuple):
     """What a trained model makes of the validation text, by records/sample.py if that is there."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
@@ -3731,8 +3620,6 @@ def validate(c: Config) -> Config:
     rule("ngram_rows", whole, "an even number, 4 or more; or 0")
     free = c.vocab - c.real_tokens or not c.pointer_width
     rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
-    has = c.squared_relu or "mlp" not in c.eight_bits
-    rule("squared_relu", has, f"True for eight_bits={c.eight_bits}")
     rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
     last = len(c.layers) - 1
     for i, layer in enumerate(c.layers):
@@ -3943,7 +3830,6 @@ def run(argv: list[str], command: str):
     option("--show", action="store_true", help="config, parameters, stages; then exit")
     option("--resume", type=Path, metavar="RUN_DIR", help="a run, or RUN_DIR/checkpoints/STEP")
     option("--start", type=Path, metavar="RUN_DIR", help="a new run with the parameters of another")
-    option("--profile", action="store_true", help="trace four steps into the run's folder")
     option("--cache", metavar="DIR", help="where compiled programs are kept; off: nowhere")
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
@@ -3973,7 +3859,7 @@ def run(argv: list[str], command: str):
     if args.show and all_devices()[0].platform != "cpu":
         tell(check_memory(*make_mesh(cfg)))
     if not args.show:
-        train(cfg, Path(args.out), command, saved if args.resume else None, args.profile, say)
+        train(cfg, Path(args.out), command, saved if args.resume else None, say)
 
 
 def resume_config(args, saved: Saved) -> Config:
@@ -4100,13 +3986,13 @@ def compile_one(cfg: Config, mesh: Mesh, key, lowered):
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-    fields = {"mlp": "add_mlp", "sum_rows": "add_rows", "weighted": "blend", "window": "attend"}
+    fields = {"sum_rows": "add_rows", "weighted": "blend", "window": "attend"}
     kernel = re.search(rf"({'|'.join(fields)}|attend)\w*/pallas_call", text)
     sizes = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", text)
     cure = "--set sparse_cores=0 leaves out options for TPUs: " * ("compile option" in text)
     if kernel:
         field = fields.get(kernel[1], "attend")
-        others = ",".join(x for x in Kernels._fields if not x.startswith(field))  # of add_mlp both
+        others = ",".join(x for x in Kernels._fields if not x.startswith(field))
         cure = f"--set kernels={others} leaves out {field}, whose kernel fails: "
     elif sizes:
         size, limit = (float(x) * 2**30 for x in sizes.groups())
@@ -4214,9 +4100,6 @@ def trials(cfg: Config) -> Iterator[tuple[str, Callable, list[tuple], list[tuple
     for heads in {heads_of(cfg, i, stage.windows) for i in cfg.layers_with("attends")}:
         qkv = 1, t, n * (2 * heads.qk_width + heads.v_width)
         yield "attend", functools.partial(attend, heads), [qkv, (1, t, d)], [(1, t, n)] * 3
-    for f in {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}:
-        for field in ("add_mlp", "add_mlp_8"):
-            yield field, lambda kernel, *x: kernel(*x, 1.1, 0.9), [(1, t, d), (f, d), (f, d)], []
     yield "cross_entropy", cross_entropy, [(t, d), (v, d)], []
     yield "add_rows", add_rows, [(t, d)], []
     shapes = [(1, t, d)] * 8, [(1, t, 7, 2 * n)]  # a stream, seven sources, and their weights
@@ -4274,19 +4157,6 @@ def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, st
 # ---- The choice --------------------------------------------------------------------------------
 
 
-# What each is worth to `speedrun` on a v6e-8: predicted seconds that the run takes more without it
-# (of 67; records/NOTES.md says how), and how many lines it takes here:
-#
-#     attend          565    50 to 80, with jax's splash attention in its place
-#     blend            75    12
-#     cross_entropy   110    8
-#     add_rows         75    6
-#     add_mlp         115    1.7
-#     add_mlp_8        25    1.5 more than with add_mlp alone, where eight_bits has mlp
-#
-# attend_gpu, 170 lines, is worth some 25 ms of a step of 90 on eight H100s, by the bytes of scores.
-
-
 def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     """(the Kernels for a run on such devices, why these: a line for the log)."""
     if cfg.kernels == "plain":
@@ -4331,12 +4201,6 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         if not any(fails for fails, _ in conditions):
             chosen = chosen._replace(add_rows=add_rows_tpu, blend=blend_tpu)
             others = ", weighted sums and gradients of tables for TPUs"
-            hidden = {cfg.mlp_width * layer.mlps for layer in cfg.layers} - {0}
-            fits = all(f % LANES == 0 and mlp_block(cfg.width, f) for f in hidden)
-            if fits and cfg.dtype == jnp.bfloat16:
-                chosen, others = chosen._replace(add_mlp=add_mlp_tpu), f", MLPs{others}"
-                if "mlp" in cfg.eight_bits:
-                    chosen = chosen._replace(add_mlp_8=add_mlp_8_tpu)
         full = plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7
         conditions += [(h != LANES or n % 2, apart), (full, large)]
         attend, served = attend_tpu, f"attention{others}"
@@ -4380,14 +4244,11 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, pointing: bool):
     half = cfg.logit_cap[0] / 2
 
     def picked(x_td, head_vd, wide_vd):
-        z_tv = logits_of(x_td, head_vd, cfg, x_td.dtype)
+        z_tv = (x_td @ head_vd.T).astype(jnp.float32)
         return z_tv, jnp.take_along_axis(z_tv, targets, axis=1)
 
     def again(x_td, head_vd, wide_vd):
-        z_tv = logits_of(x_td, head_vd, cfg)
-        if "head" in cfg.eight_bits:  # as product_8 has them
-            (x8, x_scale), (w8, w_scale) = (rounded(y, jnp.int8) for y in (x_td, head_vd))
-            x_td, wide_vd = x8 * x_scale, w8 * w_scale
+        z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
         ids = [targets[:, k] for k in range(targets.shape[1])]
         if pointing:
             ids[-1] = ids[-1][:1]
@@ -4434,8 +4295,7 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
         miss_tv = jnp.where(ids_v == targets[:, -1:], a / (4 * c) * last[:, None], miss_tv)
     grad_tv = (miss_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
-    eight = "head" in cfg.eight_bits
-    return input_gradient(grad_tv, head_vd) if eight else grad_tv @ head_vd, head_grad_vd
+    return grad_tv @ head_vd, head_grad_vd
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -4680,8 +4540,7 @@ def times(a, b, transpose: bool = False):
     """a @ b, or a @ b^T, summed in float32."""
     sides = (((1,), (1 if transpose else 0,)), ((), ()))
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    sums = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    return lax.dot_general(a, b, sides, exact, preferred_element_type=sums).astype(jnp.float32)
+    return lax.dot_general(a, b, sides, exact, preferred_element_type=jnp.float32)
 
 
 def dot(a, b):
@@ -5144,12 +5003,7 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     return attend_tpu_arrays(plan, arrays | jax.tree.map(lax.stop_gradient, others))
 
 
-# ---- MLPs for TPUs -----------------------------------------------------------------------------
-
-# XLA makes three fusions of a matmul and its gradients. In a kernel weights, and float32 sums of
-# their gradients, stay in VMEM while blocks of tokens come by, and norm, ReLU^2 and residual are
-# done while the matrix unit works: 57 MiB for 2816 hidden units. What these are before ReLU^2 goes
-# to memory once, for the way back.
+# ---- Blocks of rows, for the two kernels that follow ---------------------------------------------
 
 
 def flat(x):
@@ -5163,124 +5017,6 @@ def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
     block = math.gcd(rows, most)
     grid = {"row": 1, "i": rows // block}
     return lambda x: pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0)), grid
-
-
-def add_block(r, ref, value):
-    """Add what a block gives to a sum over blocks, which is returned."""
-    ref[...] = jnp.where(r.i == 0, 0.0, ref[...]) + value
-    return ref[...]
-
-
-def mlp_block(d: int, f: int) -> int:
-    """Tokens of a block of add_mlp_tpu, at most, for d features and f hidden units; 0 if none fit.
-    The way back has in VMEM, in bfloat16: weights and their gradients once, also as float32 sums;
-    of each token x, z and the gradients of x and y twice, and what the compiler keeps."""
-    room = KERNEL_VMEM - 16 * f * d
-    return next((block for block in (512, 256, 128) if block * (28 * d + 10 * f) <= room), 0)
-
-
-@jax.custom_vjp
-def add_mlp_tpu(x_btd, up_fd, down_fd, keep, weight):
-    """add_mlp in one TPU kernel, and one for its gradients: see mlp_block for what fits. d and f
-    must be multiples of 128."""
-    return add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=False)[0]
-
-
-def times_rounded(a, b, scale, transpose: bool = False):
-    """times, of an array and a reference; if b is in eight bits, with a scale, a is rounded too."""
-    if scale is None:
-        return times(a, b[...], transpose)
-    a, a_scale = rounded(a, jnp.int8)
-    return times(a, b[...], transpose) * a_scale * scale[...]
-
-
-def add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=True, eight=False):
-    """add_mlp_tpu, or for eight bits add_mlp_8_tpu, and what its gradients take."""
-    x_td, (f, d) = flat(x_btd), up_fd.shape
-    up, down, up_scale, down_scale = up_fd, down_fd, None, None
-    if eight:
-        (up, up_scale), (down, down_scale) = (rounded(x, jnp.int8) for x in (up_fd, down_fd.T))
-        up_scale, down, down_scale = up_scale.T, down.T, down_scale.T
-    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
-    factors = jnp.stack([jnp.float32(keep), jnp.float32(weight)])
-    refs = {
-        "factors": scalars(factors),  # [2]
-        "x": reads(x_td, cut),  # [block, d]
-        "up": reads(up, whole),  # [f, d]
-        "down": reads(down, whole),  # [f, d]
-        "up_scale": reads(up_scale, whole),  # [1, f]
-        "down_scale": reads(down_scale, whole),  # [1, d]
-        "y": writes(x_td, cut),  # [block, d]
-        # [block, f]: hidden units before ReLU^2
-        "z": writes(jax.ShapeDtypeStruct((len(x_td), f), x_td.dtype) if save else None, cut),
-    }
-
-    def body(r):
-        z = times_rounded(norm(r.x[...]), r.up, r.up_scale, transpose=True).astype(r.x.dtype)
-        if save:
-            r.z[...] = z
-        y = times_rounded(jnp.square(jax.nn.relu(z)), r.down, r.down_scale)
-        r.y[...] = mix((r.factors[0], r.x[...]), (r.factors[1], y))
-
-    out = run_kernel("mlp", grid, refs, body)
-    return out.y.reshape(x_btd.shape), (x_td, down_fd, up_fd, factors, out.z)
-
-
-@jax.jit  # traced once: equal layers share a kernel
-def add_mlp_tpu_backward(kept, y_grad):
-    """Gradients of all arguments. Every block rounds the weights' sums into the outputs, though
-    only the last one's stay: behind matmuls that costs nothing."""
-    x_td, down_fd, up_fd, factors, z_tf = kept
-    (f, d), dtype = up_fd.shape, z_tf.dtype
-    cut, grid = row_blocks(len(x_td), mlp_block(d, f))
-    row = jax.ShapeDtypeStruct((1, d), jnp.float32)
-    refs = {
-        "factors": scalars(factors),  # [2]: keep, weight
-        "x": reads(x_td, cut),  # [block, d]
-        "grad": reads(flat(y_grad), cut),  # [block, d]: of y
-        "z": reads(z_tf, cut),  # [block, f]
-        "down": reads(down_fd, whole),  # [f, d]
-        "up": reads(up_fd, whole),  # [f, d]
-        "x_grad": writes(x_td, cut),  # [block, d]
-        "keep_grad": writes(row, whole),  # [1, d]: of the two factors, the sum for each feature
-        "weight_grad": writes(row, whole),
-        "up_grad": writes(up_fd, whole),  # [f, d]
-        "down_grad": writes(down_fd, whole),  # [f, d]
-        "up_sum": keeps((f, d), jnp.float32),  # the same, not rounded
-        "down_sum": keeps((f, d), jnp.float32),  # before `weight`
-    }
-
-    def body(r):
-        x, grad = (ref[...].astype(jnp.float32) for ref in (r.x, r.grad))
-        normed, norm_grad = jax.vjp(norm, x)
-        normed, twice = normed.astype(dtype), (2 * r.factors[1] * grad).astype(dtype)
-        root = jax.nn.relu(r.z[...])  # of the hidden units: half of their slope
-        z_grad = root * times(twice, r.down[...], transpose=True).astype(dtype)
-        x_grad = times(z_grad, r.up[...])  # before other matmuls, which norm_grad has beside it
-        up_sum = add_block(r, r.up_sum, times(z_grad.T, normed))
-        down_sum = add_block(r, r.down_sum, times(jnp.square(root).T, r.grad[...]))
-        r.up_grad[...] = up_sum.astype(dtype)
-        r.down_grad[...] = (r.factors[1] * down_sum).astype(dtype)
-        along = down_sum * r.down[...].astype(jnp.float32)
-        r.weight_grad[...] = jnp.sum(along, axis=0, keepdims=True)
-        r.x_grad[...] = (r.factors[0] * grad + norm_grad(x_grad)[0]).astype(dtype)
-        add_block(r, r.keep_grad, jnp.sum(grad * x, axis=0, keepdims=True))
-
-    out = run_kernel("mlp_grads", grid, refs, body)
-    x_grad = out.x_grad.reshape(y_grad.shape)
-    numbers = jnp.sum(out.keep_grad), jnp.sum(out.weight_grad)
-    return x_grad, out.up_grad, out.down_grad, *numbers
-
-
-@jax.custom_vjp
-def add_mlp_8_tpu(x_btd, up_fd, down_fd, keep, weight):
-    """add_mlp_8 like add_mlp_tpu. On the way back, where vector units decide how long it takes,
-    nothing is rounded."""
-    return add_mlp_tpu_forward(x_btd, up_fd, down_fd, keep, weight, save=False, eight=True)[0]
-
-
-add_mlp_tpu.defvjp(add_mlp_tpu_forward, add_mlp_tpu_backward)
-add_mlp_8_tpu.defvjp(functools.partial(add_mlp_tpu_forward, eight=True), add_mlp_tpu_backward)
 
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------

@@ -219,7 +219,7 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[di
 
 def variants(cfg: T.Config, mesh, kernels, key: T.Gradients):
     """Yield (label, the program `key` lowered so): see above."""
-    wide = dataclasses.replace(cfg, compute_dtype="float32", eight_bits="none")
+    wide = dataclasses.replace(cfg, compute_dtype="float32")
     found = {"float32": (wide, T.PLAIN), "plain": (cfg, T.PLAIN), "all kernels": (cfg, kernels)}
     for field, plain in T.PLAIN._asdict().items():
         if getattr(kernels, field) is not plain:

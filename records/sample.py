@@ -59,7 +59,7 @@ def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, bat
     """`result` (of a Model, features [b, t, d] and their Rows) for the rows of all devices. Up to
     the features this is eval_step."""
     fetched, copies, _ = T.gather_banks(cfg, copies, T.fetch_requests(table, batch)[1])
-    model = T.trained_model(cfg, kernels, copies, batch.hyper)
+    model = T.Model(copies, cfg, kernels, None, batch.hyper, copies.get("signs"))
     tables = copies | fetched
 
     def of(rows):

@@ -22,9 +22,7 @@ CFG = replace(
     stages=(T.Stage(1.0, 8 * 512, 512, 0, (64, 128)),),
     extension=0,
 )
-INTERPRETED = T.Kernels(
-    T.attend_tpu, T.add_mlp_tpu, T.add_mlp_8_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu
-)
+INTERPRETED = T.Kernels(T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +42,6 @@ def test_every_field_of_kernels_is_tried_as_wide_as_in_the_run():
     shapes = {}
     for field, _, large, _ in pieces:
         shapes.setdefault(field, []).extend(large)
-    assert shapes["add_mlp"].count((2816, 768)) == shapes["add_mlp"].count((5632, 768)) == 2
     columns = {shape[2] for *_, (shape, *_), _ in pieces[:3]}  # short and narrow, paired, long
     assert columns == {6 * (2 * 64 + 64), 6 * (2 * 64 + 128), 6 * (2 * 128 + 128)}
     assert max(shape[1] for shape in shapes["blend"]) >= 2 * 1408
@@ -83,8 +80,7 @@ def raises(*args):
     [
         ("attend", lambda *x: with_zeros(T.ATTEND_PLAIN(*x)), "attend is off by 0."),
         ("attend", lambda heads, x, more: T.ATTEND_PLAIN(heads, without_gradient(x), more), "off"),
-        ("add_mlp", lambda x, *more: with_zeros(T.add_mlp(x, *more)), "add_mlp is off by 0."),
-        ("add_mlp", lambda x, up, *more: T.add_mlp(x, without_gradient(up), *more), "off by 1"),
+        ("blend", lambda x, *more: with_zeros(T.blend(x, *more)), "blend is off by 0."),
         ("cross_entropy", lambda *x: [1.1 * y for y in T.cross_entropy(*x)], "is off by 0.2"),
         ("add_rows", lambda grad, ids, rows: grad, "add_rows is off by 1"),
         ("blend", lambda x, w, y: T.blend(x, w, y) * jnp.nan, "blend is off by nan"),
@@ -100,10 +96,10 @@ def test_what_is_wrong_with_a_kernel_is_said(field, kernel, why):
 
 @pytest.fixture
 def tpu(monkeypatch):
-    """(a mesh of one TPU, what is said) where add_mlp and blend are wrong."""
-    chosen = T.PLAIN._replace(add_mlp=lambda *x: x[0], blend=lambda *x: x[0], attend=lambda *x: x)
-    monkeypatch.setattr(T, "pick_kernels", lambda cfg, device: (chosen, "attention, MLPs"))
-    wrong = {"add_mlp": "add_mlp is off by 1", "blend": "blend cannot run (why)"}
+    """(a mesh of one TPU, what is said) where add_rows and blend are wrong."""
+    chosen = T.PLAIN._replace(add_rows=lambda *x: x[0], blend=lambda *x: x[0], attend=lambda *x: x)
+    monkeypatch.setattr(T, "pick_kernels", lambda cfg, device: (chosen, "attention, tables"))
+    wrong = {"add_rows": "add_rows is off by 1", "blend": "blend cannot run (why)"}
     monkeypatch.setattr(T, "wrong_kernels", lambda cfg, kernels: dict(wrong))
     device = SimpleNamespace(platform="tpu")
     return SimpleNamespace(devices=SimpleNamespace(flat=[device])), wrong, chosen
@@ -114,17 +110,17 @@ def test_wrong_kernels_are_left_out_loudly(tpu):
     said = []
     kernels, reason = T.checked_kernels(CFG, mesh, said.append)
     assert kernels == T.PLAIN._replace(attend=chosen.attend)
-    line = "wrong here, or on another host: add_mlp is off by 1; blend cannot run (why)"
+    line = "wrong here, or on another host: add_rows is off by 1; blend cannot run (why)"
     assert said == [f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}"]
-    assert reason == f"attention, MLPs; LEFT OUT: {line}"  # stands in the log
+    assert reason == f"attention, tables; LEFT OUT: {line}"  # stands in the log
     wrong.clear()
-    assert T.checked_kernels(CFG, mesh, said.append) == (chosen, "attention, MLPs")
+    assert T.checked_kernels(CFG, mesh, said.append) == (chosen, "attention, tables")
     assert len(said) == 1
 
 
 def test_wrong_kernels_that_are_named_are_refused(tpu):
     """And those of several hosts, which could not agree on what to leave out."""
-    named = replace(CFG, kernels="attend,add_mlp,blend")
+    named = replace(CFG, kernels="attend,add_rows,blend")
     with pytest.raises(T.UserError, match=r"blend cannot run \(why\): use --set kernels=attend$"):
         T.checked_kernels(named, tpu[0], print)
 

@@ -15,7 +15,7 @@ import train_gpt as T
 RECORD = T.PRESETS["speedrun"]
 SMALL = small_config()
 TABLES = "weighted sums and gradients of tables for TPUs"
-TPU_KERNELS = f"attention, MLPs, {TABLES}"
+TPU_KERNELS = f"attention, {TABLES}"
 GPU_KERNELS = "attention for NVIDIA GPUs"
 
 
@@ -28,7 +28,7 @@ def gpu(capability: str = "9.0", kind: str = "NVIDIA H100 80GB HBM3"):
 
 
 def names(kernels: T.Kernels) -> set[str]:
-    """What of the six is not the plain form, with the attention of a GPU by its own name."""
+    """What of the four is not the plain form, with the attention of a GPU by its own name."""
     found = set()
     for part, plain in zip(kernels, T.PLAIN, strict=True):
         if part is not plain:
@@ -38,7 +38,7 @@ def names(kernels: T.Kernels) -> set[str]:
 
 
 EVERYWHERE = {"fused_cross_entropy"}
-ON_TPU = {"add_mlp_tpu", "fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # and attention
+ON_TPU = {"fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # and attention
 
 
 def with_row(tokens: int) -> T.Config:
@@ -92,21 +92,20 @@ def test_other_hardware_has_plain_attention_and_tables():
 @pytest.mark.parametrize("name", T.Kernels._fields)
 def test_each_kernel_can_be_had_by_itself_and_left_out(name):
     """So that a chip can tell which one is slow."""
-    cfg = replace(RECORD, eight_bits="mlp")
-    all_of_them, _ = T.pick_kernels(cfg, tpu())
-    one, reason = T.pick_kernels(replace(cfg, kernels=name), tpu())
+    all_of_them, _ = T.pick_kernels(RECORD, tpu())
+    one, reason = T.pick_kernels(replace(RECORD, kernels=name), tpu())
     assert one == T.PLAIN._replace(**{name: getattr(all_of_them, name)}) != T.PLAIN
     assert reason == f"{name}, as asked for (auto: {TPU_KERNELS})"
     others = ",".join(field for field in T.Kernels._fields if field != name)
-    rest, _ = T.pick_kernels(replace(cfg, kernels=others), tpu())
+    rest, _ = T.pick_kernels(replace(RECORD, kernels=others), tpu())
     assert rest == all_of_them._replace(**{name: getattr(T.PLAIN, name)}) != all_of_them
 
 
 def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
-    kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,add_mlp,blend"), gpu())
+    kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,add_rows,blend"), gpu())
     assert names(kernels) == {"attend_gpu"}
-    but = f"but plain add_mlp,blend (auto: {GPU_KERNELS})"
-    assert reason == f"attend,add_mlp,blend, as asked for, {but}"
+    but = f"but plain add_rows,blend (auto: {GPU_KERNELS})"
+    assert reason == f"attend,add_rows,blend, as asked for, {but}"
 
 
 @pytest.mark.parametrize(
@@ -151,15 +150,7 @@ def test_a_tpu_has_the_other_kernels_where_only_attention_does_not_fit(cfg, reas
         reason += " does not fit the VMEM"
     kernels, said = T.pick_kernels(cfg, tpu())
     assert names(kernels) == ON_TPU
-    assert said == f"plain attention, MLPs, {TABLES}: {reason}"
-
-
-def test_a_tpu_has_no_kernel_for_mlps_alone_where_only_they_do_not_fit():
-    """2880 is no multiple of 128; layer 9 has two MLPs, of 8192 hidden units."""
-    for changes in ({"mlp_width": 2880}, {"mlp_width": 4096}, {"compute_dtype": "float32"}):
-        kernels, said = T.pick_kernels(replace(RECORD, **changes), tpu())
-        assert names(kernels) == ON_TPU - {"add_mlp_tpu"} | {"attend_tpu"}
-        assert said == f"attention, {TABLES}"
+    assert said == f"plain attention, {TABLES}: {reason}"
 
 
 def test_a_gpu_whose_jax_has_no_triton_has_plain_attention(monkeypatch):
@@ -204,7 +195,7 @@ def test_the_largest_window_that_a_tpu_is_given_stays_within_its_vmem():
 
 def test_gradients_of_the_record_can_be_traced_with_all_kernels():
     """What they take and give fits the model, in each stage; nothing is compiled."""
-    cfg, mesh = replace(RECORD, eight_bits="mlp"), mesh_of(8)
+    cfg, mesh = RECORD, mesh_of(8)
     kernels, _ = T.serving_kernels(cfg, tpu())
     assert all(x is not y for x, y in zip(kernels, T.PLAIN, strict=True))
     for key, program in T.programs(cfg, mesh, kernels).items():

@@ -33,7 +33,7 @@ OWN = {
     "pointer": {"pointer_qk", "pointer_sink", "pointer_gain"},
 }
 CFG = small_config(layers=(*small_config().layers[:2], *small_config().layers[3:]))
-CFG = replace(CFG, pointer_width=8, eight_bits="head")
+CFG = replace(CFG, pointer_width=8)
 CFG = replace(
     CFG, layers=(*CFG.layers[:2], replace(CFG.layers[2], skip=1, looks=True), CFG.layers[3])
 )

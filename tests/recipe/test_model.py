@@ -128,4 +128,4 @@ def test_no_kernel_has_heads_that_share_keys():
     cfg = replace(T.PRESETS["speedrun"], kv_heads=2)
     kernels, why = T.serving_kernels(cfg, device)
     assert kernels.attend is T.PLAIN.attend and "share none" in why
-    assert kernels.add_mlp is not T.PLAIN.add_mlp
+    assert kernels.blend is not T.PLAIN.blend

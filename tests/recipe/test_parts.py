@@ -44,7 +44,7 @@ LATER = {
     "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
     "settle": {"RunLog"},
     "sound": {"RunLog"},
-    "train": {"prepare", "traced", "demonstrate"},
+    "train": {"prepare", "demonstrate"},
     "prepare": {"checked_kernels", "compile_all", "warm_up"},
     "run_facts": {"compiler_options"},
 }

@@ -479,7 +479,7 @@ def part_one(tmp_path_factory, shards):
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
-    source = T.prepare, T.in_chunks, T.Clock, T.settle, T.sound
+    source = T.prepare, T.Clock
     for each in source:
         exec("from __future__ import annotations\n" + inspect.getsource(each), vars(part))
     log = Log(part.Clock(), folder)
@@ -512,6 +512,7 @@ def part_one(tmp_path_factory, shards):
         "reduce_scatter": lambda x: lax.psum_scatter(x, T.AXIS, tiled=True),
         "in_order": lambda *both: both,
         "sum_batches": lambda add, zeros, batches: functools.reduce(add, in_turn(batches), zeros),
+        "compiler_options": lambda *_: {},
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
         "ask_to_stop": lambda: lambda step: 0,  # nobody asks

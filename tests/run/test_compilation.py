@@ -172,8 +172,8 @@ def test_warm_up_needs_no_more_than_what_was_said_to_fit():
         ),
         (
             "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory "
-            'space vmem for %mlp.1, metadata={op_name="jit(step)/mlp_grads/pallas_call" id=1}',
-            "--set kernels=attend,cross_entropy,add_rows,blend leaves out add_mlp, .*: ",
+            'space vmem for %sum, metadata={op_name="jit(step)/weighted_sum/pallas_call" id=1}',
+            "--set kernels=attend,cross_entropy,add_rows leaves out blend, .*: ",
         ),
         ("INVALID_ARGUMENT: No such compile option: 'xla_tpu_x'", "--set sparse_cores=0 .*: "),
         ("INTERNAL: Mosaic failed to compile TPU kernel: " + "x" * 900, ""),

@@ -1,6 +1,5 @@
 """One whole run: its log, metrics and run.json, what happens inside the clock, how it can end."""
 
-import contextlib
 import hashlib
 import importlib.metadata
 import io
@@ -271,41 +270,6 @@ def test_clock_runs_while_data_is_loaded_and_stands_while_validating(run):
     # The tables of documents and of the vocabulary are made from the data, so once more inside.
     assert clock["vocabulary"].count(True) == 1
     assert clock["documents"][0] is False and clock["documents"][-1] is True
-
-
-@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow), 8])
-def test_profile_writes_one_trace_also_of_a_short_run(train, tmp_path, steps):
-    folder = train(replace(CFG, checkpoint_every=0, steps=steps), tmp_path, profile=True)
-    assert len(list((folder / "profile").rglob("*.xplane.pb"))) == 1
-
-
-@pytest.mark.parametrize(
-    "first, steps, end, wanted",
-    [
-        (0, 50, 50, [20, 23]),
-        (0, 50, 22, [20, 21]),  # stopped
-        (0, 50, 20, []),
-        (30, 50, 50, [46, 49]),  # resumed
-        (7, 8, 8, [7, 7]),
-    ],
-)
-def test_four_steps_of_a_process_are_traced(monkeypatch, first, steps, end, wanted):
-    calls, seen, now = [], [], None
-
-    @contextlib.contextmanager
-    def trace(folder):
-        calls.append(folder)
-        yield
-        calls.append(now)
-
-    monkeypatch.setattr(jax.profiler, "trace", trace)
-    for now in T.traced(range(first, steps), ROOT):
-        if now == end:
-            break
-        seen.append(now)
-        if calls == [f"{ROOT}/profile"]:
-            calls[0] = now
-    assert seen == [*range(first, end)] and calls[: len(wanted)] == wanted[: len(calls)]
 
 
 @pytest.mark.parametrize("counts", [(2,), pytest.param((1, 2), marks=pytest.mark.slow)])

@@ -25,7 +25,7 @@ def made(tmp_path, monkeypatch):
 
 
 def test_it_trains_what_is_not_known_yet_seed_by_seed(made, capsys):
-    lacking = "packing", "ahead", "prefix", "candidates", "pointer", "eight_bits"
+    lacking = "packing", "ahead", "prefix", "candidates", "pointer"
     has = [x for x in IDEAS if x not in lacking]
     every = ["", *has, "all"]
     ideas.KEPT.write_text(json.dumps({"idea": "xsa", "seed": 1, "loss": 3.0}) + "\n")
@@ -39,7 +39,7 @@ def test_it_trains_what_is_not_known_yet_seed_by_seed(made, capsys):
     # Of each seed, so that what a seed's luck does to both is not in the error.
     assert table[2] == "| mudd | +0.5500 ± 0.0500 | +0.2500 ± 0.0000 |  |"
     assert "| muon | nothing |  |  |" in table
-    assert "`tiny` does not have packing, ahead, prefix, candidates, pointer, eight_bits." in table
+    assert "`tiny` does not have packing, ahead, prefix, candidates, pointer." in table
     assert "`plain` has 4.5500 in the mean of 2 seeds, spread 0.0707." in table
     made.clear()
     ideas.main(["--seeds", "2", "--alone", "2", "--times"])
