@@ -530,7 +530,8 @@ def schedule(cfg: Config) -> Schedule:
         rotations = yarn(cfg)
     freqs, scales = (np.stack(x)[stage] for x in zip(*rotations, strict=True))
     weights = np.ones((cfg.steps, 1))
-    if max(len(s.weights) for s in cfg.stages) > 1:  # ahead: "Losses on more than the next token"
+    targets = [len(s.weights) for s in cfg.stages]
+    if max(targets) > 1:  # ahead: "Losses on more than the next token"
         weights = loss_weights(cfg)
     hyper = Hyper(
         lr=learning_rate(cfg, step),
@@ -539,7 +540,7 @@ def schedule(cfg: Config) -> Schedule:
         freqs=freqs,
         scales=scales,
         weights=weights,
-        **hyper_of_ideas(cfg, momentum, adam_due, tables),
+        **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
     )
     softmax = in_parts(cfg, "candidates")
     keys = []
@@ -547,12 +548,14 @@ def schedule(cfg: Config) -> Schedule:
     for i in range(cfg.steps):
         shape = int(stage[i]), int(softmax[i])
         number = numbers.setdefault(shape, len(numbers))
-        keys.append([Gradients(number, *shape), Update("anvil", 1)])
+        of_step = [Gradients(number, *shape), Update("anvil", 1)]
         if adam_due[i]:
-            keys[i].append(Update("adam", cfg.adam_every, bool(tied[i])))
+            is_tied = bool(tied[i])
+            of_step.append(Update("adam", cfg.adam_every, is_tied))
         if tables[i]:
-            summed = stage[i + 1 - tables[i] : i + 1]
-            keys[i].append(Update("tables", int(tables[i]), stages=tuple(summed.tolist())))
+            summed = stage[i + 1 - tables[i] : i + 1].tolist()
+            of_step.append(Update("tables", len(summed), stages=tuple(summed)))
+        keys.append(of_step)
     return Schedule(stage, softmax, adam_due, tables, tied, keys, hyper)
 
 
@@ -564,7 +567,8 @@ def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
     fallen = np.where(step < scheduled, fallen, 1.0)
-    of_stage = np.array([s.lr_factor for s in cfg.stages])[steps_in_stages(cfg).stage]
+    factors = np.array([s.lr_factor for s in cfg.stages])
+    of_stage = factors[steps_in_stages(cfg).stage]
     return of_stage * (1 - fallen) + cfg.lr_floor * fallen
 
 
@@ -589,15 +593,17 @@ class StepsInStages(NamedTuple):
 def steps_in_stages(cfg: Config) -> StepsInStages:
     """The StepsInStages of a run."""
     lengths = np.diff(cfg.boundaries)
-    stage = np.repeat(np.arange(len(lengths)), lengths)
-    number = np.arange(cfg.steps) - np.array(cfg.boundaries)[stage]
-    return StepsInStages(stage, number, lengths[stage])
+    stages = np.arange(len(cfg.stages))
+    stage = np.repeat(stages, lengths)
+    first = np.array(cfg.boundaries)[stage]  # step of the stage
+    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
 
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
     """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
     entries = []
-    for stage, number, length in zip(*steps_in_stages(cfg), strict=True):
+    steps = steps_in_stages(cfg)
+    for stage, number, length in zip(*steps, strict=True):
         of_stage = getattr(cfg.stages[stage], name)
         entries.append(of_stage[number * len(of_stage) // length])
     return np.array(entries)
@@ -722,7 +728,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     if cfg.shared:  # heads of queries share v, which is smaller than o then
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
         table["vo_bank"] = by_anvil(cfg, (attentions, d, d), (cfg.o_start,) * attentions)
-    table |= params_of_ideas(cfg)
+    table |= params_of_ideas(cfg)  # "Parameters of ideas"
     if cfg.tail or cfg.tail_average:  # averages: "Averages of the last weights"
         table = with_averages(cfg, table)
     return {name: row for name, row in table.items() if math.prod(row.shape)}
@@ -783,11 +789,16 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 def init_state(cfg: Config, seed):
     """The training state before the first step."""
     key = jax.random.key(seed)
-    state = map_state(cfg, lambda shape, dtype, row: jnp.zeros(shape, dtype))
+
+    def zeros(shape, dtype, row):
+        return jnp.zeros(shape, dtype)
+
+    state = map_state(cfg, zeros)
     for name, row in param_table(cfg).items():
         if callable(row.init):
             # A key from the name: adding a parameter does not change the others.
-            salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+            digest = hashlib.sha256(name.encode()).digest()
+            salt = int.from_bytes(digest[:4], "little")
             start = row.init(jax.random.fold_in(key, salt), row.shape)
         else:
             start = jnp.full(row.shape, row.init, jnp.float32)
@@ -988,8 +999,8 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> Attent
         v, o = params["vo_bank"][2 * number], params["vo_bank"][2 * number + 1]
     v = v.reshape(kv, -1, d)[:, : heads.v_width]
     o = o.reshape(d, n, -1)[..., : heads.v_width]
-    qkv = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
-    return AttentionWeights(qkv, o.reshape(d, -1))
+    qk, v = qk.reshape(-1, d), v.reshape(-1, d)
+    return AttentionWeights(jnp.concatenate([qk, v]), o.reshape(d, -1))
 
 
 class MlpWeights(NamedTuple):
@@ -1019,8 +1030,10 @@ def mix(*terms):
     """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
     the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
     models were up to 45 % off."""
-    total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
     _, first = terms[0]
+    total = 0.0
+    for weight, x in terms:
+        total += jnp.asarray(weight, jnp.float32) * x
     return total.astype(first.dtype)
 
 
@@ -1131,7 +1144,9 @@ def rope_tables(freqs, positions_tn, width: int):
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]  # pairs of angle 0
     padding = [(0, 0), (0, 0), (0, others)]
-    return jnp.pad(jnp.cos(angles), padding, constant_values=1.0), jnp.pad(jnp.sin(angles), padding)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    return jnp.pad(cos, padding, constant_values=1.0), jnp.pad(sin, padding)
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
@@ -1184,7 +1199,8 @@ def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
     the block and the one before it. So the cost grows with t * window. Where no such size < t
     exists, size = s = t."""
     b, t = segments_bt.shape
-    size = next((n for n in range(max(window, 1), t) if t % n == 0), t)
+    sizes = [n for n in range(max(window, 1), t) if t % n == 0]
+    size = sizes[0] if sizes else t
 
     def blocks(x):
         return x.reshape(b, t // size, size, *x.shape[2:])
@@ -1226,7 +1242,9 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     before."""
     model = model._replace(params=params)
     x_btd = forward(model, looked_up, rows)
-    per_row = x_btd, *targets_ahead(rows.aims, *loss_weights_of(model))
+    ahead, of_prefix = loss_weights_of(model)
+    targets, weights = targets_ahead(rows.aims, ahead, of_prefix)
+    per_row = x_btd, targets, weights
     if model.cfg.pointer_width:  # "A pointer to earlier tokens"
         per_row = with_pointer(model, rows, *per_row)
     if "head" in looked_up:  # candidates: each row has a head of its own, see table_ids
@@ -1236,8 +1254,8 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
         per_row = [x.reshape(1, -1, x.shape[-1]) for x in per_row]
     sums = []
     for x_td, targets, weights, *pointed, head_vd in zip(*per_row, heads_bvd, strict=True):
-        cross_entropy = model.kernels.cross_entropy
-        sums.append(cross_entropy(x_td, head_vd, targets, weights, model.cfg, *pointed))
+        loss = model.kernels.cross_entropy
+        sums.append(loss(x_td, head_vd, targets, weights, model.cfg, *pointed))
     weighted, plain = zip(*sums, strict=True)
     return sum(weighted), sum(plain)
 
@@ -1301,7 +1319,8 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
     logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
     logits_tv = cap_logits(logits_tv, cfg)
     if cfg.logit_cap[0]:
-        log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
+        sum_t = jnp.sum(jnp.exp(logits_tv), axis=1)
+        log_sum_t = jnp.log(sum_t)
     else:
         log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
     return log_sum_t[:, None] - jnp.take_along_axis(logits_tv, targets, axis=1)
@@ -1392,7 +1411,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     """Which rows of each table a batch looks up: name -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
-    return {"embed": tokens} | ids_of_ideas(cfg, rows, tokens)
+    return {"embed": tokens} | ids_of_ideas(cfg, rows, tokens)  # "Parameters of ideas"
 
 
 def look_up(cfg: Config, tables: dict, ids: dict) -> dict[str, tuple]:
@@ -1454,9 +1473,13 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
         _, plain = batch_loss(model.params, looked_up, model, rows)
         return plain
 
-    losses = lax.map(loss, micro_batches(cfg, batch.rows))
-    dropped = dropped_ngrams(batch.rows.slots) if cfg.ngram_rows else jnp.float32(0)
-    return tuple(lax.psum(jnp.stack([jnp.sum(losses), dropped]), AXIS))
+    batches = micro_batches(cfg, batch.rows)
+    total = jnp.sum(lax.map(loss, batches))
+    dropped = jnp.float32(0)
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        dropped = dropped_ngrams(batch.rows.slots)
+    total, dropped = lax.psum(jnp.stack([total, dropped]), AXIS)
+    return total, dropped
 
 
 def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, vocab):
@@ -1472,12 +1495,14 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
     for first in range(0, rows, of_batch):
         numbers = [first + row for row in own_rows(mesh, of_batch)]
         is_row = np.array(numbers)[:, None] < rows  # others only fill up the last batch
-        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in numbers])
+        tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
         targets = np.where(is_row, tokens[:, 1:].astype(np.int32), -1)
-        arrays = rows_of(cfg, mesh, vocab, tokens, next_tokens(targets))
+        aims = next_tokens(targets)
+        arrays = rows_of(cfg, mesh, vocab, tokens, aims)
         batch = put_batch(cfg, mesh, max(step - 1, 0), *arrays)
         results.append(loss(batch))
-    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
+    results = np.array(jax.device_get(results), np.float64)
+    total, dropped = results.sum(axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
 
 
@@ -1512,7 +1537,9 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
             follow(new, name, row, hyper)
         if cfg.log_norms:
             square = jnp.sum(grad * grad)
-            norms[name] = jnp.sqrt(lax.psum(square, AXIS) if row.sharded else square)
+            if row.sharded:
+                square = lax.psum(square, AXIS)
+            norms[name] = jnp.sqrt(square)
     copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
     return new, copies, norms
 
@@ -1663,9 +1690,11 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     table = state["params"].get(NGRAMS)
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+    numbers = hyper_at(cfg, 0)
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), numbers)
     built = {}
-    keys = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
+    of_steps = schedule(cfg).programs
+    keys = dict.fromkeys(itertools.chain(*of_steps))
     for key in keys:
         if isinstance(key, Gradients):
             stage = cfg.stages[key.stage]
@@ -1674,7 +1703,10 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
             built[key] = Program(step, (copies, table, batch), (P(AXIS), P(), P()))
     for key in keys:
         if isinstance(key, Update):
-            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
+            update = update_step
+            if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+                update = tied_update
+            step = functools.partial(update, cfg, kernels)
             due = abstract_waiting(cfg, mesh, copies, key)
             changed = specs({name: copies[name] for name in due if name != NGRAMS})
             out = specs(state), changed, P()
@@ -1689,23 +1721,23 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
     return {key: program._replace(options=options) for key, program in built.items()}
 
 
-def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], candidates: int, hyper) -> Batch:
-    """The shapes, dtypes and shardings of a Batch of `size`: rows, tokens of a row."""
+def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, hyper) -> Batch:
+    """The shapes, dtypes and shardings of a Batch of `size`, rows and tokens of a row, with `count`
+    candidates in each row."""
     b, t = size
 
     def by_rows(dtype, *shape):
         return abstract(mesh, shape, dtype, AXIS)
 
-    aims = Aims(
-        by_rows(jnp.int32, b, candidates), by_rows(jnp.int32, b, t), by_rows(jnp.int32, b, t)
-    )
+    targets = by_rows(jnp.int32, b, t)
+    aims = Aims(by_rows(jnp.int32, b, count), targets, targets)
     rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, aims)
     if not cfg.ngram_rows:
         return Batch(rows, None, hyper)
     # "A table of hashed n-grams"
-    hashed, slots = by_rows(jnp.uint16, b, t), by_rows(jnp.int32, b, 2, t)
-    requests = by_rows(jnp.int32, mesh.size, mesh.size, capacity(b * t, mesh.size))
-    return Batch(rows._replace(hashed=hashed, slots=slots), requests, hyper)
+    rows = rows._replace(hashed=by_rows(jnp.uint16, b, t), slots=by_rows(jnp.int32, b, 2, t))
+    room = capacity(b * t, mesh.size)
+    return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
 
 
 def abstract_waiting(cfg: Config, mesh: Mesh, copies: dict, update: Update) -> dict[str, tuple]:
@@ -1721,7 +1753,8 @@ def abstract_waiting(cfg: Config, mesh: Mesh, copies: dict, update: Update) -> d
         rows = x.shape[0]
         if update.kind != "anvil":
             rows *= mesh.size
-        due[name] = (abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS),) * update.steps
+        gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
+        due[name] = (gradient,) * update.steps
     return due
 
 
