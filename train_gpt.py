@@ -67,6 +67,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib.metadata
@@ -218,7 +219,9 @@ class Config:
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
     bos: int = 50256  # stands before every document; attention does not cross it
-    encoding: Literal["gpt2", "bytes", "bpe"] = "gpt2"  # bpe: with merges beside the data
+    # bpe: with merges beside the data. ids: of your own tokenizer; they have no bytes, so there are
+    # no prefixes, n-grams hash ids as they are, and no text is sampled.
+    encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
@@ -310,7 +313,7 @@ class Config:
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
     log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
-    log_norms: Machine[bool] = False  # metrics.jsonl has norms of updates' gradients (takes time)
+    log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
     sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
 
     @property
@@ -356,9 +359,11 @@ class Config:
 
 # fmt: off
 PRESETS = {
-    "speedrun": Config(),
-    # The same model at toy size, for a minute on two cores. One stage: to compile another shape of
-    # batch would take as long as a tenth of the run.
+    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
+    # embedding and head. Part IV makes it, behind `override`.
+    "plain": None,
+    # The model of `speedrun` at toy size, for a minute on two cores. One stage: to compile another
+    # shape of batch would take as long as a tenth of the run.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -378,28 +383,7 @@ PRESETS = {
         micro_tokens=256,  # fits a core's caches
         data="data/builtin", sample_tokens=80,
     ),
-    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
-    # embedding and head. What belongs to ideas that are off does nothing.
-    "plain": Config(
-        preset="plain", without="all",
-        layers=(Layer("long"),) * 4,
-        width=128, heads=2, mlp_width=256,
-        encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
-        ngram_rows=0, ngram_ids="raw", sign_rows=0, gate_width=0, mudd_width=32,
-        still=False, key_offset=False, qk_heads=0, o_start=0.0, smear=False, lambdas=False,
-        value_gates=False, logit_cap=(0.0, 0.0, 0.0), tied=0.0,
-        compute_dtype="float32",
-        steps=440, extension=0,
-        stages=(Stage(1.0, 1024, 128, 0, (128, 128)),),  # windows of a whole row
-        momentum=(0.93, 0.93), momentum_warmup=88, momentum_cooldown=18,
-        rails_step=188, slow_rate=0.0, equalize_rate=0.0, cautious=False,
-        scalar_betas=((0.9, 0.95), (0.9, 0.95)),
-        lr_adam=0.016, adam_every=1, table_every=(1, 1), table_change=128,
-        tail=0, tail_average=0,
-        val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(128, 128), target=0.0,
-        micro_tokens=256,
-        data="data/builtin", sample_tokens=80,
-    ),
+    "speedrun": Config(),
     # `speedrun` with the copy pointer, in fewer steps. Stages end where the rule of record 92 puts
     # them: 988 steps by its quotients, where it has 1122, and as there 52 more in the third and 20
     # at last.
@@ -2602,28 +2586,31 @@ class LoaderState(NamedTuple):
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart; if the number of rows has changed, again from where the first one was."""
+    begin evenly apart. If the number of rows has changed, they begin so where the first one was."""
     rows = cfg.stages[0].rows  # and of all others
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
-        offsets = [(first + cfg.vocab * r // rows) % cfg.vocab for r in range(rows)]
-    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
+        offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
+    here = own_rows(mesh, rows)
+    return LoaderState(cursor, tuple(offsets[row] for row in here))
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
     """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
-    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
-    first = mine.index(True)
-    each = count // mesh.size
-    return range(first * each, (first + sum(mine)) * each)
+    is_own = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    first = is_own.index(True)
+    end = first + sum(is_own)
+    of_device = count // mesh.size
+    return range(first * of_device, end * of_device)
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
-    the loader does no work for free. `late` gets a line when an item takes long."""
+    """Yield `items`, which a thread makes up to `depth` ahead. It begins one only while the clock
+    is `running`, or loading would take time that nobody counts. `late` gets a line when an item
+    takes long."""
     ready = queue.Queue(depth)
 
     def make():
@@ -2653,44 +2640,51 @@ def train_batches(
 ):
     """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
     tables of the vocabulary are made here, so that the clock counts them."""
-    known = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
-    for now in range(step, cfg.steps):
-        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
-        yield put_batch(cfg, mesh, now, *arrays), state
+    by_id = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
+    for number in range(step, cfg.steps):
+        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
+        yield put_batch(cfg, mesh, number, rows, requests), state
 
 
 def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
+    cfg: Config, mesh: Mesh, stream: TokenStream, by_id: Vocabulary, step: int, state: LoaderState
 ):
     """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
     process plans the whole batch, from where documents begin, and reads its own rows."""
     stage = cfg.stages[schedule(cfg).stage[step]]
-    count = schedule(cfg).candidates[step]
     pieces, cursor = plan_rows(stream, state.cursor, stage)
-    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
-    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
+    here = own_rows(mesh, stage.rows)
+    tokens = read_rows(stream, pieces, here)
+    offsets = state.offsets
     if cfg.aimed:
+        count = schedule(cfg).candidates[step]
         always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = aim_all(tokens, offsets, count, known.prefix_v, always)
-    return *rows_of(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
+        aims, offsets = aim_all(tokens, offsets, count, by_id.prefix_v, always)
+    else:
+        aims = next_tokens(tokens[:, 1:].astype(np.int32))
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
+    return rows, requests, LoaderState(cursor, offsets)
 
 
 def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary."""
-    return Aims(np.empty((len(targets), 0), np.int32), targets, targets)
+    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
+    stand in for them, as arrays of the right shape."""
+    no_candidates = np.empty((len(targets), 0), np.int32)
+    return Aims(no_candidates, targets, prefixes=targets)
 
 
-def rows_of(cfg: Config, mesh: Mesh, known: Vocabulary | None, tokens, aims: Aims):
+def rows_of(cfg: Config, mesh: Mesh, by_id: Vocabulary | None, tokens, aims: Aims):
     """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
     if cfg.ngram_rows:
-        return hashed_rows(cfg, mesh, known, tokens, aims)
+        return hashed_rows(cfg, mesh, by_id, tokens, aims)
     return Rows(tokens, None, None, aims), None
 
 
-def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
-    """(Rows, requests) on the devices, with the Hyper of `step`."""
-    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
-    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
+def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
+    """Rows and requests on the devices, with the Hyper of `step`."""
+    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+    return Batch(*cut, hyper)
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -2710,8 +2704,9 @@ class TokenStream:
     A cursor is a position in it, counted from the first token of the first shard."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
-        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
-        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
+        shard_name = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
+        paths = (path for path in folder.glob("*.bin") if shard_name.fullmatch(path.name))
+        self.paths = sorted(paths)
         need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * passes
@@ -2737,9 +2732,10 @@ class TokenStream:
         parts = [np.empty(0, np.uint16)]
         while count:
             number, start = self.shard_at(cursor)
-            parts.append(self.shards[number][cursor - start :][:count])
-            cursor += len(parts[-1])
-            count -= len(parts[-1])
+            part = self.shards[number][cursor - start :][:count]
+            parts.append(part)
+            cursor += len(part)
+            count -= len(part)
         return np.concatenate(parts)
 
 
@@ -2751,8 +2747,8 @@ def open_shard(path) -> np.memmap:
         if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
             raise ValueError(f"{len(tokens)} tokens follow a header {header}")
     except (OSError, ValueError) as error:
-        no = f"{path} is no whole token shard ({error})"
-        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
+        refusal = f"{path} is no whole token shard ({error})"
+        raise UserError(f"{refusal}: delete it, and download or tokenize it again") from None
     return tokens
 
 
@@ -2766,45 +2762,58 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 def plan_plain(cursor: int, rows: int, t: int):
     """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
     wherever documents begin: neighbours share one token, and no token is left out."""
-    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
+    starts = [cursor + row * t for row in range(rows)]
+    pieces = [(row, start, start + t + 1) for row, start in enumerate(starts)]
     return pieces, cursor + rows * t
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
     """The rows `here` of a plan, uint16 [rows, t+1]."""
-    found = {row: [] for row in here}
+    parts = {row: [] for row in here}
     for row, start, stop in pieces:
-        if row in found:
-            found[row].append(stream.read(start, stop - start))
-    return np.stack([np.concatenate(found[row]) for row in here])
+        if row in parts:
+            parts[row].append(stream.read(start, stop - start))
+    return np.stack([np.concatenate(parts[row]) for row in here])
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
+# Beside shards of own text, or of an own tokenizer: encoding, real_tokens and bos, in JSON. What
+# data/tokenize_text.py writes there, and sets for a run.
+DESCRIPTION = "dataset.json"
 
 
 def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`. UserError if they cannot be had."""
+    merges in `folder`; of ids none. UserError if they cannot be had."""
     words = [bytes([i]) for i in range(256)]
+    cure = f"make the data in {folder} again"
     try:
-        if cfg.encoding == "gpt2":
+        if cfg.encoding == "ids":
+            words = []
+        elif cfg.encoding == "gpt2":
             cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken
-
-            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+            words = gpt2_words()
         elif cfg.encoding == "bpe":
-            cure = f"make the data in {folder} again"
-            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
-            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+            merges = json.loads((folder / MERGES).read_text())
+            words += [bytes.fromhex(merged) for merged in merges]
+            differ = b"" not in words and len({*words}) == len(words)
+            if not differ or len(words) < cfg.bos:
                 raise ValueError(f"{MERGES} is not of these shards")
     except Exception as error:  # of tiktoken, of the network, of a damaged file
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        lacking = f"no bytes for {cfg.encoding} tokens ({first_line})"
+        raise UserError(f"{lacking}: {cure}") from None
     return words[: cfg.bos]
+
+
+def gpt2_words() -> list[bytes]:
+    """The bytes of the ids of GPT-2, whose ranks tiktoken downloads on first use."""
+    import tiktoken
+
+    gpt2 = tiktoken.get_encoding("gpt2")
+    return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
 
 
 def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
@@ -2813,39 +2822,54 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
     for step in range(steps):
         stage = cfg.stages[schedule(cfg).stage[step]]
         try:
-            cursor = plan_rows(stream, cursor, stage)[1]
+            _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
                 stream.shard_at(cursor)  # holds the last target
         except UserError:
             last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
             cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
             raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
-    stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
+    # The loader shall find them again inside the clock, which counts all work on data.
+    stream.documents.cache_clear()
     return cursor
 
 
 def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
     """Size and hash of every shard that the run will read; all tokens must be there and known."""
-    cure = f"not made with {cfg.encoding}: set encoding, real_tokens and bos, or tokenize it again"
     for stream in (train, val):
         begins = np.any(stream.shards[0] == cfg.bos)
-        need(begins, f"{stream.paths[0]}: no document begins with bos={cfg.bos}: {cure}")
+        none = f"{stream.paths[0]}: no document begins with bos={cfg.bos}"
+        need(begins, f"{none}: {other_tokens(cfg)}")
     few = f"holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} are needed"
     need(len(val) > cfg.val_tokens, f"{val.paths[0].parent} {few}: lower --set val_tokens=")
-    shards = {}
-    for stream, end in ((train, cursor_after(cfg, train, cfg.steps)), (val, cfg.val_tokens)):
-        count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
-        for path, tokens in zip(stream.paths, stream.shards[:count], strict=False):
-            most = tokens.max()
-            need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
-    return shards
+    train_end = cursor_after(cfg, train, cfg.steps)
+    return shards_until(cfg, train, train_end) | shards_until(cfg, val, cfg.val_tokens)
+
+
+def other_tokens(cfg: Config) -> str:
+    """What is wrong with tokens that cannot be those of the config, and what to set."""
+    settings = "set encoding (ids: of your own tokenizer), vocab, real_tokens and bos"
+    return f"not made with {cfg.encoding}: {settings}, or tokenize it again"
+
+
+def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
+    """File name -> size and hash of the shards that are read before the cursor `end`; UserError if
+    one of their ids is none of the vocabulary."""
+    last, _ = stream.shard_at(min(end, len(stream) - 1))
+    facts = {}
+    for path, tokens in zip(stream.paths, stream.shards[: last + 1], strict=False):
+        largest = tokens.max()
+        beyond = f"{path}: token id {largest} >= {cfg.real_tokens}"
+        need(largest < cfg.real_tokens, f"{beyond}: {other_tokens(cfg)}")
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        facts[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    return facts
 
 
 def run_tool(name: str, *args) -> str:
-    """What data/`name` beside this file prints; UserError, without words, if it says an error."""
+    """What data/`name` beside this file prints; UserError, without words, if it says an error. The
+    tools import this file, so they are processes of their own."""
     tool = Path(__file__).resolve().parent / "data" / name
     need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
     done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
@@ -2860,28 +2884,37 @@ def data_place(data: str) -> Path:
 
 
 def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
-    """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
-    the run or the first preset in `names` for which they do, with what is `given`. Makes tokens."""
+    """(a preset or run, what it must --set) to train with these `texts`, or with one folder of
+    token shards. It is the first of `names` for which they are long enough, with what is `given` to
+    be set. Texts become tokens here."""
     places = [data_place(text) for text in texts]
-    if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
-        return names[0], [f"data={places[0].resolve()}"]
-    return json.loads(run_tool("tokenize_text.py", *places, "--for", *names, "--set", *given))
+    folder = places[0]
+    has_shards = any(folder.glob("*.bin"))
+    if has_shards and not (folder / DESCRIPTION).exists():
+        return names[0], [f"data={folder.resolve()}"]
+    printed = run_tool("tokenize_text.py", *places, "--for", *names, "--set", *given)
+    name, settings = json.loads(printed)
+    return name, settings
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
     """Where the shards are, of one data set; the demo corpus is made on first use."""
     folder = data_place(cfg.data)
     demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
-    whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    if folder.resolve() == demo.resolve() and not whole:
-        say(f"making the demo corpus in {folder}")
-        run_tool("builtin_corpus.py")
-    lost = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
-    cure = lost if cfg.data != Config.data else "run data/cached_fineweb10B.py, or name one"
+    if folder.resolve() == demo.resolve():
+        files = "*_train_*.bin", "*_val_*.bin", MERGES
+        if not all(any(demo.glob(name)) for name in files):
+            say(f"making the demo corpus in {folder}")
+            run_tool("builtin_corpus.py")
+    cure = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
+    if cfg.data == Config.data:
+        cure = "run data/cached_fineweb10B.py, or name one"
     need(folder.is_dir(), f"no folder {folder}: {cure}")
-    shards = (re.fullmatch(r"([^.].*)_(train|val)_\d+\.bin", name) for name in os.listdir(folder))
-    names = ", ".join(sorted({shard[1] for shard in shards if shard}))
-    need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
+    shard_name = re.compile(r"([^.].*)_(train|val)_\d+\.bin")
+    shards = [shard for shard in map(shard_name.fullmatch, os.listdir(folder)) if shard]
+    sets = sorted({shard[1] for shard in shards})
+    several = f"{folder} holds several data sets ({', '.join(sets)})"
+    need(len(sets) < 2, f"{several}: give each its own folder")
     return folder
 
 
@@ -3593,142 +3626,242 @@ def agree(facts: dict, saved: Saved | None):
 # ---- Settings: --set, and the numbers with which no run can be built ---------------------------
 
 
-def validate(c: Config) -> Config:
+def require(cfg: Config, name: str, holds, would_be: str):
+    """UserError unless it `holds`: what the setting `name` is, and what it must be instead."""
+    value = cfg
+    for key in name.split("."):
+        value = value[int(key)] if key.isdecimal() else getattr(value, key)
+    need(holds, f"{name}={value!r} is not valid: {would_be}")
+
+
+def validate(cfg: Config) -> Config:
     """Return the config if a run can be built from it, else UserError with field and value."""
+    rule = functools.partial(require, cfg)
+    names = ",".join(Kernels._fields)
+    by_name = {*cfg.kernels.split(",")} <= {*Kernels._fields}
+    rule("kernels", by_name or cfg.kernels in ("auto", "plain"), f"auto, plain, or some of {names}")
+    rule("preset", re.fullmatch(r"[\w.-]+", cfg.preset), "letters, digits, '_', '-' and '.'")
+    validate_heads(cfg)
+    validate_tables(cfg)
+    for number in range(len(cfg.layers)):
+        validate_layer(cfg, number)
+    validate_updates(cfg)
+    row_is_cut = cfg.val_row > 1 and cfg.val_batch % cfg.val_row == 0
+    rule("val_batch", row_is_cut, f"a multiple of val_row={cfg.val_row}, which is 2 or more")
+    batches = cfg.val_tokens % cfg.val_batch == 0
+    rule("val_tokens", batches, f"a multiple of val_batch={cfg.val_batch}")
+    validate_shares(cfg)
+    for number in range(len(cfg.stages)):
+        validate_stage(cfg, number)
+    return cfg
 
-    def rule(name, valid, would_be):
-        value = c
-        for key in name.split("."):
-            value = value[int(key)] if key.isdecimal() else getattr(value, key)
-        need(valid, f"{name}={value!r} is not valid: {would_be}")
 
-    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
-    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
-    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
-    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
-    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
-    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
-    kv = c.kv_heads or c.heads
-    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
-    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
-    rule("kv_heads", whole, would_be)
-    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
-    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
-    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
-    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
-    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
-    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
-    free = c.vocab - c.real_tokens or not c.pointer_width
-    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
-    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
-    last = len(c.layers) - 1
-    for i, layer in enumerate(c.layers):
-        names = ("values", "xsa", "gated", "narrow", "paired")
-        needs = [name for name in names if getattr(layer, name)]
-        known = layer.attends in ("short", "long") or not (layer.attends or needs)
-        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
-        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
-        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
-        for name in ("skip", "reads"):
-            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
-        whole = i == last and layer.attends and layer.mlps
-        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
-        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
-    often, seldom = c.table_every
-    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
-    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
-    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
-    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
-    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
-    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
-    shares = [stage.share for stage in c.stages]
-    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
-    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
-    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
-    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
-    for i, s in enumerate(c.stages):
-        same = s.rows == c.stages[0].rows
-        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
-        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
-        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
-        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
-        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
-    return c
+def validate_heads(cfg: Config):
+    """UserError if attention has no such heads, or no such cap of the logits can be."""
+    rule = functools.partial(require, cfg)
+    even = cfg.heads % 2 == 0
+    cut = cfg.width % cfg.heads == 0 and cfg.head_width % 8 == 0
+    rule("heads", even and cut, f"an even number that cuts width={cfg.width} into multiples of 8")
+    largest, _, divisor = cfg.logit_cap
+    capped = 0 < largest <= 64 and divisor > 0
+    rule("logit_cap", capped or not any(cfg.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    kv_heads = cfg.kv_heads or cfg.heads
+    share = cfg.heads % kv_heads == 0 and kv_heads % (cfg.qk_heads or 1) == 0
+    by_matrix = cfg.qk_heads > 0 or kv_heads == cfg.heads
+    multiple = f"a multiple of qk_heads={cfg.qk_heads}, not 0"
+    rule("kv_heads", share and by_matrix, f"0, or a divisor of heads={cfg.heads} and {multiple}")
+    together = cfg.heads % (cfg.qk_heads or 1) == 0
+    rule("qk_heads", together, f"a divisor of heads={cfg.heads}, or 0")
+
+
+def validate_tables(cfg: Config):
+    """UserError if no such vocabulary can be, or no such tables over it."""
+    rule = functools.partial(require, cfg)
+    rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
+    rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
+    halves = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows != 2
+    rule("ngram_rows", halves, "an even number, 4 or more; or 0")
+    power = cfg.sign_rows & (cfg.sign_rows - 1) == 0
+    rule("sign_rows", power, "a power of two, or 0")
+    no_copy = f"0, as vocab={cfg.vocab} has no id that is no token, for copies"
+    rule("pointer_width", cfg.pointer_width == 0 or cfg.vocab > cfg.real_tokens, no_copy)
+
+
+def validate_layer(cfg: Config, number: int):
+    """UserError if the layer of this number cannot do what it is to."""
+    layer = cfg.layers[number]
+
+    def rule(field: str, holds, would_be: str):
+        require(cfg, f"layers.{number}.{field}", holds, would_be)
+
+    parts = "values", "xsa", "gated", "narrow", "paired"
+    of_attention = [name for name in parts if getattr(layer, name)]
+    if of_attention:
+        lacking = f"short, long; or nothing, which {', '.join(of_attention)} cannot do with"
+        rule("attends", layer.attends in ("short", "long"), lacking)
+    rule("attends", layer.attends in ("short", "long", ""), "short, long; or nothing")
+    rule("looks", number > 0 or not layer.looks, "not of the first, which has no stream yet")
+    for name in ("skip", "reads"):
+        rule(name, getattr(layer, name) <= number, f"a number of layers up to {number}")
+    if layer.mudd:
+        last = number == len(cfg.layers) - 1
+        whole = layer.attends != "" and layer.mlps > 0
+        rule("mudd", last and whole, "of the last, with attention and MLP")
+    rule("ngram", cfg.ngram_rows > 0 or not layer.ngram, "False, as ngram_rows=0")
+
+
+def validate_updates(cfg: Config):
+    """UserError if tables cannot be updated after so many steps."""
+    rule = functools.partial(require, cfg)
+    often, seldom = cfg.table_every
+    nested = 0 < often <= seldom and seldom % often == 0 and often % cfg.adam_every == 0
+    rule("table_every", nested, f"multiples of adam_every={cfg.adam_every} and of each other")
+    cut = cfg.table_change % seldom == 0
+    rule("table_change", cut, f"a multiple of {seldom}, see table_every")
+
+
+def validate_shares(cfg: Config):
+    """UserError if the stages do not share the steps."""
+    rule = functools.partial(require, cfg)
+    shares = [stage.share for stage in cfg.stages]
+    agrees = (shares[-1] == 0) == (cfg.extension > 0) and cfg.extension < cfg.steps
+    less = f"less than steps={cfg.steps}; 0 unless the last stage has share=0"
+    rule("extension", agrees, less)
+    for number, share in enumerate(shares[:-1]):
+        above = "above 0; only the last may be 0, the extension's"
+        rule(f"stages.{number}.share", share > 0, above)
+    names = ", ".join(f"stages.{number}.share" for number in range(len(shares)))
+    total = sum(shares)
+    one = f"shares that add up to 1, not {total:.6g}: set {names}"
+    rule("stages.0.share", abs(total - 1) < 1e-6, one)
+    lengths = np.diff(cfg.boundaries)
+    rule("steps", min(lengths) > 0, f"one for each stage, {cfg.extension} at the end")
+
+
+def validate_stage(cfg: Config, number: int):
+    """UserError if the stage of this number has no such batches, or no such losses."""
+    stage = cfg.stages[number]
+
+    def rule(field: str, holds, would_be: str):
+        require(cfg, f"stages.{number}.{field}", holds, would_be)
+
+    whole_rows = stage.row_tokens > 1 and stage.batch_tokens % stage.row_tokens == 0
+    as_many = whole_rows and stage.rows == cfg.stages[0].rows
+    rule("batch_tokens", as_many, "as many rows as stages.0, of 2 tokens or more")
+    both = len(stage.weights) == len(stage.weights_end) <= stage.row_tokens
+    first = stage.weights[0] > 0
+    rule("weights", both and first, "the first above 0, and as many as weights_end")
+    rule("candidates", max(stage.candidates) <= cfg.vocab, f"up to vocab={cfg.vocab}")
 
 
 def typed(kind, value, name="", positive=False):
     """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
     number is negative, and none is 0 where `positive` holds or `kind` says so."""
-    if typing.get_origin(kind) is Annotated:
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
-        kind = kind.__origin__
+        return typed(kind.__origin__, value, name, positive)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        kinds = typing.get_type_hints(kind, include_extras=True)
-        odd = kinds.keys() ^ value.keys()
-        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
-        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
+        return typed_fields(kind, value, name)
     wrong = f"{name}={value!r} is not valid: "
-    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
-        each, *rest = typing.get_args(kind)
+    if origin is tuple and isinstance(value, tuple | list):
+        entry, *others = typing.get_args(kind)
         need(value, f"{wrong}one or more")
-        if rest == [...] or len(value) == 1 + len(rest):
-            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
-    if typing.get_origin(kind) is Literal:
-        words = typing.get_args(kind)
-        need(value in words, wrong + ", ".join(words))
+        if others == [...] or len(value) == 1 + len(others):
+            return tuple(typed(entry, x, f"{name}.{i}", positive) for i, x in enumerate(value))
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        need(value in choices, wrong + ", ".join(choices))
         return value
     number = kind in (int, float) and type(value) in (int, kind)
-    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
-    shown = kind if typing.get_origin(kind) else kind.__name__
-    need(fits, f"{wrong}it must be {shown}, see --show")
-    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
-    need(value or not positive, f"{wrong}it must be positive")
+    switch = kind is bool and value in (0, 1)
+    text = kind is str and type(value) is str
+    kind_name = kind if origin else kind.__name__
+    need(number or switch or text, f"{wrong}it must be {kind_name}, see --show")
+    if number:
+        need(0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+        need(value or not positive, f"{wrong}it must be positive")
     return kind(value)
+
+
+def typed_fields(kind, fields: dict, name: str):
+    """A dataclass of this `kind` with these `fields`, each of its own type."""
+    kinds = typing.get_type_hints(kind, include_extras=True)
+    odd = kinds.keys() ^ fields.keys()
+    need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
+    values = {}
+    for field, its_kind in kinds.items():
+        values[field] = typed(its_kind, fields[field], f"{name}.{field}".strip("."))
+    return kind(**values)
 
 
 def override(cfg: Config, items: list[str]) -> Config:
     """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
-    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
+    stages.*.windows, which are those of all. The number after that of the last stage adds a copy of
+    this stage. `without` sets what IDEAS says."""
     fields = dataclasses.asdict(cfg)
     once = sum(item.startswith("without=") for item in items) < 2
     need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
-        for each in (*(leave_out(text) if key == "without" else ()), item):
-            key, _, text = each.partition("=")
-            try:
-                set_field(fields, key.split("."), text)
-            except (LookupError, TypeError, ValueError):
-                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
-                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
+        if key == "without":
+            for setting in leave_out(text):
+                set_fields(fields, *setting.split("="))
+        try:
+            set_fields(fields, key, text)
+        except (LookupError, TypeError, ValueError):
+            raise UserError(f"--set {item}: {unknown_key(key)}") from None
     return validate(typed(Config, fields))
 
 
 def leave_out(names: str) -> list[str]:
     """What `without=names` sets."""
-    every = [name for name in IDEAS if name not in PLAIN_HAS]
-    chosen = every if names == "all" else [name for name in names.split(",") if name]
+    chosen = [name for name in names.split(",") if name]
+    if names == "all":
+        chosen = [name for name in IDEAS if name not in PLAIN_HAS]
+    ideas = f"all alone, or some of {', '.join(IDEAS)}"
     for name in chosen:
-        there = f"all alone, or some of {', '.join(IDEAS)}"
-        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
-    return [item for name in chosen for item in IDEAS[name].split()]
+        need(name in IDEAS, f"without={names}: not {name!r}, but {ideas}")
+    return " ".join(IDEAS[name] for name in chosen).split()
 
 
-def set_field(part, path: list[str], text: str):
-    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
-    at, *rest = path
-    if at == "*":
-        for x in part:
-            set_field(x, rest, text)
-    elif rest:
-        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
-    else:
-        number = not isinstance(part[at], str)
-        part[at] = text
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-            part[at] = ast.literal_eval(text) if number else text
+def set_fields(fields: dict, key: str, text: str):
+    """Set what `key` leads to among the `fields` of a config; LookupError, TypeError or ValueError
+    if it leads nowhere."""
+    *path, name = key.split(".")
+    holders = [fields]
+    if path:
+        table, number = path
+        if key.startswith(f"stages.{len(fields['stages'])}."):
+            last = fields["stages"][-1]
+            fields["stages"] += ({**last},)
+        holders = fields[table] if number == "*" else [fields[table][int(number)]]
+    for holder in holders:
+        is_text = isinstance(holder[name], str)
+        holder[name] = text if is_text else literal(text)
+
+
+def literal(text: str):
+    """The number, tuple or so on that Python sees in `text`; the text itself if it sees none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError):
+        return text
+
+
+def unknown_key(key: str) -> str:
+    """That there is no such key, and which are most like it."""
+    keys = [*Config.__dataclass_fields__]
+    keys += [f"stages.N.{name}" for name in Stage.__dataclass_fields__]
+    keys += [f"layers.N.{name}" for name in Layer.__dataclass_fields__]
+    with_letter = re.sub(r"\.(\d+|\*)\.", ".N.", key)
+    alike = difflib.get_close_matches(with_letter, keys)
+    hint = f"most like it: {', '.join(alike)}; " if alike else ""
+    return f"unknown key {key!r}; {hint}--show prints all, N counts from 0 or is * for all"
+
+
+PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
 
 
 # ---- Command line ------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ def names_of(node) -> list[str]:
     if hasattr(node, "name"):
         return [node.name]
     targets = getattr(node, "targets", [getattr(node, "target", None)])
-    return [x.id for t in targets if t for x in ast.walk(t) if isinstance(x, ast.Name)]
+    names = (x for t in targets if t for x in ast.walk(t) if isinstance(x, ast.Name))
+    return [x.id for x in names if isinstance(x.ctx, ast.Store)]
 
 
 def part_of(node) -> int:
