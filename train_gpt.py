@@ -58,6 +58,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib.metadata
@@ -207,7 +208,9 @@ class Config:
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
     bos: int = 50256  # stands before every document; attention does not cross it
-    encoding: Literal["gpt2", "bytes", "bpe"] = "gpt2"  # bpe: with merges beside the data
+    # bpe: with merges beside the data. ids: of your own tokenizer; they have no bytes, so there are
+    # no prefixes, n-grams hash ids as they are, and no text is sampled.
+    encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
@@ -299,7 +302,7 @@ class Config:
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
     log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
-    log_norms: Machine[bool] = False  # norms of gradients, by parameter (takes time)
+    log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
     sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
 
     @property
@@ -345,9 +348,11 @@ class Config:
 
 # fmt: off
 PRESETS = {
-    "speedrun": Config(),
-    # The same model at toy size, for a minute on two cores. One stage: to compile another shape of
-    # batch would take as long as a tenth of the run.
+    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
+    # embedding and head. Part IV makes it, behind `override`.
+    "plain": None,
+    # The model of `speedrun` at toy size, for a minute on two cores. One stage: to compile another
+    # shape of batch would take as long as a tenth of the run.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -367,28 +372,7 @@ PRESETS = {
         micro_tokens=256,  # fits a core's caches
         data="data/builtin", sample_tokens=80,
     ),
-    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
-    # embedding and head. What belongs to ideas that are off does nothing.
-    "plain": Config(
-        preset="plain", without="all",
-        layers=(Layer("long"),) * 4,
-        width=128, heads=2, mlp_width=256,
-        encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
-        ngram_rows=0, ngram_ids="raw", sign_rows=0, gate_width=0, mudd_width=32,
-        still=False, key_offset=False, qk_heads=0, o_start=0.0, smear=False, lambdas=False,
-        value_gates=False, logit_cap=(0.0, 0.0, 0.0), tied=0.0,
-        compute_dtype="float32",
-        steps=440, extension=0,
-        stages=(Stage(1.0, 1024, 128, 0, (128, 128)),),  # windows of a whole row
-        momentum=(0.93, 0.93), momentum_warmup=88, momentum_cooldown=18,
-        rails_step=188, slow_rate=0.0, equalize_rate=0.0, cautious=False,
-        scalar_betas=((0.9, 0.95), (0.9, 0.95)),
-        lr_adam=0.016, adam_every=1, table_every=(1, 1), table_change=128,
-        tail=0, tail_average=0,
-        val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(128, 128), target=0.0,
-        micro_tokens=256,
-        data="data/builtin", sample_tokens=80,
-    ),
+    "speedrun": Config(),
     # `speedrun` with the copy pointer, in fewer steps. Stages end where the rule of record 92 puts
     # them: 988 steps by its quotients, where it has 1122, and as there 52 more in the third and 20
     # at last.
@@ -1780,17 +1764,27 @@ def lower(program: Program, mesh: Mesh):
 # ---- Training: the clock and the loop ----------------------------------------------------------
 
 
-def settle(log: RunLog, newest: tuple | None):
-    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
-    if newest:
-        step, loss, *more = newest
-        log.trained(step, sound(log, step, float(loss)), *more)
+class StepResult(NamedTuple):
+    """What a step has returned: arrays that devices may still compute."""
+
+    step: int  # its number, from 1
+    loss: jax.Array
+    dropped: jax.Array  # n-grams
+    norms: dict[str, jax.Array]  # of gradients, by parameter; empty without cfg.log_norms
+
+
+def settle(log: RunLog, result: StepResult | None):
+    """Wait for a step, and log it."""
+    if result:
+        loss = sound(log, result.step, float(result.loss))
+        log.trained(result.step, loss, result.dropped, result.norms)
 
 
 def sound(log: RunLog, step: int, loss: float) -> float:
     """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
+    most = 2 * math.log(log.cfg.vocab)
     cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
+    need(loss < most, f"the loss of step {step} is {loss:.4g}: {cure}")
     return loss
 
 
@@ -1799,38 +1793,40 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     Outside the clock: `prepare`, validation, the last checkpoint. Inside: every training step, all
     loading of its data, and checkpoints on the way. A checkpoint, and the stop after a signal, come
     at the next step before which no gradients wait for an update."""
-    cfg, mesh, log, compiled, *rest = prepare(cfg, out, command, saved, say)
-    (state, copies, batches, loader), validation, asked, (kernels, words) = rest
-    first = last_saved = saved.step if saved else 0
+    ready = prepare(cfg, out, command, saved, say)
+    cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
+    state, copies, batches, loader = ready.state, ready.copies, ready.batches, ready.loader
+    first = saved.step if saved else 0
+    last_saved = first
+    save_every = cfg.checkpoint_every or cfg.steps
     waiting = {}  # gradients that no update has taken yet
-    newest = None  # a step that may still run: (number, loss, dropped n-grams, norms), see settle
+    newest = None  # the StepResult that is not in the log yet
 
     def pause():
         settle(log, newest)
         jax.block_until_ready((state, copies))
         log.clock.stop()
 
-    def validate(step):
+    def validate_after(step: int):
         pause()
-        loss = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
-        loss, dropped = evaluate(cfg, mesh, loss, step, *validation)
+        program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
+        loss, dropped = evaluate(cfg, mesh, program, step, *ready.validation)
         log.validated(step, sound(log, step, loss), dropped)
 
     for step in range(first, cfg.steps):
-        signalled = asked(step - first)  # the number of a signal that has asked for the end, or 0
-        stops = signalled and not waiting
-        if cfg.val_every and step % cfg.val_every == 0 and (step > first or not saved):
-            validate(step)
+        is_new = step > first or not saved  # else the disk has this state, and its loss
+        if is_new and cfg.val_every and step % cfg.val_every == 0:
+            validate_after(step)
             newest = None
-        if stops:
+        signalled = ready.asked(step - first)  # a signal that has asked for the end, or 0
+        if signalled and not waiting:
             pause()
-            if step > first or not saved:  # else the disk has this state
+            if is_new:
                 log.save(step, state, loader)
             log.stopped(step)
             raise SystemExit(128 + signalled)
         log.clock.start()
-        every = cfg.checkpoint_every or cfg.steps
-        if step // every > last_saved // every and not waiting:
+        if step // save_every > last_saved // save_every and not waiting:
             settle(log, newest)
             newest = None
             log.save(step, state, loader)
@@ -1848,19 +1844,20 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             all_norms |= norms
             del due
         settle(log, newest)  # waits for the step before, while this one runs
-        newest = step + 1, loss, dropped, all_norms
+        newest = StepResult(step + 1, loss, dropped, all_norms)
 
     waiting.clear()  # gradients of parameters whose last update has been
     state, changed = compiled["finish"](state)
     copies |= changed
-    validate(cfg.steps)
-    small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
-    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and small):
+    validate_after(cfg.steps)
+    is_small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
+    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
     if cfg.sample_tokens:
         table = state["params"].get(NGRAMS)
-        demonstrate(log, (cfg, mesh, kernels, copies, table, words, cfg.steps))
+        model = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
+        demonstrate(log, model)
     return log.folder
 
 
@@ -2896,28 +2893,31 @@ class LoaderState(NamedTuple):
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart; if the number of rows has changed, again from where the first one was."""
+    begin evenly apart. If the number of rows has changed, they begin so where the first one was."""
     rows = cfg.stages[0].rows  # and of all others
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
-        offsets = [(first + cfg.vocab * r // rows) % cfg.vocab for r in range(rows)]
-    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
+        offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
+    here = own_rows(mesh, rows)
+    return LoaderState(cursor, tuple(offsets[row] for row in here))
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
     """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
-    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
-    first = mine.index(True)
-    each = count // mesh.size
-    return range(first * each, (first + sum(mine)) * each)
+    is_own = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    first = is_own.index(True)
+    end = first + sum(is_own)
+    of_device = count // mesh.size
+    return range(first * of_device, end * of_device)
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
-    the loader does no work for free. `late` gets a line when an item takes long."""
+    """Yield `items`, which a thread makes up to `depth` ahead. It begins one only while the clock
+    is `running`, or loading would take time that nobody counts. `late` gets a line when an item
+    takes long."""
     ready = queue.Queue(depth)
 
     def make():
@@ -2947,44 +2947,51 @@ def train_batches(
 ):
     """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
     tables of the vocabulary are made here, so that the clock counts them."""
-    known = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
-    for now in range(step, cfg.steps):
-        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
-        yield put_batch(cfg, mesh, now, *arrays), state
+    by_id = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
+    for number in range(step, cfg.steps):
+        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
+        yield put_batch(cfg, mesh, number, rows, requests), state
 
 
 def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
+    cfg: Config, mesh: Mesh, stream: TokenStream, by_id: Vocabulary, step: int, state: LoaderState
 ):
     """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
     process plans the whole batch, from where documents begin, and reads its own rows."""
     stage = cfg.stages[schedule(cfg).stage[step]]
-    count = schedule(cfg).candidates[step]
     pieces, cursor = plan_rows(stream, state.cursor, stage)
-    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
-    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
+    here = own_rows(mesh, stage.rows)
+    tokens = read_rows(stream, pieces, here)
+    offsets = state.offsets
     if cfg.aimed:
+        count = schedule(cfg).candidates[step]
         always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = aim_all(tokens, offsets, count, known.prefix_v, always)
-    return *rows_of(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
+        aims, offsets = aim_all(tokens, offsets, count, by_id.prefix_v, always)
+    else:
+        aims = next_tokens(tokens[:, 1:].astype(np.int32))
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
+    return rows, requests, LoaderState(cursor, offsets)
 
 
 def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary."""
-    return Aims(np.empty((len(targets), 0), np.int32), targets, targets)
+    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
+    stand in for them, as arrays of the right shape."""
+    no_candidates = np.empty((len(targets), 0), np.int32)
+    return Aims(no_candidates, targets, prefixes=targets)
 
 
-def rows_of(cfg: Config, mesh: Mesh, known: Vocabulary | None, tokens, aims: Aims):
+def rows_of(cfg: Config, mesh: Mesh, by_id: Vocabulary | None, tokens, aims: Aims):
     """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
     if cfg.ngram_rows:
-        return hashed_rows(cfg, mesh, known, tokens, aims)
+        return hashed_rows(cfg, mesh, by_id, tokens, aims)
     return Rows(tokens, None, None, aims), None
 
 
-def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
-    """(Rows, requests) on the devices, with the Hyper of `step`."""
-    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
-    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
+def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
+    """Rows and requests on the devices, with the Hyper of `step`."""
+    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+    return Batch(*cut, hyper)
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -3004,8 +3011,9 @@ class TokenStream:
     A cursor is a position in it, counted from the first token of the first shard."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
-        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
-        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
+        shard_name = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
+        paths = (path for path in folder.glob("*.bin") if shard_name.fullmatch(path.name))
+        self.paths = sorted(paths)
         need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * passes
@@ -3031,9 +3039,10 @@ class TokenStream:
         parts = [np.empty(0, np.uint16)]
         while count:
             number, start = self.shard_at(cursor)
-            parts.append(self.shards[number][cursor - start :][:count])
-            cursor += len(parts[-1])
-            count -= len(parts[-1])
+            part = self.shards[number][cursor - start :][:count]
+            parts.append(part)
+            cursor += len(part)
+            count -= len(part)
         return np.concatenate(parts)
 
 
@@ -3045,8 +3054,8 @@ def open_shard(path) -> np.memmap:
         if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
             raise ValueError(f"{len(tokens)} tokens follow a header {header}")
     except (OSError, ValueError) as error:
-        no = f"{path} is no whole token shard ({error})"
-        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
+        refusal = f"{path} is no whole token shard ({error})"
+        raise UserError(f"{refusal}: delete it, and download or tokenize it again") from None
     return tokens
 
 
@@ -3060,45 +3069,58 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 def plan_plain(cursor: int, rows: int, t: int):
     """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
     wherever documents begin: neighbours share one token, and no token is left out."""
-    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
+    starts = [cursor + row * t for row in range(rows)]
+    pieces = [(row, start, start + t + 1) for row, start in enumerate(starts)]
     return pieces, cursor + rows * t
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
     """The rows `here` of a plan, uint16 [rows, t+1]."""
-    found = {row: [] for row in here}
+    parts = {row: [] for row in here}
     for row, start, stop in pieces:
-        if row in found:
-            found[row].append(stream.read(start, stop - start))
-    return np.stack([np.concatenate(found[row]) for row in here])
+        if row in parts:
+            parts[row].append(stream.read(start, stop - start))
+    return np.stack([np.concatenate(parts[row]) for row in here])
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
+# Beside shards of own text, or of an own tokenizer: encoding, real_tokens and bos, in JSON. What
+# data/tokenize_text.py writes there, and sets for a run.
+DESCRIPTION = "dataset.json"
 
 
 def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`. UserError if they cannot be had."""
+    merges in `folder`; of ids none. UserError if they cannot be had."""
     words = [bytes([i]) for i in range(256)]
+    cure = f"make the data in {folder} again"
     try:
-        if cfg.encoding == "gpt2":
+        if cfg.encoding == "ids":
+            words = []
+        elif cfg.encoding == "gpt2":
             cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken
-
-            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+            words = gpt2_words()
         elif cfg.encoding == "bpe":
-            cure = f"make the data in {folder} again"
-            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
-            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+            merges = json.loads((folder / MERGES).read_text())
+            words += [bytes.fromhex(merged) for merged in merges]
+            differ = b"" not in words and len({*words}) == len(words)
+            if not differ or len(words) < cfg.bos:
                 raise ValueError(f"{MERGES} is not of these shards")
     except Exception as error:  # of tiktoken, of the network, of a damaged file
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        lacking = f"no bytes for {cfg.encoding} tokens ({first_line})"
+        raise UserError(f"{lacking}: {cure}") from None
     return words[: cfg.bos]
+
+
+def gpt2_words() -> list[bytes]:
+    """The bytes of the ids of GPT-2, whose ranks tiktoken downloads on first use."""
+    import tiktoken
+
+    gpt2 = tiktoken.get_encoding("gpt2")
+    return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
 
 
 def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
@@ -3107,39 +3129,56 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
     for step in range(steps):
         stage = cfg.stages[schedule(cfg).stage[step]]
         try:
-            cursor = plan_rows(stream, cursor, stage)[1]
+            _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
                 stream.shard_at(cursor)  # holds the last target
         except UserError:
             last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
             cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
             raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
-    stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
+    # The loader shall find them again inside the clock, which counts all work on data.
+    stream.documents.cache_clear()
     return cursor
 
 
-def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
+def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
     """Size and hash of every shard that the run will read; all tokens must be there and known."""
-    cure = f"not made with {cfg.encoding}: set encoding, real_tokens and bos, or tokenize it again"
-    for stream in (train, val):
-        begins = np.any(stream.shards[0] == cfg.bos)
-        need(begins, f"{stream.paths[0]}: no document begins with bos={cfg.bos}: {cure}")
-    few = f"holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} are needed"
-    need(len(val) > cfg.val_tokens, f"{val.paths[0].parent} {few}: lower --set val_tokens=")
-    shards = {}
-    for stream, end in ((train, cursor_after(cfg, train, cfg.steps)), (val, cfg.val_tokens)):
-        count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
-        for path, tokens in zip(stream.paths, stream.shards[:count], strict=False):
-            most = tokens.max()
-            need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
-    return shards
+    for split in (stream, val_stream):
+        begins = np.any(split.shards[0] == cfg.bos)
+        none = f"{split.paths[0]}: no document begins with bos={cfg.bos}"
+        need(begins, f"{none}: {other_tokens(cfg)}")
+    count = len(val_stream)
+    few = f"holds {count:,} validation tokens, {cfg.val_tokens + 1:,} are needed"
+    folder = val_stream.paths[0].parent
+    need(count > cfg.val_tokens, f"{folder} {few}: lower --set val_tokens=")
+    end = cursor_after(cfg, stream, cfg.steps)
+    return shards_until(cfg, stream, end) | shards_until(cfg, val_stream, cfg.val_tokens)
+
+
+def other_tokens(cfg: Config) -> str:
+    """What is wrong with tokens that cannot be those of the config, and what to set."""
+    settings = "set encoding (ids: of your own tokenizer), vocab, real_tokens and bos"
+    return f"not made with {cfg.encoding}: {settings}, or tokenize it again"
+
+
+def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
+    """File name -> size and hash of the shards that are read before the cursor `end`; UserError if
+    one of their ids is none of the vocabulary."""
+    last, _ = stream.shard_at(min(end, len(stream) - 1))
+    facts = {}
+    for path, tokens in zip(stream.paths, stream.shards[: last + 1], strict=False):
+        largest = tokens.max()
+        unknown = f"{path}: token id {largest} >= {cfg.real_tokens}"
+        need(largest < cfg.real_tokens, f"{unknown}: {other_tokens(cfg)}")
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        facts[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    return facts
 
 
 def run_tool(name: str, *args) -> str:
-    """What data/`name` beside this file prints; UserError, without words, if it says an error."""
+    """What data/`name` beside this file prints; UserError, without words, if it says an error. The
+    tools import this file, so they are processes of their own."""
     tool = Path(__file__).resolve().parent / "data" / name
     need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
     done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
@@ -3154,28 +3193,37 @@ def data_place(data: str) -> Path:
 
 
 def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
-    """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
-    the run or the first preset in `names` for which they do, with what is `given`. Makes tokens."""
-    places = [data_place(text) for text in texts]
-    if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
-        return names[0], [f"data={places[0].resolve()}"]
-    return json.loads(run_tool("tokenize_text.py", *places, "--for", *names, "--set", *given))
+    """(a preset or run, what it must --set) to train with these `texts`, or with one folder of
+    token shards. It is the first of `names` for which they are long enough, with what is `given` to
+    be set. Texts become tokens here."""
+    paths = [data_place(text) for text in texts]
+    folder = paths[0]
+    has_shards = any(folder.glob("*.bin"))
+    if has_shards and not (folder / DESCRIPTION).exists():
+        return names[0], [f"data={folder.resolve()}"]
+    printed = run_tool("tokenize_text.py", *paths, "--for", *names, "--set", *given)
+    name, settings = json.loads(printed)
+    return name, settings
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
     """Where the shards are, of one data set; the demo corpus is made on first use."""
     folder = data_place(cfg.data)
     demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
-    whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    if folder.resolve() == demo.resolve() and not whole:
-        say(f"making the demo corpus in {folder}")
-        run_tool("builtin_corpus.py")
-    lost = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
-    cure = lost if cfg.data != Config.data else "run data/cached_fineweb10B.py, or name one"
+    if folder.resolve() == demo.resolve():
+        files = "*_train_*.bin", "*_val_*.bin", MERGES
+        if not all(any(demo.glob(name)) for name in files):
+            say(f"making the demo corpus in {folder}")
+            run_tool("builtin_corpus.py")
+    cure = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
+    if cfg.data == Config.data:
+        cure = "run data/cached_fineweb10B.py, or name one"
     need(folder.is_dir(), f"no folder {folder}: {cure}")
-    shards = (re.fullmatch(r"([^.].*)_(train|val)_\d+\.bin", name) for name in os.listdir(folder))
-    names = ", ".join(sorted({shard[1] for shard in shards if shard}))
-    need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
+    shard_name = re.compile(r"([^.].*)_(train|val)_\d+\.bin")
+    shards = [shard for shard in map(shard_name.fullmatch, os.listdir(folder)) if shard]
+    sets = sorted({shard[1] for shard in shards})
+    several = f"{folder} holds several data sets ({', '.join(sets)})"
+    need(len(sets) < 2, f"{several}: give each its own folder")
     return folder
 
 
@@ -3186,11 +3234,29 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 # ---- Set-up: all that is done before the clock starts ------------------------------------------
 
 
-def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> tuple:
-    """What `train` begins with, in its order: devices and data are checked, the log is open, every
-    program is compiled and has run once, the state is made or loaded. The loader makes its first
-    batch when the clock starts."""
-    recipe, (cfg, mesh) = cfg, make_mesh(cfg)
+class Prepared(NamedTuple):
+    """What is ready when the clock starts."""
+
+    cfg: Config  # for the devices of `mesh`
+    mesh: Mesh
+    log: RunLog
+    compiled: dict  # an executable for each key of `programs`
+    state: dict  # all of training, on the devices
+    copies: dict
+    batches: Iterator  # of pairs: a Batch, the LoaderState after it
+    loader: LoaderState  # before the first of them
+    validation: tuple[TokenStream, Vocabulary | None]
+    asked: Callable  # see ask_to_stop
+    kernels: Kernels
+    words: list[bytes]  # what ids stand for, see token_bytes
+
+
+def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Prepared:
+    """What `train` begins with, in its order. Devices and data are checked, and the log is opened.
+    Every program is compiled and has run once. The state is made or loaded. The loader makes its
+    first batch when the clock starts."""
+    recipe = cfg
+    cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
     folder = data_folder(cfg, say)
     stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
@@ -3201,24 +3267,36 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
     log = open_log(recipe, facts, out, saved, say)
     if cfg.encoding == "bpe":  # a sample needs the run's folder only
-        log.write(MERGES, (folder / MERGES).read_text())
+        merges = (folder / MERGES).read_text()
+        log.write(MERGES, merges)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
     log.write_facts(compile_seconds=seconds)
     if not jax.config.jax_debug_nans:  # zeros make some
         warm_up(cfg, mesh, compiled)
+
     seed = np.uint32(cfg.seed)
-    state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
+    if saved:
+        state = load_state(mesh, saved)
+    else:
+        state = start_state(cfg, mesh)(seed)
     if cfg.start and not saved:
         say(f"starting with the parameters of {cfg.start}")
         del state["params"]  # before others take their room
-        state |= load_state(mesh, find_checkpoint(Path(cfg.start), say), ("params",))
-    copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
-    data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
-    batches = train_batches(cfg, mesh, stream, words, saved.step if saved else 0, data)
-    batches = prefetch(batches, cfg.prefetch, log.clock.running, say)
-    validation = val_stream, vocabulary(cfg, words) if cfg.ngram_rows else None
-    made = state, copies, batches, data
-    return cfg, mesh, log, compiled, made, validation, ask_to_stop(), (kernels, words)
+        other_run = find_checkpoint(Path(cfg.start), say)
+        state |= load_state(mesh, other_run, ("params",))
+    copies = start_copies(cfg, mesh)(state["params"], seed)
+    jax.block_until_ready(copies)
+
+    done = saved.step if saved else 0
+    loader = loader_state(cfg, mesh, *saved.loader) if saved else loader_state(cfg, mesh)
+    made = train_batches(cfg, mesh, stream, words, done, loader)
+    batches = prefetch(made, cfg.prefetch, log.clock.running, say)
+    by_id = vocabulary(cfg, words) if cfg.ngram_rows else None
+    validation = val_stream, by_id
+    asked = ask_to_stop()
+    return Prepared(
+        cfg, mesh, log, compiled, state, copies, batches, loader, validation, asked, kernels, words
+    )
 
 
 # ---- Devices: which of them a run uses, and how its arrays lie on them -------------------------
@@ -3231,28 +3309,34 @@ def for_devices(cfg: Config, devices: int) -> Config:
     more devices than rows, it uses the largest number that divides the rows; batches stay the
     recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
     it uses the next smaller number of devices with which it can."""
-
     rows = cfg.stages[0].rows
 
-    def fits(n: int) -> bool:
-        if n <= rows:
-            return rows % n == 0
-        each = [(s.batch_tokens // n, s) for s in cfg.stages]
-        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
-        return whole and all(t >= len(s.weights) for t, s in each)
+    def one_row_each(stage: Stage, count: int) -> bool:
+        t, rest = divmod(stage.batch_tokens, count)
+        in_blocks = t > 0 and t % min(t, BLOCK) == 0
+        return rest == 0 and in_blocks and t >= len(stage.weights)
 
-    used = next(n for n in range(devices, 0, -1) if fits(n))
+    def fits(count: int) -> bool:
+        if count <= rows:
+            return rows % count == 0
+        return all(one_row_each(stage, count) for stage in cfg.stages)
+
+    used = next(count for count in range(devices, 0, -1) if fits(count))
+    stages = cfg.stages
     if used > rows:
-        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
-        cfg = dataclasses.replace(cfg, stages=tuple(stages))
-    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
-    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
+        lengths = [stage.batch_tokens // used for stage in stages]
+        pairs = zip(stages, lengths, strict=True)
+        stages = tuple(dataclasses.replace(stage, row_tokens=t) for stage, t in pairs)
+    val_rows = cfg.val_batch // cfg.val_row
+    val_batch = -(-val_rows // used) * used * cfg.val_row
+    return dataclasses.replace(cfg, devices=used, stages=stages, val_batch=val_batch)
 
 
 def cpu_cores() -> int:
     """How many cores this process may use."""
-    limited = hasattr(os, "sched_getaffinity")  # not on every system
-    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def all_devices() -> list:
@@ -3260,38 +3344,47 @@ def all_devices() -> list:
     is a device, up to eight, which have a row each: one device would share every operation out to
     the cores, and most are too small for that."""
     if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
+        count = min(cpu_cores(), 8)
         with contextlib.suppress(RuntimeError):  # a notebook has begun with other devices
-            jax.config.update("jax_num_cpu_devices", min(cpu_cores(), 8))
+            jax.config.update("jax_num_cpu_devices", count)
     try:
         return jax.devices()
     except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        no = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
-        raise UserError(f"{no}, and what else may hold them (a notebook)") from None
+        lacking = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
+        raise UserError(f"{lacking}, and what else may hold them (a notebook)") from None
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
-    there = len(devices)
-    need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
-    cfg = for_devices(cfg, cfg.devices or there)
-    whole = cfg.devices == there or devices[-1].process_index == 0
-    need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
-    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
+    count = len(devices)
+    need(cfg.devices <= count, f"devices={cfg.devices}, but there are {count}: use fewer, or 0")
+    cfg = for_devices(cfg, cfg.devices or count)
+    one_process = devices[-1].process_index == 0
+    unequal = f"{count} devices of several processes share no batch, {cfg.devices} would"
+    need(one_process or cfg.devices == count, unequal)
+    used = np.array(devices[: cfg.devices])
+    return cfg, Mesh(used, (AXIS,))
 
 
-def pad_rows(x, rows: int):
-    """`x` with zeros after it, up to `rows` rows."""
-    return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
+# How arrays lie on the devices is told by the same arrays without numbers: shapes, dtypes and
+# shardings. What is `born` so never lies whole on one device.
 
 
 def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
     """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+    sharding = NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def born(make: Callable, layout) -> Callable:
+    """`make`, jitted; its results lie on the devices as `layout` tells."""
+    shardings = jax.tree.map(lambda x: x.sharding, layout)
+    return jax.jit(make, out_shardings=shardings)
 
 
 def abstract_state(cfg: Config, mesh: Mesh):
-    """Shapes, dtypes and shardings of the training state on `mesh`."""
+    """How the training state lies on `mesh`."""
 
     def leaf(shape, dtype, row):
         if not row.sharded:
@@ -3302,35 +3395,48 @@ def abstract_state(cfg: Config, mesh: Mesh):
     return map_state(cfg, leaf)
 
 
-def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
-    params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
-    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
-
-
 def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state, padded and born in its shards: its numbers do not
-    depend on how many devices there are."""
-    likes = abstract_state(cfg, mesh)
+    """A jitted function seed -> training state. Its numbers do not depend on how many devices there
+    are: rows of zeros come after them."""
+    layout = abstract_state(cfg, mesh)
 
     def state(seed):
-        return jax.tree.map(lambda x, like: pad_rows(x, len(like)), init_state(cfg, seed), likes)
+        numbers = init_state(cfg, seed)
+        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), numbers, layout)
 
-    return jax.jit(state, out_shardings=jax.tree.map(lambda x: x.sharding, likes))
+    return born(state, layout)
+
+
+def pad_rows(x, rows: int):
+    """`x` with zeros after it, up to `rows` rows."""
+    lacking = rows - len(x)
+    if lacking == 0:
+        return x
+    other_axes = [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, [(0, lacking), *other_axes])
 
 
 def first_copies(cfg: Config, params, seed):
     """The compute copies, and the signs of n-grams beside them, which no update changes."""
-    signs = {"signs": sign_pool(cfg, seed)} if cfg.signed else {}
-    return compute_copies(cfg, params) | signs
+    copies = compute_copies(cfg, params)
+    if cfg.signed:
+        copies["signs"] = sign_pool(cfg, seed)
+    return copies
+
+
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """How first_copies lie on `mesh`: only banks are sharded."""
+    params = abstract_state(cfg, mesh)["params"]
+    shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
+    axes = dict.fromkeys(shapes, ())
+    axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    return {name: abstract(mesh, x.shape, x.dtype, *axes[name]) for name, x in shapes.items()}
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> first_copies, as they lie on the mesh."""
-    out = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(functools.partial(first_copies, cfg), out_shardings=out)
+    """A jitted function (parameters, seed) -> first_copies."""
+    make = functools.partial(first_copies, cfg)
+    return born(make, abstract_copies(cfg, mesh))
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
@@ -3338,82 +3444,128 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
 
 # Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
 SPARE = 2 * 2**30
+# These are fitted to what compilers say of `speedrun` (records/NOTES.md). What a layer keeps of a
+# token, in vectors of the model's width: for the way back, with recompute=1, and in validation.
+KEPT_BY_LAYER = 12.8
+KEPT_IF_RECOMPUTED = 5
+KEPT_IN_VALIDATION = 1.4
+# How often an update of tables has the rows of n-grams that it adds: joined, sorted, in float32.
+ROWS_ADDED_ON_TPU = 2.2
+ROWS_ADDED_ON_OTHERS = 5
 
 
 def device_bytes(tree) -> int:
     """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
-    shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    size = 0
+    for x in jax.tree.leaves(tree):
+        shape = x.sharding.shard_shape(x.shape)
+        size += math.prod(shape) * x.dtype.itemsize
+    return size
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
     """Bytes of state, copies and waiting gradients on a device beside the arguments of the program
     with this `key` in `programs`."""
     every = programs(cfg, mesh, PLAIN)
-    there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
-    for update in every:
-        for name, grads in every[update].args[1].items() if isinstance(update, Update) else ():
+    arrays = {"state": every["finish"].args, "copies": every["eval"].args[0]}
+    for update, program in every.items():
+        due = program.args[1] if isinstance(update, Update) else {}
+        for name, grads in due.items():
             waiting = grads if isinstance(key, Update) else grads[:-1]  # the newest are an output
-            there[name] = max(there.get(name, ()), waiting, key=device_bytes)
-    return device_bytes(there) - device_bytes(every[key].args[:2])
+            arrays[name] = max(arrays.get(name, ()), waiting, key=device_bytes)
+    own_arguments = every[key].args[:2]
+    return device_bytes(arrays) - device_bytes(own_arguments)
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
     """(bytes that the run needs of a device, the name of the program that needs them): arguments,
     what a program makes on the way, and what lies beside it. About, and slightly more than what
     compilers for TPUs and GPUs say of `speedrun` (records/NOTES.md)."""
-    word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
-    found = []
+    sizes = []
     for key, program in programs(cfg, mesh, PLAIN).items():
-        args = program.args
-        size = resident_bytes(cfg, mesh, key) + device_bytes(args)
+        size = resident_bytes(cfg, mesh, key) + device_bytes(program.args)
+        if isinstance(key, Gradients) or key == "eval":
+            size += model_bytes(cfg, mesh, program, trains=key != "eval")
         if isinstance(key, Update) and key.kind == "tables":
-            rows = sum(requested.size for requested, _ in args[1].get(NGRAMS, ())) // mesh.size
-            times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, float32
-            size += times * rows * word + 2 * device_bytes(args[1].get("value_tables", ())[:1])
-        if key == "eval" or isinstance(key, Gradients):
-            b, t = args[2].rows.aims.targets.shape
-            together = rows_together(cfg, b // mesh.size, t)
-            of_layer = 1.4 if key == "eval" else 5 if cfg.recompute else 12.8  # words of a token
-            fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0  # n-grams
-            size += (together * t * of_layer * len(cfg.layers) + fetched * min(mesh.size, 2)) * word
-            if key != "eval" and together < b // mesh.size:  # gradients are summed in float32
-                others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
-                size += 4 * (others + fetched * cfg.width)
-        found.append((size, str(key)))
-    return max(found)
+            size += tables_bytes(cfg, mesh, program)
+        sizes.append((size, str(key)))
+    return max(sizes)
+
+
+def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> float:
+    """Bytes that gradients, or else validation, make on the way: activations, fetched n-grams."""
+    vector = cfg.width * cfg.dtype.itemsize
+    _, _, batch = program.args
+    b, t = batch.rows.aims.targets.shape
+    rows = b // mesh.size
+    together = rows_together(cfg, rows, t)
+    kept = KEPT_IN_VALIDATION
+    if trains:
+        kept = KEPT_IF_RECOMPUTED if cfg.recompute else KEPT_BY_LAYER
+    vectors = together * t * kept * len(cfg.layers)
+    fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0
+    vectors += fetched * min(mesh.size, 2)  # from others they come beside what is sent
+    size = vectors * vector
+    if trains and together < rows:  # gradients are summed in float32
+        dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
+        numbers = sum(map(math.prod, dense)) + fetched * cfg.width
+        size += 4 * numbers
+    return size
+
+
+def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
+    """Bytes that an update of tables makes on the way."""
+    vector = cfg.width * cfg.dtype.itemsize
+    _, due, _ = program.args
+    requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
+    rows = sum(requested) // mesh.size
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    copied = ROWS_ADDED_ON_TPU if on_tpu else ROWS_ADDED_ON_OTHERS
+    one_gradient = due.get("value_tables", ())[:1]
+    return copied * rows * vector + 2 * device_bytes(one_gradient)
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
     """Why a program cannot run that needs `size` bytes of the `limit` of a device, with all that
     lies beside it, and with how many rows of the n-gram table it can; "" if it can."""
-    if size + SPARE <= limit:
+    excess = size + SPARE - limit
+    if excess <= 0:
         return ""
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    rows = int((cfg.ngram_rows - (size + SPARE - limit) / row) / 2**15) * 2**15
+    rows = int((cfg.ngram_rows - excess / row) / 2**15) * 2**15
     fewer = f"--set ngram_rows={rows}, more with recompute=1 or a smaller val_row, or "
-    cure = f"use {fewer if rows > 0 else ''}smaller sizes, or more devices"
+    if rows <= 0:
+        fewer = ""
+    needs = f"{name} needs {size / 2**30:.1f} GiB"
     device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
-    return f"{name} needs {size / 2**30:.1f} GiB of {device}: {cure}"
+    return f"{needs} of {device}: use {fewer}smaller sizes, or more devices"
 
 
-def check_memory(cfg: Config, mesh: Mesh) -> str:
-    """About what the run needs of a device, in a sentence; UserError if that is too much."""
+def check_memory(cfg: Config, mesh: Mesh):
+    """UserError if the run needs more memory than there is."""
     size, name = expected_bytes(cfg, mesh)
     limit = memory_limit(mesh)
-    if limit == math.inf:  # a CPU
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        needs = f"{cfg.preset} needs about {size * mesh.size / 2**30:.1f} GiB"
-        line = f"{needs}, and jax sees only CPUs, with {there / 2**30:.1f}"
-        need(size * mesh.size < there, f"{line}: use tiny, or smaller sizes")
+    if limit == math.inf:  # CPUs, which share the machine's
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        in_all = size * mesh.size
+        needs = f"{cfg.preset} needs about {in_all / 2**30:.1f} GiB"
+        cpus = f"jax sees only CPUs, with {machine / 2**30:.1f}"
+        need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
     refusal = too_large(cfg, mesh, name, size, limit)
     need(not refusal, refusal)
+
+
+def memory_line(cfg: Config, mesh: Mesh) -> str:
+    """What a run that fits needs of a device, for --show."""
+    size, _ = expected_bytes(cfg, mesh)
+    limit = memory_limit(mesh)
     return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
 
 
 def memory_limit(mesh: Mesh) -> float:
     """Bytes that jax has of a device; infinity where it does not say."""
-    return (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    stats = mesh.local_devices[0].memory_stats() or {}
+    return stats.get("bytes_limit", math.inf)
 
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
@@ -3428,14 +3580,20 @@ class Saved(NamedTuple):
     loader: LoaderState  # of the next batch, and all of its rows
     meta: dict  # run.json as it was, the clock, the sizes of the logs
 
+    @property
+    def run_dir(self) -> Path:
+        """The folder of its run."""
+        return self.folder.parents[1]
+
 
 def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (file name, rows) of what this process stores, by device: each row is stored once."""
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
+        rows = param_table(cfg)[name].shape[0]  # others are zeros, see abstract_state
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
-            count = min(len(shard.data), param_table(cfg)[name].shape[0] - first)
+            count = min(len(shard.data), rows - first)
             if shard.replica_id == 0 and count > 0:
                 yield f"{kind}.{name}.{first}.npy", np.asarray(shard.data)[:count]
 
@@ -3443,30 +3601,41 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     """Write the `shards` of this process; MB (process 0: of all). OSError if any process cannot.
     The folder's name has a dot in front until all is there: what can be seen is whole."""
-    new = folder / f".{meta['step']}"
+    step = meta["step"]
+    hidden = folder / f".{step}"
     failed = None
     sizes = {}
     try:
-        new.mkdir(parents=True, exist_ok=True)
+        hidden.mkdir(parents=True, exist_ok=True)
         for name, rows in shards:
             # numpy's files do not know bfloat16: its bits lie in them as numbers.
-            np.save(new / name, rows.view(np.uint16) if rows.dtype == jnp.bfloat16 else rows)
-            sizes[name] = (new / name).stat().st_size
-        (new / f"{jax.process_index()}.json").write_text(json.dumps(sizes))
+            numbers = rows.view(np.uint16) if rows.dtype == jnp.bfloat16 else rows
+            np.save(hidden / name, numbers)
+            sizes[name] = (hidden / name).stat().st_size
+        (hidden / f"{jax.process_index()}.json").write_text(json.dumps(sizes))
     except OSError as error:
         failed = error
     if max(from_all(failed is not None)):
         raise failed or OSError("another process could not write")
     if jax.process_index() == 0:
         for process in range(jax.process_count()):  # not found if they do not share the folder
-            sizes |= json.loads((new / f"{process}.json").read_text())
-        (new / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
-        older = [step for step in checkpoint_steps(folder) if step < meta["step"]]
-        for step in {*checkpoint_steps(folder)} - {*older[-1:]}:  # also what a resume passed over
-            os.rename(folder / str(step), folder / f".old-{step}")  # no half of it must be seen
-            shutil.rmtree(folder / f".old-{step}", ignore_errors=True)
-        os.rename(new, folder / str(meta["step"]))
+            text = (hidden / f"{process}.json").read_text()
+            sizes |= json.loads(text)
+        (hidden / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
+        remove_checkpoints(folder, step)
+        os.rename(hidden, folder / str(step))
     return sum(sizes.values()) / 1e6
+
+
+def remove_checkpoints(folder: Path, step: int):
+    """Make room for the checkpoint of `step`: the newest before it stays. Later ones go too: a run
+    that is resumed may have passed over them."""
+    steps = checkpoint_steps(folder)
+    older = [other for other in steps if other < step]
+    for other in {*steps} - {*older[-1:]}:
+        hidden = folder / f".old-{other}"
+        os.rename(folder / str(other), hidden)  # no half of it must be seen
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -3476,79 +3645,112 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     """The newest whole checkpoint of RUN_DIR(/checkpoints), or that in RUN_DIR/checkpoints/STEP."""
-    here = run_dir.expanduser().resolve()
-    need(here.exists(), f"there is no {run_dir}: name the folder of a run")
-    folder = here if here.name == "checkpoints" and checkpoint_steps(here) else here / "checkpoints"
-    found = [folder / str(step) for step in checkpoint_steps(folder)]
-    for path in reversed(found or [here] * (here.parent.name == "checkpoints")):
+    place = run_dir.expanduser().resolve()
+    need(place.exists(), f"there is no {run_dir}: name the folder of a run")
+    folder = place / "checkpoints"
+    if place.name == "checkpoints" and checkpoint_steps(place):
+        folder = place
+    paths = [folder / str(step) for step in checkpoint_steps(folder)]
+    if not paths and place.parent.name == "checkpoints":
+        paths = [place]
+    for path in reversed(paths):
         try:
-            meta = json.loads((path / "meta.json").read_text())
-            for name, size in meta["files"].items():
-                need((path / name).stat().st_size == size, f"{name} is not whole")
-                np.load(path / name, mmap_mode="r")  # fails if this is no array
-            loader = LoaderState(meta["cursor"], tuple(meta["offsets"]))
-            return Saved(path, validate(typed(Config, meta["config"])), meta["step"], loader, meta)
+            return read_checkpoint(path)
         except Exception as error:  # whatever a damaged file leads to
             say(f"warning: {path} cannot be used ({error}): skipped")
     raise UserError(f"no checkpoint in {run_dir}: name a run that has one (--set checkpoint_every)")
 
 
+def read_checkpoint(path: Path) -> Saved:
+    """The checkpoint in the folder `path`; an exception of any kind if it is not whole."""
+    meta = json.loads((path / "meta.json").read_text())
+    for name, size in meta["files"].items():
+        need((path / name).stat().st_size == size, f"{name} is not whole")
+        np.load(path / name, mmap_mode="r")  # fails if this is no array
+    cfg = validate(typed(Config, meta["config"]))
+    loader = LoaderState(meta["cursor"], tuple(meta["offsets"]))
+    return Saved(path, cfg, meta["step"], loader, meta)
+
+
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
     """The training state of a checkpoint (or some `kinds` of it) on any number of devices. Files
     are memory-mapped; a host copies the rows of one device at a time."""
-    want = abstract_state(saved.cfg, mesh)
+    layout = abstract_state(saved.cfg, mesh)
+    wanted = {kind: layout[kind] for kind in kinds or layout}
+    return jax.tree.map_with_path(functools.partial(load_array, saved), wanted)
 
-    def load(path, like):
-        kind, name = (key.key for key in path)
-        paths = saved.folder.glob(f"{kind}.{name}.*.npy")
-        files = {int(x.suffixes[1][1:]): np.load(x, mmap_mode="r") for x in paths}
-        dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
-        fits = {(x.dtype, x.shape[1:]) for x in files.values()} == {(dtype, like.shape[1:])}
-        fits = fits and sum(map(len, files.values())) == param_table(saved.cfg)[name].shape[0]
-        need(fits, f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log")
-        shards = []
-        for device, at in like.sharding.addressable_devices_indices_map(like.shape).items():
-            start, stop, _ = at[0].indices(like.shape[0])
-            rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zeros where it is padded
-            for first, x in files.items():
-                part = x[max(start - first, 0) : max(stop - first, 0)]
-                rows[max(first - start, 0) :][: len(part)] = part
-            shards.append(jax.device_put(rows.view(like.dtype), device).block_until_ready())
-        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
-    return jax.tree.map_with_path(load, {kind: want[kind] for kind in kinds or want})
+def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The array of a checkpoint that has this `path` in the training state, lying as `like`."""
+    kind, name = (key.key for key in path)
+    dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
+    other = f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log"
+    files = {}  # first row -> rows
+    for file in saved.folder.glob(f"{kind}.{name}.*.npy"):
+        first = int(file.stem.rpartition(".")[2])
+        files[first] = np.load(file, mmap_mode="r")
+    for stored in files.values():
+        need(stored.dtype == dtype and stored.shape[1:] == like.shape[1:], other)
+    count = sum(map(len, files.values()))
+    need(files and count == param_table(saved.cfg)[name].shape[0], other)
+    shards = []
+    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+        start, stop, _ = index[0].indices(like.shape[0])
+        rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zeros where it is padded
+        for first, stored in files.items():
+            part = stored[max(start - first, 0) : max(stop - first, 0)]
+            place = max(first - start, 0)
+            rows[place:][: len(part)] = part
+        shard = jax.device_put(rows.view(like.dtype), device)
+        shards.append(shard.block_until_ready())
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
 # ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -----------------------------------------
 
 # Of the environment, what Python, jax and what is below it read.
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
+PACKAGES = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
+RULE = "=" * 100
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
     """Model FLOPs per token of `step`: 6 per weight of the large matmuls, as in the original."""
-    heads = (heads_of(cfg, i, (0, 0)) for i in cfg.layers_with("attends"))
-    columns = sum((of.count + (of.kv or of.count)) * (of.qk_width + of.v_width) for of in heads)
-    columns += 2 * (cfg.mlp_width * sum(layer.mlps for layer in cfg.layers) + cfg.pointer_width)
-    return 6.0 * cfg.width * (columns + (schedule(cfg).candidates[step] or cfg.vocab))
+    columns = 2 * cfg.pointer_width
+    for i in cfg.layers_with("attends"):
+        heads = heads_of(cfg, i, (0, 0))
+        kv_heads = heads.kv or heads.count
+        columns += (heads.count + kv_heads) * (heads.qk_width + heads.v_width)
+    for layer in cfg.layers:
+        columns += 2 * layer.mlps * cfg.mlp_width
+    ids = schedule(cfg).candidates[step] or cfg.vocab
+    return 6.0 * cfg.width * (columns + ids)
 
 
 def versions() -> dict[str, str]:
     """What the numbers of a run may depend on."""
-    own = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
-    found = sorted({x.name or "" for x in importlib.metadata.distributions()})
-    found = {x: importlib.metadata.version(x) for x in found if own.fullmatch(x)}
-    return {"python": platform.python_version()} | found
+    installed = {package.name or "" for package in importlib.metadata.distributions()}
+    names = sorted(name for name in installed if PACKAGES.fullmatch(name))
+    of_packages = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version()} | of_packages
+
+
+def cpu_name() -> str:
+    """What Linux calls the CPU; elsewhere its architecture."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        if line := re.search(r"^model name\s*: (.+?)\s*$", text, re.M):
+            return line[1]
+    return platform.machine()
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run stand on: source, versions, machine, config, choice of kernels."""
     device = mesh.devices.flat[0]
-    cpu = platform.machine()
-    with contextlib.suppress(OSError, IndexError):
-        cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
-    choices = {"kernels": reason, "compiler_options": compiler_options(cfg, device.platform)}
+    devices["processes"] = jax.process_count()
+    names = sorted(name for name in os.environ if re.match(VARIABLES, name))
+    options = compiler_options(cfg, device.platform)
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
@@ -3556,81 +3758,110 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "command": command,
         "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
         "versions": versions(),
-        "devices": {**devices, "processes": jax.process_count()},
-        "host": {"cpu": cpu, "cores": cpu_cores(), "platform": platform.platform()},
-        "environment": {x: os.environ[x] for x in sorted(os.environ) if re.match(VARIABLES, x)},
-        "choices": choices,
+        "devices": devices,
+        "host": {"cpu": cpu_name(), "cores": cpu_cores(), "platform": platform.platform()},
+        "environment": {name: os.environ[name] for name in names},
+        "choices": {"kernels": reason, "compiler_options": options},
     }
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint; with the
-    same tokens and source, or UserError. `facts` are run_facts and the answer of check_tokens, the
-    same on all processes."""
+    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint. `facts`
+    are run_facts and the answer of check_tokens, the same on all processes."""
     agree(facts, saved)
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
-    stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
-    folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
     if saved:
-        place = saved.meta["config"]["data"]
-        other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
-        other = f"{other}, else train with its parameters: --start {folder} --data {cfg.data}"
-        need(saved.meta["data"] == facts["data"], other)
-        read = f"print(open('{folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
-        cure = f'python -c "{read}" > old.py, then python old.py --resume {folder}'
-        other = f"train_gpt.py is not what {folder} began with: its log has that, so first {cure}"
-        need(saved.meta["source_sha256"] == facts["source_sha256"], other)
-    was = saved.meta if saved else {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
-    first = was["step"]
+        check_continues(cfg, facts, saved)
+        folder = saved.run_dir
+        before = saved.meta
+    else:
+        folder = out / new_run_id(cfg)
+        before = {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
+    first = before["step"]
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "steps": first}
-    facts |= {"tokens": cfg.tokens_after(first), "dropped_ngrams": was["dropped_ngrams"]}
-    facts |= {"train_time_ms": round(was["train_time_ms"], 3), "val_loss": None}
-    facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
-    log = RunLog(cfg, folder, facts, first, Clock(was["train_time_ms"]), say)
+    facts["tokens"] = cfg.tokens_after(first)
+    facts["dropped_ngrams"] = before["dropped_ngrams"]
+    facts["train_time_ms"] = round(before["train_time_ms"], 3)
+    facts |= {"val_loss": None, "target": cfg.target, "resumed": bool(saved), "finished": False}
+    log = RunLog(cfg, folder, facts, first, Clock(before["train_time_ms"]), say)
     try:
         if jax.process_index() == 0:
             open_files(log, saved)
     except OSError as error:
         log.refused = error
     need(not log.refused, f"cannot write {folder} ({log.refused}): name another --out")
-    chosen = facts["devices"] | facts["choices"]
-    say(f"run {folder} on " + "{count} x {kind}; kernels: {kernels}".format(**chosen))
+    devices = "{count} x {kind}".format(**facts["devices"])
+    say(f"run {folder} on {devices}; kernels: {facts['choices']['kernels']}")
     if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
         say("more devices do not share the rows evenly: the others have nothing to do")
     if saved:
-        say(f"resumed after {log.first} of {cfg.steps} steps from {saved.folder}")
+        say(f"resumed after {first} of {cfg.steps} steps from {saved.folder}")
     return log
+
+
+def new_run_id(cfg: Config) -> str:
+    """The name of a new run, the same on all processes: time, preset, seed and what tells it from
+    others."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{now}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
+    letters = np.frombuffer(name.encode(), np.uint8)
+    return multihost_utils.broadcast_one_to_all(letters).tobytes().decode()
+
+
+def check_continues(cfg: Config, facts: dict, saved: Saved):
+    """UserError unless these tokens and this source are those that the run began with."""
+    folder = saved.run_dir
+    place = saved.meta["config"]["data"]
+    other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
+    instead = f"else train with its parameters: --start {folder} --data {cfg.data}"
+    need(saved.meta["data"] == facts["data"], f"{other}, {instead}")
+    if saved.meta["source_sha256"] != facts["source_sha256"]:
+        log = folder / "log.txt"
+        size = log.read_bytes().index(f"\n{RULE}".encode())
+        extract = shlex.join(["head", "-c", str(size), str(log)])
+        cure = f"{extract} > old.py, then python old.py --resume {folder}"
+        other = f"train_gpt.py is not what {folder} began with: its log has that"
+        raise UserError(f"{other}, so first {cure}")
 
 
 def open_files(log: RunLog, saved: Saved | None):
     """Open the files of a run, cut back to a checkpoint, and write what log.txt begins with."""
-    facts = log.facts
-    rule = "=" * 100
-    head = [rule, "resumed"] if saved else [SOURCE, rule]
-    head += [f"{name} {version}" for name, version in facts["versions"].items()]
-    head += ["{count} x {kind} ({platform})".format(**facts["devices"])]
-    head += [facts["host"]["platform"], f"command: {facts['command']}"]
-    head += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
-    moved = {"data": log.cfg.data, "devices": log.cfg.devices}
-    if not saved or log.cfg != dataclasses.replace(saved.cfg, **moved):
-        head += [f"config: {json.dumps(facts['config'])}"]
     log.folder.mkdir(parents=True, exist_ok=bool(saved))
     for name in ("log.txt", "metrics.jsonl"):
         # Its buffer is where lines wait while a disk is full.
-        log.files[name] = file = open(log.folder / name, "ab", buffering=2**20)
+        file = open(log.folder / name, "ab", buffering=2**20)
+        log.files[name] = file
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # or the file system has no locks
             taken = isinstance(error, BlockingIOError)
             need(not taken, f"another process writes {log.folder}: wait, or end it")
         if saved:  # what came after the checkpoint is of steps that are lost
-            file.truncate(min(file.tell(), saved.meta["logs"][name]))
+            size = min(file.tell(), saved.meta["logs"][name])
+            file.truncate(size)
             file.seek(0, os.SEEK_END)
-    for old in (log.folder / "checkpoints").glob("*"):  # what is not whole, or is later
-        if not old.name.isdecimal() or int(old.name) > log.first:
-            shutil.rmtree(old, ignore_errors=True)
-    log.write("log.txt", "\n".join([*head, rule]))
+    for path in (log.folder / "checkpoints").glob("*"):
+        earlier = path.name.isdecimal() and int(path.name) <= log.first
+        if not earlier:  # it is not whole, or of steps that are lost
+            shutil.rmtree(path, ignore_errors=True)
+    lines = log_head(log, saved)
+    log.write("log.txt", "\n".join(lines))
     log.write_facts()
+
+
+def log_head(log: RunLog, saved: Saved | None) -> list[str]:
+    """The lines with which log.txt begins, or goes on after a checkpoint."""
+    facts = log.facts
+    lines = [RULE, "resumed"] if saved else [SOURCE, RULE]
+    lines += [f"{name} {version}" for name, version in facts["versions"].items()]
+    lines.append("{count} x {kind} ({platform})".format(**facts["devices"]))
+    lines += [facts["host"]["platform"], f"command: {facts['command']}"]
+    for name in ("host", "environment", "choices", "data"):
+        lines.append(f"{name}: {json.dumps(facts[name])}")
+    # A run that goes on has a new config if more has changed than where it runs.
+    where = {"data": log.cfg.data, "devices": log.cfg.devices}
+    if not saved or log.cfg != dataclasses.replace(saved.cfg, **where):
+        lines.append(f"config: {json.dumps(facts['config'])}")
+    return [*lines, RULE]
 
 
 @dataclass
@@ -3651,11 +3882,13 @@ class RunLog:
         """Append a line to a file at once, so that a crash loses nothing, or replace one."""
         try:
             if name in self.files:
-                self.files[name].write(f"{text}\n".encode("utf-8", "backslashreplace"))
+                line = f"{text}\n".encode("utf-8", "backslashreplace")
+                self.files[name].write(line)
                 self.files[name].flush()
             elif self.files:
-                (self.folder / f"{name}.new").write_text(f"{text}\n", "utf-8")
-                os.replace(self.folder / f"{name}.new", self.folder / name)
+                new = self.folder / f"{name}.new"
+                new.write_text(f"{text}\n", "utf-8")
+                os.replace(new, self.folder / name)
         except OSError as error:
             if not self.refused:
                 self.say(f"warning: cannot write {self.folder} ({error}); the run goes on")
@@ -3670,50 +3903,60 @@ class RunLog:
         """Write a checkpoint, while training waits; a warning says if that cannot be."""
         began = time.perf_counter()
         folder = self.folder / "checkpoints"
-        now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
-        now["offsets"] = from_all(loader.offsets)
-        now["logs"] = {name: file.tell() for name, file in self.files.items()}
+        stands = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
+        stands["offsets"] = from_all(loader.offsets)
+        stands["logs"] = {name: file.tell() for name, file in self.files.items()}
         self.facts.pop("missing", None)
         try:
-            size = write_checkpoint(folder, own_shards(self.cfg, state), self.facts | now)
+            shards = own_shards(self.cfg, state)
+            size = write_checkpoint(folder, shards, self.facts | stands)
             ms = 1000 * (time.perf_counter() - began)
             self.write("log.txt", f"checkpoint:{step} held the loop for {ms:.1f}ms, {size:.1f} MB")
         except OSError as error:
             full = shutil.disk_usage(self.folder).free < 2**20  # numpy does not say so
-            why = "the disk is full" if full else error
-            self.facts["missing"] = f"there is no checkpoint of step {step}: {why}"
+            reason = "the disk is full" if full else error
+            self.facts["missing"] = f"there is no checkpoint of step {step}: {reason}"
             self.say(f"warning: {self.facts['missing']}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
 
-    def line(self, step: int, kind: str, loss: float, dropped: int, **more) -> str:
-        """Write a loss after `step` steps into both files; the line, in the original's format."""
+    def line(self, step: int, kind: str, loss: float, dropped: int, **fields) -> str:
+        """Write a loss after `step` steps, with other `fields`, into both files; the line, in the
+        original's format."""
         ms = round(self.clock.ms(), 3)
-        now = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
-        self.facts |= {"steps": step, **now}
+        done = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
+        self.facts |= {"steps": step, **done}
         self.facts["dropped_ngrams"] += dropped
         shown = f"val_loss:{loss:.4f} " if kind == "val_loss" else ""
         average = f"step_avg:{ms / max(step, 1):.2f}ms"
         line = f"step:{step}/{self.cfg.steps} {shown}train_time:{ms:.0f}ms {average}"
         self.write("log.txt", line)
-        fields = {"step": step, kind: round(loss, 6), **now, "dropped_ngrams": dropped, **more}
-        self.write("metrics.jsonl", json.dumps(fields))
+        numbers = {"step": step, kind: round(loss, 6), **done, "dropped_ngrams": dropped}
+        self.write("metrics.jsonl", json.dumps(numbers | fields))
         return line
 
     def trained(self, step: int, loss: float, dropped, norms: dict):
-        """Write down the loss of a step; some are also said."""
-        more = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
-        if self.cfg.log_norms:
-            more |= {f"norm_{name}": float(norm) for name, norm in norms.items()}
-        line = self.line(step, "train_loss", loss, int(dropped), **more)
-        if step % self.cfg.log_every == 0 or step == self.first + 1:
-            seconds = max(self.facts["train_time_ms"], 1e-3) / 1000
-            speed = f"{self.facts['tokens'] / seconds:,.0f} tok/s"
-            eta = f"eta:{(self.cfg.steps - step) * seconds / step:.0f}s"
-            self.say(f"{line} train_loss:{loss:.4f} {speed} {eta}")
+        """Write down the loss of a step, and by `norms` that of each parameter's gradient; of some
+        steps they are also said."""
+        fields = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
+        if not self.cfg.log_norms:
+            norms = {}
+        for name, size in norms.items():
+            fields[f"norm_{name}"] = float(size)
+        line = self.line(step, "train_loss", loss, int(dropped), **fields)
+        if step % self.cfg.log_every and step != self.first + 1:
+            return
+        seconds = max(self.facts["train_time_ms"], 1e-3) / 1000
+        speed = self.facts["tokens"] / seconds
+        left = (self.cfg.steps - step) * seconds / step
+        self.say(f"{line} train_loss:{loss:.4f} {speed:,.0f} tok/s eta:{left:.0f}s")
+        if norms:
+            shown = [f"{name} {float(size):.1e}" for name, size in norms.items()]
+            self.say(f"norms: {', '.join(shown)}")
 
     def validated(self, step: int, loss: float, dropped: int):
         """Write down the validation loss after `step` steps."""
-        self.say(self.line(step, "val_loss", loss, dropped))
+        line = self.line(step, "val_loss", loss, dropped)
+        self.say(line)
         self.write_facts(val_loss=round(loss, 6))
 
     def stopped(self, step: int):
@@ -3726,30 +3969,42 @@ class RunLog:
 
     def ended(self):
         """The last lines of a run that has done all steps."""
-        stats = (device.memory_stats() or {} for device in jax.local_devices())
-        peak = max(of.get("peak_bytes_in_use", 0) for of in stats)  # CPUs do not tell: all of it
-        unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
-        peak = (peak or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**20
+        peak = peak_memory() / 2**20
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
-        target, loss = self.cfg.target, self.facts["val_loss"]
-        verdict = f"target {target} {'met' if loss <= target else 'MISSED'}: " if target else ""
-        text = f"{verdict}val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training on"
-        text = f"{text} {self.facts['tokens']:,} tokens; peak memory {peak:.0f} MiB"
-        self.say(f"{text}; see {self.folder}")
+        target = self.cfg.target
+        loss = self.facts["val_loss"]
+        met = "met" if loss <= target else "MISSED"
+        verdict = f"target {target} {met}: " if target else ""
+        result = f"val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training"
+        tokens = f"{self.facts['tokens']:,} tokens"
+        memory = f"peak memory {peak:.0f} MiB"
+        self.say(f"{verdict}{result} on {tokens}; {memory}; see {self.folder}")
         missing = self.facts.get("missing")
         need(not missing, f"the run has ended well, but {missing}")
+
+
+def peak_memory() -> int:
+    """Bytes of a device at most; of CPUs, which do not tell, all of this process."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    of_device = max(stat.get("peak_bytes_in_use", 0) for stat in stats)
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+    of_process = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return of_device or of_process
 
 
 def demonstrate(log: RunLog, model: tuple):
     """What a trained model makes of the validation text, by records/sample.py if that is there."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
-    sys.modules["train_gpt"] = sys.modules[__name__]  # which it imports
+    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports it: not a second time
     try:
-        if min(from_all(tool.exists())):
+        if log.cfg.encoding == "ids":
+            log.say("no sample: the tokens have no bytes (encoding=ids)")
+        elif min(from_all(tool.exists())):
             sample = runpy.run_path(str(tool))
-            sample["demonstrate"](sample["Trained"](*model), log)
+            trained = sample["Trained"](*model)
+            sample["demonstrate"](trained, log)
     except Exception as error:  # the run has ended well
         log.say(f"warning: there is no sample: {error!r}")
     log.say("next: a text of your own, by its name as a word; or `speedrun`, on a TPU or on GPUs")
@@ -3776,65 +4031,83 @@ class Clock:
 
     def ms(self) -> float:
         """Training time so far."""
-        return self.total + 1000 * (time.perf_counter() - self.since) * self.running.is_set()
+        if not self.running.is_set():
+            return self.total
+        return self.total + 1000 * (time.perf_counter() - self.since)
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
 def ask_to_stop() -> Callable[[int], int]:
-    """A function of the step: the signal (SIGTERM, Ctrl-C, the end of the terminal) that has asked
-    for the end, or 0; of several processes, where all can stop. Another one ends the process."""
-    one = jax.process_count() == 1
+    """A function of the step: the signal that has asked for the end (SIGTERM, Ctrl-C, the end of
+    the terminal), or 0. A second one ends the process. Of several processes each has to stop at the
+    same step: jax finds one that all can reach, from a SIGTERM to any of them."""
+    alone = jax.process_count() == 1
     asked = []  # (signal, time)
     agreed = []
 
     def ask(number, frame):
-        if asked and time.monotonic() > asked[0][1] + 1:  # `timeout` sends two at once
+        now = time.monotonic()
+        if asked and now > asked[0][1] + 1:  # `timeout` sends two at once
             os._exit(128 + number)
-        asked.append((number, time.monotonic()))
-        if not one:
+        asked.append((number, now))
+        if not alone:
             signal.raise_signal(signal.SIGTERM)
 
-    def reached(step: int) -> int:
-        if not one and multihost_utils.reached_preemption_sync_point(step):  # says so once
+    def wish(step: int) -> int:
+        if alone:
+            return asked[0][0] if asked else 0
+        if multihost_utils.reached_preemption_sync_point(step):  # says so once
             agreed.append(signal.SIGTERM)
-        return max(agreed, default=asked[0][0] if one and asked else 0)
+        return agreed[0] if agreed else 0
 
-    if not one:  # from here on jax listens to SIGTERM, which before ends a process at once
+    numbers = [signal.SIGINT, signal.SIGHUP]
+    if alone:
+        numbers.append(signal.SIGTERM)
+    else:  # from here on jax listens to SIGTERM, which before ends a process at once
         jax.config.update("jax_enable_preemption_service", True)
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[: 2 + one]:
+    for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and `&` ask for
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, ask)
-    return reached
+    return wish
 
 
 def check_hardware(cfg: Config, say: Callable):
     """Say so if this machine has an accelerator that jax does not see; UserError if the run is for
     one. What the user has chosen by JAX_PLATFORMS is right."""
     dev = Path("/dev")
-    here = [*dev.glob("nvidia[0-9]*"), *dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
-    if here and not os.environ.get("JAX_PLATFORMS") and jax.default_backend() == "cpu":
-        cure = "pip install 'jax[tpu]' in a new environment"
-        if "nvidia" in here[0].name:
-            cure = "pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12)"
-        line = f"jax sees only the CPU, not {here[0]}: {cure}, or end what holds it (a notebook)"
-        need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
-        say(f"warning: {line}")
+    patterns = "nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*"
+    chips = [path for pattern in patterns for path in dev.glob(pattern)]
+    if not chips or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    cure = "pip install 'jax[tpu]' in a new environment"
+    if "nvidia" in chips[0].name:
+        cure = "pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12)"
+    line = f"jax sees only the CPU, not {chips[0]}: {cure}, or end what holds it (a notebook)"
+    need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
+    say(f"warning: {line}")
 
 
 def slice_hosts() -> str:
-    """The hosts of this TPU slice with commas between them, from where jax has them; or ""."""
-    names = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    if not names and "TPU_SKIP_MDS_QUERY" not in os.environ:  # which jax sets if it sees no TPU
-        server = "http://" + os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
-        url = f"{server}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-        with contextlib.suppress(OSError):
-            names = urllib.request.urlopen(request, timeout=STALL_SECONDS).read().decode()
-    return names
+    """The hosts of this TPU slice with commas between them, or "". jax finds them too, but it does
+    not tell whether there are others, and it must be known before it starts. They stand where jax
+    looks: in variables, or on Google's metadata server."""
+    for variable in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        if names := os.environ.get(variable):
+            return names
+    if "TPU_SKIP_MDS_QUERY" in os.environ:  # jax sets it where it sees no TPU
+        return ""
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    attribute = "computeMetadata/v1/instance/attributes/worker-network-endpoints"
+    headers = {"Metadata-Flavor": "Google"}
+    question = urllib.request.Request(f"http://{server}/{attribute}", headers=headers)
+    with contextlib.suppress(OSError):  # this is no machine of Google's
+        answer = urllib.request.urlopen(question, timeout=STALL_SECONDS)
+        return answer.read().decode()
+    return ""
 
 
 def patiently(do: Callable, most: float | None = None):
@@ -3851,178 +4124,282 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     """Join the other processes of the run, before jax touches a device: those that are named, or
     those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    named = {coordinator, processes, process_id} != {None}
-    if not named and tasks == "1" and "," not in slice_hosts():
+    is_named = {coordinator, processes, process_id} != {None}
+    if not is_named and tasks == "1" and "," not in slice_hosts():
         return
     # The only task of a node has all its GPUs, of which jax would take one.
-    gpus = [] if tasks == os.environ.get("SLURM_STEP_NUM_NODES") else None
+    alone_on_node = tasks == os.environ.get("SLURM_STEP_NUM_NODES")
+    gpus = [] if alone_on_node else None
     join = functools.partial(jax.distributed.initialize, coordinator, processes, process_id, gpus)
     jax.config.update("jax_enable_preemption_service", False)  # until ask_to_stop
     try:
         if coordinator and process_id == 0:  # jax would crash if the port is taken
-            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+            port = int(coordinator.rpartition(":")[2])
+            socket.create_server(("", port)).close()
         patiently(join, 280)  # jax would crash after 300 s
     except Exception as error:
-        found = {x: os.environ[x] for x in sorted(os.environ) if re.match("SLURM_STEP_NU|TPU_", x)}
-        cure = f"see --coordinator, --processes, --process-id, and what {found} say"
+        names = [name for name in sorted(os.environ) if re.match("SLURM_STEP_NU|TPU_", name)]
+        variables = {name: os.environ[name] for name in names}
+        cure = f"see --coordinator, --processes, --process-id, and what {variables} say"
         raise UserError(f"cannot join the other processes ({error!r}): {cure}") from None
 
 
 def from_all(numbers) -> list[int]:
     """The number or numbers of each process in a line; they wait for each other here."""
-    return patiently(lambda: multihost_utils.process_allgather(np.int32(numbers))).ravel().tolist()
+    gathered = patiently(lambda: multihost_utils.process_allgather(np.int32(numbers)))
+    return gathered.ravel().tolist()
 
 
 def agree(facts: dict, saved: Saved | None):
     """UserError, on every process, unless all have the same source, versions, config and so on."""
-    config = {key: value for key, value in facts["config"].items() if key != "data"}  # its place
-    same = {key: facts[key] for key in ("source_sha256", "versions", "data")} | {"config": config}
+    same = {name: facts[name] for name in ("source_sha256", "versions", "data")}
+    same["config"] = facts["config"] | {"data": ""}  # each may have its data elsewhere
     same["checkpoint"] = saved and saved.meta
-    mine = np.array([zlib.crc32(json.dumps(fact).encode()) for fact in same.values()], np.uint32)
-    each = multihost_utils.process_allgather(mine).reshape(-1, len(same))
-    differ = [name for name, x in zip(same, each.T, strict=True) if len({*x.tolist()}) > 1]
+    sums = [zlib.crc32(json.dumps(fact).encode()) for fact in same.values()]
+    gathered = multihost_utils.process_allgather(np.array(sums, np.uint32))
+    of_facts = gathered.reshape(-1, len(same)).T.tolist()
+    differ = [name for name, sums in zip(same, of_facts, strict=True) if len({*sums}) > 1]
     need(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
 
 
 # ---- Settings: --set, and the numbers with which no run can be built ---------------------------
 
 
-def validate(c: Config) -> Config:
+def require(cfg: Config, name: str, holds, would_be: str):
+    """UserError unless it `holds`: what the setting `name` is, and what it must be instead."""
+    value = cfg
+    for key in name.split("."):
+        value = value[int(key)] if key.isdecimal() else getattr(value, key)
+    need(holds, f"{name}={value!r} is not valid: {would_be}")
+
+
+def validate(cfg: Config) -> Config:
     """Return the config if a run can be built from it, else UserError with field and value."""
+    rule = functools.partial(require, cfg)
+    names = ",".join(Kernels._fields)
+    by_name = {*cfg.kernels.split(",")} <= {*Kernels._fields}
+    rule("kernels", by_name or cfg.kernels in ("auto", "plain"), f"auto, plain, or some of {names}")
+    rule("preset", re.fullmatch(r"[\w.-]+", cfg.preset), "letters, digits, '_', '-' and '.'")
+    validate_heads(cfg)
+    validate_tables(cfg)
+    for number in range(len(cfg.layers)):
+        validate_layer(cfg, number)
+    validate_updates(cfg)
+    row_is_cut = cfg.val_row > 1 and cfg.val_batch % cfg.val_row == 0
+    rule("val_batch", row_is_cut, f"a multiple of val_row={cfg.val_row}, which is 2 or more")
+    batches = cfg.val_tokens % cfg.val_batch == 0
+    rule("val_tokens", batches, f"a multiple of val_batch={cfg.val_batch}")
+    validate_shares(cfg)
+    for number in range(len(cfg.stages)):
+        validate_stage(cfg, number)
+    return cfg
 
-    def rule(name, valid, would_be):
-        value = c
-        for key in name.split("."):
-            value = value[int(key)] if key.isdecimal() else getattr(value, key)
-        need(valid, f"{name}={value!r} is not valid: {would_be}")
 
-    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
-    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
-    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
-    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
-    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
-    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
-    kv = c.kv_heads or c.heads
-    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
-    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
-    rule("kv_heads", whole, would_be)
-    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
-    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
-    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
-    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
-    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
-    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
-    free = c.vocab - c.real_tokens or not c.pointer_width
-    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
-    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
-    last = len(c.layers) - 1
-    for i, layer in enumerate(c.layers):
-        names = ("values", "xsa", "gated", "narrow", "paired")
-        needs = [name for name in names if getattr(layer, name)]
-        known = layer.attends in ("short", "long") or not (layer.attends or needs)
-        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
-        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
-        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
-        for name in ("skip", "reads"):
-            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
-        whole = i == last and layer.attends and layer.mlps
-        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
-        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
-    often, seldom = c.table_every
-    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
-    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
-    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
-    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
-    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
-    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
-    shares = [stage.share for stage in c.stages]
-    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
-    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
-    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
-    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
-    for i, s in enumerate(c.stages):
-        same = s.rows == c.stages[0].rows
-        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
-        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
-        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
-        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
-        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
-    return c
+def validate_heads(cfg: Config):
+    """UserError if attention has no such heads, or no such cap of the logits can be."""
+    rule = functools.partial(require, cfg)
+    even = cfg.heads % 2 == 0
+    cut = cfg.width % cfg.heads == 0 and cfg.head_width % 8 == 0
+    rule("heads", even and cut, f"an even number that cuts width={cfg.width} into multiples of 8")
+    largest, _, divisor = cfg.logit_cap
+    capped = 0 < largest <= 64 and divisor > 0
+    rule("logit_cap", capped or not any(cfg.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    kv_heads = cfg.kv_heads or cfg.heads
+    share = cfg.heads % kv_heads == 0 and kv_heads % (cfg.qk_heads or 1) == 0
+    by_matrix = cfg.qk_heads > 0 or kv_heads == cfg.heads
+    multiple = f"a multiple of qk_heads={cfg.qk_heads}, not 0"
+    rule("kv_heads", share and by_matrix, f"0, or a divisor of heads={cfg.heads} and {multiple}")
+    together = cfg.heads % (cfg.qk_heads or 1) == 0
+    rule("qk_heads", together, f"a divisor of heads={cfg.heads}, or 0")
+
+
+def validate_tables(cfg: Config):
+    """UserError if no such vocabulary can be, or no such tables over it."""
+    rule = functools.partial(require, cfg)
+    rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
+    rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
+    halves = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows != 2
+    rule("ngram_rows", halves, "an even number, 4 or more; or 0")
+    power = cfg.sign_rows & (cfg.sign_rows - 1) == 0
+    rule("sign_rows", power, "a power of two, or 0")
+    no_copy = f"0, as vocab={cfg.vocab} has no id that is no token, for copies"
+    rule("pointer_width", cfg.pointer_width == 0 or cfg.vocab > cfg.real_tokens, no_copy)
+
+
+def validate_layer(cfg: Config, number: int):
+    """UserError if the layer of this number cannot do what it is to."""
+    layer = cfg.layers[number]
+
+    def rule(field: str, holds, would_be: str):
+        require(cfg, f"layers.{number}.{field}", holds, would_be)
+
+    parts = "values", "xsa", "gated", "narrow", "paired"
+    of_attention = [name for name in parts if getattr(layer, name)]
+    if of_attention:
+        lacking = f"short, long; or nothing, which {', '.join(of_attention)} cannot do with"
+        rule("attends", layer.attends in ("short", "long"), lacking)
+    rule("attends", layer.attends in ("short", "long", ""), "short, long; or nothing")
+    rule("looks", number > 0 or not layer.looks, "not of the first, which has no stream yet")
+    for name in ("skip", "reads"):
+        rule(name, getattr(layer, name) <= number, f"a number of layers up to {number}")
+    if layer.mudd:
+        last = number == len(cfg.layers) - 1
+        has_both = layer.attends != "" and layer.mlps > 0
+        rule("mudd", last and has_both, "of the last, with attention and MLP")
+    rule("ngram", cfg.ngram_rows > 0 or not layer.ngram, "False, as ngram_rows=0")
+
+
+def validate_updates(cfg: Config):
+    """UserError if tables cannot be updated after so many steps."""
+    rule = functools.partial(require, cfg)
+    often, seldom = cfg.table_every
+    nested = 0 < often <= seldom and seldom % often == 0 and often % cfg.adam_every == 0
+    rule("table_every", nested, f"multiples of adam_every={cfg.adam_every} and of each other")
+    cut = cfg.table_change % seldom == 0
+    rule("table_change", cut, f"a multiple of {seldom}, see table_every")
+
+
+def validate_shares(cfg: Config):
+    """UserError if the stages do not share the steps."""
+    rule = functools.partial(require, cfg)
+    has_extension = cfg.stages[-1].share == 0
+    agrees = has_extension == (cfg.extension > 0) and cfg.extension < cfg.steps
+    less = f"less than steps={cfg.steps}; 0 unless the last stage has share=0"
+    rule("extension", agrees, less)
+    names = [f"stages.{number}.share" for number in range(len(cfg.stages))]
+    for name, stage in zip(names[:-1], cfg.stages, strict=False):
+        rule(name, stage.share > 0, "above 0; only the last may be 0, the extension's")
+    total = sum(stage.share for stage in cfg.stages)
+    sums_up = abs(total - 1) < 1e-6
+    rule(names[0], sums_up, f"shares that add up to 1, not {total:.6g}: set {', '.join(names)}")
+    lengths = np.diff(cfg.boundaries)
+    rule("steps", min(lengths) > 0, f"one for each stage, {cfg.extension} at the end")
+
+
+def validate_stage(cfg: Config, number: int):
+    """UserError if the stage of this number has no such batches, or no such losses."""
+    stage = cfg.stages[number]
+
+    def rule(field: str, holds, would_be: str):
+        require(cfg, f"stages.{number}.{field}", holds, would_be)
+
+    whole_rows = stage.row_tokens > 1 and stage.batch_tokens % stage.row_tokens == 0
+    as_many = whole_rows and stage.rows == cfg.stages[0].rows
+    rule("batch_tokens", as_many, "as many rows as stages.0, of 2 tokens or more")
+    both = len(stage.weights) == len(stage.weights_end) <= stage.row_tokens
+    first = stage.weights[0] > 0
+    rule("weights", both and first, "the first above 0, and as many as weights_end")
+    rule("candidates", max(stage.candidates) <= cfg.vocab, f"up to vocab={cfg.vocab}")
 
 
 def typed(kind, value, name="", positive=False):
     """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
     number is negative, and none is 0 where `positive` holds or `kind` says so."""
-    if typing.get_origin(kind) is Annotated:
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
-        kind = kind.__origin__
+        return typed(kind.__origin__, value, name, positive)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        kinds = typing.get_type_hints(kind, include_extras=True)
-        odd = kinds.keys() ^ value.keys()
-        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
-        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
+        return typed_fields(kind, value, name)
     wrong = f"{name}={value!r} is not valid: "
-    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
-        each, *rest = typing.get_args(kind)
+    if origin is tuple and isinstance(value, tuple | list):
+        entry, *others = typing.get_args(kind)
         need(value, f"{wrong}one or more")
-        if rest == [...] or len(value) == 1 + len(rest):
-            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
-    if typing.get_origin(kind) is Literal:
-        words = typing.get_args(kind)
-        need(value in words, wrong + ", ".join(words))
+        if others == [...] or len(value) == 1 + len(others):
+            return tuple(typed(entry, x, f"{name}.{i}", positive) for i, x in enumerate(value))
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        need(value in choices, wrong + ", ".join(choices))
         return value
     number = kind in (int, float) and type(value) in (int, kind)
-    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
-    shown = kind if typing.get_origin(kind) else kind.__name__
-    need(fits, f"{wrong}it must be {shown}, see --show")
-    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
-    need(value or not positive, f"{wrong}it must be positive")
+    switch = kind is bool and value in (0, 1)
+    text = kind is str and type(value) is str
+    kind_name = kind if origin else kind.__name__
+    need(number or switch or text, f"{wrong}it must be {kind_name}, see --show")
+    if number:
+        need(0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+        need(value or not positive, f"{wrong}it must be positive")
     return kind(value)
+
+
+def typed_fields(kind, fields: dict, name: str):
+    """A dataclass of this `kind` with these `fields`, each of its own type."""
+    kinds = typing.get_type_hints(kind, include_extras=True)
+    odd = kinds.keys() ^ fields.keys()
+    need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
+    values = {}
+    for field, its_kind in kinds.items():
+        values[field] = typed(its_kind, fields[field], f"{name}.{field}".strip("."))
+    return kind(**values)
 
 
 def override(cfg: Config, items: list[str]) -> Config:
     """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
-    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
+    stages.*.windows, which are those of all. The number after that of the last stage adds a copy of
+    this stage. `without` sets what IDEAS says."""
     fields = dataclasses.asdict(cfg)
     once = sum(item.startswith("without=") for item in items) < 2
     need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
-        for each in (*(leave_out(text) if key == "without" else ()), item):
-            key, _, text = each.partition("=")
-            try:
-                set_field(fields, key.split("."), text)
-            except (LookupError, TypeError, ValueError):
-                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
-                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
+        if key == "without":
+            for setting in leave_out(text):
+                set_fields(fields, *setting.split("="))
+        try:
+            set_fields(fields, key, text)
+        except (LookupError, TypeError, ValueError):
+            raise UserError(f"--set {item}: {unknown_key(key)}") from None
     return validate(typed(Config, fields))
 
 
 def leave_out(names: str) -> list[str]:
     """What `without=names` sets."""
-    every = [name for name in IDEAS if name not in PLAIN_HAS]
-    chosen = every if names == "all" else [name for name in names.split(",") if name]
+    chosen = [name for name in names.split(",") if name]
+    if names == "all":
+        chosen = [name for name in IDEAS if name not in PLAIN_HAS]
+    ideas = f"all alone, or some of {', '.join(IDEAS)}"
     for name in chosen:
-        there = f"all alone, or some of {', '.join(IDEAS)}"
-        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
-    return [item for name in chosen for item in IDEAS[name].split()]
+        need(name in IDEAS, f"without={names}: not {name!r}, but {ideas}")
+    return " ".join(IDEAS[name] for name in chosen).split()
 
 
-def set_field(part, path: list[str], text: str):
-    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
-    at, *rest = path
-    if at == "*":
-        for x in part:
-            set_field(x, rest, text)
-    elif rest:
-        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
-    else:
-        number = not isinstance(part[at], str)
-        part[at] = text
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-            part[at] = ast.literal_eval(text) if number else text
+def set_fields(fields: dict, key: str, text: str):
+    """Set what `key` leads to among the `fields` of a config; LookupError, TypeError or ValueError
+    if it leads nowhere."""
+    *path, name = key.split(".")
+    holders = [fields]
+    if path:
+        table, number = path
+        if key.startswith(f"stages.{len(fields['stages'])}."):
+            last = fields["stages"][-1]
+            fields["stages"] += ({**last},)
+        holders = fields[table] if number == "*" else [fields[table][int(number)]]
+    for holder in holders:
+        is_text = isinstance(holder[name], str)
+        holder[name] = text if is_text else literal(text)
+
+
+def literal(text: str):
+    """The number, tuple or so on that Python sees in `text`; the text itself if it sees none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError):
+        return text
+
+
+def unknown_key(key: str) -> str:
+    """That there is no such key, and which are most like it."""
+    keys = [*Config.__dataclass_fields__]
+    keys += [f"stages.N.{name}" for name in Stage.__dataclass_fields__]
+    keys += [f"layers.N.{name}" for name in Layer.__dataclass_fields__]
+    with_letter = re.sub(r"\.(\d+|\*)\.", ".N.", key)
+    alike = difflib.get_close_matches(with_letter, keys)
+    hint = f"most like it: {', '.join(alike)}; " if alike else ""
+    return f"unknown key {key!r}; {hint}--show prints all, N counts from 0 or is * for all"
+
+
+PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
 
 
 # ---- Command line ------------------------------------------------------------------------------
@@ -4030,21 +4407,28 @@ def set_field(part, path: list[str], text: str):
 
 def show(cfg: Config) -> str:
     """The resolved config, the layers, the parameter table, the stages and the totals, as text."""
-    fields = dataclasses.asdict(cfg).items()
-    lines = [f"{k} = {v!r}" for k, v in fields if k not in ("layers", "stages")]
+    lines = []
+    for name, value in dataclasses.asdict(cfg).items():
+        if name not in ("layers", "stages"):
+            lines.append(f"{name} = {value!r}")
     lines += [f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers)]
+    numbers = 0
     for name, row in param_table(cfg).items():
+        size = math.prod(row.shape)
+        numbers += size
         learns = f"{row.updated_by} lr {row.lr:.3g} decay {row.decay:.3g} betas {row.betas}"
-        lines.append(f"{name:13} {row.shape!s:>18} {math.prod(row.shape):14,}  {learns}")
-    numbers = sum(math.prod(row.shape) for row in param_table(cfg).values())
+        lines.append(f"{name:13} {row.shape!s:>18} {size:14,}  {learns}")
+    rates = schedule(cfg).hyper.lr
+    flops = 0.0
     for i, stage in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
-        lr = "{:.3g} to {:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
-        lines.append(f"steps {first} to {end - 1}, lr {lr}: stages.{i} = {stage}")
-    sizes = (cfg.stages[at].batch_tokens for at in schedule(cfg).stage)
-    flops = sum(size * flops_per_token(cfg, step) for step, size in enumerate(sizes))
-    total = f"{numbers:,} numbers, {cfg.steps} steps, {cfg.tokens_after(cfg.steps):,} tokens"
-    return "\n".join([*lines, f"{total}, {flops:.3e} model FLOPs"])
+        lr = f"lr {rates[first]:.3g} to {rates[end - 1]:.3g}"
+        lines.append(f"steps {first} to {end - 1}, {lr}: stages.{i} = {stage}")
+        flops += sum(flops_per_token(cfg, step) for step in range(first, end)) * stage.batch_tokens
+    tokens = cfg.tokens_after(cfg.steps)
+    totals = f"{numbers:,} numbers, {cfg.steps} steps, {tokens:,} tokens"
+    lines.append(f"{totals}, {flops:.3e} model FLOPs")
+    return "\n".join(lines)
 
 
 def tell(line, stream=None):
@@ -4052,11 +4436,13 @@ def tell(line, stream=None):
     nobody can read it (a closed terminal, a full disk), the run goes on."""
     stream = stream or sys.stdout
     try:
-        end = "" if str(line).endswith("\r") and stream and stream.isatty() else "\n"
+        stays = not str(line).endswith("\r")
+        end = "\n" if stays or not (stream and stream.isatty()) else ""
         print(line, end=end, file=stream, flush=True)
     except OSError:
         with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
@@ -4068,54 +4454,105 @@ class Parser(argparse.ArgumentParser):
 
 def add_config_options(parser: argparse.ArgumentParser):
     """PRESET, TEXTs, --set, --data and --seed: what `resolve` makes a Config of."""
+    option = parser.add_argument
     presets = f"{' or '.join(PRESETS)}; default: by hardware"
-    parser.add_argument("words", nargs="*", metavar="PRESET|TEXT", help=presets)
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    option = {"metavar": "DIR|TEXT", "help": "folder of token shards; texts, folders of texts"}
-    parser.add_argument("--data", nargs="+", action="extend", default=[], **option)
-    parser.add_argument("--seed", type=int, metavar="N", help="of the parameters, and of samples")
+    option("words", nargs="*", metavar="PRESET|TEXT", help=presets)
+    several = {"nargs": "+", "action": "extend", "default": []}
+    option("--set", **several, metavar="KEY=VALUE")
+    data = "folder of token shards; texts, folders of texts"
+    option("--data", **several, metavar="DIR|TEXT", help=data)
+    option("--seed", type=int, metavar="N", help="of the parameters, and of samples")
 
 
-def named(args) -> tuple[str, list[str], list[str]]:
-    """(the preset or "", places of data, what else to --set) that the command line names."""
-    items = args.set + ([f"seed={args.seed}"] if args.seed is not None else [])
-    data = args.data + [x[5:] for x in items if x.startswith("data=")]
-    items = [x for x in items if not x.startswith("data=")]
+class Asked(NamedTuple):
+    """What the command line says of the config."""
+
+    preset: str  # or ""
+    places: list[str]  # of data
+    settings: list[str]  # what else to --set
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the settings."""
+        return {setting.partition("=")[0] for setting in self.settings}
+
+
+def asked_for(args) -> Asked:
+    """What these arguments say of the config; UserError if a word is neither preset nor place."""
+    settings = list(args.set)
+    if args.seed is not None:
+        settings.append(f"seed={args.seed}")
+    of_data = [item for item in settings if item.startswith("data=")]
+    settings = [item for item in settings if item not in of_data]
+    data = args.data + [item.removeprefix("data=") for item in of_data]
     presets = [word for word in args.words if word in PRESETS]
-    places = [word for word in args.words if word not in PRESETS] + data
     need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
-    for word in places:
-        known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}; " * (word not in data)
-        need(word and data_place(word).exists(), f"{known}there is no {word or repr(word)}")
-    return "".join(presets), places, items
+    named = [word for word in args.words if word not in PRESETS] + data
+    for place in named:
+        no_preset = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}; "
+        if place in data:
+            no_preset = ""
+        exists = place and data_place(place).exists()
+        need(exists, f"{no_preset}there is no {place or repr(place)}")
+    return Asked("".join(presets), named, settings)
 
 
 def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     """The Config that the command line asks for, of a preset or of the run to `start` from; with
     one's own text it fits that."""
-    name, places, items = named(args)
-    keys = {item.partition("=")[0] for item in items}
-    need("start" not in keys, "--set start=: use --start RUN_DIR")
+    asked = asked_for(args)
+    need("start" not in asked.keys, "--set start=: use --start RUN_DIR")
     if start:
-        need(not name and "seed" not in keys, "--start has the run's model: drop PRESET and seed")
-        names = [str(start.folder.parents[1])]
+        of_run = asked.preset == "" and "seed" not in asked.keys
+        need(of_run, "--start has the run's model: drop PRESET and seed")
+        names = [str(start.run_dir)]
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
-        name = name or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
-        names = ["tiny"] if name == "tiny" else [name, "tiny"]  # which texts may be too short for
-        base = PRESETS[name]
-    name, own = fitted(places, names, items) if places else (names[0], [])
-    if own:
-        say(f"data of your own: {' '.join(own)}")
-    cfg = override(PRESETS.get(name, base), own + items)
+        on_cpu = all_devices()[0].platform == "cpu"
+        preset = asked.preset or ("tiny" if on_cpu else "speedrun")
+        names = [preset]
+        if preset != "tiny":
+            names.append("tiny")  # for texts that are too short for the preset
+        base = PRESETS[preset]
+    settings = asked.settings
+    if asked.places:
+        name, of_data = fitted(asked.places, names, settings)
+        base = PRESETS.get(name, base)
+        settings = of_data + settings
+        say(f"data of your own: {' '.join(of_data)}")
+    cfg = override(base, settings)
     if start:
-        shapes = ({name: x.shape for name, x in param_table(c).items()} for c in (cfg, base))
-        need(next(shapes) == next(shapes), "--start takes the model of the run: --set no sizes")
+        need(
+            shapes_of(cfg) == shapes_of(base), "--start takes the model of the run: --set no sizes"
+        )
     return cfg
 
 
-def run(argv: list[str], command: str):
-    """Do what the command line says."""
+def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter."""
+    return {name: row.shape for name, row in param_table(cfg).items()}
+
+
+def resume_config(run_dir: Path, asked: Asked, saved: Saved) -> Config:
+    """The Config with which a run goes on; UserError if there is nothing left to do."""
+    done = saved.step == saved.cfg.steps
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
+        facts = json.loads((saved.run_dir / "run.json").read_text())
+        done |= facts["finished"] and "missing" not in facts
+    longer = f"to train longer, python train_gpt.py --start {run_dir} --set steps=N"
+    need(not done, f"{run_dir} is finished: there is nothing to resume; {longer}")
+    settings = asked.settings
+    if asked.places:  # of what fits these texts only the place may be another
+        _, of_data = fitted(asked.places, [saved.run_dir], [])
+        settings = of_data[:1] + settings
+    devices = saved.cfg.devices
+    if devices > len(all_devices()):
+        devices = 0
+    return override(saved.cfg, [f"devices={devices}", *settings])
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of the command line."""
     about = (__doc__ or "").split("\n")[0]  # python -OO leaves no docstrings
     parser = Parser(prog="train_gpt.py", description=about, allow_abbrev=False)
     add_config_options(parser)
@@ -4128,69 +4565,76 @@ def run(argv: list[str], command: str):
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
-    args = parser.parse_args(argv)
-    name, _, items = named(args)
-    machine = [field for field, kind in Config.__annotations__.items() if "Machine" in kind]
-    anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*machine}
-    drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}"
-    drop += f", and --start; for a new run with its parameters: --start {args.resume}"
-    need(not args.resume or not anew, f"--resume takes the config of the run: {drop}")
-    cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
-    if args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", None if cache == "off" else cache)
+    return parser.parse_args(argv)
+
+
+def check_resume(args, asked: Asked):
+    """UserError if --resume comes with what would make it another run."""
+    kinds = Config.__annotations__.items()
+    machine = [name for name, kind in kinds if kind.startswith("Machine")]
+    anew = asked.preset or args.show or args.start or asked.keys - {*machine}
+    drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}, and --start"
+    instead = f"for a new run with its parameters: --start {args.resume}"
+    need(not anew, f"--resume takes the config of the run: {drop}; {instead}")
+
+
+def keep_programs(cache: str | None):
+    """Let jax keep compiled programs in the folder `cache`, or nowhere if that is "off". If it is
+    None, where jax is told to, or in the user's cache."""
+    if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = cache or os.path.expanduser("~/.cache/train_gpt")
+        jax.config.update("jax_compilation_cache_dir", None if cache == "off" else folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def run(argv: list[str], command: str):
+    """Do what the command line says."""
+    args = parse(argv)
+    asked = asked_for(args)
+    if args.resume:
+        check_resume(args, asked)
+    keep_programs(args.cache)
     while os.open(os.devnull, os.O_RDWR) < 3:  # or log.txt would have the place of a closed stdout
         pass
     if not args.show:
         join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
-    saved = find_checkpoint(args.resume or args.start, say) if args.resume or args.start else None
-    cfg = resume_config(args, saved) if args.resume else resolve(args, say, saved)
+    if args.resume:
+        saved = find_checkpoint(args.resume, say)
+        cfg = resume_config(args.resume, asked, saved)
+    else:
+        saved = None
+        start = find_checkpoint(args.start, say) if args.start else None
+        cfg = resolve(args, say, start)
     if args.show:
         tell(show(cfg))
     check_hardware(cfg, say)
-    if args.show and all_devices()[0].platform != "cpu":
-        tell(check_memory(*make_mesh(cfg)))
     if not args.show:
-        train(cfg, Path(args.out), command, saved if args.resume else None, say)
-
-
-def resume_config(args, saved: Saved) -> Config:
-    """The Config with which a run goes on; UserError if there is nothing left to do."""
-    count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
-    _, places, items = named(args)
-    data = fitted(places, [saved.folder.parents[1]], [])[1][:1] if places else []
-    done = saved.step == saved.cfg.steps
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
-        facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
-        done |= facts["finished"] and "missing" not in facts
-    longer = f"to train longer, python train_gpt.py --start {args.resume} --set steps=N"
-    need(not done, f"{args.resume} is finished: there is nothing to resume; {longer}")
-    return override(saved.cfg, [f"devices={count}", *data, *items])
+        train(cfg, Path(args.out), command, saved, say)
+    elif all_devices()[0].platform != "cpu":
+        cfg, mesh = make_mesh(cfg)
+        check_memory(cfg, mesh)
+        tell(memory_line(cfg, mesh))
 
 
 def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
-    before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
+    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         # Ctrl-C ends a command at once until it trains: the compiler's threads, or jax that waits
         # for others, would not hear a handler of Python's. A notebook (ps1) and a thread keep it.
-        own = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
-        if before[signal.SIGINT] is signal.default_int_handler and not own:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        is_command = not (hasattr(sys, "ps1") or in_thread)
+        if is_command and before[signal.SIGINT] is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return do() or 0
     except Exception as error:
-        line = str(error)
-        mended = isinstance(error, UserError | OSError)
-        if not mended and ("RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError)):
-            ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
-            line = f"out of memory: use {ways}: {line}"
-        elif isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
-            line = f"another process has ended or cannot be reached: see its output ({line})"
-        elif not mended:
+        line = line_of(error)
+        if line is None:  # a fault of the program
             raise
     finally:
         with contextlib.suppress(ValueError):  # of a thread that may not
@@ -4203,10 +4647,25 @@ def report_errors(do: Callable) -> int:
     return 2
 
 
+def line_of(error: Exception) -> str | None:
+    """What to say of an error that the user can mend; None of others."""
+    text = str(error)
+    if isinstance(error, UserError | OSError):
+        return text
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
+        return f"out of memory: use {ways}: {text}"
+    if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+        return f"another process has ended or cannot be reached: see its output ({text})"
+    return None
+
+
 def main(argv=None) -> int:
     """Run the command line, or `argv` where this file is imported; returns the exit status."""
-    words = sys.argv[1:] if argv is None and __name__ == "__main__" else argv or []
-    return report_errors(lambda: run(words, shlex.join(["python", "train_gpt.py", *words])))
+    is_script = argv is None and __name__ == "__main__"
+    words = sys.argv[1:] if is_script else argv or []
+    command = shlex.join(["python", "train_gpt.py", *words])
+    return report_errors(lambda: run(words, command))
 
 
 # ================================================================================================

@@ -479,7 +479,7 @@ def part_one(tmp_path_factory, shards):
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
-    source = T.prepare, T.Clock
+    source = T.Prepared, T.prepare, T.Clock
     for each in source:
         exec("from __future__ import annotations\n" + inspect.getsource(each), vars(part))
     log = Log(part.Clock(), folder)

@@ -115,7 +115,8 @@ def test_where_no_table_fits_only_other_devices_help(monkeypatch):
 @pytest.mark.parametrize("devices, limit", [(1, 90 * GIB), (8, 31.25 * GIB), (1, None)])
 def test_a_run_that_fits_is_compiled(monkeypatch, devices, limit):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**20)  # of the machine's memory, with CPUs
-    said = T.check_memory(RECORD, Mesh(devices, limit))
+    T.check_memory(RECORD, Mesh(devices, limit))
+    said = T.memory_line(RECORD, Mesh(devices, limit))
     assert re.fullmatch(r"it fits: about [\d.]+ GiB of the ([\d.]+|inf) GiB of a device", said)
     _, made = compiled_with(monkeypatch, RECORD, devices, limit)
     assert len(made) == len(T.programs(RECORD, mesh_of(devices), KERNELS))

@@ -352,3 +352,5 @@ def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
     assert "nowhere.txt" in refused("x", "--file", "nowhere.txt")
     saved.cfg = replace(CFG, encoding="bpe")
     assert "merges.json" in refused("logs/x")
+    saved.cfg = replace(CFG, encoding="ids")
+    assert "encoding=ids: only your tokenizer knows text of such" in refused("logs/x", "--prompt=A")
