@@ -1466,25 +1466,10 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     return total, dropped
 
 
-def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, vocab):
-    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
-    dropped n-grams). `loss` is the program for that, with the model; `vocab` the Vocabulary, of
-    which n-grams have their hashes."""
-    rows = cfg.val_tokens // cfg.val_row
-    of_batch = cfg.val_batch // cfg.val_row
-    pieces, _ = plan_plain(0, rows, cfg.val_row)
-    for path in stream.paths:
-        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
-    results = []
-    for first in range(0, rows, of_batch):
-        numbers = [first + row for row in own_rows(mesh, of_batch)]
-        is_row = np.array(numbers)[:, None] < rows  # others only fill up the last batch
-        tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
-        targets = np.where(is_row, tokens[:, 1:].astype(np.int32), -1)
-        aims = next_tokens(targets)
-        arrays = rows_of(cfg, mesh, vocab, tokens, aims)
-        batch = put_batch(cfg, mesh, max(step - 1, 0), *arrays)
-        results.append(loss(batch))
+def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
+    """(mean loss in nats over the validation tokens, their dropped n-grams). `loss` is the program
+    for that, with the model; `batches` are validation_batches."""
+    results = [loss(batch) for batch in batches]
     results = np.array(jax.device_get(results), np.float64)
     total, dropped = results.sum(axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
@@ -1643,7 +1628,81 @@ def orthogonalize(x, dtype):
     return x.mT if tall else x
 
 
-# ---- Programs: what each step takes and gives, and how the devices share it --------------------
+# ---- Layout: how state and copies lie on the devices --------------------------------------------
+
+# How arrays lie on the devices is told by the same arrays without numbers: shapes, dtypes and
+# shardings. What is `born` so never lies whole on one device.
+
+
+def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
+    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    sharding = NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def born(make: Callable, layout) -> Callable:
+    """`make`, jitted; its results lie on the devices as `layout` tells."""
+    shardings = jax.tree.map(lambda x: x.sharding, layout)
+    return jax.jit(make, out_shardings=shardings)
+
+
+def abstract_state(cfg: Config, mesh: Mesh):
+    """How the training state lies on `mesh`."""
+
+    def leaf(shape, dtype, row):
+        if not row.sharded:
+            return abstract(mesh, shape, dtype)
+        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
+        return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
+
+    return map_state(cfg, leaf)
+
+
+def start_state(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function seed -> training state. Its numbers do not depend on how many devices there
+    are: rows of zeros come after them."""
+    layout = abstract_state(cfg, mesh)
+
+    def state(seed):
+        numbers = init_state(cfg, seed)
+        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), numbers, layout)
+
+    return born(state, layout)
+
+
+def pad_rows(x, rows: int):
+    """`x` with zeros after it, up to `rows` rows."""
+    lacking = rows - len(x)
+    if lacking == 0:
+        return x
+    other_axes = [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, [(0, lacking), *other_axes])
+
+
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """How first_copies lie on `mesh`: only banks are sharded."""
+    params = abstract_state(cfg, mesh)["params"]
+    shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
+    axes = dict.fromkeys(shapes, ())
+    axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    return {name: abstract(mesh, x.shape, x.dtype, *axes[name]) for name, x in shapes.items()}
+
+
+def start_copies(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function (parameters, seed) -> first_copies."""
+    make = functools.partial(first_copies, cfg)
+    return born(make, abstract_copies(cfg, mesh))
+
+
+def first_copies(cfg: Config, params, seed):
+    """The compute copies, and the signs of n-grams beside them, which no update changes."""
+    copies = compute_copies(cfg, params)
+    if cfg.signed:  # "A table of hashed n-grams"
+        copies["signs"] = sign_pool(cfg, seed)
+    return copies
+
+
+# ---- Programs: what each step takes and gives ---------------------------------------------
 
 # What is compiled, and when it runs:
 #     grads0, grads1, ...  every step, one for each shape of a batch (grads_step): n-gram rows come
@@ -1764,6 +1823,32 @@ def lower(program: Program, mesh: Mesh):
 # ---- Training: the clock and the loop ----------------------------------------------------------
 
 
+class Clock:
+    """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
+
+    def __init__(self, elapsed_ms: float = 0.0):
+        self.total = elapsed_ms
+        self.since = 0.0
+        self.running = threading.Event()
+
+    def start(self):
+        """Start counting; a running clock goes on."""
+        if not self.running.is_set():
+            self.since = time.perf_counter()
+            self.running.set()
+
+    def stop(self):
+        """Stop counting."""
+        self.total = self.ms()
+        self.running.clear()
+
+    def ms(self) -> float:
+        """Training time so far."""
+        if not self.running.is_set():
+            return self.total
+        return self.total + 1000 * (time.perf_counter() - self.since)
+
+
 class StepResult(NamedTuple):
     """What a step has returned: arrays that devices may still compute."""
 
@@ -1810,7 +1895,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     def validate_after(step: int):
         pause()
         program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
-        loss, dropped = evaluate(cfg, mesh, program, step, *ready.validation)
+        batches = validation_batches(cfg, mesh, step, *ready.validation)
+        loss, dropped = evaluate(cfg, program, batches)
         log.validated(step, sound(log, step, loss), dropped)
 
     for step in range(first, cfg.steps):
@@ -2973,6 +3059,29 @@ def next_batch(
     return rows, requests, LoaderState(cursor, offsets)
 
 
+def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, by_id) -> Iterator:
+    """Yield a Batch for each val_batch of the first val_tokens of the validation split, after
+    `step` steps. `by_id`: the Vocabulary, if there are n-grams."""
+    rows = cfg.val_tokens // cfg.val_row
+    of_batch = cfg.val_batch // cfg.val_row
+    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    for path in stream.paths:
+        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+    for first in range(0, rows, of_batch):
+        numbers = [first + row for row in own_rows(mesh, of_batch)]
+        is_row = np.array(numbers)[:, None] < rows  # others only fill up the last batch
+        tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
+        targets = np.where(is_row, tokens[:, 1:].astype(np.int32), -1)
+        yield batch_of(cfg, mesh, step, by_id, tokens, targets)
+
+
+def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
+    """The Batch with which the model of after `step` steps reads this process's rows of tokens
+    uint16 [b, t+1] and has the targets int32 [b, t]; -1: none."""
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
+    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
+
+
 def next_tokens(targets) -> Aims:
     """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
     stand in for them, as arrays of the right shape."""
@@ -3227,6 +3336,25 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
     return folder
 
 
+class Data(NamedTuple):
+    """The data of a run, all of it checked."""
+
+    folder: Path
+    train: TokenStream
+    val: TokenStream
+    words: list[bytes]  # what ids stand for, see token_bytes
+    shards: dict[str, dict]  # see check_tokens
+
+
+def open_data(cfg: Config, say: Callable) -> Data:
+    """The Data that a run reads; UserError if not all of it is there."""
+    folder = data_folder(cfg, say)
+    train = TokenStream(folder, "train", cfg.bos, cfg.passes)
+    val = TokenStream(folder, "val", cfg.bos)
+    shards = check_tokens(cfg, train, val)
+    return Data(folder, train, val, token_bytes(cfg, folder), shards)
+
+
 # ================================================================================================
 # PART IV: AROUND A RUN
 # ================================================================================================
@@ -3258,16 +3386,12 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     recipe = cfg
     cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
-    folder = data_folder(cfg, say)
-    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
-    val_stream = TokenStream(folder, "val", cfg.bos)
-    shards = check_tokens(cfg, stream, val_stream)
-    words = token_bytes(cfg, folder)
+    data = open_data(cfg, say)
     kernels, reason = checked_kernels(cfg, mesh, say)
-    facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
+    facts = run_facts(recipe, mesh, command, reason) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
     if cfg.encoding == "bpe":  # a sample needs the run's folder only
-        merges = (folder / MERGES).read_text()
+        merges = (data.folder / MERGES).read_text()
         log.write(MERGES, merges)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
     log.write_facts(compile_seconds=seconds)
@@ -3289,17 +3413,28 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
 
     done = saved.step if saved else 0
     loader = loader_state(cfg, mesh, *saved.loader) if saved else loader_state(cfg, mesh)
-    made = train_batches(cfg, mesh, stream, words, done, loader)
+    made = train_batches(cfg, mesh, data.train, data.words, done, loader)
     batches = prefetch(made, cfg.prefetch, log.clock.running, say)
-    by_id = vocabulary(cfg, words) if cfg.ngram_rows else None
-    validation = val_stream, by_id
-    asked = ask_to_stop()
+    by_id = None
+    if cfg.ngram_rows:
+        by_id = vocabulary(cfg, data.words)
     return Prepared(
-        cfg, mesh, log, compiled, state, copies, batches, loader, validation, asked, kernels, words
+        cfg=cfg,
+        mesh=mesh,
+        log=log,
+        compiled=compiled,
+        state=state,
+        copies=copies,
+        batches=batches,
+        loader=loader,
+        validation=(data.val, by_id),
+        asked=ask_to_stop(),
+        kernels=kernels,
+        words=data.words,
     )
 
 
-# ---- Devices: which of them a run uses, and how its arrays lie on them -------------------------
+# ---- Devices: which of them a run uses ---------------------------------------------------------
 
 BLOCK = 256  # tokens that kernels take at a time
 
@@ -3365,78 +3500,6 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     need(one_process or cfg.devices == count, unequal)
     used = np.array(devices[: cfg.devices])
     return cfg, Mesh(used, (AXIS,))
-
-
-# How arrays lie on the devices is told by the same arrays without numbers: shapes, dtypes and
-# shardings. What is `born` so never lies whole on one device.
-
-
-def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
-    sharding = NamedSharding(mesh, P(*axes))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def born(make: Callable, layout) -> Callable:
-    """`make`, jitted; its results lie on the devices as `layout` tells."""
-    shardings = jax.tree.map(lambda x: x.sharding, layout)
-    return jax.jit(make, out_shardings=shardings)
-
-
-def abstract_state(cfg: Config, mesh: Mesh):
-    """How the training state lies on `mesh`."""
-
-    def leaf(shape, dtype, row):
-        if not row.sharded:
-            return abstract(mesh, shape, dtype)
-        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
-        return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
-
-    return map_state(cfg, leaf)
-
-
-def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state. Its numbers do not depend on how many devices there
-    are: rows of zeros come after them."""
-    layout = abstract_state(cfg, mesh)
-
-    def state(seed):
-        numbers = init_state(cfg, seed)
-        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), numbers, layout)
-
-    return born(state, layout)
-
-
-def pad_rows(x, rows: int):
-    """`x` with zeros after it, up to `rows` rows."""
-    lacking = rows - len(x)
-    if lacking == 0:
-        return x
-    other_axes = [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, [(0, lacking), *other_axes])
-
-
-def first_copies(cfg: Config, params, seed):
-    """The compute copies, and the signs of n-grams beside them, which no update changes."""
-    copies = compute_copies(cfg, params)
-    if cfg.signed:
-        copies["signs"] = sign_pool(cfg, seed)
-    return copies
-
-
-def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """How first_copies lie on `mesh`: only banks are sharded."""
-    params = abstract_state(cfg, mesh)["params"]
-    shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
-    axes = dict.fromkeys(shapes, ())
-    axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-    return {name: abstract(mesh, x.shape, x.dtype, *axes[name]) for name, x in shapes.items()}
-
-
-def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> first_copies."""
-    make = functools.partial(first_copies, cfg)
-    return born(make, abstract_copies(cfg, mesh))
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
@@ -4008,32 +4071,6 @@ def demonstrate(log: RunLog, model: tuple):
     except Exception as error:  # the run has ended well
         log.say(f"warning: there is no sample: {error!r}")
     log.say("next: a text of your own, by its name as a word; or `speedrun`, on a TPU or on GPUs")
-
-
-class Clock:
-    """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
-
-    def __init__(self, elapsed_ms: float = 0.0):
-        self.total = elapsed_ms
-        self.since = 0.0
-        self.running = threading.Event()
-
-    def start(self):
-        """Start counting; a running clock goes on."""
-        if not self.running.is_set():
-            self.since = time.perf_counter()
-            self.running.set()
-
-    def stop(self):
-        """Stop counting."""
-        self.total = self.ms()
-        self.running.clear()
-
-    def ms(self) -> float:
-        """Training time so far."""
-        if not self.running.is_set():
-            return self.total
-        return self.total + 1000 * (time.perf_counter() - self.since)
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------

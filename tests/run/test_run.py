@@ -375,7 +375,9 @@ def test_a_run_that_diverges_ends_with_a_line_and_keeps_its_last_good_checkpoint
     train, run, tmp_path, monkeypatch, loss
 ):
     def settle(log, newest, real=T.settle):
-        return real(log, (5, loss, *newest[2:]) if newest and newest[0] == 5 else newest)
+        if newest and newest.step == 5:
+            newest = newest._replace(loss=loss)
+        return real(log, newest)
 
     monkeypatch.setattr(T, "settle", settle)
     words = r"^the loss of step 5 is \S+: lower the learning rates \(--set lr_anvil=\.\.\.\); see "
