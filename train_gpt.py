@@ -4036,7 +4036,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
             table = state["params"].get(NGRAMS)
             results = program(copies, table, *zeros(args[2:]))
         jax.block_until_ready(results)
-        del results
+        del results  # before the next zeros are made
 
 
 # ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
@@ -4077,8 +4077,9 @@ def gather_banks(cfg: Config, copies, after):
     return after, copies | gathered, reduce
 
 
-SENT_BYTES = 13e6  # more at once a v6e's SparseCores do not send beside other work,
-SENT_ROWS = 32  # nor rows of another number than a multiple of this (seen in compiled programs)
+# What a v6e's SparseCores send beside other work, by its compiled programs:
+SENT_BYTES = 13e6  # so many at once, or fewer
+SENT_ROWS = 32  # a multiple of so many
 
 
 def reduce_scatter(x):
@@ -4127,7 +4128,7 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         return serving, reason
     asked = cfg.kernels.split(",")
     kernels = PLAIN._replace(**{name: getattr(serving, name) for name in asked})
-    return kernels, f"{names_of(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
+    return kernels, f"{kernel_names(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
 
 
 def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
@@ -4147,13 +4148,13 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         of_gpu = functools.partial(attend_heads, attend_gpu)
         chosen["attend"] = attend_tpu if backend == "tpu" else of_gpu
     kernels = PLAIN._replace(**chosen)
-    reason = names_of(kernels)
+    reason = kernel_names(kernels)
     if why:
         reason += f"; plain attention: {why}"
     return kernels, reason
 
 
-def names_of(kernels: Kernels) -> str:
+def kernel_names(kernels: Kernels) -> str:
     """The fields that are not the plain forms, as `--set kernels=` takes them."""
     pairs = zip(Kernels._fields, kernels, PLAIN, strict=True)
     return ",".join(name for name, kernel, plain in pairs if kernel is not plain) or "plain"
@@ -4163,7 +4164,8 @@ def unserved(cfg: Config, device) -> str:
     """Why no kernel of Pallas serves a run on such devices; "" if they may. v5e, v6e, TPUs that
     are not known here, and NVIDIA GPUs since Ampere have them."""
     kind = device.device_kind
-    rows = {cfg.val_row} | {stage.row_tokens for stage in cfg.stages}
+    rows = [cfg.val_row, *(stage.row_tokens for stage in cfg.stages)]
+    uneven = [row for row in rows if row % 128]
     if device.platform == "tpu":
         if re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", kind):
             return f"a {kind} has no 128 MiB of VMEM"
@@ -4177,8 +4179,8 @@ def unserved(cfg: Config, device) -> str:
             return f"jax {jax.__version__} has no Triton any more"
     else:
         return f"there are no kernels for a {device.platform}"
-    if any(row % 128 for row in rows):
-        return f"tiles of 128 tokens do not fill rows of {min(row for row in rows if row % 128)}"
+    if uneven:
+        return f"tiles of 128 tokens do not fill rows of {uneven[0]}"
     return ""
 
 
@@ -4187,12 +4189,11 @@ def unserved_attention(cfg: Config, backend: str) -> str:
     h = cfg.head_width
     if not cfg.layers_with("attends"):
         return "no layer attends"
-    usual = cfg.still and cfg.qk_norm and not cfg.shared
-    if not usual:
-        return "they norm queries and keys, turn half of them, and share none"
+    if not (cfg.still and cfg.qk_norm) or cfg.shared:
+        return "kernels norm queries and keys, turn half of them, and share none"
     if backend == "gpu":
         if cfg.dtype != jnp.bfloat16:
-            return f"they compute in bfloat16, not in {cfg.compute_dtype}"
+            return f"kernels compute in bfloat16, not in {cfg.compute_dtype}"
         if h not in (32, 64, 128):
             return f"tiles do not fit heads {h} wide, and half of it"
     else:
@@ -4232,7 +4233,8 @@ def trials(cfg: Config) -> Iterator[Trial]:
     ids_t = jnp.arange(t) * t % v
     segments_bt = jnp.arange(t)[None] * 5 // (2 * t)
 
-    def run_attend(heads, kernel, qkv, x, added_gates, xsa, gates):
+    def run_attend(heads, kernel, qkv, x, *gates_of_heads):
+        added_gates, xsa, gates = gates_of_heads
         long = int(heads.offset)
         freqs, scales = yarn(cfg)[number]
         inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs[long], scales[long])
@@ -4299,7 +4301,7 @@ def what_is_wrong(trial: Trial, cfg: Config, kernels: Kernels) -> str:
 def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
     """{field: what is wrong} of kernels that cannot run on this process's first device, or whose
     results and gradients are not those of their plain forms."""
-    chosen = names_of(kernels).split(",")
+    chosen = kernel_names(kernels).split(",")
     tried = [trial for trial in trials(cfg) if trial.field in chosen]
     with ThreadPoolExecutor(cpu_cores()) as pool:
         reasons = list(pool.map(lambda trial: what_is_wrong(trial, cfg, kernels), tried))
@@ -4316,7 +4318,7 @@ def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, st
         return kernels, reason
     kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in wrong})
     line = f"wrong here, or on another host: {'; '.join(wrong.values())}"
-    cure = f"use --set kernels={names_of(kernels)}"
+    cure = f"use --set kernels={kernel_names(kernels)}"
     alone = cfg.kernels == "auto" and jax.process_count() == 1
     need(alone, f"kernels that are {line}: {cure}")
     say(f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}")
@@ -4398,10 +4400,10 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
     ids_v = jnp.arange(squashed_tv.shape[1])[None]
     hit_tv = 0.0
-    next_count = targets.shape[1]
+    token_targets = targets.shape[1]
     if copy_grad_t is not None:
-        next_count -= 1
-    for k in range(next_count):
+        token_targets -= 1
+    for k in range(token_targets):
         column = slice(k, k + 1)
         hit_tv = jnp.where(ids_v == targets[:, column], merged[:, column], hit_tv)
     factor_t = jnp.sum(weights, axis=1) / sum_t
@@ -4431,10 +4433,9 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
         pointing = pointed is not None
         losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
         slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
-        grads = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
-        x_grad_td, chunk_head_grad_vd = grads
+        x_grad_td, grad_vd = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
         totals = add_losses(totals, losses, weights, pointed)
-        return (totals, head_grad_vd + chunk_head_grad_vd), (x_grad_td, pointed_grad)
+        return (totals, head_grad_vd + grad_vd), (x_grad_td, pointed_grad)
 
     copies = head_vd.astype(jnp.float32), head_vd.astype(x_td.dtype)
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
@@ -4518,10 +4519,10 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
     place on every axis of `grid`, name -> steps.
 
     `tiles`: how Triton compiles it for an NVIDIA GPU. It then only reads and writes, and steps have
-    no order. All others are kernels for TPUs, whose core takes the steps in order, along the last
-    axis first. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA may
-    put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would compile
-    the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
+    no order. All others are kernels for TPUs, whose core takes the steps in order, the last axis
+    the fastest. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA
+    may put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would
+    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
     target = jax.sharding.get_abstract_mesh().abstract_device  # what `lower` compiles for
     platform_name = target.platform if target else jax.default_backend()
     interpret = platform_name == "cpu"
@@ -4550,7 +4551,9 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
         steps = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
         body(SimpleNamespace(**by_name(handed_over, references), **steps))
 
-    ahead, arrays, shapes = arrays_of("scalars"), arrays_of("reads"), arrays_of("writes")
+    numbers_ahead = arrays_of("scalars")
+    arrays = arrays_of("reads")
+    shapes = arrays_of("writes")
     cuts = {"grid": (*grid.values(),), "in_specs": cuts_of("reads"), "out_specs": cuts_of("writes")}
     if tiles:  # Triton has neither numbers ahead nor memory to keep
         from jax.experimental.pallas import triton
@@ -4559,13 +4562,13 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
         params = triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     else:
         memory = [pltpu.VMEM(x.shape, x.dtype) for x in arrays_of("keeps")]
-        spec = pltpu.PrefetchScalarGridSpec(len(ahead), scratch_shapes=memory, **cuts)
+        spec = pltpu.PrefetchScalarGridSpec(len(numbers_ahead), scratch_shapes=memory, **cuts)
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
             shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
-    results = pl.pallas_call(kernel, shapes, **how)(*ahead, *arrays)
+    results = pl.pallas_call(kernel, shapes, **how)(*numbers_ahead, *arrays)
     return SimpleNamespace(**by_name(numbers_of("writes"), results))
 
 
@@ -4592,7 +4595,7 @@ LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scal
 LANES = 128  # columns of a tile
 ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
 # Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more).
-# The sum of 4096 exponentials of them stays within float32; more keys do not fit the VMEM.
+# The sum of 4096 exponentials of them stays within float32, as that of any window in the VMEM.
 MAX_SCORE = 48.0
 RING_SHARE = 0.7  # of KERNEL_VMEM, for the ring; the rest is for what comes and goes
 # Arrays [b, n, t] that a layer may have: gates of `added`, tanh of those of XSA, gates of outputs.
@@ -4632,8 +4635,8 @@ class Plan:
         """(c, o): head of the queries, of the keys, for all products of scores. Of two paired heads
         either sees the keys of both. Those with o < half are the first of their c, and overwrite
         what is in its sums; those with c < half are the first of their o."""
-        n, half = self.heads.count, self.half
-        return [(c, o) for c in range(n) for o in range(c % half, n, half)]
+        n = self.heads.count
+        return [(c, o) for c in range(n) for o in range(c % self.half, n, self.half)]
 
     @property
     def delay(self) -> int:
@@ -4912,9 +4915,9 @@ def enter_values(plan: Plan, r, slot):
 def look_back(plan: Plan, r, j: int, visible: Callable):
     """Block i as queries of block i - j: add its weighted values to the sums. All scores come
     first: the compiler keeps this order, and so has work to fill the wait for each matmul."""
-    h, slots = plan.heads.qk_width, plan.slots
+    h = plan.heads.qk_width
     keys, queries = plan.part(j)
-    slot = lax.rem(r.i - j + slots, slots)
+    slot = lax.rem(r.i - j + plan.slots, plan.slots)
     scores = []
     for c, o in plan.pairs:
         k = r.keys[slot, o, keys]
@@ -5005,8 +5008,10 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
     def oldest(i):
         return jnp.maximum(i - plan.delay, 0)
 
-    across, along = plan.across(newest), plan.along(newest)
-    old_across, old_along = plan.across(oldest), plan.along(oldest)
+    across = plan.across(newest)
+    along = plan.along(newest)
+    old_across = plan.across(oldest)
+    old_along = plan.along(oldest)
     refs = {  # what is read under a name of attend_tpu_forward has its shape
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
@@ -5318,8 +5323,9 @@ def blend_tpu(x_btd, weights, sources):
 
 def blend_tpu_forward(x_btd, weights, sources):
     """(blend_tpu, what its gradients take: of x only whether it is there)."""
+    y_btd = blend_tpu(x_btd, weights, sources)
     no_tokens = None if x_btd is None else x_btd[:0]
-    return blend_tpu(x_btd, weights, sources), (no_tokens, weights, sources)
+    return y_btd, (no_tokens, weights, sources)
 
 
 def blend_tpu_backward(kept, grad_btd):
@@ -5473,7 +5479,7 @@ class Tiles(NamedTuple):
     stages: int  # tiles that are on their way at once
 
 
-# No other has been timed beside these: `records/bench.py --kernels STAGE` does.
+# `records/bench.py --kernels STAGE` times others beside these.
 FORWARD_TILES = Tiles(128, 64, 8, 3)  # a block of queries
 QUERY_TILES = Tiles(128, 64, 8, 2)  # the same on the way back
 KEY_TILES = Tiles(128, 64, 8, 2)  # a block of keys

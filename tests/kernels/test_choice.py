@@ -270,7 +270,7 @@ def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
     traced(programs[gradients], mesh)
     for device in (tpu(), gpu()):
         kernels, said = T.serving_kernels(cfg, device)
-        chosen = T.names_of(kernels)
+        chosen = T.kernel_names(kernels)
         assert said.split("; ")[0] == chosen
         assert {*chosen.split(",")} - {"plain"} <= called, (device.platform, chosen)
     of_all = {"attend", "cross_entropy", "add_rows"}
