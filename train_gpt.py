@@ -4712,103 +4712,121 @@ def main(argv=None) -> int:
 # ---- Compilation: every program of the run, before the clock starts ----------------------------
 
 
-def program_bytes(compiled) -> dict[str, int]:
-    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
-    memory = compiled.memory_analysis()
-    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
-    sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
-    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
-    return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
-
-
-# XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
-# move the data of collectives beside other work with these options alone (2d, nd: on more than
-# eight chips), and add rows to tables; they read none, which slows down small gathers (jax issue
-# 40553).
-OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
-COMPILER_OPTIONS = {
-    "tpu": {
-        **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
-        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
-        "xla_tpu_offload_gather_to_sparsecore": False,
-        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
-    },
-    "gpu": {"xla_allow_excess_precision": False},
-}
-
-
-def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
-    """Those of COMPILER_OPTIONS that serve a run on such devices."""
-    return COMPILER_OPTIONS.get(platform, {}) if cfg.sparse_cores or platform != "tpu" else {}
-
-
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({key of programs: executable}, {name: seconds to compile}) of all programs, if they fit."""
+    """({key of programs: executable}, {name: seconds to compile}) of all programs, if they fit.
+    This thread lowers one after the other, while those of a pool compile what it has lowered."""
     every = programs(cfg, mesh, kernels)
+    limit = memory_limit(mesh)
+    ready = itertools.count(1)
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 
     def build(key, lowered):
         began = time.perf_counter()
         program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
         size = resident_bytes(cfg, mesh, key) + program_bytes(program)["peak"]
-        refusal = too_large(cfg, mesh, str(key), size, memory_limit(mesh))
+        refusal = too_large(cfg, mesh, str(key), size, limit)
         need(not refusal, refusal)
-        kept = events.count("/jax/compilation_cache/cache_hits")
-        say(f"{next(number)} of {len(every)} programs are ready, {kept} were in the cache\r")
+        cached = events.count("/jax/compilation_cache/cache_hits")
+        say(f"{next(ready)} of {len(every)} programs are ready, {cached} were in the cache\r")
         return program, seconds
 
-    number = itertools.count(1)
-    events = []
-    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
-    lowered = (lower(program, mesh) for program in every.values())  # by this thread, while others
-    with ThreadPoolExecutor(cpu_cores()) as pool:  # compile what it has lowered
-        built = zip(*pool.map(build, every, lowered), strict=True)
+    lowered = (lower(program, mesh) for program in every.values())
+    with ThreadPoolExecutor(cpu_cores()) as pool:
+        built = list(pool.map(build, every, lowered))
     from_all(0)  # the first step waits for processes that compile longer
-    compiled, seconds = built
-    return dict(zip(every, compiled, strict=True)), dict(zip(map(str, every), seconds, strict=True))
+    compiled = {}
+    seconds = {}
+    for key, (program, taken) in zip(every, built, strict=True):
+        compiled[key] = program
+        seconds[str(key)] = taken
+    return compiled, seconds
+
+
+# The SparseCores of TPUs move the data of collectives beside other work, and add rows to tables,
+# with these options alone. (2d and nd are collectives of more than eight chips.) They read no
+# rows: that slows down small gathers (jax issue 40553).
+OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
+COMPILER_OPTIONS = {
+    "tpu": {
+        **{f"xla_tpu_enable_sparse_core_collective_offload_{name}": True for name in OFFLOADED},
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
+        "xla_tpu_offload_gather_to_sparsecore": False,
+        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
+    },
+    # XLA would keep activations as float32 where it fuses operations.
+    "gpu": {"xla_allow_excess_precision": False},
+}
+
+
+def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
+    """Those of COMPILER_OPTIONS that serve a run on such devices."""
+    if backend == "tpu" and not cfg.sparse_cores:
+        return {}
+    return COMPILER_OPTIONS.get(backend, {})
 
 
 def compile_one(cfg: Config, mesh: Mesh, key, lowered):
-    """The executable of a program from `lower`; UserError with all that the compiler says if it
-    cannot be had, after what can be done about a kernel, the memory of a device or an option."""
+    """The executable of a program from `lower`. UserError if it cannot be had: with what can be
+    done about memory, an option or a kernel, and with all that the compiler says."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-    fields = {"sum_rows": "add_rows", "weighted": "blend", "window": "attend"}
-    kernel = re.search(rf"({'|'.join(fields)}|attend)\w*/pallas_call", text)
+    cure = ""
     sizes = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", text)
-    cure = "--set sparse_cores=0 leaves out options for TPUs: " * ("compile option" in text)
-    if kernel:
-        field = fields.get(kernel[1], "attend")
-        others = ",".join(x for x in Kernels._fields if not x.startswith(field))
-        cure = f"--set kernels={others} leaves out {field}, whose kernel fails: "
-    elif sizes:
-        size, limit = (float(x) * 2**30 for x in sizes.groups())
+    if sizes:
+        size, limit = (float(number) * 2**30 for number in sizes.groups())
         size += resident_bytes(cfg, mesh, key)
         cure = f"{too_large(cfg, mesh, str(key), size, limit)}: "
+    elif "compile option" in text:
+        cure = "--set sparse_cores=0 leaves out options for TPUs: "
+    elif re.search("pallas|mosaic|triton", text.lower()):
+        cure = "--set kernels=plain runs without kernels: "
     raise UserError(f"{key} cannot be compiled: {cure}{text}")
+
+
+def program_bytes(compiled) -> dict[str, int]:
+    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
+    memory = compiled.memory_analysis()
+    sizes = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,  # outputs that take the place of arguments
+        "temporary": memory.temp_size_in_bytes,
+    }
+    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
+    sizes["peak"] = getattr(memory, "peak_memory_in_bytes", 0) or live
+    return sizes
 
 
 def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
     """Run every program once on zeros, so that first-call costs are outside the clock. The devices
-    make the zeros: state and copies once for all programs, what else a program takes only while it
-    runs. So they never hold more than in training, see resident_bytes."""
+    make the zeros. Those of state and copies are made once for all programs. What else a program
+    takes is there only while it runs. So a device never holds more than in training
+    (resident_bytes)."""
     every = programs(cfg, mesh, PLAIN)
 
     def zeros(likes):
         make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)
-        return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, likes))()
+        shardings = jax.tree.map(lambda x: x.sharding, likes)
+        return jax.jit(make, out_shardings=shardings)()
 
-    state, copies = zeros((every["finish"].args[0], every["eval"].args[0]))
+    (state_like,) = every["finish"].args
+    copies_like = every["eval"].args[0]
+    state, copies = zeros((state_like, copies_like))
     for key, program in compiled.items():
         args = every[key].args
-        if every[key].donates:
-            state = jax.block_until_ready(program(state, *zeros(args[1:])))[0]
+        if every[key].donates:  # it takes the state, and gives it back
+            results = program(state, *zeros(args[1:]))
+            state = results[0]
         else:
-            model = copies, state["params"].get(NGRAMS)
-            jax.block_until_ready(program(*model, *zeros(args[2:])))
+            table = state["params"].get(NGRAMS)
+            results = program(copies, table, *zeros(args[2:]))
+        jax.block_until_ready(results)
+        del results  # before the next zeros are made
 
 
 # ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
@@ -4816,39 +4834,61 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
 
 def gather_banks(cfg: Config, copies, after):
     """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
-    with whole banks, a function that reduce-scatters the gradients of these). XLA starts a
-    collective as early as it can and needs its result as late as it can; the barrier starts these
-    with `after`, the first input of the model. MLPs are gathered one matrix of each device at a
-    time: the first layers need not wait for all. A whole bank is a list of matrices from lax.split:
-    its transpose joins their gradients, where XLA would pad those of slices to the whole bank and
-    add them. (update_step gathers the tables: no computation could hide that.)"""
-    sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
-    after, sharded = lax.optimization_barrier((after, sharded))
+    with whole banks, a function that reduce-scatters the gradients of these).
+
+    XLA starts a collective as early as it can, and needs its result as late as it can. The barrier
+    starts these with `after`, the first input of the model. MLPs are gathered one matrix of each
+    device at a time: the first layers need not wait for all of them. A gathered bank is a list of
+    matrices from lax.split, whose transpose joins their gradients. XLA would pad those of slices to
+    the whole bank, and add them. (update_step gathers the tables: no computation could hide
+    that.)"""
+    banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
+    after, banks = lax.optimization_barrier((after, banks))
 
     def split(bank):
         return lax.split(bank, (1,) * len(bank))
 
-    def gather(name, x):
-        shards = split(x) if name == "mlp_bank" else [x]
-        parts = [split(GATHER(shard)) for shard in shards]
-        return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
+    def gather(name, bank):
+        """The matrices of all devices, in their order in the whole bank."""
+        pieces = split(bank) if name == "mlp_bank" else [bank]
+        gathered = [split(GATHER(piece)) for piece in pieces]
+        by_device = zip(*gathered, strict=True)
+        return [matrix[0] for matrix in itertools.chain(*by_device)]
 
-    # The transpose of all-gather is reduce-scatter.
-    banks, reduce = jax.vjp(lambda x: {name: gather(name, x[name]) for name in x}, sharded)
-    return after, copies | banks, lambda grads: reduce(grads)[0]
+    def gather_all(banks):
+        return {name: gather(name, bank) for name, bank in banks.items()}
+
+    gathered, transpose = jax.vjp(gather_all, banks)
+
+    def reduce(grads):
+        (shards,) = transpose(grads)  # the transpose of all-gather is reduce-scatter
+        return shards
+
+    return after, copies | gathered, reduce
+
+
+# What a v6e's SparseCores send beside other work, by its compiled programs:
+SENT_BYTES = 13e6  # so many at once, or fewer
+SENT_ROWS = 32  # a multiple of so many
 
 
 def reduce_scatter(x):
     """lax.psum_scatter of x [rows, d], padded for the devices: this device's rows of the sum over
-    all. It goes in parts of up to 13 MB a device and a multiple of 32 rows: those a v6e's
-    SparseCores send beside other work."""
+    all. It goes in the fewest parts that the SparseCores can send; in one piece, if they can send
+    none of up to eight."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(x) // devices)
     x = pad_rows(x, rows * devices)
-    size = x[0].size * x.dtype.itemsize
-    fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
-    parts = x.reshape(devices, next(fits, 1), -1, *x.shape[1:])
-    return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
+    row_bytes = x[0].size * x.dtype.itemsize
+
+    def fits(parts: int) -> bool:
+        divides = rows % (SENT_ROWS * parts) == 0
+        return divides and rows // parts * row_bytes <= SENT_BYTES
+
+    parts = next(filter(fits, range(1, 9)), 1)
+    x = x.reshape(devices, parts, -1, *x.shape[1:])
+    sums = [lax.psum_scatter(x[:, part], AXIS) for part in range(parts)]
+    return jnp.concatenate(sums)
 
 
 def in_order(first, second):
@@ -4860,157 +4900,219 @@ def sum_batches(add: Callable, zeros, batches):
     """The carry after add(carry, batch) -> carry of each of the `batches`, which are stacked. A
     loop over a single one would keep XLA from leaving out the zeros."""
     if len(jax.tree.leaves(batches)[0]) == 1:
-        return add(zeros, jax.tree.map(lambda x: x[0], batches))
-    return lax.scan(lambda carry, batch: (add(carry, batch), None), zeros, batches)[0]
+        only = jax.tree.map(lambda x: x[0], batches)
+        return add(zeros, only)
+    carry, _ = lax.scan(lambda carry, batch: (add(carry, batch), None), zeros, batches)
+    return carry
+
+
+# ---- The choice: which kernels serve a run -----------------------------------------------------
+
+
+def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
+    """(the Kernels for a run on such devices, which these are and why: a line for the log)."""
+    if cfg.kernels == "plain":
+        return PLAIN, "plain, as asked for"
+    serving, reason = serving_kernels(cfg, device)
+    if cfg.kernels == "auto":
+        return serving, reason
+    asked = cfg.kernels.split(",")
+    kernels = PLAIN._replace(**{name: getattr(serving, name) for name in asked})
+    return kernels, f"{kernel_names(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
+
+
+def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
+    """(the Kernels that serve a run on such devices, their names and why attention is plain). Only
+    those that the model calls are chosen. Where a condition fails, the plain form does the work."""
+    backend = device.platform
+    chosen = {}
+    if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
+        chosen["cross_entropy"] = fused_cross_entropy
+    why = unserved(cfg, device)
+    if backend == "tpu" and not why:
+        chosen["add_rows"] = add_rows_tpu
+        if cfg.layers_with("mudd"):
+            chosen["blend"] = blend_tpu
+    why = why or unserved_attention(cfg, backend)
+    if not why:
+        of_gpu = functools.partial(attend_heads, attend_gpu)
+        chosen["attend"] = attend_tpu if backend == "tpu" else of_gpu
+    kernels = PLAIN._replace(**chosen)
+    reason = kernel_names(kernels)
+    if why:
+        reason += f"; plain attention: {why}"
+    return kernels, reason
+
+
+def kernel_names(kernels: Kernels) -> str:
+    """The fields that are not the plain forms, as `--set kernels=` takes them."""
+    pairs = zip(Kernels._fields, kernels, PLAIN, strict=True)
+    return ",".join(name for name, kernel, plain in pairs if kernel is not plain) or "plain"
+
+
+def unserved(cfg: Config, device) -> str:
+    """Why no kernel of Pallas serves a run on such devices; "" if they may. v5e, v6e, TPUs that
+    are not known here, and NVIDIA GPUs since Ampere have them."""
+    kind = device.device_kind
+    rows = [cfg.val_row, *(stage.row_tokens for stage in cfg.stages)]
+    uneven = [row for row in rows if row % 128]
+    if device.platform == "tpu":
+        if re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", kind):
+            return f"a {kind} has no 128 MiB of VMEM"
+        if cfg.width % LANES:
+            return f"tiles of {LANES} columns do not fill a width of {cfg.width}"
+    elif device.platform == "gpu":
+        capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
+        if not re.match(r"[89]\.|\d\d\.", capability):
+            return "no compute capability of 8.0 or more"
+        if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+            return f"jax {jax.__version__} has no Triton any more"
+    else:
+        return f"there are no kernels for a {device.platform}"
+    if uneven:
+        return f"tiles of 128 tokens do not fill rows of {uneven[0]}"
+    return ""
+
+
+def unserved_attention(cfg: Config, backend: str) -> str:
+    """Why the kernels of attention do not serve a run where others may; "" if they do."""
+    h = cfg.head_width
+    if not cfg.layers_with("attends"):
+        return "no layer attends"
+    if not (cfg.still and cfg.qk_norm) or cfg.shared:
+        return "kernels norm queries and keys, turn half of them, and share none"
+    if backend == "gpu":
+        if cfg.dtype != jnp.bfloat16:
+            return f"kernels compute in bfloat16, not in {cfg.compute_dtype}"
+        if h not in (32, 64, 128):
+            return f"tiles do not fit heads {h} wide, and half of it"
+    else:
+        if h != LANES or cfg.heads % 2:
+            return f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
+        windows = [*cfg.val_windows, *itertools.chain(*(stage.windows for stage in cfg.stages))]
+        longest_row = max(cfg.val_row, *(stage.row_tokens for stage in cfg.stages))
+        window = min(max(windows), longest_row)
+        plan = Plan(Heads(cfg.heads, h, h, window, offset=True), BLOCK)
+        if plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * RING_SHARE:
+            return f"a window of {window} of width {cfg.width} does not fit the VMEM"
+    score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # of normed q and k
+    if score > MAX_SCORE:
+        return f"scores up to {score:.0f} could overflow without a running maximum"
+    return ""
 
 
 # ---- The check: kernels against their plain forms, on the hardware of the run ------------------
 
 
-def trials(cfg: Config) -> Iterator[tuple[str, Callable, list[tuple], list[tuple]]]:
-    """Yield pieces of what kernels do, as wide as in the run: (field of Kernels, a function of the
-    kernel and of arrays, shapes of those in cfg.dtype, of those in float32). Windows are those of
-    the largest batches; a row has two windows and three documents."""
-    at, stage = max(enumerate(cfg.stages), key=lambda x: x[1].batch_tokens)
-    t = min(stage.row_tokens, 2 * BLOCK * -(-max(stage.windows) // BLOCK))
+class Trial(NamedTuple):
+    """A piece of what a kernel does, as wide as in the run."""
+
+    field: str  # of Kernels
+    run: Callable  # a function of the kernel and of arrays
+    shapes: list[tuple]  # of the first arrays, in cfg.dtype
+    wide_shapes: list[tuple]  # of the others, in float32
+
+
+def trials(cfg: Config) -> Iterator[Trial]:
+    """Yield a Trial of every kernel; of attention one for each kind of layer. Windows are those of
+    the largest batches. A row has two windows and three documents."""
+    number, stage = max(enumerate(cfg.stages), key=lambda pair: pair[1].batch_tokens)
+    window_blocks = -(-max(stage.windows) // BLOCK)
+    t = min(stage.row_tokens, 2 * window_blocks * BLOCK)
     d, n, v = cfg.width, cfg.heads, cfg.vocab
     ids_t = jnp.arange(t) * t % v
     segments_bt = jnp.arange(t)[None] * 5 // (2 * t)
 
-    def attend(heads, kernel, qkv, x, added, xsa, gates):
-        turns = (of_kind[int(heads.offset)] for of_kind in yarn(cfg)[at])
-        return kernel(heads, qkv, HeadInputs((x, added), xsa, gates, segments_bt, *turns))
+    def run_attend(heads, kernel, qkv, x, *gates_of_heads):
+        added_gates, xsa, gates = gates_of_heads
+        long = int(heads.offset)
+        freqs, scales = yarn(cfg)[number]
+        inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs[long], scales[long])
+        return kernel(heads, qkv, inputs)
 
-    def cross_entropy(kernel, x, head):
-        return kernel(0.05 * x, head, ids_t[:, None], jnp.ones((t, 1)), cfg)[0]
+    def run_cross_entropy(kernel, x, head):
+        targets = ids_t[:, None]
+        weighted, _ = kernel(0.05 * x, head, targets, jnp.ones(targets.shape), cfg)
+        return weighted
 
-    def add_rows(kernel, rows):  # it has no gradient
+    def run_add_rows(kernel, rows):  # it has no gradient
         return kernel(jnp.zeros((v, d)), ids_t, [lax.stop_gradient(rows)])
+
+    def run_blend(kernel, x, *sources_and_weights):
+        *sources, weights = sources_and_weights
+        return kernel(x, weights, tuple(sources))
 
     for heads in {heads_of(cfg, i, stage.windows) for i in cfg.layers_with("attends")}:
         qkv = 1, t, n * (2 * heads.qk_width + heads.v_width)
-        yield "attend", functools.partial(attend, heads), [qkv, (1, t, d)], [(1, t, n)] * 3
-    yield "cross_entropy", cross_entropy, [(t, d), (v, d)], []
-    yield "add_rows", add_rows, [(t, d)], []
-    shapes = [(1, t, d)] * 8, [(1, t, 7, 2 * n)]  # a stream, seven sources, and their weights
-    yield "blend", lambda kernel, x, *rest: kernel(x, rest[-1], rest[:-1]), *shapes
+        attend = functools.partial(run_attend, heads)
+        yield Trial("attend", attend, [qkv, (1, t, d)], [(1, t, n)] * 3)
+    yield Trial("cross_entropy", run_cross_entropy, [(t, d), (v, d)], [])
+    yield Trial("add_rows", run_add_rows, [(t, d)], [])
+    streams = [(1, t, d)] * 8  # x and seven sources
+    yield Trial("blend", run_blend, streams, [(1, t, 7, 2 * n)])
+
+
+def trial_results(trial: Trial, cfg: Config, kernel: Callable, dtype) -> list[np.ndarray]:
+    """What a kernel makes in this `dtype` of random numbers, rounded as in the run, and its
+    gradients."""
+
+    def both():
+        count = len(trial.shapes)
+        shapes = [*trial.shapes, *trial.wide_shapes]
+        arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+        rounded = [x.astype(cfg.dtype).astype(dtype) for x in arrays[:count]]
+        y, transpose = jax.vjp(functools.partial(trial.run, kernel), *rounded, *arrays[count:])
+        return y, transpose(y)
+
+    results = jax.jit(both)()
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(results)]
+
+
+ROUNDED_OFF = 0.05  # relative norm; roundings to bfloat16 make 0.01 at most
+
+
+def what_is_wrong(trial: Trial, cfg: Config, kernels: Kernels) -> str:
+    """What is wrong with a kernel in a Trial; "" if its results are those of the plain form in
+    float32."""
+    kernel = getattr(kernels, trial.field)
+    plain = getattr(PLAIN, trial.field)
+    try:
+        results = trial_results(trial, cfg, kernel, cfg.dtype)
+    except Exception as error:  # whatever a compiler says
+        text = " ".join(str(error).split())
+        return f"{trial.field} cannot run ({text})"
+    distances = []
+    for x, y in zip(results, trial_results(trial, cfg, plain, jnp.float32), strict=True):
+        distances.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+    off = np.max(distances)  # nan if any is
+    return "" if off <= ROUNDED_OFF else f"{trial.field} is off by {off:.2g}"
 
 
 def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
     """{field: what is wrong} of kernels that cannot run on this process's first device, or whose
-    results and gradients for random numbers are not those of their plain forms in float32."""
-
-    def results(kernel, dtype, run, shapes, wide_shapes):
-        def both():
-            every = enumerate([*shapes, *wide_shapes])
-            x = [jax.random.normal(jax.random.key(i), shape) for i, shape in every]
-            rounded = (a.astype(cfg.dtype).astype(dtype) for a in x[: len(shapes)])
-            y, back = jax.vjp(functools.partial(run, kernel), *rounded, *x[len(shapes) :])
-            return y, back(y)
-
-        return [np.asarray(x, np.float32) for x in jax.tree.leaves(jax.jit(both)())]
-
-    def trial(piece):
-        field, *piece = piece
-        try:
-            own = results(getattr(kernels, field), cfg.dtype, *piece)
-        except Exception as error:  # whatever a compiler says
-            return field, f"{field} cannot run ({' '.join(str(error).split())})"
-        pairs = zip(own, results(getattr(PLAIN, field), jnp.float32, *piece), strict=True)
-        norms = [(np.linalg.norm(x - y), np.linalg.norm(y)) for x, y in pairs]
-        off = np.max([of_difference / max(norm, 1e-30) for of_difference, norm in norms])
-        # Roundings to bfloat16 make 0.01 at most.
-        return field, "" if off <= 0.05 else f"{field} is off by {off:.2g}"
-
-    chosen = {x for x in Kernels._fields if getattr(kernels, x) is not getattr(PLAIN, x)}
+    results and gradients are not those of their plain forms."""
+    chosen = kernel_names(kernels).split(",")
+    tried = [trial for trial in trials(cfg) if trial.field in chosen]
     with ThreadPoolExecutor(cpu_cores()) as pool:
-        found = pool.map(trial, (piece for piece in trials(cfg) if piece[0] in chosen))
-    return {field: why for field, why in found if why}
+        reasons = list(pool.map(lambda trial: what_is_wrong(trial, cfg, kernels), tried))
+    return {trial.field: why for trial, why in zip(tried, reasons, strict=True) if why}
 
 
 def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, str]:
     """pick_kernels, without those that are wrong where the run is; on CPUs tests have tried them.
-    UserError if it names its kernels, or has several hosts, which must have the same."""
-    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
-    wrong = {} if mesh.devices.flat[0].platform == "cpu" else wrong_kernels(cfg, kernels)
+    UserError if the run names its kernels, or has several hosts, which must have the same."""
+    device = mesh.devices.flat[0]
+    kernels, reason = pick_kernels(cfg, device)
+    wrong = {} if device.platform == "cpu" else wrong_kernels(cfg, kernels)
     if not any(from_all(len(wrong))):
         return kernels, reason
     kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in wrong})
-    right = [x for x in Kernels._fields if getattr(kernels, x) is not getattr(PLAIN, x)]
     line = f"wrong here, or on another host: {'; '.join(wrong.values())}"
-    cure = f"use --set kernels={','.join(right) or 'plain'}"
-    need(cfg.kernels == "auto" and jax.process_count() == 1, f"kernels that are {line}: {cure}")
+    cure = f"use --set kernels={kernel_names(kernels)}"
+    alone = cfg.kernels == "auto" and jax.process_count() == 1
+    need(alone, f"kernels that are {line}: {cure}")
     say(f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}")
     return kernels, f"{reason}; LEFT OUT: {line}"
-
-
-# ---- The choice --------------------------------------------------------------------------------
-
-
-def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """(the Kernels for a run on such devices, why these: a line for the log)."""
-    if cfg.kernels == "plain":
-        return PLAIN, "plain, as asked for"
-    found, reason = serving_kernels(cfg, device)
-    if cfg.kernels == "auto":
-        return found, reason
-    names = cfg.kernels.split(",")
-    found = PLAIN._replace(**{name: getattr(found, name) for name in names})
-    lacks = [name for name in names if getattr(found, name) is getattr(PLAIN, name)]
-    but = f", but plain {','.join(lacks)}" if lacks else ""
-    return found, f"{cfg.kernels}, as asked for{but} (auto: {reason})"
-
-
-def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """(all Kernels that serve there, a line for the log that says which). The loss with its own
-    gradient serves everywhere. v5e, v6e, and TPUs that are not known here, have kernels for all
-    else, NVIDIA GPUs since Ampere for attention. Where a condition fails, the plain form does the
-    work."""
-    chosen = PLAIN
-    if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
-        chosen = PLAIN._replace(cross_entropy=fused_cross_entropy)
-    kind, h, n, others = device.device_kind, cfg.head_width, cfg.heads, ""
-    rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
-    uneven = next((row for row in rows if row % 128), None)
-    score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # of normed q and k
-    # Conditions are pairs: whether one fails, and what then is wrong.
-    even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
-    high = f"scores up to {score:.0f} could overflow without a running maximum"
-    usual = cfg.still and cfg.qk_norm and not cfg.shared
-    other = not usual, "they norm queries and keys, turn half of them, and share none"
-    if device.platform == "tpu":
-        window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
-        plan = Plan(Heads(n, h, h, min(window, max(rows)), offset=True), BLOCK)
-        large = f"a window of {plan.heads.window} of width {cfg.width} does not fit the VMEM"
-        apart = f"tiles do not hold {n} heads {h} wide one by one, and of half in twos"
-        conditions = [
-            (re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", kind), f"a {kind} has no 128 MiB of VMEM"),
-            (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
-            even,
-        ]
-        if not any(fails for fails, _ in conditions):
-            chosen = chosen._replace(add_rows=add_rows_tpu, blend=blend_tpu)
-            others = ", weighted sums and gradients of tables for TPUs"
-        full = plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7
-        conditions += [(h != LANES or n % 2, apart), (full, large)]
-        attend, served = attend_tpu, f"attention{others}"
-    elif device.platform == "gpu":
-        triton = importlib.util.find_spec("jax.experimental.pallas.triton")
-        capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
-        conditions = [
-            (triton is None, f"jax {jax.__version__} has no Triton any more"),
-            (cfg.dtype != jnp.bfloat16, f"they compute in bfloat16, not in {cfg.compute_dtype}"),
-            (not re.match(r"[89]\.|\d\d\.", capability), "no compute capability of 8.0 or more"),
-            (h not in (32, 64, 128), f"tiles do not fit heads {h} wide, and half of it"),
-            even,
-        ]
-        attend, served = functools.partial(attend_heads, attend_gpu), "attention for NVIDIA GPUs"
-    else:
-        return chosen, f"plain attention: there are no kernels for a {device.platform}"
-    for fails, why in [*conditions, other, (score > MAX_SCORE, high)]:
-        if fails:
-            return chosen, f"plain attention{others}: {why}"
-    return chosen._replace(attend=attend), served
 
 
 # ---- For all hardware: the loss with its own gradient, document starts -------------------------
@@ -5024,66 +5126,82 @@ def squash(z, cfg: Config):
 
 def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, pointing: bool):
     """float32 (losses [t, targets], (logits [t, v] before the cap, sums of exponentials [t])).
-    Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
-    while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [t, v]
-    goes to memory. The logits of the targets come once more, from their rows of the head: to pick
-    them out of [t, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
-    library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
-    chunk instead of 0.8. There targets are picked out of it: they must be what has been summed, or
-    a chance could be above 1. If `pointing`, the last target is `<copy>`, that of all tokens."""
+    Capped logits are a/2 (1 + squash), and a/2 of each cancels. If `pointing`, the last target is
+    `<copy>`, that of all tokens.
+
+    XLA does all of this to a product while it is on the chip: if the caller stores squashed logits
+    as bfloat16, no float32 [t, v] goes to memory. The logits of the targets come once more, from
+    their rows of the head: picking them out of [t, v] by comparison takes longer.
+
+    On an NVIDIA GPU matmuls are a library's, and the product does go to memory. It goes there in
+    the dtype of x, as in the original: 0.4 GB a chunk instead of 0.8. There targets are picked out
+    of it. They must be what has been summed, or a chance could be above 1."""
     half = cfg.logit_cap[0] / 2
 
-    def picked(x_td, head_vd, wide_vd):
+    def pick_targets(x_td, head_vd, wide_vd):
         z_tv = (x_td @ head_vd.T).astype(jnp.float32)
         return z_tv, jnp.take_along_axis(z_tv, targets, axis=1)
 
-    def again(x_td, head_vd, wide_vd):
+    def compute_targets(x_td, head_vd, wide_vd):
         z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
         ids = [targets[:, k] for k in range(targets.shape[1])]
         if pointing:
             ids[-1] = ids[-1][:1]
         wide_td = x_td.astype(jnp.float32)
-        return z_tv, jnp.stack([jnp.sum(wide_td * wide_vd[x], axis=1) for x in ids], axis=1)
+        columns = [jnp.sum(wide_td * wide_vd[ids_t], axis=1) for ids_t in ids]
+        return z_tv, jnp.stack(columns, axis=1)
 
-    args = x_td, head_vd, wide_vd
-    z_tv, z_targets = lax.platform_dependent(*args, cuda=picked, default=again)
-    sum_t = jnp.sum(jnp.exp(half * squash(z_tv, cfg)), axis=1)
+    ways = {"cuda": pick_targets, "default": compute_targets}
+    z_tv, z_targets = lax.platform_dependent(x_td, head_vd, wide_vd, **ways)
+    exponentials_tv = jnp.exp(half * squash(z_tv, cfg))
+    sum_t = jnp.sum(exponentials_tv, axis=1)
     losses = jnp.log(sum_t)[:, None] - half * squash(z_targets, cfg)
     return losses, (z_tv, sum_t)
 
 
 def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
     """Gradients of weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
-    That of a logit z is (total weight of the token * its probability - weight of z as a target)
-    times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
-    rounded to bfloat16, either gradient is off by 0.3 % (relative norm). `slopes` are those of
-    pointed_slopes: the weights and, if given, what is in parentheses here, of the last target."""
+    `softmax` is the second result of token_losses. `slopes` are from pointed_slopes: the weights
+    and, if the last target is `<copy>`, the gradient of its logit.
+
+    The gradient of a logit z is the total weight of the token times the probability, minus the
+    weight of z as a target; and that times the slope of the cap, a/4c (1 - squashed^2). Squashed
+    logits and the gradients of logits are rounded to bfloat16. Either result is then off by 0.3 %
+    (relative norm, tests/kernels)."""
     z_tv, sum_t = softmax
-    weights, last = slopes
+    weights, copy_grad_t = slopes
     a, _, c = cfg.logit_cap
-    weights = a / (4 * c) * weights
+    cap_slope = a / (4 * c)
+    weights = cap_slope * weights
 
-    # Barriers make XLA store what was rounded, and no float32 [t, v]: here the squashed logits...
-    def store(z_tv):
-        return lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype)).astype(jnp.float32)
+    # A barrier makes XLA store the squashed logits, rounded, and no float32 [t, v] ...
+    def store_squashed(z_tv):
+        stored_tv = lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype))
+        return stored_tv.astype(jnp.float32)
 
-    # ... and on a GPU nothing more: the rounded product is in memory already (see token_losses);
+    # ... and on a GPU nothing more. The rounded product is in memory already (see token_losses);
     # the barrier keeps XLA from widening it.
-    def again(z_tv):
+    def squash_stored(z_tv):
         return squash(lax.optimization_barrier(z_tv.astype(x_td.dtype)), cfg)
 
-    squashed_tv = lax.platform_dependent(z_tv, cuda=again, default=store)
+    squashed_tv = lax.platform_dependent(z_tv, cuda=squash_stored, default=store_squashed)
     # Targets of a token that are equal share the sum of their weights: it is written only once.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
-    ids_v, hit_tv = jnp.arange(squashed_tv.shape[1])[None], 0.0
-    for k in range(targets.shape[1] - (last is not None)):
-        hit_tv = jnp.where(ids_v == targets[:, k : k + 1], merged[:, k : k + 1], hit_tv)
+    ids_v = jnp.arange(squashed_tv.shape[1])[None]
+    hit_tv = 0.0
+    token_targets = targets.shape[1]
+    if copy_grad_t is not None:
+        token_targets -= 1
+    for k in range(token_targets):
+        column = slice(k, k + 1)
+        hit_tv = jnp.where(ids_v == targets[:, column], merged[:, column], hit_tv)
     factor_t = jnp.sum(weights, axis=1) / sum_t
-    miss_tv = jnp.exp(a / 2 * squashed_tv) * factor_t[:, None] - hit_tv
-    if last is not None:
-        miss_tv = jnp.where(ids_v == targets[:, -1:], a / (4 * c) * last[:, None], miss_tv)
-    grad_tv = (miss_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
+    grad_tv = jnp.exp(a / 2 * squashed_tv) * factor_t[:, None] - hit_tv
+    if copy_grad_t is not None:
+        is_copy = ids_v == targets[:, -1:]
+        grad_tv = jnp.where(is_copy, cap_slope * copy_grad_t[:, None], grad_tv)
+    grad_tv = (grad_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     return grad_tv @ head_vd, head_grad_vd
 
@@ -5092,7 +5210,7 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
-    with respect to x, head and pointed; without gradients, in validation, it is the plain form."""
+    with respect to x, head and pointed. Without gradients, in validation, it is the plain form."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
@@ -5100,33 +5218,34 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
 
     def add(carry, chunk):
-        totals, head_grad = carry
+        totals, head_grad_vd = carry
         x_td, targets, weights, pointed = chunk
         pointing = pointed is not None
         losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
         slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
-        x_grad_td, more = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
+        x_grad_td, grad_vd = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
         totals = add_losses(totals, losses, weights, pointed)
-        return (totals, head_grad + more), (x_grad_td, pointed_grad)
+        return (totals, head_grad_vd + grad_vd), (x_grad_td, pointed_grad)
 
     copies = head_vd.astype(jnp.float32), head_vd.astype(x_td.dtype)
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
-    zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
+    zero_sums = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    zeros = zero_sums, jnp.zeros(head_vd.shape, jnp.float32)
     chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed)
-    (totals, head_grad), grads = lax.scan(add, start, chunks)
-    grads = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), grads)
-    return totals, (*grads, head_grad, head_vd)
+    (totals, head_grad_vd), grads = lax.scan(add, zeros, chunks)
+    x_grad_td, pointed_grad = jax.tree.map(flat, grads)
+    return totals, (x_grad_td, pointed_grad, head_grad_vd, head_vd)
 
 
 def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
     """Gradients for x, head and pointed; targets and weights have none."""
-    x_grad_td, pointed_grad, head_grad, head_vd = gradients
-    weighted, _ = cotangents
-    grad = (weighted * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
+    x_grad_td, pointed_grad, head_grad_vd, head_vd = gradients
+    slope, _ = cotangents  # of the weighted sum
+    grad = (slope * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
     grad = lax.optimization_barrier(grad)  # or XLA would store it as float32
-    pointed_grad = jax.tree.map(lambda x: weighted * x, pointed_grad)  # or there is none
-    return grad, (weighted * head_grad).astype(head_vd.dtype), None, None, pointed_grad
+    pointed_grad = jax.tree.map(lambda x: slope * x, pointed_grad)  # or there is none
+    head_grad = (slope * head_grad_vd).astype(head_vd.dtype)
+    return grad, head_grad, None, None, pointed_grad
 
 
 fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_backward)
@@ -5134,117 +5253,141 @@ fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_back
 
 def document_starts(segments_bt):
     """The place in its row where the document of each token begins, int32 [b, t]."""
-    begins = jnp.pad(segments_bt[:, 1:] != segments_bt[:, :-1], ((0, 0), (1, 0)))
-    here = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
-    return lax.cummax(jnp.where(begins, here, 0), axis=1)
+    changes = segments_bt[:, 1:] != segments_bt[:, :-1]
+    begins = jnp.pad(changes, ((0, 0), (1, 0)))
+    tokens = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
+    return lax.cummax(jnp.where(begins, tokens, 0), axis=1)
+
+
+def flat(x):
+    """Arrays [..., d] as [t, d]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 # ---- The launcher of kernels: jax's Pallas, by names -------------------------------------------
 
 # A kernel is a function, its body, that a core runs once for every step of a grid. It takes no
 # arrays but references: r.x[...] reads what x refers to, and r.x[...] = y writes there. Of an array
-# in the device's memory it has one block at a step, which a pl.BlockSpec cuts out; what one step
-# leaves in memory that it `keeps`, the next step finds there. Shapes beside the references below
-# are those of blocks.
+# in the device's memory it has one block at a step, which a pl.BlockSpec cuts out. What one step
+# leaves in memory that the kernel `keeps`, the next step finds there. Shapes beside the references
+# below are those of blocks.
 
+# Here and not at the head of the file: no other section uses them.
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu as pltpu  # what only kernels for TPUs have
 
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM, a TPU core's own
+ROLES = "scalars", "reads", "writes", "keeps"  # of references, in the order of Pallas
 
 
 class Ref(NamedTuple):
     """What a reference refers to, before a kernel is called."""
 
-    role: int  # 0 to 3, in the order in which Pallas hands them over: see below
+    role: str  # one of ROLES
     array: jax.Array | jax.ShapeDtypeStruct | None  # None: this call goes without, r.x is None
-    cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as `whole`
+    cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as as_one_block
 
 
-scalars = functools.partial(Ref, 0)  # (array): numbers that are there before the first block
-reads = functools.partial(Ref, 1)  # (array, cut)
-writes = functools.partial(Ref, 2)  # (array, or only its shape and dtype; cut)
+scalars = functools.partial(Ref, "scalars")  # (array): numbers that are there before any block
+reads = functools.partial(Ref, "reads")  # (array, cut)
+writes = functools.partial(Ref, "writes")  # (array, or only its shape and dtype; cut)
 
 
 def keeps(shape: tuple, dtype) -> Ref:
     """Memory of the kernel itself, in VMEM, from its first step to its last: at first, garbage."""
-    return Ref(3, jax.ShapeDtypeStruct(shape, dtype))
+    return Ref("keeps", jax.ShapeDtypeStruct(shape, dtype))
 
 
-def whole(x):
+def as_one_block(x):
     """All of an array as one block, once, for all steps of a kernel."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles | None = None):
-    """The one call of Pallas: an object that has what `body` writes, by the names of `refs` (name
-    -> Ref or list of them). `body` gets an object with a reference for every name, and with its
-    place on every axis of `grid` (name -> steps). `tiles`: how Triton compiles it for an NVIDIA
-    GPU; it then only reads and writes, and steps have no order. All others are kernels for TPUs,
-    whose core takes the steps in order, along the last axis before the others. What is not `whole`
-    lies twice in VMEM, to come and go behind the work. XLA may put none of the arrays into VMEM
-    ahead: it would do so in some calls, and libtpu compile the kernel anew for each such choice. On
-    a CPU kernels are interpreted, for tests."""
-    device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
-    interpret = (device.platform if device else jax.default_backend()) == "cpu"
-    every, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
+    """The one call of Pallas: an object that has what `body` writes, by the names of `refs`, name
+    -> Ref or list of them. `body` gets an object with a reference for every name, and with its
+    place on every axis of `grid`, name -> steps.
 
-    def places(role: int) -> list[int]:
-        return [i for i, x in enumerate(every) if x.role == role and x.array is not None]
+    `tiles`: how Triton compiles it for an NVIDIA GPU. It then only reads and writes, and steps have
+    no order. All others are kernels for TPUs, whose core takes the steps in order, the last axis
+    the fastest. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA
+    may put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would
+    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
+    target = jax.sharding.get_abstract_mesh().abstract_device  # what `lower` compiles for
+    platform_name = target.platform if target else jax.default_backend()
+    interpret = platform_name == "cpu"
+    flat_refs, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
 
-    def by_name(places, values) -> dict:
-        found = dict(zip(places, values, strict=True))
-        return dict(zip(refs, tree.unflatten(map(found.get, range(len(every)))), strict=True))
+    def numbers_of(role: str) -> list[int]:
+        """Which of flat_refs have this role in this call."""
+        pairs = enumerate(flat_refs)
+        return [i for i, ref in pairs if ref.role == role and ref.array is not None]
 
-    def kernel(*given):
-        place = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(SimpleNamespace(**by_name(itertools.chain(*there), given), **place))
+    def arrays_of(role: str) -> list:
+        return [flat_refs[i].array for i in numbers_of(role)]
 
-    there = [*map(places, range(4))]
-    numbers, arrays, shapes, kept = ([every[i].array for i in role] for role in there)
-    in_specs, out_specs = ([every[i].cut(every[i].array) for i in there[role]] for role in (1, 2))
-    cuts = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": out_specs}
+    def cuts_of(role: str) -> list:
+        return [flat_refs[i].cut(flat_refs[i].array) for i in numbers_of(role)]
+
+    def by_name(numbers: list[int], values) -> dict:
+        """One value for each of these flat_refs, by the names of `refs`; None for the others."""
+        values = dict(zip(numbers, values, strict=True))
+        every = [values.get(i) for i in range(len(flat_refs))]
+        return dict(zip(refs, tree.unflatten(every), strict=True))
+
+    handed_over = [i for role in ROLES for i in numbers_of(role)]
+
+    def kernel(*references):
+        steps = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
+        body(SimpleNamespace(**by_name(handed_over, references), **steps))
+
+    numbers_ahead = arrays_of("scalars")
+    arrays = arrays_of("reads")
+    shapes = arrays_of("writes")
+    cuts = {"grid": (*grid.values(),), "in_specs": cuts_of("reads"), "out_specs": cuts_of("writes")}
     if tiles:  # Triton has neither numbers ahead nor memory to keep
         from jax.experimental.pallas import triton
 
         spec = pl.GridSpec(**cuts)
         params = triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     else:
-        memory = [pltpu.VMEM(x.shape, x.dtype) for x in kept]
-        spec = pltpu.PrefetchScalarGridSpec(len(numbers), scratch_shapes=memory, **cuts)
+        memory = [pltpu.VMEM(x.shape, x.dtype) for x in arrays_of("keeps")]
+        spec = pltpu.PrefetchScalarGridSpec(len(numbers_ahead), scratch_shapes=memory, **cuts)
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
             shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
-    results = pl.pallas_call(kernel, shapes, **how)(*numbers, *arrays)
-    return SimpleNamespace(**by_name(there[2], results))
+    results = pl.pallas_call(kernel, shapes, **how)(*numbers_ahead, *arrays)
+    return SimpleNamespace(**by_name(numbers_of("writes"), results))
 
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 
 # One pass over a row each way, in blocks of BLOCK tokens, or fewer that divide the row. The heads
-# of a block lie side by side as the projection left them, [t, n h]: what costs most around other
-# kernels is not attention but arrays that are transposed to [n, t, h], and QK norm and rotation as
-# passes of their own. Here they are done once for each block, and its values and rotated keys wait
+# of a block lie side by side as the projection left them, [t, n h]. What costs most around other
+# kernels is not attention. It is arrays that are transposed to [n, t, h], and QK norm and rotation
+# as passes of their own. Here they are done once for each block. Its values and rotated keys wait
 # in rings, in VMEM, as long as a window can reach them (2 MiB for short layers at a window of 640;
-# 9 in the backward pass, with their gradients). Scores are kept as [keys, queries], so that what
-# there is one of for each query (sum, gate, start of the document) is a row, and costs nothing to
-# broadcast. An array is standing if its tokens are columns, [h, tokens], where the projection left
-# them as rows. In the kernels queries, values, outputs and all gradients are: so QK norm, rotation,
-# XSA and gates are a few sums over rows. QK norm bounds the scores: no running maximum. Blocks
-# without visible keys are skipped. The hardware's tiles have 128 columns: one wide head, or two
-# narrow ones side by side.
+# 9 in the backward pass, with their gradients).
 #
-# jax's splash attention, compiled and predicted in the same way, takes five to eight times as long
-# for layers of the record (a table in records/NOTES.md): that is why these lines are here.
+# Scores are kept as [keys, queries]. So what there is one of for each query (sum, gate, start of
+# the document) is a row, and costs nothing to broadcast. An array is standing if its tokens are
+# columns, [h, tokens], where the projection left them as rows. In the kernels queries, values,
+# outputs and all gradients are: so QK norm, rotation, XSA and gates are a few sums over rows. QK
+# norm bounds the scores: no running maximum. Blocks without visible keys are skipped. The
+# hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
+#
+# jax's own splash attention does not norm, rotate or gate: XLA has to, before and after it. That is
+# why these lines are here (records/NOTES.md has both beside each other).
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
 ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
-# Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more):
-# the sum of 4096 exponentials of them stays within float32 (as do those of what fits the VMEM).
+# Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more).
+# The sum of 4096 exponentials of them stays within float32, as that of any window in the VMEM.
 MAX_SCORE = 48.0
+RING_SHARE = 0.7  # of KERNEL_VMEM, for the ring; the rest is for what comes and goes
 # Arrays [b, n, t] that a layer may have: gates of `added`, tanh of those of XSA, gates of outputs.
 OF_HEADS = "added_gates", "xsa", "gates"
 SAVED = "saved_k", "saved_q", "saved_v", "saved_y", "log_sums"  # what is kept for the way back
@@ -5282,18 +5425,24 @@ class Plan:
         """(c, o): head of the queries, of the keys, for all products of scores. Of two paired heads
         either sees the keys of both. Those with o < half are the first of their c, and overwrite
         what is in its sums; those with c < half are the first of their o."""
-        n, half = self.heads.count, self.half
-        return [(c, o) for c in range(n) for o in range(c % half, n, half)]
+        n = self.heads.count
+        return [(c, o) for c in range(n) for o in range(c % self.half, n, self.half)]
 
     @property
     def delay(self) -> int:
         """After how many steps of the backward pass a block leaves: when it is complete."""
         return self.slots + self.heads.offset
 
+    @property
+    def ring(self) -> int:
+        """Slots of the ring of attend_tpu_backward: a block has one from entering to leaving."""
+        return self.delay + 1
+
     def ring_bytes(self, dtype) -> int:
-        """VMEM of the ring of attend_tpu_backward: three arrays of `dtype`, three of float32."""
+        """VMEM of this ring: three arrays of `dtype`, three of float32."""
         n, h, v, block = self.sizes
-        return (self.delay + 1) * block * n * (2 * h + v) * (jnp.dtype(dtype).itemsize + 4)
+        numbers = self.ring * block * n * (2 * h + v)
+        return numbers * (jnp.dtype(dtype).itemsize + 4)
 
     def part(self, j: int) -> tuple[slice, slice]:
         """(keys of the block j before, queries of a block) that can see each other at all.
@@ -5306,24 +5455,37 @@ class Plan:
 
     def name(self, direction: str) -> str:
         """A name that tells kernels of different work apart, in profiles and in dumps."""
-        return "_".join(map(str, ("window", direction, *map(int, dataclasses.astuple(self.heads)))))
+        numbers = [int(x) for x in dataclasses.astuple(self.heads)]
+        return "_".join(["window", direction, *map(str, numbers)])
 
-    def across(self, at: Callable) -> Callable:
-        """For run_kernel: at step i block at(i) of an array [b, t, columns]."""
-        return lambda x: pl.BlockSpec((1, self.block, x.shape[2]), lambda b, i, *_: (b, at(i), 0))
+    def across(self, block_at: Callable) -> Callable:
+        """For run_kernel: at step i block block_at(i) of an array [b, t, columns]."""
 
-    def along(self, at: Callable) -> Callable:
+        def cut(x):
+            shape = 1, self.block, x.shape[2]
+            return pl.BlockSpec(shape, lambda b, i, *_: (b, block_at(i), 0))
+
+        return cut
+
+    def along(self, block_at: Callable) -> Callable:
         """The same of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
-        return lambda x: pl.BlockSpec(
-            (1, x.shape[1], self.block), lambda b, i, *_: (b if len(x) > 1 else 0, 0, at(i))
-        )
+
+        def cut(x):
+            shape = 1, x.shape[1], self.block
+            if len(x) == 1:
+                return pl.BlockSpec(shape, lambda b, i, *_: (0, 0, block_at(i)))
+            return pl.BlockSpec(shape, lambda b, i, *_: (b, 0, block_at(i)))
+
+        return cut
 
     def tables_of(self, ref, c: int):
         """cos and sin [h / 2, block] of head c; of paired heads odd ones differ, see positions."""
         half = self.heads.qk_width // 2
-        at = half * (c % 2) if self.heads.paired else 0
-        sines = ref.shape[1] // 2
-        return ref[0, at : at + half], ref[0, sines + at : sines + at + half]
+        sines = ref.shape[1] // 2  # above are the cosines
+        first = half * (c % 2) if self.heads.paired else 0
+        cos = ref[0, first : first + half]
+        sin = ref[0, sines + first : sines + first + half]
+        return cos, sin
 
 
 def times(a, b, transpose: bool = False):
@@ -5338,19 +5500,22 @@ def dot(a, b):
     return jnp.sum(a * b, axis=0, keepdims=True)
 
 
-def collect(ref, at: tuple, value, anew: bool):
+def collect(ref, place: tuple, value, anew: bool):
     """Add to a part of `ref`, or overwrite what a block before has left there."""
-    ref[at] = value if anew else ref[at] + value
+    ref[place] = value if anew else ref[place] + value
 
 
 def column_tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
-    """The tiles of n heads of h columns: [(columns, [(head, what it has of these columns)])]."""
-    inside = [slice(x, x + h) for x in range(0, LANES, h)]
-    every = (slice(x, x + LANES) for x in range(0, n * h, LANES))
-    return [(lanes, [*enumerate(inside, lanes.start // h)]) for lanes in every]
+    """The tiles of n heads of h columns: [(its columns, [(head, where it is in the tile)])]."""
+    inside = [slice(first, first + h) for first in range(0, LANES, h)]
+    tiles = []
+    for first in range(0, n * h, LANES):
+        heads = list(enumerate(inside, first // h))
+        tiles.append((slice(first, first + LANES), heads))
+    return tiles
 
 
-def beyond(lanes: slice, columns: int) -> slice:
+def further(lanes: slice, columns: int) -> slice:
     """The tile that lies so many columns further."""
     return slice(lanes.start + columns, lanes.stop + columns)
 
@@ -5373,53 +5538,67 @@ def inverse_size(x):
 def rotate(x, cos, sin, factor=1.0):
     """factor * rope(norm(x)) of a standing head, float32."""
     left, right = jnp.split(x, 2)
-    turned = jnp.concatenate([left * cos + right * sin, right * cos - left * sin])
+    turned_left = left * cos + right * sin
+    turned_right = right * cos - left * sin
+    turned = jnp.concatenate([turned_left, turned_right])
     return turned * (factor * inverse_size(x))
 
 
 def rotate_grad(grad, x, cos, sin, factor):
     """The gradient of `x` from that of rotate(x)."""
     left, right = jnp.split(grad, 2)
-    right, left = right * cos + left * sin, left * cos - right * sin
-    grad = jnp.concatenate([left, right])
+    back_right = right * cos + left * sin
+    back_left = left * cos - right * sin
+    grad = jnp.concatenate([back_left, back_right])
     size = inverse_size(x)
     along = dot(grad, x) * (size**2 / len(x))
     return (grad - x * along) * (factor * size)
 
 
-def still(h: int):
+def unrotated(h: int):
     """Which rows of a standing head take part in key_offset, since they do not rotate: [h, 1]."""
-    return lax.rem(lax.broadcasted_iota(jnp.int32, (h, 1), 0), h // 2) >= h // 4
+    row = lax.broadcasted_iota(jnp.int32, (h, 1), 0)
+    return lax.rem(row, h // 2) >= h // 4
 
 
 def offset_key(r, c: int, k):
     """key_offset of head c: in half of the rows, a token has the key of the token before. The first
     column of r.last is the last token of the block before."""
-    rows = part_of(c, len(k))
+    h = len(k)
+    rows = part_of(c, h)
     moved = pltpu.roll(k, 1, 1)
-    before = jnp.where(r.i == 0, k, r.last[rows])
+    last = jnp.where(r.i == 0, k, r.last[rows])
     r.last[rows] = moved
     column = lax.broadcasted_iota(jnp.int32, k.shape, 1)
-    return jnp.where(still(len(k)), jnp.where(column == 0, before, moved), k)
+    return jnp.where(unrotated(h), jnp.where(column == 0, last, moved), k)
 
 
 def visible_keys(plan: Plan, i, starts):
     """A function that says which keys of head o in block i - j the queries of head c in block i can
-    see, (j, c, o) -> bool [keys, queries] of part(j). `side`: by how many half tokens the head of
-    the queries stands later than that of the keys."""
+    see, (j, c, o) -> bool [keys, queries] of part(j). `starts`: where their documents begin.
+
+    Windows are in units: tokens, or of paired heads half tokens. By one unit the second half of the
+    heads stands later than the first: so `side`, the lead of the head of the queries before that of
+    the keys, is -1, 0 or 1."""
+    units = 1 + plan.heads.paired
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
-    unit, window = 1 + plan.heads.paired, plan.heads.window
-    first = {s: jnp.maximum(starts, query - (window - s) // unit) for s in range(1 - unit, unit)}
+    first = {}  # side -> the first key that each query can see
+    for side in range(1 - units, units):
+        reach = (plan.heads.window - side) // units
+        first[side] = jnp.maximum(starts, query - reach)
 
     def visible(j: int, c: int, o: int):
-        (keys, queries), side = plan.part(j), (c >= plan.half) - (o >= plan.half)
+        keys, queries = plan.part(j)
+        side = (c >= plan.half) - (o >= plan.half)
         shape = keys.stop - keys.start, queries.stop
         key = lax.broadcasted_iota(jnp.int32, shape, 0)
-        seen = key >= first[side][:, queries] - (i - j) * plan.block - keys.start
+        first_key = first[side][:, queries] - (i - j) * plan.block - keys.start
+        seen = key >= first_key
         if j:
             return seen
-        latest = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) - (side < 0)
-        return seen & (key <= latest)
+        query = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+        last_key = query - (side < 0)
+        return seen & (key <= last_key)
 
     return visible
 
@@ -5427,12 +5606,16 @@ def visible_keys(plan: Plan, i, starts):
 def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     """(y [b, t, n v], what attend_tpu_backward needs, if asked to `save`). Grid step i takes block
     i of a row: its keys and values enter rings, and its queries look back at all that they see."""
-    (n, h, v, block), slots = plan.sizes, plan.slots
-    (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
-    across, along = plan.across(lambda i: i), plan.along(lambda i: i)
+    n, h, v, block = plan.sizes
+    slots = plan.slots
+    b, t, _ = arrays["qkv"].shape
+    dtype = arrays["qkv"].dtype
+    across = plan.across(lambda i: i)
+    along = plan.along(lambda i: i)
 
     def saved(cut, *shape, dtype=dtype):
-        return writes(jax.ShapeDtypeStruct(shape, dtype) if save else None, cut)
+        like = jax.ShapeDtypeStruct(shape, dtype) if save else None
+        return writes(like, cut)
 
     refs = {
         "earliest": scalars(arrays["earliest"]),  # [b, blocks]: see attend_tpu
@@ -5441,7 +5624,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         "added": reads(arrays["added"], across),  # [1, block, n LANES]: goes to v
         "tables": reads(arrays["tables"], along),  # [1, rows, block]: see Plan.tables_of
         "starts": reads(arrays["starts"], along),  # [1, 1, block]: see attend_tpu
-        **{x: reads(arrays[x], along) for x in OF_HEADS},  # [1, n, block] each
+        **{name: reads(arrays[name], along) for name in OF_HEADS},  # [1, n, block] each
         "y": writes(jax.ShapeDtypeStruct((b, t, n * v), dtype), across),  # [1, block, n v]
         "saved_k": saved(across, b, t, n * h),  # [1, block, n h]: keys as queries met them
         "saved_q": saved(along, b, n * h, t),  # [1, n h, block]: queries, the same
@@ -5465,78 +5648,99 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         def start():
             r.values[:, :, v:] = jnp.ones((slots, n, ONES, block), dtype)
 
-        enter(plan, r, slot)
+        enter_keys(plan, r, slot)
+        enter_values(plan, r, slot)
         look_back(plan, r, 0, visible)
         for j in range(1, slots):
             visit = functools.partial(look_back, plan, r, j, visible)
             pl.when(r.i - j >= r.earliest[r.row, r.i])(visit)
         finish_outputs(plan, r, slot)
 
-    out = run_kernel(plan.name("forward"), {"row": b, "i": t // block}, refs, body)
-    return out.y, (arrays, {x: getattr(out, x) for x in SAVED})
+    grid = {"row": b, "i": t // block}
+    written = run_kernel(plan.name("forward"), grid, refs, body)
+    saved_arrays = {name: getattr(written, name) for name in SAVED}
+    return written.y, (arrays, saved_arrays)
 
 
-def enter(plan: Plan, r, slot):
-    """Norm and rotate q and k of block i, add to v, and put keys and values into their slot."""
-    n, h, v, _ = plan.sizes
+def enter_keys(plan: Plan, r, slot):
+    """Norm and rotate q and k of block i, and put the keys into their slot."""
+    n, h, _, _ = plan.sizes
     dtype = r.qkv.dtype
     for lanes, heads in column_tiles(n, h):
-        qs, ks = standing(r.qkv, lanes), standing(r.qkv, beyond(lanes, n * h))
-        keys = []
-        for c, own in heads:
-            tables = plan.tables_of(r.tables, c)
-            q = rotate(qs[own], *tables, r.scale[0] * LOG2E)
+        q_tile = standing(r.qkv, lanes)
+        k_tile = standing(r.qkv, further(lanes, n * h))
+        rotated = []
+        for c, inside in heads:
+            cos, sin = plan.tables_of(r.tables, c)
+            q = rotate(q_tile[inside], cos, sin, r.scale[0] * LOG2E)
             r.queries[part_of(c, h)] = q.astype(dtype)
-            k = rotate(ks[own], *tables)
-            keys.append(offset_key(r, c, k) if plan.heads.offset else k)
-        k = jnp.concatenate(keys).astype(dtype).T
-        for c, own in heads:
-            r.keys[slot, c] = k[:, own]
+            k = rotate(k_tile[inside], cos, sin)
+            if plan.heads.offset:
+                k = offset_key(r, c, k)
+            rotated.append(k)
+        k_tile = jnp.concatenate(rotated).astype(dtype).T
+        for c, inside in heads:
+            r.keys[slot, c] = k_tile[:, inside]
         if r.saved_q is not None:
             r.saved_q[0, lanes] = r.queries[lanes]
-            r.saved_k[0, :, lanes] = k
+            r.saved_k[0, :, lanes] = k_tile
+
+
+def enter_values(plan: Plan, r, slot):
+    """Add to v of block i, and put the values into their slot."""
+    n, h, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
-        vs = standing(r.qkv, beyond(lanes, 2 * n * h))
-        for c, own in heads:
+        v_tile = standing(r.qkv, further(lanes, 2 * n * h))
+        for c, inside in heads:
             added = 0.0
             if r.added is not None:
-                added = r.added_gates[0, c : c + 1] * standing(r.added, part_of(c, LANES))[:v]
-            r.values[slot, c, :v] = (vs[own] + added).astype(dtype)
+                gates = r.added_gates[0, c : c + 1]
+                added = gates * standing(r.added, part_of(c, LANES))[:v]
+            r.values[slot, c, :v] = (v_tile[inside] + added).astype(r.qkv.dtype)
         if r.saved_v is not None:
-            vs = [r.values[slot, c, :v] for c, _ in heads]
-            r.saved_v[0, :, lanes] = jnp.concatenate(vs).T
+            values = [r.values[slot, c, :v] for c, _ in heads]
+            r.saved_v[0, :, lanes] = jnp.concatenate(values).T
 
 
 def look_back(plan: Plan, r, j: int, visible: Callable):
     """Block i as queries of block i - j: add its weighted values to the sums. All scores come
-    first: the compiler keeps this order, and so has work to fill the wait for each matmul. Head by
-    head this takes twice as long."""
-    h, slots = plan.heads.qk_width, plan.slots
-    (keys, queries), at = plan.part(j), lax.rem(r.i - j + slots, slots)
-    scores = [times(r.keys[at, o, keys], r.queries[part_of(c, h), queries]) for c, o in plan.pairs]
+    first: the compiler keeps this order, and so has work to fill the wait for each matmul."""
+    h = plan.heads.qk_width
+    keys, queries = plan.part(j)
+    slot = lax.rem(r.i - j + plan.slots, plan.slots)
+    scores = []
+    for c, o in plan.pairs:
+        k = r.keys[slot, o, keys]
+        q = r.queries[part_of(c, h), queries]
+        scores.append(times(k, q))
     for (c, o), score in zip(plan.pairs, scores, strict=True):
-        weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0).astype(r.values.dtype)
-        weighted = times(r.values[at, o, :, keys], weights)
-        collect(r.sums, (c, slice(None), queries), weighted, j == 0 and o < plan.half)
+        weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0)
+        weights = weights.astype(r.values.dtype)
+        weighted = times(r.values[slot, o, :, keys], weights)
+        anew = j == 0 and o < plan.half
+        collect(r.sums, (c, slice(None), queries), weighted, anew)
 
 
 def finish_outputs(plan: Plan, r, slot):
     """Divide the sums of block i by those of the weights, then XSA and gates."""
     n, _, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
-        ys = []
+        outputs = []
         for c, _ in heads:
+            row = slice(c, c + 1)
             total = r.sums[c, v : v + 1]
             y = r.sums[c, :v] * (1 / total)
             if r.saved_y is not None:
-                r.log_sums[0, c : c + 1] = jnp.log2(total)
+                r.log_sums[0, row] = jnp.log2(total)
                 r.saved_y[0, part_of(c, v)] = y.astype(r.y.dtype)
             if r.xsa is not None:
-                own = r.values[slot, c, :v].astype(jnp.float32)
-                along = dot(y, own) / jnp.maximum(dot(own, own), 1e-8)
-                y -= r.xsa[0, c : c + 1] * along * own
-            ys.append(y if r.gates is None else y * r.gates[0, c : c + 1])
-        r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(r.y.dtype)
+                value = r.values[slot, c, :v].astype(jnp.float32)
+                along = dot(y, value) / jnp.maximum(dot(value, value), 1e-8)
+                y -= r.xsa[0, row] * along * value
+            if r.gates is not None:
+                y = y * r.gates[0, row]
+            outputs.append(y)
+        r.y[0, :, lanes] = jnp.concatenate(outputs).T.astype(r.y.dtype)
 
 
 # The way back. A query q sees keys k with values v, and its scores are logarithms to base 2. With
@@ -5562,50 +5766,66 @@ def finish_outputs(plan: Plan, r, slot):
 #     slot                            3      4      0      1      2
 #     parts                         3, 3   3, 3   2, 3   1, 2   0, 1
 #
-# At step i block i enters, and its queries go through blocks i, i - 1, ... i - slots + 1: that
+# At step i block i enters, and its queries go through blocks i, i - 1, ... i - slots + 1. That
 # gives q_grad of block i in full, and to each of those blocks a part of k_grad and v_grad. Block
-# i - slots has all of its parts by then. Without the key offset it leaves; with it, it waits for
+# i - slots has all of its parts by then. Without the key offset it leaves. With it, it waits for
 # one step more: the first token of the next block has half of its key from this block's last token,
-# and the gradient of that key is not complete before. The last steps have no block i: they repeat
-# the last one, into a slot that nothing uses. The first steps have no block that leaves: what they
-# write as block 0 is overwritten by block 0, since a block goes to memory when the next one comes.
+# and the gradient of that key is not complete before.
+#
+# The last steps have no block i: they repeat the last one, into a slot that nothing uses. The first
+# steps have no block that leaves. What they write as block 0 is overwritten by block 0, since a
+# block goes to memory when the next one comes.
 #
 # If windows are longer by two blocks (of paired heads by four: they see half as far), slots, delay
 # and ring are larger by two, the grid has two steps more, and each step goes through two blocks
-# more. All of that follows from Heads.window; nothing has to be edited, as long as the ring fits
-# the VMEM: serving_kernels leaves 30 % of KERNEL_VMEM to what comes and goes.
+# more. All of that follows from Heads.window. Nothing has to be edited, as long as the ring fits
+# the VMEM (RING_SHARE).
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, added and OF_HEADS; others have none. A block leaves with all columns
     of qkv_grad together: concatenated outside, they would be copied once more."""
-    (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
-    (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
-    blocks, delay, ring = t // block, plan.delay, plan.delay + 1
+    arrays, saved = kept
+    n, h, v, block = plan.sizes
+    b, t, _ = arrays["qkv"].shape
+    dtype = arrays["qkv"].dtype
+    blocks = t // block
+    ring = plan.ring
 
     def newest(i):
         return jnp.minimum(i, blocks - 1)
 
     def oldest(i):
-        return jnp.maximum(i - delay, 0)
+        return jnp.maximum(i - plan.delay, 0)
 
-    across, along = plan.across(newest), plan.along(newest)
-    old_across, old_along = plan.across(oldest), plan.along(oldest)
+    across = plan.across(newest)
+    along = plan.along(newest)
+    old_across = plan.across(oldest)
+    old_along = plan.along(oldest)
     refs = {  # what is read under a name of attend_tpu_forward has its shape
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
         # Of block i.
         "y_grad": reads(y_grad, across),  # [1, block, n v]
-        **{x: reads(saved[x], across) for x in ("saved_k", "saved_v")},
-        **{x: reads(arrays[x], along) for x in ("starts", "xsa", "gates")},
-        **{x: reads(saved[x], along) for x in ("saved_q", "saved_y", "log_sums")},
+        "saved_k": reads(saved["saved_k"], across),
+        "saved_v": reads(saved["saved_v"], across),
+        "starts": reads(arrays["starts"], along),
+        "xsa": reads(arrays["xsa"], along),
+        "gates": reads(arrays["gates"], along),
+        "saved_q": reads(saved["saved_q"], along),
+        "saved_y": reads(saved["saved_y"], along),
+        "log_sums": reads(saved["log_sums"], along),
         # Of the block that leaves, i - delay.
-        **{f"old_{x}": reads(arrays[x], old_across) for x in ("qkv", "added")},
-        **{f"old_{x}": reads(arrays[x], old_along) for x in ("tables", "added_gates")},
+        "old_qkv": reads(arrays["qkv"], old_across),
+        "old_added": reads(arrays["added"], old_across),
+        "old_tables": reads(arrays["tables"], old_along),
+        "old_added_gates": reads(arrays["added_gates"], old_along),
         # Each gradient has the shape of what it is of; only those of xsa and gates are of block i.
-        **{f"{x}_grad": writes(arrays[x], old_across) for x in ("qkv", "added")},
+        "qkv_grad": writes(arrays["qkv"], old_across),
+        "added_grad": writes(arrays["added"], old_across),
         "added_gates_grad": writes(arrays["added_gates"], old_along),
-        **{f"{x}_grad": writes(arrays[x], along) for x in ("xsa", "gates")},
+        "xsa_grad": writes(arrays["xsa"], along),
+        "gates_grad": writes(arrays["gates"], along),
         # The ring. Gradients are standing, and summed over blocks as float32.
         "keys": keeps((ring, n, block, h), dtype),
         "values": keeps((ring, n, block, v), dtype),
@@ -5619,71 +5839,89 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
     def body(r):
         slot = lax.rem(r.i, ring)
         visible = visible_keys(plan, r.i, r.starts[0])
-        for c in range(n):
-            r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
-            r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
-        for lanes, _ in column_tiles(n, h):
-            r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
-        for lanes, _ in column_tiles(n, v):
-            r.y_grads[lanes] = r.y_grad[0, :, lanes].T
-            if r.xsa is not None:
-                r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
-        mean = [undo_outputs(plan, r, slot, c) for c in range(n)]
+        enter_again(plan, r, slot)
+        means = [undo_outputs(plan, r, slot, c) for c in range(n)]
         # Rotating gradients back takes the vector unit only: it goes on between the matmuls of
         # block i with itself, which every step has.
-        between = leave(plan, r, r.i - delay, lax.rem(r.i + 1, ring), blocks)
-        look_back_grads(plan, r, 0, visible, mean, between)
-        for j in range(1, slots):
-            visit = functools.partial(look_back_grads, plan, r, j, visible, mean, iter(()))
+        old = r.i - plan.delay
+        between = leave(plan, r, old, lax.rem(r.i + 1, ring), blocks)
+        look_back_grads(plan, r, 0, visible, means, between)
+        for j in range(1, plan.slots):
+            visit = functools.partial(look_back_grads, plan, r, j, visible, means, iter(()))
             reaches = r.i - j >= r.earliest[r.row, newest(r.i)]
             pl.when(reaches & (r.i < blocks))(visit)
 
-    out = run_kernel(plan.name("backward"), {"row": b, "i": blocks + delay}, refs, body)
-    grads = {x: getattr(out, f"{x}_grad") for x in ("qkv", "added", *OF_HEADS)}
-    return (dict.fromkeys(arrays) | grads,)
+    grid = {"row": b, "i": blocks + plan.delay}
+    written = run_kernel(plan.name("backward"), grid, refs, body)
+    grads = dict.fromkeys(arrays)
+    for name in ("qkv", "added", *OF_HEADS):
+        grads[name] = getattr(written, f"{name}_grad")
+    return (grads,)
+
+
+def enter_again(plan: Plan, r, slot):
+    """Put the saved keys and values of block i into their slot, and let y_grads stand."""
+    n, h, v, _ = plan.sizes
+    for c in range(n):
+        r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
+        r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
+    for lanes, _ in column_tiles(n, h):
+        r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
+    for lanes, _ in column_tiles(n, v):
+        r.y_grads[lanes] = r.y_grad[0, :, lanes].T
+        if r.xsa is not None:
+            r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
 
 
 def undo_outputs(plan: Plan, r, slot, c: int):
     """Take y_grads of head c back through finish_outputs to before gates and XSA, whose gradients
     it writes; returns the `mean` of its queries [1, block]. With XSA, y - share (y.v / v.v) v, the
     slot of v_grads has v here, and then the gradient that v has from it."""
-    row, part = (0, slice(c, c + 1)), part_of(c, plan.heads.v_width)
-    y, grad = (x.astype(jnp.float32) for x in (r.saved_y[0, part], r.y_grads[part]))
-    left = y
+    row = 0, slice(c, c + 1)
+    part = part_of(c, plan.heads.v_width)
+    y, grad = r.saved_y[0, part], r.y_grads[part]
+    y, grad = y.astype(jnp.float32), grad.astype(jnp.float32)
+    output = y  # what the gates are multiplied with
     if r.xsa is not None:
-        own, share = r.v_grads[slot, part], r.xsa[row]
-        size = jnp.maximum(dot(own, own), 1e-8)
-        along = dot(y, own) / size
-        left = y - share * along * own
+        value = r.v_grads[slot, part]
+        share = r.xsa[row]
+        size = jnp.maximum(dot(value, value), 1e-8)
+        along = dot(y, value) / size
+        output = y - share * along * value
     if r.gates is not None:
-        r.gates_grad[row] = dot(grad, left)
+        r.gates_grad[row] = dot(grad, output)
         grad *= r.gates[row]
     if r.xsa is not None:
-        back = dot(grad, own) / size
+        back = dot(grad, value) / size
         r.xsa_grad[row] = -back * along * size
         twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
-        r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * own))
-        grad -= share * back * own
+        r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * value))
+        grad -= share * back * value
     r.y_grads[part] = grad.astype(r.y_grads.dtype)
     return dot(y, grad)
 
 
-def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, between: Iterator):
-    """Block i as queries of block i - j: add to the gradients of both by the formulas above; go on
-    with `between`, other work, by a step after every pair of heads. `mean` is that of each head."""
-    (_, h, v, _), dtype, ring = plan.sizes, r.y_grads.dtype, plan.delay + 1
-    (keys, queries), at = plan.part(j), lax.rem(r.i - j + ring, ring)
-    slot = lax.rem(r.i, ring)
+def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, between: Iterator):
+    """Block i as queries of block i - j: add to the gradients of both by the formulas above. Go on
+    with `between`, other work, by a step after every pair of heads. `means`: of each head."""
+    _, h, v, _ = plan.sizes
+    dtype = r.y_grads.dtype
+    keys, queries = plan.part(j)
+    key_slot = lax.rem(r.i - j + plan.ring, plan.ring)
+    slot = lax.rem(r.i, plan.ring)
 
     def finish(c, o, weights, grad):
-        anew = j == 0 and c < plan.half
+        """Add what the weights, and the gradients of scores, of a pair of heads give."""
+        first_of_keys = j == 0 and c < plan.half
+        first_of_queries = j == 0 and o < plan.half
+        of_keys = part_of(o, h)
         v_grad = times(r.y_grads[part_of(c, v), queries], weights, True)
-        collect(r.v_grads, (at, part_of(o, v), keys), v_grad, anew and r.xsa is None)
+        anew = first_of_keys and r.xsa is None
+        collect(r.v_grads, (key_slot, part_of(o, v), keys), v_grad, anew)
         k_grad = times(r.saved_q[0, part_of(c, h), queries], grad, True)
-        collect(r.k_grads, (at, part_of(o, h), keys), k_grad, anew)
-        q_grad = times(r.standing_keys[at, part_of(o, h), keys], grad)
-        anew = j == 0 and o < plan.half
-        collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, anew)
+        collect(r.k_grads, (key_slot, of_keys, keys), k_grad, first_of_keys)
+        q_grad = times(r.standing_keys[key_slot, of_keys, keys], grad)
+        collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, first_of_queries)
 
     # The compiler keeps the order of matmuls, so what fills the wait for one is arranged by hand. A
     # pair of heads stays in flight until the scores of the next two have begun: its own last three
@@ -5691,14 +5929,14 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, betwee
     # vector unit would be idle for the most part: `between` is there for it.
     in_flight = []
     for c, o in plan.pairs:
-        score = times(r.keys[at, o, keys], r.saved_q[0, part_of(c, h), queries])
-        weights_grad = times(r.values[at, o, keys], r.y_grads[part_of(c, v), queries])
+        score = times(r.keys[key_slot, o, keys], r.saved_q[0, part_of(c, h), queries])
+        weights_grad = times(r.values[key_slot, o, keys], r.y_grads[part_of(c, v), queries])
         if len(in_flight) == 2:
             finish(*in_flight.pop(0))
         seen = visible(j, c, o)
         score -= r.log_sums[0, c : c + 1, queries]
         weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
-        grad = weights * (weights_grad - mean[c][:, queries])
+        grad = weights * (weights_grad - means[c][:, queries])
         in_flight.append((c, o, weights.astype(dtype), grad.astype(dtype)))
         next(between, None)
     for pair in in_flight:
@@ -5708,45 +5946,58 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, betwee
 
 
 def leave(plan: Plan, r, old, slot, blocks: int):
-    """Take the gradients of block `old`, which collected in `slot`, back through `enter`, and write
-    them; yields after each part."""
-    n, h, v, block = plan.sizes
-
-    def k_grad(rows):
-        """That of a head before offset_key, which gave a token's key to the next one."""
-        grad = r.k_grads[slot, rows]
-        if not plan.heads.offset:
-            return grad
-        column = lax.broadcasted_iota(jnp.int32, grad.shape, 1)
-        after = r.k_grads[lax.rem(slot + 1, plan.delay + 1), rows, :1]  # of the next block
-        after = jnp.where(old + 1 < blocks, after, 0.0)
-        moved = jnp.where(column == block - 1, after, pltpu.roll(grad, block - 1, 1))
-        moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
-        return jnp.where(still(h), moved, grad)
+    """Take the gradients of block `old`, which collected in `slot`, back through enter_keys and
+    enter_values, and write them; yields after each tile."""
+    n, h, v, _ = plan.sizes
 
     def write(lanes, grads):
-        r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(r.qkv_grad.dtype).T
+        tile = jnp.concatenate(grads)
+        r.qkv_grad[0, :, lanes] = tile.astype(r.qkv_grad.dtype).T
 
     for lanes, heads in column_tiles(n, h):
-        of_k = beyond(lanes, n * h)
-        qs, ks = standing(r.old_qkv, lanes), standing(r.old_qkv, of_k)
-        q_grads, k_grads = [], []
-        for c, own in heads:
-            rows, tables = part_of(c, h), plan.tables_of(r.old_tables, c)
-            q_grads.append(rotate_grad(r.q_grads[slot, rows], qs[own], *tables, r.scale[0]))
-            k_grads.append(rotate_grad(k_grad(rows), ks[own], *tables, 1 / LOG2E))
+        k_lanes = further(lanes, n * h)
+        q_tile = standing(r.old_qkv, lanes)
+        k_tile = standing(r.old_qkv, k_lanes)
+        q_grads = []
+        k_grads = []
+        for c, inside in heads:
+            rows = part_of(c, h)
+            cos, sin = plan.tables_of(r.old_tables, c)
+            q_grad = r.q_grads[slot, rows]
+            q_grads.append(rotate_grad(q_grad, q_tile[inside], cos, sin, r.scale[0]))
+            k_grad = offset_key_grad(plan, r, rows, old, slot, blocks)
+            k_grads.append(rotate_grad(k_grad, k_tile[inside], cos, sin, 1 / LOG2E))
         write(lanes, q_grads)
-        write(of_k, k_grads)
+        write(k_lanes, k_grads)
         yield
     for lanes, heads in column_tiles(n, v):
-        grads = r.v_grads[slot, lanes]
-        write(beyond(lanes, 2 * n * h), [grads])
-        for c, own in heads if r.old_added is not None else ():
-            part, row, grad = part_of(c, LANES), (0, slice(c, c + 1)), grads[own]
-            r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
-            grad = pad_rows(grad * r.old_added_gates[row], LANES)
-            r.added_grad[0, :, part] = grad.astype(r.added_grad.dtype).T
+        v_grads = r.v_grads[slot, lanes]
+        write(further(lanes, 2 * n * h), [v_grads])
+        for c, inside in heads:
+            if r.old_added is None:
+                continue
+            part = part_of(c, LANES)
+            row = 0, slice(c, c + 1)
+            v_grad = v_grads[inside]
+            r.added_gates_grad[row] = dot(v_grad, standing(r.old_added, part)[:v])
+            added_grad = pad_rows(v_grad * r.old_added_gates[row], LANES)
+            r.added_grad[0, :, part] = added_grad.astype(r.added_grad.dtype).T
         yield
+
+
+def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
+    """The gradient of a head's keys of block `old` before offset_key, which gave a token's key to
+    the next one."""
+    grad = r.k_grads[slot, rows]
+    if not plan.heads.offset:
+        return grad
+    block = plan.block
+    column = lax.broadcasted_iota(jnp.int32, grad.shape, 1)
+    next_block = r.k_grads[lax.rem(slot + 1, plan.ring), rows, :1]
+    next_block = jnp.where(old + 1 < blocks, next_block, 0.0)
+    moved = jnp.where(column == block - 1, next_block, pltpu.roll(grad, block - 1, 1))
+    moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
+    return jnp.where(unrotated(len(grad)), moved, grad)
 
 
 # attend_tpu of a Plan and of the arrays that it has prepared
@@ -5756,57 +6007,49 @@ attend_tpu_arrays = jax.custom_vjp(
 attend_tpu_arrays.defvjp(attend_tpu_forward, attend_tpu_backward)
 
 
-def standing_rope_tables(freqs, positions):
-    """cos and sin [kinds, frequencies, t] of positions * freqs, if positions rise evenly along a
-    row. They follow from those of every 128th position and of the first 128 by the addition
-    theorem: cosines of all would take a v6e longer than some layers."""
-    first = (positions[:, :128] - positions[:, :1])[:, None, None]
-    some = positions[:, None, ::128, None], first
-    angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in some]
-    (cos_a, cos), (sin_a, sin) = map(jnp.cos, angles), map(jnp.sin, angles)
-    both = cos_a * cos - sin_a * sin, sin_a * cos + cos_a * sin
-    return [x.reshape(*x.shape[:2], -1) for x in both]
+def standing_rope_tables(freqs, token_positions):
+    """cos and sin [kinds, frequencies, t] of positions [kinds, t] * freqs, where these rise evenly
+    along a row. They follow from those of every 128th token and of the first 128 by the addition
+    theorem: a TPU is slow at cosines of all."""
+    near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
+    far = token_positions[:, None, ::128, None]
+    angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
+    far_cos, near_cos = map(jnp.cos, angles)
+    far_sin, near_sin = map(jnp.sin, angles)
+    cos = far_cos * near_cos - far_sin * near_sin
+    sin = far_sin * near_cos + far_cos * near_sin
+    return [x.reshape(*x.shape[:2], -1) for x in (cos, sin)]
 
 
 def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
-    (see serving_kernels). freqs and scale have no gradients."""
-    added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
-    added_btd, added_gates_btn = added or (None, None)
-    t, h = segments_bt.shape[1], heads.qk_width
-    heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
-    plan, starts = Plan(heads, math.gcd(t, BLOCK)), document_starts(segments_bt)
-    freqs = jnp.pad(freqs, (0, h // 2 - len(freqs)))  # what stands still turns with frequency 0
-    tables = standing_rope_tables(freqs, positions(t, heads)[:, : 1 + heads.paired].T)
-    others = {
+    (see unserved_attention). freqs and scale have no gradients."""
+    added_btd, added_gates_btn = inputs.added or (None, None)
+    t = inputs.segments_bt.shape[1]
+    window = min(heads.window, t * (1 + heads.paired))
+    heads = dataclasses.replace(heads, window=window)
+    plan = Plan(heads, math.gcd(t, BLOCK))
+    starts = document_starts(inputs.segments_bt)
+    still = heads.qk_width // 2 - len(inputs.freqs)
+    freqs = jnp.pad(inputs.freqs, (0, still))  # what stands still turns with frequency 0
+    token_positions = positions(t, heads)[:, : 1 + heads.paired].T
+    tables = standing_rope_tables(freqs, token_positions)
+    constants = {
         "starts": starts[:, None],  # [b, 1, t]: where in the row the document of each token begins
         # The block in which the document of each block's first token begins: none before it is
         # visited.
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
-        "scale": jnp.reshape(scale, 1).astype(jnp.float32),
+        "scale": jnp.reshape(inputs.scale, 1).astype(jnp.float32),
     }
-    of_heads = added_gates_btn, jax.tree.map(jnp.tanh, xsa_btn), gates_btn  # what is None stays
+    xsa_btn = jax.tree.map(jnp.tanh, inputs.xsa_btn)  # what is None stays
+    of_heads = added_gates_btn, xsa_btn, inputs.gates_btn
     of_heads = jax.tree.map(lambda x: x.swapaxes(1, 2), of_heads)
-    arrays = {"qkv": qkv, "added": added_btd, **dict(zip(OF_HEADS, of_heads, strict=True))}
-    return attend_tpu_arrays(plan, arrays | jax.tree.map(lax.stop_gradient, others))
-
-
-# ---- Blocks of rows, for the two kernels that follow ---------------------------------------------
-
-
-def flat(x):
-    """Arrays [..., d] as [t, d]."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
-    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer
-    that divide them, and the grid of these."""
-    block = math.gcd(rows, most)
-    grid = {"row": 1, "i": rows // block}
-    return lambda x: pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0)), grid
+    arrays = {"qkv": qkv, "added": added_btd}
+    arrays |= zip(OF_HEADS, of_heads, strict=True)
+    arrays |= jax.tree.map(lax.stop_gradient, constants)
+    return attend_tpu_arrays(plan, arrays)
 
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
@@ -5815,26 +6058,39 @@ def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
 
+def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
+    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer
+    that divide them, and the grid of these."""
+    block = math.gcd(rows, most)
+
+    def cut(x):
+        return pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0))
+
+    return cut, {"row": 1, "i": rows // block}
+
+
 def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
     """(references, the cut of arrays of tokens, the grid) that blend_tpu has each way. A matmul
     spreads the weights [t, k, g] of k sources over the features, of which each group has its own:
     w @ hot[j] is [block, d], those of source j."""
-    y, (k, g) = flat(sources[0]), weights.shape[2:]
-    (t, d), dtype = y.shape, y.dtype
+    t, d = flat(sources[0]).shape
+    dtype = sources[0].dtype
+    k, g = weights.shape[2:]
     cut, grid = row_blocks(t, BLOCK)
-    packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, -k * g % LANES)))
-    high = packed.astype(dtype)
-    w = jnp.concatenate([high, (packed - high.astype(jnp.float32)).astype(dtype)], axis=1)
+    lanes = -(-k * g // LANES) * LANES  # whole tiles
+    packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, lanes - k * g)))
+    rounded = packed.astype(dtype)
+    rest = (packed - rounded.astype(jnp.float32)).astype(dtype)
+    w = jnp.concatenate([rounded, rest], axis=1)
     refs = {
         "x": reads(None if x is None else flat(x), cut),  # [block, d]
-        # [block, 2 lanes]: weights, in whole tiles of lanes, rounded; and after them the rest
-        "w": reads(w, cut),
+        "w": reads(w, cut),  # [block, 2 lanes]
         "ys": [reads(flat(y), cut) for y in sources],  # [block, d] each
     }
-    lane = jnp.arange(w.shape[1]) % packed.shape[1]
-    group = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)
-    hot = (lane[None, :, None] == group[:, None]).astype(dtype)
-    refs["hot"] = reads(hot, whole)  # [k, 2 lanes, d]: 1 where a lane has a feature's weight
+    lane = jnp.arange(2 * lanes) % lanes
+    weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # of each feature
+    hot = (lane[None, :, None] == weight[:, None]).astype(dtype)
+    refs["hot"] = reads(hot, as_one_block)  # [k, 2 lanes, d]: 1 where a lane has its weight
     return refs, cut, grid
 
 
@@ -5846,42 +6102,51 @@ def blend_tpu(x_btd, weights, sources):
 
     def body(r):
         total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
-        for j, ref in enumerate(r.ys):
-            y = ref[...].astype(jnp.float32)
+        for j, source in enumerate(r.ys):
+            y = source[...].astype(jnp.float32)
             total += times(r.w[...], r.hot[j]) * y
         r.y[...] = total.astype(r.y.dtype)
 
-    return run_kernel("weighted_sum", grid, refs, body).y.reshape(sources[0].shape)
+    written = run_kernel("weighted_sum", grid, refs, body)
+    return written.y.reshape(sources[0].shape)
+
+
+def blend_tpu_forward(x_btd, weights, sources):
+    """(blend_tpu, what its gradients take: of x only whether it is there)."""
+    y_btd = blend_tpu(x_btd, weights, sources)
+    no_tokens = None if x_btd is None else x_btd[:0]
+    return y_btd, (no_tokens, weights, sources)
 
 
 def blend_tpu_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
-    x_btd, weights, sources = kept
+    no_tokens, weights, sources = kept
     refs, cut, grid = blend_refs(grad_btd, weights, sources)  # x is the gradient
     refs["y_grads"] = [writes(y.array, cut) for y in refs["ys"]]  # [block, d] each
-    t, lanes = len(refs["w"].array), refs["w"].array.shape[1] // 2
+    t, columns = refs["w"].array.shape
+    lanes = columns // 2
     refs["sums"] = writes(jax.ShapeDtypeStruct((t, lanes), jnp.float32), cut)  # of weights
 
     def body(r):
         grad = r.x[...].astype(jnp.float32)
         sums = jnp.zeros(r.sums.shape, jnp.float32)
-        for j, (y, y_grad) in enumerate(zip(r.ys, r.y_grads, strict=True)):
-            y_grad[...] = (times(r.w[...], r.hot[j]) * grad).astype(y_grad.dtype)
-            both = (grad * y[...].astype(jnp.float32)).astype(y.dtype)
-            sums += times(both, r.hot[j, :lanes], transpose=True)
+        for j, (source, y_grad) in enumerate(zip(r.ys, r.y_grads, strict=True)):
+            factors = times(r.w[...], r.hot[j])
+            y_grad[...] = (factors * grad).astype(y_grad.dtype)
+            products = (grad * source[...].astype(jnp.float32)).astype(source.dtype)
+            sums += times(products, r.hot[j, :lanes], transpose=True)
         r.sums[...] = sums
 
-    out = run_kernel("weighted_sum_grads", grid, refs, body)
-    source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in out.y_grads)
-    weight_grads = out.sums[:, : math.prod(weights.shape[2:])].reshape(weights.shape)
-    return None if x_btd is None else grad_btd, weight_grads, source_grads
+    written = run_kernel("weighted_sum_grads", grid, refs, body)
+    source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in written.y_grads)
+    count = math.prod(weights.shape[2:])
+    weight_grads = written.sums[:, :count].reshape(weights.shape)
+    x_grad = None if no_tokens is None else grad_btd
+    return x_grad, weight_grads, source_grads
 
 
-blend_tpu.defvjp(
-    lambda x, *more: (blend_tpu(x, *more), (None if x is None else x[:0], *more)),
-    blend_tpu_backward,
-)
+blend_tpu.defvjp(blend_tpu_forward, blend_tpu_backward)
 
 
 # ---- Gradients of tables for TPUs --------------------------------------------------------------
@@ -5899,74 +6164,97 @@ def meetings(ids, rows: int, block: int):
     a table; the tokens, whose ids ascend, are cut into blocks. Every tile has a step even if no
     token uses it. As tiles and blocks rise together, there are tiles + blocks - 1 steps at most;
     those that are left over have a block past the last."""
-    tiles, blocks = -(-rows // ROW_TILE), ids.size // block
-    starts = jnp.searchsorted(ids, jnp.arange(tiles + 1) * ROW_TILE).astype(jnp.int32)
+    tiles = -(-rows // ROW_TILE)
+    blocks = ids.size // block
+    first_ids = jnp.arange(tiles + 1) * ROW_TILE
+    starts = jnp.searchsorted(ids, first_ids).astype(jnp.int32)  # the first token of each tile
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
-    ends = jnp.cumsum(last - first + 1)
+    ends = jnp.cumsum(last - first + 1)  # the step after those of each tile
     step = jnp.arange(tiles + blocks - 1, dtype=jnp.int32)
-    tile = jnp.minimum(jnp.sum(ends[None] <= step[:, None], axis=1, dtype=jnp.int32), tiles - 1)
+    tiles_done = jnp.sum(ends[None] <= step[:, None], axis=1, dtype=jnp.int32)
+    tile = jnp.minimum(tiles_done, tiles - 1)
     return tile, jnp.minimum(last[tile] + 1 + step - ends[tile], blocks)
 
 
 def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step multiplies
     each table's rows of a block by the one-hot matrix [tile, block] of a meeting."""
-    (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
-    ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
+    v, d = table_vd.shape
+    tables = len(rows)
+    block = math.gcd(ids.size, BLOCK)
+    ids = ids.reshape(-1).astype(jnp.int32)
+    rows = [flat(x) for x in rows]
     if not ascending:
-        places = jnp.arange(ids.size, dtype=jnp.int32)
-        ids, order = lax.sort((ids, places), num_keys=1, is_stable=False)
+        order = jnp.arange(ids.size, dtype=jnp.int32)
+        ids, order = lax.sort((ids, order), num_keys=1, is_stable=False)
         rows = [x[order] for x in rows]
-    tile, at = meetings(ids, v // n, block)
-    steps, blocks = tile.size, ids.size // block
+    dtype = rows[0].dtype
+    tile_of_step, block_of_step = meetings(ids, v // tables, block)
+    steps = tile_of_step.size
+    blocks = ids.size // block
 
     def met(x):
-        shape, rest = (len(x) // blocks, *x.shape[1:]), (0,) * (x.ndim - 1)
-        return pl.BlockSpec(shape, lambda _, i, tile, at: (jnp.minimum(at[i], blocks - 1), *rest))
+        """For run_kernel: the block of this step."""
+        shape = len(x) // blocks, *x.shape[1:]
+        rest = (0,) * (x.ndim - 1)
 
-    def tile_of(x):
-        return pl.BlockSpec((n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))
+        def place(_, i, tile_of_step, block_of_step):
+            return jnp.minimum(block_of_step[i], blocks - 1), *rest
+
+        return pl.BlockSpec(shape, place)
+
+    def meeting(x):
+        """The tile of this step, of all tables."""
+
+        def place(_, i, tile_of_step, block_of_step):
+            return 0, tile_of_step[i], 0
+
+        return pl.BlockSpec((tables, ROW_TILE, d), place)
 
     refs = {
-        "tile": scalars(tile),  # [steps]
-        "at": scalars(at),  # [steps]: the block that it meets
+        "tile": scalars(tile_of_step),  # [steps]
+        "block": scalars(block_of_step),  # [steps]
         "ids": reads(ids.reshape(blocks, 1, block), met),  # [1, 1, block]
         "rows": [reads(x, met) for x in rows],  # [block, d] each
-        "sums": writes(jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of),
-        "total": keeps((n, ROW_TILE, d), jnp.float32),  # the same, not rounded
+        "sums": writes(jax.ShapeDtypeStruct((tables, v // tables, d), dtype), meeting),
+        "total": keeps((tables, ROW_TILE, d), jnp.float32),  # the same, not rounded
     }
 
     def body(r):
         tile = r.tile[r.i]
-        begins = (r.i == 0) | (r.tile[jnp.maximum(r.i - 1, 0)] != tile)
-        ends = (r.i == steps - 1) | (r.tile[jnp.minimum(r.i + 1, steps - 1)] != tile)
+        first = r.i == 0
+        tile_before = r.tile[jnp.maximum(r.i - 1, 0)]
+        begins = first | (tile_before != tile)
+        last = r.i == steps - 1
+        tile_after = r.tile[jnp.minimum(r.i + 1, steps - 1)]
+        ends = last | (tile_after != tile)
 
         @pl.when(begins)
         def clear():
             r.total[...] = jnp.zeros_like(r.total)
 
-        @pl.when(r.at[r.i] < blocks)
+        @pl.when(r.block[r.i] < blocks)
         def add():
             row = tile * ROW_TILE + lax.broadcasted_iota(jnp.int32, (ROW_TILE, block), 0)
-            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(rows[0].dtype)
-            for k in range(n):
+            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(dtype)
+            for k in range(tables):
                 r.total[k] += times(hot, r.rows[k][...])
 
         @pl.when(ends)
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    out = run_kernel(f"sum_rows_{n}", {"row": 1, "i": steps}, refs, body)
-    return table_vd + out.sums.reshape(v, d).astype(table_vd.dtype)
+    written = run_kernel(f"sum_rows_{tables}", {"row": 1, "i": steps}, refs, body)
+    return table_vd + written.sums.reshape(v, d).astype(table_vd.dtype)
 
 
 # ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
 
 # One kernel takes a block of queries of one head through the keys that any of them can see, tile by
-# tile (FlashAttention, Dao et al. 2022); two more go back, one with a block of queries through its
+# tile (FlashAttention, Dao et al. 2022). Two more go back, one with a block of queries through its
 # keys, and one with a block of keys through its queries. Windows and documents only move on along
-# a row, so what a block can see is one stretch of the row: tiles outside cost nothing, and no list
+# a row. So what a block can see is one stretch of the row: tiles outside cost nothing, and no list
 # of documents is needed. QK norm bounds the scores: no running maximum. Written with Pallas for
 # Triton, which finds the tensor core instructions and loads tiles ahead of their use. (jax 0.11
 # calls this way into Triton deprecated, for Mosaic GPU, which cannot be interpreted on a CPU.)
@@ -5975,135 +6263,174 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
 class Tiles(NamedTuple):
     """How a kernel cuts its work; tokens are powers of two, 128 at most."""
 
-    queries: int
-    keys: int
+    block: int  # tokens that one step of the grid takes: queries, or keys
+    tile: int  # of the others, those that the block meets at a time
     warps: int
     stages: int  # tiles that are on their way at once
 
 
-# Not yet timed: `records/bench.py --kernels STAGE` tries others.
-FORWARD_TILES = Tiles(128, 64, 8, 3)
-QUERY_TILES = Tiles(128, 64, 8, 2)
-KEY_TILES = Tiles(64, 128, 8, 2)
+# `records/bench.py --kernels STAGE` times others beside these.
+FORWARD_TILES = Tiles(128, 64, 8, 3)  # a block of queries
+QUERY_TILES = Tiles(128, 64, 8, 2)  # the same on the way back
+KEY_TILES = Tiles(128, 64, 8, 2)  # a block of keys
 
 
-def run_tiles(name: str, tiles: Tiles, arrays: dict, outputs: dict, body: Callable):
-    """run_kernel for each block of queries of each row and head; of keys, if k_grad is one of the
-    `outputs`, name -> array, or shape and dtype. Arrays are [b, t, n, h or v], [b, n, t] or [b, t].
-    `body` has references to a block of its own side and of outputs, of the other side to the whole
-    row. It sums over tiles of that with sum_tiles(add, shapes): add(place of a tile, sums so far,
-    `weigh`) -> sums."""
-    by_keys = "k_grad" in outputs
-    sides = [(("q", "log_sums", "mean", "y_grad"), tiles.queries), (("k", "v"), tiles.keys)]
-    (own, block), (others, tile) = sides[::-1] if by_keys else sides
-    own = *own, "last" if by_keys else "first"  # query that sees a key, key that it sees
-    b, t, n, _ = arrays["q"].shape
+class Reach(NamedTuple):
+    """What the tokens of a block can see, or by what they can be seen."""
 
-    def cut(tokens: int, at: Callable, x):
+    first: jax.Array  # a token for each of the block, [block, 1]
+    last: jax.Array
+    first_tile: jax.Array  # those from this tile on, and before the other,
+    end_tile: jax.Array  # have all that any token of the block can see
+
+
+def keys_of_queries(r, tiles: Tiles) -> Reach:
+    """The Reach of a block of queries."""
+    queries = r.i * tiles.block + jnp.arange(tiles.block)
+    first = r.first[...][:, None]
+    last = queries[:, None]
+    first_tile = r.first[0] // tiles.tile
+    end_tile = pl.cdiv((r.i + 1) * tiles.block, tiles.tile)
+    return Reach(first, last, first_tile, end_tile)
+
+
+def queries_of_keys(r, tiles: Tiles) -> Reach:
+    """The Reach of a block of keys."""
+    keys = r.i * tiles.block + jnp.arange(tiles.block)
+    first = keys[:, None]
+    last = r.last[...][:, None]
+    first_tile = r.i * tiles.block // tiles.tile
+    end_tile = r.last[tiles.block - 1] // tiles.tile + 1
+    return Reach(first, last, first_tile, end_tile)
+
+
+def sum_tiles(reach: Reach, tile: int, add: Callable, *shapes):
+    """The sums after add(place of a tile in the row, which of its tokens each of the block can see
+    [block, tile], sums so far) -> sums, of all tiles in reach. Sums are float32 of these shapes."""
+
+    def add_tile(j, sums):
+        tokens = (j * tile + jnp.arange(tile))[None]
+        seen = (tokens >= reach.first) & (tokens <= reach.last)
+        return add(pl.ds(j * tile, tile), seen, sums)
+
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+    return lax.fori_loop(reach.first_tile, reach.end_tile, add_tile, zeros)
+
+
+def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
+    """run_kernel for every block of every row and head. `body` has references to a block of the
+    arrays in `blocks` and of `outputs` (name -> array, or its shape and dtype), and to a whole row
+    of those in `rows`. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]; of these a reference has
+    [tokens, h or v], or [tokens]."""
+    b, t, n, _ = (blocks | rows)["q"].shape
+
+    def cut(tokens: int, block_at: Callable, x):
         if x.ndim == 4:
-            return pl.BlockSpec((None, tokens, None, x.shape[3]), lambda i, n, b: (b, at(i), n, 0))
+            shape = None, tokens, None, x.shape[3]
+            return pl.BlockSpec(shape, lambda i, n, b: (b, block_at(i), n, 0))
         if x.ndim == 3:
-            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, at(i)))
-        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, at(i)))
+            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, block_at(i)))
+        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, block_at(i)))
 
-    of_block = functools.partial(cut, block, lambda i: i)
+    of_block = functools.partial(cut, tiles.block, lambda i: i)
     of_row = functools.partial(cut, t, lambda i: 0)
-    # q, k, v, y_grad and outputs like them [tokens, h or v]; log_sums, mean, first, last [tokens].
-    refs = {x: reads(arrays[x], of_block) for x in own if x in arrays}
-    refs |= {x: reads(arrays[x], of_row) for x in others if x in arrays}
-    refs |= {x: writes(like, of_block) for x, like in outputs.items()}
-
-    def with_sums(r):
-        here = r.i * block + jnp.arange(block)
-        if by_keys:
-            first, last = here[:, None], r.last[...][:, None]
-            span = r.i * block // tile, r.last[block - 1] // tile + 1
-        else:
-            first, last = r.first[...][:, None], here[:, None]
-            span = r.first[0] // tile, pl.cdiv((r.i + 1) * block, tile)
-
-        def sum_tiles(add: Callable, *shapes):
-            def add_tile(j, sums):
-                there = (j * tile + jnp.arange(tile))[None]
-                seen = (there >= first) & (there <= last)
-                at = pl.ds(j * tile, tile)
-
-                def weigh(own, others, log_sums=None):
-                    """Weights [block, tile]: 2^(score - log_sums), and 0 for what is not seen."""
-                    score = times(own, others, transpose=True)
-                    if by_keys:
-                        log_sums = r.log_sums[at][None]
-                    if log_sums is not None:
-                        score -= log_sums
-                    return jnp.where(seen, jnp.exp2(score), 0.0)
-
-                return add(at, sums, weigh)
-
-            return lax.fori_loop(*span, add_tile, tuple(jnp.zeros(x, jnp.float32) for x in shapes))
-
-        body(r, sum_tiles)
-
-    return run_kernel(name, {"i": t // block, "head": n, "row": b}, refs, with_sums, tiles)
+    refs = {name: reads(x, of_block) for name, x in blocks.items()}
+    refs |= {name: reads(x, of_row) for name, x in rows.items()}
+    refs |= {name: writes(like, of_block) for name, like in outputs.items()}
+    return run_kernel(name, {"i": t // tiles.block, "head": n, "row": b}, refs, body, tiles)
 
 
 def attend_gpu_forward(arrays: dict):
     """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
-    (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
+    b, t, n, v = arrays["v"].shape
+    dtype = arrays["q"].dtype
+    tiles = FORWARD_TILES
+    queries = {name: arrays[name] for name in ("q", "first")}
+    keys = {name: arrays[name] for name in ("k", "v")}
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
 
-    def body(r, sum_tiles):
+    def body(r):
+        reach = keys_of_queries(r, tiles)
         q = r.q[...]
 
-        def add(at, sums, weigh):
+        def add(place, seen, sums):
             y, total = sums
-            weights = weigh(q, r.k[at, :])
-            return y + times(weights.astype(dtype), r.v[at, :]), total + jnp.sum(weights, axis=1)
+            score = times(q, r.k[place, :], transpose=True)
+            weights = jnp.where(seen, jnp.exp2(score), 0.0)
+            y += times(weights.astype(dtype), r.v[place, :])
+            return y, total + jnp.sum(weights, axis=1)
 
-        y, total = sum_tiles(add, (len(q), v), (len(q),))
+        y, total = sum_tiles(reach, tiles.tile, add, (len(q), v), (len(q),))
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
-    out = run_tiles("attend", FORWARD_TILES, arrays, outputs, body)
-    return out.y, arrays | {"y": out.y, "log_sums": out.log_sums}
+    written = run_tiles("attend", tiles, queries, keys, outputs, body)
+    return written.y, arrays | {"y": written.y, "log_sums": written.log_sums}
 
 
 def attend_gpu_backward(arrays: dict, y_grad):
     """Gradients of q, k and v, by the formulas of attend_tpu_backward; their reach gets none."""
-    dtype = y_grad.dtype
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
-    arrays = arrays | {"mean": mean, "y_grad": y_grad}
+    queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
+    keys = {"k": arrays["k"], "v": arrays["v"]}
+    q_grad = query_gradients(queries | {"first": arrays["first"]}, keys)
+    k_grad, v_grad = key_gradients(keys | {"last": arrays["last"]}, queries)
+    return ({"q": q_grad, "k": k_grad, "v": v_grad, "first": None, "last": None},)
 
-    def by_queries(r, sum_tiles):
-        q, of_y = r.q[...], r.y_grad[...]
-        log_sums, mean = r.log_sums[...][:, None], r.mean[...][:, None]
 
-        def add(at, sums, weigh):
-            k = r.k[at, :]
-            weights = weigh(q, k, log_sums)
-            grad = weights * (times(of_y, r.v[at, :], transpose=True) - mean)
-            return (sums[0] + times(grad.astype(dtype), k),)
+def query_gradients(queries: dict, keys: dict):
+    """The gradient of q: each block of queries goes through its keys."""
+    dtype = queries["q"].dtype
+    tiles = QUERY_TILES
 
-        r.q_grad[...] = (sum_tiles(add, q.shape)[0] * (1 / LOG2E)).astype(dtype)
+    def body(r):
+        reach = keys_of_queries(r, tiles)
+        q, y_grad = r.q[...], r.y_grad[...]
+        log_sums = r.log_sums[...][:, None]
+        mean = r.mean[...][:, None]
 
-    def by_keys(r, sum_tiles):  # scores stand as [keys, queries]
+        def add(place, seen, sums):
+            (q_grad,) = sums
+            k = r.k[place, :]
+            score = times(q, k, transpose=True) - log_sums
+            weights = jnp.where(seen, jnp.exp2(score), 0.0)
+            grad = weights * (times(y_grad, r.v[place, :], transpose=True) - mean)
+            return (q_grad + times(grad.astype(dtype), k),)
+
+        (q_grad,) = sum_tiles(reach, tiles.tile, add, q.shape)
+        r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
+
+    outputs = {"q_grad": queries["q"]}
+    return run_tiles("attend_backward_queries", tiles, queries, keys, outputs, body).q_grad
+
+
+def key_gradients(keys: dict, queries: dict) -> tuple:
+    """The gradients of k and v: each block of keys goes through the queries that see it. Scores
+    stand as [keys, queries]."""
+    dtype = keys["k"].dtype
+    tiles = KEY_TILES
+
+    def body(r):
+        reach = queries_of_keys(r, tiles)
         k, v = r.k[...], r.v[...]
 
-        def add(at, sums, weigh):
+        def add(place, seen, sums):
             k_grad, v_grad = sums
-            q, of_y = r.q[at, :], r.y_grad[at, :]
-            weights = weigh(k, q)
-            v_grad += times(weights.astype(dtype), of_y)
-            grad = weights * (times(v, of_y, transpose=True) - r.mean[at][None])
+            q, y_grad = r.q[place, :], r.y_grad[place, :]
+            score = times(k, q, transpose=True) - r.log_sums[place][None]
+            weights = jnp.where(seen, jnp.exp2(score), 0.0)
+            v_grad += times(weights.astype(dtype), y_grad)
+            grad = weights * (times(v, y_grad, transpose=True) - r.mean[place][None])
             return k_grad + times(grad.astype(dtype), q), v_grad
 
-        k_grad, v_grad = sum_tiles(add, k.shape, v.shape)
-        r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
+        k_grad, v_grad = sum_tiles(reach, tiles.tile, add, k.shape, v.shape)
+        r.k_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype)
+        r.v_grad[...] = v_grad.astype(dtype)
 
-    of_q, of_k, of_v = ({f"{x}_grad": arrays[x]} for x in "qkv")  # shapes of outputs
-    out = run_tiles("attend_backward_queries", QUERY_TILES, arrays, of_q, by_queries)
-    more = run_tiles("attend_backward_keys", KEY_TILES, arrays, of_k | of_v, by_keys)
-    return ({"q": out.q_grad, "k": more.k_grad, "v": more.v_grad, "first": None, "last": None},)
+    outputs = {"k_grad": keys["k"], "v_grad": keys["v"]}
+    written = run_tiles("attend_backward_keys", tiles, keys, queries, outputs, body)
+    return written.k_grad, written.v_grad
 
 
 # attend_gpu of q (scaled already), k and v, with the first and last of their reach
@@ -6115,15 +6442,16 @@ def attend_gpu(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """One kernel forward and two back. Needs rows of a multiple of 128 tokens (else their end is
     missing), heads of powers of two, scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
-    here = jnp.arange(t, dtype=jnp.int32)[None]
+    token = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
-    stops = t - 1 - document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end
+    mirrored = document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end
+    stops = t - 1 - mirrored
     arrays = {
         "q": (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype),  # the exponential is 2^x
         "k": k_btnh,
         "v": v_btnh,
-        "first": jnp.maximum(starts, here - window),  # key that a query can see
-        "last": jnp.minimum(stops, here + window),  # query that can see a key
+        "first": jnp.maximum(starts, token - window),  # key that a query can see
+        "last": jnp.minimum(stops, token + window),  # query that can see a key
     }
     return attend_gpu_arrays(arrays)
 

@@ -174,10 +174,12 @@ def test_warm_up_needs_no_more_than_what_was_said_to_fit():
         (
             "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory "
             'space vmem for %sum, metadata={op_name="jit(step)/weighted_sum/pallas_call" id=1}',
-            "--set kernels=attend,cross_entropy,add_rows leaves out blend, .*: ",
+            "--set kernels=plain runs without kernels: ",
         ),
         ("INVALID_ARGUMENT: No such compile option: 'xla_tpu_x'", "--set sparse_cores=0 .*: "),
-        ("INTERNAL: Mosaic failed to compile TPU kernel: " + "x" * 900, ""),
+        ("INTERNAL: Mosaic failed to compile TPU kernel: " + "x" * 900, "--set kernels=plain .*: "),
+        ("INTERNAL: Triton compilation failed", "--set kernels=plain .*: "),
+        ("INTERNAL: whatever else " + "x" * 900, ""),
     ],
 )
 def test_what_a_compiler_says_is_shown_whole_with_what_to_do(monkeypatch, text, said):
