@@ -3222,8 +3222,8 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
-    """Why a program cannot run that needs `size` bytes of a device, with all that lies beside it, if
-    that has `limit`; and with how many rows of the n-gram table it can. "" if it can."""
+    """Why a program cannot run that needs `size` of the `limit` bytes of a device, with all that
+    lies beside it, and with how many rows of the n-gram table it can; "" if it can."""
     excess = size + SPARE - limit
     if excess <= 0:
         return ""
