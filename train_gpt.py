@@ -1,13 +1,31 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
-    python train_gpt.py                    # without an accelerator: `tiny`, a minute on a laptop
-    python train_gpt.py speedrun           # FineWeb, target 3.28, on v6e-8, 8xH100 or one GPU
+What it does: `speedrun` trains the model of record 92 of the modded-nanogpt speedrun
+(github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024) on 329 M tokens of FineWeb, in 1194
+steps, to a validation loss of 3.28. `tiny` trains the same at toy size, `plain` a plain GPT.
+What it holds: parameters as a dict of arrays, Muon and Adam by hand, 40 ideas with a switch each,
+data parallelism, a loader, kernels for TPUs and GPUs, checkpoints that resume exactly.
+How fast: a laptop trains `tiny` in a minute; an H200 needs 53 s for the steps of `speedrun` with an
+eighth of each batch. How sure: both are measured, and tests hold losses, gradients and updates to
+the original's; nobody has timed a whole `speedrun` yet. README.md says what is predicted.
+
+    python train_gpt.py                    # without an accelerator: `tiny`
+    python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
-`speedrun` is record 92 of the modded-nanogpt speedrun (github.com/KellerJordan/modded-nanogpt,
-Jordan et al. 2024): 1194 steps, 329 M tokens. "Record N" is the Nth of its list, "the original" the
-PyTorch program of record 92. Nobody has timed ours on a TPU yet. To learn how it works, read Part I
-from the top, and of Part II what you want to know. A step of training, in lines of `train`:
+To learn how it works, read Part I from the top, and of Part II what you want to know:
+
+    The numbers of a run          every setting, the presets, the switches of ideas
+    PART I, the core              a GPT and its training, in plain JAX: what `plain` runs. Of the
+                                  ideas it calls hooks; beside each call stands the idea's section
+    PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
+    PART III, the data            from shards to batches, made ahead of use
+    PART IV, around a run         set-up, devices, memory, checkpoints, log, signals,
+                                  several hosts, settings, command line: look it up
+    PART V, fast on hardware      compilation, collectives as compilers want them, kernels that
+                                  equal functions of Parts I and II (`--set kernels=plain`: none)
+
+A step of training, in lines of `train`:
 
     batch, loader = next(batches)  # tokens, targets, n-grams, rates; where the loader stands
     gradients, *updates = schedule(cfg).programs[step]
@@ -15,17 +33,11 @@ from the top, and of Part II what you want to know. A step of training, in lines
     waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
     for update in updates:
         due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
-        state, changed = compiled[update](state, due, batch.hyper)
+        state, changed, norms = compiled[update](state, due, batch.hyper)
         copies |= changed
 
-`compiled` has grads_step for each shape of a batch (n-gram rows fetched from other devices, banks
-gathered, forward, loss, gradients, those of banks summed over devices); updates (anvil at every
-step: banks, by Muon with a second, slower momentum; adam at every 2nd: head, embedding, small ones;
-tables at every 2nd, from step 336 on every 4th: value and n-gram tables), which sum over devices,
-change a part on each, and gather the result; and what comes at the end, finish and eval. In
-`plain` there are no n-grams, and every step is grads0, anvil, which then is Muon alone, and adam.
-
 Words that are used throughout:
+    record N    the Nth of the speedrun's list; "the original" is the PyTorch program of record 92
     bank        equal-shaped matrices, stacked: [matrices, rows, cols]
     row         of a batch: one sequence; of a table: the vector of one id or n-gram
     stream      in the model: the sum that layers add to; in the data: all tokens of the shards
@@ -38,27 +50,6 @@ Words that are used throughout:
 Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or queries, s keys,
 d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
 lengths are counted in tokens.
-
-    The numbers of a run          every setting, the presets, what --set does and what it refuses:
-                                  look them up
-    PART I, the core              a GPT and its training, in plain JAX: what `plain` runs
-    PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
-    PART III, the data            from shards to batches, made ahead of use; validation
-    PART IV, around a run         set-up, devices, memory, checkpoints, log, signals,
-                                  several hosts, command line: look it up
-    PART V, fast on hardware      compilation, collectives as compilers want them, kernels that
-                                  equal functions of Parts I and II (`--set kernels=plain`: none)
-
-Where to edit. A size or a schedule: a preset, rows of Stage. What a layer adds: a field of Layer, a
-row of param_table or params_of_ideas, forward. Inside attention: attention, HeadInputs,
-attend_heads or attend_plain, trials; and attend_tpu too, or one more of the conditions in
-serving_kernels. What the loss reads: a row of param_table, batch_loss, cross_entropy (where logits
-are capped, fused_cross_entropy trains, which equals it). What it makes of a token's losses:
-add_losses, and their slopes in fused_cross_entropy_forward; if that changes the chances of the next
-token, records/sample.py too. Which ids a softmax runs over: aim. A table: params_of_ideas,
-ids_of_ideas, look_up. A new kernel: a function that equals one of Kernels, its conditions in
-serving_kernels. What leaves an idea out: a line of IDEAS. Always: a field of Config, validate,
-flops_per_token, a row in README.md, a test in tests/recipe.
 """
 
 from __future__ import annotations
@@ -212,9 +203,7 @@ class Config:
     )
     width: Positive[int] = 768
     heads: Positive[int] = 6
-    kv_heads: int = (
-        0  # heads of keys and values, which queries share in groups; 0: as many as queries
-    )
+    kv_heads: int = 0  # of keys and values, which queries share in groups; 0: as many
     mlp_width: Positive[int] = 2816  # 11/3 of the width
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
@@ -459,15 +448,16 @@ class Hyper(NamedTuple):
 
     lr: np.ndarray  # factor on every learning rate
     momentum: np.ndarray  # how far an update goes from the gradient to its average (Nesterov)
-    fast_beta: np.ndarray  # of that average, see anvil
-    fast_weight: np.ndarray  # of it, where a slow average has the rest (two_rails)
     adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
-    table_count: np.ndarray  # table updates, likewise
     freqs: np.ndarray  # [2, pairs that turn] radians a position, of short and of long layers
     scales: np.ndarray  # [2] of q k^T, likewise
     weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
-    prefix: np.ndarray  # weight of the loss on the prefix
-    average_rates: np.ndarray  # [4] of AVERAGES; 0: not updated
+    # Of ideas; None where they are off.
+    fast_beta: np.ndarray | None = None  # rails: beta of the fast average,
+    fast_weight: np.ndarray | None = None  # its weight; the slow average has the rest
+    table_count: np.ndarray | None = None  # table updates, as adam_count
+    prefix: np.ndarray | None = None  # weight of the loss on the next token's prefix
+    average_rates: np.ndarray | None = None  # [4] of AVERAGES; 0: not updated
 
 
 class Schedule(NamedTuple):
@@ -502,86 +492,131 @@ class Update(NamedTuple):
     stages: tuple[int, ...] = ()  # of tables: those of these steps, as they fetch n-grams
 
     def __str__(self) -> str:
-        return self.kind + "_tied" * self.tied + "-".join(map(str, self.stages))
+        tied = "_tied" if self.tied else ""
+        return self.kind + tied + "-".join(map(str, self.stages))
 
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
     """The Schedule of a run: when the learning rate falls, and which programs a step runs."""
     step = np.arange(cfg.steps)
-    end = cfg.steps - cfg.extension
-    stage, *_ = places(cfg)
-
-    # Larger batches bear larger rates: a stage's factor is about the root of its batch's growth.
-    # The rate falls early, but not far: the record averages its last weights besides.
-    flat = int((1 - cfg.cooldown) * end)
-    done = np.where(step < end, np.maximum(step - flat, 0) / max(end - flat, 1), 1.0)
-    lr = np.array([s.lr_factor for s in cfg.stages])[stage] * (1 - done) + cfg.lr_floor * done
-
-    # Early gradients turn too fast to be averaged for long, and the last steps are to settle.
-    low, high = cfg.momentum
-    up = np.minimum(step / cfg.momentum_warmup, 1)
-    turn = cfg.steps - cfg.momentum_cooldown
-    down = np.maximum(step - turn, 0) / max(cfg.momentum_cooldown, 1)
-    momentum = low + (high - low) * np.minimum(up, 1 - down)
-
-    adam = (step + 1) % cfg.adam_every == 0
-    tables = table_updates(cfg, step) if updated(cfg, "tables") else np.zeros_like(step)
-    tied = step <= last_tied_step(cfg) if cfg.tied else np.zeros(cfg.steps, bool)
-
-    rotations = yarn(cfg) if len(cfg.stages) > 1 else [rotation(cfg)]
+    stage = steps_in_stages(cfg).stage
+    momentum = momentum_at(cfg, step)
+    adam_due = (step + 1) % cfg.adam_every == 0
+    tables = np.zeros_like(step)
+    if updated(cfg, "tables"):  # seldom: "When tables learn"
+        tables = table_updates(cfg, step)
+    tied = np.zeros(cfg.steps, bool)
+    if cfg.tied:  # tied: "When tables learn"
+        tied = step <= last_tied_step(cfg)
+    rotations = [rotation(cfg)]
+    if len(cfg.stages) > 1:  # windows: "Rotation that follows the windows"
+        rotations = yarn(cfg)
     freqs, scales = (np.stack(x)[stage] for x in zip(*rotations, strict=True))
-    own = {"lr": lr, "momentum": momentum, "freqs": freqs, "scales": scales}
-    own["adam_count"] = step // cfg.adam_every + 1
-    hyper = Hyper(**own, **hyper_of_ideas(cfg, momentum, adam, tables))
-    candidates = in_parts(cfg, "candidates")
-    numbers = {}  # of the shapes of a step
-    programs = []
-    for i, shape in enumerate(zip(stage.tolist(), candidates.tolist(), strict=True)):
-        programs.append([Gradients(numbers.setdefault(shape, len(numbers)), *shape)])
-        programs[i].append(Update("anvil", 1))
-        if adam[i]:
-            programs[i].append(Update("adam", cfg.adam_every, bool(tied[i])))
-        if count := int(tables[i]):
-            summed = tuple(stage[i + 1 - count : i + 1].tolist())
-            programs[i].append(Update("tables", count, stages=summed))
-    return Schedule(stage, candidates, adam, tables, tied, programs, hyper)
+    weights = np.ones((cfg.steps, 1))
+    targets = [len(s.weights) for s in cfg.stages]
+    if max(targets) > 1:  # ahead: "Losses on more than the next token"
+        weights = loss_weights(cfg)
+    hyper = Hyper(
+        lr=learning_rate(cfg, step),
+        momentum=momentum,
+        adam_count=step // cfg.adam_every + 1,
+        freqs=freqs,
+        scales=scales,
+        weights=weights,
+        **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
+    )
+    softmax = in_parts(cfg, "candidates")
+    keys = []
+    numbers = {}  # (stage, candidates) -> number of the program
+    for i in range(cfg.steps):
+        shape = int(stage[i]), int(softmax[i])
+        number = numbers.setdefault(shape, len(numbers))
+        of_step = [Gradients(number, *shape), Update("anvil", 1)]
+        if adam_due[i]:
+            is_tied = bool(tied[i])
+            of_step.append(Update("adam", cfg.adam_every, is_tied))
+        if tables[i]:
+            summed = stage[i + 1 - tables[i] : i + 1].tolist()
+            of_step.append(Update("tables", len(summed), stages=tuple(summed)))
+        keys.append(of_step)
+    return Schedule(stage, softmax, adam_due, tables, tied, keys, hyper)
 
 
-def places(cfg: Config) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(stage of each step, its number in that, how many that has)."""
+def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
+    """The factor on every learning rate at each step. Larger batches bear larger rates: a stage's
+    factor is about the root of its batch's growth. The rate falls early, but not far: the record
+    averages its last weights besides."""
+    scheduled = cfg.steps - cfg.extension
+    constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
+    fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
+    fallen = np.where(step < scheduled, fallen, 1.0)
+    factors = np.array([s.lr_factor for s in cfg.stages])
+    of_stage = factors[steps_in_stages(cfg).stage]
+    return of_stage * (1 - fallen) + cfg.lr_floor * fallen
+
+
+def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
+    """The momentum at each step: it rises, as early gradients turn too fast to be averaged for
+    long, and falls again, as the last steps are to settle."""
+    low, high = cfg.momentum
+    risen = np.minimum(step / cfg.momentum_warmup, 1)
+    turn = cfg.steps - cfg.momentum_cooldown
+    fallen = np.maximum(step - turn, 0) / max(cfg.momentum_cooldown, 1)
+    return low + (high - low) * np.minimum(risen, 1 - fallen)
+
+
+class StepsInStages(NamedTuple):
+    """Where in its stage each step is: int [steps] each."""
+
+    stage: np.ndarray  # number of the stage
+    number: np.ndarray  # of the step in its stage
+    length: np.ndarray  # steps of the stage
+
+
+def steps_in_stages(cfg: Config) -> StepsInStages:
+    """The StepsInStages of a run."""
     lengths = np.diff(cfg.boundaries)
-    stage = np.repeat(np.arange(len(lengths)), lengths)
-    return stage, np.arange(cfg.steps) - np.array(cfg.boundaries)[stage], lengths[stage]
+    stages = np.arange(len(cfg.stages))
+    stage = np.repeat(stages, lengths)
+    first = np.array(cfg.boundaries)[stage]  # step of the stage
+    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
 
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
     """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
-    fields = [getattr(stage, name) for stage in cfg.stages]
-    each = ((fields[s], at, length) for s, at, length in zip(*places(cfg), strict=True))
-    return np.array([entries[at * len(entries) // length] for entries, at, length in each])
+    entries = []
+    steps = steps_in_stages(cfg)
+    for stage, number, length in zip(*steps, strict=True):
+        of_stage = getattr(cfg.stages[stage], name)
+        entries.append(of_stage[number * len(of_stage) // length])
+    return np.array(entries)
 
 
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """(frequencies float32 [2, pairs that turn], scales of q k^T [2]) at the start, of half-wide
-    and of whole heads (RoPE, Su et al. 2021)."""
-    turn = cfg.head_width // (4 if cfg.still else 2)
-    freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, turn, dtype=np.float32)
+    """(frequencies float32 [2, pairs that turn], scales of q k^T [2]) at the start, of short and of
+    long layers (RoPE, Su et al. 2021)."""
+    pairs = cfg.head_width // 2
+    if cfg.still:  # half of the dimensions do not rotate
+        pairs = cfg.head_width // 4
+    freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, pairs, dtype=np.float32)
     return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
 
 
 def hyper_at(cfg: Config, step: int) -> Hyper:
     """The Hyper of `step`."""
-    return Hyper(*(np.asarray(column[step], np.float32) for column in schedule(cfg).hyper))
+    columns = schedule(cfg).hyper
+    return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
 
 
 # ---- Batches: what a step gets of the data -----------------------------------------------------
 
 
 class Aims(NamedTuple):
-    """The targets of a batch, as positions among the candidates of their row; without, as ids."""
+    """What a batch is to predict. Where a softmax runs over candidates, targets and prefixes are
+    positions among those of their row; else they are ids."""
 
-    candidates: np.ndarray  # int32 [b, candidates] ids, ascending; of none: every id is one
+    candidates: np.ndarray  # int32 [b, candidates] ids, ascending; none: every id is one
     targets: np.ndarray  # int32 [b, t] the next token; -1: none
     prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
 
@@ -589,9 +624,10 @@ class Aims(NamedTuple):
 class Rows(NamedTuple):
     """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
 
-    tokens: jax.Array  # uint16 [rows, t+1]
-    hashed: jax.Array | None  # uint16 [rows, t]: what n-gram hashes see of the first t
-    slots: jax.Array | None  # int32 [rows, 2, t]: of bigrams, trigrams in what a device fetches
+    tokens: jax.Array  # uint16 [b, t+1]
+    # Of n-grams; None without them.
+    hashed: jax.Array | None  # uint16 [b, t]: what hashes see of the first t tokens
+    slots: jax.Array | None  # int32 [b, 2, t]: which of the fetched rows a token's two n-grams have
     aims: Aims
 
 
@@ -626,12 +662,16 @@ class Param:
 
 def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
     """What its optimizer keeps of a parameter: kind -> shape."""
-    s = row.shape
     if row.optimizer == "adam":
-        return {"first": s, "second": s}
+        return {"first": row.shape, "second": row.shape}
     if row.optimizer == "rows":
-        return {"second": s[:1]}
-    return {"fast": s} | moments_of_ideas(cfg, s)
+        return {"second": row.shape[:1]}
+    kept = {"fast": row.shape}
+    if cfg.slow_rate:  # rails: see two_rails
+        kept["slow"] = row.shape
+    if cfg.equalize_rate:  # equalize: a number for each row or column of a matrix
+        kept["equaliser"] = row.shape[0], max(row.shape[1:])
+    return kept
 
 
 NGRAMS = "ngram_table"
@@ -641,50 +681,55 @@ NGRAMS = "ngram_table"
 def param_table(cfg: Config) -> dict[str, Param]:
     """Name -> Param: every parameter, its size, its start and how it learns.
 
-    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape:
+    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape;
+    attention_weights and mlp_weights take them out again:
         qk_bank [2 per attention, d, d]: q, then k; x W^T (or each cut by heads, see qk_heads)
-        vo_bank [2 per attention, d, d]: v, then o; x W^T (if heads share v, it is in v_bank)
+        vo_bank [2 per attention, d, d]: v, then o; x W^T
         mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
     Down-projections start at zero, as output projections may (o_start): a layer begins by adding
     nothing. An orthogonalized update has unit singular values whatever the shape, so it changes an
     output element less as the output grows; sqrt(f / d) makes up for that in the up-projections
     (Jordan et al. 2024). The down-projections get twice as much, found by trial (record 48).
-
-    What is of size 0, as it belongs to an idea that is off, is not there.
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
-    whole = 1 if cfg.shared else 2  # matrices [d, d] of an attention: o alone, or v and o
-    together = cfg.qk_heads or n  # heads of which q or k is one matrix
-    attends = len(cfg.layers_with("attends"))
+    attentions = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
-    vo_sizes = (1.0, cfg.o_start)[2 - whole :] * attends
-    mlp_sizes = (1.0,) * mlps + (cfg.down_start,) * mlps  # drawn in this order, see in_pairs
+    of_qk = cfg.qk_heads or n  # heads of which q or k is one matrix
+    qk_matrices = attentions * (n + kv) // of_qk
     up = math.sqrt(max(1, f / d))
+    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps  # in the order of in_pairs
+    mlp_rates = (up, 2 * up) * mlps
+    mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
-    mlp = by_anvil(cfg, (2 * mlps, f, d), mlp_sizes, (up, 2 * up) * mlps)
     table = {
         "head": head,
         "embed": head,
-        "qk_bank": by_anvil(cfg, ((n + kv) // together * attends, together * h, d)),
-        "vo_bank": by_anvil(cfg, (whole * attends, d, d), vo_sizes),
-        "v_bank": by_anvil(cfg, ((2 - whole) * attends, kv * h, d)),
-        "mlp_bank": dataclasses.replace(mlp, init=functools.partial(in_pairs, mlp.init)),
+        "qk_bank": by_anvil(cfg, (qk_matrices, of_qk * h, d)),
+        "vo_bank": by_anvil(cfg, (2 * attentions, d, d), (1.0, cfg.o_start) * attentions),
+        "mlp_bank": dataclasses.replace(mlp_bank, init=functools.partial(in_pairs, mlp_bank.init)),
     }
-    table = with_averages(cfg, table | params_of_ideas(cfg))
+    if cfg.shared:  # heads of queries share v, which is smaller than o then
+        table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
+        table["vo_bank"] = by_anvil(cfg, (attentions, d, d), (cfg.o_start,) * attentions)
+    table |= params_of_ideas(cfg)  # "Parameters of ideas"
+    if cfg.tail or cfg.tail_average:  # averages: "Averages of the last weights"
+        table = with_averages(cfg, table)
     return {name: row for name, row in table.items() if math.prod(row.shape)}
 
 
-def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **more) -> Param:
-    """A row of param_table; `rates` are factors on lr_adam and decay_adam."""
-    lr, decay = rates[0] * cfg.lr_adam, rates[1] * cfg.decay_adam
-    kinds = {"optimizer": "adam", "updated_by": "adam"} | more
-    return Param(shape, start, lr=lr, decay=decay, betas=betas, **kinds)
+def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> Param:
+    """A row of param_table; `rates` are factors on lr_adam and decay_adam, `fields` others of
+    Param."""
+    lr, decay = rates
+    rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
+    kinds = {"optimizer": "adam", "updated_by": "adam"}
+    return Param(shape, start, **(rates | kinds | fields))
 
 
-def by_anvil(cfg: Config, shape, sizes=1.0, scale: tuple = ()) -> Param:
+def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
     """The row of a bank; of each matrix the size of its start, and the factor on its rate."""
-    start = functools.partial(uniform, 0.5 / math.sqrt(cfg.width), sizes)
+    start = functools.partial(uniform, 0.5 / math.sqrt(cfg.width), starts)
     rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
     return Param(shape, start, "anvil", "anvil", **rates)
 
@@ -714,46 +759,52 @@ def updated(cfg: Config, kind: str) -> list[str]:
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
     """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
-    what the optimizers keep (moments: of ANVIL two averages of the gradient and the mean square of
-    each neuron, of Adam mean and mean square) and AVERAGES. All but the n-gram table is float32,
-    and sharded like the parameter, along axis 0, which is padded with zeros for the devices: each
-    updates its shard (ZeRO)."""
+    what the optimizers keep (moments) and AVERAGES. All but the n-gram table is float32."""
     state = {}
     for name, row in param_table(cfg).items():
         shapes = {"params": row.shape} | moments(cfg, row)
         shapes |= {average: row.shape for average, _ in row.averages}
         for kind, shape in shapes.items():
-            dtype = jnp.dtype(row.dtype if kind == "params" else "float32")
-            state.setdefault(kind, {})[name] = leaf(shape, dtype, row)
+            dtype = row.dtype if kind == "params" else "float32"
+            state.setdefault(kind, {})[name] = leaf(shape, jnp.dtype(dtype), row)
     return state
 
 
 def init_state(cfg: Config, seed):
     """The training state before the first step."""
     key = jax.random.key(seed)
-    state = map_state(cfg, lambda shape, dtype, row: jnp.zeros(shape, dtype))
+
+    def zeros(shape, dtype, row):
+        return jnp.zeros(shape, dtype)
+
+    state = map_state(cfg, zeros)
     for name, row in param_table(cfg).items():
-        # A key from the name: adding a parameter does not change the others.
-        salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
         if callable(row.init):
+            # A key from the name: adding a parameter does not change the others.
+            digest = hashlib.sha256(name.encode()).digest()
+            salt = int.from_bytes(digest[:4], "little")
             start = row.init(jax.random.fold_in(key, salt), row.shape)
         else:
             start = jnp.full(row.shape, row.init, jnp.float32)
         state["params"][name] = start.astype(row.dtype)
-    return tie(state) if cfg.tied else state
+    if cfg.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+        state = tie(state)
+    return state
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
-    """What the model computes with: large parameters in cfg.dtype, tables made whole by `gather`,
-    which banks are at each step, small ones as they are. The n-gram table has no copy: no device
-    ever holds all of it."""
+    """What the model computes with: large parameters in cfg.dtype, small ones as they are. `gather`
+    makes tables whole; banks stay cut over the devices, each step gathers them. The n-gram table
+    has no copy: no device ever holds all of it."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
-        if name != NGRAMS:
-            copies[name] = x.astype(cfg.dtype) if row.sharded else x
-            if row.sharded and row.optimizer != "anvil":
-                copies[name] = gather(copies[name])[: row.shape[0]]  # without padding
+        if name == NGRAMS:
+            continue
+        copies[name] = x.astype(cfg.dtype) if row.sharded else x
+        if row.sharded and row.optimizer != "anvil":
+            rows = row.shape[0]  # without those that pad it for the devices
+            copies[name] = gather(copies[name])[:rows]
     return copies
 
 
@@ -781,81 +832,93 @@ class Model(NamedTuple):
     segments_bt: jax.Array | None = None  # attention does not cross from one number to another
 
 
-def batch_loss(params, found, model: Model, rows: Rows):
-    """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
-    token, which is reported), differentiable in all `params` and in what look_up has `found`. It is
-    the sum over a row's tokens, averaged over rows, as in the original: it grows with the length of
-    rows. Muon and Adam do not see constant factors; their moments remember the size of before."""
-    model, stage, hyper = model._replace(params=params), model.stage, model.hyper
-    x_btd = forward(model, found, rows)
-    if stage:
-        of_stage = hyper.weights[: len(stage.weights)] / stage.rows
-        of_prefix = hyper.prefix / stage.rows if any(stage.prefix) else None
-    else:
-        of_stage, of_prefix = jnp.ones(1), None
-    arrays = with_pointer(model, rows, x_btd, *targets_ahead(rows.aims, of_stage, of_prefix))
-    if "head" in found:  # of each row those of its candidates, see table_ids
-        (heads_bvd,) = found["head"]
-    else:  # all rows have the same
-        heads_bvd = params["head"][None]
-        arrays = (a.reshape(1, -1, a.shape[-1]) for a in arrays)
-    each = zip(*arrays, heads_bvd, strict=True)
-    loss = model.kernels.cross_entropy
-    sums = [loss(x, head, to, w, model.cfg, *more) for x, to, w, *more, head in each]
-    return tuple(map(sum, zip(*sums, strict=True)))
+class Inputs(NamedTuple):
+    """What any layer may read besides the stream."""
+
+    x0: jax.Array  # [b, t, d] the normed embeddings
+    start: jax.Array  # [b, t, d] the stream before the first layer
+    values: tuple[jax.Array, ...]  # [b, t, d] rows of the value tables, one for each layer with one
+    ngram: jax.Array | None  # [b, t, d] n-gram vectors
 
 
-def forward(model: Model, found: dict, rows: Rows):
-    """The model: the normed embeddings that look_up has `found`, layers that add to them, a norm:
-    [b, t, d]. Layer says what each adds, and from where it reads."""
-    params, cfg = model.params, model.cfg
+class Output(NamedTuple):
+    """What a layer hands on."""
+
+    x: jax.Array  # [b, t, d] the stream
+    mlp_input: jax.Array | None = None  # [b, t, d] what its MLP has seen, normed: for mudd_mix
+
+
+def forward(model: Model, looked_up: dict, rows: Rows):
+    """The model: the normed embeddings, of those that look_up has found, layers that add to them, a
+    norm: [b, t, d]. Layer says what each adds, and from where it reads."""
+    cfg = model.cfg
+    bos = cfg.bos if cfg.documents else -1
     cap = cfg.attention_cap if model.stage else 0
-    segments_bt = segment_ids(rows.tokens[:, :-1], cfg.bos if cfg.documents else -1, cap)
-    model = model._replace(segments_bt=segments_bt)
-    (x0,) = found["embed"]
-    if cfg.smear:
-        x0 = smear(x0, params["smear_gate"], params["smear_lambda"][0])
+    model = model._replace(segments_bt=segment_ids(rows.tokens[:, :-1], bos, cap))
+    (x0,) = looked_up["embed"]
+    if cfg.smear:  # "Value tables, smear, weights of branches"
+        x0 = smear(x0, model.params["smear_gate"], model.params["smear_lambda"][0])
     x0 = norm(x0)
-    values = found.get("value_tables", ())
-    ngram = signed_sum(model.signs, *found[NGRAMS], rows.hashed) if cfg.ngram_rows else None
-    gates = coefficients(model, "gate", 0, x0)
-    start = mix((1.0, x0), (gates["ngram", 0], ngram)) if cfg.layers[0].ngram else x0
+    gates = {}
+    if any(cfg.layers_with(kind) for kind in GATES):  # "Gates, and what else small MLPs give out"
+        gates = coefficients(model, "gate", 0, x0)
+    start = x0
+    ngram = None
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        ngram = signed_sum(model.signs, *looked_up[NGRAMS], rows.hashed)
+    if cfg.layers[0].ngram:
+        start = mix((1.0, x0), (gates["ngram", 0], ngram))
+    inputs = Inputs(x0, start, looked_up.get("value_tables", ()), ngram)
     outputs = []
 
-    def block(i: int, x):
-        layer = cfg.layers[i]
-        seen = outputs[i - layer.reads] if layer.reads else x
-        if layer.mudd:
-            return mudd_layer(model, x, (start, seen, values, ngram), gates)
-        terms = [(params["resid_lambdas"][i, 0] if cfg.lambdas else 1.0, x)]
-        if layer.skip:
-            weight = params["skip_lambda"][cfg.layers_with("skip").index(i)]
-            amount = jax.nn.sigmoid(weight) * gates["skip", i]
-            terms = [(1.0, x), (amount, outputs[i - layer.skip])]
-        if layer.x0:
-            terms.append((gates["x0", i], x0))
-        if layer.ngram and i:  # layer 0 has it already
-            terms.append((gates["ngram", i], ngram))
-        added = gated_values(model, i, seen, values) if layer.values else None
-        x = mix(*terms)
-        if layer.attends:
-            x = x + attention(model, i, seen, added, gates)
-        terms = [(params["resid_lambdas"][i, 1] if cfg.lambdas else 1.0, x)]
-        if layer.mlps:
-            terms.append((1.0, mlp(model, i, x)))
-        return mix(*terms)
+    def block(i: int, x) -> Output:
+        if cfg.layers[i].mudd:  # "MUDD"
+            return mudd_layer(model, x, outputs, inputs, gates)
+        return layer_output(model, i, x, outputs, inputs, gates)
 
     if cfg.recompute:  # keep only what goes from layer to layer
         block = jax.checkpoint(block, static_argnums=0)
     x = start
     for i, layer in enumerate(cfg.layers):
         if layer.looks:
-            gates |= coefficients(model, "gate", sum(x.looks for x in cfg.layers[: i + 1]), x)
-        x = block(i, x)
-        outputs.append(x)
+            number = sum(earlier.looks for earlier in cfg.layers[: i + 1])
+            gates |= coefficients(model, "gate", number, x)
+        outputs.append(block(i, x))
+        x = outputs[-1].x
     if cfg.layers[-1].mudd:
-        x = mudd_mix(model, x[0], mudd_sources(cfg, [start, *outputs], values))
+        x = mudd_mix(model, x, mudd_sources(cfg, inputs, outputs))
     return norm(x)
+
+
+def layer_output(model: Model, i: int, x, outputs: list[Output], inputs: Inputs, gates) -> Output:
+    """Layer `i`: the stream `x` [b, t, d] with attention and MLP added, each to the norm of what it
+    reads. `outputs` are those of earlier layers, `gates` those of `coefficients`."""
+    cfg, params = model.cfg, model.params
+    layer = cfg.layers[i]
+    source = outputs[i - layer.reads].x if layer.reads else x  # what attention reads
+    before_attention, before_mlp = 1.0, 1.0  # weights of the stream
+    if cfg.lambdas:
+        before_attention = params["resid_lambdas"][i, 0]
+        before_mlp = params["resid_lambdas"][i, 1]
+    terms = [(before_attention, x)]
+    if layer.skip:  # as in the record, the stream has no weight here
+        weight = params["skip_lambda"][cfg.layers_with("skip").index(i)]
+        amount = jax.nn.sigmoid(weight) * gates["skip", i]
+        terms = [(1.0, x), (amount, outputs[i - layer.skip].x)]
+    if layer.x0:
+        terms.append((gates["x0", i], inputs.x0))
+    if layer.ngram and i:  # layer 0 has it already
+        terms.append((gates["ngram", i], inputs.ngram))
+    added = None
+    if layer.values:  # "Value tables, smear, weights of branches"
+        added = gated_values(model, i, source, inputs.values)
+    x = mix(*terms)
+    if layer.attends:
+        x = x + attention(model, i, source, added, gates)
+    terms = [(before_mlp, x)]
+    if layer.mlps:
+        terms.append((1.0, mlp(model, i, x)))
+    return Output(mix(*terms))
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
@@ -867,52 +930,79 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
     return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
 
 
-def attention(model: Model, i: int, x_btd, added, gates):
-    """What the attention of layer `i` adds to the stream, from norm(x). `added`: see HeadInputs;
-    `gates`: see coefficients."""
-    cfg, hyper = model.cfg, model.hyper
+def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
+    """What the attention of layer `i` adds to the stream, from norm(x): [b, t, d]. `added` and the
+    gates of its heads: see HeadInputs."""
+    cfg, hyper, params = model.cfg, model.hyper, model.params
     heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
-    wide = int(cfg.layers[i].attends == "long")
+    kind = 1 if cfg.layers[i].attends == "long" else 0
+    xsa = gates.get(("xsa", i))
+    gated = gates.get(("gated", i))
+    inputs = HeadInputs(added, xsa, gated, model.segments_bt, hyper.freqs[kind], hyper.scales[kind])
     with jax.named_scope(f"attention{i}"):
-        qkv = norm(x_btd) @ projection(model, i, heads).T
-        rotation = hyper.freqs[wide], hyper.scales[wide]
-        own_gates = gates.get(("xsa", i)), gates.get(("gated", i))
-        inputs = HeadInputs(added, *own_gates, model.segments_bt, *rotation)
-        y = model.kernels.attend(heads, qkv, inputs)
-        number = cfg.layers_with("attends").index(i)
-        w_o = model.params["vo_bank"][number if cfg.shared else 2 * number + 1]
-        w_o = w_o.reshape(cfg.width, cfg.heads, -1)[..., : heads.v_width].reshape(cfg.width, -1)
-        if cfg.lambdas:
-            w_o = mix((post_lambdas(model, i)[0] * model.params["o_lambda"][i], w_o))
-        return y @ w_o.T
-
-
-def projection(model: Model, i: int, heads: Heads):
-    """Weights [columns, d] of q, k, v of layer `i`. Heads that are narrower than in the bank have
-    the first rows of their part of it."""
-    params, cfg = model.params, model.cfg
-    n, d, at = cfg.heads, cfg.width, cfg.layers_with("attends").index(i)
-    kv = heads.kv or n
-    each = (n + kv) // (cfg.qk_heads or n)  # matrices of a layer
-    qk = jnp.concatenate(params["qk_bank"][each * at : each * (at + 1)])
-    qk = qk.reshape(n + kv, -1, d)[:, : heads.qk_width]
-    v = params["v_bank"][at] if cfg.shared else params["vo_bank"][2 * at]
-    v = v.reshape(kv, -1, d)[:, : heads.v_width]
-    weights = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
-    return mix((params["qkv_lambda"][i], weights)) if cfg.lambdas else weights
+        weights = attention_weights(cfg, params, i, heads)
+        w_qkv, w_o = weights.qkv, weights.o
+        if cfg.lambdas:  # "Value tables, smear, weights of branches"
+            w_qkv = mix((params["qkv_lambda"][i], w_qkv))
+            w_o = mix((post_lambdas(model, i)[0] * params["o_lambda"][i], w_o))
+        qkv = norm(x_btd) @ w_qkv.T
+        return model.kernels.attend(heads, qkv, inputs) @ w_o.T
 
 
 def mlp(model: Model, i: int, x_btd):
-    """What the MLPs of layer `i` add to the stream; two are one of twice the width."""
-    ends = np.cumsum([layer.mlps for layer in model.cfg.layers])
-    own = range(ends[i] - model.cfg.layers[i].mlps, ends[i])
-    bank = model.params["mlp_bank"]
-    up_fd, down_fd = (jnp.concatenate([bank[2 * n + k] for n in own]) for k in (0, 1))
+    """What the MLPs of layer `i` add to the stream, from norm(x): [b, t, d]."""
     activation = squared_relu if model.cfg.squared_relu else jax.nn.gelu
+    weights = mlp_weights(model.cfg, model.params, i)
     with jax.named_scope(f"mlp{i}"):
-        weight = post_lambdas(model, i)[1] if model.cfg.lambdas else 1.0
-        hidden_btf = activation(norm(x_btd) @ up_fd.T)
-        return hidden_btf @ mix((weight, down_fd))
+        hidden_btf = activation(norm(x_btd) @ weights.up.T)
+        down_fd = weights.down
+        if model.cfg.lambdas:  # "Value tables, smear, weights of branches"
+            down_fd = mix((post_lambdas(model, i)[1], down_fd))
+        return hidden_btf @ down_fd
+
+
+class AttentionWeights(NamedTuple):
+    """The matrices of one attention, in the dtype of the copies."""
+
+    qkv: jax.Array  # [columns of q, k and v, d]: x W^T
+    o: jax.Array  # [d, columns of v of all heads of queries]: y W^T
+
+
+def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> AttentionWeights:
+    """The weights of layer `i`, out of the banks (param_table). Heads that are narrower than there
+    have the first rows, or columns, of their part."""
+    n, d = cfg.heads, cfg.width
+    kv = heads.kv or n
+    number = cfg.layers_with("attends").index(i)
+    count = (n + kv) // (cfg.qk_heads or n)  # matrices of q and k in a layer
+    qk = jnp.concatenate(params["qk_bank"][count * number : count * (number + 1)])
+    qk = qk.reshape(n + kv, -1, d)[:, : heads.qk_width]
+    if cfg.shared:
+        v, o = params["v_bank"][number], params["vo_bank"][number]
+    else:
+        v, o = params["vo_bank"][2 * number], params["vo_bank"][2 * number + 1]
+    v = v.reshape(kv, -1, d)[:, : heads.v_width]
+    o = o.reshape(d, n, -1)[..., : heads.v_width]
+    qk, v = qk.reshape(-1, d), v.reshape(-1, d)
+    return AttentionWeights(jnp.concatenate([qk, v]), o.reshape(d, -1))
+
+
+class MlpWeights(NamedTuple):
+    """The matrices of a layer's MLPs, in the dtype of the copies."""
+
+    up: jax.Array  # [f, d]: x W^T
+    down: jax.Array  # [f, d]: h W
+
+
+def mlp_weights(cfg: Config, params: dict, i: int) -> MlpWeights:
+    """The weights of layer `i`, out of the bank (param_table); two MLPs are one of twice the
+    width."""
+    first = sum(layer.mlps for layer in cfg.layers[:i])
+    numbers = range(first, first + cfg.layers[i].mlps)
+    bank = params["mlp_bank"]
+    up = jnp.concatenate([bank[2 * number] for number in numbers])
+    down = jnp.concatenate([bank[2 * number + 1] for number in numbers])
+    return MlpWeights(up, down)
 
 
 def squared_relu(x):
@@ -924,14 +1014,18 @@ def mix(*terms):
     """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
     the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
     models were up to 45 % off."""
-    total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
-    return total.astype(terms[0][1].dtype)
+    _, first = terms[0]
+    total = 0.0
+    for weight, x in terms:
+        total += jnp.asarray(weight, jnp.float32) * x
+    return total.astype(first.dtype)
 
 
-def norm(x, first: int | None = None):
-    """RMS norm over the last axis, without gain, statistics in float32; of it the `first` few."""
+def norm(x, features: int | None = None):
+    """RMS norm over the last axis, without gain, statistics in float32; of it the first few
+    `features`, or all."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x[..., :first] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
+    return (x[..., :features] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
 
 
 # ---- Attention: the heads, and the reference for every kernel of Part V -----------------------
@@ -952,16 +1046,23 @@ class Heads:
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """The Heads of layer `i`. Queries and keys of long layers are as wide as a head, and half of
-    their dimensions do not rotate; those of other layers have just the half that rotates (record
-    92). Narrow layers halve values and outputs too."""
+    """The Heads of layer `i`; `windows` are those of short and long layers. Queries and keys of
+    long layers are as wide as a head, and half of their dimensions do not rotate; those of short
+    layers have just the half that rotates (record 92). Narrow layers halve values and outputs
+    too."""
     layer = cfg.layers[i]
     h = cfg.head_width
-    wide = layer.attends == "long"
-    widths = h // 2 if cfg.still and not wide else h, h // 2 if layer.narrow else h
-    offset = wide and cfg.still and cfg.key_offset
-    more = layer.paired, offset, cfg.qk_norm, cfg.kv_heads
-    return Heads(cfg.heads, *widths, windows[wide], *more)
+    is_long = layer.attends == "long"
+    return Heads(
+        count=cfg.heads,
+        qk_width=h // 2 if cfg.still and not is_long else h,
+        v_width=h // 2 if layer.narrow else h,
+        window=windows[1] if is_long else windows[0],
+        paired=layer.paired,
+        offset=is_long and cfg.still and cfg.key_offset,
+        normed=cfg.qk_norm,
+        kv=cfg.kv_heads,
+    )
 
 
 class HeadInputs(NamedTuple):
@@ -979,53 +1080,65 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     """What is added to v, QK norm, rotation, attention, XSA and gates of one layer: [b, t, n
     v_width]. `qkv` holds side by side q, k [kv qk_width] and v [kv v_width]. `attend` has the
     contract of attend_plain. The plain form of Kernels.attend; a kernel may do it all at once."""
-    added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
     b, t, _ = qkv.shape
-    n, kv, h = heads.count, heads.kv or heads.count, heads.qk_width
+    n, h = heads.count, heads.qk_width
+    kv = heads.kv or n
     q, k, v = jnp.split(qkv, (n * h, (n + kv) * h), axis=-1)
-    q, k, v = q.reshape(b, t, n, -1), k.reshape(b, t, kv, -1), v.reshape(b, t, kv, -1)
+    q = q.reshape(b, t, n, -1)
+    k = k.reshape(b, t, kv, -1)
+    v = v.reshape(b, t, kv, -1)
     if kv < n:
         k, v = (jnp.repeat(x, n // kv, axis=2) for x in (k, v))
-    if added is not None:
-        parts = added[0].reshape(b, t, n, -1)[..., : heads.v_width]
-        v = mix((1.0, v), (added[1][..., None], parts))
-    tables = rope_tables(freqs, positions(t, heads), h)
-    q, k = (rope(norm(x) if heads.normed else x, *tables) for x in (q, k))
-    if heads.offset:
+    if inputs.added is not None:
+        added_btd, added_gates_btn = inputs.added
+        added = added_btd.reshape(b, t, n, -1)[..., : heads.v_width]
+        v = mix((1.0, v), (added_gates_btn[..., None], added))
+    if heads.normed:
+        q, k = norm(q), norm(k)
+    cos, sin = rope_tables(inputs.freqs, positions(t, heads), h)
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
+    if heads.offset:  # "Heads: key offset, pairs, XSA"
         k = key_offset(k)
     if heads.paired:
-        segments_bt = jnp.repeat(segments_bt, 2, axis=1)
-        y = attend(*map(pair_heads, (q, k, v)), segments_bt, heads.window, scale).reshape(v.shape)
+        segments_b2t = jnp.repeat(inputs.segments_bt, 2, axis=1)
+        pairs = map(pair_heads, (q, k, v))
+        y = attend(*pairs, segments_b2t, heads.window, inputs.scale).reshape(v.shape)
     else:
-        y = attend(q, k, v, segments_bt, heads.window, scale)
-    if xsa_btn is not None:
-        y = exclude_self(y, v, xsa_btn)
-    if gates_btn is not None:
-        y = mix((gates_btn[..., None], y))
+        y = attend(q, k, v, inputs.segments_bt, heads.window, inputs.scale)
+    if inputs.xsa_btn is not None:
+        y = exclude_self(y, v, inputs.xsa_btn)
+    if inputs.gates_btn is not None:
+        y = mix((inputs.gates_btn[..., None], y))
     return y.reshape(b, t, -1)
-
-
-def rope_tables(freqs, positions_tn, width: int):
-    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not
-    (in whole heads half of them; these carry content regardless of position)."""
-    angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
-    rest = [(0, 0), (0, 0), (0, width // 2 - freqs.shape[0])]  # angle 0
-    return jnp.pad(jnp.cos(angles), rest, constant_values=1.0), jnp.pad(jnp.sin(angles), rest)
-
-
-def rope(x_btnh, cos_tnh, sin_tnh):
-    """Rotate the pairs (i, i + h/2) of every head by minus the angle of their position."""
-    left, right = jnp.split(x_btnh, 2, axis=-1)
-    cos, sin = (a.astype(x_btnh.dtype)[None] for a in (cos_tnh, sin_tnh))
-    return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
 
 
 def positions(t: int, heads: Heads):
     """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
     odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
     Bug-compatible: the original reshapes differently for rotation and for attention."""
-    at = jnp.arange(t)[:, None]
-    return 2 * at + jnp.arange(heads.count)[None] % 2 if heads.paired else at
+    token = jnp.arange(t)[:, None]
+    if not heads.paired:
+        return token
+    return 2 * token + jnp.arange(heads.count)[None] % 2
+
+
+def rope_tables(freqs, positions_tn, width: int):
+    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not
+    (in whole heads half of them; these carry content regardless of position)."""
+    angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
+    others = width // 2 - freqs.shape[0]  # pairs of angle 0
+    padding = [(0, 0), (0, 0), (0, others)]
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    return jnp.pad(cos, padding, constant_values=1.0), jnp.pad(sin, padding)
+
+
+def rope(x_btnh, cos_tnh, sin_tnh):
+    """Rotate the pairs (i, i + h/2) of every head by minus the angle of their position."""
+    left, right = jnp.split(x_btnh, 2, axis=-1)
+    cos = cos_tnh.astype(x_btnh.dtype)[None]
+    sin = sin_tnh.astype(x_btnh.dtype)[None]
+    return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
 
 
 SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
@@ -1038,87 +1151,160 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     beyond that, blocks are computed in groups, one group after the other, and the backward pass
     computes their scores again."""
 
-    def attend(block):
-        q_tnh, k_snh, v_snh, mask_nts = block
-        scores = jnp.einsum("tnh,snh->nts", q_tnh, k_snh, preferred_element_type=jnp.float32)
-        probs = jax.nn.softmax(jnp.where(mask_nts, scores * scale, -jnp.inf), axis=-1)
-        return jnp.einsum("nts,snh->tnh", probs.astype(v_snh.dtype), v_snh)
+    def attend(block: Band):
+        scores = jnp.einsum("tnh,snh->nts", block.q, block.k, preferred_element_type=jnp.float32)
+        scores = jnp.where(block.mask, scores * scale, -jnp.inf)
+        probs = jax.nn.softmax(scores, axis=-1).astype(v_btnh.dtype)
+        return jnp.einsum("nts,snh->tnh", probs, block.v)
 
     blocks = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
-    count, _, *scores = blocks[-1].shape  # of the mask
-    together = max(1, SCORE_BYTES // (4 * q_btnh.shape[2] * math.prod(scores)))
+    count, _, queries, keys = blocks.mask.shape
+    heads = q_btnh.shape[2]
+    together = max(1, SCORE_BYTES // (4 * heads * queries * keys))
     if count <= together:
-        return jax.vmap(attend)(blocks).reshape(v_btnh.shape)
-    return lax.map(jax.checkpoint(attend), blocks, batch_size=together).reshape(v_btnh.shape)
+        y = jax.vmap(attend)(blocks)
+    else:
+        y = lax.map(jax.checkpoint(attend), blocks, batch_size=together)
+    return y.reshape(v_btnh.shape)
 
 
-def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int):
-    """Split rows into blocks of queries, each with all keys that its window can reach. Returns (q
-    [blocks, size, n, h], k and v [blocks, s, n, h], mask [blocks, 1, size, s]): `size` is the least
-    divisor of t that holds the window, s twice as much, the block and the one before it. So the
-    cost grows with t * window. Where no such size < t exists, size = s = t."""
+class Band(NamedTuple):
+    """Blocks of queries, each with all keys that its window can reach; as `attend_plain` sees them,
+    without the first axis."""
+
+    q: jax.Array  # [blocks, size, n, h]
+    k: jax.Array  # [blocks, s, n, h]
+    v: jax.Array  # the same
+    mask: jax.Array  # [blocks, 1, size, s]: which keys a query sees
+
+
+def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
+    """The Band of rows: `size` is the least divisor of t that holds the window, s twice as much,
+    the block and the one before it. So the cost grows with t * window. Where no such size < t
+    exists, size = s = t."""
     b, t = segments_bt.shape
-    size = next((n for n in range(max(window, 1), t) if t % n == 0), t)
+    sizes = [n for n in range(max(window, 1), t) if t % n == 0]
+    size = sizes[0] if sizes else t
 
-    def blocks(x, before: int):
-        x = x.reshape(b, t // size, size, *x.shape[2:])
-        if before and size < t:
-            edge = [(0, 0)] * (x.ndim - 2)  # what stands before the first block belongs to none
-            past = jnp.pad(x[:, :-1], [(0, 0), (1, 0), *edge], constant_values=-1)
-            x = jnp.concatenate([past, x], axis=2)
+    def blocks(x):
+        return x.reshape(b, t // size, size, *x.shape[2:])
+
+    def with_past(x):
+        x = blocks(x)
+        if size == t:
+            return x
+        # What stands before the first block is of no segment.
+        padding = [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2)
+        past = jnp.pad(x[:, :-1], padding, constant_values=-1)
+        return jnp.concatenate([past, x], axis=2)
+
+    def merged(x):
         return x.reshape(b * (t // size), *x.shape[2:])
 
-    own = blocks(segments_bt, 0)
-    seen = blocks(segments_bt, 1)
-    s = seen.shape[1]
+    query_segments = merged(blocks(segments_bt))
+    key_segments = merged(with_past(segments_bt))
+    s = key_segments.shape[1]
     back_ts = jnp.arange(s - size, s)[:, None] - jnp.arange(s)[None, :]
     near_ts = (back_ts >= 0) & (back_ts <= window)
-    mask = near_ts[None] & (own[:, :, None] == seen[:, None, :])
-    return blocks(q_btnh, 0), blocks(k_btnh, 1), blocks(v_btnh, 1), mask[:, None]
+    mask = near_ts[None] & (query_segments[:, :, None] == key_segments[:, None, :])
+    return Band(
+        q=merged(blocks(q_btnh)),
+        k=merged(with_past(k_btnh)),
+        v=merged(with_past(v_btnh)),
+        mask=mask[:, None],
+    )
 
 
 # ---- Loss: features -> summed cross-entropy ----------------------------------------------------
 
 
-def targets_ahead(aims, weights, prefix_weight=None):
+def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
+    """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
+    token, which is reported), differentiable in all `params` and in the rows that are `looked_up`.
+    It is the sum over a row's tokens, averaged over rows, as in the original: it grows with the
+    length of rows. Muon and Adam do not see constant factors; their moments remember the size of
+    before."""
+    model = model._replace(params=params)
+    x_btd = forward(model, looked_up, rows)
+    ahead, of_prefix = loss_weights_of(model)
+    targets, weights = targets_ahead(rows.aims, ahead, of_prefix)
+    per_row = x_btd, targets, weights
+    if model.cfg.pointer_width:  # "A pointer to earlier tokens"
+        per_row = with_pointer(model, rows, *per_row)
+    if "head" in looked_up:  # candidates: each row has a head of its own, see table_ids
+        (heads_bvd,) = looked_up["head"]
+    else:  # all have the same, as if they were one row
+        heads_bvd = params["head"][None]
+        per_row = [x.reshape(1, -1, x.shape[-1]) for x in per_row]
+    sums = []
+    for x_td, targets, weights, *pointed, head_vd in zip(*per_row, heads_bvd, strict=True):
+        loss = model.kernels.cross_entropy
+        sums.append(loss(x_td, head_vd, targets, weights, model.cfg, *pointed))
+    weighted, plain = zip(*sums, strict=True)
+    return sum(weighted), sum(plain)
+
+
+def loss_weights_of(model: Model) -> tuple:
+    """Weights of a token's losses: (float32 [k] of those on the next token, the one after it, ...;
+    that of the loss on the prefix, None: there is none)."""
+    stage, hyper = model.stage, model.hyper
+    if not stage:  # validation
+        return jnp.ones(1), None
+    ahead = hyper.weights[: len(stage.weights)] / stage.rows
+    if not any(stage.prefix):
+        return ahead, None
+    return ahead, hyper.prefix / stage.rows
+
+
+def targets_ahead(aims: Aims, weights, prefix_weight=None):
     """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
     token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
     `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
     beyond the end of a row, and in a row of targets -1, which only fills up a validation batch."""
     tokens = jnp.arange(aims.targets.shape[1])
-    found = []
+    is_filling_b1 = aims.targets[:, :1] < 0
+    targets = []
+    weights_of = []
     for j in range(weights.shape[0]):
-        targets = jnp.pad(jnp.maximum(aims.targets[:, j:], 0), ((0, 0), (0, j)))
-        counts = (tokens[None] < tokens.size - j) & (aims.targets[:, :1] >= 0)
-        found.append((targets, counts * weights[j]))
+        next_bt = jnp.maximum(aims.targets[:, j:], 0)
+        targets.append(jnp.pad(next_bt, ((0, 0), (0, j))))
+        counts_bt = (tokens[None] < tokens.size - j) & ~is_filling_b1
+        weights_of.append(counts_bt * weights[j])
     if prefix_weight is not None:
-        found.append((jnp.maximum(aims.prefixes, 0), (aims.prefixes >= 0) * prefix_weight))
-    return tuple(jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
+        targets.append(jnp.maximum(aims.prefixes, 0))
+        weights_of.append((aims.prefixes >= 0) * prefix_weight)
+    return jnp.stack(targets, axis=-1), jnp.stack(weights_of, axis=-1)
 
 
 def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """(weighted sum of all losses, plain sum of those on the next token), float32, in nats.
     Features [t, d], head [v, d], targets int and weights float [t, targets]; a token whose first
     weight is 0 is not in the plain sum. For `pointed` see mix_pointed. The backward pass computes
-    each chunk's logits again."""
+    each chunk's logits again. (Where logits are capped fused_cross_entropy trains, which equals
+    this.)"""
 
     @jax.checkpoint
-    def add(totals, chunk):
-        x_td, targets, *more = chunk
-        return add_losses(totals, chunk_losses(x_td, wide_vd, targets, cfg), *more), None
+    def add(sums, chunk):
+        x_td, targets, *rest = chunk
+        losses = chunk_losses(x_td, wide_vd, targets, cfg)
+        return add_losses(sums, losses, *rest), None
 
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return lax.scan(add, zeros, in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed))[0]
+    chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed)
+    sums, _ = lax.scan(add, zeros, chunks)
+    return sums
 
 
 def chunk_losses(x_td, head_vd, targets, cfg: Config):
     """Losses float32 [t, targets] of a chunk: log(sum(exp(capped logits))) - the target's.
     Capped logits are below a, so exp cannot overflow and needs no maximum."""
     w_vd = head_vd.astype(x_td.dtype)
-    logits_tv = cap_logits(jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32), cfg)
+    logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
+    logits_tv = cap_logits(logits_tv, cfg)
     if cfg.logit_cap[0]:
-        log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
+        sum_t = jnp.sum(jnp.exp(logits_tv), axis=1)
+        log_sum_t = jnp.log(sum_t)
     else:
         log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
     return log_sum_t[:, None] - jnp.take_along_axis(logits_tv, targets, axis=1)
@@ -1128,15 +1314,18 @@ def cap_logits(z, cfg: Config):
     """Logits a * sigmoid((z + b) / c), in (0, a), in float32 (records 9, 18, 54)."""
     a, b, c = cfg.logit_cap
     z = z.astype(jnp.float32)
-    return a * jax.nn.sigmoid((z + b) / c) if a else z
+    if not a:
+        return z
+    return a * jax.nn.sigmoid((z + b) / c)
 
 
-def add_losses(totals, losses, weights, pointed=None):
+def add_losses(sums, losses, weights, pointed=None):
     """The two sums of cross_entropy, with those of a chunk."""
-    losses = losses if pointed is None else mix_pointed(losses, pointed)
-    weighted, plain = totals
-    plain += jnp.sum(jnp.where(weights[:, 0] > 0, losses[:, 0], 0.0))
-    return weighted + jnp.sum(losses * weights), plain
+    weighted, plain = sums
+    if pointed is not None:  # "A pointer to earlier tokens"
+        losses = mix_pointed(losses, pointed)
+    on_next = jnp.where(weights[:, 0] > 0, losses[:, 0], 0.0)
+    return weighted + jnp.sum(losses * weights), plain + jnp.sum(on_next)
 
 
 def in_chunks(cfg: Config, ids: int, *arrays):
@@ -1144,7 +1333,8 @@ def in_chunks(cfg: Config, ids: int, *arrays):
     logits, of a softmax over `ids` ids, than cfg.loss_chunk tokens have over the vocabulary."""
     tokens = len(arrays[0])
     most = cfg.loss_chunk * cfg.vocab // ids
-    chunks = next(n for n in range(-(-tokens // most), tokens + 1) if tokens % n == 0)
+    fewest = -(-tokens // most)
+    chunks = next(n for n in range(fewest, tokens + 1) if tokens % n == 0)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
 
 
@@ -1163,34 +1353,40 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     dropped n-grams). `table` is this device's shard of the n-gram table. Gradients of banks are
     shards of the sum over all devices, see gather_banks; those of looked-up rows are added up in an
     array of the shape of their table; those of n-grams go to the owners, see sum_requests."""
-    requested, fetched = fetch_requests(table, batch)
-    fetched, copies, reduce = gather_banks(cfg, copies, fetched)
+    requested, fetched = None, {}
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        requested, fetched = fetch_requests(table, batch)
+    fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
     model = Model({}, cfg, kernels, stage, batch.hyper, copies.get("signs"))
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
     # All but tables, of which only looked-up rows have gradients.
     weights = {name: x for name, x in params.items() if name not in table_ids(cfg, batch.rows)}
     loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
 
-    def add(carry, rows):
-        total, sums = carry
+    def add(sums, rows: Rows):
+        total, grad_sums = sums
         ids = table_ids(cfg, rows)
-        found = look_up(cfg, params, ids)
-        (_, plain), (grads, row_grads) = loss_and_grads(weights, found, model, rows)
-        of_weights = {name: sums[name] for name in weights}
-        new = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), of_weights, grads)
-        for name, at in ids.items():
-            ascending = name == "head" and len(at) == 1
-            new[name] = kernels.add_rows(sums[name], at, row_grads[name], ascending)
-        return total + plain, new
+        looked_up = look_up(cfg, params, ids)
+        (_, loss), (grads, row_grads) = loss_and_grads(weights, looked_up, model, rows)
+        of_weights = {name: grad_sums[name] for name in weights}
+        new = jax.tree.map(lambda so_far, x: so_far + x.astype(jnp.float32), of_weights, grads)
+        for name, ids_of_rows in ids.items():
+            ascending = name == "head" and len(ids_of_rows) == 1  # candidates of a single row
+            new[name] = kernels.add_rows(grad_sums[name], ids_of_rows, row_grads[name], ascending)
+        return total + loss, new
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), (0.0, params))
-    total, grads = sum_batches(add, zeros, micro_batches(cfg, batch.rows))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    batches = micro_batches(cfg, batch.rows)
+    total, grads = sum_batches(add, (jnp.zeros((), jnp.float32), zeros), batches)
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
-    to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1) if cfg.ngram_rows else None
-    numbers = jnp.stack([total / stage.batch_tokens, dropped_ngrams(batch.rows.slots)])
+    to_owners, dropped = None, jnp.float32(0)
+    if cfg.ngram_rows:
+        to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
+        dropped = dropped_ngrams(batch.rows.slots)
+    numbers = jnp.stack([total / stage.batch_tokens, dropped])
     # The exchange begins after this sum, or the loss would have to wait for its end.
     numbers, to_owners = in_order(lax.psum(numbers, AXIS), to_owners)
-    grads |= reduce({name: grads[name] for name in updated(cfg, "anvil")})
+    grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})
     if cfg.ngram_rows:
         grads[NGRAMS] = requested, exchange(to_owners)
     return grads, *numbers
@@ -1199,28 +1395,30 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     """Which rows of each table a batch looks up: name -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
-    return {"embed": tokens} | ids_of_ideas(cfg, rows, tokens)
+    return {"embed": tokens} | ids_of_ideas(cfg, rows, tokens)  # "Parameters of ideas"
 
 
-def look_up(cfg: Config, tables, ids: dict) -> dict[str, tuple]:
+def look_up(cfg: Config, tables: dict, ids: dict) -> dict[str, tuple]:
     """Name -> the rows [..., d] at `ids` [...] of each table under that name: value_tables has one
     for each layer with values, one under the other."""
-    found = {}
-    for name, at in ids.items():
+    looked_up = {}
+    for name, first in ids.items():
         count = len(cfg.layers_with("values")) if name == "value_tables" else 1
-        places = (at + n * cfg.vocab for n in range(count))
-        found[name] = tuple(tables[name].at[x].get(mode="promise_in_bounds") for x in places)
-    return found
+        of_each = [first + n * cfg.vocab for n in range(count)]
+        table = tables[name]
+        looked_up[name] = tuple(table.at[x].get(mode="promise_in_bounds") for x in of_each)
+    return looked_up
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
     """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
     That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
     an array [..., d] for each. (A GPU adds in no fixed order: last bits may differ.)"""
+    size = grad_vd.shape[0] // len(rows)  # rows of a table
     for n, x in enumerate(rows):
-        at = grad_vd.at[ids + n * (grad_vd.shape[0] // len(rows))]
+        wanted = grad_vd.at[ids + n * size]
         x = x.astype(grad_vd.dtype)
-        grad_vd = at.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
+        grad_vd = wanted.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
     return grad_vd
 
 
@@ -1232,43 +1430,63 @@ def micro_batches(cfg: Config, rows: Rows):
 
 
 def rows_together(cfg: Config, b: int, t: int) -> int:
-    """How many of its b rows of t tokens a device takes at a time: as many as fit."""
-    return next((k for k in range(b, 1, -1) if b % k == 0 and k * t <= cfg.micro_tokens), 1)
+    """How many of its b rows of t tokens a device takes at a time: as many as fit, or one."""
+    divisors = (k for k in range(b, 1, -1) if b % k == 0)
+    return next((k for k in divisors if k * t <= cfg.micro_tokens), 1)
 
 
 # ---- Validation --------------------------------------------------------------------------------
 
 
+def validation_model(cfg: Config, kernels: Kernels, copies, table, batch: Batch) -> Model:
+    """The Model with which a device validates its rows of a batch, and samples: its parameters are
+    whole, with those rows of the n-gram table that its tokens have."""
+    fetched = {}
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        _, fetched = fetch_requests(table, batch)
+    fetched, copies, _ = gather_banks(cfg, copies, fetched)
+    return Model(copies | fetched, cfg, kernels, None, batch.hyper, copies.get("signs"))
+
+
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
-    fetched, copies, _ = gather_banks(cfg, copies, fetch_requests(table, batch)[1])
-    model = Model(copies, cfg, kernels, None, batch.hyper, copies.get("signs"))
-    params = copies | fetched
+    model = validation_model(cfg, kernels, copies, table, batch)
 
-    def loss(rows):
-        return batch_loss(params, look_up(cfg, params, table_ids(cfg, rows)), model, rows)[1]
+    def loss(rows: Rows):
+        looked_up = look_up(cfg, model.params, table_ids(cfg, rows))
+        _, plain = batch_loss(model.params, looked_up, model, rows)
+        return plain
 
-    total = jnp.sum(lax.map(loss, micro_batches(cfg, batch.rows)))
-    return tuple(lax.psum(jnp.stack([total, dropped_ngrams(batch.rows.slots)]), AXIS))
+    batches = micro_batches(cfg, batch.rows)
+    total = jnp.sum(lax.map(loss, batches))
+    dropped = jnp.float32(0)
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        dropped = dropped_ngrams(batch.rows.slots)
+    total, dropped = lax.psum(jnp.stack([total, dropped]), AXIS)
+    return total, dropped
 
 
-def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, known):
+def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, vocab):
     """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
-    dropped n-grams); `loss` is the program for that, with the model."""
+    dropped n-grams). `loss` is the program for that, with the model; `vocab` the Vocabulary, of
+    which n-grams have their hashes."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
     pieces, _ = plan_plain(0, rows, cfg.val_row)
-    results = []
     for path in stream.paths:
         open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+    results = []
     for first in range(0, rows, of_batch):
-        here = [first + row for row in own_rows(mesh, of_batch)]
-        counts = np.array(here)[:, None] < rows  # other rows only fill up the last batch
-        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in here])
-        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
-        arrays = rows_of(cfg, mesh, known, tokens, next_tokens(targets))
-        results.append(loss(put_batch(cfg, mesh, max(step - 1, 0), *arrays)))
-    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
+        numbers = [first + row for row in own_rows(mesh, of_batch)]
+        is_row = np.array(numbers)[:, None] < rows  # others only fill up the last batch
+        tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
+        targets = np.where(is_row, tokens[:, 1:].astype(np.int32), -1)
+        aims = next_tokens(targets)
+        arrays = rows_of(cfg, mesh, vocab, tokens, aims)
+        batch = put_batch(cfg, mesh, max(step - 1, 0), *arrays)
+        results.append(loss(batch))
+    results = np.array(jax.device_get(results), np.float64)
+    total, dropped = results.sum(axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
 
 
@@ -1276,94 +1494,122 @@ def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenSt
 
 
 def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """(state, compute copies of what changed) after an update of `due`: name -> this device's
-    gradients of the steps since the last update, a tuple. Each device receives its shard of their
-    sum (reduce-scatter), updates it, and all gather the results, already rounded: ZeRO. Large
-    gradients cross the network in the compute dtype, as in the original."""
+    """(state, compute copies of what changed, norms of gradients by parameter if cfg.log_norms)
+    after an update of `due`: name -> this device's gradients of the steps since the last update, a
+    tuple. Each device receives its shard of their sum (reduce-scatter), updates it, and all gather
+    the results, already rounded: ZeRO. Large gradients cross the network in the compute dtype, as
+    in the original."""
     new = {kind: dict(entries) for kind, entries in state.items()}
-    squares = []
+    norms = {}
     for name, grads in due.items():
         row = param_table(cfg)[name]
         kinds = "params", *moments(cfg, row)
-        old = [state[kind][name] for kind in kinds]
-        if row.optimizer == "rows":
-            ids, grad = sum_requests(grads, len(old[0]), kernels.add_rows)
-            after = adam_rows(*old, ids, grad, adam_rates(cfg, row, hyper, len(grads)))
-        elif row.optimizer == "anvil":
-            grad = sum(x.astype(jnp.float32) for x in grads)  # the devices' are summed already
-            after = anvil(cfg, row, old, grad, hyper)
+        old = {kind: state[kind][name] for kind in kinds}
+        rates = adam_rates(cfg, row, hyper, len(grads))
+        if row.optimizer == "rows":  # "A table of hashed n-grams"
+            ids, grad = sum_requests(grads, len(old["params"]), kernels.add_rows)
+            after = adam_rows(*old.values(), ids, grad, rates)
         else:
-            grad = sum(x.astype(jnp.float32) for x in grads)
-            if row.sharded:
-                grad = reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
+            grad = sum_over_devices(cfg, row, grads)
+            if row.optimizer == "anvil":
+                after = anvil(cfg, row, old, grad, hyper)
             else:
-                grad = lax.psum(grad, AXIS)
-            after = adam(*old, grad, adam_rates(cfg, row, hyper, len(grads)))
+                after = adam(*old.values(), grad, rates)
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
-        follow(new, name, row, hyper)
-        squares.append(jnp.sum(grad * grad) / (1 if row.sharded else lax.axis_size(AXIS)))
+        if row.averages:  # "Averages of the last weights"
+            follow(new, name, row, hyper)
+        if cfg.log_norms:
+            square = jnp.sum(grad * grad)
+            if row.sharded:
+                square = lax.psum(square, AXIS)
+            norms[name] = jnp.sqrt(square)
     copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
-    if cfg.log_norms:
-        copies["norm"] = jnp.sqrt(lax.psum(sum(squares), AXIS))
-    return new, copies
+    return new, copies, norms
 
 
-def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> tuple:
-    """(lr, decay, number of the step from 1, betas, eps, whether decay is cautious) of an update
-    that sums so many steps. One of tables that sums twice as many forgets as much as two: betas
-    squared, decay doubled (record 92)."""
-    of_tables = row.updated_by == "tables"
-    span = steps / cfg.table_every[0] if of_tables else 1
-    count = hyper.table_count if of_tables else hyper.adam_count
+def sum_over_devices(cfg: Config, row: Param, grads: tuple):
+    """The sum, float32, of the gradients of several steps of a parameter, over all devices: this
+    device's shard of it, or all where the parameter is not sharded."""
+    grad = sum(x.astype(jnp.float32) for x in grads)
+    if row.optimizer == "anvil":  # summed by grads_step
+        return grad
+    if row.sharded:
+        return reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
+    return lax.psum(grad, AXIS)
+
+
+class AdamRates(NamedTuple):
+    """The rates of one Adam update."""
+
+    lr: jax.Array
+    decay: float  # it takes lr * lr * decay of a weight
+    count: jax.Array  # its number, from 1
+    betas: tuple[float, float]
+    eps: float
+    cautious: bool  # whether decay is, see descend
+
+
+def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
+    """The AdamRates of an update that sums so many steps. One of tables that sums twice as many
+    forgets as much as two: betas squared, decay doubled (record 92)."""
+    span, count = 1, hyper.adam_count
+    if row.updated_by == "tables":
+        span, count = steps / cfg.table_every[0], hyper.table_count
     betas = tuple(beta**span for beta in row.betas)
-    return hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious
+    return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious)
 
 
-def adam(param, mean, square, grad, rates: tuple):
+def adam(param, mean, square, grad, rates: AdamRates):
     """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
-    the original, eps is added to the root before bias correction. `rates`: of adam_rates."""
-    lr, decay, count, (b1, b2), eps, cautious = rates
+    the original, eps is added to the root before bias correction."""
+    b1, b2 = rates.betas
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
-    correction = jnp.sqrt(1 - b2**count) / (1 - b1**count)
-    update = lr * correction * mean / (jnp.sqrt(square) + eps)
-    return descend(param, update, lr * lr * decay, cautious), mean, square
+    correction = jnp.sqrt(1 - b2**rates.count) / (1 - b1**rates.count)
+    update = rates.lr * correction * mean / (jnp.sqrt(square) + rates.eps)
+    decay = rates.lr * rates.lr * rates.decay
+    return descend(param, update, decay, rates.cautious), mean, square
 
 
 def descend(param, update, decay, cautious: bool):
     """`param` less `update`. Weights decay by the share `decay`, if cautiously only where the
     update shrinks them (record 50), so never where it is zero."""
-    return param - update - decay * (update * param > 0 if cautious else 1.0) * param
+    decays = update * param > 0 if cautious else 1.0
+    return param - update - decay * decays * param
 
 
-def anvil(cfg: Config, row: Param, old: tuple, grad, hyper: Hyper):
-    """One ANVIL step on a bank: `old`, the bank and its moments, -> new, all float32 (record 92).
-    Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal matrix in place of a matrix's
-    momentum: all directions learn at one rate. ANVIL has two_rails for momentum, and equalizes.
-    Banks are [matrices, rows, cols], `square` [matrices, neurons]: those of this device. Weights
-    decay only where the slow average shrinks them or is zero (cautious, after Liang et al. 2024;
-    record 43)."""
-    param, *kept = old
-    fast, *slow = kept[: 1 + (cfg.slow_rate > 0)]
-    if slow:
-        update, *rails = two_rails(grad, fast, *slow, hyper, cfg.slow_rate)
+def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> tuple:
+    """One ANVIL step on a bank, all float32 (record 92): `old`, "params" and its moments by kind,
+    -> new ones, in the same order. Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal
+    matrix in place of a matrix's momentum: all directions learn at one rate. ANVIL has two_rails
+    for momentum, and equalizes; without these ideas it is Muon. Banks are [matrices, rows, cols],
+    "equaliser" [matrices, neurons]: those of this device. Weights decay only where the slow average
+    shrinks them or is zero (cautious, after Liang et al. 2024; record 43)."""
+    param = old["params"]
+    if cfg.slow_rate:  # rails: "ANVIL beside Muon"
+        update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
+        averages = fast, slow
     else:
-        rails = [fast + (1 - hyper.fast_beta) * (grad - fast)]
-        update = grad + hyper.momentum * (rails[0] - grad)  # Nesterov's
+        average = old["fast"] + (1 - hyper.momentum) * (grad - old["fast"])
+        update = grad + hyper.momentum * (average - grad)  # Nesterov's
+        averages = (average,)
     if cfg.muon:
         update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     else:
         update = as_large(update)
-    squares = []
-    if cfg.equalize_rate:
-        update, *squares = equalize(update, kept[-1], cfg.equalize_rate)
-    shrinks = rails[-1] * param >= 0 if cfg.cautious else 1.0
+    squares = ()
+    if cfg.equalize_rate:  # equalize: "ANVIL beside Muon"
+        update, square = equalize(update, old["equaliser"], cfg.equalize_rate)
+        squares = (square,)
     lr = hyper.lr * row.lr
-    count = len(param)
-    mine = count * lax.axis_index(AXIS) + jnp.arange(count)  # this device's, and padding
-    rate = lr * jnp.float32(row.scale).at[mine].get(mode="clip")[:, None, None]
-    return param - rate * (update + lr * row.decay * shrinks * param), *rails, *squares
+    decays = averages[-1] * param >= 0 if cfg.cautious else 1.0
+    update += lr * row.decay * decays * param
+    matrices = len(param)
+    numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)  # of this device's, or padding
+    scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
+    rate = lr * scale[:, None, None]
+    return param - rate * update, *averages, *squares
 
 
 # Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
@@ -1387,8 +1633,8 @@ def orthogonalize(x, dtype):
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
 
-    def closer(x, coefficients):
-        a, b, c = coefficients
+    def closer(x, abc):
+        a, b, c = abc
         gram = x @ x.mT
         return a * x + (b * gram + c * (gram @ gram)) @ x, None
 
@@ -1398,6 +1644,16 @@ def orthogonalize(x, dtype):
 
 
 # ---- Programs: what each step takes and gives, and how the devices share it --------------------
+
+# What is compiled, and when it runs:
+#     grads0, grads1, ...  every step, one for each shape of a batch (grads_step): n-gram rows come
+#                          from other devices, banks are gathered; forward, loss, gradients
+#     anvil                every step (update_step): banks, by Muon with a second, slower momentum;
+#                          in `plain` by Muon alone
+#     adam                 every 2nd step: head, embedding, small ones; in `plain` every step
+#     tables               every 2nd step, later every 4th: value and n-gram tables
+#     finish, eval         at the end: averages of the last weights; the validation loss
+# An update sums the gradients over devices, changes a part on each, and gathers the result.
 
 
 class Program(NamedTuple):
@@ -1413,62 +1669,94 @@ class Program(NamedTuple):
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
     """All programs of a run: gradients, then updates, by first use; "finish" (averages, copies) and
-    "eval". Gradients [n, ...] that wait for an update, of which each device has its own, are one
-    array [devices * n, ...] here; those of banks are cut like banks."""
-
-    def cut(dtype, *shape):
-        return abstract(mesh, shape, dtype, AXIS)
-
-    def batch(n, t, candidates=0):
-        aims = Aims(cut(jnp.int32, n, candidates), cut(jnp.int32, n, t), cut(jnp.int32, n, t))
-        rows = Rows(cut(jnp.uint16, n, t + 1), None, None, aims)
-        if not cfg.ngram_rows:
-            return Batch(rows, None, hyper)
-        rows = rows._replace(hashed=cut(jnp.uint16, n, t), slots=cut(jnp.int32, n, 2, t))
-        requests = cut(jnp.int32, mesh.size, mesh.size, capacity(n * t, mesh.size))
-        return Batch(rows, requests, hyper)
-
-    def grads(name, update):
-        if name == NGRAMS:  # the rows that were fetched of it
-            sizes = [capacity(cfg.stages[at].batch_tokens, mesh.size) for at in update.stages]
-            shapes = [(mesh.size**2, size) for size in sizes]
-            return tuple((cut(jnp.int32, *s), cut(cfg.dtype, *s, cfg.width)) for s in shapes)
-        x = copies[name]
-        each = 1 if update.kind == "anvil" else mesh.size
-        return (cut(x.dtype, each * x.shape[0], *x.shape[1:]),) * update.steps
-
+    "eval"."""
     specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
-    model = copies, state["params"].get(NGRAMS)
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
-    found = {}
-    steps = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
-    for key in sorted(steps, key=lambda x: isinstance(x, Update)):
+    table = state["params"].get(NGRAMS)
+    numbers = hyper_at(cfg, 0)
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), numbers)
+    built = {}
+    of_steps = schedule(cfg).programs
+    keys = dict.fromkeys(itertools.chain(*of_steps))
+    for key in keys:
         if isinstance(key, Gradients):
             stage = cfg.stages[key.stage]
+            batch = abstract_batch(cfg, mesh, (stage.rows, stage.row_tokens), key.candidates, hyper)
             step = functools.partial(grads_step, cfg, kernels, stage)
-            args = *model, batch(stage.rows, stage.row_tokens, key.candidates)
-            found[key] = Program(step, args, (P(AXIS), P(), P()))
-        else:
-            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
-            due = {name: grads(name, key) for name in updated(cfg, key.kind)}
+            built[key] = Program(step, (copies, table, batch), (P(AXIS), P(), P()))
+    for key in keys:
+        if isinstance(key, Update):
+            update = update_step
+            if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+                update = tied_update
+            step = functools.partial(update, cfg, kernels)
+            due = abstract_waiting(cfg, mesh, copies, key)
             changed = specs({name: copies[name] for name in due if name != NGRAMS})
-            out = specs(state), changed | ({"norm": P()} if cfg.log_norms else {})
-            found[key] = Program(step, (state, due, hyper), out, donates=(0,))
-    out = specs(state), specs({name: x for name, x in copies.items() if name != "signs"})
-    found["finish"] = Program(functools.partial(finish_step, cfg), (state,), out, donates=(0,))
-    args = *model, batch(cfg.val_batch // cfg.val_row, cfg.val_row)
-    found["eval"] = Program(functools.partial(eval_step, cfg, kernels), args, (P(), P()))
+            out = specs(state), changed, P()
+            built[key] = Program(step, (state, due, hyper), out, donates=(0,))
+    changed = specs({name: x for name, x in copies.items() if name != "signs"})
+    step = functools.partial(finish_step, cfg)
+    built["finish"] = Program(step, (state,), (specs(state), changed), donates=(0,))
+    batch = abstract_batch(cfg, mesh, (cfg.val_batch // cfg.val_row, cfg.val_row), 0, hyper)
+    step = functools.partial(eval_step, cfg, kernels)
+    built["eval"] = Program(step, (copies, table, batch), (P(), P()))
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {key: program._replace(options=options) for key, program in found.items()}
+    return {key: program._replace(options=options) for key, program in built.items()}
+
+
+def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, hyper) -> Batch:
+    """The shapes, dtypes and shardings of a Batch of `size`, rows and tokens of a row, with `count`
+    candidates in each row."""
+    b, t = size
+
+    def by_rows(dtype, *shape):
+        return abstract(mesh, shape, dtype, AXIS)
+
+    targets = by_rows(jnp.int32, b, t)
+    aims = Aims(by_rows(jnp.int32, b, count), targets, targets)
+    rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, aims)
+    if not cfg.ngram_rows:
+        return Batch(rows, None, hyper)
+    # "A table of hashed n-grams"
+    rows = rows._replace(hashed=by_rows(jnp.uint16, b, t), slots=by_rows(jnp.int32, b, 2, t))
+    room = capacity(b * t, mesh.size)
+    return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
+
+
+def abstract_waiting(cfg: Config, mesh: Mesh, copies: dict, update: Update) -> dict[str, tuple]:
+    """The shapes, dtypes and shardings of the gradients that an Update takes: name -> one for each
+    step. A gradient [n, ...], of which each device has its own, is one array [devices * n, ...]
+    here; those of banks are cut like banks."""
+    due = {}
+    for name in updated(cfg, update.kind):
+        if name == NGRAMS:  # "A table of hashed n-grams"
+            due[name] = abstract_requested(cfg, mesh, update)
+            continue
+        x = copies[name]
+        rows = x.shape[0]
+        if update.kind != "anvil":
+            rows *= mesh.size
+        gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
+        due[name] = (gradient,) * update.steps
+    return due
+
+
+def finish_step(cfg: Config, state):
+    """(the state with the weights to validate, their compute copies), after the last step."""
+    params = state["params"]
+    if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
+        params = averaged(cfg, state)
+    return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
 def lower(program: Program, mesh: Mesh):
     """A program lowered for the devices of `mesh`, which need not be there."""
-    specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    shard = functools.partial(shard_map, mesh=mesh, check_vma=False)
-    step = shard(program.step, in_specs=specs, out_specs=program.out)
+    in_specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    out_specs = program.out
+    step = shard_map(
+        program.step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
     return step.lower(*program.args)
 
@@ -1476,17 +1764,27 @@ def lower(program: Program, mesh: Mesh):
 # ---- Training: the clock and the loop ----------------------------------------------------------
 
 
-def settle(log: RunLog, newest: tuple | None):
-    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
-    if newest:
-        step, loss, *more = newest
-        log.trained(step, sound(log, step, float(loss)), *more)
+class StepResult(NamedTuple):
+    """What a step has returned: arrays that devices may still compute."""
+
+    step: int  # its number, from 1
+    loss: jax.Array
+    dropped: jax.Array  # n-grams
+    norms: dict[str, jax.Array]  # of gradients, by parameter; empty without cfg.log_norms
+
+
+def settle(log: RunLog, result: StepResult | None):
+    """Wait for a step, and log it."""
+    if result:
+        loss = sound(log, result.step, float(result.loss))
+        log.trained(result.step, loss, result.dropped, result.norms)
 
 
 def sound(log: RunLog, step: int, loss: float) -> float:
     """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
+    most = 2 * math.log(log.cfg.vocab)
     cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
+    need(loss < most, f"the loss of step {step} is {loss:.4g}: {cure}")
     return loss
 
 
@@ -1498,38 +1796,37 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
     state, copies, batches, loader = ready.state, ready.copies, ready.batches, ready.loader
-    first = last_saved = saved.step if saved else 0
+    first = saved.step if saved else 0
+    last_saved = first
+    save_every = cfg.checkpoint_every or cfg.steps
     waiting = {}  # gradients that no update has taken yet
-    newest = None  # a step that may still run: (number, loss, dropped n-grams, norms), see settle
+    newest = None  # the StepResult that is not in the log yet
 
     def pause():
         settle(log, newest)
         jax.block_until_ready((state, copies))
         log.clock.stop()
 
-    def validate(step):
+    def validate_after(step: int):
         pause()
-        loss = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
-        loss, dropped = evaluate(cfg, mesh, loss, step, *ready.validation)
+        program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
+        loss, dropped = evaluate(cfg, mesh, program, step, *ready.validation)
         log.validated(step, sound(log, step, loss), dropped)
 
     for step in range(first, cfg.steps):
-        signalled = ready.asked(
-            step - first
-        )  # the number of a signal that has asked for the end, or 0
-        stops = signalled and not waiting
-        if cfg.val_every and step % cfg.val_every == 0 and (step > first or not saved):
-            validate(step)
+        is_new = step > first or not saved  # else the disk has this state, and its loss
+        if is_new and cfg.val_every and step % cfg.val_every == 0:
+            validate_after(step)
             newest = None
-        if stops:
+        signalled = ready.asked(step - first)  # a signal that has asked for the end, or 0
+        if signalled and not waiting:
             pause()
-            if step > first or not saved:  # else the disk has this state
+            if is_new:
                 log.save(step, state, loader)
             log.stopped(step)
             raise SystemExit(128 + signalled)
         log.clock.start()
-        every = cfg.checkpoint_every or cfg.steps
-        if step // every > last_saved // every and not waiting:
+        if step // save_every > last_saved // save_every and not waiting:
             settle(log, newest)
             newest = None
             log.save(step, state, loader)
@@ -1539,22 +1836,22 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         del grads  # or those that an update has taken would lie beside the next program
-        norms = {}
+        all_norms = {}
         for update in updates:
             due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
-            state, changed = compiled[update](state, due, batch.hyper)
-            norms[update.kind] = changed.pop("norm", 0.0)
+            state, changed, norms = compiled[update](state, due, batch.hyper)
             copies |= changed
+            all_norms |= norms
             del due
         settle(log, newest)  # waits for the step before, while this one runs
-        newest = step + 1, loss, dropped, norms
+        newest = StepResult(step + 1, loss, dropped, all_norms)
 
     waiting.clear()  # gradients of parameters whose last update has been
     state, changed = compiled["finish"](state)
     copies |= changed
-    validate(cfg.steps)
-    small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
-    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and small):
+    validate_after(cfg.steps)
+    is_small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
+    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
     if cfg.sample_tokens:
@@ -1625,17 +1922,20 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
     }
 
 
-def hyper_of_ideas(cfg: Config, momentum, adam, tables) -> dict[str, np.ndarray]:
-    """The columns of a Schedule's Hyper that ideas need."""
-    fast_beta, fast_weight = fast_rail(cfg, np.arange(cfg.steps), momentum)
-    return {
-        "fast_beta": fast_beta,
-        "fast_weight": fast_weight,
-        "table_count": np.cumsum(tables > 0) - (tables > 0) + 1,  # updates before this, and one
-        "weights": loss_weights(cfg),
-        "prefix": in_parts(cfg, "prefix"),
-        "average_rates": average_rates(cfg, adam, tables),
-    }
+def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndarray]:
+    """The columns of a Schedule's Hyper that ideas need, of those that are on."""
+    columns = {}
+    if cfg.slow_rate:
+        fast_beta, fast_weight = fast_rail(cfg, np.arange(cfg.steps), momentum)
+        columns |= {"fast_beta": fast_beta, "fast_weight": fast_weight}
+    if np.any(tables):
+        updates_before = np.cumsum(tables > 0) - (tables > 0)
+        columns["table_count"] = updates_before + 1
+    if any(any(stage.prefix) for stage in cfg.stages):
+        columns["prefix"] = in_parts(cfg, "prefix")
+    if cfg.tail or cfg.tail_average:
+        columns["average_rates"] = average_rates(cfg, adam_due, tables)
+    return columns
 
 
 def ids_of_ideas(cfg: Config, rows: Rows, tokens) -> dict[str, jax.Array]:
@@ -1650,12 +1950,6 @@ def ids_of_ideas(cfg: Config, rows: Rows, tokens) -> dict[str, jax.Array]:
     if rows.aims.candidates.size:
         ids["head"] = rows.aims.candidates
     return ids
-
-
-def moments_of_ideas(cfg: Config, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """What ANVIL keeps of a bank besides Muon's average, see two_rails and equalize."""
-    slow = {"slow": shape} if cfg.slow_rate else {}
-    return slow | ({"equaliser": (shape[0], max(shape[1:]))} if cfg.equalize_rate else {})
 
 
 # ---- Rows that start at a document ---------------------------------------------------------------
@@ -1720,8 +2014,8 @@ def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """update_step while head and embedding are one matrix: its gradient is the sum of both."""
     due = dict(due)
     due["head"] = *due["head"], *due.pop("embed")  # update_step sums them
-    state, copies = update_step(cfg, kernels, state, due, hyper)
-    return tie(state), copies | {"embed": copies["head"]}
+    state, copies, norms = update_step(cfg, kernels, state, due, hyper)
+    return tie(state), copies | {"embed": copies["head"]}, norms
 
 
 def tie(state):
@@ -1795,8 +2089,6 @@ def average_rates(cfg: Config, adam, tables) -> np.ndarray:
     last cfg.tail steps, both others the last cfg.tail_average. Head and embedding change only
     at Adam steps, so `ema` is updated there alone: with n steps to the next one, at 1 - (1 - r)^n,
     what n updates at rate r would give."""
-    if not cfg.tail and not cfg.tail_average:
-        return np.zeros((cfg.steps, 4))
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     in_tail = left < cfg.tail
     in_average = left < cfg.tail_average
@@ -1847,12 +2139,6 @@ def averaged(cfg: Config, state) -> dict:
     return params
 
 
-def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step."""
-    params = averaged(cfg, state) if cfg.tail or cfg.tail_average else state["params"]
-    return state | {"params": params}, compute_copies(cfg, params, GATHER)
-
-
 # ---- Losses on more than the next token, and a sampled softmax ----------------------------------
 
 # without=ahead: a young model also predicts the tokens after the next (targets_ahead; record 53:
@@ -1864,12 +2150,12 @@ def finish_step(cfg: Config, state):
 def loss_weights(cfg: Config) -> np.ndarray:
     """Weights [steps, k] of the losses on the next token, the one after it, ...: in a stage they
     change linearly. All steps have as many as the stage with most, so that shapes stay."""
-    stage, at, length = places(cfg)
+    stage, number, length = steps_in_stages(cfg)
     most = max(len(s.weights) for s in cfg.stages)
     ends = [(s.weights, s.weights_end) for s in cfg.stages]
     ends = [np.pad(x, [(0, 0), (0, most - len(x[0]))]) for x in ends]
     first, last = np.stack(ends, axis=1)[:, stage]
-    return first + (last - first) * (at / length)[:, None]
+    return first + (last - first) * (number / length)[:, None]
 
 
 class Vocabulary(NamedTuple):
@@ -1953,10 +2239,8 @@ def candidates(targets_t, offset: int, count: int, vocab: int):
 
 
 def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
-    """Features, targets and weights of a loss, [b, t, ...]; with a pointer `<copy>` is one target
-    more, of weight 0, and a fourth are pointer_shares."""
-    if not model.cfg.pointer_width:
-        return x_btd, targets, weights
+    """Features, targets and weights of a loss, [b, t, ...], with `<copy>` as one target more, of
+    weight 0; and pointer_shares."""
     ids, copy = rows.aims.candidates, model.cfg.real_tokens
     at = jnp.argmax(ids == copy, axis=1)[:, None] if ids.size else jnp.full((1, 1), copy)
     at = jnp.broadcast_to(at[..., None], (*targets.shape[:2], 1)).astype(targets.dtype)
@@ -2191,6 +2475,18 @@ def capacity(batch_tokens: int, devices: int) -> int:
     return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
 
 
+def abstract_requested(cfg: Config, mesh: Mesh, update: Update) -> tuple:
+    """What waits of n-grams for an Update of tables, for each step, by shapes: the rows that were
+    requested of each device, and their gradients."""
+    waiting = []
+    for stage in update.stages:
+        size = capacity(cfg.stages[stage].batch_tokens, mesh.size)
+        shape = mesh.size**2, size
+        ids = abstract(mesh, shape, jnp.int32, AXIS)
+        waiting.append((ids, abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)))
+    return tuple(waiting)
+
+
 def sign_pool(cfg: Config, seed):
     """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
     key = jax.random.fold_in(jax.random.key(seed), 92)
@@ -2225,10 +2521,7 @@ def exchange(x):
 
 
 def fetch_requests(table, batch: Batch) -> tuple:
-    """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens});
-    without a table (None, {})."""
-    if table is None:
-        return None, {}
+    """(requests that reach this device, {NGRAMS: the rows of the n-gram table for its tokens})."""
     requested = exchange(batch.requests[0])
     return requested, {NGRAMS: fetch(table, requested)}
 
@@ -2244,8 +2537,6 @@ def fetch(table, requested):
 def dropped_ngrams(slots):
     """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
     trigrams of a row's first two tokens do, which have no history."""
-    if slots is None:  # there is no table
-        return jnp.float32(0)
     return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
 
 
@@ -2423,44 +2714,56 @@ def small_mlp(x_btd, w1, w2, b2):
 # tokens).
 
 
-def mudd_layer(model: Model, x, arrays: tuple, gates):
-    """The last layer, (output, normed input of its MLP): every token weights its own connections
-    (MUDD: MUltiway Dynamic Dense connections, Xiao et al. 2025; record 81), by what a small MLP
-    makes of its stream `x`. `arrays` are the start of the stream, the source, which attention
-    reads, value rows and n-gram vectors."""
+def mudd_layer(model: Model, x, outputs: list[Output], inputs: Inputs, gates) -> Output:
+    """The last layer: every token weights its own connections (MUDD: MUltiway Dynamic Dense
+    connections, Xiao et al. 2025; record 81), by what a small MLP makes of its stream `x`."""
     i = len(model.cfg.layers) - 1
     layer = model.cfg.layers[i]
-    start, source, values, ngram = arrays
-    mu = SimpleNamespace(**coefficients(model, "mudd", 0, x))
-    sources = {"start": start, "source": source, "x": x}
-    sources = {name: y for name, y in sources.items() if hasattr(mu, f"v_{name}")}
-    weights = [getattr(mu, f"v_{name}") for name in sources]
-    both = [weights + [mu.values_left], weights + [mu.values_right]] if layer.values else [weights]
-    blended = *sources.values(), *(values[-1:] if layer.values else ())
-    weights = jnp.stack([jnp.concatenate(each, axis=-1) for each in both], axis=-1)
-    added_btd = model.kernels.blend(None, weights, blended)
-    added = added_btd, jnp.ones((*x.shape[:2], model.cfg.heads))
-    terms = [(mu.keep_attention * (1 + mu.x_x), x)]
-    terms.append((mu.keep_attention * mu.x_start + mu.start, start))
+    mu = coefficients(model, "mudd", 0, x)
+    read = {"start": inputs.start, "x": x}  # what goes into v and, before attention, into x
+    source = x
     if layer.reads:
-        terms.append((mu.keep_attention * mu.x_source, source))
-    terms.append((mu.attention, attention(model, i, source, added, gates)))
-    if ngram is not None:
-        terms.append((mu.ngram, ngram))
+        source = outputs[i - layer.reads].x
+        read = {"start": inputs.start, "source": source, "x": x}
+    added = mudd_values(model, mu, read, inputs.values)
+    keep = mu["keep_attention"]
+    terms = [(keep * (1 + mu["x_x"]), x), (keep * mu["x_start"] + mu["start"], inputs.start)]
+    if layer.reads:
+        terms.append((keep * mu["x_source"], source))
+    terms.append((mu["attention"], attention(model, i, source, added, gates)))
+    if inputs.ngram is not None:
+        terms.append((mu["ngram"], inputs.ngram))
     x = mix(*terms)
-    return mix((mu.keep_mlp, x), (mu.mlp, mlp(model, i, x))), norm(x)
+    after_mlp = mix((mu["keep_mlp"], x), (mu["mlp"], mlp(model, i, x)))
+    return Output(after_mlp, mlp_input=norm(x))
 
 
-def mudd_sources(cfg: Config, outputs: list, values) -> tuple:
-    """What mudd_mix adds, of the start of the stream and the outputs of all layers; that of the
-    last is a pair (mudd_layer)."""
-    *outputs, (_, mlp_input) = outputs
-    source = outputs[-cfg.layers[-1].reads] if cfg.layers[-1].reads else outputs[0]
-    sources = {"start": outputs[0], "source": source, "x": outputs[-1]}
-    sources |= {f"skip{i}": outputs[i + 1 - cfg.layers[i].skip] for i in cfg.layers_with("skip")}
-    named = zip(cfg.layers_with("values"), values, strict=True)
-    sources |= {f"values{i}": value for i, value in named}
-    sources |= {"mlp_input": mlp_input, "normed_source": norm(source)}
+def mudd_values(model: Model, mu: dict, read: dict, values: tuple) -> tuple:
+    """What mudd_layer adds to v (HeadInputs.added): arrays that are `read` and, of a layer that has
+    them, the tokens' rows of its value table, whose halves of heads have a weight each."""
+    sources = [*read.values()]
+    weights = [mu[f"v_{name}"] for name in read]
+    by_half = [weights]
+    if model.cfg.layers[-1].values:
+        sources.append(values[-1])
+        by_half = [weights + [mu["values_left"]], weights + [mu["values_right"]]]
+    weights = jnp.stack([jnp.concatenate(half, axis=-1) for half in by_half], axis=-1)
+    added_btd = model.kernels.blend(None, weights, tuple(sources))
+    return added_btd, jnp.ones((*added_btd.shape[:2], model.cfg.heads))
+
+
+def mudd_sources(cfg: Config, inputs: Inputs, outputs: list[Output]) -> tuple:
+    """What mudd_mix adds, of what layers read and the outputs of all."""
+    last = len(cfg.layers) - 1
+    sources = {"start": inputs.start, "mlp_input": outputs[last].mlp_input}
+    sources["x"] = outputs[last - 1].x if last else inputs.start  # what the last layer begins with
+    if cfg.layers[last].reads:
+        source = outputs[last - cfg.layers[last].reads].x
+        sources |= {"source": source, "normed_source": norm(source)}
+    for i in cfg.layers_with("skip"):
+        sources[f"skip{i}"] = outputs[i - cfg.layers[i].skip].x
+    for i, value in zip(cfg.layers_with("values"), inputs.values, strict=True):
+        sources[f"values{i}"] = value
     return tuple(sources[name] for name in coefficient_table(cfg)["mudd"][1])
 
 

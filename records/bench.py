@@ -145,7 +145,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
             del grads  # or they would lie beside the updates and the next step
             for update in (x for x in updates if step % x.steps == 0):
                 due = {x: waiting.pop(x) for x in T.updated(cfg, update.kind)}
-                state, changed = compiled[update](state, due, batch.hyper)
+                state, changed, _ = compiled[update](state, due, batch.hyper)
                 copies |= changed
                 del due
             jax.block_until_ready(before)  # as in training, while this step runs
@@ -200,7 +200,7 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[di
 
         def step():
             nonlocal state
-            state, changed = compiled[key](state, due, batch.hyper)
+            state, changed, _ = compiled[key](state, due, batch.hyper)
             return changed
 
         return step

@@ -58,16 +58,14 @@ def load(saved: T.Saved) -> Trained:
 def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, batch: T.Batch):
     """`result` (of a Model, features [b, t, d] and their Rows) for the rows of all devices. Up to
     the features this is eval_step."""
-    fetched, copies, _ = T.gather_banks(cfg, copies, T.fetch_requests(table, batch)[1])
-    model = T.Model(copies, cfg, kernels, None, batch.hyper, copies.get("signs"))
-    tables = copies | fetched
+    model = T.validation_model(cfg, kernels, copies, table, batch)
 
-    def of(rows):
-        found = T.look_up(cfg, tables, T.table_ids(cfg, rows))
-        return result(model, T.forward(model, found, rows), rows)
+    def of_rows(rows):
+        looked_up = T.look_up(cfg, model.params, T.table_ids(cfg, rows))
+        return result(model, T.forward(model, looked_up, rows), rows)
 
-    found = lax.map(of, T.micro_batches(cfg, batch.rows))
-    return T.GATHER(found.reshape(-1, *found.shape[2:]))
+    results = lax.map(of_rows, T.micro_batches(cfg, batch.rows))
+    return T.GATHER(results.reshape(-1, *results.shape[2:]))
 
 
 def next_logits(model: T.Model, x_btd, rows: T.Rows):
@@ -112,7 +110,10 @@ def summed_losses(model: T.Model, x_btd, rows: T.Rows):
 
     targets = rows.aims.targets[..., None]
     weights = (targets >= 0).astype(jnp.float32)
-    return lax.map(loss, T.with_pointer(model, rows, x_btd, jnp.maximum(targets, 0), weights))
+    per_row = x_btd, jnp.maximum(targets, 0), weights
+    if model.cfg.pointer_width:
+        per_row = T.with_pointer(model, rows, *per_row)
+    return lax.map(loss, per_row)
 
 
 def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable:

@@ -171,7 +171,7 @@ def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list,
         waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
         for update in updates:
             due = {name: waiting.pop(name) for name in T.updated(cfg, update.kind)}
-            state, changed = compiled[str(update)](state, due, batch.hyper)
+            state, changed, _ = compiled[str(update)](state, due, batch.hyper)
             copies |= changed
         losses.append(float(loss))
     if "finish" in compiled:

@@ -52,7 +52,7 @@ def test_thirty_steps_of_adam(betas, eps):
 
     @jit
     def adam(param, mean, square, grad, lr, count):
-        return T.adam(param, mean, square, grad, (lr, 10.0, count, betas, eps, True))
+        return T.adam(param, mean, square, grad, T.AdamRates(lr, 10.0, count, betas, eps, True))
 
     exact = matrices(7, 5).astype(np.float64), np.zeros((7, 5)), np.zeros((7, 5))
     state = tuple(jnp.asarray(x, jnp.float32) for x in exact)
@@ -94,8 +94,9 @@ def test_four_steps_of_anvil(shape):
     state = [jnp.asarray(x, jnp.float32) for x in exact]
     hyper = T.hyper_at(CFG, 5)._replace(lr=np.float32(0.5), momentum=np.float32(0.9))
     hyper = hyper._replace(fast_beta=np.float32(0.85), fast_weight=np.float32(0.4))
+    kinds = "params", *T.moments(CFG, row)
     step = jax.shard_map(
-        lambda *args: T.anvil(CFG, row, args[:4], args[4], hyper),
+        lambda *args: T.anvil(CFG, row, dict(zip(kinds, args, strict=False)), args[4], hyper),
         mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False,
     )  # fmt: skip
     still = quick(step, *state, np.zeros(shape, np.float32))

@@ -268,7 +268,8 @@ def watch(patch, seen: dict) -> T.Kernels:
     note("coefficients", gates_are)
     note("mlp", lambda args, out: keep("mid", args[2]))
     note("attention", lambda args, out: keep("attn_branch", out))
-    note("mudd_layer", lambda args, out: (keep("cache9", args[1]), keep("cache7", args[2][1])))
+    note("mudd_layer", lambda args, out: keep("cache9", args[1]))
+    note("mudd_values", lambda args, out: keep("cache7", args[2]["source"]))
     note("mudd_mix", lambda args, out: (keep("last", args[1]), keep("mixed", out)))
 
     def attending(q, k, v, *rest):
@@ -501,7 +502,7 @@ class Training:
             for n, found in due.items():  # a scenario may begin in the middle: zeros before it
                 due[n] = (jax.tree.map(jnp.zeros_like, found[0]),) * missing + found
             step_of = program(self.cfg, self.devices, str(update))
-            self.state, changed = step_of(self.state, due, hyper)
+            self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed
         self.adams += T.schedule(self.cfg).adam[step]
         self.table_updates += T.schedule(self.cfg).tables[step] > 0

@@ -39,11 +39,24 @@ def test_files_that_it_names_exist():
     named = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     named += re.findall(r"(?:data|records|tests)/[\w/]*\w\.\w+", README)
     assert len(named) > 10 and [path for path in named if not (ROOT / path).exists()] == []
-    places = re.findall(r"\]\(([\w/]+\.md)#([\w-]+)\)", README)
-    for page, place in places:  # as GitHub names headings
-        heads = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.M)
-        assert place in [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in heads]
-    assert len(places) > 2
+
+
+PAGES = "README.md", "records/README.md", "records/NOTES.md", ".github/CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_links_of_a_page_lead_somewhere(path):
+    """To a file of this repository, and there to a heading, as GitHub names it."""
+    page = ROOT / path
+    links = re.findall(r"\]\((?!http)([^)#\s]*)(?:#([\w-]+))?\)", page.read_text())
+    for file, place in links:
+        target = page.parent / file if file else page
+        assert target.exists(), file
+        if place:
+            heads = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+            known = [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in heads]
+            assert place in known, f"{file}#{place}"
+    assert len(links) > 2
 
 
 def test_names_of_train_gpt_in_the_table_of_ideas_and_in_how_to_read_exist():
@@ -129,6 +142,18 @@ def test_first_command(tmp_path):
     assert [text for text in texts if text not in done.stdout] == []
     losses = [float(x) for x in re.findall(r"val_loss:([\d.]+)", done.stdout)]
     assert abs(losses[0] - np.log(2048)) < 0.05 and losses[-1] < losses[0] - 0.1
+
+
+def test_where_to_edit_names_what_is_there():
+    text = (ROOT / "tests/README.md").read_text()
+    table = text.split("\n## Where to edit\n")[1].split("\n## ")[0]
+    names = re.findall(r"`([A-Za-z]\w+)`", table)
+    known = {*vars(T), *T.PRESETS, *T.Param.__annotations__}
+    assert len(names) > 30 and {*names} <= known, {*names} - known
+    tests = re.findall(r"`((?:recipe|kernels|run|tools)/\w+\.py)`", table)
+    assert len(tests) > 20 and all((ROOT / "tests" / path).exists() for path in tests)
+    rows = re.findall(r"^\| (.*) \|$", table, re.M)[1:]
+    assert len(rows) > 10 and all(".py`" in row.split("|")[-1] for row in rows)
 
 
 def test_the_readme_of_the_tests_names_each_of_their_files():
