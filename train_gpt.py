@@ -3440,10 +3440,9 @@ BLOCK = 256  # tokens that kernels take at a time
 
 
 def for_devices(cfg: Config, devices: int) -> Config:
-    """The config with which so many devices train: the rows divide evenly over its `devices`. Of no
-    more devices than rows, it uses the largest number that divides the rows; batches stay the
-    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
-    it uses the next smaller number of devices with which it can."""
+    """The config with which so many `devices` train, or the most of them that can share the rows
+    evenly: its `devices` says how many. Where these are no more than the rows, batches are the
+    recipe's. Where they are more, each has one row; all are of one length, in whole BLOCKs."""
     rows = cfg.stages[0].rows
 
     def one_row_each(stage: Stage, count: int) -> bool:
@@ -3589,7 +3588,7 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
-    """Why a program cannot run that needs `size` bytes of the `limit` of a device, with all that
+    """Why a program cannot run that needs `size` of the `limit` bytes of a device, with all that
     lies beside it, and with how many rows of the n-gram table it can; "" if it can."""
     excess = size + SPARE - limit
     if excess <= 0:
@@ -4426,13 +4425,15 @@ def literal(text: str):
 
 
 def unknown_key(key: str) -> str:
-    """That there is no such key, and which are most like it."""
+    """That there is no such key, and which are most like it or have its name within."""
     keys = [*Config.__dataclass_fields__]
     keys += [f"stages.N.{name}" for name in Stage.__dataclass_fields__]
     keys += [f"layers.N.{name}" for name in Layer.__dataclass_fields__]
     with_letter = re.sub(r"\.(\d+|\*)\.", ".N.", key)
     alike = difflib.get_close_matches(with_letter, keys)
-    hint = f"most like it: {', '.join(alike)}; " if alike else ""
+    name = key.rpartition(".")[2]
+    alike += [other for other in keys if name in other and other not in alike]
+    hint = f"most like it: {', '.join(alike[:6])}; " if name and alike else ""
     return f"unknown key {key!r}; {hint}--show prints all, N counts from 0 or is * for all"
 
 

@@ -107,7 +107,9 @@ def test_a_run_without_ngrams_ends_with_a_sample(shards, tmp_path):
 
 def test_without_all_tiny_is_plain():
     cfg = T.override(T.PRESETS["tiny"], ["without=all", "preset=plain", "target=0"])
-    assert cfg == T.PRESETS["plain"]
+    assert cfg == T.PRESETS["plain"] and cfg.layers == (T.Layer("long"),) * 4
+    assert cfg.stages == (T.Stage(1.0, 1024, 128, 0, (128, 128)),) and cfg.val_windows == (128, 128)
+    assert cfg.momentum == (0.93, 0.93) and cfg.adam_every == 1 and cfg.tied == cfg.target == 0
 
 
 def test_several_ideas_are_left_out_together_and_wrong_names_are_said():

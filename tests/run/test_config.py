@@ -104,7 +104,10 @@ BAD_SETTINGS = {
     # what cannot be read
     "layerz=3": "unknown key 'layerz'; most like it: layers; --show prints all, N counts from 0",
     "stages.*.widows=2,3": "unknown key 'stages.*.widows'; most like it: stages.N.windows, ",
-    "layers.0.skips=1": "unknown key 'layers.0.skips'; most like it: layers.N.skip, layers.N.mlps",
+    "layers.0.skips=1": "unknown key 'layers.0.skips'; most like it: layers.N.skip, ",
+    "lr=1": "unknown key 'lr'; most like it: lr_floor, lr_anvil, lr_adam, stages.N.lr_factor; --sh",
+    "windows=2,3": "unknown key 'windows'; most like it: val_windows, sign_rows, stages.N.windows",
+    "=3": "--set =3: unknown key ''; --show prints all",
     "zzz=1": "--set zzz=1: unknown key 'zzz'; --show prints all, N counts from 0 or is * for all",
     "tiny": "--set tiny: write KEY=VALUE; texts and presets go before --set",
     "steps": "--set steps: write KEY=VALUE; texts and presets go before --set",
