@@ -1690,8 +1690,11 @@ def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
     """A jitted function (parameters, seed) -> first_copies."""
-    make = functools.partial(first_copies, cfg)
-    return born(make, abstract_copies(cfg, mesh))
+
+    def copies(params, seed):
+        return first_copies(cfg, params, seed)
+
+    return born(copies, abstract_copies(cfg, mesh))
 
 
 def first_copies(cfg: Config, params, seed):
@@ -1723,6 +1726,7 @@ class Program(NamedTuple):
     out: tuple  # how its results lie on the mesh
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
     options: dict = {}  # for the compiler
+    name: str = ""  # its key, as text
 
 
 @functools.cache
@@ -1761,7 +1765,10 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
     step = functools.partial(eval_step, cfg, kernels)
     built["eval"] = Program(step, (copies, table, batch), (P(), P()))
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {key: program._replace(options=options) for key, program in built.items()}
+    named = {}
+    for key, program in built.items():
+        named[key] = program._replace(options=options, name=str(key))
+    return named
 
 
 def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, hyper) -> Batch:
@@ -3394,6 +3401,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         merges = (data.folder / MERGES).read_text()
         log.write(MERGES, merges)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
+    from_all(0)  # the first step waits for processes that compile longer
     log.write_facts(compile_seconds=seconds)
     if not jax.config.jax_debug_nans:  # zeros make some
         warm_up(cfg, mesh, compiled)
@@ -3550,7 +3558,7 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
             size += model_bytes(cfg, mesh, program, trains=key != "eval")
         if isinstance(key, Update) and key.kind == "tables":
             size += tables_bytes(cfg, mesh, program)
-        sizes.append((size, str(key)))
+        sizes.append((size, program.name))
     return max(sizes)
 
 
@@ -3614,6 +3622,15 @@ def check_memory(cfg: Config, mesh: Mesh):
         cpus = f"jax sees only CPUs, with {machine / 2**30:.1f}"
         need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
     refusal = too_large(cfg, mesh, name, size, limit)
+    need(not refusal, refusal)
+
+
+def check_program(cfg: Config, mesh: Mesh, key, peak: float):
+    """UserError if the program with this `key`, compiled, has so many bytes at its `peak` that it
+    does not fit beside the state, copies and gradients that wait."""
+    size = resident_bytes(cfg, mesh, key) + peak
+    name = programs(cfg, mesh, PLAIN)[key].name
+    refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
     need(not refusal, refusal)
 
 
@@ -4717,7 +4734,6 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     """({key of programs: executable}, {name: seconds to compile}) of all programs, if they fit.
     This thread lowers one after the other, while those of a pool compile what it has lowered."""
     every = programs(cfg, mesh, kernels)
-    limit = memory_limit(mesh)
     ready = itertools.count(1)
     events = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
@@ -4726,9 +4742,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         began = time.perf_counter()
         program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
-        size = resident_bytes(cfg, mesh, key) + program_bytes(program)["peak"]
-        refusal = too_large(cfg, mesh, str(key), size, limit)
-        need(not refusal, refusal)
+        check_program(cfg, mesh, key, program_bytes(program)["peak"])
         cached = events.count("/jax/compilation_cache/cache_hits")
         say(f"{next(ready)} of {len(every)} programs are ready, {cached} were in the cache\r")
         return program, seconds
@@ -4737,12 +4751,11 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     lowered = (lower(program, mesh) for program in every.values())
     with ThreadPoolExecutor(cpu_cores()) as pool:
         built = list(pool.map(build, every, lowered))
-    from_all(0)  # the first step waits for processes that compile longer
     compiled = {}
     seconds = {}
     for key, (program, taken) in zip(every, built, strict=True):
         compiled[key] = program
-        seconds[str(key)] = taken
+        seconds[every[key].name] = taken
     return compiled, seconds
 
 
@@ -5104,7 +5117,9 @@ def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, st
     UserError if the run names its kernels, or has several hosts, which must have the same."""
     device = mesh.devices.flat[0]
     kernels, reason = pick_kernels(cfg, device)
-    wrong = {} if device.platform == "cpu" else wrong_kernels(cfg, kernels)
+    if device.platform == "cpu":
+        return kernels, reason
+    wrong = wrong_kernels(cfg, kernels)
     if not any(from_all(len(wrong))):
         return kernels, reason
     kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in wrong})
