@@ -609,7 +609,7 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
     return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
 
 
-# ---- Batches: what a step gets of the data -----------------------------------------------------
+# ---- Batches: what a step gets of the data, from the outside in --------------------------------
 
 
 class Aims(NamedTuple):
@@ -637,6 +637,68 @@ class Batch(NamedTuple):
     rows: Rows
     requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
     hyper: Hyper
+
+
+class LoaderState(NamedTuple):
+    """Where a run stands in its data; a checkpoint holds one."""
+
+    cursor: int  # in the stream
+    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
+
+
+def train_batches(
+    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
+):
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
+    tables of the vocabulary are made here, so that the clock counts them."""
+    by_id = None
+    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next token, and a sampled softmax"
+        by_id = vocabulary(cfg, words)
+    for number in range(step, cfg.steps):
+        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
+        yield put_batch(cfg, mesh, number, rows, requests), state
+
+
+def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, by_id, step: int, state: LoaderState):
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. `by_id`:
+    the Vocabulary, where ideas need one."""
+    stage = cfg.stages[schedule(cfg).stage[step]]
+    tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
+    offsets = state.offsets
+    if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
+        count = schedule(cfg).candidates[step]
+        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
+        aims, offsets = aim_all(tokens, offsets, count, by_id.prefix_v, always)
+    else:
+        aims = next_tokens(tokens[:, 1:].astype(np.int32))
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
+    return rows, requests, LoaderState(cursor, offsets)
+
+
+def next_tokens(targets) -> Aims:
+    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
+    stand in for them, as arrays of the right shape."""
+    no_candidates = np.empty((len(targets), 0), np.int32)
+    return Aims(no_candidates, targets, prefixes=targets)
+
+
+def rows_of(cfg: Config, mesh: Mesh, by_id, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        return hashed_rows(cfg, mesh, by_id, tokens, aims)
+    return Rows(tokens, None, None, aims), None
+
+
+def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
+    """Rows and requests on the devices, with the Hyper of `step`."""
+    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+    return Batch(*cut, hyper)
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
 # ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
@@ -1344,7 +1406,6 @@ def in_chunks(cfg: Config, ids: int, *arrays):
 #     gather_banks    lax.all_gather of every bank; and a function that is lax.psum_scatter of its
 #                     gradients
 #     reduce_scatter  lax.psum_scatter
-#     sum_batches     lax.scan over micro-batches
 #     in_order        what comes second waits for what comes first
 
 
@@ -1395,7 +1456,14 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     """Which rows of each table a batch looks up: name -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
-    return {"embed": tokens} | ids_of_ideas(cfg, rows, tokens)  # "Parameters of ideas"
+    ids = {"embed": tokens}
+    if cfg.layers_with("values"):
+        ids["value_tables"] = tokens
+    if cfg.ngram_rows:  # places among the rows that the device has fetched
+        ids[NGRAMS] = rows.slots
+    if rows.aims.candidates.size:  # else the whole head takes part, and is no table
+        ids["head"] = rows.aims.candidates
+    return ids
 
 
 def look_up(cfg: Config, tables: dict, ids: dict) -> dict[str, tuple]:
@@ -1420,6 +1488,16 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
         x = x.astype(grad_vd.dtype)
         grad_vd = wanted.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
     return grad_vd
+
+
+def sum_batches(add: Callable, zeros, batches):
+    """The carry after add(carry, batch) -> carry of each of the `batches`, which are stacked. A
+    loop over a single one would keep XLA from leaving out the zeros."""
+    if len(jax.tree.leaves(batches)[0]) == 1:
+        only = jax.tree.map(lambda x: x[0], batches)
+        return add(zeros, only)
+    carry, _ = lax.scan(lambda carry, batch: (add(carry, batch), None), zeros, batches)
+    return carry
 
 
 def micro_batches(cfg: Config, rows: Rows):
@@ -1464,6 +1542,21 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
         dropped = dropped_ngrams(batch.rows.slots)
     total, dropped = lax.psum(jnp.stack([total, dropped]), AXIS)
     return total, dropped
+
+
+def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, by_id) -> Iterator:
+    """Yield a Batch for each val_batch of the first val_tokens of the validation split, after
+    `step` steps. `by_id`: the Vocabulary, if there are n-grams."""
+    for tokens, counts in read_validation(cfg, mesh, stream):
+        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
+        yield batch_of(cfg, mesh, step, by_id, tokens, targets)
+
+
+def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
+    """The Batch with which the model of after `step` steps reads this process's rows of tokens
+    uint16 [b, t+1] and has the targets int32 [b, t]; -1: none."""
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
+    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
 
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
@@ -1962,7 +2055,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # training tokens or seconds of record 92. Of each the core has one line, at most a few.
 
 
-# ---- Parameters of ideas: param_table, moments and table_ids have them from here ----------------
+# ---- Parameters of ideas: param_table and Hyper have them from here ------------------------------
 
 # Betas of lone scalars are slower than those of mixing weights (without=scalar_betas; record 52: 9
 # M tokens). Fields of Layer and of Config switch the rest.
@@ -2029,20 +2122,6 @@ def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndar
     if cfg.tail or cfg.tail_average:
         columns["average_rates"] = average_rates(cfg, adam_due, tables)
     return columns
-
-
-def ids_of_ideas(cfg: Config, rows: Rows, tokens) -> dict[str, jax.Array]:
-    """What table_ids has besides the embedding. Ids of n-grams are places among the rows that a
-    device has fetched; those of the head are the candidates of its softmax. Without candidates the
-    whole head takes part, and is no table."""
-    ids = {}
-    if cfg.layers_with("values"):
-        ids["value_tables"] = tokens
-    if cfg.ngram_rows:
-        ids[NGRAMS] = rows.slots
-    if rows.aims.candidates.size:
-        ids["head"] = rows.aims.candidates
-    return ids
 
 
 # ---- Rows that start at a document ---------------------------------------------------------------
@@ -2974,14 +3053,7 @@ PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 # PART III: THE DATA
 # ================================================================================================
 
-# ---- Batches: made ahead of use, from the outside in -------------------------------------------
-
-
-class LoaderState(NamedTuple):
-    """Where a run stands in its data; a checkpoint holds one."""
-
-    cursor: int  # in the stream
-    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
+# ---- Loader: batches are made ahead of use -----------------------------------------------------
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
@@ -3033,86 +3105,6 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
         if isinstance(item, BaseException):
             raise item
         yield item
-
-
-def train_batches(
-    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
-):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
-    tables of the vocabulary are made here, so that the clock counts them."""
-    by_id = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
-    for number in range(step, cfg.steps):
-        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
-        yield put_batch(cfg, mesh, number, rows, requests), state
-
-
-def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, by_id: Vocabulary, step: int, state: LoaderState
-):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
-    process plans the whole batch, from where documents begin, and reads its own rows."""
-    stage = cfg.stages[schedule(cfg).stage[step]]
-    pieces, cursor = plan_rows(stream, state.cursor, stage)
-    here = own_rows(mesh, stage.rows)
-    tokens = read_rows(stream, pieces, here)
-    offsets = state.offsets
-    if cfg.aimed:
-        count = schedule(cfg).candidates[step]
-        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = aim_all(tokens, offsets, count, by_id.prefix_v, always)
-    else:
-        aims = next_tokens(tokens[:, 1:].astype(np.int32))
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
-    return rows, requests, LoaderState(cursor, offsets)
-
-
-def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, by_id) -> Iterator:
-    """Yield a Batch for each val_batch of the first val_tokens of the validation split, after
-    `step` steps. `by_id`: the Vocabulary, if there are n-grams."""
-    rows = cfg.val_tokens // cfg.val_row
-    of_batch = cfg.val_batch // cfg.val_row
-    pieces, _ = plan_plain(0, rows, cfg.val_row)
-    for path in stream.paths:
-        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
-    for first in range(0, rows, of_batch):
-        numbers = [first + row for row in own_rows(mesh, of_batch)]
-        is_row = np.array(numbers)[:, None] < rows  # others only fill up the last batch
-        tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
-        targets = np.where(is_row, tokens[:, 1:].astype(np.int32), -1)
-        yield batch_of(cfg, mesh, step, by_id, tokens, targets)
-
-
-def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
-    """The Batch with which the model of after `step` steps reads this process's rows of tokens
-    uint16 [b, t+1] and has the targets int32 [b, t]; -1: none."""
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
-    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
-
-
-def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
-    stand in for them, as arrays of the right shape."""
-    no_candidates = np.empty((len(targets), 0), np.int32)
-    return Aims(no_candidates, targets, prefixes=targets)
-
-
-def rows_of(cfg: Config, mesh: Mesh, by_id: Vocabulary | None, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
-    if cfg.ngram_rows:
-        return hashed_rows(cfg, mesh, by_id, tokens, aims)
-    return Rows(tokens, None, None, aims), None
-
-
-def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
-    """Rows and requests on the devices, with the Hyper of `step`."""
-    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
-    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
-    return Batch(*cut, hyper)
-
-
-def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
@@ -3197,6 +3189,27 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
         if row in parts:
             parts[row].append(stream.read(start, stop - start))
     return np.stack([np.concatenate(parts[row]) for row in here])
+
+
+def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
+    """(this process's rows of a global batch of `stage`, uint16 [b, t+1]; next cursor). Every
+    process plans the whole batch, from where documents begin, and reads its own rows."""
+    pieces, next_cursor = plan_rows(stream, cursor, stage)
+    return read_rows(stream, pieces, own_rows(mesh, stage.rows)), next_cursor
+
+
+def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
+    """Yield (this process's rows, uint16 [b, t+1]; which of them count, bool [b, 1]) for each batch
+    of a validation: others only fill up the last one."""
+    rows = cfg.val_tokens // cfg.val_row
+    of_batch = cfg.val_batch // cfg.val_row
+    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    for path in stream.paths:
+        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+    for first in range(0, rows, of_batch):
+        numbers = [first + row for row in own_rows(mesh, of_batch)]
+        tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
+        yield tokens, np.array(numbers)[:, None] < rows
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
@@ -4908,16 +4921,6 @@ def reduce_scatter(x):
 def in_order(first, second):
     """Both, where what is computed of `second` begins after `first` is there."""
     return lax.optimization_barrier((first, second))
-
-
-def sum_batches(add: Callable, zeros, batches):
-    """The carry after add(carry, batch) -> carry of each of the `batches`, which are stacked. A
-    loop over a single one would keep XLA from leaving out the zeros."""
-    if len(jax.tree.leaves(batches)[0]) == 1:
-        only = jax.tree.map(lambda x: x[0], batches)
-        return add(zeros, only)
-    carry, _ = lax.scan(lambda carry, batch: (add(carry, batch), None), zeros, batches)
-    return carry
 
 
 # ---- The choice: which kernels serve a run -----------------------------------------------------

@@ -140,7 +140,7 @@ finally:
 
 # What of Part II is called without any idea: tables of what ideas add, which then give nothing.
 TABLES_OF_IDEAS = {
-    "params_of_ideas", "coefficient_starts", "coefficient_table", "hyper_of_ideas", "ids_of_ideas"
+    "params_of_ideas", "coefficient_starts", "coefficient_table", "hyper_of_ideas"
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 # What is used of a later part: collectives as compilers want them, how much is computed at once,
 # what goes on around a run; and by what is done before the clock starts, what makes programs fast.
 LATER = {
-    "grads_step": {"gather_banks", "in_order", "sum_batches"},
+    "grads_step": {"gather_banks", "in_order"},
     "validation_model": {"gather_banks"},
     "sum_over_devices": {"reduce_scatter"},
     "programs": {"compiler_options"},
@@ -109,11 +109,13 @@ HOOKS = {
     "attention": {"post_lambdas"},
     "mlp": {"post_lambdas"},
     "attend_heads": {"exclude_self", "key_offset", "pair_heads"},
+    "train_batches": {"vocabulary"},
+    "next_batch": {"aim_all"},
+    "rows_of": {"hashed_rows"},
     "batch_loss": {"with_pointer"},
     "first_copies": {"sign_pool"},
     "add_losses": {"mix_pointed"},
     "grads_step": {"dropped_ngrams", "exchange", "fetch_requests"},
-    "table_ids": {"ids_of_ideas"},
     "validation_model": {"fetch_requests"},
     "eval_step": {"dropped_ngrams"},
     "update_step": {"adam_rows", "follow", "sum_requests"},

@@ -499,10 +499,6 @@ def part_one(tmp_path_factory, shards):
         whole, reduce = jax.vjp(gather, sharded)
         return after, copies | whole, lambda grads: reduce(grads)[0]
 
-    def in_turn(batches):
-        leaves, tree = jax.tree.flatten(batches)
-        return (jax.tree.unflatten(tree, one) for one in zip(*leaves, strict=True))
-
     assert not alone & {name for names in LATER.values() for name in names}
     checks = "check_memory", "check_tokens", "warm_up", "demonstrate"
     stand_ins = dict.fromkeys(checks, lambda *_: None) | {
@@ -513,7 +509,6 @@ def part_one(tmp_path_factory, shards):
         "gather_banks": gather_banks,
         "reduce_scatter": lambda x: lax.psum_scatter(x, T.AXIS, tiled=True),
         "in_order": lambda *both: both,
-        "sum_batches": lambda add, zeros, batches: functools.reduce(add, in_turn(batches), zeros),
         "compiler_options": lambda *_: {},
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
