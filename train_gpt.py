@@ -3808,15 +3808,30 @@ RULE = "=" * 100
 
 def flops_per_token(cfg: Config, step: int) -> float:
     """Model FLOPs per token of `step`: 6 per weight of the large matmuls, as in the original."""
-    columns = 2 * cfg.pointer_width
-    for i in cfg.layers_with("attends"):
-        heads = heads_of(cfg, i, (0, 0))
-        kv_heads = heads.kv or heads.count
-        columns += (heads.count + kv_heads) * (heads.qk_width + heads.v_width)
-    for layer in cfg.layers:
-        columns += 2 * layer.mlps * cfg.mlp_width
     ids = schedule(cfg).candidates[step] or cfg.vocab
-    return 6.0 * cfg.width * (columns + ids)
+    return 6.0 * (matrix_weights(cfg) + cfg.width * ids)
+
+
+@functools.cache
+def matrix_weights(cfg: Config) -> int:
+    """How many weights of large matrices a token meets before the head."""
+
+    def of_layers(params):
+        matrices = []
+        for i, layer in enumerate(cfg.layers):
+            if layer.attends:
+                heads = heads_of(cfg, i, (0, 0))
+                matrices.append(attention_weights(cfg, params, i, heads))
+            if layer.mlps:
+                matrices.append(mlp_weights(cfg, params, i))
+        return matrices
+
+    params = {}
+    for name, row in param_table(cfg).items():
+        params[name] = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    matrices = jax.eval_shape(of_layers, params)
+    of_pointer = 2 * cfg.pointer_width * cfg.width
+    return sum(x.size for x in jax.tree.leaves(matrices)) + of_pointer
 
 
 def versions() -> dict[str, str]:
