@@ -3369,10 +3369,11 @@ class Data(NamedTuple):
 def open_data(cfg: Config, say: Callable) -> Data:
     """The Data that a run reads; UserError if not all of it is there."""
     folder = data_folder(cfg, say)
-    train = TokenStream(folder, "train", cfg.bos, cfg.passes)
-    val = TokenStream(folder, "val", cfg.bos)
-    shards = check_tokens(cfg, train, val)
-    return Data(folder, train, val, token_bytes(cfg, folder), shards)
+    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
+    val_stream = TokenStream(folder, "val", cfg.bos)
+    shards = check_tokens(cfg, stream, val_stream)
+    words = token_bytes(cfg, folder)
+    return Data(folder, stream, val_stream, words, shards)
 
 
 # ================================================================================================
