@@ -58,6 +58,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib.metadata
@@ -207,7 +208,9 @@ class Config:
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
     real_tokens: int = 50257  # ids at or above this are refused
     bos: int = 50256  # stands before every document; attention does not cross it
-    encoding: Literal["gpt2", "bytes", "bpe"] = "gpt2"  # bpe: with merges beside the data
+    # bpe: with merges beside the data. ids: of your own tokenizer; they have no bytes, so there are
+    # no prefixes, n-grams hash ids as they are, and no text is sampled.
+    encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
@@ -299,7 +302,7 @@ class Config:
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
     log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
-    log_norms: Machine[bool] = False  # norms of gradients, by parameter (takes time)
+    log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
     sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
 
     @property
@@ -345,9 +348,11 @@ class Config:
 
 # fmt: off
 PRESETS = {
-    "speedrun": Config(),
-    # The same model at toy size, for a minute on two cores. One stage: to compile another shape of
-    # batch would take as long as a tenth of the run.
+    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
+    # embedding and head. Part IV makes it, behind `override`.
+    "plain": None,
+    # The model of `speedrun` at toy size, for a minute on two cores. One stage: to compile another
+    # shape of batch would take as long as a tenth of the run.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -367,28 +372,7 @@ PRESETS = {
         micro_tokens=256,  # fits a core's caches
         data="data/builtin", sample_tokens=80,
     ),
-    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
-    # embedding and head. What belongs to ideas that are off does nothing.
-    "plain": Config(
-        preset="plain", without="all",
-        layers=(Layer("long"),) * 4,
-        width=128, heads=2, mlp_width=256,
-        encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
-        ngram_rows=0, ngram_ids="raw", sign_rows=0, gate_width=0, mudd_width=32,
-        still=False, key_offset=False, qk_heads=0, o_start=0.0, smear=False, lambdas=False,
-        value_gates=False, logit_cap=(0.0, 0.0, 0.0), tied=0.0,
-        compute_dtype="float32",
-        steps=440, extension=0,
-        stages=(Stage(1.0, 1024, 128, 0, (128, 128)),),  # windows of a whole row
-        momentum=(0.93, 0.93), momentum_warmup=88, momentum_cooldown=18,
-        rails_step=188, slow_rate=0.0, equalize_rate=0.0, cautious=False,
-        scalar_betas=((0.9, 0.95), (0.9, 0.95)),
-        lr_adam=0.016, adam_every=1, table_every=(1, 1), table_change=128,
-        tail=0, tail_average=0,
-        val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(128, 128), target=0.0,
-        micro_tokens=256,
-        data="data/builtin", sample_tokens=80,
-    ),
+    "speedrun": Config(),
     # `speedrun` with the copy pointer, in fewer steps. Stages end where the rule of record 92 puts
     # them: 988 steps by its quotients, where it has 1122, and as there 52 more in the third and 20
     # at last.
@@ -530,7 +514,8 @@ def schedule(cfg: Config) -> Schedule:
         rotations = yarn(cfg)
     freqs, scales = (np.stack(x)[stage] for x in zip(*rotations, strict=True))
     weights = np.ones((cfg.steps, 1))
-    if max(len(s.weights) for s in cfg.stages) > 1:  # ahead: "Losses on more than the next token"
+    targets = [len(s.weights) for s in cfg.stages]
+    if max(targets) > 1:  # ahead: "Losses on more than the next token"
         weights = loss_weights(cfg)
     hyper = Hyper(
         lr=learning_rate(cfg, step),
@@ -539,7 +524,7 @@ def schedule(cfg: Config) -> Schedule:
         freqs=freqs,
         scales=scales,
         weights=weights,
-        **hyper_of_ideas(cfg, momentum, adam_due, tables),
+        **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
     )
     softmax = in_parts(cfg, "candidates")
     keys = []
@@ -547,12 +532,14 @@ def schedule(cfg: Config) -> Schedule:
     for i in range(cfg.steps):
         shape = int(stage[i]), int(softmax[i])
         number = numbers.setdefault(shape, len(numbers))
-        keys.append([Gradients(number, *shape), Update("anvil", 1)])
+        of_step = [Gradients(number, *shape), Update("anvil", 1)]
         if adam_due[i]:
-            keys[i].append(Update("adam", cfg.adam_every, bool(tied[i])))
+            is_tied = bool(tied[i])
+            of_step.append(Update("adam", cfg.adam_every, is_tied))
         if tables[i]:
-            summed = stage[i + 1 - tables[i] : i + 1]
-            keys[i].append(Update("tables", int(tables[i]), stages=tuple(summed.tolist())))
+            summed = stage[i + 1 - tables[i] : i + 1].tolist()
+            of_step.append(Update("tables", len(summed), stages=tuple(summed)))
+        keys.append(of_step)
     return Schedule(stage, softmax, adam_due, tables, tied, keys, hyper)
 
 
@@ -564,7 +551,8 @@ def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
     fallen = np.where(step < scheduled, fallen, 1.0)
-    of_stage = np.array([s.lr_factor for s in cfg.stages])[steps_in_stages(cfg).stage]
+    factors = np.array([s.lr_factor for s in cfg.stages])
+    of_stage = factors[steps_in_stages(cfg).stage]
     return of_stage * (1 - fallen) + cfg.lr_floor * fallen
 
 
@@ -589,15 +577,17 @@ class StepsInStages(NamedTuple):
 def steps_in_stages(cfg: Config) -> StepsInStages:
     """The StepsInStages of a run."""
     lengths = np.diff(cfg.boundaries)
-    stage = np.repeat(np.arange(len(lengths)), lengths)
-    number = np.arange(cfg.steps) - np.array(cfg.boundaries)[stage]
-    return StepsInStages(stage, number, lengths[stage])
+    stages = np.arange(len(cfg.stages))
+    stage = np.repeat(stages, lengths)
+    first = np.array(cfg.boundaries)[stage]  # step of the stage
+    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
 
 
 def in_parts(cfg: Config, name: str) -> np.ndarray:
     """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
     entries = []
-    for stage, number, length in zip(*steps_in_stages(cfg), strict=True):
+    steps = steps_in_stages(cfg)
+    for stage, number, length in zip(*steps, strict=True):
         of_stage = getattr(cfg.stages[stage], name)
         entries.append(of_stage[number * len(of_stage) // length])
     return np.array(entries)
@@ -619,7 +609,7 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
     return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
 
 
-# ---- Batches: what a step gets of the data -----------------------------------------------------
+# ---- Batches: what a step gets of the data, from the outside in --------------------------------
 
 
 class Aims(NamedTuple):
@@ -647,6 +637,68 @@ class Batch(NamedTuple):
     rows: Rows
     requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
     hyper: Hyper
+
+
+class LoaderState(NamedTuple):
+    """Where a run stands in its data; a checkpoint holds one."""
+
+    cursor: int  # in the stream
+    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
+
+
+def train_batches(
+    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
+):
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
+    tables of the vocabulary are made here, so that the clock counts them."""
+    by_id = None
+    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next token, and a sampled softmax"
+        by_id = vocabulary(cfg, words)
+    for number in range(step, cfg.steps):
+        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
+        yield put_batch(cfg, mesh, number, rows, requests), state
+
+
+def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, by_id, step: int, state: LoaderState):
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. `by_id`:
+    the Vocabulary, where ideas need one."""
+    stage = cfg.stages[schedule(cfg).stage[step]]
+    tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
+    offsets = state.offsets
+    if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
+        count = schedule(cfg).candidates[step]
+        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
+        aims, offsets = batch_aims(tokens, offsets, count, by_id.prefix_v, always)
+    else:
+        aims = next_tokens(tokens[:, 1:].astype(np.int32))
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
+    return rows, requests, LoaderState(cursor, offsets)
+
+
+def next_tokens(targets) -> Aims:
+    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
+    stand in for them, as arrays of the right shape."""
+    no_candidates = np.empty((len(targets), 0), np.int32)
+    return Aims(no_candidates, targets, prefixes=targets)
+
+
+def rows_of(cfg: Config, mesh: Mesh, by_id, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        return hashed_rows(cfg, mesh, by_id, tokens, aims)
+    return Rows(tokens, None, None, aims), None
+
+
+def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
+    """Rows and requests on the devices, with the Hyper of `step`."""
+    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+    return Batch(*cut, hyper)
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
 # ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
@@ -722,7 +774,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     if cfg.shared:  # heads of queries share v, which is smaller than o then
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
         table["vo_bank"] = by_anvil(cfg, (attentions, d, d), (cfg.o_start,) * attentions)
-    table |= params_of_ideas(cfg)
+    table |= params_of_ideas(cfg)  # "Parameters of ideas"
     if cfg.tail or cfg.tail_average:  # averages: "Averages of the last weights"
         table = with_averages(cfg, table)
     return {name: row for name, row in table.items() if math.prod(row.shape)}
@@ -783,11 +835,16 @@ def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
 def init_state(cfg: Config, seed):
     """The training state before the first step."""
     key = jax.random.key(seed)
-    state = map_state(cfg, lambda shape, dtype, row: jnp.zeros(shape, dtype))
+
+    def zeros(shape, dtype, row):
+        return jnp.zeros(shape, dtype)
+
+    state = map_state(cfg, zeros)
     for name, row in param_table(cfg).items():
         if callable(row.init):
             # A key from the name: adding a parameter does not change the others.
-            salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+            digest = hashlib.sha256(name.encode()).digest()
+            salt = int.from_bytes(digest[:4], "little")
             start = row.init(jax.random.fold_in(key, salt), row.shape)
         else:
             start = jnp.full(row.shape, row.init, jnp.float32)
@@ -988,8 +1045,8 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> Attent
         v, o = params["vo_bank"][2 * number], params["vo_bank"][2 * number + 1]
     v = v.reshape(kv, -1, d)[:, : heads.v_width]
     o = o.reshape(d, n, -1)[..., : heads.v_width]
-    qkv = jnp.concatenate([qk.reshape(-1, d), v.reshape(-1, d)])
-    return AttentionWeights(qkv, o.reshape(d, -1))
+    qk, v = qk.reshape(-1, d), v.reshape(-1, d)
+    return AttentionWeights(jnp.concatenate([qk, v]), o.reshape(d, -1))
 
 
 class MlpWeights(NamedTuple):
@@ -1019,8 +1076,10 @@ def mix(*terms):
     """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
     the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
     models were up to 45 % off."""
-    total = sum(jnp.asarray(weight, jnp.float32) * x for weight, x in terms)
     _, first = terms[0]
+    total = 0.0
+    for weight, x in terms:
+        total += jnp.asarray(weight, jnp.float32) * x
     return total.astype(first.dtype)
 
 
@@ -1131,7 +1190,9 @@ def rope_tables(freqs, positions_tn, width: int):
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]  # pairs of angle 0
     padding = [(0, 0), (0, 0), (0, others)]
-    return jnp.pad(jnp.cos(angles), padding, constant_values=1.0), jnp.pad(jnp.sin(angles), padding)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    return jnp.pad(cos, padding, constant_values=1.0), jnp.pad(sin, padding)
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
@@ -1184,7 +1245,8 @@ def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
     the block and the one before it. So the cost grows with t * window. Where no such size < t
     exists, size = s = t."""
     b, t = segments_bt.shape
-    size = next((n for n in range(max(window, 1), t) if t % n == 0), t)
+    sizes = [n for n in range(max(window, 1), t) if t % n == 0]
+    size = sizes[0] if sizes else t
 
     def blocks(x):
         return x.reshape(b, t // size, size, *x.shape[2:])
@@ -1226,7 +1288,9 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     before."""
     model = model._replace(params=params)
     x_btd = forward(model, looked_up, rows)
-    per_row = x_btd, *targets_ahead(rows.aims, *loss_weights_of(model))
+    ahead, of_prefix = loss_weights_of(model)
+    targets, weights = targets_ahead(rows.aims, ahead, of_prefix)
+    per_row = x_btd, targets, weights
     if model.cfg.pointer_width:  # "A pointer to earlier tokens"
         per_row = with_pointer(model, rows, *per_row)
     if "head" in looked_up:  # candidates: each row has a head of its own, see table_ids
@@ -1236,8 +1300,8 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
         per_row = [x.reshape(1, -1, x.shape[-1]) for x in per_row]
     sums = []
     for x_td, targets, weights, *pointed, head_vd in zip(*per_row, heads_bvd, strict=True):
-        cross_entropy = model.kernels.cross_entropy
-        sums.append(cross_entropy(x_td, head_vd, targets, weights, model.cfg, *pointed))
+        loss = model.kernels.cross_entropy
+        sums.append(loss(x_td, head_vd, targets, weights, model.cfg, *pointed))
     weighted, plain = zip(*sums, strict=True)
     return sum(weighted), sum(plain)
 
@@ -1301,7 +1365,8 @@ def chunk_losses(x_td, head_vd, targets, cfg: Config):
     logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
     logits_tv = cap_logits(logits_tv, cfg)
     if cfg.logit_cap[0]:
-        log_sum_t = jnp.log(jnp.sum(jnp.exp(logits_tv), axis=1))
+        sum_t = jnp.sum(jnp.exp(logits_tv), axis=1)
+        log_sum_t = jnp.log(sum_t)
     else:
         log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
     return log_sum_t[:, None] - jnp.take_along_axis(logits_tv, targets, axis=1)
@@ -1341,7 +1406,6 @@ def in_chunks(cfg: Config, ids: int, *arrays):
 #     gather_banks    lax.all_gather of every bank; and a function that is lax.psum_scatter of its
 #                     gradients
 #     reduce_scatter  lax.psum_scatter
-#     sum_batches     lax.scan over micro-batches
 #     in_order        what comes second waits for what comes first
 
 
@@ -1392,7 +1456,14 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     """Which rows of each table a batch looks up: name -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
-    return {"embed": tokens} | ids_of_ideas(cfg, rows, tokens)
+    ids = {"embed": tokens}
+    if cfg.layers_with("values"):
+        ids["value_tables"] = tokens
+    if cfg.ngram_rows:  # places among the rows that the device has fetched
+        ids[NGRAMS] = rows.slots
+    if rows.aims.candidates.size:  # else the whole head takes part, and is no table
+        ids["head"] = rows.aims.candidates
+    return ids
 
 
 def look_up(cfg: Config, tables: dict, ids: dict) -> dict[str, tuple]:
@@ -1417,6 +1488,16 @@ def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
         x = x.astype(grad_vd.dtype)
         grad_vd = wanted.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
     return grad_vd
+
+
+def sum_batches(add: Callable, zeros, batches):
+    """The carry after add(carry, batch) -> carry of each of the `batches`, which are stacked. A
+    loop over a single one would keep XLA from leaving out the zeros."""
+    if len(jax.tree.leaves(batches)[0]) == 1:
+        only = jax.tree.map(lambda x: x[0], batches)
+        return add(zeros, only)
+    carry, _ = lax.scan(lambda carry, batch: (add(carry, batch), None), zeros, batches)
+    return carry
 
 
 def micro_batches(cfg: Config, rows: Rows):
@@ -1454,30 +1535,36 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
         _, plain = batch_loss(model.params, looked_up, model, rows)
         return plain
 
-    losses = lax.map(loss, micro_batches(cfg, batch.rows))
-    dropped = dropped_ngrams(batch.rows.slots) if cfg.ngram_rows else jnp.float32(0)
-    return tuple(lax.psum(jnp.stack([jnp.sum(losses), dropped]), AXIS))
+    batches = micro_batches(cfg, batch.rows)
+    total = jnp.sum(lax.map(loss, batches))
+    dropped = jnp.float32(0)
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        dropped = dropped_ngrams(batch.rows.slots)
+    total, dropped = lax.psum(jnp.stack([total, dropped]), AXIS)
+    return total, dropped
 
 
-def evaluate(cfg: Config, mesh: Mesh, loss: Callable, step: int, stream: TokenStream, vocab):
-    """(mean loss in nats over the first val_tokens of the validation split after `step` steps, its
-    dropped n-grams). `loss` is the program for that, with the model; `vocab` the Vocabulary, of
-    which n-grams have their hashes."""
-    rows = cfg.val_tokens // cfg.val_row
-    of_batch = cfg.val_batch // cfg.val_row
-    pieces, _ = plan_plain(0, rows, cfg.val_row)
-    for path in stream.paths:
-        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
-    results = []
-    for first in range(0, rows, of_batch):
-        numbers = [first + row for row in own_rows(mesh, of_batch)]
-        is_row = np.array(numbers)[:, None] < rows  # others only fill up the last batch
-        tokens = read_rows(stream, pieces, [min(row, rows - 1) for row in numbers])
-        targets = np.where(is_row, tokens[:, 1:].astype(np.int32), -1)
-        arrays = rows_of(cfg, mesh, vocab, tokens, next_tokens(targets))
-        batch = put_batch(cfg, mesh, max(step - 1, 0), *arrays)
-        results.append(loss(batch))
-    total, dropped = np.sum([np.asarray(x, np.float64) for x in results], axis=0)
+def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, by_id) -> Iterator:
+    """Yield a Batch for each val_batch of the first val_tokens of the validation split, after
+    `step` steps. `by_id`: the Vocabulary, if there are n-grams."""
+    for tokens, counts in read_validation(cfg, mesh, stream):
+        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
+        yield batch_of(cfg, mesh, step, by_id, tokens, targets)
+
+
+def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
+    """The Batch with which the model of after `step` steps reads this process's rows of tokens
+    uint16 [b, t+1] and has the targets int32 [b, t]; -1: none."""
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
+    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
+
+
+def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
+    """(mean loss in nats over the validation tokens, their dropped n-grams). `loss` is the program
+    for that, with the model; `batches` are validation_batches."""
+    results = [loss(batch) for batch in batches]
+    results = np.array(jax.device_get(results), np.float64)
+    total, dropped = results.sum(axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
 
 
@@ -1512,7 +1599,9 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
             follow(new, name, row, hyper)
         if cfg.log_norms:
             square = jnp.sum(grad * grad)
-            norms[name] = jnp.sqrt(lax.psum(square, AXIS) if row.sharded else square)
+            if row.sharded:
+                square = lax.psum(square, AXIS)
+            norms[name] = jnp.sqrt(square)
     copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
     return new, copies, norms
 
@@ -1632,7 +1721,84 @@ def orthogonalize(x, dtype):
     return x.mT if tall else x
 
 
-# ---- Programs: what each step takes and gives, and how the devices share it --------------------
+# ---- Layout: how state and copies lie on the devices --------------------------------------------
+
+# How arrays lie on the devices is told by the same arrays without numbers: shapes, dtypes and
+# shardings. What is `born` so never lies whole on one device.
+
+
+def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
+    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    sharding = NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def born(make: Callable, layout) -> Callable:
+    """`make`, jitted; its results lie on the devices as `layout` tells."""
+    shardings = jax.tree.map(lambda x: x.sharding, layout)
+    return jax.jit(make, out_shardings=shardings)
+
+
+def abstract_state(cfg: Config, mesh: Mesh):
+    """How the training state lies on `mesh`."""
+
+    def leaf(shape, dtype, row):
+        if not row.sharded:
+            return abstract(mesh, shape, dtype)
+        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
+        return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
+
+    return map_state(cfg, leaf)
+
+
+def start_state(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function seed -> training state. Its numbers do not depend on how many devices there
+    are: rows of zeros come after them."""
+    layout = abstract_state(cfg, mesh)
+
+    def state(seed):
+        numbers = init_state(cfg, seed)
+        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), numbers, layout)
+
+    return born(state, layout)
+
+
+def pad_rows(x, rows: int):
+    """`x` with zeros after it, up to `rows` rows."""
+    lacking = rows - len(x)
+    if lacking == 0:
+        return x
+    other_axes = [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, [(0, lacking), *other_axes])
+
+
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """How first_copies lie on `mesh`: only banks are sharded."""
+    params = abstract_state(cfg, mesh)["params"]
+    shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
+    axes = dict.fromkeys(shapes, ())
+    axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    return {name: abstract(mesh, x.shape, x.dtype, *axes[name]) for name, x in shapes.items()}
+
+
+def start_copies(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function (parameters, seed) -> first_copies."""
+
+    def copies(params, seed):
+        return first_copies(cfg, params, seed)
+
+    return born(copies, abstract_copies(cfg, mesh))
+
+
+def first_copies(cfg: Config, params, seed):
+    """The compute copies, and the signs of n-grams beside them, which no update changes."""
+    copies = compute_copies(cfg, params)
+    if cfg.signed:  # "A table of hashed n-grams"
+        copies["signs"] = sign_pool(cfg, seed)
+    return copies
+
+
+# ---- Programs: what each step takes and gives ---------------------------------------------
 
 # What is compiled, and when it runs:
 #     grads0, grads1, ...  every step, one for each shape of a batch (grads_step): n-gram rows come
@@ -1653,6 +1819,7 @@ class Program(NamedTuple):
     out: tuple  # how its results lie on the mesh
     donates: tuple = ()  # numbers of the arguments whose memory its results may take
     options: dict = {}  # for the compiler
+    name: str = ""  # its key, as text
 
 
 @functools.cache
@@ -1663,9 +1830,11 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
     table = state["params"].get(NGRAMS)
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+    numbers = hyper_at(cfg, 0)
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), numbers)
     built = {}
-    keys = dict.fromkeys(itertools.chain(*schedule(cfg).programs))
+    of_steps = schedule(cfg).programs
+    keys = dict.fromkeys(itertools.chain(*of_steps))
     for key in keys:
         if isinstance(key, Gradients):
             stage = cfg.stages[key.stage]
@@ -1674,7 +1843,10 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
             built[key] = Program(step, (copies, table, batch), (P(AXIS), P(), P()))
     for key in keys:
         if isinstance(key, Update):
-            step = functools.partial(tied_update if key.tied else update_step, cfg, kernels)
+            update = update_step
+            if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+                update = tied_update
+            step = functools.partial(update, cfg, kernels)
             due = abstract_waiting(cfg, mesh, copies, key)
             changed = specs({name: copies[name] for name in due if name != NGRAMS})
             out = specs(state), changed, P()
@@ -1686,26 +1858,29 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
     step = functools.partial(eval_step, cfg, kernels)
     built["eval"] = Program(step, (copies, table, batch), (P(), P()))
     options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    return {key: program._replace(options=options) for key, program in built.items()}
+    named = {}
+    for key, program in built.items():
+        named[key] = program._replace(options=options, name=str(key))
+    return named
 
 
-def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], candidates: int, hyper) -> Batch:
-    """The shapes, dtypes and shardings of a Batch of `size`: rows, tokens of a row."""
+def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, hyper) -> Batch:
+    """The shapes, dtypes and shardings of a Batch of `size`, rows and tokens of a row, with `count`
+    candidates in each row."""
     b, t = size
 
     def by_rows(dtype, *shape):
         return abstract(mesh, shape, dtype, AXIS)
 
-    aims = Aims(
-        by_rows(jnp.int32, b, candidates), by_rows(jnp.int32, b, t), by_rows(jnp.int32, b, t)
-    )
+    targets = by_rows(jnp.int32, b, t)
+    aims = Aims(by_rows(jnp.int32, b, count), targets, targets)
     rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, aims)
     if not cfg.ngram_rows:
         return Batch(rows, None, hyper)
     # "A table of hashed n-grams"
-    hashed, slots = by_rows(jnp.uint16, b, t), by_rows(jnp.int32, b, 2, t)
-    requests = by_rows(jnp.int32, mesh.size, mesh.size, capacity(b * t, mesh.size))
-    return Batch(rows._replace(hashed=hashed, slots=slots), requests, hyper)
+    rows = rows._replace(hashed=by_rows(jnp.uint16, b, t), slots=by_rows(jnp.int32, b, 2, t))
+    room = capacity(b * t, mesh.size)
+    return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
 
 
 def abstract_waiting(cfg: Config, mesh: Mesh, copies: dict, update: Update) -> dict[str, tuple]:
@@ -1721,7 +1896,8 @@ def abstract_waiting(cfg: Config, mesh: Mesh, copies: dict, update: Update) -> d
         rows = x.shape[0]
         if update.kind != "anvil":
             rows *= mesh.size
-        due[name] = (abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS),) * update.steps
+        gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
+        due[name] = (gradient,) * update.steps
     return due
 
 
@@ -1747,17 +1923,53 @@ def lower(program: Program, mesh: Mesh):
 # ---- Training: the clock and the loop ----------------------------------------------------------
 
 
-def settle(log: RunLog, newest: tuple | None):
-    """Wait for a step, (its number from 1, its loss, dropped n-grams, norms), and log it."""
-    if newest:
-        step, loss, *more = newest
-        log.trained(step, sound(log, step, float(loss)), *more)
+class Clock:
+    """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
+
+    def __init__(self, elapsed_ms: float = 0.0):
+        self.total = elapsed_ms
+        self.since = 0.0
+        self.running = threading.Event()
+
+    def start(self):
+        """Start counting; a running clock goes on."""
+        if not self.running.is_set():
+            self.since = time.perf_counter()
+            self.running.set()
+
+    def stop(self):
+        """Stop counting."""
+        self.total = self.ms()
+        self.running.clear()
+
+    def ms(self) -> float:
+        """Training time so far."""
+        if not self.running.is_set():
+            return self.total
+        return self.total + 1000 * (time.perf_counter() - self.since)
+
+
+class StepResult(NamedTuple):
+    """What a step has returned: arrays that devices may still compute."""
+
+    step: int  # its number, from 1
+    loss: jax.Array
+    dropped: jax.Array  # n-grams
+    norms: dict[str, jax.Array]  # of gradients, by parameter; empty without cfg.log_norms
+
+
+def settle(log: RunLog, result: StepResult | None):
+    """Wait for a step, and log it."""
+    if result:
+        loss = sound(log, result.step, float(result.loss))
+        log.trained(result.step, loss, result.dropped, result.norms)
 
 
 def sound(log: RunLog, step: int, loss: float) -> float:
     """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
+    most = 2 * math.log(log.cfg.vocab)
     cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < 2 * math.log(log.cfg.vocab), f"the loss of step {step} is {loss:.4g}: {cure}")
+    need(loss < most, f"the loss of step {step} is {loss:.4g}: {cure}")
     return loss
 
 
@@ -1766,38 +1978,41 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     Outside the clock: `prepare`, validation, the last checkpoint. Inside: every training step, all
     loading of its data, and checkpoints on the way. A checkpoint, and the stop after a signal, come
     at the next step before which no gradients wait for an update."""
-    cfg, mesh, log, compiled, *rest = prepare(cfg, out, command, saved, say)
-    (state, copies, batches, loader), validation, asked, (kernels, words) = rest
-    first = last_saved = saved.step if saved else 0
+    ready = prepare(cfg, out, command, saved, say)
+    cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
+    state, copies, batches, loader = ready.state, ready.copies, ready.batches, ready.loader
+    first = saved.step if saved else 0
+    last_saved = first
+    save_every = cfg.checkpoint_every or cfg.steps
     waiting = {}  # gradients that no update has taken yet
-    newest = None  # a step that may still run: (number, loss, dropped n-grams, norms), see settle
+    newest = None  # the StepResult that is not in the log yet
 
     def pause():
         settle(log, newest)
         jax.block_until_ready((state, copies))
         log.clock.stop()
 
-    def validate(step):
+    def validate_after(step: int):
         pause()
-        loss = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
-        loss, dropped = evaluate(cfg, mesh, loss, step, *validation)
+        program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
+        batches = validation_batches(cfg, mesh, step, *ready.validation)
+        loss, dropped = evaluate(cfg, program, batches)
         log.validated(step, sound(log, step, loss), dropped)
 
     for step in range(first, cfg.steps):
-        signalled = asked(step - first)  # the number of a signal that has asked for the end, or 0
-        stops = signalled and not waiting
-        if cfg.val_every and step % cfg.val_every == 0 and (step > first or not saved):
-            validate(step)
+        is_new = step > first or not saved  # else the disk has this state, and its loss
+        if is_new and cfg.val_every and step % cfg.val_every == 0:
+            validate_after(step)
             newest = None
-        if stops:
+        signalled = ready.asked(step - first)  # a signal that has asked for the end, or 0
+        if signalled and not waiting:
             pause()
-            if step > first or not saved:  # else the disk has this state
+            if is_new:
                 log.save(step, state, loader)
             log.stopped(step)
             raise SystemExit(128 + signalled)
         log.clock.start()
-        every = cfg.checkpoint_every or cfg.steps
-        if step // every > last_saved // every and not waiting:
+        if step // save_every > last_saved // save_every and not waiting:
             settle(log, newest)
             newest = None
             log.save(step, state, loader)
@@ -1815,19 +2030,20 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             all_norms |= norms
             del due
         settle(log, newest)  # waits for the step before, while this one runs
-        newest = step + 1, loss, dropped, all_norms
+        newest = StepResult(step + 1, loss, dropped, all_norms)
 
     waiting.clear()  # gradients of parameters whose last update has been
     state, changed = compiled["finish"](state)
     copies |= changed
-    validate(cfg.steps)
-    small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
-    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and small):
+    validate_after(cfg.steps)
+    is_small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
+    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
     if cfg.sample_tokens:
         table = state["params"].get(NGRAMS)
-        demonstrate(log, (cfg, mesh, kernels, copies, table, words, cfg.steps))
+        model = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
+        demonstrate(log, model)
     return log.folder
 
 
@@ -1841,7 +2057,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # an idea where its section stands in quotes.
 
 
-# ---- What ideas add to the core's tables: parameters, what changes by step, ids to look up ------
+# ---- Parameters of ideas: param_table and Hyper have them from here ------------------------------
 
 # Each function below collects from the sections of the ideas that are on.
 
@@ -1901,21 +2117,6 @@ def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndar
     if cfg.tail or cfg.tail_average:
         columns["average_rates"] = average_rates(cfg, adam_due, tables)
     return columns
-
-
-def ids_of_ideas(cfg: Config, rows: Rows, tokens) -> dict[str, jax.Array]:
-    """The tables that ideas look up, with the ids of the rows that a batch needs: name -> ids.
-
-    An n-gram's id is its slot among the rows that the device has fetched. Ids of the head are the
-    candidates of the softmax; without candidates the whole head takes part, and is no table."""
-    ids = {}
-    if cfg.layers_with("values"):
-        ids["value_tables"] = tokens
-    if cfg.ngram_rows:
-        ids[NGRAMS] = rows.slots
-    if rows.aims.candidates.size:
-        ids["head"] = rows.aims.candidates
-    return ids
 
 
 # ---- Rows that start at a document ---------------------------------------------------------------
@@ -2544,9 +2745,9 @@ def normal_form(word: bytes) -> str:
     return text.strip(WHITE_SPACE)
 
 
-def hashed_rows(cfg: Config, mesh: Mesh, vocab: Vocabulary, tokens, aims: Aims):
+def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
     """rows_of where there are n-grams: (Rows, requests) of this process's rows, in numpy."""
-    hashed = vocab.hashed_v[tokens[:, :-1]]
+    hashed = by_id.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     return Rows(tokens, hashed, slots, aims), requests
 
@@ -3217,40 +3418,36 @@ PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 # PART III: THE DATA
 # ================================================================================================
 
-# ---- Batches: made ahead of use, from the outside in -------------------------------------------
-
-
-class LoaderState(NamedTuple):
-    """Where a run stands in its data; a checkpoint holds one."""
-
-    cursor: int  # in the stream
-    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
+# ---- Loader: batches are made ahead of use -----------------------------------------------------
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart; if the number of rows has changed, again from where the first one was."""
+    begin evenly apart. If the number of rows has changed, they begin so where the first one was."""
     rows = cfg.stages[0].rows  # and of all others
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
-        offsets = [(first + cfg.vocab * r // rows) % cfg.vocab for r in range(rows)]
-    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
+        offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
+    here = own_rows(mesh, rows)
+    return LoaderState(cursor, tuple(offsets[row] for row in here))
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
     """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
-    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
-    first = mine.index(True)
-    each = count // mesh.size
-    return range(first * each, (first + sum(mine)) * each)
+    is_own = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+    first = is_own.index(True)
+    end = first + sum(is_own)
+    of_device = count // mesh.size
+    return range(first * of_device, end * of_device)
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, which a thread makes up to `depth` ahead, only while the clock is `running`:
-    the loader does no work for free. `late` gets a line when an item takes long."""
+    """Yield `items`, which a thread makes up to `depth` ahead. It begins one only while the clock
+    is `running`, or loading would take time that nobody counts. `late` gets a line when an item
+    takes long."""
     ready = queue.Queue(depth)
 
     def make():
@@ -3275,56 +3472,6 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
         yield item
 
 
-def train_batches(
-    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
-):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
-    tables of the vocabulary are made here, so that the clock counts them."""
-    known = vocabulary(cfg, words) if cfg.aimed or cfg.ngram_rows else None
-    for now in range(step, cfg.steps):
-        *arrays, state = next_batch(cfg, mesh, stream, known, now, state)
-        yield put_batch(cfg, mesh, now, *arrays), state
-
-
-def next_batch(
-    cfg: Config, mesh: Mesh, stream: TokenStream, known: Vocabulary, step: int, state: LoaderState
-):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. Every
-    process plans the whole batch, from where documents begin, and reads its own rows."""
-    stage = cfg.stages[schedule(cfg).stage[step]]
-    count = schedule(cfg).candidates[step]
-    pieces, cursor = plan_rows(stream, state.cursor, stage)
-    tokens = read_rows(stream, pieces, own_rows(mesh, stage.rows))
-    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
-    if cfg.aimed:
-        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = batch_aims(tokens, offsets, count, known.prefix_v, always)
-    return *rows_of(cfg, mesh, known, tokens, aims), LoaderState(cursor, offsets)
-
-
-def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary."""
-    return Aims(np.empty((len(targets), 0), np.int32), targets, targets)
-
-
-def rows_of(cfg: Config, mesh: Mesh, known: Vocabulary | None, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
-    if cfg.ngram_rows:
-        return hashed_rows(cfg, mesh, known, tokens, aims)
-    return Rows(tokens, None, None, aims), None
-
-
-def put_batch(cfg: Config, mesh: Mesh, step: int, *arrays) -> Batch:
-    """(Rows, requests) on the devices, with the Hyper of `step`."""
-    arrays = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), arrays)
-    return Batch(*arrays, jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step)))
-
-
-def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
-
-
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
 SHARD_MAGIC = 20240520  # the llm.c token file format: this,
@@ -3337,8 +3484,9 @@ class TokenStream:
     A cursor is a position in it, counted from the first token of the first shard."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
-        own = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
-        self.paths = sorted(path for path in folder.glob("*.bin") if own.fullmatch(path.name))
+        shard_name = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
+        paths = (path for path in folder.glob("*.bin") if shard_name.fullmatch(path.name))
+        self.paths = sorted(paths)
         need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * passes
@@ -3364,9 +3512,10 @@ class TokenStream:
         parts = [np.empty(0, np.uint16)]
         while count:
             number, start = self.shard_at(cursor)
-            parts.append(self.shards[number][cursor - start :][:count])
-            cursor += len(parts[-1])
-            count -= len(parts[-1])
+            part = self.shards[number][cursor - start :][:count]
+            parts.append(part)
+            cursor += len(part)
+            count -= len(part)
         return np.concatenate(parts)
 
 
@@ -3378,8 +3527,8 @@ def open_shard(path) -> np.memmap:
         if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
             raise ValueError(f"{len(tokens)} tokens follow a header {header}")
     except (OSError, ValueError) as error:
-        no = f"{path} is no whole token shard ({error})"
-        raise UserError(f"{no}: delete it, and download or tokenize it again") from None
+        refusal = f"{path} is no whole token shard ({error})"
+        raise UserError(f"{refusal}: delete it, and download or tokenize it again") from None
     return tokens
 
 
@@ -3393,45 +3542,79 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 def plan_plain(cursor: int, rows: int, t: int):
     """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
     wherever documents begin: neighbours share one token, and no token is left out."""
-    pieces = [(row, cursor + row * t, cursor + row * t + t + 1) for row in range(rows)]
+    starts = [cursor + row * t for row in range(rows)]
+    pieces = [(row, start, start + t + 1) for row, start in enumerate(starts)]
     return pieces, cursor + rows * t
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
     """The rows `here` of a plan, uint16 [rows, t+1]."""
-    found = {row: [] for row in here}
+    parts = {row: [] for row in here}
     for row, start, stop in pieces:
-        if row in found:
-            found[row].append(stream.read(start, stop - start))
-    return np.stack([np.concatenate(found[row]) for row in here])
+        if row in parts:
+            parts[row].append(stream.read(start, stop - start))
+    return np.stack([np.concatenate(parts[row]) for row in here])
+
+
+def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
+    """(this process's rows of a global batch of `stage`, uint16 [b, t+1]; next cursor). Every
+    process plans the whole batch, from where documents begin, and reads its own rows."""
+    pieces, next_cursor = plan_rows(stream, cursor, stage)
+    return read_rows(stream, pieces, own_rows(mesh, stage.rows)), next_cursor
+
+
+def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
+    """Yield (this process's rows, uint16 [b, t+1]; which of them count, bool [b, 1]) for each batch
+    of a validation: others only fill up the last one."""
+    rows = cfg.val_tokens // cfg.val_row
+    of_batch = cfg.val_batch // cfg.val_row
+    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    for path in stream.paths:
+        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+    for first in range(0, rows, of_batch):
+        numbers = [first + row for row in own_rows(mesh, of_batch)]
+        tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
+        yield tokens, np.array(numbers)[:, None] < rows
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
 MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-DESCRIPTION = "dataset.json"  # beside shards of own text: what data/tokenize_text.py --sets for it
+# Beside shards of own text, or of an own tokenizer: encoding, real_tokens and bos, in JSON. What
+# data/tokenize_text.py writes there, and sets for a run.
+DESCRIPTION = "dataset.json"
 
 
 def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`. UserError if they cannot be had."""
+    merges in `folder`; of ids none. UserError if they cannot be had."""
     words = [bytes([i]) for i in range(256)]
+    cure = f"make the data in {folder} again"
     try:
-        if cfg.encoding == "gpt2":
+        if cfg.encoding == "ids":
+            words = []
+        elif cfg.encoding == "gpt2":
             cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken
-
-            gpt2 = tiktoken.get_encoding("gpt2")  # downloads its ranks on first use
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+            words = gpt2_words()
         elif cfg.encoding == "bpe":
-            cure = f"make the data in {folder} again"
-            words += map(bytes.fromhex, json.loads((folder / MERGES).read_text()))
-            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+            merges = json.loads((folder / MERGES).read_text())
+            words += [bytes.fromhex(merged) for merged in merges]
+            differ = b"" not in words and len({*words}) == len(words)
+            if not differ or len(words) < cfg.bos:
                 raise ValueError(f"{MERGES} is not of these shards")
     except Exception as error:  # of tiktoken, of the network, of a damaged file
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"no bytes for {cfg.encoding} tokens ({why}): {cure}") from None
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        lacking = f"no bytes for {cfg.encoding} tokens ({first_line})"
+        raise UserError(f"{lacking}: {cure}") from None
     return words[: cfg.bos]
+
+
+def gpt2_words() -> list[bytes]:
+    """The bytes of the ids of GPT-2, whose ranks tiktoken downloads on first use."""
+    import tiktoken
+
+    gpt2 = tiktoken.get_encoding("gpt2")
+    return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
 
 
 def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
@@ -3440,39 +3623,56 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
     for step in range(steps):
         stage = cfg.stages[schedule(cfg).stage[step]]
         try:
-            cursor = plan_rows(stream, cursor, stage)[1]
+            _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
                 stream.shard_at(cursor)  # holds the last target
         except UserError:
             last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
             cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
             raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
-    stream.documents.cache_clear()  # the loader finds them again inside the clock: no free work
+    # The loader shall find them again inside the clock, which counts all work on data.
+    stream.documents.cache_clear()
     return cursor
 
 
-def check_tokens(cfg: Config, train: TokenStream, val: TokenStream) -> dict[str, dict]:
+def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
     """Size and hash of every shard that the run will read; all tokens must be there and known."""
-    cure = f"not made with {cfg.encoding}: set encoding, real_tokens and bos, or tokenize it again"
-    for stream in (train, val):
-        begins = np.any(stream.shards[0] == cfg.bos)
-        need(begins, f"{stream.paths[0]}: no document begins with bos={cfg.bos}: {cure}")
-    few = f"holds {len(val):,} validation tokens, {cfg.val_tokens + 1:,} are needed"
-    need(len(val) > cfg.val_tokens, f"{val.paths[0].parent} {few}: lower --set val_tokens=")
-    shards = {}
-    for stream, end in ((train, cursor_after(cfg, train, cfg.steps)), (val, cfg.val_tokens)):
-        count = stream.shard_at(min(end, len(stream) - 1))[0] + 1
-        for path, tokens in zip(stream.paths, stream.shards[:count], strict=False):
-            most = tokens.max()
-            need(most < cfg.real_tokens, f"{path}: token id {most} >= {cfg.real_tokens}: {cure}")
-            with open(path, "rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            shards[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
-    return shards
+    for split in (stream, val_stream):
+        begins = np.any(split.shards[0] == cfg.bos)
+        none = f"{split.paths[0]}: no document begins with bos={cfg.bos}"
+        need(begins, f"{none}: {other_tokens(cfg)}")
+    count = len(val_stream)
+    few = f"holds {count:,} validation tokens, {cfg.val_tokens + 1:,} are needed"
+    folder = val_stream.paths[0].parent
+    need(count > cfg.val_tokens, f"{folder} {few}: lower --set val_tokens=")
+    end = cursor_after(cfg, stream, cfg.steps)
+    return shards_until(cfg, stream, end) | shards_until(cfg, val_stream, cfg.val_tokens)
+
+
+def other_tokens(cfg: Config) -> str:
+    """What is wrong with tokens that cannot be those of the config, and what to set."""
+    settings = "set encoding (ids: of your own tokenizer), vocab, real_tokens and bos"
+    return f"not made with {cfg.encoding}: {settings}, or tokenize it again"
+
+
+def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
+    """File name -> size and hash of the shards that are read before the cursor `end`; UserError if
+    one of their ids is none of the vocabulary."""
+    last, _ = stream.shard_at(min(end, len(stream) - 1))
+    facts = {}
+    for path, tokens in zip(stream.paths, stream.shards[: last + 1], strict=False):
+        largest = tokens.max()
+        unknown = f"{path}: token id {largest} >= {cfg.real_tokens}"
+        need(largest < cfg.real_tokens, f"{unknown}: {other_tokens(cfg)}")
+        with open(path, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        facts[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
+    return facts
 
 
 def run_tool(name: str, *args) -> str:
-    """What data/`name` beside this file prints; UserError, without words, if it says an error."""
+    """What data/`name` beside this file prints; UserError, without words, if it says an error. The
+    tools import this file, so they are processes of their own."""
     tool = Path(__file__).resolve().parent / "data" / name
     need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
     done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
@@ -3487,29 +3687,58 @@ def data_place(data: str) -> Path:
 
 
 def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
-    """(preset, what it must --set) to train with these `texts`, or one folder of token shards, of
-    the run or the first preset in `names` for which they do, with what is `given`. Makes tokens."""
-    places = [data_place(text) for text in texts]
-    if any(places[0].glob("*.bin")) and not (places[0] / DESCRIPTION).exists():
-        return names[0], [f"data={places[0].resolve()}"]
-    return json.loads(run_tool("tokenize_text.py", *places, "--for", *names, "--set", *given))
+    """(a preset or run, what it must --set) to train with these `texts`, or with one folder of
+    token shards. It is the first of `names` for which they are long enough, with what is `given` to
+    be set. Texts become tokens here."""
+    paths = [data_place(text) for text in texts]
+    folder = paths[0]
+    has_shards = any(folder.glob("*.bin"))
+    if has_shards and not (folder / DESCRIPTION).exists():
+        return names[0], [f"data={folder.resolve()}"]
+    printed = run_tool("tokenize_text.py", *paths, "--for", *names, "--set", *given)
+    name, settings = json.loads(printed)
+    return name, settings
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
     """Where the shards are, of one data set; the demo corpus is made on first use."""
     folder = data_place(cfg.data)
     demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
-    whole = all(list(demo.glob(name)) for name in ("*_train_*.bin", "*_val_*.bin", MERGES))
-    if folder.resolve() == demo.resolve() and not whole:
-        say(f"making the demo corpus in {folder}")
-        run_tool("builtin_corpus.py")
-    lost = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
-    cure = lost if cfg.data != Config.data else "run data/cached_fineweb10B.py, or name one"
+    if folder.resolve() == demo.resolve():
+        files = "*_train_*.bin", "*_val_*.bin", MERGES
+        if not all(any(demo.glob(name)) for name in files):
+            say(f"making the demo corpus in {folder}")
+            run_tool("builtin_corpus.py")
+    cure = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
+    if cfg.data == Config.data:
+        cure = "run data/cached_fineweb10B.py, or name one"
     need(folder.is_dir(), f"no folder {folder}: {cure}")
-    shards = (re.fullmatch(r"([^.].*)_(train|val)_\d+\.bin", name) for name in os.listdir(folder))
-    names = ", ".join(sorted({shard[1] for shard in shards if shard}))
-    need("," not in names, f"{folder} holds several data sets ({names}): give each its own folder")
+    shard_name = re.compile(r"([^.].*)_(train|val)_\d+\.bin")
+    shards = [shard for shard in map(shard_name.fullmatch, os.listdir(folder)) if shard]
+    sets = sorted({shard[1] for shard in shards})
+    several = f"{folder} holds several data sets ({', '.join(sets)})"
+    need(len(sets) < 2, f"{several}: give each its own folder")
     return folder
+
+
+class Data(NamedTuple):
+    """The data of a run, all of it checked."""
+
+    folder: Path
+    train: TokenStream
+    val: TokenStream
+    words: list[bytes]  # what ids stand for, see token_bytes
+    shards: dict[str, dict]  # see check_tokens
+
+
+def open_data(cfg: Config, say: Callable) -> Data:
+    """The Data that a run reads; UserError if not all of it is there."""
+    folder = data_folder(cfg, say)
+    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
+    val_stream = TokenStream(folder, "val", cfg.bos)
+    shards = check_tokens(cfg, stream, val_stream)
+    words = token_bytes(cfg, folder)
+    return Data(folder, stream, val_stream, words, shards)
 
 
 # ================================================================================================
@@ -3519,73 +3748,116 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
 # ---- Set-up: all that is done before the clock starts ------------------------------------------
 
 
-def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> tuple:
-    """What `train` begins with, in its order: devices and data are checked, the log is open, every
-    program is compiled and has run once, the state is made or loaded. The loader makes its first
-    batch when the clock starts."""
-    recipe, (cfg, mesh) = cfg, make_mesh(cfg)
+class Prepared(NamedTuple):
+    """What is ready when the clock starts."""
+
+    cfg: Config  # for the devices of `mesh`
+    mesh: Mesh
+    log: RunLog
+    compiled: dict  # an executable for each key of `programs`
+    state: dict  # all of training, on the devices
+    copies: dict
+    batches: Iterator  # of pairs: a Batch, the LoaderState after it
+    loader: LoaderState  # before the first of them
+    validation: tuple[TokenStream, Vocabulary | None]
+    asked: Callable  # see ask_to_stop
+    kernels: Kernels
+    words: list[bytes]  # what ids stand for, see token_bytes
+
+
+def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Prepared:
+    """What `train` begins with, in its order. Devices and data are checked, and the log is opened.
+    Every program is compiled and has run once. The state is made or loaded. The loader makes its
+    first batch when the clock starts."""
+    recipe = cfg
+    cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
-    folder = data_folder(cfg, say)
-    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
-    val_stream = TokenStream(folder, "val", cfg.bos)
-    shards = check_tokens(cfg, stream, val_stream)
-    words = token_bytes(cfg, folder)
+    data = open_data(cfg, say)
     kernels, reason = checked_kernels(cfg, mesh, say)
-    facts = run_facts(recipe, mesh, command, reason) | {"data": shards}
+    facts = run_facts(recipe, mesh, command, reason) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
     if cfg.encoding == "bpe":  # a sample needs the run's folder only
-        log.write(MERGES, (folder / MERGES).read_text())
+        merges = (data.folder / MERGES).read_text()
+        log.write(MERGES, merges)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
+    from_all(0)  # the first step waits for processes that compile longer
     log.write_facts(compile_seconds=seconds)
     if not jax.config.jax_debug_nans:  # zeros make some
         warm_up(cfg, mesh, compiled)
+
     seed = np.uint32(cfg.seed)
-    state = load_state(mesh, saved) if saved else start_state(cfg, mesh)(seed)
+    if saved:
+        state = load_state(mesh, saved)
+    else:
+        state = start_state(cfg, mesh)(seed)
     if cfg.start and not saved:
         say(f"starting with the parameters of {cfg.start}")
         del state["params"]  # before others take their room
-        state |= load_state(mesh, find_checkpoint(Path(cfg.start), say), ("params",))
-    copies = jax.block_until_ready(start_copies(cfg, mesh)(state["params"], seed))
-    data = loader_state(cfg, mesh, *(saved.loader if saved else ()))
-    batches = train_batches(cfg, mesh, stream, words, saved.step if saved else 0, data)
-    batches = prefetch(batches, cfg.prefetch, log.clock.running, say)
-    validation = val_stream, vocabulary(cfg, words) if cfg.ngram_rows else None
-    made = state, copies, batches, data
-    return cfg, mesh, log, compiled, made, validation, ask_to_stop(), (kernels, words)
+        other_run = find_checkpoint(Path(cfg.start), say)
+        state |= load_state(mesh, other_run, ("params",))
+    copies = start_copies(cfg, mesh)(state["params"], seed)
+    jax.block_until_ready(copies)
+
+    done = saved.step if saved else 0
+    loader = loader_state(cfg, mesh, *saved.loader) if saved else loader_state(cfg, mesh)
+    made = train_batches(cfg, mesh, data.train, data.words, done, loader)
+    batches = prefetch(made, cfg.prefetch, log.clock.running, say)
+    by_id = None
+    if cfg.ngram_rows:
+        by_id = vocabulary(cfg, data.words)
+    return Prepared(
+        cfg=cfg,
+        mesh=mesh,
+        log=log,
+        compiled=compiled,
+        state=state,
+        copies=copies,
+        batches=batches,
+        loader=loader,
+        validation=(data.val, by_id),
+        asked=ask_to_stop(),
+        kernels=kernels,
+        words=data.words,
+    )
 
 
-# ---- Devices: which of them a run uses, and how its arrays lie on them -------------------------
+# ---- Devices: which of them a run uses ---------------------------------------------------------
 
 BLOCK = 256  # tokens that kernels take at a time
 
 
 def for_devices(cfg: Config, devices: int) -> Config:
-    """The config with which so many devices train: the rows divide evenly over its `devices`. Of no
-    more devices than rows, it uses the largest number that divides the rows; batches stay the
-    recipe's. More devices get one row each, of equal length in whole BLOCKs; where that cannot be,
-    it uses the next smaller number of devices with which it can."""
-
+    """The config with which so many `devices` train, or the most of them that can share the rows
+    evenly: its `devices` says how many. Where these are no more than the rows, batches are the
+    recipe's. Where they are more, each has one row; all are of one length, in whole BLOCKs."""
     rows = cfg.stages[0].rows
 
-    def fits(n: int) -> bool:
-        if n <= rows:
-            return rows % n == 0
-        each = [(s.batch_tokens // n, s) for s in cfg.stages]
-        whole = all(s.batch_tokens == n * t and t % min(t, BLOCK) == 0 for t, s in each if t)
-        return whole and all(t >= len(s.weights) for t, s in each)
+    def one_row_each(stage: Stage, count: int) -> bool:
+        t, rest = divmod(stage.batch_tokens, count)
+        in_blocks = t > 0 and t % min(t, BLOCK) == 0
+        return rest == 0 and in_blocks and t >= len(stage.weights)
 
-    used = next(n for n in range(devices, 0, -1) if fits(n))
+    def fits(count: int) -> bool:
+        if count <= rows:
+            return rows % count == 0
+        return all(one_row_each(stage, count) for stage in cfg.stages)
+
+    used = next(count for count in range(devices, 0, -1) if fits(count))
+    stages = cfg.stages
     if used > rows:
-        stages = (dataclasses.replace(s, row_tokens=s.batch_tokens // used) for s in cfg.stages)
-        cfg = dataclasses.replace(cfg, stages=tuple(stages))
-    val_rows = -(-cfg.val_batch // cfg.val_row // used) * used
-    return dataclasses.replace(cfg, devices=used, val_batch=val_rows * cfg.val_row)
+        lengths = [stage.batch_tokens // used for stage in stages]
+        pairs = zip(stages, lengths, strict=True)
+        stages = tuple(dataclasses.replace(stage, row_tokens=t) for stage, t in pairs)
+    val_rows = cfg.val_batch // cfg.val_row
+    val_batch = -(-val_rows // used) * used * cfg.val_row
+    return dataclasses.replace(cfg, devices=used, stages=stages, val_batch=val_batch)
 
 
 def cpu_cores() -> int:
     """How many cores this process may use."""
-    limited = hasattr(os, "sched_getaffinity")  # not on every system
-    return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def all_devices() -> list:
@@ -3593,77 +3865,27 @@ def all_devices() -> list:
     is a device, up to eight, which have a row each: one device would share every operation out to
     the cores, and most are too small for that."""
     if jax.config.jax_num_cpu_devices < 0 and not jax.distributed.is_initialized():
+        count = min(cpu_cores(), 8)
         with contextlib.suppress(RuntimeError):  # a notebook has begun with other devices
-            jax.config.update("jax_num_cpu_devices", min(cpu_cores(), 8))
+            jax.config.update("jax_num_cpu_devices", count)
     try:
         return jax.devices()
     except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        no = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
-        raise UserError(f"{no}, and what else may hold them (a notebook)") from None
+        lacking = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
+        raise UserError(f"{lacking}, and what else may hold them (a notebook)") from None
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
-    there = len(devices)
-    need(cfg.devices <= there, f"devices={cfg.devices}, but there are {there}: use fewer, or 0")
-    cfg = for_devices(cfg, cfg.devices or there)
-    whole = cfg.devices == there or devices[-1].process_index == 0
-    need(whole, f"{there} devices of several processes share no batch, {cfg.devices} would")
-    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
-
-
-def pad_rows(x, rows: int):
-    """`x` with zeros after it, up to `rows` rows."""
-    return x if len(x) == rows else jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
-
-
-def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-
-def abstract_state(cfg: Config, mesh: Mesh):
-    """Shapes, dtypes and shardings of the training state on `mesh`."""
-
-    def leaf(shape, dtype, row):
-        if not row.sharded:
-            return abstract(mesh, shape, dtype)
-        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
-        return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
-
-    return map_state(cfg, leaf)
-
-
-def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """Shapes, dtypes and shardings of the compute copies and signs: only banks are sharded."""
-    params = abstract_state(cfg, mesh)["params"]
-    found = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
-    axes = dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-    return {n: abstract(mesh, x.shape, x.dtype, *axes.get(n, ())) for n, x in found.items()}
-
-
-def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state, padded and born in its shards: its numbers do not
-    depend on how many devices there are."""
-    likes = abstract_state(cfg, mesh)
-
-    def state(seed):
-        return jax.tree.map(lambda x, like: pad_rows(x, len(like)), init_state(cfg, seed), likes)
-
-    return jax.jit(state, out_shardings=jax.tree.map(lambda x: x.sharding, likes))
-
-
-def first_copies(cfg: Config, params, seed):
-    """The compute copies, and the signs of n-grams beside them, which no update changes."""
-    signs = {"signs": sign_pool(cfg, seed)} if cfg.signed else {}
-    return compute_copies(cfg, params) | signs
-
-
-def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> first_copies, as they lie on the mesh."""
-    out = {name: x.sharding for name, x in abstract_copies(cfg, mesh).items()}
-    return jax.jit(functools.partial(first_copies, cfg), out_shardings=out)
+    count = len(devices)
+    need(cfg.devices <= count, f"devices={cfg.devices}, but there are {count}: use fewer, or 0")
+    cfg = for_devices(cfg, cfg.devices or count)
+    one_process = devices[-1].process_index == 0
+    unequal = f"{count} devices of several processes share no batch, {cfg.devices} would"
+    need(one_process or cfg.devices == count, unequal)
+    used = np.array(devices[: cfg.devices])
+    return cfg, Mesh(used, (AXIS,))
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
@@ -3671,82 +3893,137 @@ def start_copies(cfg: Config, mesh: Mesh) -> Callable:
 
 # Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
 SPARE = 2 * 2**30
+# These are fitted to what compilers say of `speedrun` (records/NOTES.md). What a layer keeps of a
+# token, in vectors of the model's width: for the way back, with recompute=1, and in validation.
+KEPT_BY_LAYER = 12.8
+KEPT_IF_RECOMPUTED = 5
+KEPT_IN_VALIDATION = 1.4
+# How often an update of tables has the rows of n-grams that it adds: joined, sorted, in float32.
+ROWS_ADDED_ON_TPU = 2.2
+ROWS_ADDED_ON_OTHERS = 5
 
 
 def device_bytes(tree) -> int:
     """Bytes on a device of the arrays that a tree of shapes with shardings describes."""
-    shapes = ((x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    size = 0
+    for x in jax.tree.leaves(tree):
+        shape = x.sharding.shard_shape(x.shape)
+        size += math.prod(shape) * x.dtype.itemsize
+    return size
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
     """Bytes of state, copies and waiting gradients on a device beside the arguments of the program
     with this `key` in `programs`."""
     every = programs(cfg, mesh, PLAIN)
-    there = {"state": every["finish"].args, "copies": every["eval"].args[0]}
-    for update in every:
-        for name, grads in every[update].args[1].items() if isinstance(update, Update) else ():
+    arrays = {"state": every["finish"].args, "copies": every["eval"].args[0]}
+    for update, program in every.items():
+        due = program.args[1] if isinstance(update, Update) else {}
+        for name, grads in due.items():
             waiting = grads if isinstance(key, Update) else grads[:-1]  # the newest are an output
-            there[name] = max(there.get(name, ()), waiting, key=device_bytes)
-    return device_bytes(there) - device_bytes(every[key].args[:2])
+            arrays[name] = max(arrays.get(name, ()), waiting, key=device_bytes)
+    own_arguments = every[key].args[:2]
+    return device_bytes(arrays) - device_bytes(own_arguments)
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
     """(bytes that the run needs of a device, the name of the program that needs them): arguments,
     what a program makes on the way, and what lies beside it. About, and slightly more than what
     compilers for TPUs and GPUs say of `speedrun` (records/NOTES.md)."""
-    word = cfg.width * cfg.dtype.itemsize  # of a token, or of a row of a table
-    found = []
+    sizes = []
     for key, program in programs(cfg, mesh, PLAIN).items():
-        args = program.args
-        size = resident_bytes(cfg, mesh, key) + device_bytes(args)
+        size = resident_bytes(cfg, mesh, key) + device_bytes(program.args)
+        if isinstance(key, Gradients) or key == "eval":
+            size += model_bytes(cfg, mesh, program, trains=key != "eval")
         if isinstance(key, Update) and key.kind == "tables":
-            rows = sum(requested.size for requested, _ in args[1].get(NGRAMS, ())) // mesh.size
-            times = 2.2 if mesh.devices.flat[0].platform == "tpu" else 5  # joined, sorted, float32
-            size += times * rows * word + 2 * device_bytes(args[1].get("value_tables", ())[:1])
-        if key == "eval" or isinstance(key, Gradients):
-            b, t = args[2].rows.aims.targets.shape
-            together = rows_together(cfg, b // mesh.size, t)
-            of_layer = 1.4 if key == "eval" else 5 if cfg.recompute else 12.8  # words of a token
-            fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0  # n-grams
-            size += (together * t * of_layer * len(cfg.layers) + fetched * min(mesh.size, 2)) * word
-            if key != "eval" and together < b // mesh.size:  # gradients are summed in float32
-                others = sum(math.prod(x.shape) for n, x in param_table(cfg).items() if n != NGRAMS)
-                size += 4 * (others + fetched * cfg.width)
-        found.append((size, str(key)))
-    return max(found)
+            size += tables_bytes(cfg, mesh, program)
+        sizes.append((size, program.name))
+    return max(sizes)
+
+
+def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> float:
+    """Bytes that gradients, or else validation, make on the way: activations, fetched n-grams."""
+    vector = cfg.width * cfg.dtype.itemsize
+    _, _, batch = program.args
+    b, t = batch.rows.aims.targets.shape
+    rows = b // mesh.size
+    together = rows_together(cfg, rows, t)
+    kept = KEPT_IN_VALIDATION
+    if trains:
+        kept = KEPT_IF_RECOMPUTED if cfg.recompute else KEPT_BY_LAYER
+    vectors = together * t * kept * len(cfg.layers)
+    fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0
+    vectors += fetched * min(mesh.size, 2)  # from others they come beside what is sent
+    size = vectors * vector
+    if trains and together < rows:  # gradients are summed in float32
+        dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
+        numbers = sum(map(math.prod, dense)) + fetched * cfg.width
+        size += 4 * numbers
+    return size
+
+
+def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
+    """Bytes that an update of tables makes on the way."""
+    vector = cfg.width * cfg.dtype.itemsize
+    _, due, _ = program.args
+    requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
+    rows = sum(requested) // mesh.size
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    copied = ROWS_ADDED_ON_TPU if on_tpu else ROWS_ADDED_ON_OTHERS
+    one_gradient = due.get("value_tables", ())[:1]
+    return copied * rows * vector + 2 * device_bytes(one_gradient)
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
-    """Why a program cannot run that needs `size` bytes of the `limit` of a device, with all that
+    """Why a program cannot run that needs `size` of the `limit` bytes of a device, with all that
     lies beside it, and with how many rows of the n-gram table it can; "" if it can."""
-    if size + SPARE <= limit:
+    excess = size + SPARE - limit
+    if excess <= 0:
         return ""
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    rows = int((cfg.ngram_rows - (size + SPARE - limit) / row) / 2**15) * 2**15
+    rows = int((cfg.ngram_rows - excess / row) / 2**15) * 2**15
     fewer = f"--set ngram_rows={rows}, more with recompute=1 or a smaller val_row, or "
-    cure = f"use {fewer if rows > 0 else ''}smaller sizes, or more devices"
+    if rows <= 0:
+        fewer = ""
+    needs = f"{name} needs {size / 2**30:.1f} GiB"
     device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
-    return f"{name} needs {size / 2**30:.1f} GiB of {device}: {cure}"
+    return f"{needs} of {device}: use {fewer}smaller sizes, or more devices"
 
 
-def check_memory(cfg: Config, mesh: Mesh) -> str:
-    """About what the run needs of a device, in a sentence; UserError if that is too much."""
+def check_memory(cfg: Config, mesh: Mesh):
+    """UserError if the run needs more memory than there is."""
     size, name = expected_bytes(cfg, mesh)
     limit = memory_limit(mesh)
-    if limit == math.inf:  # a CPU
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        needs = f"{cfg.preset} needs about {size * mesh.size / 2**30:.1f} GiB"
-        line = f"{needs}, and jax sees only CPUs, with {there / 2**30:.1f}"
-        need(size * mesh.size < there, f"{line}: use tiny, or smaller sizes")
+    if limit == math.inf:  # CPUs, which share the machine's
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        in_all = size * mesh.size
+        needs = f"{cfg.preset} needs about {in_all / 2**30:.1f} GiB"
+        cpus = f"jax sees only CPUs, with {machine / 2**30:.1f}"
+        need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
     refusal = too_large(cfg, mesh, name, size, limit)
     need(not refusal, refusal)
+
+
+def check_program(cfg: Config, mesh: Mesh, key, peak: float):
+    """UserError if the program with this `key`, compiled, has so many bytes at its `peak` that it
+    does not fit beside the state, copies and gradients that wait."""
+    size = resident_bytes(cfg, mesh, key) + peak
+    name = programs(cfg, mesh, PLAIN)[key].name
+    refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
+    need(not refusal, refusal)
+
+
+def memory_line(cfg: Config, mesh: Mesh) -> str:
+    """What a run that fits needs of a device, for --show."""
+    size, _ = expected_bytes(cfg, mesh)
+    limit = memory_limit(mesh)
     return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
 
 
 def memory_limit(mesh: Mesh) -> float:
     """Bytes that jax has of a device; infinity where it does not say."""
-    return (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    stats = mesh.local_devices[0].memory_stats() or {}
+    return stats.get("bytes_limit", math.inf)
 
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
@@ -3761,14 +4038,20 @@ class Saved(NamedTuple):
     loader: LoaderState  # of the next batch, and all of its rows
     meta: dict  # run.json as it was, the clock, the sizes of the logs
 
+    @property
+    def run_dir(self) -> Path:
+        """The folder of its run."""
+        return self.folder.parents[1]
+
 
 def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (file name, rows) of what this process stores, by device: each row is stored once."""
     for path, array in jax.tree.leaves_with_path(state):
         kind, name = (key.key for key in path)
+        rows = param_table(cfg)[name].shape[0]  # others are zeros, see abstract_state
         for shard in array.addressable_shards:
             first = shard.index[0].start or 0
-            count = min(len(shard.data), param_table(cfg)[name].shape[0] - first)
+            count = min(len(shard.data), rows - first)
             if shard.replica_id == 0 and count > 0:
                 yield f"{kind}.{name}.{first}.npy", np.asarray(shard.data)[:count]
 
@@ -3776,30 +4059,41 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     """Write the `shards` of this process; MB (process 0: of all). OSError if any process cannot.
     The folder's name has a dot in front until all is there: what can be seen is whole."""
-    new = folder / f".{meta['step']}"
+    step = meta["step"]
+    hidden = folder / f".{step}"
     failed = None
     sizes = {}
     try:
-        new.mkdir(parents=True, exist_ok=True)
+        hidden.mkdir(parents=True, exist_ok=True)
         for name, rows in shards:
             # numpy's files do not know bfloat16: its bits lie in them as numbers.
-            np.save(new / name, rows.view(np.uint16) if rows.dtype == jnp.bfloat16 else rows)
-            sizes[name] = (new / name).stat().st_size
-        (new / f"{jax.process_index()}.json").write_text(json.dumps(sizes))
+            numbers = rows.view(np.uint16) if rows.dtype == jnp.bfloat16 else rows
+            np.save(hidden / name, numbers)
+            sizes[name] = (hidden / name).stat().st_size
+        (hidden / f"{jax.process_index()}.json").write_text(json.dumps(sizes))
     except OSError as error:
         failed = error
     if max(from_all(failed is not None)):
         raise failed or OSError("another process could not write")
     if jax.process_index() == 0:
         for process in range(jax.process_count()):  # not found if they do not share the folder
-            sizes |= json.loads((new / f"{process}.json").read_text())
-        (new / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
-        older = [step for step in checkpoint_steps(folder) if step < meta["step"]]
-        for step in {*checkpoint_steps(folder)} - {*older[-1:]}:  # also what a resume passed over
-            os.rename(folder / str(step), folder / f".old-{step}")  # no half of it must be seen
-            shutil.rmtree(folder / f".old-{step}", ignore_errors=True)
-        os.rename(new, folder / str(meta["step"]))
+            text = (hidden / f"{process}.json").read_text()
+            sizes |= json.loads(text)
+        (hidden / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
+        remove_checkpoints(folder, step)
+        os.rename(hidden, folder / str(step))
     return sum(sizes.values()) / 1e6
+
+
+def remove_checkpoints(folder: Path, step: int):
+    """Make room for the checkpoint of `step`: the newest before it stays. Later ones go too: a run
+    that is resumed may have passed over them."""
+    steps = checkpoint_steps(folder)
+    older = [other for other in steps if other < step]
+    for other in {*steps} - {*older[-1:]}:
+        hidden = folder / f".old-{other}"
+        os.rename(folder / str(other), hidden)  # no half of it must be seen
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -3809,79 +4103,127 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     """The newest whole checkpoint of RUN_DIR(/checkpoints), or that in RUN_DIR/checkpoints/STEP."""
-    here = run_dir.expanduser().resolve()
-    need(here.exists(), f"there is no {run_dir}: name the folder of a run")
-    folder = here if here.name == "checkpoints" and checkpoint_steps(here) else here / "checkpoints"
-    found = [folder / str(step) for step in checkpoint_steps(folder)]
-    for path in reversed(found or [here] * (here.parent.name == "checkpoints")):
+    place = run_dir.expanduser().resolve()
+    need(place.exists(), f"there is no {run_dir}: name the folder of a run")
+    folder = place / "checkpoints"
+    if place.name == "checkpoints" and checkpoint_steps(place):
+        folder = place
+    paths = [folder / str(step) for step in checkpoint_steps(folder)]
+    if not paths and place.parent.name == "checkpoints":
+        paths = [place]
+    for path in reversed(paths):
         try:
-            meta = json.loads((path / "meta.json").read_text())
-            for name, size in meta["files"].items():
-                need((path / name).stat().st_size == size, f"{name} is not whole")
-                np.load(path / name, mmap_mode="r")  # fails if this is no array
-            loader = LoaderState(meta["cursor"], tuple(meta["offsets"]))
-            return Saved(path, validate(typed(Config, meta["config"])), meta["step"], loader, meta)
+            return read_checkpoint(path)
         except Exception as error:  # whatever a damaged file leads to
             say(f"warning: {path} cannot be used ({error}): skipped")
     raise UserError(f"no checkpoint in {run_dir}: name a run that has one (--set checkpoint_every)")
 
 
+def read_checkpoint(path: Path) -> Saved:
+    """The checkpoint in the folder `path`; an exception of any kind if it is not whole."""
+    meta = json.loads((path / "meta.json").read_text())
+    for name, size in meta["files"].items():
+        need((path / name).stat().st_size == size, f"{name} is not whole")
+        np.load(path / name, mmap_mode="r")  # fails if this is no array
+    cfg = validate(typed(Config, meta["config"]))
+    loader = LoaderState(meta["cursor"], tuple(meta["offsets"]))
+    return Saved(path, cfg, meta["step"], loader, meta)
+
+
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
     """The training state of a checkpoint (or some `kinds` of it) on any number of devices. Files
     are memory-mapped; a host copies the rows of one device at a time."""
-    want = abstract_state(saved.cfg, mesh)
+    layout = abstract_state(saved.cfg, mesh)
+    wanted = {kind: layout[kind] for kind in kinds or layout}
+    return jax.tree.map_with_path(functools.partial(load_array, saved), wanted)
 
-    def load(path, like):
-        kind, name = (key.key for key in path)
-        paths = saved.folder.glob(f"{kind}.{name}.*.npy")
-        files = {int(x.suffixes[1][1:]): np.load(x, mmap_mode="r") for x in paths}
-        dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
-        fits = {(x.dtype, x.shape[1:]) for x in files.values()} == {(dtype, like.shape[1:])}
-        fits = fits and sum(map(len, files.values())) == param_table(saved.cfg)[name].shape[0]
-        need(fits, f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log")
-        shards = []
-        for device, at in like.sharding.addressable_devices_indices_map(like.shape).items():
-            start, stop, _ = at[0].indices(like.shape[0])
-            rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zeros where it is padded
-            for first, x in files.items():
-                part = x[max(start - first, 0) : max(stop - first, 0)]
-                rows[max(first - start, 0) :][: len(part)] = part
-            shards.append(jax.device_put(rows.view(like.dtype), device).block_until_ready())
-        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
-    return jax.tree.map_with_path(load, {kind: want[kind] for kind in kinds or want})
+def load_array(saved: Saved, path, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The array of a checkpoint that has this `path` in the training state, lying as `like`."""
+    kind, name = (key.key for key in path)
+    dtype = np.dtype(np.uint16 if like.dtype == jnp.bfloat16 else like.dtype)
+    other = f"{saved.folder}: {kind}.{name} is of another train_gpt.py, see the run's log"
+    files = {}  # first row -> rows
+    for file in saved.folder.glob(f"{kind}.{name}.*.npy"):
+        first = int(file.stem.rpartition(".")[2])
+        files[first] = np.load(file, mmap_mode="r")
+    for stored in files.values():
+        need(stored.dtype == dtype and stored.shape[1:] == like.shape[1:], other)
+    count = sum(map(len, files.values()))
+    need(files and count == param_table(saved.cfg)[name].shape[0], other)
+    shards = []
+    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+        start, stop, _ = index[0].indices(like.shape[0])
+        rows = np.zeros((stop - start, *like.shape[1:]), dtype)  # zeros where it is padded
+        for first, stored in files.items():
+            part = stored[max(start - first, 0) : max(stop - first, 0)]
+            place = max(first - start, 0)
+            rows[place:][: len(part)] = part
+        shard = jax.device_put(rows.view(like.dtype), device)
+        shards.append(shard.block_until_ready())
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
 
 # ---- Run log: RUN_DIR/log.txt, metrics.jsonl, run.json -----------------------------------------
 
 # Of the environment, what Python, jax and what is below it read.
 VARIABLES = "(TF_)?XLA_|(JAX|(LIB)?TPU|CU(DA|DNN|BLAS)|NCCL|OMP|OPENBLAS|MKL|LD)_|NVIDIA_TF|PYTHON"
+PACKAGES = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
+RULE = "=" * 100
 
 
 def flops_per_token(cfg: Config, step: int) -> float:
     """Model FLOPs per token of `step`: 6 per weight of the large matmuls, as in the original."""
-    heads = (heads_of(cfg, i, (0, 0)) for i in cfg.layers_with("attends"))
-    columns = sum((of.count + (of.kv or of.count)) * (of.qk_width + of.v_width) for of in heads)
-    columns += 2 * (cfg.mlp_width * sum(layer.mlps for layer in cfg.layers) + cfg.pointer_width)
-    return 6.0 * cfg.width * (columns + (schedule(cfg).candidates[step] or cfg.vocab))
+    ids = schedule(cfg).candidates[step] or cfg.vocab
+    return 6.0 * (matrix_weights(cfg) + cfg.width * ids)
+
+
+@functools.cache
+def matrix_weights(cfg: Config) -> int:
+    """How many weights of large matrices a token meets before the head."""
+
+    def of_layers(params):
+        matrices = []
+        for i, layer in enumerate(cfg.layers):
+            if layer.attends:
+                heads = heads_of(cfg, i, (0, 0))
+                matrices.append(attention_weights(cfg, params, i, heads))
+            if layer.mlps:
+                matrices.append(mlp_weights(cfg, params, i))
+        return matrices
+
+    params = {}
+    for name, row in param_table(cfg).items():
+        params[name] = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    matrices = jax.eval_shape(of_layers, params)
+    of_pointer = 2 * cfg.pointer_width * cfg.width
+    return sum(x.size for x in jax.tree.leaves(matrices)) + of_pointer
 
 
 def versions() -> dict[str, str]:
     """What the numbers of a run may depend on."""
-    own = re.compile("jax(lib|-cuda.*)?|numpy|libtpu|nvidia-(cudnn|cublas).*")
-    found = sorted({x.name or "" for x in importlib.metadata.distributions()})
-    found = {x: importlib.metadata.version(x) for x in found if own.fullmatch(x)}
-    return {"python": platform.python_version()} | found
+    installed = {package.name or "" for package in importlib.metadata.distributions()}
+    names = sorted(name for name in installed if PACKAGES.fullmatch(name))
+    of_packages = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version()} | of_packages
+
+
+def cpu_name() -> str:
+    """What Linux calls the CPU; elsewhere its architecture."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        if line := re.search(r"^model name\s*: (.+?)\s*$", text, re.M):
+            return line[1]
+    return platform.machine()
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
     """What the figures of a run stand on: source, versions, machine, config, choice of kernels."""
     device = mesh.devices.flat[0]
-    cpu = platform.machine()
-    with contextlib.suppress(OSError, IndexError):
-        cpu = re.findall(r"^model name\s*: (.+?)\s*$", Path("/proc/cpuinfo").read_text(), re.M)[0]
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
-    choices = {"kernels": reason, "compiler_options": compiler_options(cfg, device.platform)}
+    devices["processes"] = jax.process_count()
+    names = sorted(name for name in os.environ if re.match(VARIABLES, name))
+    options = compiler_options(cfg, device.platform)
     return {
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
@@ -3889,81 +4231,110 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "command": command,
         "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
         "versions": versions(),
-        "devices": {**devices, "processes": jax.process_count()},
-        "host": {"cpu": cpu, "cores": cpu_cores(), "platform": platform.platform()},
-        "environment": {x: os.environ[x] for x in sorted(os.environ) if re.match(VARIABLES, x)},
-        "choices": choices,
+        "devices": devices,
+        "host": {"cpu": cpu_name(), "cores": cpu_cores(), "platform": platform.platform()},
+        "environment": {name: os.environ[name] for name in names},
+        "choices": {"kernels": reason, "compiler_options": options},
     }
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint; with the
-    same tokens and source, or UserError. `facts` are run_facts and the answer of check_tokens, the
-    same on all processes."""
+    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint. `facts`
+    are run_facts and the answer of check_tokens, the same on all processes."""
     agree(facts, saved)
-    stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
-    stamp = multihost_utils.broadcast_one_to_all(np.frombuffer(stamp.encode(), np.uint8))
-    folder = saved.folder.parents[1] if saved else out / stamp.tobytes().decode()
     if saved:
-        place = saved.meta["config"]["data"]
-        other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
-        other = f"{other}, else train with its parameters: --start {folder} --data {cfg.data}"
-        need(saved.meta["data"] == facts["data"], other)
-        read = f"print(open('{folder}/log.txt').read().split('\\n' + 100 * '=')[0], end='')"
-        cure = f'python -c "{read}" > old.py, then python old.py --resume {folder}'
-        other = f"train_gpt.py is not what {folder} began with: its log has that, so first {cure}"
-        need(saved.meta["source_sha256"] == facts["source_sha256"], other)
-    was = saved.meta if saved else {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
-    first = was["step"]
+        check_continues(cfg, facts, saved)
+        folder = saved.run_dir
+        before = saved.meta
+    else:
+        folder = out / new_run_id(cfg)
+        before = {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
+    first = before["step"]
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "steps": first}
-    facts |= {"tokens": cfg.tokens_after(first), "dropped_ngrams": was["dropped_ngrams"]}
-    facts |= {"train_time_ms": round(was["train_time_ms"], 3), "val_loss": None}
-    facts |= {"target": cfg.target, "resumed": bool(saved), "finished": False}
-    log = RunLog(cfg, folder, facts, first, Clock(was["train_time_ms"]), say)
+    facts["tokens"] = cfg.tokens_after(first)
+    facts["dropped_ngrams"] = before["dropped_ngrams"]
+    facts["train_time_ms"] = round(before["train_time_ms"], 3)
+    facts |= {"val_loss": None, "target": cfg.target, "resumed": bool(saved), "finished": False}
+    log = RunLog(cfg, folder, facts, first, Clock(before["train_time_ms"]), say)
     try:
         if jax.process_index() == 0:
             open_files(log, saved)
     except OSError as error:
         log.refused = error
     need(not log.refused, f"cannot write {folder} ({log.refused}): name another --out")
-    chosen = facts["devices"] | facts["choices"]
-    say(f"run {folder} on " + "{count} x {kind}; kernels: {kernels}".format(**chosen))
+    devices = "{count} x {kind}".format(**facts["devices"])
+    say(f"run {folder} on {devices}; kernels: {facts['choices']['kernels']}")
     if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
         say("more devices do not share the rows evenly: the others have nothing to do")
     if saved:
-        say(f"resumed after {log.first} of {cfg.steps} steps from {saved.folder}")
+        say(f"resumed after {first} of {cfg.steps} steps from {saved.folder}")
     return log
+
+
+def new_run_id(cfg: Config) -> str:
+    """The name of a new run, the same on all processes: time, preset, seed and what tells it from
+    others."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{now}-{cfg.preset}-s{cfg.seed}-{os.urandom(3).hex()}"
+    letters = np.frombuffer(name.encode(), np.uint8)
+    return multihost_utils.broadcast_one_to_all(letters).tobytes().decode()
+
+
+def check_continues(cfg: Config, facts: dict, saved: Saved):
+    """UserError unless these tokens and this source are those that the run began with."""
+    folder = saved.run_dir
+    place = saved.meta["config"]["data"]
+    other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
+    instead = f"else train with its parameters: --start {folder} --data {cfg.data}"
+    need(saved.meta["data"] == facts["data"], f"{other}, {instead}")
+    if saved.meta["source_sha256"] != facts["source_sha256"]:
+        log = folder / "log.txt"
+        size = log.read_bytes().index(f"\n{RULE}".encode())
+        extract = shlex.join(["head", "-c", str(size), str(log)])
+        cure = f"{extract} > old.py, then python old.py --resume {folder}"
+        other = f"train_gpt.py is not what {folder} began with: its log has that"
+        raise UserError(f"{other}, so first {cure}")
 
 
 def open_files(log: RunLog, saved: Saved | None):
     """Open the files of a run, cut back to a checkpoint, and write what log.txt begins with."""
-    facts = log.facts
-    rule = "=" * 100
-    head = [rule, "resumed"] if saved else [SOURCE, rule]
-    head += [f"{name} {version}" for name, version in facts["versions"].items()]
-    head += ["{count} x {kind} ({platform})".format(**facts["devices"])]
-    head += [facts["host"]["platform"], f"command: {facts['command']}"]
-    head += [f"{x}: {json.dumps(facts[x])}" for x in ("host", "environment", "choices", "data")]
-    moved = {"data": log.cfg.data, "devices": log.cfg.devices}
-    if not saved or log.cfg != dataclasses.replace(saved.cfg, **moved):
-        head += [f"config: {json.dumps(facts['config'])}"]
     log.folder.mkdir(parents=True, exist_ok=bool(saved))
     for name in ("log.txt", "metrics.jsonl"):
         # Its buffer is where lines wait while a disk is full.
-        log.files[name] = file = open(log.folder / name, "ab", buffering=2**20)
+        file = open(log.folder / name, "ab", buffering=2**20)
+        log.files[name] = file
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # or the file system has no locks
             taken = isinstance(error, BlockingIOError)
             need(not taken, f"another process writes {log.folder}: wait, or end it")
         if saved:  # what came after the checkpoint is of steps that are lost
-            file.truncate(min(file.tell(), saved.meta["logs"][name]))
+            size = min(file.tell(), saved.meta["logs"][name])
+            file.truncate(size)
             file.seek(0, os.SEEK_END)
-    for old in (log.folder / "checkpoints").glob("*"):  # what is not whole, or is later
-        if not old.name.isdecimal() or int(old.name) > log.first:
-            shutil.rmtree(old, ignore_errors=True)
-    log.write("log.txt", "\n".join([*head, rule]))
+    for path in (log.folder / "checkpoints").glob("*"):
+        earlier = path.name.isdecimal() and int(path.name) <= log.first
+        if not earlier:  # it is not whole, or of steps that are lost
+            shutil.rmtree(path, ignore_errors=True)
+    lines = log_head(log, saved)
+    log.write("log.txt", "\n".join(lines))
     log.write_facts()
+
+
+def log_head(log: RunLog, saved: Saved | None) -> list[str]:
+    """The lines with which log.txt begins, or goes on after a checkpoint."""
+    facts = log.facts
+    lines = [RULE, "resumed"] if saved else [SOURCE, RULE]
+    lines += [f"{name} {version}" for name, version in facts["versions"].items()]
+    lines.append("{count} x {kind} ({platform})".format(**facts["devices"]))
+    lines += [facts["host"]["platform"], f"command: {facts['command']}"]
+    for name in ("host", "environment", "choices", "data"):
+        lines.append(f"{name}: {json.dumps(facts[name])}")
+    # A run that goes on has a new config if more has changed than where it runs.
+    where = {"data": log.cfg.data, "devices": log.cfg.devices}
+    if not saved or log.cfg != dataclasses.replace(saved.cfg, **where):
+        lines.append(f"config: {json.dumps(facts['config'])}")
+    return [*lines, RULE]
 
 
 @dataclass
@@ -3984,11 +4355,13 @@ class RunLog:
         """Append a line to a file at once, so that a crash loses nothing, or replace one."""
         try:
             if name in self.files:
-                self.files[name].write(f"{text}\n".encode("utf-8", "backslashreplace"))
+                line = f"{text}\n".encode("utf-8", "backslashreplace")
+                self.files[name].write(line)
                 self.files[name].flush()
             elif self.files:
-                (self.folder / f"{name}.new").write_text(f"{text}\n", "utf-8")
-                os.replace(self.folder / f"{name}.new", self.folder / name)
+                new = self.folder / f"{name}.new"
+                new.write_text(f"{text}\n", "utf-8")
+                os.replace(new, self.folder / name)
         except OSError as error:
             if not self.refused:
                 self.say(f"warning: cannot write {self.folder} ({error}); the run goes on")
@@ -4003,50 +4376,60 @@ class RunLog:
         """Write a checkpoint, while training waits; a warning says if that cannot be."""
         began = time.perf_counter()
         folder = self.folder / "checkpoints"
-        now = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
-        now["offsets"] = from_all(loader.offsets)
-        now["logs"] = {name: file.tell() for name, file in self.files.items()}
+        stands = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
+        stands["offsets"] = from_all(loader.offsets)
+        stands["logs"] = {name: file.tell() for name, file in self.files.items()}
         self.facts.pop("missing", None)
         try:
-            size = write_checkpoint(folder, own_shards(self.cfg, state), self.facts | now)
+            shards = own_shards(self.cfg, state)
+            size = write_checkpoint(folder, shards, self.facts | stands)
             ms = 1000 * (time.perf_counter() - began)
             self.write("log.txt", f"checkpoint:{step} held the loop for {ms:.1f}ms, {size:.1f} MB")
         except OSError as error:
             full = shutil.disk_usage(self.folder).free < 2**20  # numpy does not say so
-            why = "the disk is full" if full else error
-            self.facts["missing"] = f"there is no checkpoint of step {step}: {why}"
+            reason = "the disk is full" if full else error
+            self.facts["missing"] = f"there is no checkpoint of step {step}: {reason}"
             self.say(f"warning: {self.facts['missing']}; older ones stay")
             shutil.rmtree(folder / f".{step}", ignore_errors=True)
 
-    def line(self, step: int, kind: str, loss: float, dropped: int, **more) -> str:
-        """Write a loss after `step` steps into both files; the line, in the original's format."""
+    def line(self, step: int, kind: str, loss: float, dropped: int, **fields) -> str:
+        """Write a loss after `step` steps, with other `fields`, into both files; the line, in the
+        original's format."""
         ms = round(self.clock.ms(), 3)
-        now = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
-        self.facts |= {"steps": step, **now}
+        done = {"train_time_ms": ms, "tokens": self.cfg.tokens_after(step)}
+        self.facts |= {"steps": step, **done}
         self.facts["dropped_ngrams"] += dropped
         shown = f"val_loss:{loss:.4f} " if kind == "val_loss" else ""
         average = f"step_avg:{ms / max(step, 1):.2f}ms"
         line = f"step:{step}/{self.cfg.steps} {shown}train_time:{ms:.0f}ms {average}"
         self.write("log.txt", line)
-        fields = {"step": step, kind: round(loss, 6), **now, "dropped_ngrams": dropped, **more}
-        self.write("metrics.jsonl", json.dumps(fields))
+        numbers = {"step": step, kind: round(loss, 6), **done, "dropped_ngrams": dropped}
+        self.write("metrics.jsonl", json.dumps(numbers | fields))
         return line
 
     def trained(self, step: int, loss: float, dropped, norms: dict):
-        """Write down the loss of a step; some are also said."""
-        more = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
-        if self.cfg.log_norms:
-            more |= {f"norm_{name}": float(norm) for name, norm in norms.items()}
-        line = self.line(step, "train_loss", loss, int(dropped), **more)
-        if step % self.cfg.log_every == 0 or step == self.first + 1:
-            seconds = max(self.facts["train_time_ms"], 1e-3) / 1000
-            speed = f"{self.facts['tokens'] / seconds:,.0f} tok/s"
-            eta = f"eta:{(self.cfg.steps - step) * seconds / step:.0f}s"
-            self.say(f"{line} train_loss:{loss:.4f} {speed} {eta}")
+        """Write down the loss of a step, and by `norms` that of each parameter's gradient; of some
+        steps they are also said."""
+        fields = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
+        if not self.cfg.log_norms:
+            norms = {}
+        for name, size in norms.items():
+            fields[f"norm_{name}"] = float(size)
+        line = self.line(step, "train_loss", loss, int(dropped), **fields)
+        if step % self.cfg.log_every and step != self.first + 1:
+            return
+        seconds = max(self.facts["train_time_ms"], 1e-3) / 1000
+        speed = self.facts["tokens"] / seconds
+        left = (self.cfg.steps - step) * seconds / step
+        self.say(f"{line} train_loss:{loss:.4f} {speed:,.0f} tok/s eta:{left:.0f}s")
+        if norms:
+            shown = [f"{name} {float(size):.1e}" for name, size in norms.items()]
+            self.say(f"norms: {', '.join(shown)}")
 
     def validated(self, step: int, loss: float, dropped: int):
         """Write down the validation loss after `step` steps."""
-        self.say(self.line(step, "val_loss", loss, dropped))
+        line = self.line(step, "val_loss", loss, dropped)
+        self.say(line)
         self.write_facts(val_loss=round(loss, 6))
 
     def stopped(self, step: int):
@@ -4059,115 +4442,119 @@ class RunLog:
 
     def ended(self):
         """The last lines of a run that has done all steps."""
-        stats = (device.memory_stats() or {} for device in jax.local_devices())
-        peak = max(of.get("peak_bytes_in_use", 0) for of in stats)  # CPUs do not tell: all of it
-        unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
-        peak = (peak or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) / 2**20
+        peak = peak_memory() / 2**20
         self.write("log.txt", f"n-grams that found no room: {self.facts['dropped_ngrams']}")
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
-        target, loss = self.cfg.target, self.facts["val_loss"]
-        verdict = f"target {target} {'met' if loss <= target else 'MISSED'}: " if target else ""
-        text = f"{verdict}val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training on"
-        text = f"{text} {self.facts['tokens']:,} tokens; peak memory {peak:.0f} MiB"
-        self.say(f"{text}; see {self.folder}")
+        target = self.cfg.target
+        loss = self.facts["val_loss"]
+        met = "met" if loss <= target else "MISSED"
+        verdict = f"target {target} {met}: " if target else ""
+        result = f"val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training"
+        tokens = f"{self.facts['tokens']:,} tokens"
+        memory = f"peak memory {peak:.0f} MiB"
+        self.say(f"{verdict}{result} on {tokens}; {memory}; see {self.folder}")
         missing = self.facts.get("missing")
         need(not missing, f"the run has ended well, but {missing}")
+
+
+def peak_memory() -> int:
+    """Bytes of a device at most; of CPUs, which do not tell, all of this process."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    of_device = max(stat.get("peak_bytes_in_use", 0) for stat in stats)
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+    of_process = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return of_device or of_process
 
 
 def demonstrate(log: RunLog, model: tuple):
     """What a trained model makes of the validation text, by records/sample.py if that is there."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
-    sys.modules["train_gpt"] = sys.modules[__name__]  # which it imports
+    sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports it: not a second time
     try:
-        if min(from_all(tool.exists())):
+        if log.cfg.encoding == "ids":
+            log.say("no sample: the tokens have no bytes (encoding=ids)")
+        elif min(from_all(tool.exists())):
             sample = runpy.run_path(str(tool))
-            sample["demonstrate"](sample["Trained"](*model), log)
+            trained = sample["Trained"](*model)
+            sample["demonstrate"](trained, log)
     except Exception as error:  # the run has ended well
         log.say(f"warning: there is no sample: {error!r}")
     log.say("next: a text of your own, by its name as a word; or `speedrun`, on a TPU or on GPUs")
-
-
-class Clock:
-    """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
-
-    def __init__(self, elapsed_ms: float = 0.0):
-        self.total = elapsed_ms
-        self.since = 0.0
-        self.running = threading.Event()
-
-    def start(self):
-        """Start counting; a running clock goes on."""
-        if not self.running.is_set():
-            self.since = time.perf_counter()
-            self.running.set()
-
-    def stop(self):
-        """Stop counting."""
-        self.total = self.ms()
-        self.running.clear()
-
-    def ms(self) -> float:
-        """Training time so far."""
-        return self.total + 1000 * (time.perf_counter() - self.since) * self.running.is_set()
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
 def ask_to_stop() -> Callable[[int], int]:
-    """A function of the step: the signal (SIGTERM, Ctrl-C, the end of the terminal) that has asked
-    for the end, or 0; of several processes, where all can stop. Another one ends the process."""
-    one = jax.process_count() == 1
+    """A function of the step: the signal that has asked for the end (SIGTERM, Ctrl-C, the end of
+    the terminal), or 0. A second one ends the process. Of several processes each has to stop at the
+    same step: jax finds one that all can reach, from a SIGTERM to any of them."""
+    alone = jax.process_count() == 1
     asked = []  # (signal, time)
     agreed = []
 
     def ask(number, frame):
-        if asked and time.monotonic() > asked[0][1] + 1:  # `timeout` sends two at once
+        now = time.monotonic()
+        if asked and now > asked[0][1] + 1:  # `timeout` sends two at once
             os._exit(128 + number)
-        asked.append((number, time.monotonic()))
-        if not one:
+        asked.append((number, now))
+        if not alone:
             signal.raise_signal(signal.SIGTERM)
 
-    def reached(step: int) -> int:
-        if not one and multihost_utils.reached_preemption_sync_point(step):  # says so once
+    def wish(step: int) -> int:
+        if alone:
+            return asked[0][0] if asked else 0
+        if multihost_utils.reached_preemption_sync_point(step):  # says so once
             agreed.append(signal.SIGTERM)
-        return max(agreed, default=asked[0][0] if one and asked else 0)
+        return agreed[0] if agreed else 0
 
-    if not one:  # from here on jax listens to SIGTERM, which before ends a process at once
+    numbers = [signal.SIGINT, signal.SIGHUP]
+    if alone:
+        numbers.append(signal.SIGTERM)
+    else:  # from here on jax listens to SIGTERM, which before ends a process at once
         jax.config.update("jax_enable_preemption_service", True)
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)[: 2 + one]:
+    for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and `&` ask for
             with contextlib.suppress(ValueError):  # only the main thread may
                 signal.signal(number, ask)
-    return reached
+    return wish
 
 
 def check_hardware(cfg: Config, say: Callable):
     """Say so if this machine has an accelerator that jax does not see; UserError if the run is for
     one. What the user has chosen by JAX_PLATFORMS is right."""
     dev = Path("/dev")
-    here = [*dev.glob("nvidia[0-9]*"), *dev.glob("accel[0-9]*"), *dev.glob("vfio/[0-9]*")]
-    if here and not os.environ.get("JAX_PLATFORMS") and jax.default_backend() == "cpu":
-        cure = "pip install 'jax[tpu]' in a new environment"
-        if "nvidia" in here[0].name:
-            cure = "pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12)"
-        line = f"jax sees only the CPU, not {here[0]}: {cure}, or end what holds it (a notebook)"
-        need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
-        say(f"warning: {line}")
+    patterns = "nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*"
+    chips = [path for pattern in patterns for path in dev.glob(pattern)]
+    if not chips or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    cure = "pip install 'jax[tpu]' in a new environment"
+    if "nvidia" in chips[0].name:
+        cure = "pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12)"
+    line = f"jax sees only the CPU, not {chips[0]}: {cure}, or end what holds it (a notebook)"
+    need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
+    say(f"warning: {line}")
 
 
 def slice_hosts() -> str:
-    """The hosts of this TPU slice with commas between them, from where jax has them; or ""."""
-    names = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    if not names and "TPU_SKIP_MDS_QUERY" not in os.environ:  # which jax sets if it sees no TPU
-        server = "http://" + os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
-        url = f"{server}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-        with contextlib.suppress(OSError):
-            names = urllib.request.urlopen(request, timeout=STALL_SECONDS).read().decode()
-    return names
+    """The hosts of this TPU slice with commas between them, or "". jax finds them too, but it does
+    not tell whether there are others, and it must be known before it starts. They stand where jax
+    looks: in variables, or on Google's metadata server."""
+    for variable in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        if names := os.environ.get(variable):
+            return names
+    if "TPU_SKIP_MDS_QUERY" in os.environ:  # jax sets it where it sees no TPU
+        return ""
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    attribute = "computeMetadata/v1/instance/attributes/worker-network-endpoints"
+    headers = {"Metadata-Flavor": "Google"}
+    question = urllib.request.Request(f"http://{server}/{attribute}", headers=headers)
+    with contextlib.suppress(OSError):  # this is no machine of Google's
+        answer = urllib.request.urlopen(question, timeout=STALL_SECONDS)
+        return answer.read().decode()
+    return ""
 
 
 def patiently(do: Callable, most: float | None = None):
@@ -4184,178 +4571,284 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     """Join the other processes of the run, before jax touches a device: those that are named, or
     those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    named = {coordinator, processes, process_id} != {None}
-    if not named and tasks == "1" and "," not in slice_hosts():
+    is_named = {coordinator, processes, process_id} != {None}
+    if not is_named and tasks == "1" and "," not in slice_hosts():
         return
     # The only task of a node has all its GPUs, of which jax would take one.
-    gpus = [] if tasks == os.environ.get("SLURM_STEP_NUM_NODES") else None
+    alone_on_node = tasks == os.environ.get("SLURM_STEP_NUM_NODES")
+    gpus = [] if alone_on_node else None
     join = functools.partial(jax.distributed.initialize, coordinator, processes, process_id, gpus)
     jax.config.update("jax_enable_preemption_service", False)  # until ask_to_stop
     try:
         if coordinator and process_id == 0:  # jax would crash if the port is taken
-            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+            port = int(coordinator.rpartition(":")[2])
+            socket.create_server(("", port)).close()
         patiently(join, 280)  # jax would crash after 300 s
     except Exception as error:
-        found = {x: os.environ[x] for x in sorted(os.environ) if re.match("SLURM_STEP_NU|TPU_", x)}
-        cure = f"see --coordinator, --processes, --process-id, and what {found} say"
+        names = [name for name in sorted(os.environ) if re.match("SLURM_STEP_NU|TPU_", name)]
+        variables = {name: os.environ[name] for name in names}
+        cure = f"see --coordinator, --processes, --process-id, and what {variables} say"
         raise UserError(f"cannot join the other processes ({error!r}): {cure}") from None
 
 
 def from_all(numbers) -> list[int]:
     """The number or numbers of each process in a line; they wait for each other here."""
-    return patiently(lambda: multihost_utils.process_allgather(np.int32(numbers))).ravel().tolist()
+    gathered = patiently(lambda: multihost_utils.process_allgather(np.int32(numbers)))
+    return gathered.ravel().tolist()
 
 
 def agree(facts: dict, saved: Saved | None):
     """UserError, on every process, unless all have the same source, versions, config and so on."""
-    config = {key: value for key, value in facts["config"].items() if key != "data"}  # its place
-    same = {key: facts[key] for key in ("source_sha256", "versions", "data")} | {"config": config}
+    same = {name: facts[name] for name in ("source_sha256", "versions", "data")}
+    same["config"] = facts["config"] | {"data": ""}  # each may have its data elsewhere
     same["checkpoint"] = saved and saved.meta
-    mine = np.array([zlib.crc32(json.dumps(fact).encode()) for fact in same.values()], np.uint32)
-    each = multihost_utils.process_allgather(mine).reshape(-1, len(same))
-    differ = [name for name, x in zip(same, each.T, strict=True) if len({*x.tolist()}) > 1]
+    sums = [zlib.crc32(json.dumps(fact).encode()) for fact in same.values()]
+    gathered = multihost_utils.process_allgather(np.array(sums, np.uint32))
+    of_facts = gathered.reshape(-1, len(same)).T.tolist()
+    differ = [name for name, sums in zip(same, of_facts, strict=True) if len({*sums}) > 1]
     need(not differ, f"the processes differ in {', '.join(differ)}: make that equal everywhere")
 
 
 # ---- Settings: --set, and the numbers with which no run can be built ---------------------------
 
 
-def validate(c: Config) -> Config:
+def require(cfg: Config, name: str, holds, would_be: str):
+    """UserError unless it `holds`: what the setting `name` is, and what it must be instead."""
+    value = cfg
+    for key in name.split("."):
+        value = value[int(key)] if key.isdecimal() else getattr(value, key)
+    need(holds, f"{name}={value!r} is not valid: {would_be}")
+
+
+def validate(cfg: Config) -> Config:
     """Return the config if a run can be built from it, else UserError with field and value."""
+    rule = functools.partial(require, cfg)
+    names = ",".join(Kernels._fields)
+    by_name = {*cfg.kernels.split(",")} <= {*Kernels._fields}
+    rule("kernels", by_name or cfg.kernels in ("auto", "plain"), f"auto, plain, or some of {names}")
+    rule("preset", re.fullmatch(r"[\w.-]+", cfg.preset), "letters, digits, '_', '-' and '.'")
+    validate_heads(cfg)
+    validate_tables(cfg)
+    for number in range(len(cfg.layers)):
+        validate_layer(cfg, number)
+    validate_updates(cfg)
+    row_is_cut = cfg.val_row > 1 and cfg.val_batch % cfg.val_row == 0
+    rule("val_batch", row_is_cut, f"a multiple of val_row={cfg.val_row}, which is 2 or more")
+    batches = cfg.val_tokens % cfg.val_batch == 0
+    rule("val_tokens", batches, f"a multiple of val_batch={cfg.val_batch}")
+    validate_shares(cfg)
+    for number in range(len(cfg.stages)):
+        validate_stage(cfg, number)
+    return cfg
 
-    def rule(name, valid, would_be):
-        value = c
-        for key in name.split("."):
-            value = value[int(key)] if key.isdecimal() else getattr(value, key)
-        need(valid, f"{name}={value!r} is not valid: {would_be}")
 
-    known = {*c.kernels.split(",")} <= {*Kernels._fields} or c.kernels in ("auto", "plain")
-    rule("kernels", known, f"auto, plain, or some of {','.join(Kernels._fields)}")
-    whole = c.heads % 2 == c.width % c.heads == c.head_width % 8 == 0
-    rule("heads", whole, f"an even number that cuts width={c.width} into multiples of 8")
-    capped = 0 < c.logit_cap[0] <= 64 and c.logit_cap[2] > 0
-    rule("logit_cap", capped or not any(c.logit_cap), "a up to 64, c above 0; or 0,0,0")
-    kv = c.kv_heads or c.heads
-    whole = c.heads % kv == kv % (c.qk_heads or 1) == 0 and (c.qk_heads or kv == c.heads)
-    would_be = f"0, or a divisor of heads={c.heads} and a multiple of qk_heads={c.qk_heads}, not 0"
-    rule("kv_heads", whole, would_be)
-    rule("qk_heads", c.heads % (c.qk_heads or 1) == 0, f"a divisor of heads={c.heads}, or 0")
-    rule("preset", re.fullmatch(r"[\w.-]+", c.preset), "letters, digits, '_', '-' and '.'")
-    rule("real_tokens", 0 < c.real_tokens <= c.vocab, f"1 to vocab={c.vocab}")
-    rule("bos", c.bos < c.real_tokens, f"less than real_tokens={c.real_tokens}")
-    whole = c.ngram_rows % 2 == 0 and c.ngram_rows != 2
-    rule("ngram_rows", whole, "an even number, 4 or more; or 0")
-    free = c.vocab - c.real_tokens or not c.pointer_width
-    rule("pointer_width", free, f"0, as vocab={c.vocab} has no id that is no token, for copies")
-    rule("sign_rows", c.sign_rows & (c.sign_rows - 1) == 0, "a power of two, or 0")
-    last = len(c.layers) - 1
-    for i, layer in enumerate(c.layers):
-        names = ("values", "xsa", "gated", "narrow", "paired")
-        needs = [name for name in names if getattr(layer, name)]
-        known = layer.attends in ("short", "long") or not (layer.attends or needs)
-        need_it = f", which {', '.join(needs)} cannot do with" if needs else ""
-        rule(f"layers.{i}.attends", known, f"short, long; or nothing{need_it}")
-        rule(f"layers.{i}.looks", i or not layer.looks, "not of the first, which has no stream yet")
-        for name in ("skip", "reads"):
-            rule(f"layers.{i}.{name}", getattr(layer, name) <= i, f"a number of layers up to {i}")
-        whole = i == last and layer.attends and layer.mlps
-        rule(f"layers.{i}.mudd", whole or not layer.mudd, "of the last, with attention and MLP")
-        rule(f"layers.{i}.ngram", c.ngram_rows or not layer.ngram, "False, as ngram_rows=0")
-    often, seldom = c.table_every
-    whole = 0 < often <= seldom and seldom % often == often % c.adam_every == 0
-    rule("table_every", whole, f"multiples of adam_every={c.adam_every} and of each other")
-    rule("table_change", c.table_change % seldom == 0, f"a multiple of {seldom}, see table_every")
-    whole = c.val_batch % c.val_row == 0 and c.val_row > 1
-    rule("val_batch", whole, f"a multiple of val_row={c.val_row}, which is 2 or more")
-    rule("val_tokens", c.val_tokens % c.val_batch == 0, f"a multiple of val_batch={c.val_batch}")
-    shares = [stage.share for stage in c.stages]
-    fits = (shares[-1] == 0) == (c.extension > 0) and c.extension < c.steps
-    rule("extension", fits, f"less than steps={c.steps}; 0 unless the last stage has share=0")
-    whole = 0 not in shares[:-1] and abs(sum(shares) - 1) < 1e-6
-    rule("stages.0.share", whole, "shares above 0 that add up to 1, but for the extension's 0")
-    rule("steps", min(np.diff(c.boundaries)) > 0, f"one for each stage, {c.extension} at the end")
-    for i, s in enumerate(c.stages):
-        same = s.rows == c.stages[0].rows
-        whole = s.batch_tokens % s.row_tokens == 0 and same and s.row_tokens > 1
-        rule(f"stages.{i}.batch_tokens", whole, "as many rows as stages.0, of 2 tokens or more")
-        same = len(s.weights) == len(s.weights_end) <= s.row_tokens and s.weights[0] > 0
-        rule(f"stages.{i}.weights", same, "the first above 0, and as many as weights_end")
-        rule(f"stages.{i}.candidates", max(s.candidates) <= c.vocab, f"up to vocab={c.vocab}")
-    return c
+def validate_heads(cfg: Config):
+    """UserError if attention has no such heads, or no such cap of the logits can be."""
+    rule = functools.partial(require, cfg)
+    even = cfg.heads % 2 == 0
+    cut = cfg.width % cfg.heads == 0 and cfg.head_width % 8 == 0
+    rule("heads", even and cut, f"an even number that cuts width={cfg.width} into multiples of 8")
+    largest, _, divisor = cfg.logit_cap
+    capped = 0 < largest <= 64 and divisor > 0
+    rule("logit_cap", capped or not any(cfg.logit_cap), "a up to 64, c above 0; or 0,0,0")
+    kv_heads = cfg.kv_heads or cfg.heads
+    share = cfg.heads % kv_heads == 0 and kv_heads % (cfg.qk_heads or 1) == 0
+    by_matrix = cfg.qk_heads > 0 or kv_heads == cfg.heads
+    multiple = f"a multiple of qk_heads={cfg.qk_heads}, not 0"
+    rule("kv_heads", share and by_matrix, f"0, or a divisor of heads={cfg.heads} and {multiple}")
+    together = cfg.heads % (cfg.qk_heads or 1) == 0
+    rule("qk_heads", together, f"a divisor of heads={cfg.heads}, or 0")
+
+
+def validate_tables(cfg: Config):
+    """UserError if no such vocabulary can be, or no such tables over it."""
+    rule = functools.partial(require, cfg)
+    rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
+    rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
+    halves = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows != 2
+    rule("ngram_rows", halves, "an even number, 4 or more; or 0")
+    power = cfg.sign_rows & (cfg.sign_rows - 1) == 0
+    rule("sign_rows", power, "a power of two, or 0")
+    no_copy = f"0, as vocab={cfg.vocab} has no id that is no token, for copies"
+    rule("pointer_width", cfg.pointer_width == 0 or cfg.vocab > cfg.real_tokens, no_copy)
+
+
+def validate_layer(cfg: Config, number: int):
+    """UserError if the layer of this number cannot do what it is to."""
+    layer = cfg.layers[number]
+
+    def rule(field: str, holds, would_be: str):
+        require(cfg, f"layers.{number}.{field}", holds, would_be)
+
+    parts = "values", "xsa", "gated", "narrow", "paired"
+    of_attention = [name for name in parts if getattr(layer, name)]
+    if of_attention:
+        lacking = f"short, long; or nothing, which {', '.join(of_attention)} cannot do with"
+        rule("attends", layer.attends in ("short", "long"), lacking)
+    rule("attends", layer.attends in ("short", "long", ""), "short, long; or nothing")
+    rule("looks", number > 0 or not layer.looks, "not of the first, which has no stream yet")
+    for name in ("skip", "reads"):
+        rule(name, getattr(layer, name) <= number, f"a number of layers up to {number}")
+    if layer.mudd:
+        last = number == len(cfg.layers) - 1
+        has_both = layer.attends != "" and layer.mlps > 0
+        rule("mudd", last and has_both, "of the last, with attention and MLP")
+    rule("ngram", cfg.ngram_rows > 0 or not layer.ngram, "False, as ngram_rows=0")
+
+
+def validate_updates(cfg: Config):
+    """UserError if tables cannot be updated after so many steps."""
+    rule = functools.partial(require, cfg)
+    often, seldom = cfg.table_every
+    nested = 0 < often <= seldom and seldom % often == 0 and often % cfg.adam_every == 0
+    rule("table_every", nested, f"multiples of adam_every={cfg.adam_every} and of each other")
+    cut = cfg.table_change % seldom == 0
+    rule("table_change", cut, f"a multiple of {seldom}, see table_every")
+
+
+def validate_shares(cfg: Config):
+    """UserError if the stages do not share the steps."""
+    rule = functools.partial(require, cfg)
+    has_extension = cfg.stages[-1].share == 0
+    agrees = has_extension == (cfg.extension > 0) and cfg.extension < cfg.steps
+    less = f"less than steps={cfg.steps}; 0 unless the last stage has share=0"
+    rule("extension", agrees, less)
+    names = [f"stages.{number}.share" for number in range(len(cfg.stages))]
+    for name, stage in zip(names[:-1], cfg.stages, strict=False):
+        rule(name, stage.share > 0, "above 0; only the last may be 0, the extension's")
+    total = sum(stage.share for stage in cfg.stages)
+    sums_up = abs(total - 1) < 1e-6
+    rule(names[0], sums_up, f"shares that add up to 1, not {total:.6g}: set {', '.join(names)}")
+    lengths = np.diff(cfg.boundaries)
+    rule("steps", min(lengths) > 0, f"one for each stage, {cfg.extension} at the end")
+
+
+def validate_stage(cfg: Config, number: int):
+    """UserError if the stage of this number has no such batches, or no such losses."""
+    stage = cfg.stages[number]
+
+    def rule(field: str, holds, would_be: str):
+        require(cfg, f"stages.{number}.{field}", holds, would_be)
+
+    whole_rows = stage.row_tokens > 1 and stage.batch_tokens % stage.row_tokens == 0
+    as_many = whole_rows and stage.rows == cfg.stages[0].rows
+    rule("batch_tokens", as_many, "as many rows as stages.0, of 2 tokens or more")
+    both = len(stage.weights) == len(stage.weights_end) <= stage.row_tokens
+    first = stage.weights[0] > 0
+    rule("weights", both and first, "the first above 0, and as many as weights_end")
+    rule("candidates", max(stage.candidates) <= cfg.vocab, f"up to vocab={cfg.vocab}")
 
 
 def typed(kind, value, name="", positive=False):
     """`value`, a literal or from JSON, as the annotated type `kind`; else UserError with `name`. No
     number is negative, and none is 0 where `positive` holds or `kind` says so."""
-    if typing.get_origin(kind) is Annotated:
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
         positive = positive or "positive" in kind.__metadata__
-        kind = kind.__origin__
+        return typed(kind.__origin__, value, name, positive)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        kinds = typing.get_type_hints(kind, include_extras=True)
-        odd = kinds.keys() ^ value.keys()
-        need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
-        return kind(**{x: typed(kinds[x], value[x], f"{name}.{x}".strip(".")) for x in kinds})
+        return typed_fields(kind, value, name)
     wrong = f"{name}={value!r} is not valid: "
-    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
-        each, *rest = typing.get_args(kind)
+    if origin is tuple and isinstance(value, tuple | list):
+        entry, *others = typing.get_args(kind)
         need(value, f"{wrong}one or more")
-        if rest == [...] or len(value) == 1 + len(rest):
-            return tuple(typed(each, x, f"{name}.{i}", positive) for i, x in enumerate(value))
-    if typing.get_origin(kind) is Literal:
-        words = typing.get_args(kind)
-        need(value in words, wrong + ", ".join(words))
+        if others == [...] or len(value) == 1 + len(others):
+            return tuple(typed(entry, x, f"{name}.{i}", positive) for i, x in enumerate(value))
+    if origin is Literal:
+        choices = typing.get_args(kind)
+        need(value in choices, wrong + ", ".join(choices))
         return value
     number = kind in (int, float) and type(value) in (int, kind)
-    fits = number or (kind is bool and value in (0, 1)) or (kind is str and type(value) is str)
-    shown = kind if typing.get_origin(kind) else kind.__name__
-    need(fits, f"{wrong}it must be {shown}, see --show")
-    need(not number or 0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
-    need(value or not positive, f"{wrong}it must be positive")
+    switch = kind is bool and value in (0, 1)
+    text = kind is str and type(value) is str
+    kind_name = kind if origin else kind.__name__
+    need(number or switch or text, f"{wrong}it must be {kind_name}, see --show")
+    if number:
+        need(0 <= value < 2**32, f"{wrong}it must not be negative, nor so large")
+        need(value or not positive, f"{wrong}it must be positive")
     return kind(value)
+
+
+def typed_fields(kind, fields: dict, name: str):
+    """A dataclass of this `kind` with these `fields`, each of its own type."""
+    kinds = typing.get_type_hints(kind, include_extras=True)
+    odd = kinds.keys() ^ fields.keys()
+    need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
+    values = {}
+    for field, its_kind in kinds.items():
+        values[field] = typed(its_kind, fields[field], f"{name}.{field}".strip("."))
+    return kind(**values)
 
 
 def override(cfg: Config, items: list[str]) -> Config:
     """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
-    stages.*.windows, which are those of all. `without` sets what IDEAS says."""
+    stages.*.windows, which are those of all. The number after that of the last stage adds a copy of
+    this stage. `without` sets what IDEAS says."""
     fields = dataclasses.asdict(cfg)
     once = sum(item.startswith("without=") for item in items) < 2
     need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
-        for each in (*(leave_out(text) if key == "without" else ()), item):
-            key, _, text = each.partition("=")
-            try:
-                set_field(fields, key.split("."), text)
-            except (LookupError, TypeError, ValueError):
-                keys = f"{', '.join(fields)}, stages.N.FIELD, layers.N.FIELD; N may be *"
-                raise UserError(f"--set {item}: unknown key {key!r}; the keys are {keys}") from None
+        if key == "without":
+            for setting in leave_out(text):
+                set_fields(fields, *setting.split("="))
+        try:
+            set_fields(fields, key, text)
+        except (LookupError, TypeError, ValueError):
+            raise UserError(f"--set {item}: {unknown_key(key)}") from None
     return validate(typed(Config, fields))
 
 
 def leave_out(names: str) -> list[str]:
     """What `without=names` sets."""
-    every = [name for name in IDEAS if name not in PLAIN_HAS]
-    chosen = every if names == "all" else [name for name in names.split(",") if name]
+    chosen = [name for name in names.split(",") if name]
+    if names == "all":
+        chosen = [name for name in IDEAS if name not in PLAIN_HAS]
+    ideas = f"all alone, or some of {', '.join(IDEAS)}"
     for name in chosen:
-        there = f"all alone, or some of {', '.join(IDEAS)}"
-        need(name in IDEAS, f"without={names}: not {name!r}, but {there}")
-    return [item for name in chosen for item in IDEAS[name].split()]
+        need(name in IDEAS, f"without={names}: not {name!r}, but {ideas}")
+    return " ".join(IDEAS[name] for name in chosen).split()
 
 
-def set_field(part, path: list[str], text: str):
-    """Set the field of a config at `path`; LookupError, TypeError, ValueError: there is none."""
-    at, *rest = path
-    if at == "*":
-        for x in part:
-            set_field(x, rest, text)
-    elif rest:
-        set_field(part[int(at) if isinstance(part, tuple) else at], rest, text)
-    else:
-        number = not isinstance(part[at], str)
-        part[at] = text
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
-            part[at] = ast.literal_eval(text) if number else text
+def set_fields(fields: dict, key: str, text: str):
+    """Set what `key` leads to among the `fields` of a config; LookupError, TypeError or ValueError
+    if it leads nowhere."""
+    *path, name = key.split(".")
+    holders = [fields]
+    if path:
+        table, number = path
+        if key.startswith(f"stages.{len(fields['stages'])}."):
+            last = fields["stages"][-1]
+            fields["stages"] += ({**last},)
+        holders = fields[table] if number == "*" else [fields[table][int(number)]]
+    for holder in holders:
+        is_text = isinstance(holder[name], str)
+        holder[name] = text if is_text else literal(text)
+
+
+def literal(text: str):
+    """The number, tuple or so on that Python sees in `text`; the text itself if it sees none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError):
+        return text
+
+
+def unknown_key(key: str) -> str:
+    """That there is no such key, and which are most like it or have its name within."""
+    keys = [*Config.__dataclass_fields__]
+    keys += [f"stages.N.{name}" for name in Stage.__dataclass_fields__]
+    keys += [f"layers.N.{name}" for name in Layer.__dataclass_fields__]
+    with_letter = re.sub(r"\.(\d+|\*)\.", ".N.", key)
+    alike = difflib.get_close_matches(with_letter, keys)
+    name = key.rpartition(".")[2]
+    alike += [other for other in keys if name in other and other not in alike]
+    hint = f"most like it: {', '.join(alike[:6])}; " if name and alike else ""
+    return f"unknown key {key!r}; {hint}--show prints all, N counts from 0 or is * for all"
+
+
+PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
 
 
 # ---- Command line ------------------------------------------------------------------------------
@@ -4363,21 +4856,28 @@ def set_field(part, path: list[str], text: str):
 
 def show(cfg: Config) -> str:
     """The resolved config, the layers, the parameter table, the stages and the totals, as text."""
-    fields = dataclasses.asdict(cfg).items()
-    lines = [f"{k} = {v!r}" for k, v in fields if k not in ("layers", "stages")]
+    lines = []
+    for name, value in dataclasses.asdict(cfg).items():
+        if name not in ("layers", "stages"):
+            lines.append(f"{name} = {value!r}")
     lines += [f"layers.{i} = {layer}" for i, layer in enumerate(cfg.layers)]
+    numbers = 0
     for name, row in param_table(cfg).items():
+        size = math.prod(row.shape)
+        numbers += size
         learns = f"{row.updated_by} lr {row.lr:.3g} decay {row.decay:.3g} betas {row.betas}"
-        lines.append(f"{name:13} {row.shape!s:>18} {math.prod(row.shape):14,}  {learns}")
-    numbers = sum(math.prod(row.shape) for row in param_table(cfg).values())
+        lines.append(f"{name:13} {row.shape!s:>18} {size:14,}  {learns}")
+    rates = schedule(cfg).hyper.lr
+    flops = 0.0
     for i, stage in enumerate(cfg.stages):
         first, end = cfg.boundaries[i : i + 2]
-        lr = "{:.3g} to {:.3g}".format(*schedule(cfg).hyper.lr[[first, end - 1]])
-        lines.append(f"steps {first} to {end - 1}, lr {lr}: stages.{i} = {stage}")
-    sizes = (cfg.stages[at].batch_tokens for at in schedule(cfg).stage)
-    flops = sum(size * flops_per_token(cfg, step) for step, size in enumerate(sizes))
-    total = f"{numbers:,} numbers, {cfg.steps} steps, {cfg.tokens_after(cfg.steps):,} tokens"
-    return "\n".join([*lines, f"{total}, {flops:.3e} model FLOPs"])
+        lr = f"lr {rates[first]:.3g} to {rates[end - 1]:.3g}"
+        lines.append(f"steps {first} to {end - 1}, {lr}: stages.{i} = {stage}")
+        flops += sum(flops_per_token(cfg, step) for step in range(first, end)) * stage.batch_tokens
+    tokens = cfg.tokens_after(cfg.steps)
+    totals = f"{numbers:,} numbers, {cfg.steps} steps, {tokens:,} tokens"
+    lines.append(f"{totals}, {flops:.3e} model FLOPs")
+    return "\n".join(lines)
 
 
 def tell(line, stream=None):
@@ -4385,11 +4885,13 @@ def tell(line, stream=None):
     nobody can read it (a closed terminal, a full disk), the run goes on."""
     stream = stream or sys.stdout
     try:
-        end = "" if str(line).endswith("\r") and stream and stream.isatty() else "\n"
+        stays = not str(line).endswith("\r")
+        end = "\n" if stays or not (stream and stream.isatty()) else ""
         print(line, end=end, file=stream, flush=True)
     except OSError:
         with contextlib.suppress(OSError):  # what the stream still holds would fail at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
@@ -4401,54 +4903,105 @@ class Parser(argparse.ArgumentParser):
 
 def add_config_options(parser: argparse.ArgumentParser):
     """PRESET, TEXTs, --set, --data and --seed: what `resolve` makes a Config of."""
+    option = parser.add_argument
     presets = f"{' or '.join(PRESETS)}; default: by hardware"
-    parser.add_argument("words", nargs="*", metavar="PRESET|TEXT", help=presets)
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    option = {"metavar": "DIR|TEXT", "help": "folder of token shards; texts, folders of texts"}
-    parser.add_argument("--data", nargs="+", action="extend", default=[], **option)
-    parser.add_argument("--seed", type=int, metavar="N", help="of the parameters, and of samples")
+    option("words", nargs="*", metavar="PRESET|TEXT", help=presets)
+    several = {"nargs": "+", "action": "extend", "default": []}
+    option("--set", **several, metavar="KEY=VALUE")
+    data = "folder of token shards; texts, folders of texts"
+    option("--data", **several, metavar="DIR|TEXT", help=data)
+    option("--seed", type=int, metavar="N", help="of the parameters, and of samples")
 
 
-def named(args) -> tuple[str, list[str], list[str]]:
-    """(the preset or "", places of data, what else to --set) that the command line names."""
-    items = args.set + ([f"seed={args.seed}"] if args.seed is not None else [])
-    data = args.data + [x[5:] for x in items if x.startswith("data=")]
-    items = [x for x in items if not x.startswith("data=")]
+class Asked(NamedTuple):
+    """What the command line says of the config."""
+
+    preset: str  # or ""
+    places: list[str]  # of data
+    settings: list[str]  # what else to --set
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the settings."""
+        return {setting.partition("=")[0] for setting in self.settings}
+
+
+def asked_for(args) -> Asked:
+    """What these arguments say of the config; UserError if a word is neither preset nor place."""
+    settings = list(args.set)
+    if args.seed is not None:
+        settings.append(f"seed={args.seed}")
+    of_data = [item for item in settings if item.startswith("data=")]
+    settings = [item for item in settings if item not in of_data]
+    data = args.data + [item.removeprefix("data=") for item in of_data]
     presets = [word for word in args.words if word in PRESETS]
-    places = [word for word in args.words if word not in PRESETS] + data
     need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
-    for word in places:
-        known = f"unknown preset {word!r}; there are: {', '.join(PRESETS)}; " * (word not in data)
-        need(word and data_place(word).exists(), f"{known}there is no {word or repr(word)}")
-    return "".join(presets), places, items
+    named = [word for word in args.words if word not in PRESETS] + data
+    for place in named:
+        no_preset = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}; "
+        if place in data:
+            no_preset = ""
+        exists = place and data_place(place).exists()
+        need(exists, f"{no_preset}there is no {place or repr(place)}")
+    return Asked("".join(presets), named, settings)
 
 
 def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     """The Config that the command line asks for, of a preset or of the run to `start` from; with
     one's own text it fits that."""
-    name, places, items = named(args)
-    keys = {item.partition("=")[0] for item in items}
-    need("start" not in keys, "--set start=: use --start RUN_DIR")
+    asked = asked_for(args)
+    need("start" not in asked.keys, "--set start=: use --start RUN_DIR")
     if start:
-        need(not name and "seed" not in keys, "--start has the run's model: drop PRESET and seed")
-        names = [str(start.folder.parents[1])]
+        of_run = asked.preset == "" and "seed" not in asked.keys
+        need(of_run, "--start has the run's model: drop PRESET and seed")
+        names = [str(start.run_dir)]
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
-        name = name or ("tiny" if all_devices()[0].platform == "cpu" else "speedrun")
-        names = ["tiny"] if name == "tiny" else [name, "tiny"]  # which texts may be too short for
-        base = PRESETS[name]
-    name, own = fitted(places, names, items) if places else (names[0], [])
-    if own:
-        say(f"data of your own: {' '.join(own)}")
-    cfg = override(PRESETS.get(name, base), own + items)
+        on_cpu = all_devices()[0].platform == "cpu"
+        preset = asked.preset or ("tiny" if on_cpu else "speedrun")
+        names = [preset]
+        if preset != "tiny":
+            names.append("tiny")  # for texts that are too short for the preset
+        base = PRESETS[preset]
+    settings = asked.settings
+    if asked.places:
+        name, of_data = fitted(asked.places, names, settings)
+        base = PRESETS.get(name, base)
+        settings = of_data + settings
+        say(f"data of your own: {' '.join(of_data)}")
+    cfg = override(base, settings)
     if start:
-        shapes = ({name: x.shape for name, x in param_table(c).items()} for c in (cfg, base))
-        need(next(shapes) == next(shapes), "--start takes the model of the run: --set no sizes")
+        need(
+            shapes_of(cfg) == shapes_of(base), "--start takes the model of the run: --set no sizes"
+        )
     return cfg
 
 
-def run(argv: list[str], command: str):
-    """Do what the command line says."""
+def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter."""
+    return {name: row.shape for name, row in param_table(cfg).items()}
+
+
+def resume_config(run_dir: Path, asked: Asked, saved: Saved) -> Config:
+    """The Config with which a run goes on; UserError if there is nothing left to do."""
+    done = saved.step == saved.cfg.steps
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
+        facts = json.loads((saved.run_dir / "run.json").read_text())
+        done |= facts["finished"] and "missing" not in facts
+    longer = f"to train longer, python train_gpt.py --start {run_dir} --set steps=N"
+    need(not done, f"{run_dir} is finished: there is nothing to resume; {longer}")
+    settings = asked.settings
+    if asked.places:  # of what fits these texts only the place may be another
+        _, of_data = fitted(asked.places, [saved.run_dir], [])
+        settings = of_data[:1] + settings
+    devices = saved.cfg.devices
+    if devices > len(all_devices()):
+        devices = 0
+    return override(saved.cfg, [f"devices={devices}", *settings])
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments of the command line."""
     about = (__doc__ or "").split("\n")[0]  # python -OO leaves no docstrings
     parser = Parser(prog="train_gpt.py", description=about, allow_abbrev=False)
     add_config_options(parser)
@@ -4461,69 +5014,76 @@ def run(argv: list[str], command: str):
     option("--coordinator", metavar="HOST:PORT", help="of several processes, the first")
     option("--processes", type=int, metavar="N", help="how many there are")
     option("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
-    args = parser.parse_args(argv)
-    name, _, items = named(args)
-    machine = [field for field, kind in Config.__annotations__.items() if "Machine" in kind]
-    anew = name or args.show or args.start or {x.partition("=")[0] for x in items} - {*machine}
-    drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}"
-    drop += f", and --start; for a new run with its parameters: --start {args.resume}"
-    need(not args.resume or not anew, f"--resume takes the config of the run: {drop}")
-    cache = args.cache or os.path.expanduser("~/.cache/train_gpt")
-    if args.cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", None if cache == "off" else cache)
+    return parser.parse_args(argv)
+
+
+def check_resume(args, asked: Asked):
+    """UserError if --resume comes with what would make it another run."""
+    kinds = Config.__annotations__.items()
+    machine = [name for name, kind in kinds if kind.startswith("Machine")]
+    anew = asked.preset or args.show or args.start or asked.keys - {*machine}
+    drop = f"drop PRESET, --seed, --show, --set but for {', '.join(machine)}, and --start"
+    instead = f"for a new run with its parameters: --start {args.resume}"
+    need(not anew, f"--resume takes the config of the run: {drop}; {instead}")
+
+
+def keep_programs(cache: str | None):
+    """Let jax keep compiled programs in the folder `cache`, or nowhere if that is "off". If it is
+    None, where jax is told to, or in the user's cache."""
+    if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = cache or os.path.expanduser("~/.cache/train_gpt")
+        jax.config.update("jax_compilation_cache_dir", None if cache == "off" else folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def run(argv: list[str], command: str):
+    """Do what the command line says."""
+    args = parse(argv)
+    asked = asked_for(args)
+    if args.resume:
+        check_resume(args, asked)
+    keep_programs(args.cache)
     while os.open(os.devnull, os.O_RDWR) < 3:  # or log.txt would have the place of a closed stdout
         pass
     if not args.show:
         join_hosts(args.coordinator, args.processes, args.process_id)
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
-    saved = find_checkpoint(args.resume or args.start, say) if args.resume or args.start else None
-    cfg = resume_config(args, saved) if args.resume else resolve(args, say, saved)
+    if args.resume:
+        saved = find_checkpoint(args.resume, say)
+        cfg = resume_config(args.resume, asked, saved)
+    else:
+        saved = None
+        start = find_checkpoint(args.start, say) if args.start else None
+        cfg = resolve(args, say, start)
     if args.show:
         tell(show(cfg))
     check_hardware(cfg, say)
-    if args.show and all_devices()[0].platform != "cpu":
-        tell(check_memory(*make_mesh(cfg)))
     if not args.show:
-        train(cfg, Path(args.out), command, saved if args.resume else None, say)
-
-
-def resume_config(args, saved: Saved) -> Config:
-    """The Config with which a run goes on; UserError if there is nothing left to do."""
-    count = saved.cfg.devices if saved.cfg.devices <= len(all_devices()) else 0
-    _, places, items = named(args)
-    data = fitted(places, [saved.folder.parents[1]], [])[1][:1] if places else []
-    done = saved.step == saved.cfg.steps
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
-        facts = json.loads((saved.folder.parents[1] / "run.json").read_text())
-        done |= facts["finished"] and "missing" not in facts
-    longer = f"to train longer, python train_gpt.py --start {args.resume} --set steps=N"
-    need(not done, f"{args.resume} is finished: there is nothing to resume; {longer}")
-    return override(saved.cfg, [f"devices={count}", *data, *items])
+        train(cfg, Path(args.out), command, saved, say)
+    elif all_devices()[0].platform != "cpu":
+        cfg, mesh = make_mesh(cfg)
+        check_memory(cfg, mesh)
+        tell(memory_line(cfg, mesh))
 
 
 def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
-    before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
+    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         # Ctrl-C ends a command at once until it trains: the compiler's threads, or jax that waits
         # for others, would not hear a handler of Python's. A notebook (ps1) and a thread keep it.
-        own = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
-        if before[signal.SIGINT] is signal.default_int_handler and not own:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        is_command = not (hasattr(sys, "ps1") or in_thread)
+        if is_command and before[signal.SIGINT] is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return do() or 0
     except Exception as error:
-        line = str(error)
-        mended = isinstance(error, UserError | OSError)
-        if not mended and ("RESOURCE_EXHAUSTED" in line or isinstance(error, MemoryError)):
-            ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
-            line = f"out of memory: use {ways}: {line}"
-        elif isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
-            line = f"another process has ended or cannot be reached: see its output ({line})"
-        elif not mended:
+        line = line_of(error)
+        if line is None:  # a fault of the program
             raise
     finally:
         with contextlib.suppress(ValueError):  # of a thread that may not
@@ -4536,10 +5096,25 @@ def report_errors(do: Callable) -> int:
     return 2
 
 
+def line_of(error: Exception) -> str | None:
+    """What to say of an error that the user can mend; None of others."""
+    text = str(error)
+    if isinstance(error, UserError | OSError):
+        return text
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
+        return f"out of memory: use {ways}: {text}"
+    if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+        return f"another process has ended or cannot be reached: see its output ({text})"
+    return None
+
+
 def main(argv=None) -> int:
     """Run the command line, or `argv` where this file is imported; returns the exit status."""
-    words = sys.argv[1:] if argv is None and __name__ == "__main__" else argv or []
-    return report_errors(lambda: run(words, shlex.join(["python", "train_gpt.py", *words])))
+    is_script = argv is None and __name__ == "__main__"
+    words = sys.argv[1:] if is_script else argv or []
+    command = shlex.join(["python", "train_gpt.py", *words])
+    return report_errors(lambda: run(words, command))
 
 
 # ================================================================================================
@@ -4549,103 +5124,117 @@ def main(argv=None) -> int:
 # ---- Compilation: every program of the run, before the clock starts ----------------------------
 
 
-def program_bytes(compiled) -> dict[str, int]:
-    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
-    memory = compiled.memory_analysis()
-    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporary": "temp"}
-    sizes = {key: getattr(memory, f"{name}_size_in_bytes") for key, name in names.items()}
-    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
-    return sizes | {"peak": getattr(memory, "peak_memory_in_bytes", 0) or live}
-
-
-# XLA on GPUs would keep activations as float32 where it fuses operations. The SparseCores of TPUs
-# move the data of collectives beside other work with these options alone (2d, nd: on more than
-# eight chips), and add rows to tables; they read none, which slows down small gathers (jax issue
-# 40553).
-OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
-COMPILER_OPTIONS = {
-    "tpu": {
-        **{f"xla_tpu_enable_sparse_core_collective_offload_{x}": True for x in OFFLOADED},
-        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
-        "xla_tpu_offload_gather_to_sparsecore": False,
-        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
-    },
-    "gpu": {"xla_allow_excess_precision": False},
-}
-
-
-def compiler_options(cfg: Config, platform: str) -> dict[str, bool]:
-    """Those of COMPILER_OPTIONS that serve a run on such devices."""
-    return COMPILER_OPTIONS.get(platform, {}) if cfg.sparse_cores or platform != "tpu" else {}
-
-
 def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print):
-    """({key of programs: executable}, {name: seconds to compile}) of all programs, if they fit."""
+    """({key of programs: executable}, {name: seconds to compile}) of all programs, if they fit.
+    This thread lowers one after the other, while those of a pool compile what it has lowered."""
     every = programs(cfg, mesh, kernels)
+    ready = itertools.count(1)
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 
     def build(key, lowered):
         began = time.perf_counter()
         program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
-        size = resident_bytes(cfg, mesh, key) + program_bytes(program)["peak"]
-        refusal = too_large(cfg, mesh, str(key), size, memory_limit(mesh))
-        need(not refusal, refusal)
-        kept = events.count("/jax/compilation_cache/cache_hits")
-        say(f"{next(number)} of {len(every)} programs are ready, {kept} were in the cache\r")
+        check_program(cfg, mesh, key, program_bytes(program)["peak"])
+        cached = events.count("/jax/compilation_cache/cache_hits")
+        say(f"{next(ready)} of {len(every)} programs are ready, {cached} were in the cache\r")
         return program, seconds
 
-    number = itertools.count(1)
-    events = []
-    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
-    lowered = (lower(program, mesh) for program in every.values())  # by this thread, while others
-    with ThreadPoolExecutor(cpu_cores()) as pool:  # compile what it has lowered
-        built = zip(*pool.map(build, every, lowered), strict=True)
-    from_all(0)  # the first step waits for processes that compile longer
-    compiled, seconds = built
-    return dict(zip(every, compiled, strict=True)), dict(zip(map(str, every), seconds, strict=True))
+    lowered = (lower(program, mesh) for program in every.values())
+    with ThreadPoolExecutor(cpu_cores()) as pool:
+        built = list(pool.map(build, every, lowered))
+    compiled = {}
+    seconds = {}
+    for key, (program, taken) in zip(every, built, strict=True):
+        compiled[key] = program
+        seconds[every[key].name] = taken
+    return compiled, seconds
+
+
+# The SparseCores of TPUs move the data of collectives beside other work, and add rows to tables,
+# with these options alone. (2d and nd are collectives of more than eight chips.) They read no
+# rows: that slows down small gathers (jax issue 40553).
+OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
+COMPILER_OPTIONS = {
+    "tpu": {
+        **{f"xla_tpu_enable_sparse_core_collective_offload_{name}": True for name in OFFLOADED},
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
+        "xla_tpu_offload_gather_to_sparsecore": False,
+        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
+    },
+    # XLA would keep activations as float32 where it fuses operations.
+    "gpu": {"xla_allow_excess_precision": False},
+}
+
+
+def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
+    """Those of COMPILER_OPTIONS that serve a run on such devices."""
+    if backend == "tpu" and not cfg.sparse_cores:
+        return {}
+    return COMPILER_OPTIONS.get(backend, {})
 
 
 def compile_one(cfg: Config, mesh: Mesh, key, lowered):
-    """The executable of a program from `lower`; UserError with all that the compiler says if it
-    cannot be had, after what can be done about a kernel, the memory of a device or an option."""
+    """The executable of a program from `lower`. UserError if it cannot be had: with what can be
+    done about memory, an option or a kernel, and with all that the compiler says."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-    fields = {"sum_rows": "add_rows", "weighted": "blend", "window": "attend"}
-    kernel = re.search(rf"({'|'.join(fields)}|attend)\w*/pallas_call", text)
+    cure = ""
     sizes = re.search(r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", text)
-    cure = "--set sparse_cores=0 leaves out options for TPUs: " * ("compile option" in text)
-    if kernel:
-        field = fields.get(kernel[1], "attend")
-        others = ",".join(x for x in Kernels._fields if not x.startswith(field))
-        cure = f"--set kernels={others} leaves out {field}, whose kernel fails: "
-    elif sizes:
-        size, limit = (float(x) * 2**30 for x in sizes.groups())
+    if sizes:
+        size, limit = (float(number) * 2**30 for number in sizes.groups())
         size += resident_bytes(cfg, mesh, key)
         cure = f"{too_large(cfg, mesh, str(key), size, limit)}: "
+    elif "compile option" in text:
+        cure = "--set sparse_cores=0 leaves out options for TPUs: "
+    elif re.search("pallas|mosaic|triton", text.lower()):
+        cure = "--set kernels=plain runs without kernels: "
     raise UserError(f"{key} cannot be compiled: {cure}{text}")
+
+
+def program_bytes(compiled) -> dict[str, int]:
+    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
+    memory = compiled.memory_analysis()
+    sizes = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,  # outputs that take the place of arguments
+        "temporary": memory.temp_size_in_bytes,
+    }
+    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
+    sizes["peak"] = getattr(memory, "peak_memory_in_bytes", 0) or live
+    return sizes
 
 
 def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
     """Run every program once on zeros, so that first-call costs are outside the clock. The devices
-    make the zeros: state and copies once for all programs, what else a program takes only while it
-    runs. So they never hold more than in training, see resident_bytes."""
+    make the zeros. Those of state and copies are made once for all programs. What else a program
+    takes is there only while it runs. So a device never holds more than in training
+    (resident_bytes)."""
     every = programs(cfg, mesh, PLAIN)
 
     def zeros(likes):
         make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)
-        return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, likes))()
+        shardings = jax.tree.map(lambda x: x.sharding, likes)
+        return jax.jit(make, out_shardings=shardings)()
 
-    state, copies = zeros((every["finish"].args[0], every["eval"].args[0]))
+    (state_like,) = every["finish"].args
+    copies_like = every["eval"].args[0]
+    state, copies = zeros((state_like, copies_like))
     for key, program in compiled.items():
         args = every[key].args
-        if every[key].donates:
-            state = jax.block_until_ready(program(state, *zeros(args[1:])))[0]
+        if every[key].donates:  # it takes the state, and gives it back
+            results = program(state, *zeros(args[1:]))
+            state = results[0]
         else:
-            model = copies, state["params"].get(NGRAMS)
-            jax.block_until_ready(program(*model, *zeros(args[2:])))
+            table = state["params"].get(NGRAMS)
+            results = program(copies, table, *zeros(args[2:]))
+        jax.block_until_ready(results)
+        del results  # before the next zeros are made
 
 
 # ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
@@ -4653,39 +5242,61 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
 
 def gather_banks(cfg: Config, copies, after):
     """All-gather the banks while the model computes (FSDP, Zhao et al. 2023): (`after`, the copies
-    with whole banks, a function that reduce-scatters the gradients of these). XLA starts a
-    collective as early as it can and needs its result as late as it can; the barrier starts these
-    with `after`, the first input of the model. MLPs are gathered one matrix of each device at a
-    time: the first layers need not wait for all. A whole bank is a list of matrices from lax.split:
-    its transpose joins their gradients, where XLA would pad those of slices to the whole bank and
-    add them. (update_step gathers the tables: no computation could hide that.)"""
-    sharded = {name: x for name, x in copies.items() if name in updated(cfg, "anvil")}
-    after, sharded = lax.optimization_barrier((after, sharded))
+    with whole banks, a function that reduce-scatters the gradients of these).
+
+    XLA starts a collective as early as it can, and needs its result as late as it can. The barrier
+    starts these with `after`, the first input of the model. MLPs are gathered one matrix of each
+    device at a time: the first layers need not wait for all of them. A gathered bank is a list of
+    matrices from lax.split, whose transpose joins their gradients. XLA would pad those of slices to
+    the whole bank, and add them. (update_step gathers the tables: no computation could hide
+    that.)"""
+    banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
+    after, banks = lax.optimization_barrier((after, banks))
 
     def split(bank):
         return lax.split(bank, (1,) * len(bank))
 
-    def gather(name, x):
-        shards = split(x) if name == "mlp_bank" else [x]
-        parts = [split(GATHER(shard)) for shard in shards]
-        return [matrix[0] for matrix in itertools.chain(*zip(*parts, strict=True))]
+    def gather(name, bank):
+        """The matrices of all devices, in their order in the whole bank."""
+        pieces = split(bank) if name == "mlp_bank" else [bank]
+        gathered = [split(GATHER(piece)) for piece in pieces]
+        by_device = zip(*gathered, strict=True)
+        return [matrix[0] for matrix in itertools.chain(*by_device)]
 
-    # The transpose of all-gather is reduce-scatter.
-    banks, reduce = jax.vjp(lambda x: {name: gather(name, x[name]) for name in x}, sharded)
-    return after, copies | banks, lambda grads: reduce(grads)[0]
+    def gather_all(banks):
+        return {name: gather(name, bank) for name, bank in banks.items()}
+
+    gathered, transpose = jax.vjp(gather_all, banks)
+
+    def reduce(grads):
+        (shards,) = transpose(grads)  # the transpose of all-gather is reduce-scatter
+        return shards
+
+    return after, copies | gathered, reduce
+
+
+# What a v6e's SparseCores send beside other work, by its compiled programs:
+SENT_BYTES = 13e6  # so many at once, or fewer
+SENT_ROWS = 32  # a multiple of so many
 
 
 def reduce_scatter(x):
     """lax.psum_scatter of x [rows, d], padded for the devices: this device's rows of the sum over
-    all. It goes in parts of up to 13 MB a device and a multiple of 32 rows: those a v6e's
-    SparseCores send beside other work."""
+    all. It goes in the fewest parts that the SparseCores can send; in one piece, if they can send
+    none of up to eight."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(x) // devices)
     x = pad_rows(x, rows * devices)
-    size = x[0].size * x.dtype.itemsize
-    fits = (n for n in range(1, 9) if rows % (32 * n) == 0 and rows // n * size <= 13e6)
-    parts = x.reshape(devices, next(fits, 1), -1, *x.shape[1:])
-    return jnp.concatenate([lax.psum_scatter(parts[:, n], AXIS) for n in range(parts.shape[1])])
+    row_bytes = x[0].size * x.dtype.itemsize
+
+    def fits(parts: int) -> bool:
+        divides = rows % (SENT_ROWS * parts) == 0
+        return divides and rows // parts * row_bytes <= SENT_BYTES
+
+    parts = next(filter(fits, range(1, 9)), 1)
+    x = x.reshape(devices, parts, -1, *x.shape[1:])
+    sums = [lax.psum_scatter(x[:, part], AXIS) for part in range(parts)]
+    return jnp.concatenate(sums)
 
 
 def in_order(first, second):
@@ -4693,161 +5304,215 @@ def in_order(first, second):
     return lax.optimization_barrier((first, second))
 
 
-def sum_batches(add: Callable, zeros, batches):
-    """The carry after add(carry, batch) -> carry of each of the `batches`, which are stacked. A
-    loop over a single one would keep XLA from leaving out the zeros."""
-    if len(jax.tree.leaves(batches)[0]) == 1:
-        return add(zeros, jax.tree.map(lambda x: x[0], batches))
-    return lax.scan(lambda carry, batch: (add(carry, batch), None), zeros, batches)[0]
+# ---- The choice: which kernels serve a run -----------------------------------------------------
+
+
+def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
+    """(the Kernels for a run on such devices, which these are and why: a line for the log)."""
+    if cfg.kernels == "plain":
+        return PLAIN, "plain, as asked for"
+    serving, reason = serving_kernels(cfg, device)
+    if cfg.kernels == "auto":
+        return serving, reason
+    asked = cfg.kernels.split(",")
+    kernels = PLAIN._replace(**{name: getattr(serving, name) for name in asked})
+    return kernels, f"{kernel_names(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
+
+
+def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
+    """(the Kernels that serve a run on such devices, their names and why attention is plain). Only
+    those that the model calls are chosen. Where a condition fails, the plain form does the work."""
+    backend = device.platform
+    chosen = {}
+    if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
+        chosen["cross_entropy"] = fused_cross_entropy
+    why = unserved(cfg, device)
+    if backend == "tpu" and not why:
+        chosen["add_rows"] = add_rows_tpu
+        if cfg.layers_with("mudd"):
+            chosen["blend"] = blend_tpu
+    why = why or unserved_attention(cfg, backend)
+    if not why:
+        of_gpu = functools.partial(attend_heads, attend_gpu)
+        chosen["attend"] = attend_tpu if backend == "tpu" else of_gpu
+    kernels = PLAIN._replace(**chosen)
+    reason = kernel_names(kernels)
+    if why:
+        reason += f"; plain attention: {why}"
+    return kernels, reason
+
+
+def kernel_names(kernels: Kernels) -> str:
+    """The fields that are not the plain forms, as `--set kernels=` takes them."""
+    pairs = zip(Kernels._fields, kernels, PLAIN, strict=True)
+    return ",".join(name for name, kernel, plain in pairs if kernel is not plain) or "plain"
+
+
+def unserved(cfg: Config, device) -> str:
+    """Why no kernel of Pallas serves a run on such devices; "" if they may. v5e, v6e, TPUs that
+    are not known here, and NVIDIA GPUs since Ampere have them."""
+    kind = device.device_kind
+    rows = [cfg.val_row, *(stage.row_tokens for stage in cfg.stages)]
+    uneven = [row for row in rows if row % 128]
+    if device.platform == "tpu":
+        if re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", kind):
+            return f"a {kind} has no 128 MiB of VMEM"
+        if cfg.width % LANES:
+            return f"tiles of {LANES} columns do not fill a width of {cfg.width}"
+    elif device.platform == "gpu":
+        capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
+        if not re.match(r"[89]\.|\d\d\.", capability):
+            return "no compute capability of 8.0 or more"
+        if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+            return f"jax {jax.__version__} has no Triton any more"
+    else:
+        return f"there are no kernels for a {device.platform}"
+    if uneven:
+        return f"tiles of 128 tokens do not fill rows of {uneven[0]}"
+    return ""
+
+
+def unserved_attention(cfg: Config, backend: str) -> str:
+    """Why the kernels of attention do not serve a run where others may; "" if they do."""
+    h = cfg.head_width
+    if not cfg.layers_with("attends"):
+        return "no layer attends"
+    if not (cfg.still and cfg.qk_norm) or cfg.shared:
+        return "kernels norm queries and keys, turn half of them, and share none"
+    if backend == "gpu":
+        if cfg.dtype != jnp.bfloat16:
+            return f"kernels compute in bfloat16, not in {cfg.compute_dtype}"
+        if h not in (32, 64, 128):
+            return f"tiles do not fit heads {h} wide, and half of it"
+    else:
+        if h != LANES or cfg.heads % 2:
+            return f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
+        windows = [*cfg.val_windows, *itertools.chain(*(stage.windows for stage in cfg.stages))]
+        longest_row = max(cfg.val_row, *(stage.row_tokens for stage in cfg.stages))
+        window = min(max(windows), longest_row)
+        plan = Plan(Heads(cfg.heads, h, h, window, offset=True), BLOCK)
+        if plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * RING_SHARE:
+            return f"a window of {window} of width {cfg.width} does not fit the VMEM"
+    score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # of normed q and k
+    if score > MAX_SCORE:
+        return f"scores up to {score:.0f} could overflow without a running maximum"
+    return ""
 
 
 # ---- The check: kernels against their plain forms, on the hardware of the run ------------------
 
 
-def trials(cfg: Config) -> Iterator[tuple[str, Callable, list[tuple], list[tuple]]]:
-    """Yield pieces of what kernels do, as wide as in the run: (field of Kernels, a function of the
-    kernel and of arrays, shapes of those in cfg.dtype, of those in float32). Windows are those of
-    the largest batches; a row has two windows and three documents."""
-    at, stage = max(enumerate(cfg.stages), key=lambda x: x[1].batch_tokens)
-    t = min(stage.row_tokens, 2 * BLOCK * -(-max(stage.windows) // BLOCK))
+class Trial(NamedTuple):
+    """A piece of what a kernel does, as wide as in the run."""
+
+    field: str  # of Kernels
+    run: Callable  # a function of the kernel and of arrays
+    shapes: list[tuple]  # of the first arrays, in cfg.dtype
+    wide_shapes: list[tuple]  # of the others, in float32
+
+
+def trials(cfg: Config) -> Iterator[Trial]:
+    """Yield a Trial of every kernel; of attention one for each kind of layer. Windows are those of
+    the largest batches. A row has two windows and three documents."""
+    number, stage = max(enumerate(cfg.stages), key=lambda pair: pair[1].batch_tokens)
+    window_blocks = -(-max(stage.windows) // BLOCK)
+    t = min(stage.row_tokens, 2 * window_blocks * BLOCK)
     d, n, v = cfg.width, cfg.heads, cfg.vocab
     ids_t = jnp.arange(t) * t % v
     segments_bt = jnp.arange(t)[None] * 5 // (2 * t)
 
-    def attend(heads, kernel, qkv, x, added, xsa, gates):
-        turns = (of_kind[int(heads.offset)] for of_kind in yarn(cfg)[at])
-        return kernel(heads, qkv, HeadInputs((x, added), xsa, gates, segments_bt, *turns))
+    def run_attend(heads, kernel, qkv, x, *gates_of_heads):
+        added_gates, xsa, gates = gates_of_heads
+        long = int(heads.offset)
+        freqs, scales = yarn(cfg)[number]
+        inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs[long], scales[long])
+        return kernel(heads, qkv, inputs)
 
-    def cross_entropy(kernel, x, head):
-        return kernel(0.05 * x, head, ids_t[:, None], jnp.ones((t, 1)), cfg)[0]
+    def run_cross_entropy(kernel, x, head):
+        targets = ids_t[:, None]
+        weighted, _ = kernel(0.05 * x, head, targets, jnp.ones(targets.shape), cfg)
+        return weighted
 
-    def add_rows(kernel, rows):  # it has no gradient
+    def run_add_rows(kernel, rows):  # it has no gradient
         return kernel(jnp.zeros((v, d)), ids_t, [lax.stop_gradient(rows)])
+
+    def run_blend(kernel, x, *sources_and_weights):
+        *sources, weights = sources_and_weights
+        return kernel(x, weights, tuple(sources))
 
     for heads in {heads_of(cfg, i, stage.windows) for i in cfg.layers_with("attends")}:
         qkv = 1, t, n * (2 * heads.qk_width + heads.v_width)
-        yield "attend", functools.partial(attend, heads), [qkv, (1, t, d)], [(1, t, n)] * 3
-    yield "cross_entropy", cross_entropy, [(t, d), (v, d)], []
-    yield "add_rows", add_rows, [(t, d)], []
-    shapes = [(1, t, d)] * 8, [(1, t, 7, 2 * n)]  # a stream, seven sources, and their weights
-    yield "blend", lambda kernel, x, *rest: kernel(x, rest[-1], rest[:-1]), *shapes
+        attend = functools.partial(run_attend, heads)
+        yield Trial("attend", attend, [qkv, (1, t, d)], [(1, t, n)] * 3)
+    yield Trial("cross_entropy", run_cross_entropy, [(t, d), (v, d)], [])
+    yield Trial("add_rows", run_add_rows, [(t, d)], [])
+    streams = [(1, t, d)] * 8  # x and seven sources
+    yield Trial("blend", run_blend, streams, [(1, t, 7, 2 * n)])
+
+
+def trial_results(trial: Trial, cfg: Config, kernel: Callable, dtype) -> list[np.ndarray]:
+    """What a kernel makes in this `dtype` of random numbers, rounded as in the run, and its
+    gradients."""
+
+    def both():
+        count = len(trial.shapes)
+        shapes = [*trial.shapes, *trial.wide_shapes]
+        arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+        rounded = [x.astype(cfg.dtype).astype(dtype) for x in arrays[:count]]
+        y, transpose = jax.vjp(functools.partial(trial.run, kernel), *rounded, *arrays[count:])
+        return y, transpose(y)
+
+    results = jax.jit(both)()
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(results)]
+
+
+ROUNDED_OFF = 0.05  # relative norm; roundings to bfloat16 make 0.01 at most
+
+
+def what_is_wrong(trial: Trial, cfg: Config, kernels: Kernels) -> str:
+    """What is wrong with a kernel in a Trial; "" if its results are those of the plain form in
+    float32."""
+    kernel = getattr(kernels, trial.field)
+    plain = getattr(PLAIN, trial.field)
+    try:
+        results = trial_results(trial, cfg, kernel, cfg.dtype)
+    except Exception as error:  # whatever a compiler says
+        text = " ".join(str(error).split())
+        return f"{trial.field} cannot run ({text})"
+    distances = []
+    for x, y in zip(results, trial_results(trial, cfg, plain, jnp.float32), strict=True):
+        distances.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+    off = np.max(distances)  # nan if any is
+    return "" if off <= ROUNDED_OFF else f"{trial.field} is off by {off:.2g}"
 
 
 def wrong_kernels(cfg: Config, kernels: Kernels) -> dict[str, str]:
     """{field: what is wrong} of kernels that cannot run on this process's first device, or whose
-    results and gradients for random numbers are not those of their plain forms in float32."""
-
-    def results(kernel, dtype, run, shapes, wide_shapes):
-        def both():
-            every = enumerate([*shapes, *wide_shapes])
-            x = [jax.random.normal(jax.random.key(i), shape) for i, shape in every]
-            rounded = (a.astype(cfg.dtype).astype(dtype) for a in x[: len(shapes)])
-            y, back = jax.vjp(functools.partial(run, kernel), *rounded, *x[len(shapes) :])
-            return y, back(y)
-
-        return [np.asarray(x, np.float32) for x in jax.tree.leaves(jax.jit(both)())]
-
-    def trial(piece):
-        field, *piece = piece
-        try:
-            own = results(getattr(kernels, field), cfg.dtype, *piece)
-        except Exception as error:  # whatever a compiler says
-            return field, f"{field} cannot run ({' '.join(str(error).split())})"
-        pairs = zip(own, results(getattr(PLAIN, field), jnp.float32, *piece), strict=True)
-        norms = [(np.linalg.norm(x - y), np.linalg.norm(y)) for x, y in pairs]
-        off = np.max([of_difference / max(norm, 1e-30) for of_difference, norm in norms])
-        # Roundings to bfloat16 make 0.01 at most.
-        return field, "" if off <= 0.05 else f"{field} is off by {off:.2g}"
-
-    chosen = {x for x in Kernels._fields if getattr(kernels, x) is not getattr(PLAIN, x)}
+    results and gradients are not those of their plain forms."""
+    chosen = kernel_names(kernels).split(",")
+    tried = [trial for trial in trials(cfg) if trial.field in chosen]
     with ThreadPoolExecutor(cpu_cores()) as pool:
-        found = pool.map(trial, (piece for piece in trials(cfg) if piece[0] in chosen))
-    return {field: why for field, why in found if why}
+        reasons = list(pool.map(lambda trial: what_is_wrong(trial, cfg, kernels), tried))
+    return {trial.field: why for trial, why in zip(tried, reasons, strict=True) if why}
 
 
 def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, str]:
     """pick_kernels, without those that are wrong where the run is; on CPUs tests have tried them.
-    UserError if it names its kernels, or has several hosts, which must have the same."""
-    kernels, reason = pick_kernels(cfg, mesh.devices.flat[0])
-    wrong = {} if mesh.devices.flat[0].platform == "cpu" else wrong_kernels(cfg, kernels)
+    UserError if the run names its kernels, or has several hosts, which must have the same."""
+    device = mesh.devices.flat[0]
+    kernels, reason = pick_kernels(cfg, device)
+    if device.platform == "cpu":
+        return kernels, reason
+    wrong = wrong_kernels(cfg, kernels)
     if not any(from_all(len(wrong))):
         return kernels, reason
     kernels = kernels._replace(**{field: getattr(PLAIN, field) for field in wrong})
-    right = [x for x in Kernels._fields if getattr(kernels, x) is not getattr(PLAIN, x)]
     line = f"wrong here, or on another host: {'; '.join(wrong.values())}"
-    cure = f"use --set kernels={','.join(right) or 'plain'}"
-    need(cfg.kernels == "auto" and jax.process_count() == 1, f"kernels that are {line}: {cure}")
+    cure = f"use --set kernels={kernel_names(kernels)}"
+    alone = cfg.kernels == "auto" and jax.process_count() == 1
+    need(alone, f"kernels that are {line}: {cure}")
     say(f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}")
     return kernels, f"{reason}; LEFT OUT: {line}"
-
-
-# ---- The choice --------------------------------------------------------------------------------
-
-
-def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """(the Kernels for a run on such devices, why these: a line for the log)."""
-    if cfg.kernels == "plain":
-        return PLAIN, "plain, as asked for"
-    found, reason = serving_kernels(cfg, device)
-    if cfg.kernels == "auto":
-        return found, reason
-    names = cfg.kernels.split(",")
-    found = PLAIN._replace(**{name: getattr(found, name) for name in names})
-    lacks = [name for name in names if getattr(found, name) is getattr(PLAIN, name)]
-    but = f", but plain {','.join(lacks)}" if lacks else ""
-    return found, f"{cfg.kernels}, as asked for{but} (auto: {reason})"
-
-
-def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
-    """(all Kernels that serve there, a line for the log that says which). The loss with its own
-    gradient serves everywhere. v5e, v6e, and TPUs that are not known here, have kernels for all
-    else, NVIDIA GPUs since Ampere for attention. Where a condition fails, the plain form does the
-    work."""
-    chosen = PLAIN
-    if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
-        chosen = PLAIN._replace(cross_entropy=fused_cross_entropy)
-    kind, h, n, others = device.device_kind, cfg.head_width, cfg.heads, ""
-    rows = [*(stage.row_tokens for stage in cfg.stages), cfg.val_row]
-    uneven = next((row for row in rows if row % 128), None)
-    score = np.max(schedule(cfg).hyper.scales * (h // 2, h))  # of normed q and k
-    # Conditions are pairs: whether one fails, and what then is wrong.
-    even = uneven, f"tiles of 128 tokens do not fill rows of {uneven}"
-    high = f"scores up to {score:.0f} could overflow without a running maximum"
-    usual = cfg.still and cfg.qk_norm and not cfg.shared
-    other = not usual, "they norm queries and keys, turn half of them, and share none"
-    if device.platform == "tpu":
-        window = max(*cfg.val_windows, *(max(stage.windows) for stage in cfg.stages))
-        plan = Plan(Heads(n, h, h, min(window, max(rows)), offset=True), BLOCK)
-        large = f"a window of {plan.heads.window} of width {cfg.width} does not fit the VMEM"
-        apart = f"tiles do not hold {n} heads {h} wide one by one, and of half in twos"
-        conditions = [
-            (re.match(r"TPU v[2-4]|TPU v5p?$|TPU7", kind), f"a {kind} has no 128 MiB of VMEM"),
-            (cfg.width % 128, f"tiles of 128 columns do not fill a width of {cfg.width}"),
-            even,
-        ]
-        if not any(fails for fails, _ in conditions):
-            chosen = chosen._replace(add_rows=add_rows_tpu, blend=blend_tpu)
-            others = ", weighted sums and gradients of tables for TPUs"
-        full = plan.ring_bytes(cfg.dtype) > KERNEL_VMEM * 0.7
-        conditions += [(h != LANES or n % 2, apart), (full, large)]
-        attend, served = attend_tpu, f"attention{others}"
-    elif device.platform == "gpu":
-        triton = importlib.util.find_spec("jax.experimental.pallas.triton")
-        capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
-        conditions = [
-            (triton is None, f"jax {jax.__version__} has no Triton any more"),
-            (cfg.dtype != jnp.bfloat16, f"they compute in bfloat16, not in {cfg.compute_dtype}"),
-            (not re.match(r"[89]\.|\d\d\.", capability), "no compute capability of 8.0 or more"),
-            (h not in (32, 64, 128), f"tiles do not fit heads {h} wide, and half of it"),
-            even,
-        ]
-        attend, served = functools.partial(attend_heads, attend_gpu), "attention for NVIDIA GPUs"
-    else:
-        return chosen, f"plain attention: there are no kernels for a {device.platform}"
-    for fails, why in [*conditions, other, (score > MAX_SCORE, high)]:
-        if fails:
-            return chosen, f"plain attention{others}: {why}"
-    return chosen._replace(attend=attend), served
 
 
 # ---- For all hardware: the loss with its own gradient, document starts -------------------------
@@ -4861,66 +5526,82 @@ def squash(z, cfg: Config):
 
 def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, pointing: bool):
     """float32 (losses [t, targets], (logits [t, v] before the cap, sums of exponentials [t])).
-    Capped logits are a/2 (1 + squash), and a/2 of each cancels. XLA does all of this to a product
-    while it is on the chip: if the caller stores squashed logits as bfloat16, no float32 [t, v]
-    goes to memory. The logits of the targets come once more, from their rows of the head: to pick
-    them out of [t, v] by comparison takes half as long again. On an NVIDIA GPU matmuls are a
-    library's, and the product does go to memory: in the dtype of x, as in the original, 0.4 GB a
-    chunk instead of 0.8. There targets are picked out of it: they must be what has been summed, or
-    a chance could be above 1. If `pointing`, the last target is `<copy>`, that of all tokens."""
+    Capped logits are a/2 (1 + squash), and a/2 of each cancels. If `pointing`, the last target is
+    `<copy>`, that of all tokens.
+
+    XLA does all of this to a product while it is on the chip: if the caller stores squashed logits
+    as bfloat16, no float32 [t, v] goes to memory. The logits of the targets come once more, from
+    their rows of the head: picking them out of [t, v] by comparison takes longer.
+
+    On an NVIDIA GPU matmuls are a library's, and the product does go to memory. It goes there in
+    the dtype of x, as in the original: 0.4 GB a chunk instead of 0.8. There targets are picked out
+    of it. They must be what has been summed, or a chance could be above 1."""
     half = cfg.logit_cap[0] / 2
 
-    def picked(x_td, head_vd, wide_vd):
+    def pick_targets(x_td, head_vd, wide_vd):
         z_tv = (x_td @ head_vd.T).astype(jnp.float32)
         return z_tv, jnp.take_along_axis(z_tv, targets, axis=1)
 
-    def again(x_td, head_vd, wide_vd):
+    def compute_targets(x_td, head_vd, wide_vd):
         z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
         ids = [targets[:, k] for k in range(targets.shape[1])]
         if pointing:
             ids[-1] = ids[-1][:1]
         wide_td = x_td.astype(jnp.float32)
-        return z_tv, jnp.stack([jnp.sum(wide_td * wide_vd[x], axis=1) for x in ids], axis=1)
+        columns = [jnp.sum(wide_td * wide_vd[ids_t], axis=1) for ids_t in ids]
+        return z_tv, jnp.stack(columns, axis=1)
 
-    args = x_td, head_vd, wide_vd
-    z_tv, z_targets = lax.platform_dependent(*args, cuda=picked, default=again)
-    sum_t = jnp.sum(jnp.exp(half * squash(z_tv, cfg)), axis=1)
+    ways = {"cuda": pick_targets, "default": compute_targets}
+    z_tv, z_targets = lax.platform_dependent(x_td, head_vd, wide_vd, **ways)
+    exponentials_tv = jnp.exp(half * squash(z_tv, cfg))
+    sum_t = jnp.sum(exponentials_tv, axis=1)
     losses = jnp.log(sum_t)[:, None] - half * squash(z_targets, cfg)
     return losses, (z_tv, sum_t)
 
 
 def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
     """Gradients of weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
-    That of a logit z is (total weight of the token * its probability - weight of z as a target)
-    times the slope of the cap, a/4c (1 - squashed^2). With squashed logits, and this product,
-    rounded to bfloat16, either gradient is off by 0.3 % (relative norm). `slopes` are those of
-    pointed_slopes: the weights and, if given, what is in parentheses here, of the last target."""
+    `softmax` is the second result of token_losses. `slopes` are from pointed_slopes: the weights
+    and, if the last target is `<copy>`, the gradient of its logit.
+
+    The gradient of a logit z is the total weight of the token times the probability, minus the
+    weight of z as a target; and that times the slope of the cap, a/4c (1 - squashed^2). Squashed
+    logits and the gradients of logits are rounded to bfloat16. Either result is then off by 0.3 %
+    (relative norm, tests/kernels)."""
     z_tv, sum_t = softmax
-    weights, last = slopes
+    weights, copy_grad_t = slopes
     a, _, c = cfg.logit_cap
-    weights = a / (4 * c) * weights
+    cap_slope = a / (4 * c)
+    weights = cap_slope * weights
 
-    # Barriers make XLA store what was rounded, and no float32 [t, v]: here the squashed logits...
-    def store(z_tv):
-        return lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype)).astype(jnp.float32)
+    # A barrier makes XLA store the squashed logits, rounded, and no float32 [t, v] ...
+    def store_squashed(z_tv):
+        stored_tv = lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype))
+        return stored_tv.astype(jnp.float32)
 
-    # ... and on a GPU nothing more: the rounded product is in memory already (see token_losses);
+    # ... and on a GPU nothing more. The rounded product is in memory already (see token_losses);
     # the barrier keeps XLA from widening it.
-    def again(z_tv):
+    def squash_stored(z_tv):
         return squash(lax.optimization_barrier(z_tv.astype(x_td.dtype)), cfg)
 
-    squashed_tv = lax.platform_dependent(z_tv, cuda=again, default=store)
+    squashed_tv = lax.platform_dependent(z_tv, cuda=squash_stored, default=store_squashed)
     # Targets of a token that are equal share the sum of their weights: it is written only once.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
-    ids_v, hit_tv = jnp.arange(squashed_tv.shape[1])[None], 0.0
-    for k in range(targets.shape[1] - (last is not None)):
-        hit_tv = jnp.where(ids_v == targets[:, k : k + 1], merged[:, k : k + 1], hit_tv)
+    ids_v = jnp.arange(squashed_tv.shape[1])[None]
+    hit_tv = 0.0
+    token_targets = targets.shape[1]
+    if copy_grad_t is not None:
+        token_targets -= 1
+    for k in range(token_targets):
+        column = slice(k, k + 1)
+        hit_tv = jnp.where(ids_v == targets[:, column], merged[:, column], hit_tv)
     factor_t = jnp.sum(weights, axis=1) / sum_t
-    miss_tv = jnp.exp(a / 2 * squashed_tv) * factor_t[:, None] - hit_tv
-    if last is not None:
-        miss_tv = jnp.where(ids_v == targets[:, -1:], a / (4 * c) * last[:, None], miss_tv)
-    grad_tv = (miss_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
+    grad_tv = jnp.exp(a / 2 * squashed_tv) * factor_t[:, None] - hit_tv
+    if copy_grad_t is not None:
+        is_copy = ids_v == targets[:, -1:]
+        grad_tv = jnp.where(is_copy, cap_slope * copy_grad_t[:, None], grad_tv)
+    grad_tv = (grad_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     return grad_tv @ head_vd, head_grad_vd
 
@@ -4929,7 +5610,7 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
     """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
-    with respect to x, head and pointed; without gradients, in validation, it is the plain form."""
+    with respect to x, head and pointed. Without gradients, in validation, it is the plain form."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
@@ -4937,33 +5618,34 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
 
     def add(carry, chunk):
-        totals, head_grad = carry
+        totals, head_grad_vd = carry
         x_td, targets, weights, pointed = chunk
         pointing = pointed is not None
         losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
         slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
-        x_grad_td, more = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
+        x_grad_td, grad_vd = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
         totals = add_losses(totals, losses, weights, pointed)
-        return (totals, head_grad + more), (x_grad_td, pointed_grad)
+        return (totals, head_grad_vd + grad_vd), (x_grad_td, pointed_grad)
 
     copies = head_vd.astype(jnp.float32), head_vd.astype(x_td.dtype)
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
-    zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    start = zeros, jnp.zeros(head_vd.shape, jnp.float32)
+    zero_sums = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    zeros = zero_sums, jnp.zeros(head_vd.shape, jnp.float32)
     chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed)
-    (totals, head_grad), grads = lax.scan(add, start, chunks)
-    grads = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), grads)
-    return totals, (*grads, head_grad, head_vd)
+    (totals, head_grad_vd), grads = lax.scan(add, zeros, chunks)
+    x_grad_td, pointed_grad = jax.tree.map(flat, grads)
+    return totals, (x_grad_td, pointed_grad, head_grad_vd, head_vd)
 
 
 def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
     """Gradients for x, head and pointed; targets and weights have none."""
-    x_grad_td, pointed_grad, head_grad, head_vd = gradients
-    weighted, _ = cotangents
-    grad = (weighted * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
+    x_grad_td, pointed_grad, head_grad_vd, head_vd = gradients
+    slope, _ = cotangents  # of the weighted sum
+    grad = (slope * x_grad_td.astype(jnp.float32)).astype(x_grad_td.dtype)
     grad = lax.optimization_barrier(grad)  # or XLA would store it as float32
-    pointed_grad = jax.tree.map(lambda x: weighted * x, pointed_grad)  # or there is none
-    return grad, (weighted * head_grad).astype(head_vd.dtype), None, None, pointed_grad
+    pointed_grad = jax.tree.map(lambda x: slope * x, pointed_grad)  # or there is none
+    head_grad = (slope * head_grad_vd).astype(head_vd.dtype)
+    return grad, head_grad, None, None, pointed_grad
 
 
 fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_backward)
@@ -4971,117 +5653,141 @@ fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_back
 
 def document_starts(segments_bt):
     """The place in its row where the document of each token begins, int32 [b, t]."""
-    begins = jnp.pad(segments_bt[:, 1:] != segments_bt[:, :-1], ((0, 0), (1, 0)))
-    here = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
-    return lax.cummax(jnp.where(begins, here, 0), axis=1)
+    changes = segments_bt[:, 1:] != segments_bt[:, :-1]
+    begins = jnp.pad(changes, ((0, 0), (1, 0)))
+    tokens = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
+    return lax.cummax(jnp.where(begins, tokens, 0), axis=1)
+
+
+def flat(x):
+    """Arrays [..., d] as [t, d]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 # ---- The launcher of kernels: jax's Pallas, by names -------------------------------------------
 
 # A kernel is a function, its body, that a core runs once for every step of a grid. It takes no
 # arrays but references: r.x[...] reads what x refers to, and r.x[...] = y writes there. Of an array
-# in the device's memory it has one block at a step, which a pl.BlockSpec cuts out; what one step
-# leaves in memory that it `keeps`, the next step finds there. Shapes beside the references below
-# are those of blocks.
+# in the device's memory it has one block at a step, which a pl.BlockSpec cuts out. What one step
+# leaves in memory that the kernel `keeps`, the next step finds there. Shapes beside the references
+# below are those of blocks.
 
+# Here and not at the head of the file: no other section uses them.
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu as pltpu  # what only kernels for TPUs have
 
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM, a TPU core's own
+ROLES = "scalars", "reads", "writes", "keeps"  # of references, in the order of Pallas
 
 
 class Ref(NamedTuple):
     """What a reference refers to, before a kernel is called."""
 
-    role: int  # 0 to 3, in the order in which Pallas hands them over: see below
+    role: str  # one of ROLES
     array: jax.Array | jax.ShapeDtypeStruct | None  # None: this call goes without, r.x is None
-    cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as `whole`
+    cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as as_one_block
 
 
-scalars = functools.partial(Ref, 0)  # (array): numbers that are there before the first block
-reads = functools.partial(Ref, 1)  # (array, cut)
-writes = functools.partial(Ref, 2)  # (array, or only its shape and dtype; cut)
+scalars = functools.partial(Ref, "scalars")  # (array): numbers that are there before any block
+reads = functools.partial(Ref, "reads")  # (array, cut)
+writes = functools.partial(Ref, "writes")  # (array, or only its shape and dtype; cut)
 
 
 def keeps(shape: tuple, dtype) -> Ref:
     """Memory of the kernel itself, in VMEM, from its first step to its last: at first, garbage."""
-    return Ref(3, jax.ShapeDtypeStruct(shape, dtype))
+    return Ref("keeps", jax.ShapeDtypeStruct(shape, dtype))
 
 
-def whole(x):
+def as_one_block(x):
     """All of an array as one block, once, for all steps of a kernel."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles | None = None):
-    """The one call of Pallas: an object that has what `body` writes, by the names of `refs` (name
-    -> Ref or list of them). `body` gets an object with a reference for every name, and with its
-    place on every axis of `grid` (name -> steps). `tiles`: how Triton compiles it for an NVIDIA
-    GPU; it then only reads and writes, and steps have no order. All others are kernels for TPUs,
-    whose core takes the steps in order, along the last axis before the others. What is not `whole`
-    lies twice in VMEM, to come and go behind the work. XLA may put none of the arrays into VMEM
-    ahead: it would do so in some calls, and libtpu compile the kernel anew for each such choice. On
-    a CPU kernels are interpreted, for tests."""
-    device = jax.sharding.get_abstract_mesh().abstract_device  # of what `lower` compiles for
-    interpret = (device.platform if device else jax.default_backend()) == "cpu"
-    every, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
+    """The one call of Pallas: an object that has what `body` writes, by the names of `refs`, name
+    -> Ref or list of them. `body` gets an object with a reference for every name, and with its
+    place on every axis of `grid`, name -> steps.
 
-    def places(role: int) -> list[int]:
-        return [i for i, x in enumerate(every) if x.role == role and x.array is not None]
+    `tiles`: how Triton compiles it for an NVIDIA GPU. It then only reads and writes, and steps have
+    no order. All others are kernels for TPUs, whose core takes the steps in order, the last axis
+    the fastest. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA
+    may put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would
+    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
+    target = jax.sharding.get_abstract_mesh().abstract_device  # what `lower` compiles for
+    platform_name = target.platform if target else jax.default_backend()
+    interpret = platform_name == "cpu"
+    flat_refs, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
 
-    def by_name(places, values) -> dict:
-        found = dict(zip(places, values, strict=True))
-        return dict(zip(refs, tree.unflatten(map(found.get, range(len(every)))), strict=True))
+    def numbers_of(role: str) -> list[int]:
+        """Which of flat_refs have this role in this call."""
+        pairs = enumerate(flat_refs)
+        return [i for i, ref in pairs if ref.role == role and ref.array is not None]
 
-    def kernel(*given):
-        place = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(SimpleNamespace(**by_name(itertools.chain(*there), given), **place))
+    def arrays_of(role: str) -> list:
+        return [flat_refs[i].array for i in numbers_of(role)]
 
-    there = [*map(places, range(4))]
-    numbers, arrays, shapes, kept = ([every[i].array for i in role] for role in there)
-    in_specs, out_specs = ([every[i].cut(every[i].array) for i in there[role]] for role in (1, 2))
-    cuts = {"grid": (*grid.values(),), "in_specs": in_specs, "out_specs": out_specs}
+    def cuts_of(role: str) -> list:
+        return [flat_refs[i].cut(flat_refs[i].array) for i in numbers_of(role)]
+
+    def by_name(numbers: list[int], values) -> dict:
+        """One value for each of these flat_refs, by the names of `refs`; None for the others."""
+        values = dict(zip(numbers, values, strict=True))
+        every = [values.get(i) for i in range(len(flat_refs))]
+        return dict(zip(refs, tree.unflatten(every), strict=True))
+
+    handed_over = [i for role in ROLES for i in numbers_of(role)]
+
+    def kernel(*references):
+        steps = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
+        body(SimpleNamespace(**by_name(handed_over, references), **steps))
+
+    numbers_ahead = arrays_of("scalars")
+    arrays = arrays_of("reads")
+    shapes = arrays_of("writes")
+    cuts = {"grid": (*grid.values(),), "in_specs": cuts_of("reads"), "out_specs": cuts_of("writes")}
     if tiles:  # Triton has neither numbers ahead nor memory to keep
         from jax.experimental.pallas import triton
 
         spec = pl.GridSpec(**cuts)
         params = triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     else:
-        memory = [pltpu.VMEM(x.shape, x.dtype) for x in kept]
-        spec = pltpu.PrefetchScalarGridSpec(len(numbers), scratch_shapes=memory, **cuts)
+        memory = [pltpu.VMEM(x.shape, x.dtype) for x in arrays_of("keeps")]
+        spec = pltpu.PrefetchScalarGridSpec(len(numbers_ahead), scratch_shapes=memory, **cuts)
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
             shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
-    results = pl.pallas_call(kernel, shapes, **how)(*numbers, *arrays)
-    return SimpleNamespace(**by_name(there[2], results))
+    results = pl.pallas_call(kernel, shapes, **how)(*numbers_ahead, *arrays)
+    return SimpleNamespace(**by_name(numbers_of("writes"), results))
 
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 
 # One pass over a row each way, in blocks of BLOCK tokens, or fewer that divide the row. The heads
-# of a block lie side by side as the projection left them, [t, n h]: what costs most around other
-# kernels is not attention but arrays that are transposed to [n, t, h], and QK norm and rotation as
-# passes of their own. Here they are done once for each block, and its values and rotated keys wait
+# of a block lie side by side as the projection left them, [t, n h]. What costs most around other
+# kernels is not attention. It is arrays that are transposed to [n, t, h], and QK norm and rotation
+# as passes of their own. Here they are done once for each block. Its values and rotated keys wait
 # in rings, in VMEM, as long as a window can reach them (2 MiB for short layers at a window of 640;
-# 9 in the backward pass, with their gradients). Scores are kept as [keys, queries], so that what
-# there is one of for each query (sum, gate, start of the document) is a row, and costs nothing to
-# broadcast. An array is standing if its tokens are columns, [h, tokens], where the projection left
-# them as rows. In the kernels queries, values, outputs and all gradients are: so QK norm, rotation,
-# XSA and gates are a few sums over rows. QK norm bounds the scores: no running maximum. Blocks
-# without visible keys are skipped. The hardware's tiles have 128 columns: one wide head, or two
-# narrow ones side by side.
+# 9 in the backward pass, with their gradients).
 #
-# jax's splash attention, compiled and predicted in the same way, takes five to eight times as long
-# for layers of the record (a table in records/NOTES.md): that is why these lines are here.
+# Scores are kept as [keys, queries]. So what there is one of for each query (sum, gate, start of
+# the document) is a row, and costs nothing to broadcast. An array is standing if its tokens are
+# columns, [h, tokens], where the projection left them as rows. In the kernels queries, values,
+# outputs and all gradients are: so QK norm, rotation, XSA and gates are a few sums over rows. QK
+# norm bounds the scores: no running maximum. Blocks without visible keys are skipped. The
+# hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
+#
+# jax's own splash attention does not norm, rotate or gate: XLA has to, before and after it. That is
+# why these lines are here (records/NOTES.md has both beside each other).
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
 ONES = 16  # rows of ones under the values: with them one matmul also sums the weights
-# Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more):
-# the sum of 4096 exponentials of them stays within float32 (as do those of what fits the VMEM).
+# Bound on scale * head width, and so on scores after QK norm, before the key offset (sqrt 2 more).
+# The sum of 4096 exponentials of them stays within float32, as that of any window in the VMEM.
 MAX_SCORE = 48.0
+RING_SHARE = 0.7  # of KERNEL_VMEM, for the ring; the rest is for what comes and goes
 # Arrays [b, n, t] that a layer may have: gates of `added`, tanh of those of XSA, gates of outputs.
 OF_HEADS = "added_gates", "xsa", "gates"
 SAVED = "saved_k", "saved_q", "saved_v", "saved_y", "log_sums"  # what is kept for the way back
@@ -5119,18 +5825,24 @@ class Plan:
         """(c, o): head of the queries, of the keys, for all products of scores. Of two paired heads
         either sees the keys of both. Those with o < half are the first of their c, and overwrite
         what is in its sums; those with c < half are the first of their o."""
-        n, half = self.heads.count, self.half
-        return [(c, o) for c in range(n) for o in range(c % half, n, half)]
+        n = self.heads.count
+        return [(c, o) for c in range(n) for o in range(c % self.half, n, self.half)]
 
     @property
     def delay(self) -> int:
         """After how many steps of the backward pass a block leaves: when it is complete."""
         return self.slots + self.heads.offset
 
+    @property
+    def ring(self) -> int:
+        """Slots of the ring of attend_tpu_backward: a block has one from entering to leaving."""
+        return self.delay + 1
+
     def ring_bytes(self, dtype) -> int:
-        """VMEM of the ring of attend_tpu_backward: three arrays of `dtype`, three of float32."""
+        """VMEM of this ring: three arrays of `dtype`, three of float32."""
         n, h, v, block = self.sizes
-        return (self.delay + 1) * block * n * (2 * h + v) * (jnp.dtype(dtype).itemsize + 4)
+        numbers = self.ring * block * n * (2 * h + v)
+        return numbers * (jnp.dtype(dtype).itemsize + 4)
 
     def part(self, j: int) -> tuple[slice, slice]:
         """(keys of the block j before, queries of a block) that can see each other at all.
@@ -5143,24 +5855,37 @@ class Plan:
 
     def name(self, direction: str) -> str:
         """A name that tells kernels of different work apart, in profiles and in dumps."""
-        return "_".join(map(str, ("window", direction, *map(int, dataclasses.astuple(self.heads)))))
+        numbers = [int(x) for x in dataclasses.astuple(self.heads)]
+        return "_".join(["window", direction, *map(str, numbers)])
 
-    def across(self, at: Callable) -> Callable:
-        """For run_kernel: at step i block at(i) of an array [b, t, columns]."""
-        return lambda x: pl.BlockSpec((1, self.block, x.shape[2]), lambda b, i, *_: (b, at(i), 0))
+    def across(self, block_at: Callable) -> Callable:
+        """For run_kernel: at step i block block_at(i) of an array [b, t, columns]."""
 
-    def along(self, at: Callable) -> Callable:
+        def cut(x):
+            shape = 1, self.block, x.shape[2]
+            return pl.BlockSpec(shape, lambda b, i, *_: (b, block_at(i), 0))
+
+        return cut
+
+    def along(self, block_at: Callable) -> Callable:
         """The same of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
-        return lambda x: pl.BlockSpec(
-            (1, x.shape[1], self.block), lambda b, i, *_: (b if len(x) > 1 else 0, 0, at(i))
-        )
+
+        def cut(x):
+            shape = 1, x.shape[1], self.block
+            if len(x) == 1:
+                return pl.BlockSpec(shape, lambda b, i, *_: (0, 0, block_at(i)))
+            return pl.BlockSpec(shape, lambda b, i, *_: (b, 0, block_at(i)))
+
+        return cut
 
     def tables_of(self, ref, c: int):
         """cos and sin [h / 2, block] of head c; of paired heads odd ones differ, see positions."""
         half = self.heads.qk_width // 2
-        at = half * (c % 2) if self.heads.paired else 0
-        sines = ref.shape[1] // 2
-        return ref[0, at : at + half], ref[0, sines + at : sines + at + half]
+        sines = ref.shape[1] // 2  # above are the cosines
+        first = half * (c % 2) if self.heads.paired else 0
+        cos = ref[0, first : first + half]
+        sin = ref[0, sines + first : sines + first + half]
+        return cos, sin
 
 
 def times(a, b, transpose: bool = False):
@@ -5175,19 +5900,22 @@ def dot(a, b):
     return jnp.sum(a * b, axis=0, keepdims=True)
 
 
-def collect(ref, at: tuple, value, anew: bool):
+def collect(ref, place: tuple, value, anew: bool):
     """Add to a part of `ref`, or overwrite what a block before has left there."""
-    ref[at] = value if anew else ref[at] + value
+    ref[place] = value if anew else ref[place] + value
 
 
 def column_tiles(n: int, h: int) -> list[tuple[slice, list[tuple[int, slice]]]]:
-    """The tiles of n heads of h columns: [(columns, [(head, what it has of these columns)])]."""
-    inside = [slice(x, x + h) for x in range(0, LANES, h)]
-    every = (slice(x, x + LANES) for x in range(0, n * h, LANES))
-    return [(lanes, [*enumerate(inside, lanes.start // h)]) for lanes in every]
+    """The tiles of n heads of h columns: [(its columns, [(head, where it is in the tile)])]."""
+    inside = [slice(first, first + h) for first in range(0, LANES, h)]
+    tiles = []
+    for first in range(0, n * h, LANES):
+        heads = list(enumerate(inside, first // h))
+        tiles.append((slice(first, first + LANES), heads))
+    return tiles
 
 
-def beyond(lanes: slice, columns: int) -> slice:
+def further(lanes: slice, columns: int) -> slice:
     """The tile that lies so many columns further."""
     return slice(lanes.start + columns, lanes.stop + columns)
 
@@ -5210,53 +5938,67 @@ def inverse_size(x):
 def rotate(x, cos, sin, factor=1.0):
     """factor * rope(norm(x)) of a standing head, float32."""
     left, right = jnp.split(x, 2)
-    turned = jnp.concatenate([left * cos + right * sin, right * cos - left * sin])
+    turned_left = left * cos + right * sin
+    turned_right = right * cos - left * sin
+    turned = jnp.concatenate([turned_left, turned_right])
     return turned * (factor * inverse_size(x))
 
 
 def rotate_grad(grad, x, cos, sin, factor):
     """The gradient of `x` from that of rotate(x)."""
     left, right = jnp.split(grad, 2)
-    right, left = right * cos + left * sin, left * cos - right * sin
-    grad = jnp.concatenate([left, right])
+    back_right = right * cos + left * sin
+    back_left = left * cos - right * sin
+    grad = jnp.concatenate([back_left, back_right])
     size = inverse_size(x)
     along = dot(grad, x) * (size**2 / len(x))
     return (grad - x * along) * (factor * size)
 
 
-def still(h: int):
+def unrotated(h: int):
     """Which rows of a standing head take part in key_offset, since they do not rotate: [h, 1]."""
-    return lax.rem(lax.broadcasted_iota(jnp.int32, (h, 1), 0), h // 2) >= h // 4
+    row = lax.broadcasted_iota(jnp.int32, (h, 1), 0)
+    return lax.rem(row, h // 2) >= h // 4
 
 
 def offset_key(r, c: int, k):
     """key_offset of head c: in half of the rows, a token has the key of the token before. The first
     column of r.last is the last token of the block before."""
-    rows = part_of(c, len(k))
+    h = len(k)
+    rows = part_of(c, h)
     moved = pltpu.roll(k, 1, 1)
-    before = jnp.where(r.i == 0, k, r.last[rows])
+    last = jnp.where(r.i == 0, k, r.last[rows])
     r.last[rows] = moved
     column = lax.broadcasted_iota(jnp.int32, k.shape, 1)
-    return jnp.where(still(len(k)), jnp.where(column == 0, before, moved), k)
+    return jnp.where(unrotated(h), jnp.where(column == 0, last, moved), k)
 
 
 def visible_keys(plan: Plan, i, starts):
     """A function that says which keys of head o in block i - j the queries of head c in block i can
-    see, (j, c, o) -> bool [keys, queries] of part(j). `side`: by how many half tokens the head of
-    the queries stands later than that of the keys."""
+    see, (j, c, o) -> bool [keys, queries] of part(j). `starts`: where their documents begin.
+
+    Windows are in units: tokens, or of paired heads half tokens. By one unit the second half of the
+    heads stands later than the first: so `side`, the lead of the head of the queries before that of
+    the keys, is -1, 0 or 1."""
+    units = 1 + plan.heads.paired
     query = i * plan.block + lax.broadcasted_iota(jnp.int32, starts.shape, 1)
-    unit, window = 1 + plan.heads.paired, plan.heads.window
-    first = {s: jnp.maximum(starts, query - (window - s) // unit) for s in range(1 - unit, unit)}
+    first = {}  # side -> the first key that each query can see
+    for side in range(1 - units, units):
+        reach = (plan.heads.window - side) // units
+        first[side] = jnp.maximum(starts, query - reach)
 
     def visible(j: int, c: int, o: int):
-        (keys, queries), side = plan.part(j), (c >= plan.half) - (o >= plan.half)
+        keys, queries = plan.part(j)
+        side = (c >= plan.half) - (o >= plan.half)
         shape = keys.stop - keys.start, queries.stop
         key = lax.broadcasted_iota(jnp.int32, shape, 0)
-        seen = key >= first[side][:, queries] - (i - j) * plan.block - keys.start
+        first_key = first[side][:, queries] - (i - j) * plan.block - keys.start
+        seen = key >= first_key
         if j:
             return seen
-        latest = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) - (side < 0)
-        return seen & (key <= latest)
+        query = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+        last_key = query - (side < 0)
+        return seen & (key <= last_key)
 
     return visible
 
@@ -5264,12 +6006,16 @@ def visible_keys(plan: Plan, i, starts):
 def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     """(y [b, t, n v], what attend_tpu_backward needs, if asked to `save`). Grid step i takes block
     i of a row: its keys and values enter rings, and its queries look back at all that they see."""
-    (n, h, v, block), slots = plan.sizes, plan.slots
-    (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
-    across, along = plan.across(lambda i: i), plan.along(lambda i: i)
+    n, h, v, block = plan.sizes
+    slots = plan.slots
+    b, t, _ = arrays["qkv"].shape
+    dtype = arrays["qkv"].dtype
+    across = plan.across(lambda i: i)
+    along = plan.along(lambda i: i)
 
     def saved(cut, *shape, dtype=dtype):
-        return writes(jax.ShapeDtypeStruct(shape, dtype) if save else None, cut)
+        like = jax.ShapeDtypeStruct(shape, dtype) if save else None
+        return writes(like, cut)
 
     refs = {
         "earliest": scalars(arrays["earliest"]),  # [b, blocks]: see attend_tpu
@@ -5278,7 +6024,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         "added": reads(arrays["added"], across),  # [1, block, n LANES]: goes to v
         "tables": reads(arrays["tables"], along),  # [1, rows, block]: see Plan.tables_of
         "starts": reads(arrays["starts"], along),  # [1, 1, block]: see attend_tpu
-        **{x: reads(arrays[x], along) for x in OF_HEADS},  # [1, n, block] each
+        **{name: reads(arrays[name], along) for name in OF_HEADS},  # [1, n, block] each
         "y": writes(jax.ShapeDtypeStruct((b, t, n * v), dtype), across),  # [1, block, n v]
         "saved_k": saved(across, b, t, n * h),  # [1, block, n h]: keys as queries met them
         "saved_q": saved(along, b, n * h, t),  # [1, n h, block]: queries, the same
@@ -5302,78 +6048,99 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         def start():
             r.values[:, :, v:] = jnp.ones((slots, n, ONES, block), dtype)
 
-        enter(plan, r, slot)
+        enter_keys(plan, r, slot)
+        enter_values(plan, r, slot)
         look_back(plan, r, 0, visible)
         for j in range(1, slots):
             visit = functools.partial(look_back, plan, r, j, visible)
             pl.when(r.i - j >= r.earliest[r.row, r.i])(visit)
         finish_outputs(plan, r, slot)
 
-    out = run_kernel(plan.name("forward"), {"row": b, "i": t // block}, refs, body)
-    return out.y, (arrays, {x: getattr(out, x) for x in SAVED})
+    grid = {"row": b, "i": t // block}
+    written = run_kernel(plan.name("forward"), grid, refs, body)
+    saved_arrays = {name: getattr(written, name) for name in SAVED}
+    return written.y, (arrays, saved_arrays)
 
 
-def enter(plan: Plan, r, slot):
-    """Norm and rotate q and k of block i, add to v, and put keys and values into their slot."""
-    n, h, v, _ = plan.sizes
+def enter_keys(plan: Plan, r, slot):
+    """Norm and rotate q and k of block i, and put the keys into their slot."""
+    n, h, _, _ = plan.sizes
     dtype = r.qkv.dtype
     for lanes, heads in column_tiles(n, h):
-        qs, ks = standing(r.qkv, lanes), standing(r.qkv, beyond(lanes, n * h))
-        keys = []
-        for c, own in heads:
-            tables = plan.tables_of(r.tables, c)
-            q = rotate(qs[own], *tables, r.scale[0] * LOG2E)
+        q_tile = standing(r.qkv, lanes)
+        k_tile = standing(r.qkv, further(lanes, n * h))
+        rotated = []
+        for c, inside in heads:
+            cos, sin = plan.tables_of(r.tables, c)
+            q = rotate(q_tile[inside], cos, sin, r.scale[0] * LOG2E)
             r.queries[part_of(c, h)] = q.astype(dtype)
-            k = rotate(ks[own], *tables)
-            keys.append(offset_key(r, c, k) if plan.heads.offset else k)
-        k = jnp.concatenate(keys).astype(dtype).T
-        for c, own in heads:
-            r.keys[slot, c] = k[:, own]
+            k = rotate(k_tile[inside], cos, sin)
+            if plan.heads.offset:
+                k = offset_key(r, c, k)
+            rotated.append(k)
+        k_tile = jnp.concatenate(rotated).astype(dtype).T
+        for c, inside in heads:
+            r.keys[slot, c] = k_tile[:, inside]
         if r.saved_q is not None:
             r.saved_q[0, lanes] = r.queries[lanes]
-            r.saved_k[0, :, lanes] = k
+            r.saved_k[0, :, lanes] = k_tile
+
+
+def enter_values(plan: Plan, r, slot):
+    """Add to v of block i, and put the values into their slot."""
+    n, h, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
-        vs = standing(r.qkv, beyond(lanes, 2 * n * h))
-        for c, own in heads:
+        v_tile = standing(r.qkv, further(lanes, 2 * n * h))
+        for c, inside in heads:
             added = 0.0
             if r.added is not None:
-                added = r.added_gates[0, c : c + 1] * standing(r.added, part_of(c, LANES))[:v]
-            r.values[slot, c, :v] = (vs[own] + added).astype(dtype)
+                gates = r.added_gates[0, c : c + 1]
+                added = gates * standing(r.added, part_of(c, LANES))[:v]
+            r.values[slot, c, :v] = (v_tile[inside] + added).astype(r.qkv.dtype)
         if r.saved_v is not None:
-            vs = [r.values[slot, c, :v] for c, _ in heads]
-            r.saved_v[0, :, lanes] = jnp.concatenate(vs).T
+            values = [r.values[slot, c, :v] for c, _ in heads]
+            r.saved_v[0, :, lanes] = jnp.concatenate(values).T
 
 
 def look_back(plan: Plan, r, j: int, visible: Callable):
     """Block i as queries of block i - j: add its weighted values to the sums. All scores come
-    first: the compiler keeps this order, and so has work to fill the wait for each matmul. Head by
-    head this takes twice as long."""
-    h, slots = plan.heads.qk_width, plan.slots
-    (keys, queries), at = plan.part(j), lax.rem(r.i - j + slots, slots)
-    scores = [times(r.keys[at, o, keys], r.queries[part_of(c, h), queries]) for c, o in plan.pairs]
+    first: the compiler keeps this order, and so has work to fill the wait for each matmul."""
+    h = plan.heads.qk_width
+    keys, queries = plan.part(j)
+    slot = lax.rem(r.i - j + plan.slots, plan.slots)
+    scores = []
+    for c, o in plan.pairs:
+        k = r.keys[slot, o, keys]
+        q = r.queries[part_of(c, h), queries]
+        scores.append(times(k, q))
     for (c, o), score in zip(plan.pairs, scores, strict=True):
-        weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0).astype(r.values.dtype)
-        weighted = times(r.values[at, o, :, keys], weights)
-        collect(r.sums, (c, slice(None), queries), weighted, j == 0 and o < plan.half)
+        weights = jnp.where(visible(j, c, o), jnp.exp2(score), 0.0)
+        weights = weights.astype(r.values.dtype)
+        weighted = times(r.values[slot, o, :, keys], weights)
+        anew = j == 0 and o < plan.half
+        collect(r.sums, (c, slice(None), queries), weighted, anew)
 
 
 def finish_outputs(plan: Plan, r, slot):
     """Divide the sums of block i by those of the weights, then XSA and gates."""
     n, _, v, _ = plan.sizes
     for lanes, heads in column_tiles(n, v):
-        ys = []
+        outputs = []
         for c, _ in heads:
+            row = slice(c, c + 1)
             total = r.sums[c, v : v + 1]
             y = r.sums[c, :v] * (1 / total)
             if r.saved_y is not None:
-                r.log_sums[0, c : c + 1] = jnp.log2(total)
+                r.log_sums[0, row] = jnp.log2(total)
                 r.saved_y[0, part_of(c, v)] = y.astype(r.y.dtype)
             if r.xsa is not None:
-                own = r.values[slot, c, :v].astype(jnp.float32)
-                along = dot(y, own) / jnp.maximum(dot(own, own), 1e-8)
-                y -= r.xsa[0, c : c + 1] * along * own
-            ys.append(y if r.gates is None else y * r.gates[0, c : c + 1])
-        r.y[0, :, lanes] = jnp.concatenate(ys).T.astype(r.y.dtype)
+                value = r.values[slot, c, :v].astype(jnp.float32)
+                along = dot(y, value) / jnp.maximum(dot(value, value), 1e-8)
+                y -= r.xsa[0, row] * along * value
+            if r.gates is not None:
+                y = y * r.gates[0, row]
+            outputs.append(y)
+        r.y[0, :, lanes] = jnp.concatenate(outputs).T.astype(r.y.dtype)
 
 
 # The way back. A query q sees keys k with values v, and its scores are logarithms to base 2. With
@@ -5399,50 +6166,66 @@ def finish_outputs(plan: Plan, r, slot):
 #     slot                            3      4      0      1      2
 #     parts                         3, 3   3, 3   2, 3   1, 2   0, 1
 #
-# At step i block i enters, and its queries go through blocks i, i - 1, ... i - slots + 1: that
+# At step i block i enters, and its queries go through blocks i, i - 1, ... i - slots + 1. That
 # gives q_grad of block i in full, and to each of those blocks a part of k_grad and v_grad. Block
-# i - slots has all of its parts by then. Without the key offset it leaves; with it, it waits for
+# i - slots has all of its parts by then. Without the key offset it leaves. With it, it waits for
 # one step more: the first token of the next block has half of its key from this block's last token,
-# and the gradient of that key is not complete before. The last steps have no block i: they repeat
-# the last one, into a slot that nothing uses. The first steps have no block that leaves: what they
-# write as block 0 is overwritten by block 0, since a block goes to memory when the next one comes.
+# and the gradient of that key is not complete before.
+#
+# The last steps have no block i: they repeat the last one, into a slot that nothing uses. The first
+# steps have no block that leaves. What they write as block 0 is overwritten by block 0, since a
+# block goes to memory when the next one comes.
 #
 # If windows are longer by two blocks (of paired heads by four: they see half as far), slots, delay
 # and ring are larger by two, the grid has two steps more, and each step goes through two blocks
-# more. All of that follows from Heads.window; nothing has to be edited, as long as the ring fits
-# the VMEM: serving_kernels leaves 30 % of KERNEL_VMEM to what comes and goes.
+# more. All of that follows from Heads.window. Nothing has to be edited, as long as the ring fits
+# the VMEM (RING_SHARE).
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):
     """The gradients of qkv, added and OF_HEADS; others have none. A block leaves with all columns
     of qkv_grad together: concatenated outside, they would be copied once more."""
-    (arrays, saved), (n, h, v, block), slots = kept, plan.sizes, plan.slots
-    (b, t, _), dtype = arrays["qkv"].shape, arrays["qkv"].dtype
-    blocks, delay, ring = t // block, plan.delay, plan.delay + 1
+    arrays, saved = kept
+    n, h, v, block = plan.sizes
+    b, t, _ = arrays["qkv"].shape
+    dtype = arrays["qkv"].dtype
+    blocks = t // block
+    ring = plan.ring
 
     def newest(i):
         return jnp.minimum(i, blocks - 1)
 
     def oldest(i):
-        return jnp.maximum(i - delay, 0)
+        return jnp.maximum(i - plan.delay, 0)
 
-    across, along = plan.across(newest), plan.along(newest)
-    old_across, old_along = plan.across(oldest), plan.along(oldest)
+    across = plan.across(newest)
+    along = plan.along(newest)
+    old_across = plan.across(oldest)
+    old_along = plan.along(oldest)
     refs = {  # what is read under a name of attend_tpu_forward has its shape
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
         # Of block i.
         "y_grad": reads(y_grad, across),  # [1, block, n v]
-        **{x: reads(saved[x], across) for x in ("saved_k", "saved_v")},
-        **{x: reads(arrays[x], along) for x in ("starts", "xsa", "gates")},
-        **{x: reads(saved[x], along) for x in ("saved_q", "saved_y", "log_sums")},
+        "saved_k": reads(saved["saved_k"], across),
+        "saved_v": reads(saved["saved_v"], across),
+        "starts": reads(arrays["starts"], along),
+        "xsa": reads(arrays["xsa"], along),
+        "gates": reads(arrays["gates"], along),
+        "saved_q": reads(saved["saved_q"], along),
+        "saved_y": reads(saved["saved_y"], along),
+        "log_sums": reads(saved["log_sums"], along),
         # Of the block that leaves, i - delay.
-        **{f"old_{x}": reads(arrays[x], old_across) for x in ("qkv", "added")},
-        **{f"old_{x}": reads(arrays[x], old_along) for x in ("tables", "added_gates")},
+        "old_qkv": reads(arrays["qkv"], old_across),
+        "old_added": reads(arrays["added"], old_across),
+        "old_tables": reads(arrays["tables"], old_along),
+        "old_added_gates": reads(arrays["added_gates"], old_along),
         # Each gradient has the shape of what it is of; only those of xsa and gates are of block i.
-        **{f"{x}_grad": writes(arrays[x], old_across) for x in ("qkv", "added")},
+        "qkv_grad": writes(arrays["qkv"], old_across),
+        "added_grad": writes(arrays["added"], old_across),
         "added_gates_grad": writes(arrays["added_gates"], old_along),
-        **{f"{x}_grad": writes(arrays[x], along) for x in ("xsa", "gates")},
+        "xsa_grad": writes(arrays["xsa"], along),
+        "gates_grad": writes(arrays["gates"], along),
         # The ring. Gradients are standing, and summed over blocks as float32.
         "keys": keeps((ring, n, block, h), dtype),
         "values": keeps((ring, n, block, v), dtype),
@@ -5456,71 +6239,89 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
     def body(r):
         slot = lax.rem(r.i, ring)
         visible = visible_keys(plan, r.i, r.starts[0])
-        for c in range(n):
-            r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
-            r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
-        for lanes, _ in column_tiles(n, h):
-            r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
-        for lanes, _ in column_tiles(n, v):
-            r.y_grads[lanes] = r.y_grad[0, :, lanes].T
-            if r.xsa is not None:
-                r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
-        mean = [undo_outputs(plan, r, slot, c) for c in range(n)]
+        enter_again(plan, r, slot)
+        means = [undo_outputs(plan, r, slot, c) for c in range(n)]
         # Rotating gradients back takes the vector unit only: it goes on between the matmuls of
         # block i with itself, which every step has.
-        between = leave(plan, r, r.i - delay, lax.rem(r.i + 1, ring), blocks)
-        look_back_grads(plan, r, 0, visible, mean, between)
-        for j in range(1, slots):
-            visit = functools.partial(look_back_grads, plan, r, j, visible, mean, iter(()))
+        old = r.i - plan.delay
+        between = leave(plan, r, old, lax.rem(r.i + 1, ring), blocks)
+        look_back_grads(plan, r, 0, visible, means, between)
+        for j in range(1, plan.slots):
+            visit = functools.partial(look_back_grads, plan, r, j, visible, means, iter(()))
             reaches = r.i - j >= r.earliest[r.row, newest(r.i)]
             pl.when(reaches & (r.i < blocks))(visit)
 
-    out = run_kernel(plan.name("backward"), {"row": b, "i": blocks + delay}, refs, body)
-    grads = {x: getattr(out, f"{x}_grad") for x in ("qkv", "added", *OF_HEADS)}
-    return (dict.fromkeys(arrays) | grads,)
+    grid = {"row": b, "i": blocks + plan.delay}
+    written = run_kernel(plan.name("backward"), grid, refs, body)
+    grads = dict.fromkeys(arrays)
+    for name in ("qkv", "added", *OF_HEADS):
+        grads[name] = getattr(written, f"{name}_grad")
+    return (grads,)
+
+
+def enter_again(plan: Plan, r, slot):
+    """Put the saved keys and values of block i into their slot, and let y_grads stand."""
+    n, h, v, _ = plan.sizes
+    for c in range(n):
+        r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
+        r.values[slot, c] = r.saved_v[0, :, part_of(c, v)]
+    for lanes, _ in column_tiles(n, h):
+        r.standing_keys[slot, lanes] = r.saved_k[0, :, lanes].T
+    for lanes, _ in column_tiles(n, v):
+        r.y_grads[lanes] = r.y_grad[0, :, lanes].T
+        if r.xsa is not None:
+            r.v_grads[slot, lanes] = standing(r.saved_v, lanes)
 
 
 def undo_outputs(plan: Plan, r, slot, c: int):
     """Take y_grads of head c back through finish_outputs to before gates and XSA, whose gradients
     it writes; returns the `mean` of its queries [1, block]. With XSA, y - share (y.v / v.v) v, the
     slot of v_grads has v here, and then the gradient that v has from it."""
-    row, part = (0, slice(c, c + 1)), part_of(c, plan.heads.v_width)
-    y, grad = (x.astype(jnp.float32) for x in (r.saved_y[0, part], r.y_grads[part]))
-    left = y
+    row = 0, slice(c, c + 1)
+    part = part_of(c, plan.heads.v_width)
+    y, grad = r.saved_y[0, part], r.y_grads[part]
+    y, grad = y.astype(jnp.float32), grad.astype(jnp.float32)
+    output = y  # what the gates are multiplied with
     if r.xsa is not None:
-        own, share = r.v_grads[slot, part], r.xsa[row]
-        size = jnp.maximum(dot(own, own), 1e-8)
-        along = dot(y, own) / size
-        left = y - share * along * own
+        value = r.v_grads[slot, part]
+        share = r.xsa[row]
+        size = jnp.maximum(dot(value, value), 1e-8)
+        along = dot(y, value) / size
+        output = y - share * along * value
     if r.gates is not None:
-        r.gates_grad[row] = dot(grad, left)
+        r.gates_grad[row] = dot(grad, output)
         grad *= r.gates[row]
     if r.xsa is not None:
-        back = dot(grad, own) / size
+        back = dot(grad, value) / size
         r.xsa_grad[row] = -back * along * size
         twice = jnp.where(size > 1e-8, 2 * along, 0.0)  # the smallest size is no function of v
-        r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * own))
-        grad -= share * back * own
+        r.v_grads[slot, part] = -share * (along * grad + back * (y - twice * value))
+        grad -= share * back * value
     r.y_grads[part] = grad.astype(r.y_grads.dtype)
     return dot(y, grad)
 
 
-def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, between: Iterator):
-    """Block i as queries of block i - j: add to the gradients of both by the formulas above; go on
-    with `between`, other work, by a step after every pair of heads. `mean` is that of each head."""
-    (_, h, v, _), dtype, ring = plan.sizes, r.y_grads.dtype, plan.delay + 1
-    (keys, queries), at = plan.part(j), lax.rem(r.i - j + ring, ring)
-    slot = lax.rem(r.i, ring)
+def look_back_grads(plan: Plan, r, j: int, visible: Callable, means: list, between: Iterator):
+    """Block i as queries of block i - j: add to the gradients of both by the formulas above. Go on
+    with `between`, other work, by a step after every pair of heads. `means`: of each head."""
+    _, h, v, _ = plan.sizes
+    dtype = r.y_grads.dtype
+    keys, queries = plan.part(j)
+    key_slot = lax.rem(r.i - j + plan.ring, plan.ring)
+    slot = lax.rem(r.i, plan.ring)
 
     def finish(c, o, weights, grad):
-        anew = j == 0 and c < plan.half
+        """Add what the weights, and the gradients of scores, of a pair of heads give."""
+        first_of_keys = j == 0 and c < plan.half
+        first_of_queries = j == 0 and o < plan.half
+        of_keys = part_of(o, h)
         v_grad = times(r.y_grads[part_of(c, v), queries], weights, True)
-        collect(r.v_grads, (at, part_of(o, v), keys), v_grad, anew and r.xsa is None)
+        anew = first_of_keys and r.xsa is None
+        collect(r.v_grads, (key_slot, part_of(o, v), keys), v_grad, anew)
         k_grad = times(r.saved_q[0, part_of(c, h), queries], grad, True)
-        collect(r.k_grads, (at, part_of(o, h), keys), k_grad, anew)
-        q_grad = times(r.standing_keys[at, part_of(o, h), keys], grad)
-        anew = j == 0 and o < plan.half
-        collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, anew)
+        collect(r.k_grads, (key_slot, of_keys, keys), k_grad, first_of_keys)
+        q_grad = times(r.standing_keys[key_slot, of_keys, keys], grad)
+        collect(r.q_grads, (slot, part_of(c, h), queries), q_grad, first_of_queries)
 
     # The compiler keeps the order of matmuls, so what fills the wait for one is arranged by hand. A
     # pair of heads stays in flight until the scores of the next two have begun: its own last three
@@ -5528,14 +6329,14 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, betwee
     # vector unit would be idle for the most part: `between` is there for it.
     in_flight = []
     for c, o in plan.pairs:
-        score = times(r.keys[at, o, keys], r.saved_q[0, part_of(c, h), queries])
-        weights_grad = times(r.values[at, o, keys], r.y_grads[part_of(c, v), queries])
+        score = times(r.keys[key_slot, o, keys], r.saved_q[0, part_of(c, h), queries])
+        weights_grad = times(r.values[key_slot, o, keys], r.y_grads[part_of(c, v), queries])
         if len(in_flight) == 2:
             finish(*in_flight.pop(0))
         seen = visible(j, c, o)
         score -= r.log_sums[0, c : c + 1, queries]
         weights = jnp.exp2(jnp.where(seen, score, -1e30))  # 0 where it is not seen
-        grad = weights * (weights_grad - mean[c][:, queries])
+        grad = weights * (weights_grad - means[c][:, queries])
         in_flight.append((c, o, weights.astype(dtype), grad.astype(dtype)))
         next(between, None)
     for pair in in_flight:
@@ -5545,45 +6346,58 @@ def look_back_grads(plan: Plan, r, j: int, visible: Callable, mean: list, betwee
 
 
 def leave(plan: Plan, r, old, slot, blocks: int):
-    """Take the gradients of block `old`, which collected in `slot`, back through `enter`, and write
-    them; yields after each part."""
-    n, h, v, block = plan.sizes
-
-    def k_grad(rows):
-        """That of a head before offset_key, which gave a token's key to the next one."""
-        grad = r.k_grads[slot, rows]
-        if not plan.heads.offset:
-            return grad
-        column = lax.broadcasted_iota(jnp.int32, grad.shape, 1)
-        after = r.k_grads[lax.rem(slot + 1, plan.delay + 1), rows, :1]  # of the next block
-        after = jnp.where(old + 1 < blocks, after, 0.0)
-        moved = jnp.where(column == block - 1, after, pltpu.roll(grad, block - 1, 1))
-        moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
-        return jnp.where(still(h), moved, grad)
+    """Take the gradients of block `old`, which collected in `slot`, back through enter_keys and
+    enter_values, and write them; yields after each tile."""
+    n, h, v, _ = plan.sizes
 
     def write(lanes, grads):
-        r.qkv_grad[0, :, lanes] = jnp.concatenate(grads).astype(r.qkv_grad.dtype).T
+        tile = jnp.concatenate(grads)
+        r.qkv_grad[0, :, lanes] = tile.astype(r.qkv_grad.dtype).T
 
     for lanes, heads in column_tiles(n, h):
-        of_k = beyond(lanes, n * h)
-        qs, ks = standing(r.old_qkv, lanes), standing(r.old_qkv, of_k)
-        q_grads, k_grads = [], []
-        for c, own in heads:
-            rows, tables = part_of(c, h), plan.tables_of(r.old_tables, c)
-            q_grads.append(rotate_grad(r.q_grads[slot, rows], qs[own], *tables, r.scale[0]))
-            k_grads.append(rotate_grad(k_grad(rows), ks[own], *tables, 1 / LOG2E))
+        k_lanes = further(lanes, n * h)
+        q_tile = standing(r.old_qkv, lanes)
+        k_tile = standing(r.old_qkv, k_lanes)
+        q_grads = []
+        k_grads = []
+        for c, inside in heads:
+            rows = part_of(c, h)
+            cos, sin = plan.tables_of(r.old_tables, c)
+            q_grad = r.q_grads[slot, rows]
+            q_grads.append(rotate_grad(q_grad, q_tile[inside], cos, sin, r.scale[0]))
+            k_grad = offset_key_grad(plan, r, rows, old, slot, blocks)
+            k_grads.append(rotate_grad(k_grad, k_tile[inside], cos, sin, 1 / LOG2E))
         write(lanes, q_grads)
-        write(of_k, k_grads)
+        write(k_lanes, k_grads)
         yield
     for lanes, heads in column_tiles(n, v):
-        grads = r.v_grads[slot, lanes]
-        write(beyond(lanes, 2 * n * h), [grads])
-        for c, own in heads if r.old_added is not None else ():
-            part, row, grad = part_of(c, LANES), (0, slice(c, c + 1)), grads[own]
-            r.added_gates_grad[row] = dot(grad, standing(r.old_added, part)[:v])
-            grad = pad_rows(grad * r.old_added_gates[row], LANES)
-            r.added_grad[0, :, part] = grad.astype(r.added_grad.dtype).T
+        v_grads = r.v_grads[slot, lanes]
+        write(further(lanes, 2 * n * h), [v_grads])
+        for c, inside in heads:
+            if r.old_added is None:
+                continue
+            part = part_of(c, LANES)
+            row = 0, slice(c, c + 1)
+            v_grad = v_grads[inside]
+            r.added_gates_grad[row] = dot(v_grad, standing(r.old_added, part)[:v])
+            added_grad = pad_rows(v_grad * r.old_added_gates[row], LANES)
+            r.added_grad[0, :, part] = added_grad.astype(r.added_grad.dtype).T
         yield
+
+
+def offset_key_grad(plan: Plan, r, rows: slice, old, slot, blocks: int):
+    """The gradient of a head's keys of block `old` before offset_key, which gave a token's key to
+    the next one."""
+    grad = r.k_grads[slot, rows]
+    if not plan.heads.offset:
+        return grad
+    block = plan.block
+    column = lax.broadcasted_iota(jnp.int32, grad.shape, 1)
+    next_block = r.k_grads[lax.rem(slot + 1, plan.ring), rows, :1]
+    next_block = jnp.where(old + 1 < blocks, next_block, 0.0)
+    moved = jnp.where(column == block - 1, next_block, pltpu.roll(grad, block - 1, 1))
+    moved += jnp.where((column == 0) & (old == 0), grad, 0.0)  # the first kept its own
+    return jnp.where(unrotated(len(grad)), moved, grad)
 
 
 # attend_tpu of a Plan and of the arrays that it has prepared
@@ -5593,57 +6407,49 @@ attend_tpu_arrays = jax.custom_vjp(
 attend_tpu_arrays.defvjp(attend_tpu_forward, attend_tpu_backward)
 
 
-def standing_rope_tables(freqs, positions):
-    """cos and sin [kinds, frequencies, t] of positions * freqs, if positions rise evenly along a
-    row. They follow from those of every 128th position and of the first 128 by the addition
-    theorem: cosines of all would take a v6e longer than some layers."""
-    first = (positions[:, :128] - positions[:, :1])[:, None, None]
-    some = positions[:, None, ::128, None], first
-    angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in some]
-    (cos_a, cos), (sin_a, sin) = map(jnp.cos, angles), map(jnp.sin, angles)
-    both = cos_a * cos - sin_a * sin, sin_a * cos + cos_a * sin
-    return [x.reshape(*x.shape[:2], -1) for x in both]
+def standing_rope_tables(freqs, token_positions):
+    """cos and sin [kinds, frequencies, t] of positions [kinds, t] * freqs, where these rise evenly
+    along a row. They follow from those of every 128th token and of the first 128 by the addition
+    theorem: a TPU is slow at cosines of all."""
+    near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
+    far = token_positions[:, None, ::128, None]
+    angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
+    far_cos, near_cos = map(jnp.cos, angles)
+    far_sin, near_sin = map(jnp.sin, angles)
+    cos = far_cos * near_cos - far_sin * near_sin
+    sin = far_sin * near_cos + far_cos * near_sin
+    return [x.reshape(*x.shape[:2], -1) for x in (cos, sin)]
 
 
 def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
     """attend_heads in one TPU kernel each way: same arguments, same result up to rounding. Needs
     heads of 128 columns, or an even number of narrow ones, and rows of a multiple of 128 tokens
-    (see serving_kernels). freqs and scale have no gradients."""
-    added, xsa_btn, gates_btn, segments_bt, freqs, scale = inputs
-    added_btd, added_gates_btn = added or (None, None)
-    t, h = segments_bt.shape[1], heads.qk_width
-    heads = dataclasses.replace(heads, window=min(heads.window, t * (1 + heads.paired)))
-    plan, starts = Plan(heads, math.gcd(t, BLOCK)), document_starts(segments_bt)
-    freqs = jnp.pad(freqs, (0, h // 2 - len(freqs)))  # what stands still turns with frequency 0
-    tables = standing_rope_tables(freqs, positions(t, heads)[:, : 1 + heads.paired].T)
-    others = {
+    (see unserved_attention). freqs and scale have no gradients."""
+    added_btd, added_gates_btn = inputs.added or (None, None)
+    t = inputs.segments_bt.shape[1]
+    window = min(heads.window, t * (1 + heads.paired))
+    heads = dataclasses.replace(heads, window=window)
+    plan = Plan(heads, math.gcd(t, BLOCK))
+    starts = document_starts(inputs.segments_bt)
+    still = heads.qk_width // 2 - len(inputs.freqs)
+    freqs = jnp.pad(inputs.freqs, (0, still))  # what stands still turns with frequency 0
+    token_positions = positions(t, heads)[:, : 1 + heads.paired].T
+    tables = standing_rope_tables(freqs, token_positions)
+    constants = {
         "starts": starts[:, None],  # [b, 1, t]: where in the row the document of each token begins
         # The block in which the document of each block's first token begins: none before it is
         # visited.
         "earliest": starts[:, :: plan.block] // plan.block,
         "tables": jnp.concatenate(tables).reshape(1, -1, t),  # see Plan.tables_of
-        "scale": jnp.reshape(scale, 1).astype(jnp.float32),
+        "scale": jnp.reshape(inputs.scale, 1).astype(jnp.float32),
     }
-    of_heads = added_gates_btn, jax.tree.map(jnp.tanh, xsa_btn), gates_btn  # what is None stays
+    xsa_btn = jax.tree.map(jnp.tanh, inputs.xsa_btn)  # what is None stays
+    of_heads = added_gates_btn, xsa_btn, inputs.gates_btn
     of_heads = jax.tree.map(lambda x: x.swapaxes(1, 2), of_heads)
-    arrays = {"qkv": qkv, "added": added_btd, **dict(zip(OF_HEADS, of_heads, strict=True))}
-    return attend_tpu_arrays(plan, arrays | jax.tree.map(lax.stop_gradient, others))
-
-
-# ---- Blocks of rows, for the two kernels that follow ---------------------------------------------
-
-
-def flat(x):
-    """Arrays [..., d] as [t, d]."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
-    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer
-    that divide them, and the grid of these."""
-    block = math.gcd(rows, most)
-    grid = {"row": 1, "i": rows // block}
-    return lambda x: pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0)), grid
+    arrays = {"qkv": qkv, "added": added_btd}
+    arrays |= zip(OF_HEADS, of_heads, strict=True)
+    arrays |= jax.tree.map(lax.stop_gradient, constants)
+    return attend_tpu_arrays(plan, arrays)
 
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
@@ -5652,26 +6458,39 @@ def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
 
+def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
+    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer
+    that divide them, and the grid of these."""
+    block = math.gcd(rows, most)
+
+    def cut(x):
+        return pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0))
+
+    return cut, {"row": 1, "i": rows // block}
+
+
 def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
     """(references, the cut of arrays of tokens, the grid) that blend_tpu has each way. A matmul
     spreads the weights [t, k, g] of k sources over the features, of which each group has its own:
     w @ hot[j] is [block, d], those of source j."""
-    y, (k, g) = flat(sources[0]), weights.shape[2:]
-    (t, d), dtype = y.shape, y.dtype
+    t, d = flat(sources[0]).shape
+    dtype = sources[0].dtype
+    k, g = weights.shape[2:]
     cut, grid = row_blocks(t, BLOCK)
-    packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, -k * g % LANES)))
-    high = packed.astype(dtype)
-    w = jnp.concatenate([high, (packed - high.astype(jnp.float32)).astype(dtype)], axis=1)
+    lanes = -(-k * g // LANES) * LANES  # whole tiles
+    packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, lanes - k * g)))
+    rounded = packed.astype(dtype)
+    rest = (packed - rounded.astype(jnp.float32)).astype(dtype)
+    w = jnp.concatenate([rounded, rest], axis=1)
     refs = {
         "x": reads(None if x is None else flat(x), cut),  # [block, d]
-        # [block, 2 lanes]: weights, in whole tiles of lanes, rounded; and after them the rest
-        "w": reads(w, cut),
+        "w": reads(w, cut),  # [block, 2 lanes]
         "ys": [reads(flat(y), cut) for y in sources],  # [block, d] each
     }
-    lane = jnp.arange(w.shape[1]) % packed.shape[1]
-    group = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)
-    hot = (lane[None, :, None] == group[:, None]).astype(dtype)
-    refs["hot"] = reads(hot, whole)  # [k, 2 lanes, d]: 1 where a lane has a feature's weight
+    lane = jnp.arange(2 * lanes) % lanes
+    weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # of each feature
+    hot = (lane[None, :, None] == weight[:, None]).astype(dtype)
+    refs["hot"] = reads(hot, as_one_block)  # [k, 2 lanes, d]: 1 where a lane has its weight
     return refs, cut, grid
 
 
@@ -5683,42 +6502,51 @@ def blend_tpu(x_btd, weights, sources):
 
     def body(r):
         total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
-        for j, ref in enumerate(r.ys):
-            y = ref[...].astype(jnp.float32)
+        for j, source in enumerate(r.ys):
+            y = source[...].astype(jnp.float32)
             total += times(r.w[...], r.hot[j]) * y
         r.y[...] = total.astype(r.y.dtype)
 
-    return run_kernel("weighted_sum", grid, refs, body).y.reshape(sources[0].shape)
+    written = run_kernel("weighted_sum", grid, refs, body)
+    return written.y.reshape(sources[0].shape)
+
+
+def blend_tpu_forward(x_btd, weights, sources):
+    """(blend_tpu, what its gradients take: of x only whether it is there)."""
+    y_btd = blend_tpu(x_btd, weights, sources)
+    no_tokens = None if x_btd is None else x_btd[:0]
+    return y_btd, (no_tokens, weights, sources)
 
 
 def blend_tpu_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
-    x_btd, weights, sources = kept
+    no_tokens, weights, sources = kept
     refs, cut, grid = blend_refs(grad_btd, weights, sources)  # x is the gradient
     refs["y_grads"] = [writes(y.array, cut) for y in refs["ys"]]  # [block, d] each
-    t, lanes = len(refs["w"].array), refs["w"].array.shape[1] // 2
+    t, columns = refs["w"].array.shape
+    lanes = columns // 2
     refs["sums"] = writes(jax.ShapeDtypeStruct((t, lanes), jnp.float32), cut)  # of weights
 
     def body(r):
         grad = r.x[...].astype(jnp.float32)
         sums = jnp.zeros(r.sums.shape, jnp.float32)
-        for j, (y, y_grad) in enumerate(zip(r.ys, r.y_grads, strict=True)):
-            y_grad[...] = (times(r.w[...], r.hot[j]) * grad).astype(y_grad.dtype)
-            both = (grad * y[...].astype(jnp.float32)).astype(y.dtype)
-            sums += times(both, r.hot[j, :lanes], transpose=True)
+        for j, (source, y_grad) in enumerate(zip(r.ys, r.y_grads, strict=True)):
+            factors = times(r.w[...], r.hot[j])
+            y_grad[...] = (factors * grad).astype(y_grad.dtype)
+            products = (grad * source[...].astype(jnp.float32)).astype(source.dtype)
+            sums += times(products, r.hot[j, :lanes], transpose=True)
         r.sums[...] = sums
 
-    out = run_kernel("weighted_sum_grads", grid, refs, body)
-    source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in out.y_grads)
-    weight_grads = out.sums[:, : math.prod(weights.shape[2:])].reshape(weights.shape)
-    return None if x_btd is None else grad_btd, weight_grads, source_grads
+    written = run_kernel("weighted_sum_grads", grid, refs, body)
+    source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in written.y_grads)
+    count = math.prod(weights.shape[2:])
+    weight_grads = written.sums[:, :count].reshape(weights.shape)
+    x_grad = None if no_tokens is None else grad_btd
+    return x_grad, weight_grads, source_grads
 
 
-blend_tpu.defvjp(
-    lambda x, *more: (blend_tpu(x, *more), (None if x is None else x[:0], *more)),
-    blend_tpu_backward,
-)
+blend_tpu.defvjp(blend_tpu_forward, blend_tpu_backward)
 
 
 # ---- Gradients of tables for TPUs --------------------------------------------------------------
@@ -5736,74 +6564,97 @@ def meetings(ids, rows: int, block: int):
     a table; the tokens, whose ids ascend, are cut into blocks. Every tile has a step even if no
     token uses it. As tiles and blocks rise together, there are tiles + blocks - 1 steps at most;
     those that are left over have a block past the last."""
-    tiles, blocks = -(-rows // ROW_TILE), ids.size // block
-    starts = jnp.searchsorted(ids, jnp.arange(tiles + 1) * ROW_TILE).astype(jnp.int32)
+    tiles = -(-rows // ROW_TILE)
+    blocks = ids.size // block
+    first_ids = jnp.arange(tiles + 1) * ROW_TILE
+    starts = jnp.searchsorted(ids, first_ids).astype(jnp.int32)  # the first token of each tile
     first = jnp.minimum(starts[:-1] // block, blocks - 1)
     last = jnp.maximum((starts[1:] - 1) // block, first)
-    ends = jnp.cumsum(last - first + 1)
+    ends = jnp.cumsum(last - first + 1)  # the step after those of each tile
     step = jnp.arange(tiles + blocks - 1, dtype=jnp.int32)
-    tile = jnp.minimum(jnp.sum(ends[None] <= step[:, None], axis=1, dtype=jnp.int32), tiles - 1)
+    tiles_done = jnp.sum(ends[None] <= step[:, None], axis=1, dtype=jnp.int32)
+    tile = jnp.minimum(tiles_done, tiles - 1)
     return tile, jnp.minimum(last[tile] + 1 + step - ends[tile], blocks)
 
 
 def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step multiplies
     each table's rows of a block by the one-hot matrix [tile, block] of a meeting."""
-    (v, d), n, block = table_vd.shape, len(rows), math.gcd(ids.size, BLOCK)
-    ids, rows = ids.reshape(-1).astype(jnp.int32), [flat(x) for x in rows]
+    v, d = table_vd.shape
+    tables = len(rows)
+    block = math.gcd(ids.size, BLOCK)
+    ids = ids.reshape(-1).astype(jnp.int32)
+    rows = [flat(x) for x in rows]
     if not ascending:
-        places = jnp.arange(ids.size, dtype=jnp.int32)
-        ids, order = lax.sort((ids, places), num_keys=1, is_stable=False)
+        order = jnp.arange(ids.size, dtype=jnp.int32)
+        ids, order = lax.sort((ids, order), num_keys=1, is_stable=False)
         rows = [x[order] for x in rows]
-    tile, at = meetings(ids, v // n, block)
-    steps, blocks = tile.size, ids.size // block
+    dtype = rows[0].dtype
+    tile_of_step, block_of_step = meetings(ids, v // tables, block)
+    steps = tile_of_step.size
+    blocks = ids.size // block
 
     def met(x):
-        shape, rest = (len(x) // blocks, *x.shape[1:]), (0,) * (x.ndim - 1)
-        return pl.BlockSpec(shape, lambda _, i, tile, at: (jnp.minimum(at[i], blocks - 1), *rest))
+        """For run_kernel: the block of this step."""
+        shape = len(x) // blocks, *x.shape[1:]
+        rest = (0,) * (x.ndim - 1)
 
-    def tile_of(x):
-        return pl.BlockSpec((n, ROW_TILE, d), lambda _, i, tile, at: (0, tile[i], 0))
+        def place(_, i, tile_of_step, block_of_step):
+            return jnp.minimum(block_of_step[i], blocks - 1), *rest
+
+        return pl.BlockSpec(shape, place)
+
+    def meeting(x):
+        """The tile of this step, of all tables."""
+
+        def place(_, i, tile_of_step, block_of_step):
+            return 0, tile_of_step[i], 0
+
+        return pl.BlockSpec((tables, ROW_TILE, d), place)
 
     refs = {
-        "tile": scalars(tile),  # [steps]
-        "at": scalars(at),  # [steps]: the block that it meets
+        "tile": scalars(tile_of_step),  # [steps]
+        "block": scalars(block_of_step),  # [steps]
         "ids": reads(ids.reshape(blocks, 1, block), met),  # [1, 1, block]
         "rows": [reads(x, met) for x in rows],  # [block, d] each
-        "sums": writes(jax.ShapeDtypeStruct((n, v // n, d), rows[0].dtype), tile_of),
-        "total": keeps((n, ROW_TILE, d), jnp.float32),  # the same, not rounded
+        "sums": writes(jax.ShapeDtypeStruct((tables, v // tables, d), dtype), meeting),
+        "total": keeps((tables, ROW_TILE, d), jnp.float32),  # the same, not rounded
     }
 
     def body(r):
         tile = r.tile[r.i]
-        begins = (r.i == 0) | (r.tile[jnp.maximum(r.i - 1, 0)] != tile)
-        ends = (r.i == steps - 1) | (r.tile[jnp.minimum(r.i + 1, steps - 1)] != tile)
+        first = r.i == 0
+        tile_before = r.tile[jnp.maximum(r.i - 1, 0)]
+        begins = first | (tile_before != tile)
+        last = r.i == steps - 1
+        tile_after = r.tile[jnp.minimum(r.i + 1, steps - 1)]
+        ends = last | (tile_after != tile)
 
         @pl.when(begins)
         def clear():
             r.total[...] = jnp.zeros_like(r.total)
 
-        @pl.when(r.at[r.i] < blocks)
+        @pl.when(r.block[r.i] < blocks)
         def add():
             row = tile * ROW_TILE + lax.broadcasted_iota(jnp.int32, (ROW_TILE, block), 0)
-            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(rows[0].dtype)
-            for k in range(n):
+            hot = jnp.where(row == r.ids[0], 1.0, 0.0).astype(dtype)
+            for k in range(tables):
                 r.total[k] += times(hot, r.rows[k][...])
 
         @pl.when(ends)
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    out = run_kernel(f"sum_rows_{n}", {"row": 1, "i": steps}, refs, body)
-    return table_vd + out.sums.reshape(v, d).astype(table_vd.dtype)
+    written = run_kernel(f"sum_rows_{tables}", {"row": 1, "i": steps}, refs, body)
+    return table_vd + written.sums.reshape(v, d).astype(table_vd.dtype)
 
 
 # ---- Attention for NVIDIA GPUs -----------------------------------------------------------------
 
 # One kernel takes a block of queries of one head through the keys that any of them can see, tile by
-# tile (FlashAttention, Dao et al. 2022); two more go back, one with a block of queries through its
+# tile (FlashAttention, Dao et al. 2022). Two more go back, one with a block of queries through its
 # keys, and one with a block of keys through its queries. Windows and documents only move on along
-# a row, so what a block can see is one stretch of the row: tiles outside cost nothing, and no list
+# a row. So what a block can see is one stretch of the row: tiles outside cost nothing, and no list
 # of documents is needed. QK norm bounds the scores: no running maximum. Written with Pallas for
 # Triton, which finds the tensor core instructions and loads tiles ahead of their use. (jax 0.11
 # calls this way into Triton deprecated, for Mosaic GPU, which cannot be interpreted on a CPU.)
@@ -5812,135 +6663,174 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
 class Tiles(NamedTuple):
     """How a kernel cuts its work; tokens are powers of two, 128 at most."""
 
-    queries: int
-    keys: int
+    block: int  # tokens that one step of the grid takes: queries, or keys
+    tile: int  # of the others, those that the block meets at a time
     warps: int
     stages: int  # tiles that are on their way at once
 
 
-# Not yet timed: `records/bench.py --kernels STAGE` tries others.
-FORWARD_TILES = Tiles(128, 64, 8, 3)
-QUERY_TILES = Tiles(128, 64, 8, 2)
-KEY_TILES = Tiles(64, 128, 8, 2)
+# `records/bench.py --kernels STAGE` times others beside these.
+FORWARD_TILES = Tiles(128, 64, 8, 3)  # a block of queries
+QUERY_TILES = Tiles(128, 64, 8, 2)  # the same on the way back
+KEY_TILES = Tiles(128, 64, 8, 2)  # a block of keys
 
 
-def run_tiles(name: str, tiles: Tiles, arrays: dict, outputs: dict, body: Callable):
-    """run_kernel for each block of queries of each row and head; of keys, if k_grad is one of the
-    `outputs`, name -> array, or shape and dtype. Arrays are [b, t, n, h or v], [b, n, t] or [b, t].
-    `body` has references to a block of its own side and of outputs, of the other side to the whole
-    row. It sums over tiles of that with sum_tiles(add, shapes): add(place of a tile, sums so far,
-    `weigh`) -> sums."""
-    by_keys = "k_grad" in outputs
-    sides = [(("q", "log_sums", "mean", "y_grad"), tiles.queries), (("k", "v"), tiles.keys)]
-    (own, block), (others, tile) = sides[::-1] if by_keys else sides
-    own = *own, "last" if by_keys else "first"  # query that sees a key, key that it sees
-    b, t, n, _ = arrays["q"].shape
+class Reach(NamedTuple):
+    """What the tokens of a block can see, or by what they can be seen."""
 
-    def cut(tokens: int, at: Callable, x):
+    first: jax.Array  # a token for each of the block, [block, 1]
+    last: jax.Array
+    first_tile: jax.Array  # those from this tile on, and before the other,
+    end_tile: jax.Array  # have all that any token of the block can see
+
+
+def keys_of_queries(r, tiles: Tiles) -> Reach:
+    """The Reach of a block of queries."""
+    queries = r.i * tiles.block + jnp.arange(tiles.block)
+    first = r.first[...][:, None]
+    last = queries[:, None]
+    first_tile = r.first[0] // tiles.tile
+    end_tile = pl.cdiv((r.i + 1) * tiles.block, tiles.tile)
+    return Reach(first, last, first_tile, end_tile)
+
+
+def queries_of_keys(r, tiles: Tiles) -> Reach:
+    """The Reach of a block of keys."""
+    keys = r.i * tiles.block + jnp.arange(tiles.block)
+    first = keys[:, None]
+    last = r.last[...][:, None]
+    first_tile = r.i * tiles.block // tiles.tile
+    end_tile = r.last[tiles.block - 1] // tiles.tile + 1
+    return Reach(first, last, first_tile, end_tile)
+
+
+def sum_tiles(reach: Reach, tile: int, add: Callable, *shapes):
+    """The sums after add(place of a tile in the row, which of its tokens each of the block can see
+    [block, tile], sums so far) -> sums, of all tiles in reach. Sums are float32 of these shapes."""
+
+    def add_tile(j, sums):
+        tokens = (j * tile + jnp.arange(tile))[None]
+        seen = (tokens >= reach.first) & (tokens <= reach.last)
+        return add(pl.ds(j * tile, tile), seen, sums)
+
+    zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+    return lax.fori_loop(reach.first_tile, reach.end_tile, add_tile, zeros)
+
+
+def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
+    """run_kernel for every block of every row and head. `body` has references to a block of the
+    arrays in `blocks` and of `outputs` (name -> array, or its shape and dtype), and to a whole row
+    of those in `rows`. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]; of these a reference has
+    [tokens, h or v], or [tokens]."""
+    b, t, n, _ = (blocks | rows)["q"].shape
+
+    def cut(tokens: int, block_at: Callable, x):
         if x.ndim == 4:
-            return pl.BlockSpec((None, tokens, None, x.shape[3]), lambda i, n, b: (b, at(i), n, 0))
+            shape = None, tokens, None, x.shape[3]
+            return pl.BlockSpec(shape, lambda i, n, b: (b, block_at(i), n, 0))
         if x.ndim == 3:
-            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, at(i)))
-        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, at(i)))
+            return pl.BlockSpec((None, None, tokens), lambda i, n, b: (b, n, block_at(i)))
+        return pl.BlockSpec((None, tokens), lambda i, n, b: (b, block_at(i)))
 
-    of_block = functools.partial(cut, block, lambda i: i)
+    of_block = functools.partial(cut, tiles.block, lambda i: i)
     of_row = functools.partial(cut, t, lambda i: 0)
-    # q, k, v, y_grad and outputs like them [tokens, h or v]; log_sums, mean, first, last [tokens].
-    refs = {x: reads(arrays[x], of_block) for x in own if x in arrays}
-    refs |= {x: reads(arrays[x], of_row) for x in others if x in arrays}
-    refs |= {x: writes(like, of_block) for x, like in outputs.items()}
-
-    def with_sums(r):
-        here = r.i * block + jnp.arange(block)
-        if by_keys:
-            first, last = here[:, None], r.last[...][:, None]
-            span = r.i * block // tile, r.last[block - 1] // tile + 1
-        else:
-            first, last = r.first[...][:, None], here[:, None]
-            span = r.first[0] // tile, pl.cdiv((r.i + 1) * block, tile)
-
-        def sum_tiles(add: Callable, *shapes):
-            def add_tile(j, sums):
-                there = (j * tile + jnp.arange(tile))[None]
-                seen = (there >= first) & (there <= last)
-                at = pl.ds(j * tile, tile)
-
-                def weigh(own, others, log_sums=None):
-                    """Weights [block, tile]: 2^(score - log_sums), and 0 for what is not seen."""
-                    score = times(own, others, transpose=True)
-                    if by_keys:
-                        log_sums = r.log_sums[at][None]
-                    if log_sums is not None:
-                        score -= log_sums
-                    return jnp.where(seen, jnp.exp2(score), 0.0)
-
-                return add(at, sums, weigh)
-
-            return lax.fori_loop(*span, add_tile, tuple(jnp.zeros(x, jnp.float32) for x in shapes))
-
-        body(r, sum_tiles)
-
-    return run_kernel(name, {"i": t // block, "head": n, "row": b}, refs, with_sums, tiles)
+    refs = {name: reads(x, of_block) for name, x in blocks.items()}
+    refs |= {name: reads(x, of_row) for name, x in rows.items()}
+    refs |= {name: writes(like, of_block) for name, like in outputs.items()}
+    return run_kernel(name, {"i": t // tiles.block, "head": n, "row": b}, refs, body, tiles)
 
 
 def attend_gpu_forward(arrays: dict):
     """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
-    (b, t, n, v), dtype = arrays["v"].shape, arrays["q"].dtype
+    b, t, n, v = arrays["v"].shape
+    dtype = arrays["q"].dtype
+    tiles = FORWARD_TILES
+    queries = {name: arrays[name] for name in ("q", "first")}
+    keys = {name: arrays[name] for name in ("k", "v")}
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
 
-    def body(r, sum_tiles):
+    def body(r):
+        reach = keys_of_queries(r, tiles)
         q = r.q[...]
 
-        def add(at, sums, weigh):
+        def add(place, seen, sums):
             y, total = sums
-            weights = weigh(q, r.k[at, :])
-            return y + times(weights.astype(dtype), r.v[at, :]), total + jnp.sum(weights, axis=1)
+            score = times(q, r.k[place, :], transpose=True)
+            weights = jnp.where(seen, jnp.exp2(score), 0.0)
+            y += times(weights.astype(dtype), r.v[place, :])
+            return y, total + jnp.sum(weights, axis=1)
 
-        y, total = sum_tiles(add, (len(q), v), (len(q),))
+        y, total = sum_tiles(reach, tiles.tile, add, (len(q), v), (len(q),))
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
-    out = run_tiles("attend", FORWARD_TILES, arrays, outputs, body)
-    return out.y, arrays | {"y": out.y, "log_sums": out.log_sums}
+    written = run_tiles("attend", tiles, queries, keys, outputs, body)
+    return written.y, arrays | {"y": written.y, "log_sums": written.log_sums}
 
 
 def attend_gpu_backward(arrays: dict, y_grad):
     """Gradients of q, k and v, by the formulas of attend_tpu_backward; their reach gets none."""
-    dtype = y_grad.dtype
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
-    arrays = arrays | {"mean": mean, "y_grad": y_grad}
+    queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
+    keys = {"k": arrays["k"], "v": arrays["v"]}
+    q_grad = query_gradients(queries | {"first": arrays["first"]}, keys)
+    k_grad, v_grad = key_gradients(keys | {"last": arrays["last"]}, queries)
+    return ({"q": q_grad, "k": k_grad, "v": v_grad, "first": None, "last": None},)
 
-    def by_queries(r, sum_tiles):
-        q, of_y = r.q[...], r.y_grad[...]
-        log_sums, mean = r.log_sums[...][:, None], r.mean[...][:, None]
 
-        def add(at, sums, weigh):
-            k = r.k[at, :]
-            weights = weigh(q, k, log_sums)
-            grad = weights * (times(of_y, r.v[at, :], transpose=True) - mean)
-            return (sums[0] + times(grad.astype(dtype), k),)
+def query_gradients(queries: dict, keys: dict):
+    """The gradient of q: each block of queries goes through its keys."""
+    dtype = queries["q"].dtype
+    tiles = QUERY_TILES
 
-        r.q_grad[...] = (sum_tiles(add, q.shape)[0] * (1 / LOG2E)).astype(dtype)
+    def body(r):
+        reach = keys_of_queries(r, tiles)
+        q, y_grad = r.q[...], r.y_grad[...]
+        log_sums = r.log_sums[...][:, None]
+        mean = r.mean[...][:, None]
 
-    def by_keys(r, sum_tiles):  # scores stand as [keys, queries]
+        def add(place, seen, sums):
+            (q_grad,) = sums
+            k = r.k[place, :]
+            score = times(q, k, transpose=True) - log_sums
+            weights = jnp.where(seen, jnp.exp2(score), 0.0)
+            grad = weights * (times(y_grad, r.v[place, :], transpose=True) - mean)
+            return (q_grad + times(grad.astype(dtype), k),)
+
+        (q_grad,) = sum_tiles(reach, tiles.tile, add, q.shape)
+        r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
+
+    outputs = {"q_grad": queries["q"]}
+    return run_tiles("attend_backward_queries", tiles, queries, keys, outputs, body).q_grad
+
+
+def key_gradients(keys: dict, queries: dict) -> tuple:
+    """The gradients of k and v: each block of keys goes through the queries that see it. Scores
+    stand as [keys, queries]."""
+    dtype = keys["k"].dtype
+    tiles = KEY_TILES
+
+    def body(r):
+        reach = queries_of_keys(r, tiles)
         k, v = r.k[...], r.v[...]
 
-        def add(at, sums, weigh):
+        def add(place, seen, sums):
             k_grad, v_grad = sums
-            q, of_y = r.q[at, :], r.y_grad[at, :]
-            weights = weigh(k, q)
-            v_grad += times(weights.astype(dtype), of_y)
-            grad = weights * (times(v, of_y, transpose=True) - r.mean[at][None])
+            q, y_grad = r.q[place, :], r.y_grad[place, :]
+            score = times(k, q, transpose=True) - r.log_sums[place][None]
+            weights = jnp.where(seen, jnp.exp2(score), 0.0)
+            v_grad += times(weights.astype(dtype), y_grad)
+            grad = weights * (times(v, y_grad, transpose=True) - r.mean[place][None])
             return k_grad + times(grad.astype(dtype), q), v_grad
 
-        k_grad, v_grad = sum_tiles(add, k.shape, v.shape)
-        r.k_grad[...], r.v_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype), v_grad.astype(dtype)
+        k_grad, v_grad = sum_tiles(reach, tiles.tile, add, k.shape, v.shape)
+        r.k_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype)
+        r.v_grad[...] = v_grad.astype(dtype)
 
-    of_q, of_k, of_v = ({f"{x}_grad": arrays[x]} for x in "qkv")  # shapes of outputs
-    out = run_tiles("attend_backward_queries", QUERY_TILES, arrays, of_q, by_queries)
-    more = run_tiles("attend_backward_keys", KEY_TILES, arrays, of_k | of_v, by_keys)
-    return ({"q": out.q_grad, "k": more.k_grad, "v": more.v_grad, "first": None, "last": None},)
+    outputs = {"k_grad": keys["k"], "v_grad": keys["v"]}
+    written = run_tiles("attend_backward_keys", tiles, keys, queries, outputs, body)
+    return written.k_grad, written.v_grad
 
 
 # attend_gpu of q (scaled already), k and v, with the first and last of their reach
@@ -5952,15 +6842,16 @@ def attend_gpu(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     """One kernel forward and two back. Needs rows of a multiple of 128 tokens (else their end is
     missing), heads of powers of two, scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
-    here = jnp.arange(t, dtype=jnp.int32)[None]
+    token = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
-    stops = t - 1 - document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end
+    mirrored = document_starts(segments_bt[:, ::-1])[:, ::-1]  # the same from the other end
+    stops = t - 1 - mirrored
     arrays = {
         "q": (q_btnh * (scale * LOG2E)).astype(q_btnh.dtype),  # the exponential is 2^x
         "k": k_btnh,
         "v": v_btnh,
-        "first": jnp.maximum(starts, here - window),  # key that a query can see
-        "last": jnp.minimum(stops, here + window),  # query that can see a key
+        "first": jnp.maximum(starts, token - window),  # key that a query can see
+        "last": jnp.minimum(stops, token + window),  # query that can see a key
     }
     return attend_gpu_arrays(arrays)
 

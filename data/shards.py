@@ -136,7 +136,9 @@ def byte_bpe(merges=()) -> tiktoken.Encoding:
 
 def text_encoding(name: str, folder: Path | None = None) -> tiktoken.Encoding:
     """The encoding gpt2, bytes, or bpe, whose merges.json is in `folder`. UserError if the merges
-    cannot be used, or GPT-2's ranks can neither be found nor downloaded."""
+    cannot be used, if GPT-2's ranks can neither be found nor downloaded, or for ids of an own
+    tokenizer."""
+    need(name != "ids", "encoding=ids: only your tokenizer knows text of such tokens: name shards")
     if name == "bytes":
         return byte_bpe()
     if name == "bpe":

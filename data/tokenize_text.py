@@ -49,18 +49,23 @@ def kind(path: Path) -> str:
 
 def files_of(texts: list[Path]) -> list[Path]:
     """The files of texts and of folders of texts, less hidden ones; UserError if one has none."""
-    found = []
+    files = []
     for text in texts:
-        inside = sorted(text.rglob("*")) if text.is_dir() else [text]
-        shown = (x for x in inside if not any(y[0] == "." for y in x.relative_to(text).parts))
-        own = [x for x in shown if kind(x) in SUFFIXES and x.is_file()]
-        what = "no text" if text.exists() else "there is no such text"
+        paths = sorted(text.rglob("*")) if text.is_dir() else [text]
+        of_text = [path for path in paths if is_text(path, text)]
+        lacking = "no text" if text.exists() else "there is no such text"
         cure = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
-        need(own, f"{text}: {what}: {cure}; each may be a .gz")
-        found += own
-    for path, count in Counter(path.resolve() for path in found).items():
+        need(of_text, f"{text}: {lacking}: {cure}; each may be a .gz")
+        files += of_text
+    for path, count in Counter(path.resolve() for path in files).items():
         need(count == 1, f"{path} is named twice: name it once, for training or for validation")
-    return found
+    return files
+
+
+def is_text(path: Path, folder: Path) -> bool:
+    """Whether `path` is a file of a text, and neither it nor a folder of it in `folder` hidden."""
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return kind(path) in SUFFIXES and path.is_file() and not is_hidden
 
 
 def examine(path: Path) -> tuple[str, int, str]:
@@ -108,7 +113,8 @@ def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
         seen += len(text)
         return seen // BATCH_CHARS
 
-    for number, batch in itertools.groupby(filter(None, itertools.chain(*files)), batch_of):
+    documents_of_all = (text for file in files for text in file if text)
+    for number, batch in itertools.groupby(documents_of_all, batch_of):
         for document in encode_documents(encoding, [*batch]):
             tokens += document.tobytes()
         if number:
@@ -121,26 +127,29 @@ def place(text: Path, digest: str) -> Path:
     text = Path(os.path.abspath(text))
     folders = text.parent, Path(os.path.expanduser("~/.cache/train_gpt"))
     places = [folder / f"{text.name}.tokens" / digest[:16] for folder in folders]
-    good = [out for out in places if (out / DESCRIPTION).exists()]
+    usable = [out for out in places if (out / DESCRIPTION).exists()]
     for out in places:
-        there = next(folder for folder in out.parents if folder.exists())
-        if there.is_dir() and os.access(there, os.W_OK):
-            good.append(out)
+        existing = next(folder for folder in out.parents if folder.exists())
+        if existing.is_dir() and os.access(existing, os.W_OK):
+            usable.append(out)
     cure = "make them with data/tokenize_text.py and --out, and name that folder as --data"
-    need(good, f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
-    return good[0]
+    need(usable, f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
+    return usable[0]
 
 
 def described(folder: Path) -> tuple[dict, TokenStream, TokenStream]:
     """What the tokens in `folder` are, and both streams; UserError if these are not whole."""
     try:
-        about = json.loads((folder / DESCRIPTION).read_text())
-        own = {key: about[key] for key in ("encoding", "real_tokens", "bos")}
-        train, val = (TokenStream(folder, split, own["bos"]) for split in ("train", "val"))
-        need(about.get("tokens") in (None, [len(train), len(val)]), "shards are missing")
-        return own, train, val
+        description = json.loads((folder / DESCRIPTION).read_text())
+        about = {key: description[key] for key in ("encoding", "real_tokens", "bos")}
+        train = TokenStream(folder, "train", about["bos"])
+        val = TokenStream(folder, "val", about["bos"])
+        counts = [len(train), len(val)]
+        need(description.get("tokens", counts) == counts, "shards are missing")
+        return about, train, val
     except (OSError, ValueError, LookupError, TypeError, UserError) as error:
-        odd = f"{folder / DESCRIPTION} or a shard ({str(error).partition(': delete it')[0]})"
+        reason, _, _ = str(error).partition(": delete it")
+        odd = f"{folder / DESCRIPTION} or a shard ({reason})"
         raise UserError(f"{odd}: name the text in place of this folder, to make it anew") from None
 
 
@@ -168,18 +177,22 @@ def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: st
 def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     """The folder with the tokens of the texts, made if need be: of a `run` with `cfg`, if any."""
     files = files_of(args.texts)
-    both = [path.resolve() for path in files_of(args.texts + args.val)]
+    all_files = [path.resolve() for path in files_of(args.texts + args.val)]
     out = args.out and args.out.resolve()
     if out:
-        there = f"--out {args.out} is there already: name another folder, or delete it"
-        need(not out.exists(), there)
+        need(
+            not out.exists(),
+            f"--out {args.out} is there already: name another folder, or delete it",
+        )
         out.parent.mkdir(parents=True, exist_ok=True)
-    digests, sizes, encodings = zip(*map(examine, both), strict=True)
-    small = args.presets == ["tiny"] or sum(sizes) < SHORT
-    asked = dict(x.partition("=")[::2] for x in args.set).get("encoding", args.encoding)
-    name = cfg.encoding if cfg else asked or ("bytes" if small else "gpt2")
+    digests, sizes, encodings = zip(*map(examine, all_files), strict=True)
+    name = "bytes" if args.presets == ["tiny"] or sum(sizes) < SHORT else "gpt2"
+    name = values_of(args.set).get("encoding", args.encoding) or name
+    if cfg:
+        name = cfg.encoding
     merges = (run / MERGES).read_text() if name == "bpe" else ""
-    digest = hashlib.sha256(f"{name} {merges} {len(files)} {digests}".encode()).hexdigest()
+    contents = f"{name} {merges} {len(files)} {digests}"
+    digest = hashlib.sha256(contents.encode()).hexdigest()
     out = out or place(args.texts[0], digest)
     if not args.out:
         with contextlib.suppress(UserError):
@@ -189,11 +202,11 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     encoding = text_encoding(name, run)
     bos = encoding.eot_token
     tell(f"making tokens of {sum(sizes):,} bytes of text: {name}", sys.stderr)
-    texts = [documents(*each) for each in zip(both, encodings, strict=True)]
+    texts = list(map(documents, all_files, encodings))
     train = tokenize(encoding, texts[: len(files)])
     val = tokenize(encoding, texts[len(files) :])
-    for tokens, of in ((train, args.texts), (val, args.val)):
-        need(len(tokens) or not of, f"no text in {', '.join(map(str, of))}")
+    for tokens, named in ((train, args.texts), (val, args.val)):
+        need(len(tokens) or not named, f"no text in {', '.join(map(str, named))}")
     if not args.val:
         size = min(len(train) // 10, VAL_TOKENS)
         need(size, f"{len(train)} tokens are too few for training and validation")
@@ -203,6 +216,16 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
     tell(f"{args.out or out}: {tokens}", sys.stderr if args.presets else None)
     return out
+
+
+def values_of(items: list[str]) -> dict[str, str]:
+    """key -> value of what is --set."""
+    return dict(item.partition("=")[::2] for item in items)
+
+
+def items_of(values: dict) -> list[str]:
+    """What is to be --set for these values."""
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def passes(cfg: Config, folder: Path, most: int) -> int:
@@ -221,40 +244,51 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], st
     why not). Where passes through them are few, PASSES of LARGE presets or those that are given,
     steps become fewer, of LARGE ones not below a fourth."""
     about, train, val = described(folder)
-    own = about | {"vocab": -(-about["real_tokens"] // 128) * 128, "target": 0.0}
-    fixed = dict(item.partition("=")[::2] for item in given)
+    wanted = about | {"vocab": -(-about["real_tokens"] // 128) * 128, "target": 0.0}
+    fixed = values_of(given)
     for key in fixed.keys() & about.keys():
         differs = f"tokens in {folder} have {key}={about[key]}, not {fixed[key]}"
         need(fixed[key] == str(about[key]), differs)
-    if own["vocab"] != cfg.vocab:  # candidates are of another one
-        own |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
+    if wanted["vocab"] != cfg.vocab:  # candidates are of another one
+        wanted |= {f"stages.{i}.candidates": (0,) for i in range(len(cfg.stages))}
     large = cfg.preset in T.LARGE
-    short = f"{folder} has too few tokens for {cfg.preset}: take {'tiny, or ' * large}more text"
+    tiny = "tiny, " if large else ""
+    other = "tiny, or more text" if large else "more text"
+    short = f"{folder} has too few tokens for {cfg.preset}: take {other}"
     rows = cfg.val_batch // cfg.val_row
     row = min(cfg.val_row, (len(val) - 1) // rows)
     row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
     if len(val) <= cfg.val_tokens:
         if row < 2:
             return [], short
-        own |= {"val_row": row, "val_batch": rows * row}
-        own["val_tokens"] = (len(val) - 1) // (rows * row) * rows * row
-    wanted = override(cfg, [*(f"{key}={value}" for key, value in own.items()), *given])
-    most = wanted.passes if "passes" in fixed else PASSES if large else 2**31
-    for n in range(1 if "steps" in fixed else 28 if large else 100):
-        steps = int(wanted.steps * 0.95**n)
-        own |= {"steps": steps, "extension": min(wanted.extension, -(-steps // 8))}
-        items = [f"{key}={value}" for key, value in own.items()]
+        batch = rows * row
+        wanted |= {"val_row": row, "val_batch": batch}
+        wanted["val_tokens"] = (len(val) - 1) // batch * batch
+    full = override(cfg, items_of(wanted) + given)
+    most = PASSES if large else 2**31
+    if "passes" in fixed:
+        most = full.passes
+    tries = 28 if large else 100
+    if "steps" in fixed:
+        tries = 1
+    for n in range(tries):
+        steps = int(full.steps * 0.95**n)
+        wanted |= {"steps": steps, "extension": min(full.extension, -(-steps // 8))}
+        items = items_of(wanted)
         with contextlib.suppress(UserError):  # too few steps for the stages
             if number := passes(override(cfg, items + given), folder, most):
-                more = [f"val_every={-(-steps // 8)}"] if number > 1 else []
-                return [*items, f"passes={number}", *more], ""
+                items.append(f"passes={number}")
+                if number > 1:
+                    items.append(f"val_every={-(-steps // 8)}")
+                return items, ""
     if {"steps", "passes"} <= fixed.keys():  # train_gpt.py says for how many steps the tokens last
         return items, ""
-    caps = {f"stages.{i}.doc_cap=0": s.doc_cap for i, s in enumerate(wanted.stages) if s.doc_cap}
-    if most * len(train) > wanted.tokens_after(steps) and caps:
+    stages = enumerate(full.stages)
+    caps = {f"stages.{i}.doc_cap=0": stage.doc_cap for i, stage in stages if stage.doc_cap}
+    if most * len(train) > full.tokens_after(steps) and caps:
         count = sum(len(train.documents(i)) for i in range(len(train.shards)))
         few = f"{cfg.preset} reads at most {max(caps.values()):,} tokens of each of {count:,}"
-        cure = f"take {'tiny, ' * large}more of them (a line {MARKER} ends one), or whole ones by"
+        cure = f"take {tiny}more of them (a line {MARKER} ends one), or whole ones by"
         return [], f"{folder}: {few} documents: {cure} --set {' '.join(caps)}"
     return [], short
 

@@ -48,10 +48,10 @@ LARGE = 1000  # numbers: the gradients of single ones are as far off as rounding
 PEAK_FLOPS = json.loads((Path(__file__).parent / "hardware.json").read_text())["peak_flops"]
 HEADS = "program    stage    steps    ms/step        min        max    tokens/s  of bf16      MiB"
 TIMES = "{ms:>11.2f}{ms_min:>11.2f}{ms_max:>11.2f}"  # of a row, for a table
-TILES = {  # constant of train_gpt.py -> others: queries, keys, warps, stages
+TILES = {  # constant of train_gpt.py -> others: block, tile, warps, stages
     "FORWARD_TILES": [(128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
     "QUERY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
-    "KEY_TILES": [(64, 128, 8, 3), (32, 128, 8, 3), (64, 64, 4, 2)],
+    "KEY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2)],
 }
 
 

@@ -706,7 +706,7 @@ def run(argv: list[str] | None) -> int:
     names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
     parser.add_argument("--program", **names, help="only these, such as grads0 or anvil")
     args = parser.parse_args(argv)
-    args.words += [] if T.named(args)[0] else ["speedrun"]  # what TARGET would run
+    args.words += [] if T.asked_for(args).preset else ["speedrun"]  # what TARGET would run
     jax.config.update("jax_platforms", "cpu")  # whatever is here: all that counts is absent
     asked = T.resolve(args)
     dump = args.dump and Path(args.dump)

@@ -127,7 +127,7 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
     step = functools.partial(read, cfg, model.kernels, result)
     program = T.programs(cfg, mesh, model.kernels)["eval"]._replace(step=step, out=T.P())
     compiled = T.compile_one(cfg, mesh, "eval", T.lower(program, mesh))
-    known = T.vocabulary(cfg, model.words)
+    vocabulary = T.vocabulary(cfg, model.words)
 
     def results(pairs):
         tokens_bt = np.full((rows, length + 1), cfg.bos, np.uint16)
@@ -137,9 +137,8 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
             first = max(1, len(kept) - count)
             tokens_bt[i, : len(kept)] = kept
             targets_bt[i, first - 1 : len(kept) - 1] = kept[first:]
-        here = T.own_rows(mesh, rows)
-        arrays = T.rows_of(cfg, mesh, known, tokens_bt[here], T.next_tokens(targets_bt[here]))
-        batch = T.put_batch(cfg, mesh, max(model.step - 1, 0), *arrays)
+        own = T.own_rows(mesh, rows)
+        batch = T.batch_of(cfg, mesh, model.step, vocabulary, tokens_bt[own], targets_bt[own])
         return np.asarray(compiled(model.copies, model.table, batch))[: len(pairs)]
 
     return results

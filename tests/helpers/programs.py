@@ -178,5 +178,6 @@ def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list,
         state, changed = compiled["finish"](state)
         model = partial(compiled["eval"], copies | changed, state["params"].get(T.NGRAMS))
         val, known = T.TokenStream(folder, "val", cfg.bos), T.vocabulary(cfg, words)
-        losses.append(T.evaluate(cfg, mesh, model, cfg.steps, val, known)[0])
+        batches = T.validation_batches(cfg, mesh, cfg.steps, val, known)
+        losses.append(T.evaluate(cfg, model, batches)[0])
     return losses, {kind: strip_padding(cfg, arrays) for kind, arrays in state.items()}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from conftest import small_config
 from programs import mesh_of, traced
@@ -14,9 +15,10 @@ import train_gpt as T
 
 RECORD = T.PRESETS["speedrun"]
 SMALL = small_config()
-TABLES = "weighted sums and gradients of tables for TPUs"
-TPU_KERNELS = f"attention, {TABLES}"
-GPU_KERNELS = "attention for NVIDIA GPUs"
+TPU_KERNELS = "attend,cross_entropy,add_rows,blend"
+GPU_KERNELS = "attend,cross_entropy"
+NO_ATTENTION = "cross_entropy,add_rows,blend; plain attention: "  # on a TPU
+ONLY_LOSS = "cross_entropy; plain attention: "
 
 
 def tpu(kind: str = "TPU v6 lite"):
@@ -86,7 +88,7 @@ def test_other_hardware_has_plain_attention_and_tables():
         for cfg in (RECORD, SMALL):
             kernels, reason = T.pick_kernels(cfg, device)
             assert names(kernels) == EVERYWHERE
-            assert reason == f"plain attention: there are no kernels for a {device.platform}"
+            assert reason == f"{ONLY_LOSS}there are no kernels for a {device.platform}"
 
 
 @pytest.mark.parametrize("name", T.Kernels._fields)
@@ -95,17 +97,16 @@ def test_each_kernel_can_be_had_by_itself_and_left_out(name):
     all_of_them, _ = T.pick_kernels(RECORD, tpu())
     one, reason = T.pick_kernels(replace(RECORD, kernels=name), tpu())
     assert one == T.PLAIN._replace(**{name: getattr(all_of_them, name)}) != T.PLAIN
-    assert reason == f"{name}, as asked for (auto: {TPU_KERNELS})"
+    assert reason == f"{name}; asked for: {name}; auto: {TPU_KERNELS}"
     others = ",".join(field for field in T.Kernels._fields if field != name)
     rest, _ = T.pick_kernels(replace(RECORD, kernels=others), tpu())
     assert rest == all_of_them._replace(**{name: getattr(T.PLAIN, name)}) != all_of_them
 
 
-def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
+def test_a_kernel_that_was_asked_for_and_does_not_serve_is_not_among_those_that_are_used():
     kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,add_rows,blend"), gpu())
     assert names(kernels) == {"attend_gpu"}
-    but = f"but plain add_rows,blend (auto: {GPU_KERNELS})"
-    assert reason == f"attend,add_rows,blend, as asked for, {but}"
+    assert reason == f"attend; asked for: attend,add_rows,blend; auto: {GPU_KERNELS}"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_kernel_that_was_asked_for_and_does_not_serve_is_named():
 def test_where_a_condition_fails_all_is_plain_and_the_log_says_which(cfg, device, reason):
     kernels, said = T.pick_kernels(cfg, device)
     assert names(kernels) == EVERYWHERE
-    assert said.startswith("plain attention: ") and said.endswith(reason)
+    assert said.startswith(ONLY_LOSS) and said.endswith(reason)
 
 
 APART = "tiles do not hold {} heads {} wide one by one, and of half in twos"
@@ -150,7 +151,7 @@ def test_a_tpu_has_the_other_kernels_where_only_attention_does_not_fit(cfg, reas
         reason += " does not fit the VMEM"
     kernels, said = T.pick_kernels(cfg, tpu())
     assert names(kernels) == ON_TPU
-    assert said == f"plain attention, {TABLES}: {reason}"
+    assert said == f"{NO_ATTENTION}{reason}"
 
 
 def test_a_gpu_whose_jax_has_no_triton_has_plain_attention(monkeypatch):
@@ -158,7 +159,7 @@ def test_a_gpu_whose_jax_has_no_triton_has_plain_attention(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     kernels, said = T.pick_kernels(RECORD, gpu())
     assert names(kernels) == EVERYWHERE
-    assert said == f"plain attention: jax {jax.__version__} has no Triton any more"
+    assert said == f"{ONLY_LOSS}jax {jax.__version__} has no Triton any more"
 
 
 @pytest.mark.parametrize("device", [tpu(), gpu()])
@@ -202,3 +203,84 @@ def test_gradients_of_the_record_can_be_traced_with_all_kernels():
         if isinstance(key, T.Gradients) and key.number in (0, 5):
             grads, *_ = traced(program, mesh).out_info
             assert grads.keys() == T.param_table(cfg).keys()
+
+
+def recording(called: set) -> T.Kernels:
+    """Stubs that note by which field they are called, and return zeros of the right shape."""
+
+    def attend(heads, qkv, inputs):
+        called.add("attend")
+        return jnp.zeros((*qkv.shape[:2], heads.count * heads.v_width), qkv.dtype)
+
+    def cross_entropy(x, *rest):
+        called.add("cross_entropy")
+        return jnp.sum(x.astype(jnp.float32)), jnp.zeros(())
+
+    def add_rows(table, *rest):
+        called.add("add_rows")
+        return table
+
+    def blend(x, weights, sources):
+        called.add("blend")
+        return sources[0]
+
+    return T.Kernels(attend, cross_entropy, add_rows, blend)
+
+
+# Every idea of the record in three layers, of widths that all kernels take.
+THREE = replace(
+    RECORD,
+    layers=(
+        T.Layer("short", paired=True, narrow=True, values=True, x0=True, ngram=True),
+        T.Layer("short", xsa=True, looks=True, skip=1),
+        T.Layer("long", values=True, gated=True, reads=2, mudd=True),
+    ),
+    width=256,
+    heads=2,
+    mlp_width=256,
+    vocab=512,
+    real_tokens=500,
+    bos=499,
+    ngram_rows=1024,
+    sign_rows=64,
+    stages=tuple(
+        replace(
+            stage,
+            batch_tokens=2 * 256,
+            row_tokens=256,
+            windows=(64, 128),
+            candidates=tuple(min(x, 384) for x in stage.candidates),
+        )
+        for stage in RECORD.stages
+    ),
+    val_batch=512,
+    val_row=256,
+    val_windows=(64, 128),
+)
+
+
+@pytest.mark.parametrize("idea", ["", *T.IDEAS, "all"])
+def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
+    """With any idea left out: what it switches off may have been all that called a kernel."""
+    cfg = T.override(THREE, [f"without={idea}"]) if idea else THREE
+    called = set()
+    mesh = mesh_of(1)
+    programs = T.programs(cfg, mesh, recording(called))
+    gradients = next(key for key in programs if isinstance(key, T.Gradients))
+    traced(programs[gradients], mesh)
+    for device in (tpu(), gpu()):
+        kernels, said = T.serving_kernels(cfg, device)
+        chosen = T.kernel_names(kernels)
+        assert said.split("; ")[0] == chosen
+        assert {*chosen.split(",")} - {"plain"} <= called, (device.platform, chosen)
+    of_all = {"attend", "cross_entropy", "add_rows"}
+    assert called == (of_all if idea in ("mudd", "all") else of_all | {"blend"})
+
+
+def test_a_model_without_attention_has_no_kernel_for_it():
+    layers = tuple(replace(layer, attends="", paired=False, xsa=False) for layer in THREE.layers)
+    for device in (tpu(), gpu()):
+        kernels, said = T.serving_kernels(replace(THREE, layers=layers), device)
+        assert kernels.attend is T.PLAIN.attend and said.endswith(
+            "; plain attention: no layer attends"
+        )

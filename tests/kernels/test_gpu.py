@@ -149,7 +149,7 @@ def test_training_follows_the_cpu(folder, on_cpu, changes):
     cfg = replace(CFG, **changes)
     reason = T.pick_kernels(cfg, DEVICES["cuda"])[1]
     asked = cfg.kernels == "plain"
-    assert reason == ("plain, as asked for" if asked else "attention for NVIDIA GPUs")
+    assert reason == ("plain, as asked for" if asked else "attend,cross_entropy")
     got = losses(cfg, DEVICES["cuda"], folder)
     assert on_cpu[0] - on_cpu[-2] > 0.5
     assert abs(got[0] - on_cpu[0]) < 0.01
@@ -162,7 +162,7 @@ def test_a_run_on_the_gpu_is_finished_and_resumed(folder, tmp_path):
     whole = T.train(cfg, tmp_path, "test", say=lambda line: None)
     facts = json.loads((whole / "run.json").read_text())
     assert facts["finished"] and facts["devices"]["platform"] == "gpu"
-    assert facts["choices"]["kernels"] == "attention for NVIDIA GPUs"
+    assert facts["choices"]["kernels"] == "attend,cross_entropy"
     shutil.rmtree(whole / "checkpoints" / "24")
     saved = T.find_checkpoint(whole)
     assert 0 < saved.step < 24 and saved.step % cfg.adam_every == 0

@@ -15,6 +15,7 @@ TREE = ast.parse("\n".join(LINES))
 # Where the parts begin, at the rules above their titles; Part I with the head of the file.
 RULES = [i - 1 for i, line in enumerate(LINES) if re.match("# PART (II|III|IV|V): ", line)]
 FIRST = [0, *RULES, len(LINES)]
+CORE = LINES.index("# PART I: THE CORE")  # before it are head and numbers
 RECIPE = "\n".join(LINES[: FIRST[3]])  # Parts I to III
 DEVICES_SECTION = re.search(r"# ---- Devices.*?(?=\n# ---- )", "\n".join(LINES), re.S)[0]
 
@@ -24,7 +25,8 @@ def names_of(node) -> list[str]:
     if hasattr(node, "name"):
         return [node.name]
     targets = getattr(node, "targets", [getattr(node, "target", None)])
-    return [x.id for t in targets if t for x in ast.walk(t) if isinstance(x, ast.Name)]
+    names = (x for t in targets if t for x in ast.walk(t) if isinstance(x, ast.Name))
+    return [x.id for x in names if isinstance(x.ctx, ast.Store)]
 
 
 def part_of(node) -> int:
@@ -38,13 +40,10 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 # What is used of a later part: collectives as compilers want them, how much is computed at once,
 # what goes on around a run; and by what is done before the clock starts, what makes programs fast.
 LATER = {
-    "grads_step": {"gather_banks", "in_order", "sum_batches"},
+    "grads_step": {"gather_banks", "in_order"},
     "validation_model": {"gather_banks"},
     "sum_over_devices": {"reduce_scatter"},
-    "programs": {"abstract", "abstract_copies", "abstract_state", "compiler_options"},
-    "abstract_batch": {"abstract"},
-    "abstract_waiting": {"abstract"},
-    "abstract_requested": {"abstract"},
+    "programs": {"compiler_options"},
     "settle": {"RunLog"},
     "sound": {"RunLog"},
     "train": {"prepare", "demonstrate"},
@@ -78,6 +77,80 @@ def test_no_part_names_anything_of_a_later_one_but_what_is_listed():
             found[", ".join(names_of(node))] = names
     assert found == LATER
     assert PARTS["train"] == 1 and PARTS["pick_kernels"] == 5
+
+
+def sections(part: int) -> dict[str, str]:
+    """Name of a definition of a part -> the title of its section."""
+    first, last = FIRST[part - 1], FIRST[part]
+    titles = [(i + 1, x) for i, x in enumerate(LINES[first:last], first) if x.startswith("# ---- ")]
+    found = {}
+    for node in DEFINITIONS:
+        if part_of(node) == part:
+            above = [title for line, title in titles if line < node.lineno]
+            found |= dict.fromkeys(names_of(node), above[-1].strip("#- ") if above else "")
+    return found
+
+
+# All that Part I, the core, uses of Part II, the ideas.
+HOOKS = {
+    "schedule": {"hyper_of_ideas", "last_tied_step", "loss_weights", "table_updates", "yarn"},
+    "param_table": {"params_of_ideas", "with_averages"},
+    "init_state": {"tie"},
+    "forward": {
+        "GATES",
+        "coefficients",
+        "mudd_layer",
+        "mudd_mix",
+        "mudd_sources",
+        "signed_sum",
+        "smear",
+    },
+    "layer_output": {"gated_values"},
+    "attention": {"post_lambdas"},
+    "mlp": {"post_lambdas"},
+    "attend_heads": {"exclude_self", "key_offset", "pair_heads"},
+    "train_batches": {"vocabulary"},
+    "next_batch": {"batch_aims"},
+    "rows_of": {"hashed_rows"},
+    "batch_loss": {"with_pointer"},
+    "first_copies": {"sign_pool"},
+    "add_losses": {"mix_pointed"},
+    "grads_step": {"dropped_ngrams", "exchange", "fetch_requests"},
+    "validation_model": {"fetch_requests"},
+    "eval_step": {"dropped_ngrams"},
+    "update_step": {"adam_rows", "follow", "sum_requests"},
+    "anvil": {"as_large", "equalize", "two_rails"},
+    "programs": {"tied_update"},
+    "abstract_batch": {"capacity"},
+    "abstract_waiting": {"abstract_requested"},
+    "finish_step": {"move_to_averages"},
+}
+
+
+def uses_of_ideas() -> dict[str, set[str]]:
+    """Definition of Part I -> the names of Part II in it."""
+    found = {}
+    for node in DEFINITIONS:
+        if part_of(node) == 1 and node.lineno > CORE:
+            text = ast.get_source_segment("\n".join(LINES), node)
+            used = globals_of(symtable.symtable(text, "train_gpt.py", "exec"))
+            if names := {name for name in used if PARTS.get(name) == 2}:
+                found[node.name] = names
+    return found
+
+
+def test_the_core_uses_of_ideas_the_hooks_that_are_listed_alone():
+    assert uses_of_ideas() == HOOKS
+
+
+def test_beside_each_hook_stands_the_section_of_its_idea():
+    """In the function that calls it, a comment with the title, or its first words, in quotes."""
+    title_of = sections(2)
+    for function, hooks in HOOKS.items():
+        quoted = re.findall(r'"([A-Z][^"]+)"', inspect.getsource(getattr(T, function)))
+        for hook in hooks:
+            named = [x for x in quoted if title_of[hook].startswith(x)]
+            assert named, f"{function}: which section has {hook}? {title_of[hook]}"
 
 
 def test_no_other_comment_begins_like_the_title_of_a_part():

@@ -329,7 +329,8 @@ def test_an_update_changes_its_own_parameters_in_place_and_their_copies(gradient
     due = {n: (gradients[n],) * key.steps for n in own}
     hyper = hyper_on(CFG, 1, mesh, average_rates=[0.5] * 4)
     about = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
-    new, copies = program(state, due, hyper)
+    new, copies, norms = program(state, due, hyper)
+    assert norms == {}  # log_norms is off
     assert not any(x.is_deleted() for x in jax.tree.leaves(due))
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), new) == about
     # Tied, the embedding is a copy of the head: its old values are of no use.
@@ -357,7 +358,7 @@ def test_an_update_rounds_its_copies_to_bfloat16():
         program = T.lower(by_name(T.programs(SHORT, mesh, KERNELS))["adam"], mesh).compile()
     due = jax.tree.map(lambda x: np.full(x.shape, 0.1, x.dtype), program.args_info[0][1])
     state = {kind: lay(SHORT, arrays, mesh) for kind, arrays in start.items()}
-    state, copies = program(state, due, hyper_on(SHORT, 1, mesh, lr=1e-3))
+    state, copies, _ = program(state, due, hyper_on(SHORT, 1, mesh, lr=1e-3))
     for name in T.updated(SHORT, "adam"):
         want = np.asarray(state["params"][name])
         assert np.any(want != start["params"][name]), name
@@ -408,7 +409,8 @@ def validation(shards):
         logits = a / (1 + np.exp(-(x @ params["head"].T.astype(np.float64) + b) / c))
         each = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(x)), tokens[1:]]
         loss = partial(programs_of(CFG, DEVICES)["eval"], *model_on(CFG, params, mesh))
-        got, _ = T.evaluate(replace(CFG, val_tokens=count), mesh, loss, done, val, known)
+        cfg = replace(CFG, val_tokens=count)
+        got, _ = T.evaluate(cfg, loss, T.validation_batches(cfg, mesh, done, val, known))
         return got, each[:count].mean()
 
     return losses
@@ -479,7 +481,7 @@ def part_one(tmp_path_factory, shards):
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
     exec(DEVICES_SECTION, vars(part))
-    source = T.prepare, T.Clock
+    source = T.Prepared, T.prepare
     for each in source:
         exec("from __future__ import annotations\n" + inspect.getsource(each), vars(part))
     log = Log(part.Clock(), folder)
@@ -497,10 +499,6 @@ def part_one(tmp_path_factory, shards):
         whole, reduce = jax.vjp(gather, sharded)
         return after, copies | whole, lambda grads: reduce(grads)[0]
 
-    def in_turn(batches):
-        leaves, tree = jax.tree.flatten(batches)
-        return (jax.tree.unflatten(tree, one) for one in zip(*leaves, strict=True))
-
     assert not alone & {name for names in LATER.values() for name in names}
     checks = "check_memory", "check_tokens", "warm_up", "demonstrate"
     stand_ins = dict.fromkeys(checks, lambda *_: None) | {
@@ -511,7 +509,6 @@ def part_one(tmp_path_factory, shards):
         "gather_banks": gather_banks,
         "reduce_scatter": lambda x: lax.psum_scatter(x, T.AXIS, tiled=True),
         "in_order": lambda *both: both,
-        "sum_batches": lambda add, zeros, batches: functools.reduce(add, in_turn(batches), zeros),
         "compiler_options": lambda *_: {},
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},

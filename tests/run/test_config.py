@@ -102,10 +102,19 @@ def test_set_replaces_one_field_and_keeps_its_type(item, value):
 # Settings, and what the one line must say.
 BAD_SETTINGS = {
     # what cannot be read
-    "layerz=3": "unknown key 'layerz'; the keys are preset, without, seed, ",
+    "layerz=3": "unknown key 'layerz'; most like it: layers; --show prints all, N counts from 0",
+    "stages.*.widows=2,3": "unknown key 'stages.*.widows'; most like it: stages.N.windows, ",
+    "layers.0.skips=1": "unknown key 'layers.0.skips'; most like it: layers.N.skip, ",
+    "lr=1": "unknown key 'lr'; most like it: lr_floor, lr_anvil, lr_adam, stages.N.lr_factor; --sh",
+    "windows=2,3": "unknown key 'windows'; most like it: val_windows, sign_rows, stages.N.windows",
+    "=3": "--set =3: unknown key ''; --show prints all",
+    "zzz=1": "--set zzz=1: unknown key 'zzz'; --show prints all, N counts from 0 or is * for all",
     "tiny": "--set tiny: write KEY=VALUE; texts and presets go before --set",
     "steps": "--set steps: write KEY=VALUE; texts and presets go before --set",
-    "stages.3.share=1": "unknown key 'stages.3.share'",
+    "stages.4.share=1": "unknown key 'stages.4.share'; most like it: stages.N.share",
+    "stages.share=1": "unknown key 'stages.share'; most like it: stages.N.share",
+    "layers.5.mlps=1": "unknown key 'layers.5.mlps'",  # as many as there are
+    "stages.3.windows.0=1": "unknown key 'stages.3.windows.0'",
     "stages.0.rows=5": "unknown key 'stages.0.rows'",
     "vocab=2.5": "vocab=2.5 is not valid: it must be int",
     "lr_adam=nan": "lr_adam='nan' is not valid: it must be float",
@@ -115,7 +124,7 @@ BAD_SETTINGS = {
     "stages.0.candidates=48": "candidates=48 is not valid: it must be tuple[int, ...], see --show",
     "recompute=layers": "recompute='layers' is not valid: it must be bool",
     f"prefetch={2**63}": "is not valid: it must not be negative, nor so large",
-    "encoding=5": "encoding='5' is not valid: gpt2, bytes, bpe",
+    "encoding=5": "encoding='5' is not valid: gpt2, bytes, bpe, ids",
     # numbers that cannot be
     "lr_anvil=-0.1": "lr_anvil=-0.1 is not valid: it must not be negative",
     "adam_eps=0": "adam_eps=0 is not valid: it must be positive",  # 0/0 for tokens never seen
@@ -144,7 +153,10 @@ BAD_SETTINGS = {
     # stages and validation
     "extension=10": "extension=10 is not valid: less than steps=10",
     "extension=0": "extension=0 is not valid: less than steps=10; 0 unless the last stage has sh",
-    "stages.0.share=0.7": "stages.0.share=0.7 is not valid: shares above 0 that add up to 1",
+    "stages.0.share=0.7": "stages.0.share=0.7 is not valid: shares that add up to 1, not 1.2: "
+    "set stages.0.share, stages.1.share, stages.2.share",
+    "stages.1.share=0": "stages.1.share=0.0 is not valid: above 0; only the last may be 0, the ext",
+    "stages.3.windows=8,64": "stages.2.share=0.0 is not valid",
     "steps=3": "steps=3 is not valid: one for each stage, 2 at the end",
     "stages.1.batch_tokens=500": "=500 is not valid: as many rows as stages.0, of 2 tokens or more",
     "stages=()": "stages=() is not valid: one or more",
@@ -166,6 +178,22 @@ def test_a_bad_setting_is_refused_by_name_and_value(item):
     with pytest.raises(T.UserError) as refusal:
         resolve(item)
     assert BAD_SETTINGS[item] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_stage_is_added_as_a_copy_of_the_last_one():
+    """Windows that grow in `tiny`, which has one stage, by --set alone."""
+    tiny = T.PRESETS["tiny"]
+    words = "stages.0.windows=16,64 stages.1.windows=32,128 stages.0.share=0.5 stages.1.share=0.5"
+    cfg = T.override(tiny, words.split())
+    first = replace(tiny.stages[0], share=0.5, windows=(16, 64))
+    assert cfg == replace(tiny, stages=(first, replace(first, windows=(32, 128))))
+    assert cfg.boundaries == (0, 220, 440)
+    more = ["stages.2.share=0.5", "stages.2.windows=16,16", "stages.1.share=0.25"]
+    cfg = T.override(cfg, [*more, "stages.2.share=0.25"])  # it is there now
+    assert [stage.share for stage in cfg.stages] == [0.5, 0.25, 0.25]
+    words = r"not 2: set stages.0.share, stages.1.share$"
+    with pytest.raises(T.UserError, match=words):
+        T.override(tiny, ["stages.1.windows=16,64"])
 
 
 @pytest.mark.parametrize("cfg", [*T.PRESETS.values(), small_config()], ids=lambda cfg: cfg.preset)

@@ -68,6 +68,20 @@ def test_tokens_of_another_encoding_are_refused_if_no_document_begins(tmp_path):
         check(tmp_path, [np.minimum(documents(1, 8000), 94)], bos=95)
 
 
+def test_tokens_of_an_own_tokenizer_are_ids_without_bytes(tmp_path, fitted):
+    """A refusal names what to set; a description beside the shards sets it, but for texts."""
+    words = r"made with bytes: set encoding \(ids: of your own .*\), vocab, real_tokens and bos, "
+    with pytest.raises(T.UserError, match=words):
+        check(tmp_path / "a", [np.minimum(documents(1, 8000), 94)], bos=95)
+    assert T.token_bytes(small_config(encoding="ids"), tmp_path) == []
+    folder = own_text(tmp_path / "b", 720_000, 98_305, encoding="ids", real_tokens=300)
+    cfg = fitted("tiny", folder)
+    assert (cfg.encoding, cfg.real_tokens, cfg.bos, cfg.vocab) == ("ids", 300, 256, 384)
+    (tmp_path / "a.txt").write_text("Roses are red. " * 900)
+    with pytest.raises(T.UserError, match="encoding=ids: only your tokenizer knows text of such"):
+        fitted("tiny", tmp_path / "a.txt", items=["encoding=ids"])
+
+
 def test_the_answer_is_size_and_hash_of_the_shards_that_will_be_read(tmp_path):
     """Not of what lies beyond the last step; so a record can be held against their hashes."""
     found = check(tmp_path, [documents(1, 900), documents(1, 8000), documents(2, 500)])
@@ -259,11 +273,7 @@ def test_a_text_may_be_named_in_any_way(tmp_path, fitted, monkeypatch):
     assert both.data != want.data and both == fitted("a.txt", data=["b.txt"])
     for words, data, says in [
         ([""], [], "unknown preset ''; there are"),
-        (
-            ["c.txt"],
-            [],
-            "'c.txt'; there are: .*, plain, pointer; there is no c.txt$",
-        ),
+        (["c.txt"], [], "'c.txt'; there are: plain, tiny, .*, pointer; there is no c.txt$"),
         ([], ["c.txt"], "^there is no c.txt$"),  # --data names no presets
         ([], [""], "^there is no ''$"),
         ([], ["a.txt", "tiny"], "^there is no tiny$"),

@@ -274,7 +274,7 @@ def test_a_run_is_not_resumed_by_another_source(train, copy):
     with pytest.raises(T.UserError, match=words) as error:
         train(saved.cfg, copy.parent, saved)
     assert content(copy) == before
-    command = re.search("first (python -c .*) > old.py", str(error.value))[1]
+    command = re.search("first (head -c .*) > old.py", str(error.value))[1]
     found = subprocess.run(command, shell=True, stdout=subprocess.PIPE, check=True).stdout
     assert found.decode() == T.SOURCE
 

@@ -236,11 +236,22 @@ def test_a_run_ends_with_a_sample_though_it_keeps_no_checkpoint(train, tmp_path)
         assert "".join(pieces) in (run / "sample.txt").read_text()
 
 
+def test_a_run_on_ids_without_bytes_ends_without_a_sample(train, run, tmp_path):
+    """It has candidates, signs and hashed n-grams as any other, but no prefix."""
+    said = []
+    folder = train(replace(CFG, encoding="ids", sample_tokens=5), tmp_path, say=said.append)
+    assert said[-2] == "no sample: the tokens have no bytes (encoding=ids)"
+    assert facts(folder)["finished"] and not (folder / "sample.txt").exists()
+    assert train_losses(folder) != train_losses(run.dir)  # n-grams of ids, not of normal forms
+    raw = train(replace(CFG, ngram_ids="raw"), tmp_path)
+    assert train_losses(folder) == train_losses(raw)
+
+
 def test_what_fails_in_a_sample_fails_no_run(train, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(T.runpy, "run_path", lambda path: {})
     folder = train(replace(CFG, sample_tokens=5), tmp_path, say=said.append)
-    assert said[-2] == "warning: there is no sample: KeyError('demonstrate')"
+    assert said[-2] == "warning: there is no sample: KeyError('Trained')"
     assert facts(folder)["finished"]
 
 
@@ -295,6 +306,28 @@ def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(train, run,
     assert not any(key.startswith("norm_") for line in run.metrics for key in line)
 
 
+def test_norms_of_parameters_are_said_where_a_step_is(tmp_path):
+    said, norms = [], {"head": np.float32(0.0012), "qk_bank": np.float32(12.5)}
+    for wanted in (False, True):
+        cfg = replace(CFG, log_norms=wanted, log_every=2)
+        run_facts = {"dropped_ngrams": 0}
+        log = T.RunLog(cfg, tmp_path, run_facts, 0, T.Clock(), said.append)
+        log.files["metrics.jsonl"] = open(tmp_path / "metrics.jsonl", "wb")
+        for step in (1, 2, 3):
+            log.trained(step, 4.0, 0, norms)
+        steps = ["step:1/8", "step:2/8"]
+        if wanted:
+            steps = ["step:1/8", "norms:", "step:2/8", "norms:"]
+            assert said[1] == "norms: head 1.2e-03, qk_bank 1.2e+01"
+        assert [line.split()[0] for line in said] == steps
+        said.clear()
+        for line in metrics(tmp_path):
+            assert [key for key in line if key.startswith("norm_")] == [
+                f"norm_{name}" for name in norms if wanted
+            ]
+    assert line["norm_qk_bank"] == 12.5
+
+
 def test_jax_may_look_for_nans(train, tmp_path, monkeypatch):
     """The zeros of warm_up make some, the run does not."""
     monkeypatch.setattr(T, "warm_up", lambda *_: pytest.fail("it would end here"))
@@ -342,7 +375,9 @@ def test_a_run_that_diverges_ends_with_a_line_and_keeps_its_last_good_checkpoint
     train, run, tmp_path, monkeypatch, loss
 ):
     def settle(log, newest, real=T.settle):
-        return real(log, (5, loss, *newest[2:]) if newest and newest[0] == 5 else newest)
+        if newest and newest.step == 5:
+            newest = newest._replace(loss=loss)
+        return real(log, newest)
 
     monkeypatch.setattr(T, "settle", settle)
     words = r"^the loss of step 5 is \S+: lower the learning rates \(--set lr_anvil=\.\.\.\); see "

@@ -241,7 +241,9 @@ def test_losses_are_those_of_a_validation(saved, shards):
         loss = partial(T.compile_one(cfg, mesh, "eval", lowered), model.copies, model.table)
         losses_of = sample.reader(model, sample.summed_losses, 16, cfg.val_row)
     stream = T.TokenStream(shards, "val", BOS)
-    want, dropped = T.evaluate(cfg, mesh, loss, cfg.steps, stream, T.vocabulary(cfg, model.words))
+    vocabulary = T.vocabulary(cfg, model.words)
+    batches = T.validation_batches(cfg, mesh, cfg.steps, stream, vocabulary)
+    want, dropped = T.evaluate(cfg, loss, batches)
     rows = [stream.read(64 * n, 65).tolist() for n in range(16)]
     each = losses_of([(row, 64) for row in rows])
     assert (each.sum() / 1024, dropped) == (pytest.approx(want, rel=1e-5), 0)
@@ -352,3 +354,5 @@ def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
     assert "nowhere.txt" in refused("x", "--file", "nowhere.txt")
     saved.cfg = replace(CFG, encoding="bpe")
     assert "merges.json" in refused("logs/x")
+    saved.cfg = replace(CFG, encoding="ids")
+    assert "encoding=ids: only your tokenizer knows text of such" in refused("logs/x", "--prompt=A")
