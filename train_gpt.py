@@ -2250,8 +2250,8 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 #     bank_ema       of all matrices, over the last `tail` steps
 
 AVERAGES = ("ema", "average", "value_average", "bank_ema")  # the kinds, as average_rates has them
-# v, o and MLPs become their `average`, and from there move towards bank_ema. Both numbers of that
-# share are the original's: 0.55, as for q and k, less a part for having moved before.
+# v, o and MLPs become their `average`, and from there move towards bank_ema: by the share of q and
+# k, from which the original takes 0.2007 for those that have moved already.
 MOVES_TWICE = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)
 MOVES = {  # parameter -> (kind, share of the way to it), in the order of moves
     "head": (("ema", 0.65),),
@@ -2263,7 +2263,7 @@ MOVES = {  # parameter -> (kind, share of the way to it), in the order of moves
     "mlp_bank": MOVES_TWICE,
 }
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
-AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `value_average` look back
+AVERAGE_MEMORY = 0.212  # share of tail_average that both others look back (53 of 250 steps)
 
 
 def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
@@ -2276,7 +2276,10 @@ def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
     }
     completed = {}
     for name, row in table.items():
-        moves = [move for move in MOVES.get(name, ()) if steps[move[0]]]
+        moves = []
+        for kind, share in MOVES.get(name, ()):
+            if steps[kind]:
+                moves.append((kind, share))
         rescaled = len(moves) > 0 and name != "value_tables"
         completed[name] = dataclasses.replace(row, averages=tuple(moves), rescaled=rescaled)
     return completed
@@ -2429,7 +2432,7 @@ def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims,
     ids, offset = candidates(included, offset, count, len(prefix_v))
     place_v = np.full(len(prefix_v) + 1, -1, np.int32)  # of an id among the candidates; -1: none
     place_v[ids] = np.arange(count)
-    # A token without prefix has -1 there, which finds the entry after all ids: -1 too.
+    # prefixes_t is -1 where there is none, and so finds the entry after those of all ids: -1 too.
     return Aims(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
 
 
@@ -2489,7 +2492,7 @@ class PointerKeys(NamedTuple):
 
     k: jax.Array  # [..., h] normed
     token: jax.Array  # int32
-    segment: jax.Array  # int32, from 1 on; 0: nobody sees it
+    segment: jax.Array  # int32, from 1 on; 0: no token, it only fills up a block
     position: jax.Array  # int32, in the row
 
 
@@ -2515,8 +2518,8 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
     if ids.size:  # its place among the candidates of each row
         copy_b1 = jnp.argmax(ids == copy_id, axis=1)[:, None]
     b, t, _ = targets.shape
-    copies = jnp.broadcast_to(copy_b1[..., None], (b, t, 1)).astype(targets.dtype)
-    targets = jnp.concatenate([targets, copies], axis=2)
+    copy_targets = jnp.broadcast_to(copy_b1[..., None], (b, t, 1)).astype(targets.dtype)
+    targets = jnp.concatenate([targets, copy_targets], axis=2)
     weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 1)))
     return x_btd, targets, weights, pointer_chances(model, rows, x_btd)
 
@@ -2707,7 +2710,8 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 
 
 def ngram_params(cfg: Config) -> dict[str, Param]:
-    """The table [rows, d]. It begins at zero and has no float32 master."""
+    """The table [rows, d]. It begins at zero and has no float32 master. Its first beta is 0, as
+    adam_rows keeps no mean."""
     kinds = {"optimizer": "rows", "dtype": cfg.compute_dtype}
     return {NGRAMS: table_param(cfg, cfg.ngram_rows, 0.0, (0, 0.95), **kinds)}
 
@@ -2771,9 +2775,9 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple[np.nda
     """(requests [devices, size], slots [b, 2, t]) of one device's rows [b, t].
 
     Requests are the n-gram rows of its tokens, each different one once, by owner, as numbers among
-    the owner's rows. Places that are left have a number past them. Slots are where each token finds
-    its two rows in what comes back. An n-gram that does not fit into the request to its owner gets
-    slot 0: the row of trigrams without history, which every batch requests."""
+    the owner's rows; empty places have a number past these. Slots are where each token finds its
+    two rows in what comes back. An owner gives `size` rows at most. An n-gram that does not fit in
+    gets slot 0: the row of trigrams without history, which every batch requests."""
     owned = -(-cfg.ngram_rows // devices)  # rows of each device
     hashes = ngram_hashes(hashed, cfg.ngram_rows)
     ids = spread(hashes, cfg.ngram_rows)  # [2, b, t]
@@ -2963,10 +2967,9 @@ def value_params(cfg: Config) -> dict[str, Param]:
     of its layer by itself."""
     layers = cfg.layers_with("values")
     gated = [i for i in layers if not cfg.layers[i].mudd]
-    rows = {
-        "value_tables": table_param(cfg, len(layers) * cfg.vocab, normal(0.01), (0.75, 0.95)),
-    }
-    if cfg.value_gates:
+    start = normal(0.01)
+    rows = {"value_tables": table_param(cfg, len(layers) * cfg.vocab, start, (0.75, 0.95))}
+    if cfg.value_gates and gated:
         _, betas = cfg.scalar_betas
         shape = len(gated), cfg.heads, GATE_INPUTS
         rows["value_gate"] = small_param(cfg, shape, 0.0, 1, betas, decay=1)
@@ -3102,8 +3105,9 @@ def gate_params(cfg: Config) -> dict[str, Param]:
     rows = {
         "gate_b2": small_param(cfg, starts.shape, starts, 0.1, betas),
         "gate_scale": small_param(cfg, (1,), GATE_SCALE, 0.1, betas),
-        "skip_lambda": small_param(cfg, (skips,), -1.5, 5, betas),
     }
+    if skips:
+        rows["skip_lambda"] = small_param(cfg, (skips,), -1.5, 5, betas)
     if w:
         hidden = hidden_start(cfg)
         rows["gate_w1"] = small_param(cfg, (mlps, w, cfg.width), hidden, 0.1, betas, decay=1)
