@@ -230,7 +230,7 @@ class Config:
     rope_base: Positive[float] = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: short layers, long ones
     logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
-    pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_shares; 0: none
+    pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_chances; 0: none
     pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
     # of activations, matmuls and the n-gram table
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -668,7 +668,7 @@ def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, by_id, step: int, s
     if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
         count = schedule(cfg).candidates[step]
         always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = aim_all(tokens, offsets, count, by_id.prefix_v, always)
+        aims, offsets = batch_aims(tokens, offsets, count, by_id.prefix_v, always)
     else:
         aims = next_tokens(tokens[:, 1:].astype(np.int32))
     rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
@@ -1905,7 +1905,7 @@ def finish_step(cfg: Config, state):
     """(the state with the weights to validate, their compute copies), after the last step."""
     params = state["params"]
     if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
-        params = averaged(cfg, state)
+        params = move_to_averages(cfg, state)
     return state | {"params": params}, compute_copies(cfg, params, GATHER)
 
 
@@ -2051,71 +2051,66 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # PART II: THE IDEAS OF THE RECORD
 # ================================================================================================
 
-# `--set without=NAME` leaves one out (IDEAS). What each saved is of the original, in millions of
-# training tokens or seconds of record 92. Of each the core has one line, at most a few.
+# Each section holds an idea, or a few that belong together. Its head says what they do, which
+# record brought them, what that saved the original (M: millions of training tokens; or seconds of
+# the 39.9 of record 92), and what leaves each out (`--set without=NAME`, see IDEAS). Part I calls
+# an idea where its section stands in quotes.
 
 
 # ---- Parameters of ideas: param_table and Hyper have them from here ------------------------------
 
-# Betas of lone scalars are slower than those of mixing weights (without=scalar_betas; record 52: 9
-# M tokens). Fields of Layer and of Config switch the rest.
+# Each function below collects from the sections of the ideas that are on.
 
 
 def params_of_ideas(cfg: Config) -> dict[str, Param]:
-    """What param_table has besides the core. Tables have a row for each token (value_tables: for
-    each of its layers) or hashed n-gram. A row whose moments are still zero neither moves nor
-    decays, so rare tokens keep their start."""
-    d, n, v, depth = cfg.width, cfg.heads, cfg.vocab, len(cfg.layers)
-    gate_w, mudd_w, w = cfg.gate_width, cfg.mudd_width, cfg.pointer_width
-    tables = len(cfg.layers_with("values"))
-    gated = max(0, tables - cfg.layers[-1].mudd)  # MUDD has weights of its own
-    hidden = functools.partial(uniform, 1 / math.sqrt(3 * d), 1.0)  # of the small MLPs
-    alike = depth * cfg.lambdas  # layers that have weights of their own
-    gates, mudd = (coefficient_starts(cfg, kind) for kind in ("gate", "mudd"))
-    groups = 2 * n  # of features, see mudd_mix
-    fast, slow = cfg.scalar_betas
+    """The rows that ideas add to param_table."""
+    rows = {}
+    if cfg.layers_with("values"):
+        rows |= value_params(cfg)
+    if cfg.ngram_rows:
+        rows |= ngram_params(cfg)
+    if cfg.smear:
+        rows |= smear_params(cfg)
+    if cfg.lambdas:
+        rows |= lambda_params(cfg)
+    if any(cfg.layers_with(kind) for kind in GATES):
+        rows |= gate_params(cfg)
+    if cfg.layers[-1].mudd:
+        rows |= mudd_params(cfg)
+    if cfg.pointer_width:
+        rows |= pointer_params(cfg)
+    return rows
 
-    def small(shape, start, lr, betas, decay=0):
-        return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
 
-    def rows(count, start, betas, **more):
-        return by_adam(cfg, (count, d), start, (70, 5), betas, updated_by="tables", **more)
+def small_param(cfg: Config, shape, start, lr: float, betas: tuple, decay: float = 0.0) -> Param:
+    """The row of a small parameter, which is whole on every device and learns by Adam. `lr` and
+    `decay` are factors on lr_adam and decay_adam.
 
-    ngrams = {"optimizer": "rows", "dtype": cfg.compute_dtype}
-    return {
-        "value_tables": rows(tables * v, normal(0.01), (0.75, 0.95)),
-        "ngram_table": rows(cfg.ngram_rows, 0.0, (0, 0.95), **ngrams),
-        #                      shape                       start  lr  betas
-        "value_gate": small((cfg.value_gates * gated, n, GATE_INPUTS), 0.0, 1, slow, decay=1),
-        "smear_gate": small((int(cfg.smear), GATE_INPUTS), 0.0, 0.01, slow),  # of the token before
-        "resid_lambdas": small((alike, 2), math.sqrt(1.1), 5, fast),  # the stream; attention, MLP
-        "post_lambdas": small((alike, 2), 1.0, 1, fast),  # what is added to it; attention, MLP
-        "qkv_lambda": small((alike,), 0.5, 5, slow),  # on v in effect: QK norm cancels it
-        "o_lambda": small((alike,), 1.0, 5, slow),
-        "smear_lambda": small((int(cfg.smear),), 0.0, 5, slow),
-        "skip_lambda": small((len(cfg.layers_with("skip")),), -1.5, 5, slow),
-        "mudd_w1": small((len(mudd), mudd_w, d), hidden, 0.25, slow, decay=1),
-        "mudd_w2": small((*mudd.shape, mudd_w), 0.0, 0.25, slow, decay=1),
-        "mudd_b2": small(mudd.shape, mudd, 0.25, slow),
-        "mudd_w2g": small((mudd.shape[1], groups, mudd_w), 0.0, 0.25, slow, decay=1),
-        "gate_w1": small((len(gates) if gates.size else 0, gate_w, d), hidden, 0.1, slow, decay=1),
-        "gate_w2": small((*gates.shape, gate_w), 0.0, 0.1, slow, decay=1),
-        "gate_b2": small(gates.shape, gates, 0.1, slow),
-        "gate_scale": small((int(gates.size > 0),), GATE_SCALE, 0.1, slow),
-        "pointer_qk": small((2 * (w > 0), w, d), hidden, 1, slow, decay=1),
-        "pointer_sink": small((w,), normal(1 / math.sqrt(w or 1)), 1, slow),
-        "pointer_gain": small((int(w > 0),), 1.0, 1, slow),
-    }
+    `betas` are one of the two pairs in scalar_betas: those of weights that mix arrays, and slower
+    ones of gates and lone scalars (record 52: 9 M; without=scalar_betas)."""
+    return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
+
+
+def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
+    """The row of a table whose rows tokens look up. A gradient has few of the rows, so rates are
+    high. A row whose moments are still zero neither moves nor decays: rare tokens keep their
+    start."""
+    rates = (70, 5)
+    return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
 
 def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndarray]:
-    """The columns of a Schedule's Hyper that ideas need, of those that are on."""
+    """The fields of a Schedule's Hyper that ideas need, [steps, ...] each. The arguments are what
+    the schedule has at each step: momentum, whether Adam updates, how many steps an update of
+    tables sums."""
     columns = {}
     if cfg.slow_rate:
-        fast_beta, fast_weight = fast_rail(cfg, np.arange(cfg.steps), momentum)
-        columns |= {"fast_beta": fast_beta, "fast_weight": fast_weight}
+        fast_beta, fast_weight = fast_rail(cfg, momentum)
+        columns["fast_beta"] = fast_beta
+        columns["fast_weight"] = fast_weight
     if np.any(tables):
-        updates_before = np.cumsum(tables > 0) - (tables > 0)
+        is_update = tables > 0
+        updates_before = np.cumsum(is_update) - is_update
         columns["table_count"] = updates_before + 1
     if any(any(stage.prefix) for stage in cfg.stages):
         columns["prefix"] = in_parts(cfg, "prefix")
@@ -2126,28 +2121,32 @@ def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndar
 
 # ---- Rows that start at a document ---------------------------------------------------------------
 
-# without=packing: a row begins with a document, and has the beginnings of documents only, which
-# are easier to predict from less; attention needs no tokens of other rows (records 26, 29: 18 M
-# tokens).
+# A row begins with a document, and holds only the beginnings of documents. These are easier to
+# predict from little, and attention needs no tokens of other rows (records 26, 29: 18 M;
+# without=packing).
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch. A
-    piece begins at a document's BOS and ends with the document, at doc_cap tokens or where the row
-    is full; the rest of a cut document is passed over. Rows of t tokens are filled in order, with
-    t+1 each (t inputs and the last target). Where too few documents for a batch are left in a
-    shard, the next one begins. This is the original's order on its eight devices."""
+    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch.
+
+    A piece begins at the BOS of a document. It ends with the document, after doc_cap tokens, or
+    where the row is full; the rest of a cut document is passed over. Rows are filled one after the
+    other, each with t+1 tokens: t inputs and the last target. If a shard has too few documents left
+    for a batch, the batch begins again in the next shard. The original fills the rows of its eight
+    devices in this order."""
     while True:
         number, base = stream.shard_at(cursor)
         starts = stream.documents(number)
-        stops = np.append(starts[1:], len(stream.shards[number]))[: len(starts)]
+        shard_end = len(stream.shards[number])
+        stops = np.append(starts[1:], shard_end)[: len(starts)]
         first = int(np.searchsorted(starts, cursor - base))
         pieces = []
         row = 0
         room = stage.row_tokens + 1
-        # Numbers one by one: a list of a shard's 150,000 documents would take 30 ms a batch.
-        for start, stop in zip(map(int, starts[first:]), map(int, stops[first:]), strict=True):
-            stop = min(stop, start + stage.doc_cap, start + room)
+        for start, stop in zip(starts[first:], stops[first:], strict=True):
+            # One by one: a list of a shard's 150,000 documents would take 30 ms a batch.
+            start = int(start)
+            stop = min(int(stop), start + stage.doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
             room -= stop - start
             if room == 0:
@@ -2160,150 +2159,188 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
 
 # ---- When tables learn, and as long as head and embedding are one matrix -----------------------
 
-# without=seldom: few tokens read a row of a table, so its gradients are noisy. An update of tables
-# sums those of two steps, later of four, one of Adam those of two (records 39, 92: 22 M tokens).
-# without=tied: until late in the run head and embedding are one matrix, which so gets both
-# gradients; then they part (records 51, 53: 14 M).
+# Few tokens of a batch read a given row of a table, so its gradient is noisy. An update of tables
+# sums the gradients of two steps, later of four; one of Adam those of two (records 39, 92: 22 M;
+# without=seldom). Until late in the run head and embedding are one matrix, which gets the gradients
+# of both uses; then they part (records 51, 53: 14 M; without=tied).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """How many steps the update of tables at the end of each sums; 0: there is none. Only then do
-    these gradients cross the network."""
+    """How many steps the update of tables at the end of each step sums; 0: there is none. Only then
+    do their gradients cross the network."""
     often, seldom = cfg.table_every
-    since = np.where(step < cfg.table_change, step, step - cfg.table_change) + 1
-    each = np.where(step < cfg.table_change, often, seldom)
-    return np.where(since % each == 0, each, 0)
+    has_changed = step >= cfg.table_change
+    interval = np.where(has_changed, seldom, often)
+    counted_from = np.where(has_changed, cfg.table_change, 0)
+    is_last = (step + 1 - counted_from) % interval == 0
+    return np.where(is_last, interval, 0)
 
 
 def last_tied_step(cfg: Config) -> int:
-    """Head and embedding part after an Adam step, so that no gradient is summed over both states:
-    the first one at or after the `tied` share of the schedule. In the record that is step 1175."""
+    """The step after which head and embedding part: the first with an Adam update at or after the
+    `tied` share of the schedule. So no update sums gradients from before and after. In the record
+    it is step 1175."""
     last = round(cfg.tied * (cfg.steps - cfg.extension))
-    return last + -(last + 1) % cfg.adam_every
+    steps_to_update = -(last + 1) % cfg.adam_every
+    return last + steps_to_update
 
 
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """update_step while head and embedding are one matrix: its gradient is the sum of both."""
     due = dict(due)
-    due["head"] = *due["head"], *due.pop("embed")  # update_step sums them
+    due["head"] = due["head"] + due.pop("embed")  # tuples: update_step sums what they hold
     state, copies, norms = update_step(cfg, kernels, state, due, hyper)
-    return tie(state), copies | {"embed": copies["head"]}, norms
+    copies["embed"] = copies["head"]
+    return tie(state), copies, norms
 
 
 def tie(state):
-    """The training state with the embedding as a copy of the head, and so are its moments and its
-    average: for most of a run both are one matrix (records 51, 53)."""
-    return {kind: x | {"embed": x["head"]} if "embed" in x else x for kind, x in state.items()}
+    """The training state, in which the embedding has the head's weights, moments and average."""
+    tied = {}
+    for kind, arrays in state.items():
+        tied[kind] = dict(arrays)
+        if "embed" in arrays:
+            tied[kind]["embed"] = arrays["head"]
+    return tied
 
 
 # ---- Rotation that follows the windows -----------------------------------------------------------
 
-# without=windows: short and long windows, which grow with the stages, make attention cheap while
-# the model is young (records 13, 20, 31: 65 M tokens). A rotation that was learned for one window
-# fits another less: YaRN stretches what turns slowly.
+# Windows are short while the model is young, which makes attention cheap, and grow with the stages
+# (records 13, 20, 31: 65 M; without=windows). A rotation that was learned with one window fits
+# another less well: YaRN slows down the dimensions that turn slowly.
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each stage (frequencies float32 [2, h/4], attention scales [2]): of half-wide heads, with
-    the short window, and of whole ones, with the long one. YaRN (Peng et al. 2023): when a window
-    grows, dimensions that turn less than once within the old one slow down in proportion, those
-    that turn 32 times keep their frequency, and those between are interpolated. Attention over more
-    keys also gets sharper."""
-    # Every step is rounded to float32, as in the original.
-    found = [rotation(cfg)]
+    """`rotation` for each stage: (frequencies float32 [2, pairs that turn], scales of q k^T [2]) of
+    short and of long layers. When a window grows, frequencies are stretched to it, and scores are
+    made larger, so that attention over more keys stays as sharp (YaRN, Peng et al. 2023)."""
+    rotations = [rotation(cfg)]
     for before, after in itertools.pairwise(cfg.stages):
-        freqs, scales = (x.copy() for x in found[-1])
+        freqs_before, scales_before = rotations[-1]
+        freqs = freqs_before.copy()
+        scales = scales_before.copy()
         for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
-            turns = old * freqs[i] / np.float32(2 * math.pi)
-            keep = np.clip((turns - 1) / 31, 0, 1)
-            freqs[i] *= old / new + keep * (1 - old / new)
+            freqs[i] = stretched(freqs_before[i], old, new)
             scales[i] *= 1 + 0.2 * math.log(new / old)
-        found.append((freqs, scales))
-    return found
+        rotations.append((freqs, scales))
+    return rotations
+
+
+def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
+    """The frequencies after a window has grown from `old` to `new` tokens. A pair that turns less
+    than once within the old window slows down in proportion. One that turns 32 times keeps its
+    frequency, and those between are interpolated. All in float32, as in the original."""
+    turns = old * freqs / np.float32(2 * math.pi)
+    kept = np.clip((turns - 1) / (32 - 1), 0, 1)
+    slower = old / new
+    return freqs * (slower + kept * (1 - slower))
 
 
 # ---- Averages of the last weights ----------------------------------------------------------------
 
-# without=averages: the learning rate stays high to the end, and averages of the last weights do
-# what lower rates would (record 92: 3.8 s of its 39.9).
+# The learning rate stays high to the end, and averages of the last weights do what lower rates
+# would (record 92: 3.8 s; without=averages). An average is an array beside a parameter, in the
+# training state under the name of its kind. In the last steps it follows the parameter, at the
+# average_rates (`follow`); at the end the parameter moves a share of the way to it
+# (`move_to_averages`). The four kinds:
+#     ema            of head and embedding, over the last `tail` steps
+#     average        of v, o and MLPs, over the last `tail_average` steps
+#     value_average  of value tables, over the same
+#     bank_ema       of all matrices, over the last `tail` steps
 
-
-AVERAGES = ("ema", "average", "value_average", "bank_ema")  # of heads, matrices, values, matrices
-OF_BANKS = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)  # moves after each other: record 92
-AVERAGED = {  # parameter -> (average, share of the way there at the end)
+AVERAGES = ("ema", "average", "value_average", "bank_ema")  # the kinds, as average_rates has them
+# v, o and MLPs become their `average`, and from there move towards bank_ema. Both numbers of that
+# share are the original's: 0.55, as for q and k, less a part for having moved before.
+MOVES_TWICE = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)
+MOVES = {  # parameter -> (kind, share of the way to it), in the order of moves
     "head": (("ema", 0.65),),
     "embed": (("ema", 0.65),),
     "value_tables": (("value_average", 1.0),),
     "qk_bank": (("bank_ema", 0.55),),
-    "vo_bank": OF_BANKS,
-    "v_bank": OF_BANKS,
-    "mlp_bank": OF_BANKS,
+    "vo_bank": MOVES_TWICE,
+    "v_bank": MOVES_TWICE,
+    "mlp_bank": MOVES_TWICE,
 }
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
 AVERAGE_MEMORY = 0.212  # share of tail_average that `average` and `value_average` look back
 
 
 def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """param_table with what is averaged at the end of the run."""
-    steps = cfg.tail, cfg.tail_average, cfg.tail_average, cfg.tail
-    there = [average for average, count in zip(AVERAGES, steps, strict=True) if count]
-    found = {}
+    """param_table with the averages of each parameter, and which get back their norm."""
+    steps = {
+        "ema": cfg.tail,
+        "average": cfg.tail_average,
+        "value_average": cfg.tail_average,
+        "bank_ema": cfg.tail,
+    }
+    completed = {}
     for name, row in table.items():
-        averages = tuple(x for x in AVERAGED.get(name, ()) if x[0] in there)
-        rescaled = bool(averages) and name != "value_tables"
-        found[name] = dataclasses.replace(row, averages=averages, rescaled=rescaled)
-    return found
+        moves = [move for move in MOVES.get(name, ()) if steps[move[0]]]
+        rescaled = len(moves) > 0 and name != "value_tables"
+        completed[name] = dataclasses.replace(row, averages=tuple(moves), rescaled=rescaled)
+    return completed
 
 
-def average_rates(cfg: Config, adam, tables) -> np.ndarray:
-    """Rates [steps, 4] of AVERAGES after each step: average += rate * (weight - average). The first
-    rate of each is 1: there the average starts as the weight. `ema` and `bank_ema` cover the
-    last cfg.tail steps, both others the last cfg.tail_average. Head and embedding change only
-    at Adam steps, so `ema` is updated there alone: with n steps to the next one, at 1 - (1 - r)^n,
-    what n updates at rate r would give."""
+def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
+    """The rates [steps, 4] at which AVERAGES follow after each step: average += rate * (weight -
+    average). Rate 0 leaves an average as it is. The first rate that is not 0 is 1, so that the
+    average starts as the weight."""
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     in_tail = left < cfg.tail
     in_average = left < cfg.tail_average
-    every = left % AVERAGE_EVERY == 0
-    r_ema = 2 / (cfg.tail + 1)
-    r_bank_ema = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
-    r_average = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
-    ema = adam & (left + 1 < cfg.tail + cfg.adam_every)
-    columns = (
-        ema * (1 - (1 - r_ema) ** np.minimum(cfg.adam_every, left + 1)),
-        (in_average & every) * r_average,
-        (in_average & (tables > 0)) * r_average,
-        (in_tail & (every | (left == 1))) * r_bank_ema,
-    )
-    rates = np.stack(columns, axis=1)
-    used = rates.any(axis=0)
-    rates[np.argmax(rates > 0, axis=0)[used], np.flatnonzero(used)] = 1.0
-    return rates
+    is_fourth = left % AVERAGE_EVERY == 0
+
+    # Head and embedding change at Adam steps alone, so `ema` is due there. If n steps go by until
+    # the next one, n updates at one rate become a single one at 1 - (1 - rate)^n.
+    ema_rate = 2 / (cfg.tail + 1)
+    steps_to_next = np.minimum(cfg.adam_every, left + 1)
+    ema_rates = 1 - (1 - ema_rate) ** steps_to_next
+    average_rate = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
+    bank_rate = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
+
+    # For each kind: at which steps it is due, and at which rate then. (As in the original bank_ema
+    # is due at the last step but one too.)
+    kinds = {
+        "ema": (adam_due & (left + 1 < cfg.tail + cfg.adam_every), ema_rates),
+        "average": (in_average & is_fourth, average_rate),
+        "value_average": (in_average & (tables > 0), average_rate),
+        "bank_ema": (in_tail & (is_fourth | (left == 1)), bank_rate),
+    }
+    columns = []
+    for kind in AVERAGES:
+        is_due, rate = kinds[kind]
+        column = np.where(is_due, rate, 0.0)
+        column[np.flatnonzero(is_due)[:1]] = 1.0
+        columns.append(column)
+    return np.stack(columns, axis=1)
 
 
 def follow(state, name: str, row: Param, hyper: Hyper):
-    """Let the averages of a parameter follow it, in place. Every update does, with rate 0 where
-    they do not change, so that no step needs a program of its own."""
-    for average, _ in row.averages:
-        rate = hyper.average_rates[AVERAGES.index(average)]
-        before = state[average][name]
-        state[average][name] = before + rate * (state["params"][name] - before)
+    """Let the averages of a parameter follow it, in place. Every update calls this, with rate 0 for
+    most of the run: so no step needs a program of its own."""
+    for kind, _ in row.averages:
+        rate = hyper.average_rates[AVERAGES.index(kind)]
+        before = state[kind][name]
+        state[kind][name] = before + rate * (state["params"][name] - before)
 
 
-def averaged(cfg: Config, state) -> dict:
-    """The weights to validate, after the last step. They move towards their averages, in the order
-    of Param.averages: an average is less noisy than the weights it is of, but also shorter. Logits
-    and the stream depend on that length, so `rescaled` parameters get back the one they had."""
+def move_to_averages(cfg: Config, state) -> dict:
+    """The weights to validate: those after the last step, moved towards their averages.
+
+    An average is less noisy than the weights, and shorter. Logits and the stream depend on that
+    length, so `rescaled` parameters get back the norm that they had."""
 
     def length(x):
-        return jnp.sqrt(lax.psum(jnp.sum(jnp.square(x)), AXIS))
+        square = lax.psum(jnp.sum(jnp.square(x)), AXIS)
+        return jnp.sqrt(square)
 
     params = dict(state["params"])
-    used = schedule(cfg).hyper.average_rates.any(axis=0)
+    has_followed = schedule(cfg).hyper.average_rates.any(axis=0)
     for name, row in param_table(cfg).items():
-        for average, share in row.averages:
-            if used[AVERAGES.index(average)]:
-                params[name] += share * (state[average][name] - params[name])
+        for kind, share in row.averages:
+            if has_followed[AVERAGES.index(kind)]:
+                params[name] += share * (state[kind][name] - params[name])
         if row.rescaled:
             before = length(state["params"][name])
             after = length(params[name])
@@ -2313,21 +2350,26 @@ def averaged(cfg: Config, state) -> dict:
 
 # ---- Losses on more than the next token, and a sampled softmax ----------------------------------
 
-# without=ahead: a young model also predicts the tokens after the next (targets_ahead; record 53:
-# 21 M tokens, with the parting of head and embedding). without=prefix: " interaction" also teaches
-# " interact", while the model is young (record 88: 4 M). without=candidates: the softmax of a row
-# runs over its own targets and a sample of other ids, in place of 50,304 (record 92: 8.4 s).
+# While the model is young it also predicts the tokens after the next one (targets_ahead; record 53:
+# 21 M, with the parting of head and embedding; without=ahead). " interaction" also teaches its
+# prefix " interact" (record 88: 4 M; without=prefix). And the softmax of a row runs over
+# candidates, its own targets and a sample of other ids, in place of all 50,304 (record 92: 8.4 s;
+# without=candidates).
 
 
 def loss_weights(cfg: Config) -> np.ndarray:
     """Weights [steps, k] of the losses on the next token, the one after it, ...: in a stage they
-    change linearly. All steps have as many as the stage with most, so that shapes stay."""
-    stage, number, length = steps_in_stages(cfg)
-    most = max(len(s.weights) for s in cfg.stages)
-    ends = [(s.weights, s.weights_end) for s in cfg.stages]
-    ends = [np.pad(x, [(0, 0), (0, most - len(x[0]))]) for x in ends]
-    first, last = np.stack(ends, axis=1)[:, stage]
-    return first + (last - first) * (number / length)[:, None]
+    change linearly. k is that of the stage with most, so that shapes stay; others are 0."""
+    most = max(len(stage.weights) for stage in cfg.stages)
+    first = np.zeros((len(cfg.stages), most))
+    last = np.zeros((len(cfg.stages), most))
+    for number, stage in enumerate(cfg.stages):
+        first[number, : len(stage.weights)] = stage.weights
+        last[number, : len(stage.weights_end)] = stage.weights_end
+    steps = steps_in_stages(cfg)
+    passed = steps.number / steps.length
+    change = (last - first)[steps.stage]
+    return first[steps.stage] + change * passed[:, None]
 
 
 class Vocabulary(NamedTuple):
@@ -2338,324 +2380,466 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
-    """The Vocabulary of `words`, the bytes of ids; BOS and padding, after them, have none."""
-    changed = words if cfg.ngram_ids == "normalised" else []
-    return Vocabulary(prefix_table(words, cfg.vocab), normalised_ids(changed, cfg.vocab))
+    """The Vocabulary of `words`, the bytes of ids. BOS and padding, after them, have none."""
+    prefix_v = prefix_table(words, cfg.vocab)
+    hashed_v = np.arange(cfg.vocab).astype(np.uint16)
+    if cfg.ngram_ids == "normalised":
+        hashed_v = normalised_ids(words, cfg.vocab)
+    return Vocabulary(prefix_v, hashed_v)
 
 
-def prefix_table(words: list[bytes], vocab: int) -> np.ndarray:
-    """int32 [vocab]: the longest other word that a word begins with, or -1 (record 88)."""
-    table = np.full(vocab, -1, np.int32)
-    number = {word: i for i, word in enumerate(words)}
-    for word, i in number.items():
-        begins = (word[:end] for end in range(len(word) - 1, 0, -1))
-        table[i] = next((number[x] for x in begins if x in number), -1)
+def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
+    """int32 [v]: of each id the longest other word that its word begins with; -1: none
+    (record 88)."""
+    table = np.full(vocab_size, -1, np.int32)
+    id_of = {word: i for i, word in enumerate(words)}
+    for word, i in id_of.items():
+        for end in range(len(word) - 1, 0, -1):  # the longest first
+            prefix = word[:end]
+            if prefix in id_of:
+                table[i] = id_of[prefix]
+                break
     return table
 
 
-def aim(row, offset: int, count: int, prefix_v, always=()) -> tuple[Aims, int]:
-    """(Aims of a row of t+1 tokens without their axis b, next offset). The ids `always` are
-    candidates beside the targets."""
-    targets_t, vocab = row[1:], len(prefix_v)
+def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims, tuple[int, ...]]:
+    """(Aims of rows [b, t+1], next offsets), see row_aims."""
+    rows = []
+    next_offsets = []
+    for row, offset in zip(tokens, offsets, strict=True):
+        aims, next_offset = row_aims(row, offset, count, prefix_v, required)
+        rows.append(aims)
+        next_offsets.append(next_offset)
+    aims = Aims(
+        candidates=np.stack([aims.candidates for aims in rows]),
+        targets=np.stack([aims.targets for aims in rows]),
+        prefixes=np.stack([aims.prefixes for aims in rows]),
+    )
+    return aims, tuple(next_offsets)
+
+
+def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims, int]:
+    """(Aims of a row of t+1 tokens, without their axis b; next offset). `count` is that of
+    candidates, 0: none; they hold the ids that are `required` besides the targets."""
+    targets_t = row[1:].astype(np.int32)
+    prefixes_t = prefix_v[targets_t]
     if not count:
-        found = targets_t.astype(np.int32), prefix_v[targets_t]
-        return Aims(np.empty(0, np.int32), *found), offset
-    ids = np.append(targets_t.astype(np.int32), np.array(always, np.int32))
-    ids, offset = candidates(ids, offset, count, vocab)
-    number = np.full(vocab + 1, -1, np.int32)  # its last entry, which -1 finds, is of no id
-    number[ids] = np.arange(count)
-    found = number[targets_t], number[prefix_v[targets_t]]
-    return Aims(ids.astype(np.int32), *found), offset
-
-
-def aim_all(tokens, offsets, count: int, prefix_v, always=()) -> tuple[Aims, tuple[int, ...]]:
-    """(Aims of rows [b, t+1], next offsets)."""
-    each = zip(tokens, offsets, strict=True)
-    aims, offsets = zip(*(aim(row, at, count, prefix_v, always) for row, at in each), strict=True)
-    return Aims(*(np.stack(x) for x in zip(*aims, strict=True))), offsets
+        return Aims(np.empty(0, np.int32), targets_t, prefixes_t), offset
+    included = np.append(targets_t, np.array(required, np.int32))
+    ids, offset = candidates(included, offset, count, len(prefix_v))
+    place_v = np.full(len(prefix_v) + 1, -1, np.int32)  # of an id among the candidates; -1: none
+    place_v[ids] = np.arange(count)
+    # A token without prefix has -1 there, which finds the entry after all ids: -1 too.
+    return Aims(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
 
 
 STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
 
 
-def candidates(targets_t, offset: int, count: int, vocab: int):
-    """(`count` ids, ascending; next offset): all targets of a row, filled up with the next ids of a
-    walk through the vocabulary in steps of 20011. Sampled softmax (record 92): most ids are no
-    target of a row, but cost as much as those that are. Such losses are too low: they jump when the
-    last stages take the whole vocabulary."""
-    chosen = np.zeros(vocab, bool)
-    chosen[targets_t] = True
-    lacking = count - np.count_nonzero(chosen)
-    many = f"a row has {count - lacking:,} different targets, more than its {count:,} candidates"
-    need(lacking >= 0, f"{many}: raise --set stages.N.candidates=")
-    if lacking:
-        draw = min(vocab, int(lacking * 1.7) + 256)  # enough, though some of them are targets
-        ids = np.arange(offset, offset + draw) * STRIDE % vocab
-        ids = ids[~chosen[ids]][:lacking]
-        if len(ids) < lacking:  # the walk met too many targets: evenly from all that are none
-            others = np.flatnonzero(~chosen)
-            ids = others[:: max(1, len(others) // lacking)][:lacking]
-        chosen[ids] = True
-        offset = (offset + draw) % vocab
-    return np.flatnonzero(chosen), offset
+def candidates(included, offset: int, count: int, vocab_size: int):
+    """(`count` ids, ascending; next offset): the ids that are `included`, filled up with the next
+    ones of a walk through the vocabulary. From `offset` on it takes every 20011th id, round and
+    round.
+
+    This is a sampled softmax (record 92): most ids are no target of a row, but cost as much as
+    those that are. Its losses are too low. They jump when the last stages take the whole
+    vocabulary. UserError if more ids are included than `count`."""
+    is_chosen = np.zeros(vocab_size, bool)
+    is_chosen[included] = True
+    different = np.count_nonzero(is_chosen)
+    too_many = f"a row has {different:,} different targets, more than its {count:,} candidates"
+    need(different <= count, f"{too_many}: raise --set stages.N.candidates=")
+    missing = count - different
+    if missing:
+        draw = min(vocab_size, int(missing * 1.7) + 256)  # enough, though some are chosen already
+        walk = np.arange(offset, offset + draw) * STRIDE % vocab_size
+        others = walk[~is_chosen[walk]]
+        if len(others) < missing:  # not enough after all: evenly from all that are left
+            free = np.flatnonzero(~is_chosen)
+            others = free[:: max(1, len(free) // missing)]
+        is_chosen[others[:missing]] = True
+        offset = (offset + draw) % vocab_size
+    return np.flatnonzero(is_chosen), offset
 
 
 # ---- A pointer to earlier tokens -----------------------------------------------------------------
 
-# without=pointer: the next token is often one that has been there. One more attention, over the
-# features behind the last layer, points at it, or at a sink, which stands for none. `<copy>`, the
-# first id that is no token (real_tokens), has a chance in every softmax, and that is how far the
-# pointer is believed (pull request 379 of modded-nanogpt: 144 steps; the mixture, with a sink, is
-# that of Merity et al. 2016). Only the loss on the next token has the mixture: those further ahead
-# and on prefixes stay as they are, but for what `<copy>` takes of their softmax.
+# The next token is often one that was there before. One more attention, over the features behind
+# the last layer, points at it: each token has a query, and a key for those that come later. A
+# learned key, the sink, stands for "none of them". The softmax itself says how far the pointer is
+# believed. It has one more id, `<copy>`, the first that is no token (real_tokens), and the chance
+# of `<copy>` is what the pointer has to give (pull request 379 of modded-nanogpt: 144 steps; the
+# mixture, with a sink, is that of Merity et al. 2016; without=pointer). Only the loss on the next
+# token has the mixture. Those on tokens further ahead and on prefixes are the softmax's, with
+# `<copy>` among its ids.
+
+
+class PointerQueries(NamedTuple):
+    """What a token points with. Axes: [b, t], or those of a part of them."""
+
+    q: jax.Array  # [..., h] normed, with the scale of scores
+    sink: jax.Array  # float32, the score of the sink
+    next_token: jax.Array  # int32, what it should point at
+    segment: jax.Array  # int32, from 1 on
+    position: jax.Array  # int32, in the row
+
+
+class PointerKeys(NamedTuple):
+    """What a token is found by. Axes as those of PointerQueries."""
+
+    k: jax.Array  # [..., h] normed
+    token: jax.Array  # int32
+    segment: jax.Array  # int32, from 1 on; 0: nobody sees it
+    position: jax.Array  # int32, in the row
+
+
+def pointer_params(cfg: Config) -> dict[str, Param]:
+    """The matrices of queries and keys [2, h, d], the sink, and how sharp the pointer is."""
+    h = cfg.pointer_width
+    _, betas = cfg.scalar_betas
+    qk_start = hidden_start(cfg)
+    sink_start = normal(1 / math.sqrt(h))
+    return {
+        "pointer_qk": small_param(cfg, (2, h, cfg.width), qk_start, 1, betas, decay=1),
+        "pointer_sink": small_param(cfg, (h,), sink_start, 1, betas),
+        "pointer_gain": small_param(cfg, (1,), 1.0, 1, betas),
+    }
 
 
 def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
-    """Features, targets and weights of a loss, [b, t, ...], with `<copy>` as one target more, of
-    weight 0; and pointer_shares."""
-    ids, copy = rows.aims.candidates, model.cfg.real_tokens
-    at = jnp.argmax(ids == copy, axis=1)[:, None] if ids.size else jnp.full((1, 1), copy)
-    at = jnp.broadcast_to(at[..., None], (*targets.shape[:2], 1)).astype(targets.dtype)
+    """(features, targets, weights, pointer_chances) of a loss, [b, t, ...] each. `<copy>` becomes
+    the last target of every token, of weight 0: mix_pointed needs its loss."""
+    ids = rows.aims.candidates
+    copy_id = model.cfg.real_tokens
+    copy_b1 = jnp.full((1, 1), copy_id)
+    if ids.size:  # its place among the candidates of each row
+        copy_b1 = jnp.argmax(ids == copy_id, axis=1)[:, None]
+    b, t, _ = targets.shape
+    copies = jnp.broadcast_to(copy_b1[..., None], (b, t, 1)).astype(targets.dtype)
+    targets = jnp.concatenate([targets, copies], axis=2)
     weights = jnp.pad(weights, ((0, 0), (0, 0), (0, 1)))
-    return (
-        x_btd,
-        jnp.concatenate([targets, at], axis=2),
-        weights,
-        pointer_shares(model, rows, x_btd),
-    )
+    return x_btd, targets, weights, pointer_chances(model, rows, x_btd)
 
 
-def pointer_shares(model: Model, rows: Rows, x_btd):
-    """The share of each token's pointer that is at tokens equal to the next one, and that of the
-    sink: float32 [b, t, 2]. Of what is before it in its segment, a token sees its own block of
-    pointer_reach tokens, counted from the beginning of the row, and the block before."""
+QUERIES_AT_ONCE = 1024  # that have scores at one time: those of 2048 do not fit a v6e's VMEM
+
+
+def pointer_chances(model: Model, rows: Rows, x_btd):
+    """How each token's pointer is distributed, float32 [b, t, 2]: the chance of all tokens equal to
+    the next one, and that of the sink.
+
+    A token sees those before it in its segment, as far as they are in its own block of
+    pointer_reach tokens or in the block before. Blocks are counted from the beginning of a row."""
     b, t, _ = x_btd.shape
-    reach = min(t, model.cfg.pointer_reach[model.stage is None])
+    training_reach, validation_reach = model.cfg.pointer_reach
+    size = min(t, training_reach if model.stage else validation_reach)
 
-    def blocks(x, late: int = 0):  # of what was there `late` tokens before; zeros: of no segment
-        x = jnp.pad(x, [(0, 0), (late, -t % reach)] + [(0, 0)] * (x.ndim - 2))
-        return x[:, : x.shape[1] - late].reshape(-1, reach, *x.shape[2:])
+    def blocks(x):  # [b, t, ...] -> [b, blocks, size, ...]; zeros, of no segment, fill up the last
+        padding = [(0, 0)] * x.ndim
+        padding[1] = (0, -t % size)
+        return jnp.pad(x, padding).reshape(b, -1, size, *x.shape[2:])
+
+    def with_past(x):  # [b, t, ...] -> [b, blocks, size or 2 size, ...]
+        x = blocks(x)
+        if size == t:
+            return x
+        padding = [(0, 0)] * x.ndim
+        padding[1] = (1, 0)
+        past = jnp.pad(x[:, :-1], padding)
+        return jnp.concatenate([past, x], axis=2)
+
+    def merged(x):
+        return x.reshape(-1, *x.shape[2:])
+
+    def cut(arrays, start: int, stop: int):
+        return jax.tree.map(lambda x: x[start:stop], arrays)
 
     def of_block(block):
         queries, keys = block
-        found = []
-        for start in range(0, reach, POINTERS):
-            end = min(start + POINTERS, reach)
-            some = [x[start:end] for x in queries]
-            found.append(shares(some, [x[: len(x) - reach + end] for x in keys]))  # none is later
-        return jnp.concatenate(found)
+        parts = []
+        for start in range(0, size, QUERIES_AT_ONCE):
+            stop = min(start + QUERIES_AT_ONCE, size)
+            later = size - stop  # keys at the end, of which none is before these queries
+            earlier_keys = cut(keys, 0, len(keys.k) - later)
+            parts.append(point(cut(queries, start, stop), earlier_keys))
+        return jnp.concatenate(parts)
 
-    queries, keys = pointer(model, rows, x_btd)
-    before = (reach, 0) if t > reach else (0,)
-    keys = [jnp.concatenate([blocks(x, late) for late in before], axis=1) for x in keys]
-    return lax.map(of_block, ([*map(blocks, queries)], keys)).reshape(b, -1, 2)[:, :t]
+    queries, keys = pointer_inputs(model, rows, x_btd)
+    queries = jax.tree.map(blocks, queries)
+    keys = jax.tree.map(with_past, keys)
+    chances = lax.map(of_block, jax.tree.map(merged, (queries, keys)))
+    return chances.reshape(b, -1, 2)[:, :t]
 
 
-POINTERS = 1024  # queries whose scores exist at once: those of 2048 do not fit a v6e's VMEM
-
-
-def pointer(model: Model, rows: Rows, x_btd) -> tuple:
-    """((queries [b, t, h], their scores of the sink [b, t], their labels), (keys, their labels)).
-    Labels, int32 [b, t, 3], are the next token (of a key its own), the segment (from 1 on) and the
-    place in the row. Queries and keys are normed: without that its authors saw scores blow up."""
+def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, PointerKeys]:
+    """The queries and keys of all tokens, from the features behind the last layer. Both are normed:
+    without that its authors saw scores blow up."""
     cfg, params = model.cfg, model.params
-    gain = params["pointer_gain"][0] / math.sqrt(cfg.pointer_width)
-    both = x_btd @ params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width).T
-    q_bth, k_bth = map(norm, jnp.split(both, 2, axis=2))
-    q_bth = mix((gain, q_bth))
-    sink_bt = q_bth.astype(jnp.float32) @ params["pointer_sink"]
+    w_qk = params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width)
+    qk = x_btd @ w_qk.T
+    q, k = jnp.split(qk, 2, axis=2)
+    scale = params["pointer_gain"][0] / math.sqrt(cfg.pointer_width)
+    q = mix((scale, norm(q)))
+    sink = q.astype(jnp.float32) @ params["pointer_sink"]
     tokens = rows.tokens.astype(jnp.int32)
+    bos = cfg.bos if cfg.documents else -1
     cap = cfg.attention_cap if model.stage else 0
-    segments_bt = segment_ids(tokens[:, :-1], cfg.bos if cfg.documents else -1, cap)
-    places_bt = jnp.broadcast_to(jnp.arange(x_btd.shape[1])[None], segments_bt.shape)
-    each = tokens[:, 1:], tokens[:, :-1]
-    own, seen = (jnp.stack([ids, segments_bt, places_bt], axis=2) for ids in each)
-    return (q_bth, sink_bt, own), (k_bth, seen)
+    segment = segment_ids(tokens[:, :-1], bos, cap)
+    position = jnp.arange(x_btd.shape[1])[None]
+    position = jnp.broadcast_to(position, segment.shape)
+    queries = PointerQueries(q, sink, tokens[:, 1:], segment, position)
+    return queries, PointerKeys(norm(k), tokens[:, :-1], segment, position)
 
 
 @jax.custom_vjp
-def shares(queries, keys):
-    """pointer_shares [t, 2] of queries [t, ...] and keys [s, ...] as `pointer` has them."""
-    return shares_forward(queries, keys)[0]
+def point(queries: PointerQueries, keys: PointerKeys):
+    """pointer_chances [t, 2] of queries [t, ...] that see keys [s, ...]. Its own gradient keeps no
+    array [t, s] for the way back: for a row of 49,152 tokens that would be 0.8 GB each."""
+    chances, _ = point_forward(queries, keys)
+    return chances
 
 
-def shares_forward(queries, keys):
-    """(shares, what their gradients take)."""
-    scores_ts, found_ts = point(queries, keys)
-    sink_t = queries[1]
-    most_t = jnp.maximum(jnp.max(scores_ts, axis=1), sink_t)
-    chances_ts, sink_t = jnp.exp(scores_ts - most_t[:, None]), jnp.exp(sink_t - most_t)
-    found_t = jnp.sum(jnp.where(found_ts, chances_ts, 0.0), axis=1)
-    total_t = jnp.sum(chances_ts, axis=1) + sink_t
-    each = jnp.stack([found_t, sink_t], axis=1) / total_t[:, None]
-    return each, (queries, keys, each, most_t + jnp.log(total_t))
+def point_forward(queries: PointerQueries, keys: PointerKeys):
+    """(chances, what point_backward needs): a softmax over keys and sink."""
+    scores_ts = pointer_scores(queries, keys)
+    most_t = jnp.maximum(jnp.max(scores_ts, axis=1), queries.sink)
+    exp_ts = jnp.exp(scores_ts - most_t[:, None])
+    exp_sink_t = jnp.exp(queries.sink - most_t)
+    exp_equal_ts = jnp.where(equal_next(queries, keys), exp_ts, 0.0)
+    exp_next_t = jnp.sum(exp_equal_ts, axis=1)
+    total_t = jnp.sum(exp_ts, axis=1) + exp_sink_t
+    chances = jnp.stack([exp_next_t, exp_sink_t], axis=1) / total_t[:, None]
+    log_sum_t = most_t + jnp.log(total_t)
+    return chances, (queries, keys, chances, log_sum_t)
 
 
-def shares_backward(kept, grad):
-    """The gradient of a score is its chance times how much more it helps than scores do in the
-    mean. Scores are computed again."""
-    queries, keys, each, log_sum_t = kept
-    (q_th, *_), (k_sh, _) = queries, keys
-    scores_ts, found_ts = point(queries, keys)
-    mean_t = jnp.sum(grad * each, axis=1)
-    helps_ts = jnp.where(found_ts, grad[:, :1], 0.0) - mean_t[:, None]
-    score_grad = (jnp.exp(scores_ts - log_sum_t[:, None]) * helps_ts).astype(q_th.dtype)
-    sink_grad = each[:, 1] * (grad[:, 1] - mean_t)
-    return [score_grad @ k_sh, sink_grad, None], [score_grad.T @ q_th, None]
+def point_backward(kept: tuple, grad):
+    """The gradients of queries and keys. That of a score is its chance, times how much more it
+    helps than the mean of all scores does. Scores are computed again."""
+    queries, keys, chances, log_sum_t = kept
+    grad_next_t1 = grad[:, :1]
+    grad_sink_t = grad[:, 1]
+    mean_t = jnp.sum(grad * chances, axis=1)
+    chances_ts = jnp.exp(pointer_scores(queries, keys) - log_sum_t[:, None])
+    helps_ts = jnp.where(equal_next(queries, keys), grad_next_t1, 0.0) - mean_t[:, None]
+    score_grad = (chances_ts * helps_ts).astype(queries.q.dtype)
+    sink_grad = chances[:, 1] * (grad_sink_t - mean_t)
+    query_grads = PointerQueries(score_grad @ keys.k, sink_grad, None, None, None)
+    key_grads = PointerKeys(score_grad.T @ queries.q, None, None, None)
+    return query_grads, key_grads
 
 
-shares.defvjp(shares_forward, shares_backward)
+point.defvjp(point_forward, point_backward)
 
 
-def point(queries, keys) -> tuple:
-    """(scores [t, s], which keys are tokens equal to the next one). A query sees the tokens before
-    it of its segment, so the first one only the sink."""
-    (q_th, _, own), (k_sh, seen) = queries, keys
-    scores_ts = jnp.matmul(q_th, k_sh.T, preferred_element_type=jnp.float32)
-    own, seen = own[:, None], seen[None]
-    there_ts = (own[..., 1] == seen[..., 1]) & (own[..., 2] > seen[..., 2])
-    return jnp.where(there_ts, scores_ts, -jnp.inf), own[..., 0] == seen[..., 0]
+def pointer_scores(queries: PointerQueries, keys: PointerKeys):
+    """How well keys [s] fit queries [t]: float32 [t, s], -inf where a query does not see a key. It
+    sees earlier tokens of its segment, so that the first one has only the sink."""
+    scores_ts = jnp.matmul(queries.q, keys.k.T, preferred_element_type=jnp.float32)
+    in_segment_ts = queries.segment[:, None] == keys.segment[None]
+    is_earlier_ts = queries.position[:, None] > keys.position[None]
+    return jnp.where(in_segment_ts & is_earlier_ts, scores_ts, -jnp.inf)
+
+
+def equal_next(queries: PointerQueries, keys: PointerKeys):
+    """Which keys are tokens equal to the one after the query: bool [t, s]."""
+    return queries.next_token[:, None] == keys.token[None]
 
 
 def mix_pointed(losses, pointed):
-    """Losses [t, targets] of a softmax, of which the last is that of `<copy>`. The first becomes
-    that of the mixture. If `<copy>` has the chance a, tokens have p / (1 - a) of what is left. Of a
-    they get back the share of the sink, and what the pointer is at gets all else: with found, sink
-    = `pointed` [t, 2], of pointer_shares, p (1 + a sink / (1 - a)) + a found. The least chance is
-    1e-30, beyond what logits of a cap reach. (Its authors add 1e-9: chances then sum up to more
-    than 1, and no loss is above 20.7.)"""
-    chance, gate = jnp.exp(-losses[:, 0]), jnp.exp(-losses[:, -1])
-    rest = jnp.maximum(-jnp.expm1(-losses[:, -1]), 1e-6)  # 1 - a
-    chance = chance * (1 + gate * pointed[:, 1] / rest) + gate * pointed[:, 0]
-    return losses.at[:, 0].set(-jnp.log(jnp.maximum(chance, 1e-30)))
+    """Losses [t, targets], of which the first is that of the mixture, from `losses` of the softmax,
+    of which the last is that of `<copy>`, and `pointed` [t, 2], the pointer_chances.
+
+    In the softmax let the next token have the chance p, and `<copy>` the chance a. Without `<copy>`
+    it would be p / (1 - a). The pointer gives out a: to tokens, or by its sink back to the softmax.
+        p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
+    The least chance is 1e-30, beyond what logits of a cap reach. (Its authors add 1e-9. Then
+    chances sum up to more than 1, and no loss is above 20.7.)"""
+    next_t = pointed[:, 0]
+    sink_t = pointed[:, 1]
+    chance_t = jnp.exp(-losses[:, 0])  # p
+    copy_t = jnp.exp(-losses[:, -1])  # a
+    rest_t = jnp.maximum(-jnp.expm1(-losses[:, -1]), 1e-6)  # 1 - a
+    chance_t = chance_t * (1 + copy_t * sink_t / rest_t) + copy_t * next_t
+    loss_t = -jnp.log(jnp.maximum(chance_t, 1e-30))
+    return losses.at[:, 0].set(loss_t)
+
+
+class LossSlopes(NamedTuple):
+    """The gradients of a weighted sum of losses."""
+
+    losses: jax.Array  # [t, targets] for the losses of the softmax
+    copy_logit: jax.Array | None  # [t] for the logit of `<copy>`; None: there is no pointer
 
 
 def pointed_slopes(losses, weights, pointed) -> tuple:
-    """((gradients of add_losses' weighted sum for the losses of the softmax [t, targets], for the
-    logit of `<copy>` [t]), for `pointed`). With the first as weights, so that those who know no
-    pointer can go on, the plain losses have the gradients of the mixture: for a logit with the
-    chance p, p * the sum of weights - its own. For `<copy>`, whose own is of the order 1 / (1 - p),
-    that would be a small difference of large numbers."""
+    """(LossSlopes of add_losses' weighted sum, its gradient for `pointed`), for losses with a
+    gradient of their own. Without a pointer the slopes are the weights.
+
+    With these slopes as weights the losses of the softmax have the gradients of the mixture. For a
+    logit with the chance q that is q * (sum of all slopes) - (its own as a target). The slope of
+    `<copy>`'s loss is of the order 1 / (1 - q), so that this would be a small difference of large
+    numbers: copy_logit is the same, written without them."""
     if pointed is None:
-        return (weights, None), None
+        return LossSlopes(weights, None), None
 
     def weighted(losses, pointed):
         return jnp.sum(mix_pointed(losses, pointed) * weights)
 
     slopes, pointed_grad = jax.grad(weighted, argnums=(0, 1))(losses, pointed)
-    others, loss = jnp.sum(slopes[:, :-1], axis=1), losses[:, -1]
-    copy_grad = others * jnp.exp(-loss) + slopes[:, -1] * jnp.expm1(-loss)
-    return (slopes, copy_grad), pointed_grad
+    others_t = jnp.sum(slopes[:, :-1], axis=1)
+    copy_loss_t = losses[:, -1]
+    copy_grad_t = others_t * jnp.exp(-copy_loss_t) + slopes[:, -1] * jnp.expm1(-copy_loss_t)
+    return LossSlopes(slopes, copy_grad_t), pointed_grad
 
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
 
-# without=ngrams: each token adds a vector of its bigram and one of its trigram, rows of a table of
-# 42 million, cut over the devices (records 62, 92: 7.1 s). without=signs: n-grams of one row
-# differ by random signs (record 83: 8 M tokens). without=normalised: hashes see " The" as "the"
-# (pull request 375: 15 steps). The loader hashes a batch and requests every row that it needs
-# once, by owner. A step exchanges these requests, gets the rows back, and sends their gradients to
-# the owners.
+# Each token adds a vector of its bigram and one of its trigram. These are rows of a table of 42
+# million, cut over the devices; a hash says which row (records 62, 92: 7.1 s; without=ngrams).
+# N-grams that share a row are told apart by random signs (record 83: 8 M; without=signs). Hashes
+# see " The" as "the" (pull request 375: 15 steps; without=normalised).
+#
+# The way of a batch: the loader hashes it. For each device it lists the rows that the device's
+# tokens need, each once, by the device that owns them: the requests. Slots say where a token finds
+# its two rows in what comes back. A step exchanges the requests (fetch_requests) and gets the rows.
+# Gradients go back to the owners, which sum them (sum_requests) and change the rows (adam_rows).
 
 
-def normalised_ids(words: list[bytes], vocab: int) -> np.ndarray:
-    """uint16 [vocab]: for each id the smallest one of the same normal form (pull request 375), or
-    itself. " The", "the" and "THE" then share their n-grams, and fewer collide: 32,980 of 50,257
-    ids are left."""
-    table = np.arange(vocab).astype(np.uint16)
+def ngram_params(cfg: Config) -> dict[str, Param]:
+    """The table [rows, d]. It begins at zero and has no float32 master."""
+    kinds = {"optimizer": "rows", "dtype": cfg.compute_dtype}
+    return {NGRAMS: table_param(cfg, cfg.ngram_rows, 0.0, (0, 0.95), **kinds)}
+
+
+def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
+    """uint16 [v]: for each id the smallest one of the same normal form, or itself if it has none
+    (pull request 375). " The", "the" and "THE" then share their n-grams, and fewer collide: 32,980
+    of 50,257 ids are left."""
+    table = np.arange(vocab_size).astype(np.uint16)
     first = {}
-    for i, form in enumerate(map(normal_form, words)):
+    for i, word in enumerate(words):
+        form = normal_form(word)
         if form:
             table[i] = first.setdefault(form, i)
     return table
 
 
+# What Unicode calls white space, but for what NFKC has made a space. (str.strip alone would also
+# take the separators 0x1c to 0x1f.)
+WHITE_SPACE = " \v\f\x85\u1680\u2028\u2029"
+
+
 def normal_form(word: bytes) -> str:
     """A word without case, accents, variants of letters and space around it; "": it has no form."""
     try:
-        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", word.decode()))
+        text = word.decode()
     except UnicodeDecodeError:  # part of a character
         return ""
-    text = "".join(c.lower() for c in text if unicodedata.category(c) != "Mn")
-    text = re.sub(r"[ \t\r\n]+", " ", text)
-    return text if text == " " else text.strip(" \v\f\x85\u1680\u2028\u2029")  # all white space
+    text = unicodedata.normalize("NFKC", text)
+    text = unicodedata.normalize("NFD", text)  # accents become characters of their own, Mn
+    letters = [c.lower() for c in text if unicodedata.category(c) != "Mn"]
+    text = re.sub(r"[ \t\r\n]+", " ", "".join(letters))
+    if text == " ":
+        return text
+    return text.strip(WHITE_SPACE)
 
 
-def hashed_rows(cfg: Config, mesh: Mesh, known: Vocabulary, tokens, aims: Aims):
-    """What rows_of returns, with what n-grams need."""
-    hashed = known.hashed_v[tokens[:, :-1]]
+def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
+    """rows_of where there are n-grams: (Rows, requests) of this process's rows, in numpy."""
+    hashed = by_id.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     return Rows(tokens, hashed, slots, aims), requests
 
 
 def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
-    """(requests [mine, devices, size], slots [b, 2, t]) of `mine` of the devices. Requests
-    are the n-gram rows of a device's tokens, every different one once, by owner; slots are where
-    each token then finds its two. An n-gram that does not fit into the request to its owner gets
-    slot 0, the row of trigrams without history, which every batch requests."""
+    """(requests [mine, devices, size], slots [b, 2, t]) of the rows `hashed` [b, t], which are cut
+    over `mine` of the `devices`."""
     size = capacity(hashed.size // mine * devices, devices)
-    owned = -(-cfg.ngram_rows // devices)  # rows of each device
 
     def of_device(rows):
-        ids = spread(ngram_hashes(rows, cfg.ngram_rows), cfg.ngram_rows)
-        different, which = np.unique(ids, return_inverse=True)
-        owner, row = np.divmod(different, owned)
-        slot = np.arange(len(owner)) - np.searchsorted(owner, np.arange(devices))[owner]
-        fits = slot < size
-        requests = np.full((devices, size), owned, np.int32)  # at first all past the owner's rows
-        requests[owner[fits], slot[fits]] = row[fits]
-        slots = np.where(fits, owner * size + slot, 0).astype(np.int32)[which]
-        return requests, slots.reshape(ids.shape).swapaxes(0, 1)
+        return device_request(cfg, rows, devices, size)
 
     with ThreadPoolExecutor() as pool:  # numpy sorts without holding Python's lock
-        requests, slots = zip(*pool.map(of_device, np.split(hashed, mine)), strict=True)
-    return np.stack(requests), np.concatenate(slots)
+        results = list(pool.map(of_device, np.split(hashed, mine)))
+    requests = np.stack([requests for requests, _ in results])
+    slots = np.concatenate([slots for _, slots in results])
+    return requests, slots
+
+
+def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(requests [devices, size], slots [b, 2, t]) of one device's rows [b, t].
+
+    Requests are the n-gram rows of its tokens, each different one once, by owner, as numbers among
+    the owner's rows. Places that are left have a number past them. Slots are where each token finds
+    its two rows in what comes back. An n-gram that does not fit into the request to its owner gets
+    slot 0: the row of trigrams without history, which every batch requests."""
+    owned = -(-cfg.ngram_rows // devices)  # rows of each device
+    hashes = ngram_hashes(hashed, cfg.ngram_rows)
+    ids = spread(hashes, cfg.ngram_rows)  # [2, b, t]
+    different, number = np.unique(ids, return_inverse=True)
+    owner, row = np.divmod(different, owned)  # ascending, as `different` is
+    first = np.searchsorted(owner, np.arange(devices))  # of the rows of each owner
+    place = np.arange(len(owner)) - first[owner]
+    fits = place < size
+    requests = np.full((devices, size), owned, np.int32)
+    requests[owner[fits], place[fits]] = row[fits]
+    slots = np.where(fits, owner * size + place, 0).astype(np.int32)
+    slots = slots[number].reshape(ids.shape)
+    return requests, slots.swapaxes(0, 1)
 
 
 def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
     """Rows of the n-gram table for each token, int32 [2, b, t]: of its bigram, of its trigram.
-    Bigrams have the first half of the table, trigrams the second (records 62, 92); the last row of
-    a half is for no history. Products wrap around in int32. Bug-compatible: the original hashes the
-    bigram at t = 1 with `last` in place of the first token."""
+
+    Bigrams have the first half of the table, trigrams the second (records 62, 92). The last row of
+    a half is for tokens without enough history. The multipliers, one for each place in an n-gram,
+    are the original's; products wrap around in int32. Bug-compatible: at t = 1 the original hashes
+    the bigram with `last` in place of the first token."""
     x_bt = x_bt.astype(np.int32)
-    x1_bt, x2_bt = (np.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    x1_bt = np.pad(x_bt[:, :-1], ((0, 0), (1, 0)))  # the token before
+    x2_bt = np.pad(x_bt[:, :-2], ((0, 0), (2, 0)))  # and the one before that
     t = np.arange(x_bt.shape[1])[None]
     half = rows // 2
     last = half - 1
     bigram = (36313 * x_bt) ^ (27191 * np.where(t == 1, last, x1_bt))
-    trigram = (17351 * x_bt) ^ (60961 * x1_bt) ^ (45259 * x2_bt)
     bigram = np.where(t < 1, last, bigram % last)
+    trigram = (17351 * x_bt) ^ (60961 * x1_bt) ^ (45259 * x2_bt)
     trigram = np.where(t < 2, last, trigram % last)
     return np.stack([bigram, half + trigram])
 
 
 def spread(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Which rows of the array hold the rows `ids` of the n-gram table, int64. A multiplication
-    spreads them (Knuth 1973), so that all owners get as many requests: hashes of text are not even,
-    for products of small ids do not wrap. Row 0 is that of trigrams without history."""
+    """Which rows of the array hold the rows `ids` of the n-gram table, int64. Hashes of text are
+    not even, as products of small ids do not wrap. A multiplication spreads them (Knuth 1973), so
+    that all owners get as many requests. Row 0 is that of trigrams without history."""
     prime = 2_654_435_761  # above every number of rows: 2**32 over the golden ratio
     return (rows - 1 - ids.astype(np.int64)) * prime % rows
 
 
 def capacity(batch_tokens: int, devices: int) -> int:
     """How many rows of the n-gram table a device can fetch from another for its part of a batch.
-    Every different n-gram is fetched once. Of the 2t n-grams of t tokens of English a share of up
-    to (1300 / t)^0.06 is different (measured: records/NOTES.md); owners have equal shares of them,
-    up to chance: five standard deviations."""
+
+    Of the 2t n-grams of t tokens of English a share of up to (1300 / t)^0.06 is different
+    (measured: records/NOTES.md), and each different one is fetched once. Owners have equal shares
+    of them, up to chance: five standard deviations."""
     tokens = batch_tokens // devices
-    mean = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06) / devices
-    return min(2 * tokens, math.ceil((mean + 5 * math.sqrt(mean)) / 8) * 8)
+    different = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06)
+    mean = different / devices
+    most = mean + 5 * math.sqrt(mean)
+    return min(2 * tokens, math.ceil(most / 8) * 8)  # a multiple of 8
 
 
 def abstract_requested(cfg: Config, mesh: Mesh, update: Update) -> tuple:
-    """What waits of n-grams for an Update of tables, for each step, by shapes: the rows that were
-    requested of each device, and their gradients."""
+    """The shapes, dtypes and shardings of the n-gram gradients that wait for an Update of tables:
+    for each step the rows that were requested of each device, and their gradients."""
     waiting = []
     for stage in update.stages:
         size = capacity(cfg.stages[stage].batch_tokens, mesh.size)
         shape = mesh.size**2, size
         ids = abstract(mesh, shape, jnp.int32, AXIS)
-        waiting.append((ids, abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)))
+        grads = abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)
+        waiting.append((ids, grads))
     return tuple(waiting)
 
 
@@ -2666,25 +2850,34 @@ def sign_pool(cfg: Config, seed):
 
 
 def signed_sum(signs, ngrams, hashed_bt):
-    """The n-gram vector of each token [b, t, d]: its two rows times their signs, see sign_ids.
-    (Split, not indexed: else XLA pads both gradients to that of two rows, and adds.)"""
-    pairs = jnp.split(ngrams, 2, axis=1)
+    """The n-gram vector of each token [b, t, d]: its two rows, `ngrams` [b, 2, t, d], times their
+    signs. `signs` None: as they are. (Split, not indexed: else XLA pads both gradients to that of
+    two rows, and adds.)"""
+    bigrams, trigrams = jnp.split(ngrams, 2, axis=1)
+    bigrams_btd = bigrams[:, 0]
+    trigrams_btd = trigrams[:, 0]
     if signs is None:
-        return sum(x[:, 0] for x in pairs)
-    terms = zip(sign_ids(hashed_bt, len(signs)), pairs, strict=True)
-    return sum(signs[ids_bt].astype(x.dtype) * x[:, 0] for ids_bt, x in terms)
+        return bigrams_btd + trigrams_btd
+    bigram_ids, trigram_ids = sign_ids(hashed_bt, len(signs))
+    bigram_signs = signs[bigram_ids].astype(bigrams.dtype)
+    trigram_signs = signs[trigram_ids].astype(trigrams.dtype)
+    return bigram_signs * bigrams_btd + trigram_signs * trigrams_btd
 
 
 def sign_ids(x_bt, rows: int):
-    """Rows of the pool of random signs for each token's bigram and trigram, int32 [2, b, t].
-    N-grams that share a row of the table rarely share their signs too: each is noise of mean zero
-    to the other (record 83). `rows` is a power of two; row 0 is for no history."""
+    """Rows of the pool of signs for each token's bigram and trigram, int32 [2, b, t]. N-grams that
+    share a row of the table rarely share their signs too: each is noise of mean zero to the other
+    (record 83). `rows` is a power of two; row 0 is for no history. The multipliers, others than
+    those of ngram_hashes, are the original's."""
     x_bt = x_bt.astype(jnp.int32)
-    x1_bt, x2_bt = (jnp.pad(x_bt[:, :-n], ((0, 0), (n, 0))) for n in (1, 2))
+    x1_bt = jnp.pad(x_bt[:, :-1], ((0, 0), (1, 0)))  # the token before
+    x2_bt = jnp.pad(x_bt[:, :-2], ((0, 0), (2, 0)))  # and the one before that
     t = jnp.arange(x_bt.shape[1])[None]
     bigram = (30011 * x1_bt) ^ (48271 * x_bt)
+    bigram = jnp.where(t < 1, 0, bigram & (rows - 1))
     trigram = (26801 * x2_bt) ^ (39779 * x1_bt) ^ (58699 * x_bt)
-    return jnp.stack([(t >= 1) * (bigram & (rows - 1)), (t >= 2) * (trigram & (rows - 1))])
+    trigram = jnp.where(t < 2, 0, trigram & (rows - 1))
+    return jnp.stack([bigram, trigram])
 
 
 def exchange(x):
@@ -2700,80 +2893,130 @@ def fetch_requests(table, batch: Batch) -> tuple:
 
 def fetch(table, requested):
     """The rows of the n-gram table that this device has requested: [devices * size, d]. `table` is
-    its shard of the table; `requested`, from an exchange of all requests, are the rows of that
-    shard for device k (padding: len(table))."""
+    its shard of the table. `requested` [devices, size] says which rows of the shard go to each
+    device; len(table): padding."""
     rows = table.at[requested].get(mode="clip")
     return exchange(rows).reshape(-1, table.shape[1])
 
 
 def dropped_ngrams(slots):
-    """How many of a device's n-grams did not fit into its requests: they have slot 0, as the
-    trigrams of a row's first two tokens do, which have no history."""
-    return jnp.sum(slots == 0, dtype=jnp.float32) - slots[:, 1, :2].size
+    """How many of a device's n-grams did not fit into its requests: those with slot 0, less the
+    trigrams of a row's first two tokens, which have it too."""
+    without_history = slots[:, 1, :2].size
+    return jnp.sum(slots == 0, dtype=jnp.float32) - without_history
 
 
 def sum_requests(parts, size: int, add_rows: Callable):
-    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows.
-    `parts` has for each step since the last update the requested rows [devices, size] and
-    their gradients [devices, size, d]. Sorting brings equal ids together, add_rows sums them."""
+    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows; no id
+    twice. `parts` has, for each step since the last update, the requested rows [devices, size] and
+    their gradients [devices, size, d]. Sorting brings equal ids together; add_rows sums them."""
     ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
-    grads = jnp.concatenate([x.reshape(-1, x.shape[-1]) for _, x in parts])
-    numbers = jnp.arange(len(ids))
-    ids, order = lax.sort((ids, numbers), num_keys=1)
-    run = jnp.cumsum(jnp.diff(ids, prepend=-1) != 0) - 1  # which of the different ids it is
-    total = add_rows(jnp.zeros(grads.shape, jnp.float32), run, [grads[order]], ascending=True)
-    first = jax.ops.segment_min(ids, run, len(ids), indices_are_sorted=True)
-    return jnp.where(numbers > run[-1], size + numbers, first), total
+    grads = jnp.concatenate([grad.reshape(-1, grad.shape[-1]) for _, grad in parts])
+    places = jnp.arange(len(ids))
+    ids, order = lax.sort((ids, places), num_keys=1)
+    is_new = jnp.diff(ids, prepend=-1) != 0
+    group = jnp.cumsum(is_new) - 1  # which of the different ids it is
+    zeros = jnp.zeros(grads.shape, jnp.float32)
+    sums = add_rows(zeros, group, [grads[order]], ascending=True)
+    different = jax.ops.segment_min(ids, group, len(ids), indices_are_sorted=True)
+    # Places behind the last group are padding: each gets an id of its own, beyond all rows.
+    return jnp.where(places > group[-1], size + places, different), sums
 
 
-def adam_rows(table, square, ids, grad, rates: tuple):
+def adam_rows(table, square, ids, grad, rates: AdamRates):
     """One step on the rows of a table that were read: (new table, new mean square of each row).
-    Adam without a mean and with one second moment for each row (record 92; both moments of all
-    numbers would take 260 GB). `ids` int32 [r] and summed gradients `grad` [r, d] are of this
-    device's shard, no id twice; ids from len(table) on are padding. Other rows stay as they are,
-    but their mean squares decay. The table has no float32 master. A change is added, not put in
-    place: a v6e's SparseCores can only add."""
-    lr, decay, count, (_, b2), eps, cautious = rates
-    square = b2 * square
-    increase = (1 - b2) * jnp.mean(jnp.square(grad), axis=1)
+
+    This is Adam without a mean, and with one second moment for each row (record 92): both moments
+    of all numbers would take 260 GB. `ids` int32 [r] and summed gradients `grad` [r, d] are of this
+    device's shard, no id twice; ids from len(table) on are padding. Rows that were not read stay as
+    they are, but their mean squares decay. The table has no float32 master. A change is added, not
+    put in place: a v6e's SparseCores can only add."""
+    _, beta = rates.betas
+    square = beta * square
+    increase = (1 - beta) * jnp.mean(jnp.square(grad), axis=1)
     mean_square = square.at[ids].get(mode="clip") + increase
-    size = lr * jnp.sqrt(1 - b2**count) / (jnp.sqrt(mean_square) + eps)
+    correction = jnp.sqrt(1 - beta**rates.count)
+    lr = rates.lr * correction / (jnp.sqrt(mean_square) + rates.eps)
     old = table.at[ids].get(mode="clip")
-    new = descend(old.astype(jnp.float32), size[:, None] * grad, lr * lr * decay, cautious)
+    before = old.astype(jnp.float32)
+    change = lr[:, None] * grad
+    decay = rates.lr * rates.lr * rates.decay
+    new = descend(before, change, decay, rates.cautious)
     options = {"mode": "drop", "unique_indices": True}
     table = table.at[ids].add(new.astype(table.dtype) - old, **options)
-    return table, square.at[ids].add(increase, **options)
+    square = square.at[ids].add(increase, **options)
+    return table, square
 
 
 # ---- Value tables, smear, weights of branches ----------------------------------------------------
 
-# without=values: some layers have a table of token values, added to v (record 14: 115 M tokens),
-# by gates (without=value_gates; record 55: 9 M). without=smear: each embedding takes a little of
-# the one before (record 34). without=lambdas: learned weights on q, k, v, on o, on each branch
-# (47, 48, 73).
+# Some layers have a table of token values, added to v (record 14: 115 M; without=values), times
+# gates (record 55: 9 M; without=value_gates). Each embedding takes a little of the one before it
+# (record 34; without=smear). Learned numbers weight q, k and v, o, and each branch of a layer
+# (records 47, 48, 73: 12 M; without=lambdas).
+
+GATE_INPUTS = 12  # features of a token that smear and value gates see (record 28: 12 suffice)
 
 
-GATE_INPUTS = 12  # features of a token that smear and value gates look at (record 28: 12 suffice)
+def value_params(cfg: Config) -> dict[str, Param]:
+    """The value tables, one under the other [layers * v, d], and their gates. MUDD weights the one
+    of its layer by itself."""
+    layers = cfg.layers_with("values")
+    gated = [i for i in layers if not cfg.layers[i].mudd]
+    rows = {
+        "value_tables": table_param(cfg, len(layers) * cfg.vocab, normal(0.01), (0.75, 0.95)),
+    }
+    if cfg.value_gates:
+        _, betas = cfg.scalar_betas
+        shape = len(gated), cfg.heads, GATE_INPUTS
+        rows["value_gate"] = small_param(cfg, shape, 0.0, 1, betas, decay=1)
+    return rows
+
+
+def smear_params(cfg: Config) -> dict[str, Param]:
+    """The weights of the gate [1, features], and how much it lets through at most."""
+    _, betas = cfg.scalar_betas
+    return {
+        "smear_gate": small_param(cfg, (1, GATE_INPUTS), 0.0, 0.01, betas),
+        "smear_lambda": small_param(cfg, (1,), 0.0, 5, betas),
+    }
+
+
+def lambda_params(cfg: Config) -> dict[str, Param]:
+    """The weights of each layer."""
+    layers = len(cfg.layers)
+    of_mixing, of_scalars = cfg.scalar_betas
+    return {
+        # of the stream, before attention and before the MLP
+        "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, of_mixing),
+        # of what attention and MLP add to it
+        "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, of_mixing),
+        # on q, k and v; in effect on v alone, as QK norm cancels the others
+        "qkv_lambda": small_param(cfg, (layers,), 0.5, 5, of_scalars),
+        "o_lambda": small_param(cfg, (layers,), 1.0, 5, of_scalars),
+    }
 
 
 def gated_values(model: Model, i: int, x_btd, values):
     """What layer `i` adds to its v, a pair (HeadInputs.added): the tokens' rows of its value table,
-    and a gate for each head, twice the sigmoid of a weighted sum of the first features of the
-    normed input and of the row (value residual of Zhou et al. 2024; records 14, 55)."""
-    at = model.cfg.layers_with("values").index(i)
-    values_btd = values[at]
+    and a gate for each head. A gate is twice the sigmoid of a weighted sum. This runs over the
+    first features of the normed input, and of the row (value residual of Zhou et al. 2024)."""
+    number = model.cfg.layers_with("values").index(i)
+    values_btd = values[number]
     if not model.cfg.value_gates:
-        return values_btd, jnp.ones((*x_btd.shape[:2], model.cfg.heads))
-    weights = model.params["value_gate"][at]
+        ones = jnp.ones((*x_btd.shape[:2], model.cfg.heads))
+        return values_btd, ones
+    weights = model.params["value_gate"][number]
     half = weights.shape[1] // 2
-    looks = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
-    return values_btd, 2 * gate(looks, weights)
+    features = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
+    return values_btd, 2 * gate(features, weights)
 
 
 def smear(x_btd, weights, strength):
     """Every token takes a little of the one before it, by a gate (record 34)."""
-    before = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
-    return mix((1.0, x_btd), (strength * gate(x_btd, weights), before))
+    before_btd = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
+    amount = strength * gate(x_btd, weights)
+    return mix((1.0, x_btd), (amount, before_btd))
 
 
 def gate(x_btd, weights):
@@ -2783,91 +3026,114 @@ def gate(x_btd, weights):
 
 
 def post_lambdas(model: Model, i: int):
-    """Weights of what attention and MLP of layer `i` add; mudd_layer has its own for each token."""
-    own = not model.cfg.layers[i].mudd
-    return model.params["post_lambdas"][i] if own else jnp.ones(2, jnp.float32)
+    """Weights of what attention and MLP of layer `i` add. Of the MUDD layer they are 1: each token
+    has weights of its own there (mudd_layer)."""
+    if model.cfg.layers[i].mudd:
+        return jnp.ones(2, jnp.float32)
+    return model.params["post_lambdas"][i]
 
 
 # ---- Gates, and what else small MLPs give out for each token -------------------------------------
 
-# without=gates: small MLPs see the whole token and make numbers that scale heads (without=gated),
-# n-grams, the embedding (without=x0) and the skip (record 85: 24 M tokens). Without them each is
-# one learned number.
+# Small MLPs see all features of a token and give out coefficients: gates, which scale heads
+# (without=gated), the n-gram vector, the embedding (without=x0) and the skip (record 85: 24 M;
+# without=gates, then each gate is one learned number), and the weights of MUDD (next section).
 
-
-GATE_SCALE = 0.1  # what the other gates are multiplied with, at the start
 GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}  # kind -> its start
-MUDD_SCALE = 0.1  # on the outputs of the small MLPs of mudd_layer and mudd_mix, to learn slowly
-MUDD = {  # what mudd_layer weights -> its start
-    "v_start": 0.0,  # added to v: the start of the stream,
-    "v_source": 0.0,  # what its attention reads,
-    "v_x": 0.0,  # the stream
-    "x_start": 0.0,  # added to the stream before attention: the same three
-    "x_source": 0.0,
-    "x_x": 0.0,
-    "values_left": 2.0,  # of the value row, for the first half of the heads
-    "values_right": 2.0,
-    # In place of resid_lambdas, post_lambdas and gates: of the sums after attention and the MLP.
-    "keep_attention": math.sqrt(1.1),
-    "attention": 1.0,
-    "start": 0.0,
-    "ngram": 0.05,
-    "keep_mlp": math.sqrt(1.1),
-    "mlp": 1.0,
-}
+GATE_SCALE = 0.1  # on gates at the start; learned
+MUDD_SCALE = 0.1  # on the weights of MUDD, so that they learn slowly
+
+
+class Coefficient(NamedTuple):
+    """An entry of what a small MLP gives out."""
+
+    count: int  # of numbers for each token
+    start: float  # of each
 
 
 @functools.cache
 def coefficient_table(cfg: Config) -> dict[str, list[dict]]:
-    """What the small MLPs give out for each token: for each MLP a dict name -> (how many numbers,
-    their start), in the order of its outputs. "gate": the first serves the layers before the one
-    that looks, the second those from it on; names are (kind of GATES, layer), and xsa and gated
-    have a number for each head. "mudd": of mudd_layer, and of mudd_mix, whose names are those of
-    its sources; of these it first takes out half of what later attentions have read."""
-    number = np.cumsum([layer.looks for layer in cfg.layers])  # of the MLP that serves a layer
-    gates = [{} for _ in range(number[-1] + 1)]
+    """What the small MLPs give out for each token: for each MLP a dict, name -> Coefficient, in the
+    order of its outputs."""
+    return {"gate": gate_coefficients(cfg), "mudd": mudd_coefficients(cfg)}
+
+
+def gate_coefficients(cfg: Config) -> list[dict]:
+    """The Coefficients of gates, by (kind, layer). The first MLP serves the layers before one that
+    `looks`, the next those from it on."""
+    mlp_of_layer = np.cumsum([layer.looks for layer in cfg.layers])
+    tables = [{} for _ in range(mlp_of_layer[-1] + 1)]
     for kind, start in GATES.items():
+        count = cfg.heads if kind in ("xsa", "gated") else 1  # a gate for each head, or for all
         for i in cfg.layers_with(kind):
-            gates[number[i]][kind, i] = cfg.heads if kind in ("xsa", "gated") else 1, start
-    last = cfg.layers[-1]
-    if not last.mudd:
-        return {"gate": gates, "mudd": []}
-    there = {"source": last.reads, "values_": last.values, "ngram": cfg.ngram_rows}
-    lacking = [part for part, has in there.items() if not has]
-    many = [f"{name}{i}" for name in ("skip", "values") for i in cfg.layers_with(name)]
-    sources = ["start", "source", "x", *many, "mlp_input", "normed_source"]
-    mix = {name: -0.5 if name == "source" else 0.0 for name in sources}
-    mudd = [{}, {}]
-    for found, starts in zip(mudd, (MUDD, mix), strict=True):
-        found |= {x: (1, y) for x, y in starts.items() if not any(part in x for part in lacking)}
-    return {"gate": gates, "mudd": mudd}
+            tables[mlp_of_layer[i]][kind, i] = Coefficient(count, start)
+    return tables
 
 
 def coefficient_starts(cfg: Config, kind: str) -> np.ndarray:
-    """The biases [MLPs, outputs of that with most] with which small MLPs begin."""
+    """The biases [MLPs, outputs of that with most] of the small MLPs of a kind, at the start."""
     scale = {"gate": GATE_SCALE, "mudd": MUDD_SCALE}[kind]
-    starts = [[np.full(*x) for x in each.values()] for each in coefficient_table(cfg)[kind]]
-    rows = [np.concatenate([*each, []]) / scale for each in starts]
-    most = max(map(len, rows), default=0)
-    return np.array([np.pad(row, (0, most - len(row))) for row in rows]).reshape(len(rows), most)
+    rows = []
+    for table in coefficient_table(cfg)[kind]:
+        row = []
+        for coefficient in table.values():
+            row += [coefficient.start / scale] * coefficient.count
+        rows.append(row)
+    outputs = max(len(row) for row in rows)
+    starts = np.zeros((len(rows), outputs))
+    for row, of_mlp in zip(rows, starts, strict=True):
+        of_mlp[: len(row)] = row
+    return starts
+
+
+def hidden_start(cfg: Config) -> Callable:
+    """The start of a matrix [n, h, d] that reads features: uniform up to 1 / sqrt(d)."""
+    return functools.partial(uniform, 1 / math.sqrt(3 * cfg.width), 1.0)
+
+
+def gate_params(cfg: Config) -> dict[str, Param]:
+    """The small MLPs of gates, their scale, and what skips have besides (record 45: 5 M). Without
+    hidden units (gate_width=0) only biases are left."""
+    _, betas = cfg.scalar_betas
+    starts = coefficient_starts(cfg, "gate")
+    mlps, outputs = starts.shape
+    w = cfg.gate_width
+    skips = len(cfg.layers_with("skip"))
+    rows = {
+        "gate_b2": small_param(cfg, starts.shape, starts, 0.1, betas),
+        "gate_scale": small_param(cfg, (1,), GATE_SCALE, 0.1, betas),
+        "skip_lambda": small_param(cfg, (skips,), -1.5, 5, betas),
+    }
+    if w:
+        hidden = hidden_start(cfg)
+        rows["gate_w1"] = small_param(cfg, (mlps, w, cfg.width), hidden, 0.1, betas, decay=1)
+        rows["gate_w2"] = small_param(cfg, (mlps, outputs, w), 0.0, 0.1, betas, decay=1)
+    return rows
 
 
 def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
-    """What a small MLP of coefficient_table gives out: name -> [b, t, numbers], of any sign. It
-    sees the whole token (records 81, 85). At first it gives its biases, since W2 starts at zero."""
+    """What small MLP `number` of a kind gives out (coefficient_table): name -> float32 [b, t,
+    count], of any sign (records 81, 85). At first these are its biases, since W2 starts at zero."""
     params = model.params
     table = coefficient_table(model.cfg)[kind][number]
     if not table:
         return {}
     biases = params[f"{kind}_b2"][number]
     if f"{kind}_w1" in params:
-        values = small_mlp(x_btd, *(params[f"{kind}_{x}"][number] for x in ("w1", "w2")), biases)
+        w1 = params[f"{kind}_w1"][number]
+        w2 = params[f"{kind}_w2"][number]
+        outputs = small_mlp(x_btd, w1, w2, biases)
     else:
-        values = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
-    values *= params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
-    ends = np.cumsum([width for width, _ in table.values()])
-    at = zip(table.items(), ends, strict=True)
-    return {name: values[..., end - width : end] for (name, (width, _)), end in at}
+        outputs = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
+    scale = params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
+    outputs *= scale
+    values = {}
+    start = 0
+    for name, coefficient in table.items():
+        stop = start + coefficient.count
+        values[name] = outputs[..., start:stop]
+        start = stop
+    return values
 
 
 def small_mlp(x_btd, w1, w2, b2):
@@ -2881,28 +3147,104 @@ def small_mlp(x_btd, w1, w2, b2):
 
 # ---- MUDD: each token weights its connections ----------------------------------------------------
 
-# without=mudd: in the last layer each token weights what goes into v, into the stream and out of
-# it, by a small MLP; behind it each adds earlier arrays to the stream (records 81, 92: 21 M
-# tokens).
+# In the last layer each token weights what goes into v, into the stream and out of it (mudd_layer).
+# Behind that layer each token adds earlier arrays to the stream, with weights of its own too
+# (mudd_mix). Two small MLPs make the weights (MUDD: MUltiway Dynamic Dense connections, Xiao et al.
+# 2025; records 81, 92: 21 M; without=mudd).
+
+
+def mudd_params(cfg: Config) -> dict[str, Param]:
+    """The two small MLPs, and what the second adds for each group of features."""
+    _, betas = cfg.scalar_betas
+    starts = coefficient_starts(cfg, "mudd")
+    mlps, outputs = starts.shape
+    w = cfg.mudd_width
+    groups = 2 * cfg.heads  # of features, half a head each
+    hidden = hidden_start(cfg)
+    return {
+        "mudd_w1": small_param(cfg, (mlps, w, cfg.width), hidden, 0.25, betas, decay=1),
+        "mudd_w2": small_param(cfg, (mlps, outputs, w), 0.0, 0.25, betas, decay=1),
+        "mudd_b2": small_param(cfg, starts.shape, starts, 0.25, betas),
+        "mudd_w2g": small_param(cfg, (outputs, groups, w), 0.0, 0.25, betas, decay=1),
+    }
+
+
+def mudd_coefficients(cfg: Config) -> list[dict]:
+    """The Coefficients of mudd_layer, and those of mudd_mix, by name. What the layer has not, has
+    none."""
+    if not cfg.layers[-1].mudd:
+        return []
+    tables = []
+    for starts in (mudd_layer_starts(cfg), mudd_mix_starts(cfg)):
+        tables.append({name: Coefficient(1, start) for name, start in starts.items()})
+    return tables
+
+
+def mudd_layer_starts(cfg: Config) -> dict[str, float]:
+    """What mudd_layer weights -> its start. Names of arrays: `start` is the stream before the first
+    layer, `source` what the layer's attention reads, `x` the stream."""
+    last = cfg.layers[-1]
+    arrays = ["start", "source", "x"] if last.reads else ["start", "x"]
+    starts = {}
+    for name in arrays:  # added to v
+        starts[f"v_{name}"] = 0.0
+    for name in arrays:  # added to the stream before attention
+        starts[f"x_{name}"] = 0.0
+    if last.values:  # the row of the value table, for each half of the heads
+        starts["values_left"] = 2.0
+        starts["values_right"] = 2.0
+    # After attention: what other layers have resid_lambdas, post_lambdas and gates for.
+    starts["keep_attention"] = math.sqrt(1.1)
+    starts["attention"] = 1.0
+    starts["start"] = 0.0
+    if cfg.ngram_rows:
+        starts["ngram"] = 0.05
+    # After the MLP, likewise.
+    starts["keep_mlp"] = math.sqrt(1.1)
+    starts["mlp"] = 1.0
+    return starts
+
+
+def mudd_mix_starts(cfg: Config) -> dict[str, float]:
+    """The sources of mudd_mix -> the start of their weights. At first half of what later attentions
+    have read is taken out of the stream, as records 40 and 77 did, and nothing else happens."""
+    starts = {"start": 0.0}
+    if cfg.layers[-1].reads:
+        starts["source"] = -0.5
+    starts["x"] = 0.0
+    for i in cfg.layers_with("skip"):
+        starts[f"skip{i}"] = 0.0
+    for i in cfg.layers_with("values"):
+        starts[f"values{i}"] = 0.0
+    starts["mlp_input"] = 0.0
+    if cfg.layers[-1].reads:
+        starts["normed_source"] = 0.0
+    return starts
 
 
 def mudd_layer(model: Model, x, outputs: list[Output], inputs: Inputs, gates) -> Output:
-    """The last layer: every token weights its own connections (MUDD: MUltiway Dynamic Dense
-    connections, Xiao et al. 2025; record 81), by what a small MLP makes of its stream `x`."""
+    """The last layer, layer_output with weights of each token, `mu`: a small MLP makes them of the
+    stream `x` (record 81)."""
     i = len(model.cfg.layers) - 1
     layer = model.cfg.layers[i]
     mu = coefficients(model, "mudd", 0, x)
-    read = {"start": inputs.start, "x": x}  # what goes into v and, before attention, into x
     source = x
+    arrays = {"start": inputs.start, "x": x}
     if layer.reads:
         source = outputs[i - layer.reads].x
-        read = {"start": inputs.start, "source": source, "x": x}
-    added = mudd_values(model, mu, read, inputs.values)
+        arrays = {"start": inputs.start, "source": source, "x": x}
+    added = mudd_values(model, mu, arrays, inputs.values)
+    # keep * (x + the arrays that are added to the stream before attention) + attention + start +
+    # n-gram vector; the terms that have the same array are one.
     keep = mu["keep_attention"]
-    terms = [(keep * (1 + mu["x_x"]), x), (keep * mu["x_start"] + mu["start"], inputs.start)]
+    terms = [
+        (keep * (1 + mu["x_x"]), x),
+        (keep * mu["x_start"] + mu["start"], inputs.start),
+    ]
     if layer.reads:
         terms.append((keep * mu["x_source"], source))
-    terms.append((mu["attention"], attention(model, i, source, added, gates)))
+    attended = attention(model, i, source, added, gates)
+    terms.append((mu["attention"], attended))
     if inputs.ngram is not None:
         terms.append((mu["ngram"], inputs.ngram))
     x = mix(*terms)
@@ -2910,62 +3252,75 @@ def mudd_layer(model: Model, x, outputs: list[Output], inputs: Inputs, gates) ->
     return Output(after_mlp, mlp_input=norm(x))
 
 
-def mudd_values(model: Model, mu: dict, read: dict, values: tuple) -> tuple:
-    """What mudd_layer adds to v (HeadInputs.added): arrays that are `read` and, of a layer that has
-    them, the tokens' rows of its value table, whose halves of heads have a weight each."""
-    sources = [*read.values()]
-    weights = [mu[f"v_{name}"] for name in read]
+def mudd_values(model: Model, mu: dict, arrays: dict, values: tuple) -> tuple:
+    """What mudd_layer adds to v (HeadInputs.added): a weighted sum of `arrays`, and of the tokens'
+    rows of the layer's value table, if it has one. Those have a weight for each half of heads."""
+    sources = list(arrays.values())
+    weights = [mu[f"v_{name}"] for name in arrays]
     by_half = [weights]
     if model.cfg.layers[-1].values:
         sources.append(values[-1])
         by_half = [weights + [mu["values_left"]], weights + [mu["values_right"]]]
-    weights = jnp.stack([jnp.concatenate(half, axis=-1) for half in by_half], axis=-1)
-    added_btd = model.kernels.blend(None, weights, tuple(sources))
-    return added_btd, jnp.ones((*added_btd.shape[:2], model.cfg.heads))
+    by_half = [jnp.concatenate(half, axis=-1) for half in by_half]
+    added_btd = model.kernels.blend(None, jnp.stack(by_half, axis=-1), tuple(sources))
+    ones = jnp.ones((*added_btd.shape[:2], model.cfg.heads))
+    return added_btd, ones
 
 
 def mudd_sources(cfg: Config, inputs: Inputs, outputs: list[Output]) -> tuple:
-    """What mudd_mix adds, of what layers read and the outputs of all."""
+    """What mudd_mix adds, in the order of mudd_mix_starts."""
     last = len(cfg.layers) - 1
-    sources = {"start": inputs.start, "mlp_input": outputs[last].mlp_input}
-    sources["x"] = outputs[last - 1].x if last else inputs.start  # what the last layer begins with
+    before_last = outputs[last - 1].x if last else inputs.start
+    sources = {"start": inputs.start, "x": before_last, "mlp_input": outputs[last].mlp_input}
     if cfg.layers[last].reads:
         source = outputs[last - cfg.layers[last].reads].x
-        sources |= {"source": source, "normed_source": norm(source)}
+        sources["source"] = source
+        sources["normed_source"] = norm(source)
     for i in cfg.layers_with("skip"):
         sources[f"skip{i}"] = outputs[i - cfg.layers[i].skip].x
     for i, value in zip(cfg.layers_with("values"), inputs.values, strict=True):
         sources[f"values{i}"] = value
-    return tuple(sources[name] for name in coefficient_table(cfg)["mudd"][1])
+    return tuple(sources[name] for name in mudd_mix_starts(cfg))
 
 
-def mudd_mix(model: Model, x_btd, sources):
-    """The stream after the last layer, with what each token adds to it of earlier arrays:
-    x + sum_k (mu_k + delta_kg) source_k, mu_k for each token, delta_kg for each group g of features
-    too (record 81 with five sources, 92 with ten). At first it only takes out half of the output
-    that later attentions have read (as records 40 and 77 did)."""
+def mudd_mix(model: Model, x_btd, sources: tuple):
+    """The stream after the last layer, with what each token adds to it of earlier arrays: x + sum_k
+    (mu_k + delta_kg) source_k. A token has a weight mu_k for each source, and for each group g of
+    features a delta_kg besides (record 81 with five sources, 92 with ten)."""
+    params = model.params
     k = len(sources)
-    w1, w2, b2 = (model.params[f"mudd_{part}"][1] for part in ("w1", "w2", "b2"))
-    w2g = model.params["mudd_w2g"][:k]
-    both = jnp.concatenate([w2[:k], w2g.reshape(-1, w2g.shape[-1])])
-    weights = small_mlp(x_btd, w1, both, jnp.pad(b2[:k], (0, len(both) - k)))  # deltas have none
-    mu, delta = weights[..., :k, None], weights[..., k:].reshape(*weights.shape[:2], k, -1)
+    w1 = params["mudd_w1"][1]
+    w2 = params["mudd_w2"][1]
+    b2 = params["mudd_b2"][1]
+    w2g = params["mudd_w2g"][:k]
+    groups = w2g.shape[1]
+    w2_all = jnp.concatenate([w2[:k], w2g.reshape(k * groups, -1)])
+    b2_all = jnp.pad(b2[:k], (0, k * groups))  # deltas have no biases
+    weights = small_mlp(x_btd, w1, w2_all, b2_all)
+    mu = weights[..., :k, None]
+    delta = weights[..., k:].reshape(*weights.shape[:2], k, groups)
     return model.kernels.blend(x_btd, MUDD_SCALE * (mu + delta), sources)
 
 
 def blend(x_btd, weights, sources):
-    """x (if not None) + sources, each feature of them times the weight of its group: [b, t, d]."""
-    size = sources[0].shape[-1] // weights.shape[-1]  # features of a group
-    terms = [] if x_btd is None else [(1.0, x_btd)]
-    for k, y_btd in enumerate(sources):
-        terms.append((jnp.repeat(weights[:, :, k], size, axis=-1), y_btd))
+    """x (if not None) + the sum of sources, each times `weights` [b, t, sources, groups]: a feature
+    has the weight of its group. [b, t, d]."""
+    groups = weights.shape[-1]
+    size = sources[0].shape[-1] // groups  # features of a group
+    terms = []
+    if x_btd is not None:
+        terms.append((1.0, x_btd))
+    for k, source_btd in enumerate(sources):
+        weights_btd = jnp.repeat(weights[:, :, k], size, axis=-1)
+        terms.append((weights_btd, source_btd))
     return mix(*terms)
 
 
 # ---- Heads: key offset, pairs, XSA ---------------------------------------------------------------
 
-# without=key_offset (record 49: 13 M tokens), without=paired (58: 17 M), without=xsa (82, 86: 8
-# M).
+# Long layers match keys of the token before (record 49: 13 M; without=key_offset). Two heads attend
+# as one (58: 17 M; without=paired). What a token has without attention is taken out of a head's
+# output (82, 86: 8 M; without=xsa).
 
 
 def key_offset(k_btnh):
@@ -2974,8 +3329,8 @@ def key_offset(k_btnh):
     followed it (induction). A row's first token keeps its own; document borders do not matter."""
     h = k_btnh.shape[-1]
     shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
-    still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
-    return jnp.where(still[None, None, None], shifted, k_btnh)
+    is_still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
+    return jnp.where(is_still[None, None, None], shifted, k_btnh)
 
 
 def pair_heads(x_btnh):
@@ -2991,55 +3346,65 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
     which the token has without attention (record 82, in the form of record 86)."""
     y = y_btnh.astype(jnp.float32)
     v = v_btnh.astype(jnp.float32)
-    along = jnp.sum(y * v, axis=-1) / jnp.maximum(jnp.sum(v * v, axis=-1), 1e-8)
-    return mix((1.0, y_btnh), (-(jnp.tanh(gates_btn) * along)[..., None], v_btnh))
+    yv = jnp.sum(y * v, axis=-1)
+    vv = jnp.sum(v * v, axis=-1)
+    along = yv / jnp.maximum(vv, 1e-8)
+    amount = jnp.tanh(gates_btn) * along
+    return mix((1.0, y_btnh), (-amount[..., None], v_btnh))
 
 
 # ---- ANVIL beside Muon ---------------------------------------------------------------------------
 
-# without=rails: momentum of two lengths (record 92: 0.3 s). without=equalize: neurons of an update
-# are made equally large (record 41: 4 M tokens). without=muon: as_large in place of orthogonalize.
-# without=qk_heads: ANVIL takes q and k two heads at a time, since heads do not share what they look
-# for (record 80).
+# Momentum has two lengths (record 92: 0.3 s; without=rails). Neurons of an update are made equally
+# large (record 41: 4 M; without=equalize). ANVIL takes q and k two heads at a time, as heads do not
+# share what they look for (record 80; without=qk_heads). And in place of orthogonalize stands
+# as_large, to see what Muon is worth (without=muon).
 
 
-def fast_rail(cfg: Config, step, momentum) -> tuple[np.ndarray, np.ndarray]:
-    """(beta, weight) of the fast average at each step: the momentum, alone, until rails_step."""
-    both = (step >= cfg.rails_step) & (cfg.slow_rate > 0)
-    return np.where(both, cfg.rail_fast[0], momentum), np.where(both, cfg.rail_fast[1], 1.0)
+def fast_rail(cfg: Config, momentum) -> tuple[np.ndarray, np.ndarray]:
+    """(beta, weight) of the fast average at each step. Until rails_step it is alone, with the
+    momentum as beta."""
+    beta, weight = cfg.rail_fast
+    has_two = np.arange(cfg.steps) >= cfg.rails_step
+    return np.where(has_two, beta, momentum), np.where(has_two, weight, 1.0)
 
 
 def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
-    """The gradient averaged over few and over many steps: (update, new fast, new slow) (record 92).
-    The update blends both, and the gradient itself (Nesterov). At first the fast average is Muon's
-    momentum, alone, while the slow one fills. From rails_step on the update follows both: the last
-    steps, and the drift of many. The averages start at zero, which nothing corrects: orthogonalize
-    ignores an update's length."""
+    """(update, new fast average, new slow average) of the gradient (record 92).
+
+    The fast average is over few steps, the slow one over many. The update blends both, and the
+    gradient itself (Nesterov). At first the fast one is Muon's momentum, alone, while the slow one
+    fills. From rails_step on the update follows the last steps, and the drift of many. Both start
+    at zero, which nothing corrects: orthogonalize ignores an update's length."""
     fast = fast + (1 - hyper.fast_beta) * (grad - fast)
     slow = slow + slow_rate * (grad - slow)
     average = hyper.fast_weight * fast + (1 - hyper.fast_weight) * slow
-    return grad + hyper.momentum * (average - grad), fast, slow
+    update = grad + hyper.momentum * (average - grad)
+    return update, fast, slow
 
 
 def equalize(update, square, rate):
-    """Make the neurons of an orthogonalized update equally large (after NorMuon, Li et al. 2025):
-    the rows of tall and square matrices, else the columns. Bank [matrices, rows, cols] and the
-    running mean square of neurons [matrices, neurons] -> (update, mean square). A matrix keeps its
-    norm."""
+    """(update, new mean square): an orthogonalized update, whose neurons are made equally large
+    (after NorMuon, Li et al. 2025). Neurons are the rows of tall and square matrices, else the
+    columns. `update` is a bank [matrices, rows, cols], `square` [matrices, neurons] the running
+    mean square of each neuron. A matrix keeps its norm."""
     along = 2 if update.shape[1] >= update.shape[2] else 1
     power = jnp.mean(jnp.square(update), axis=along)
     square = square + rate * (power - square)
     gain = lax.rsqrt(jnp.maximum(square, 1e-10))
-    before, after = (jnp.sqrt(jnp.sum(x, 1, keepdims=True)) for x in (power, power * gain**2))
+    new_power = power * gain**2
+    before = jnp.sqrt(jnp.sum(power, axis=1, keepdims=True))
+    after = jnp.sqrt(jnp.sum(new_power, axis=1, keepdims=True))
     gain = gain * before / jnp.maximum(after, 1e-10)
     return update * jnp.expand_dims(gain, along), square
 
 
 def as_large(x):
-    """Matrices [matrices, rows, cols] in place of orthogonalized ones: as large, all directions as
-    they are."""
+    """Matrices [matrices, rows, cols] as large as orthogonalized ones, in the direction that they
+    have."""
     size = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
-    return x * (math.sqrt(min(x.shape[1:])) / (size + 1e-12))
+    orthogonal_size = math.sqrt(min(x.shape[1:]))
+    return x * (orthogonal_size / (size + 1e-12))
 
 
 # ---- The plain forms of Kernels ------------------------------------------------------------------

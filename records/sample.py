@@ -86,18 +86,19 @@ def mixed(model: T.Model, x_btd, rows: T.Rows, at_b, logits_bv):
     reach = cfg.pointer_reach[1]
 
     def of_row(row):
-        (queries, (k_sh, seen)), at, logits_v = row
-        query = [x[at][None] for x in queries]
-        near_s = seen[:, 2] // reach >= at // reach - 1
-        keys = k_sh, jnp.where(near_s[:, None], seen, -1)
-        chances = jax.nn.softmax(jnp.append(T.point(query, keys)[0], query[1]))  # the sink is last
-        found_v = jnp.zeros(len(logits_v)).at[seen[:, 0]].add(chances[:-1])
-        shares = jnp.stack([found_v, jnp.broadcast_to(chances[-1], found_v.shape)], axis=1)
+        (queries, keys), at, logits_v = row
+        query = jax.tree.map(lambda x: x[at][None], queries)
+        near_s = keys.position // reach >= at // reach - 1
+        keys = keys._replace(segment=jnp.where(near_s, keys.segment, -1))
+        scores = jnp.append(T.pointer_scores(query, keys), query.sink)  # the sink is last
+        chances = jax.nn.softmax(scores)
+        next_v = jnp.zeros(len(logits_v)).at[keys.token].add(chances[:-1])
+        sink_v = jnp.broadcast_to(chances[-1], next_v.shape)
         losses_v = jax.nn.logsumexp(logits_v) - logits_v
         losses = jnp.stack([losses_v, jnp.full_like(losses_v, losses_v[cfg.real_tokens])], axis=1)
-        return -T.mix_pointed(losses, shares)[:, 0]
+        return -T.mix_pointed(losses, jnp.stack([next_v, sink_v], axis=1))[:, 0]
 
-    return lax.map(of_row, (T.pointer(model, rows, x_btd), at_b, logits_bv))
+    return lax.map(of_row, (T.pointer_inputs(model, rows, x_btd), at_b, logits_bv))
 
 
 def summed_losses(model: T.Model, x_btd, rows: T.Rows):

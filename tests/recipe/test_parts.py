@@ -110,7 +110,7 @@ HOOKS = {
     "mlp": {"post_lambdas"},
     "attend_heads": {"exclude_self", "key_offset", "pair_heads"},
     "train_batches": {"vocabulary"},
-    "next_batch": {"aim_all"},
+    "next_batch": {"batch_aims"},
     "rows_of": {"hashed_rows"},
     "batch_loss": {"with_pointer"},
     "first_copies": {"sign_pool"},
@@ -123,7 +123,7 @@ HOOKS = {
     "programs": {"tied_update"},
     "abstract_batch": {"capacity"},
     "abstract_waiting": {"abstract_requested"},
-    "finish_step": {"averaged"},
+    "finish_step": {"move_to_averages"},
 }
 
 

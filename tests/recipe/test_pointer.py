@@ -181,7 +181,7 @@ def test_shares_against_float64(t, trains, documents):
     tokens, x, params = inputs(t)
     reach = cfg.pointer_reach[not trains]
     model = T.Model(params, cfg, T.PLAIN, stage, T.hyper_at(cfg, 0), None)
-    got = quick(lambda x: T.pointer_shares(model, rows_of(tokens), x), x)
+    got = quick(lambda x: T.pointer_chances(model, rows_of(tokens), x), x)
     want = [exact_shares(cfg, params, *row, reach, cap) for row in zip(x, tokens, strict=True)]
     assert np.mean(np.array(want)[..., 0] > 0) > 0.2 or t == 5
     np.testing.assert_allclose(got, want, atol=2e-6)
@@ -193,11 +193,11 @@ def test_queries_in_parts_are_the_same(at_once, monkeypatch):
     model = T.Model(params, CFG, T.PLAIN, None, T.hyper_at(CFG, 0), None)
 
     def run(x):
-        shares = T.pointer_shares(model, rows_of(tokens), x)
+        shares = T.pointer_chances(model, rows_of(tokens), x)
         return jnp.sum(shares * jnp.arange(128.0).reshape(64, 2)[None]), shares
 
     want = quick(jax.value_and_grad(run, has_aux=True), x)
-    monkeypatch.setattr(T, "POINTERS", at_once)
+    monkeypatch.setattr(T, "QUERIES_AT_ONCE", at_once)
     got = quick(jax.value_and_grad(run, has_aux=True), x)
     for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-5)
@@ -322,19 +322,19 @@ def test_candidates_always_hold_the_id_of_copies():
     """With it they are as many as before; the walk goes on as far as it must."""
     row = np.arange(20).astype(np.uint16)
     prefix_v = np.full(104, -1, np.int32)
-    aims, offset = T.aim(row, 3, 48, prefix_v, [97])
+    aims, offset = T.row_aims(row, 3, 48, prefix_v, [97])
     assert 97 in aims.candidates and len(aims.candidates) == 48
     np.testing.assert_array_equal(aims.candidates[aims.targets], row[1:])
-    without, before = T.aim(row, 3, 48, prefix_v)
+    without, before = T.row_aims(row, 3, 48, prefix_v)
     assert len({*without.candidates} - {*aims.candidates}) <= 1 and before >= offset
     with pytest.raises(T.UserError, match="20 different targets, more than its 19"):
-        T.aim(row, 3, 19, prefix_v, [97])
-    assert len(T.aim(row, 3, 19, prefix_v)[0].candidates) == 19
+        T.row_aims(row, 3, 19, prefix_v, [97])
+    assert len(T.row_aims(row, 3, 19, prefix_v)[0].candidates) == 19
 
 
 def test_the_id_of_copies_may_be_the_first_that_no_token_can_have():
     row = np.arange(20).astype(np.uint16)
-    aims, _ = T.aim(row, 3, 48, np.full(70000, -1, np.int32), [65536])
+    aims, _ = T.row_aims(row, 3, 48, np.full(70000, -1, np.int32), [65536])
     assert aims.candidates[-1] == 65536
     np.testing.assert_array_equal(aims.candidates[aims.targets], row[1:])
 

@@ -229,7 +229,7 @@ def case_parts(name: str) -> SimpleNamespace:
     c.hyper = T.hyper_at(c.cfg, c.cfg.boundaries[c.stage])
     prefix_v = arrays("model")["prefix_table"]
     walk = c.walk_before if c.candidates else 0
-    c.aims, c.walk = T.aim(c.tokens, walk, c.candidates, prefix_v)
+    c.aims, c.walk = T.row_aims(c.tokens, walk, c.candidates, prefix_v)
     about = facts("model")["signs"]
     signs = np.sign(draw(about["seed"], (about["rows"], c.cfg.width))).astype(np.int8)
     assert signs[0, :16].tolist() == about["first_row_small"] or c.config == "full"
@@ -694,7 +694,7 @@ def test_training_steps(double, scenario, devices):
             tokens[r] = rng.integers(0, 999, tokens.shape[1])
             tokens[r, np.cumsum([0, *lengths[:-1]])] = 999
         each = zip(tokens, offsets, strict=True)
-        aims, offsets = zip(*(T.aim(row, o, count, prefix_v) for row, o in each), strict=True)
+        aims, offsets = zip(*(T.row_aims(row, o, count, prefix_v) for row, o in each), strict=True)
         digests = [sha256(x.candidates) for x in aims if count]
         assert (count, digests) == (fact["candidates"], about["sha256_of_candidates_int32"][at])
         aims = T.Aims(*(np.stack(x) for x in zip(*aims, strict=True)))
