@@ -15,7 +15,7 @@ the original's; nobody has timed a whole `speedrun` yet. README.md says what is 
 
 To learn how it works, read Part I from the top, and of Part II what you want to know:
 
-    The numbers of a run          every setting, the presets, the switches of ideas
+    The numbers of a run          every setting, the presets
     PART I, the core              a GPT and its training, in plain JAX: what `plain` runs. Of the
                                   ideas it calls hooks; beside each call stands the idea's section
     PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
@@ -386,53 +386,6 @@ PRESETS = {
 }
 # fmt: on
 LARGE = "speedrun", "pointer"  # presets for accelerators
-
-
-# What leaves out an idea: `--set without=NAME,...` sets this.
-IDEAS = {
-    "muon": "muon=0",
-    "squared_relu": "squared_relu=0",
-    "zero_start": "down_start=1",
-    "qk_norm": "qk_norm=0",
-    "documents": "documents=0",
-    "logit_cap": "logit_cap=0,0,0",
-    "momentum": "momentum=0.93,0.93",
-    "windows": "stages.*.windows=128,128 val_windows=128,128",
-    "values": "layers.*.values=0",
-    "value_gates": "value_gates=0",
-    "still": "still=0",
-    "packing": "stages.*.doc_cap=0",
-    "smear": "smear=0",
-    "seldom": "adam_every=1 table_every=1,1",
-    "equalize": "equalize_rate=0",
-    "cautious": "cautious=0",
-    "skip": "layers.*.skip=0",
-    "lambdas": "lambdas=0",
-    "key_offset": "key_offset=0",
-    "tied": "tied=0",
-    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
-    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
-    "paired": "layers.*.paired=0",
-    "qk_heads": "qk_heads=0",
-    "o_start": "o_start=0",
-    "reads": "layers.*.reads=0",
-    "mudd": "layers.*.mudd=0",
-    "xsa": "layers.*.xsa=0",
-    "gated": "layers.*.gated=0",
-    "x0": "layers.*.x0=0",
-    "signs": "sign_rows=0",
-    "gates": "gate_width=0 layers.*.looks=0",
-    "prefix": "stages.*.prefix=(0.0,)",
-    "narrow": "layers.*.narrow=0",
-    "fewer": "layers.*.attends=long layers.*.skip=0",
-    "candidates": "stages.*.candidates=(0,)",
-    "ngrams": "ngram_rows=0 layers.*.ngram=0",
-    "normalised": "ngram_ids=raw",
-    "rails": "slow_rate=0",
-    "pointer": "pointer_width=0",
-    "averages": "tail=0 tail_average=0",
-}
-PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
 # ================================================================================================
@@ -2055,6 +2008,54 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # record brought them, what that saved the original (M: millions of training tokens; or seconds of
 # the 39.9 of record 92), and what leaves each out (`--set without=NAME`, see IDEAS). Part I calls
 # an idea where its section stands in quotes.
+
+# ---- The switches -------------------------------------------------------------------------------
+
+# What leaves out an idea: `--set without=NAME,...` sets this.
+IDEAS = {
+    "muon": "muon=0",
+    "squared_relu": "squared_relu=0",
+    "zero_start": "down_start=1",
+    "qk_norm": "qk_norm=0",
+    "documents": "documents=0",
+    "logit_cap": "logit_cap=0,0,0",
+    "momentum": "momentum=0.93,0.93",
+    "windows": "stages.*.windows=128,128 val_windows=128,128",
+    "values": "layers.*.values=0",
+    "value_gates": "value_gates=0",
+    "still": "still=0",
+    "packing": "stages.*.doc_cap=0",
+    "smear": "smear=0",
+    "seldom": "adam_every=1 table_every=1,1",
+    "equalize": "equalize_rate=0",
+    "cautious": "cautious=0",
+    "skip": "layers.*.skip=0",
+    "lambdas": "lambdas=0",
+    "key_offset": "key_offset=0",
+    "tied": "tied=0",
+    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
+    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
+    "paired": "layers.*.paired=0",
+    "qk_heads": "qk_heads=0",
+    "o_start": "o_start=0",
+    "reads": "layers.*.reads=0",
+    "mudd": "layers.*.mudd=0",
+    "xsa": "layers.*.xsa=0",
+    "gated": "layers.*.gated=0",
+    "x0": "layers.*.x0=0",
+    "signs": "sign_rows=0",
+    "gates": "gate_width=0 layers.*.looks=0",
+    "prefix": "stages.*.prefix=(0.0,)",
+    "narrow": "layers.*.narrow=0",
+    "fewer": "layers.*.attends=long layers.*.skip=0",
+    "candidates": "stages.*.candidates=(0,)",
+    "ngrams": "ngram_rows=0 layers.*.ngram=0",
+    "normalised": "ngram_ids=raw",
+    "rails": "slow_rate=0",
+    "pointer": "pointer_width=0",
+    "averages": "tail=0 tail_average=0",
+}
+PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
 # ---- Parameters of ideas: param_table and Hyper have them from here ------------------------------
