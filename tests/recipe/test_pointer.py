@@ -393,6 +393,7 @@ def test_the_preset_is_the_record_with_fewer_steps():
 
 RUN = replace(
     BRIEF,
+    layers=BRIEF.layers[:1],
     pointer_width=4,
     pointer_reach=(16, 16),
     steps=6,

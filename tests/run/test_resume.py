@@ -129,7 +129,8 @@ def test_a_last_checkpoint_for_which_there_was_no_room_is_made_later(train, run,
     assert_same_arrays(arrays(copy / "checkpoints/8"), arrays(run / "checkpoints/8"))
 
 
-@pytest.mark.parametrize("after", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1, 8])
 def test_a_run_resumes_on_another_number_of_devices(train, run, copy, after):
     """As far as sums in another order allow. Other numbers have other padding, 1 has none."""
     saved = back_to(copy, 4)
