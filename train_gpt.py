@@ -15,7 +15,7 @@ the original's; nobody has timed a whole `speedrun` yet. README.md says what is 
 
 To learn how it works, read Part I from the top, and of Part II what you want to know:
 
-    The numbers of a run          every setting, the presets, the switches of ideas
+    The numbers of a run          every setting, the presets
     PART I, the core              a GPT and its training, in plain JAX: what `plain` runs. Of the
                                   ideas it calls hooks; beside each call stands the idea's section
     PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
@@ -134,10 +134,10 @@ Machine = Annotated[Kind, "machine"]  # decides no loss: --resume may --set it
 @dataclass(frozen=True)
 class Layer:
     """One layer: its attention, what it adds to the stream, how many MLPs follow. The tuple of all
-    layers is the wiring of the model. "short" and "long" attention have that window of the stage.
-    Gates are numbers for each token, which small MLPs make (coefficients)."""
+    layers is the wiring of the model. Gates are numbers for each token, which small MLPs make
+    (coefficients)."""
 
-    attends: str = ""  # short or long; "": none
+    attends: str = ""  # with the "short" or the "long" window of the stage; "": no attention
     paired: bool = False  # two heads attend as one, half as far (pair_heads)
     narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
     values: bool = False  # a table of token values of its own, added to v by a gate
@@ -145,10 +145,10 @@ class Layer:
     gated: bool = False  # each head's output times a gate (record 85)
     x0: bool = False  # the embedding is added, by a gate
     ngram: bool = False  # the n-gram vector is added, by a gate; by layer 0 before all else
-    skip: int = 0  # the output of so many layers before is added, by a gate
-    reads: int = 0  # attention reads the output of so many layers before, not its own input
-    looks: bool = False  # from here on gates look at the stream; before they do at x0
-    mudd: bool = False  # only of the last: each token weights what it adds (mudd_layer, mudd_mix)
+    skip: int = 0  # the output of the layer so many before is added, by a gate; 0: of none
+    reads: int = 0  # attention reads the output of the layer so many before; 0: the stream
+    looks: bool = False  # from here on gates come from the stream; before, from the embedding
+    mudd: bool = False  # of the last layer alone: each token weights what it adds (mudd_layer)
     mlps: int = 1  # side by side, on the same input
 
 
@@ -156,17 +156,17 @@ class Layer:
 class Stage:
     """A stretch of the run with one shape of batch; all sizes in tokens."""
 
-    share: float  # of the steps, but for the last few (Config.extension); 0: it is these
+    share: float  # of the scheduled steps; 0, of the last stage: it has those of Config.extension
     batch_tokens: Positive[int]  # per step, over all devices
     row_tokens: Positive[int]  # length of a row
-    doc_cap: int  # 0: rows are cut from the plain stream; else documents cut at this length
+    doc_cap: int  # documents are cut at this length; 0: rows are cut from the plain stream
     windows: Positive[tuple[int, int]]  # short, long: how many tokens before itself a token sees
     lr_factor: float = 1.0
-    # weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
-    # from where they change linearly, and at its end
+    # Weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
+    # and at its end. Between they change linearly.
     weights: tuple[float, ...] = (1.0,)
     weights_end: tuple[float, ...] = (1.0,)
-    # each entry of these two holds for an equal part of the stage
+    # Each entry of these two holds for an equal part of the stage.
     prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix, a token
     candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
 
@@ -240,7 +240,7 @@ class Config:
     extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
     # fmt: off
     stages: tuple[Stage, ...] = (
-        #     share       batch    row     cap  windows     lr
+        #     share       batch    row     cap  windows     lr (1.73: the root of a batch 3 times 1)
         #     loss weights: of the next tokens, from and to; of the prefix; candidates
         Stage(320 / 1174, 131_072, 16_384, 896, (128, 384), 1.0,
               (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
@@ -254,7 +254,7 @@ class Config:
     # fmt: on
     passes: Positive[int] = 1  # times that training tokens may be read; a record reads them once
     attention_cap: Positive[int] = 2560  # training's attention looks across no multiples of this
-    tied: float = 1.0  # share of the schedule in which head and embedding are one matrix
+    tied: float = 1.0  # head and embedding are one matrix for this share of the schedule; 0: never
     cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
     lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
     # optimizers; param_table has the factors of each parameter
@@ -386,53 +386,6 @@ PRESETS = {
 }
 # fmt: on
 LARGE = "speedrun", "pointer"  # presets for accelerators
-
-
-# What leaves out an idea: `--set without=NAME,...` sets this.
-IDEAS = {
-    "muon": "muon=0",
-    "squared_relu": "squared_relu=0",
-    "zero_start": "down_start=1",
-    "qk_norm": "qk_norm=0",
-    "documents": "documents=0",
-    "logit_cap": "logit_cap=0,0,0",
-    "momentum": "momentum=0.93,0.93",
-    "windows": "stages.*.windows=128,128 val_windows=128,128",
-    "values": "layers.*.values=0",
-    "value_gates": "value_gates=0",
-    "still": "still=0",
-    "packing": "stages.*.doc_cap=0",
-    "smear": "smear=0",
-    "seldom": "adam_every=1 table_every=1,1",
-    "equalize": "equalize_rate=0",
-    "cautious": "cautious=0",
-    "skip": "layers.*.skip=0",
-    "lambdas": "lambdas=0",
-    "key_offset": "key_offset=0",
-    "tied": "tied=0",
-    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
-    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
-    "paired": "layers.*.paired=0",
-    "qk_heads": "qk_heads=0",
-    "o_start": "o_start=0",
-    "reads": "layers.*.reads=0",
-    "mudd": "layers.*.mudd=0",
-    "xsa": "layers.*.xsa=0",
-    "gated": "layers.*.gated=0",
-    "x0": "layers.*.x0=0",
-    "signs": "sign_rows=0",
-    "gates": "gate_width=0 layers.*.looks=0",
-    "prefix": "stages.*.prefix=(0.0,)",
-    "narrow": "layers.*.narrow=0",
-    "fewer": "layers.*.attends=long layers.*.skip=0",
-    "candidates": "stages.*.candidates=(0,)",
-    "ngrams": "ngram_rows=0 layers.*.ngram=0",
-    "normalised": "ngram_ids=raw",
-    "rails": "slow_rate=0",
-    "pointer": "pointer_width=0",
-    "averages": "tail=0 tail_average=0",
-}
-PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
 # ================================================================================================
@@ -2055,6 +2008,54 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # record brought them, what that saved the original (M: millions of training tokens; or seconds of
 # the 39.9 of record 92), and what leaves each out (`--set without=NAME`, see IDEAS). Part I calls
 # an idea where its section stands in quotes.
+
+# ---- The switches -------------------------------------------------------------------------------
+
+# What leaves out an idea: `--set without=NAME,...` sets this.
+IDEAS = {
+    "muon": "muon=0",
+    "squared_relu": "squared_relu=0",
+    "zero_start": "down_start=1",
+    "qk_norm": "qk_norm=0",
+    "documents": "documents=0",
+    "logit_cap": "logit_cap=0,0,0",
+    "momentum": "momentum=0.93,0.93",
+    "windows": "stages.*.windows=128,128 val_windows=128,128",
+    "values": "layers.*.values=0",
+    "value_gates": "value_gates=0",
+    "still": "still=0",
+    "packing": "stages.*.doc_cap=0",
+    "smear": "smear=0",
+    "seldom": "adam_every=1 table_every=1,1",
+    "equalize": "equalize_rate=0",
+    "cautious": "cautious=0",
+    "skip": "layers.*.skip=0",
+    "lambdas": "lambdas=0",
+    "key_offset": "key_offset=0",
+    "tied": "tied=0",
+    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
+    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
+    "paired": "layers.*.paired=0",
+    "qk_heads": "qk_heads=0",
+    "o_start": "o_start=0",
+    "reads": "layers.*.reads=0",
+    "mudd": "layers.*.mudd=0",
+    "xsa": "layers.*.xsa=0",
+    "gated": "layers.*.gated=0",
+    "x0": "layers.*.x0=0",
+    "signs": "sign_rows=0",
+    "gates": "gate_width=0 layers.*.looks=0",
+    "prefix": "stages.*.prefix=(0.0,)",
+    "narrow": "layers.*.narrow=0",
+    "fewer": "layers.*.attends=long layers.*.skip=0",
+    "candidates": "stages.*.candidates=(0,)",
+    "ngrams": "ngram_rows=0 layers.*.ngram=0",
+    "normalised": "ngram_ids=raw",
+    "rails": "slow_rate=0",
+    "pointer": "pointer_width=0",
+    "averages": "tail=0 tail_average=0",
+}
+PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
 
 
 # ---- Parameters of ideas: param_table and Hyper have them from here ------------------------------

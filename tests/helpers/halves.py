@@ -1,4 +1,5 @@
-"""Two processes take the test files from one list, which halves the wait on two cores.
+"""Two processes take the test files from one list, which halves the wait on two cores; files that
+share programs go to one of them, or either would compile them.
 
 The second one is the same command once more; what it printed follows at the end.
 """
@@ -10,6 +11,7 @@ import tempfile
 from itertools import chain, pairwise
 
 FEW_FILES = 12  # are not worth a second process, which compiles anew what files have in common
+TOGETHER = "test_run.py", "test_resume.py", "test_compilation.py"
 LIST = "LIST_OF_TEST_FILES"  # in the environment of the second process: a pipe of file numbers
 
 
@@ -17,7 +19,8 @@ def pytest_runtestloop(session):
     """Run all tests in two processes; None leaves few files, -x, --pdb and -s to pytest's loop."""
     files, option = {}, session.config.option
     for item in session.items:
-        files.setdefault(item.path, []).append(item)
+        path = item.path.with_name(TOGETHER[0]) if item.path.name in TOGETHER else item.path
+        files.setdefault(path, []).append(item)
     alone = option.collectonly or option.usepdb or option.maxfail or option.capture == "no"
     few = len(files) <= FEW_FILES or (os.cpu_count() or 1) < 2
     if alone or few or session.testsfailed:

@@ -104,7 +104,8 @@ BUILT = {}  # what changes a program, number of devices -> the answer of T.compi
 def key(cfg: T.Config, devices: int):
     """Configs that differ in these fields only have the same programs."""
     smooth = {"seed": 0, "target": 0.0, "checkpoint_every": 0, "val_every": 0, "data": ""}
-    smooth |= {"checkpoint_end": "auto", "devices": 0}
+    smooth |= {"checkpoint_end": "auto", "devices": 0, "start": ""}
+    smooth |= {"log_every": 10, "prefetch": 4, "sample_tokens": 0}
     return replace(cfg, **smooth), devices
 
 

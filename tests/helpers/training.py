@@ -40,6 +40,7 @@ BRIEF = small_config(
     checkpoint_every=1,
 )
 STATES, COPIES = {}, {}  # as BUILT: T.start_state and T.start_copies of a config
+WARM = {}  # the same for each T.warm_up, which a test may have replaced
 
 
 def trained(cfg: T.Config, out: Path, shards: Path, saved=None, say=None, **options) -> Path:
@@ -49,7 +50,7 @@ def trained(cfg: T.Config, out: Path, shards: Path, saved=None, say=None, **opti
         """`make`, called once for all configs with the same programs."""
 
         def made(cfg, mesh, *args):
-            same = key(replace(cfg, log_every=10, prefetch=4, sample_tokens=0), mesh.size)
+            same = key(cfg, mesh.size)
             if same not in known:
                 known[same] = make(cfg, mesh, *args)
             return known[same]
@@ -60,6 +61,7 @@ def trained(cfg: T.Config, out: Path, shards: Path, saved=None, say=None, **opti
         patch.setattr(T, "compile_all", once(T.compile_all, BUILT))
         patch.setattr(T, "start_state", once(T.start_state, STATES))
         patch.setattr(T, "start_copies", once(T.start_copies, COPIES))
+        patch.setattr(T, "warm_up", once(T.warm_up, WARM.setdefault(T.warm_up, {})))
         cfg, say = replace(cfg, data=str(shards)), say or (lambda line: None)
         return T.train(cfg, out, "train 'this'", saved, say=say, **options)
 

@@ -32,10 +32,16 @@ OWN = {
     "averages": {*T.AVERAGES},
     "pointer": {"pointer_qk", "pointer_sink", "pointer_gain"},
 }
-CFG = small_config(layers=(*small_config().layers[:2], *small_config().layers[3:]))
-CFG = replace(CFG, pointer_width=8)
-CFG = replace(
-    CFG, layers=(*CFG.layers[:2], replace(CFG.layers[2], skip=1, looks=True), CFG.layers[3])
+# These do not change how gradients are computed, but what becomes of them, or of what starts.
+UPDATES = {"muon", "zero_start", "momentum", "seldom", "equalize", "cautious", "tied", "o_start"}
+UPDATES |= {"scalar_betas", "rails", "averages"}
+CFG = small_config(
+    pointer_width=8,
+    layers=(
+        T.Layer("short", paired=True, values=True, x0=True, ngram=True),
+        T.Layer(skip=1, looks=True),
+        T.Layer("long", narrow=True, xsa=True, values=True, gated=True, reads=1, mudd=True),
+    ),
 )
 
 
@@ -55,11 +61,18 @@ def test_what_belongs_to_an_idea_alone_is_not_there_without_it(idea):
         }  # fmt: skip
     else:
         assert names_of(CFG) - names_of(cfg) == OWN.get(idea, set())
-    mesh = mesh_of(2)
+    mesh, seen = mesh_of(2), 0
     for key, program in T.programs(cfg, mesh, T.PLAIN).items():
-        if isinstance(key, T.Gradients) and key.number == 0:
-            grads, *_ = traced(program, mesh).out_info
-            assert {*grads} == {*T.param_table(cfg)}
+        if idea in UPDATES and isinstance(key, T.Update):
+            state, _ = traced(program, mesh).out_info
+            found = {*state["params"]}
+        elif idea not in UPDATES and isinstance(key, T.Gradients) and key.number == 0:
+            found = {*traced(program, mesh).out_info[0]}
+        else:
+            continue
+        assert found == {*T.param_table(cfg)}
+        seen += 1
+    assert seen
 
 
 ONE_STAGE = replace(

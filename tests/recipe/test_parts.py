@@ -153,6 +153,22 @@ def test_beside_each_hook_stands_the_section_of_its_idea():
             assert named, f"{function}: which section has {hook}? {title_of[hook]}"
 
 
+def test_no_local_name_hides_a_function_or_class_of_the_module():
+    source = "\n".join(LINES)
+    names = {node.name for node in DEFINITIONS if hasattr(node, "name")}
+    hidden = []
+
+    def look(table):
+        for child in table.get_children():
+            if child.get_type() == "function":
+                local = {x.get_name() for x in child.get_symbols() if x.is_local()}
+                hidden.extend(f"{child.get_name()}: {name}" for name in local & names)
+            look(child)
+
+    look(symtable.symtable(source, "train_gpt.py", "exec"))
+    assert not hidden
+
+
 def test_no_other_comment_begins_like_the_title_of_a_part():
     """Tools find the parts by their titles."""
     assert sum(line.upper().startswith("# PART ") for line in LINES) == 5

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import BOS, small_config
-from programs import first_state, quick
+from programs import QUICK, first_state, quick
 from test_record92 import arrays, check, check_stored, draw, facts
 from training import BRIEF, back_to, train_losses, trained
 from training import arrays as saved_arrays
@@ -264,6 +264,17 @@ def test_the_loss_with_its_own_gradient_is_the_plain_one(chunk):
     assert not np.any(own[1][2][5]), "a token without weight"
 
 
+@functools.cache
+def slopes(loss):
+    """The gradients of such a loss by (x, head, targets, weights, pointed), as a program."""
+    cfg = small_config(logit_cap=(23.0, 5.0, 7.5), loss_chunk=64)
+
+    def weighted(x, head, targets, weights, pointed):
+        return loss(x, head, targets, weights, cfg, pointed)[0]
+
+    return jax.jit(jax.value_and_grad(weighted, (0, 1)), compiler_options=QUICK)
+
+
 @pytest.mark.parametrize("strength", [8, 14, 20])
 def test_a_gate_that_is_almost_sure_is_not_lost_to_roundings(strength):
     """In bfloat16 the slopes of `<copy>`'s loss, of the order 1 / (1 - a), all but cancel."""
@@ -281,14 +292,8 @@ def test_a_gate_that_is_almost_sure_is_not_lost_to_roundings(strength):
     )
 
     def run(loss, dtype):
-        cfg = small_config(logit_cap=(23.0, 5.0, 7.5), loss_chunk=64)
-
-        def weighted(x, head):
-            return loss(x, head, targets, weights, cfg, pointed)[0]
-
-        return jax.tree.leaves(
-            quick(jax.value_and_grad(weighted, (0, 1)), *(jnp.asarray(y, dtype) for y in (x, head)))
-        )
+        args = (jnp.asarray(y, dtype) for y in (x, head))
+        return jax.tree.leaves(slopes(loss)(*args, targets, weights, pointed))
 
     want = run(T.cross_entropy, "float32")
     logits = T.cap_logits(x @ head.T, small_config(logit_cap=(23.0, 5.0, 7.5)))
@@ -388,6 +393,7 @@ def test_the_preset_is_the_record_with_fewer_steps():
 
 RUN = replace(
     BRIEF,
+    layers=BRIEF.layers[:1],
     pointer_width=4,
     pointer_reach=(16, 16),
     steps=6,
@@ -396,7 +402,7 @@ RUN = replace(
 )
 
 
-@pytest.mark.parametrize("candidates", [48, 0])
+@pytest.mark.parametrize("candidates", [48, pytest.param(0, marks=pytest.mark.slow)])
 def test_every_parameter_of_the_pointer_learns(candidates, shards, tmp_path):
     """In a softmax over candidates and over all; Adam's mean squares are those of gradients."""
     stages = tuple(replace(x, candidates=(candidates,)) for x in RUN.stages)

@@ -12,10 +12,12 @@ import jax
 import numpy as np
 import pytest
 from programs import CFG, by_name, mesh_of, quick_compilation
+from training import BRIEF
 
 import train_gpt as T
 
-ONE = replace(CFG, stages=(replace(CFG.stages[0], share=1.0),), extension=0, devices=1)
+# One stage, whose tables are updated as those of CFG.
+ONE = replace(BRIEF, steps=8, table_every=CFG.table_every, devices=1)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
         status, out, err = main("one", "--dump", "dump", "--profile", "traces")
     assert (status, err) == (0, "")
     assert list(Path("traces/grads0").rglob("*.xplane.pb"))
-    assert "small on 1 x cpu, each with 1/1 of every batch" in out
+    assert "brief on 1 x cpu, each with 1/1 of every batch" in out
     period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables0-0-0-0"]
     steps, alone = calls[: 9 * len(period)], calls[9 * len(period) :]
     assert steps == period * 9, "two to get warm, one for their time, five that count, a trace"

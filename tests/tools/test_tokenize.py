@@ -281,6 +281,9 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
     assert {"steps=5", "passes=1"} < {*items}
 
 
+LINE = b"0123456789abcde " * 99 + b"0123456789abcde\n"
+
+
 def preset_of(capsys, text, names, *argv):
     """(preset, what it must --set, what is said)."""
     tokenize_text.main([str(text), "--for", *names.split(), *argv])
@@ -301,7 +304,7 @@ def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said
     assert f"{few}; it gets the model of tiny" in err
     with pytest.raises(T.UserError, match=f"{few}$"):
         preset_of(capsys, small, large)
-    one.write_bytes(b"0123456789abcde\n" * 400_000)
+    one.write_bytes(LINE * 4000)
     few = "at most 3,072 tokens of each of 1 documents: take tiny, more of them .* or whole ones by"
     whole = [f"stages.{i}.doc_cap=0" for i in range(5)]
     with pytest.raises(T.UserError, match=f"{large} reads {few} --set {' '.join(whole)}$"):
@@ -312,7 +315,7 @@ def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said
     assert name == "tiny" and "passes=1" in items
     assert re.search(f"{few} .*; it gets the model of tiny", err)
     assert preset_of(capsys, one, large, "--set", *whole)[0] == large
-    one.write_bytes((b"0123456789abcde\n" * 100 + b"<|endoftext|>\n") * 2000)
+    one.write_bytes((LINE + b"<|endoftext|>\n") * 2000)
     name, items, _ = preset_of(capsys, one, large)
     assert name == large and "encoding=bytes" in items
     assert preset_of(capsys, one, "tiny")[1][0] == items[0]
@@ -361,40 +364,44 @@ def test_an_interrupted_tokenization_leaves_nothing(tmp_path, monkeypatch):
 
 HOLDS = """
 import sys, pathlib, shards
-with shards.work_folder(pathlib.Path(sys.argv[1]), sys.argv[2]) as work:
-    (work / "half").write_text("x")
+folder, *prefixes = sys.argv[1:]
+one, two = (shards.work_folder(pathlib.Path(folder), prefix) for prefix in prefixes)
+with one as own, two as other:
+    for work in (own, other):
+        (work / "half").write_text("x")
     print("ready", flush=True)
     sys.stdin.read()
 """
+PREFIXES = ".tokenizing-", ".writing-"
 
 
-@pytest.mark.parametrize("prefix", [".tokenizing-", ".writing-"])
-def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path, prefix):
+def test_what_a_killed_process_has_left_is_removed_by_the_next(tmp_path):
     def begin():
-        argv = [sys.executable, "-c", HOLDS, tmp_path, prefix]
+        argv = [sys.executable, "-c", HOLDS, tmp_path, *PREFIXES]
         return subprocess.Popen(
             argv, cwd=Path(shards.__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def left():
-        return {path.name for path in tmp_path.glob(f"{prefix}*")}
+        return {path.name for x in PREFIXES for path in tmp_path.glob(f"{x}*")}
 
     with begin() as killed:
         assert killed.stdout.readline() == b"ready\n"
         dead = left()
         killed.kill()
-    assert len(dead) == 1 and left() == dead
+    assert len(dead) == 2 and left() == dead
     path = jsonl(tmp_path / "a.jsonl", WORDS)
     with begin() as alive:
         assert alive.stdout.readline() == b"ready\n"
         held = left()
-        assert len(held) == 1 and held != dead  # it has removed what the dead one had left
+        assert len(held) == 2 and not held & dead  # it has removed what the dead one had left
         tokenize(tmp_path / "out", path)
         shards.write_whole(tmp_path / "file", b"whole")
-        assert left() == held and (tmp_path / held.pop() / "half").exists()
+        assert left() == held and all((tmp_path / x / "half").exists() for x in held)
         alive.communicate()
     assert alive.returncode == 0 and not left()
-    (tmp_path / f"{prefix}older").mkdir()
+    for prefix in PREFIXES:
+        (tmp_path / f"{prefix}older").mkdir()
     tokenize(tmp_path / "again", path)
     shards.write_whole(tmp_path / "file", b"whole")
     names = {"a.jsonl", "out", "again", "file"}
