@@ -1,5 +1,6 @@
 """Shared by all tests: 8 fake CPU devices, strict broadcasting, small configs and token shards."""
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 from halves import pytest_runtestloop  # noqa: E402, F401 (a hook)
 
 import train_gpt as T  # noqa: E402
+
+# What jax traces stays: to look for cycles in it, again and again, takes a tenth of the time.
+gc.freeze()
+gc.set_threshold(100_000, 20, 10)
 
 
 def pytest_addoption(parser):

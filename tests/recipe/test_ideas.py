@@ -35,6 +35,9 @@ OWN = {
 # These do not change how gradients are computed, but what becomes of them, or of what starts.
 UPDATES = {"muon", "zero_start", "momentum", "seldom", "equalize", "cautious", "tied", "o_start"}
 UPDATES |= {"scalar_betas", "rails", "averages"}
+# And these change what is computed forward, of the same parameters: a validation has it.
+FORWARD = {"squared_relu", "qk_norm", "logit_cap", "still", "key_offset", "paired", "narrow"}
+FORWARD |= {"qk_heads", "xsa", "gated", "x0", "signs", "reads"}
 CFG = small_config(
     pointer_width=8,
     layers=(
@@ -63,14 +66,15 @@ def test_what_belongs_to_an_idea_alone_is_not_there_without_it(idea):
         assert names_of(CFG) - names_of(cfg) == OWN.get(idea, set())
     mesh, seen = mesh_of(2), 0
     for key, program in T.programs(cfg, mesh, T.PLAIN).items():
-        if idea in UPDATES and isinstance(key, T.Update):
-            state, _ = traced(program, mesh).out_info
-            found = {*state["params"]}
-        elif idea not in UPDATES and isinstance(key, T.Gradients) and key.number == 0:
-            found = {*traced(program, mesh).out_info[0]}
-        else:
+        kind = type(key) if idea in UPDATES else "eval" if idea in FORWARD else "grads0"
+        if kind not in (T.Update, str(key)):
             continue
-        assert found == {*T.param_table(cfg)}
+        out, *_ = traced(program, mesh).out_info
+        if kind == "eval":
+            assert out.shape == ()
+        else:
+            found = out["params"] if kind is T.Update else out
+            assert {*found} == {*T.param_table(cfg)}
         seen += 1
     assert seen
 

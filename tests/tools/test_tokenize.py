@@ -291,12 +291,18 @@ def preset_of(capsys, text, names, *argv):
     return *json.loads(done.out), done.err
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """In which tokens are made once for all presets."""
+    return tmp_path_factory.mktemp("texts")
+
+
 @pytest.mark.parametrize("large", ["speedrun", "pointer"])
 def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said(
-    tmp_path, capsys, monkeypatch, large
+    folder, capsys, monkeypatch, large
 ):
     monkeypatch.setitem(T.PRESETS, large, replace(T.PRESETS[large], steps=60, extension=2))
-    small, one = tmp_path / "small.txt", tmp_path / "one.txt"
+    small, one = folder / "small.txt", folder / "one.txt"
     small.write_text("0123456789" * 3500)
     name, items, err = preset_of(capsys, small, f"{large} tiny")
     assert name == "tiny" and "passes=15" in items
