@@ -16,8 +16,8 @@ the original's; nobody has timed a whole `speedrun` yet. README.md says what is 
 To learn how it works, read Part I from the top, and of Part II what you want to know:
 
     The numbers of a run          every setting, the presets
-    PART I, the core              a GPT and its training, in plain JAX: what `plain` runs. Of the
-                                  ideas it calls hooks; beside each call stands the idea's section
+    PART I, the core              a GPT and its training, in plain JAX: what `plain` runs. Where an
+                                  idea joins in, a title in quotes names its section in Part II
     PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
     PART III, the data            from shards to batches, made ahead of use
     PART IV, around a run         set-up, devices, memory, checkpoints, log, signals,
@@ -45,7 +45,9 @@ Words that are used throughout:
     window      how many tokens before itself a token sees
     stage       a stretch of the run with one shape of batch
     waiting     of gradients: until an update sums those of several steps
-    dropped     of n-grams: those for which a request to another device had no room
+    dropped     of n-grams (their table is cut over the devices): a request had no room for them
+    ANVIL       Muon with two momenta (rails), and with rows or columns made equally large
+    aims        what is to be predicted: next tokens, their prefixes, the ids of a sampled softmax
 
 Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or queries, s keys,
 d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
@@ -128,7 +130,7 @@ def need(holds, reason: str):
 
 Kind = TypeVar("Kind")
 Positive = Annotated[Kind, "positive"]  # above 0, as all numbers in it
-Machine = Annotated[Kind, "machine"]  # decides no loss: --resume may --set it
+Machine = Annotated[Kind, "machine"]  # of the machine, not the recipe: --resume may --set it
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Layer:
 class Stage:
     """A stretch of the run with one shape of batch; all sizes in tokens."""
 
-    share: float  # of the scheduled steps; 0, of the last stage: it has those of Config.extension
+    share: float  # of the scheduled steps; 0, for the last stage alone: it has Config.extension
     batch_tokens: Positive[int]  # per step, over all devices
     row_tokens: Positive[int]  # length of a row
     doc_cap: int  # documents are cut at this length; 0: rows are cut from the plain stream
@@ -166,7 +168,8 @@ class Stage:
     # and at its end. Between they change linearly.
     weights: tuple[float, ...] = (1.0,)
     weights_end: tuple[float, ...] = (1.0,)
-    # Each entry of these two holds for an equal part of the stage.
+    # Each entry of these two holds for an equal part of the stage. " interact" is the prefix of the
+    # token " interaction", and predicted for a small part of the loss.
     prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix, a token
     candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
 
@@ -179,8 +182,8 @@ class Stage:
 @dataclass(frozen=True)
 class Config:
     """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields. The
-    defaults are record 92, but for normalised ids in the hashes of n-grams (pull request 375). With
-    these a third of the rows for bigrams would do, so the n-gram table is half as large. The
+    defaults are record 92, but for normalised ids in the hashes of n-grams (pull request 375).
+    Fewer n-grams are different then: by published figures that makes up for half of the table. The
     record's own: ngram_rows=84602880, ngram_ids=raw."""
 
     preset: str = "speedrun"
@@ -196,7 +199,7 @@ class Config:
         Layer(x0=True, ngram=True, looks=True),
         Layer("short", paired=True, x0=True, ngram=True),
         Layer(skip=3),  # the output of layer 3
-        Layer(x0=True, mlps=0),
+        Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10 to read
         Layer("short", narrow=True, values=True, mlps=2),
         Layer(ngram=True),
         Layer("long", values=True, gated=True, reads=3, mudd=True),  # the output of layer 7
@@ -215,12 +218,12 @@ class Config:
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
     documents: bool = True  # attention stays inside a document
-    still: bool = True  # half of the dimensions of a head do not rotate
+    still: bool = True  # half of a head's dimensions do not rotate; short layers go without them
     qk_norm: bool = True  # queries and keys are normed
     key_offset: bool = True  # long layers match keys of the token before, see key_offset
-    qk_heads: int = 2  # of which q or k are one matrix for ANVIL; 0: all
-    o_start: float = 1.0  # how large output projections begin, beside those of values
-    down_start: float = 0.0  # and the down-projections of MLPs, beside those up
+    qk_heads: int = 2  # heads whose q (or k) are one matrix for ANVIL; 0: all heads
+    o_start: float = 1.0  # size of output projections at the start, relative to those of values
+    down_start: float = 0.0  # and of the down-projections of MLPs, relative to those up
     squared_relu: bool = True  # of MLPs; else GELU
     smear: bool = True  # a little of the token before is added to each embedding
     lambdas: bool = True  # learned weights on q, k and v, on o, and on what each layer adds
@@ -240,7 +243,7 @@ class Config:
     extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
     # fmt: off
     stages: tuple[Stage, ...] = (
-        #     share       batch    row     cap  windows     lr (1.73: the root of a batch 3 times 1)
+        #     share       batch    row     cap  windows     lr: about the root of the batch's growth
         #     loss weights: of the next tokens, from and to; of the prefix; candidates
         Stage(320 / 1174, 131_072, 16_384, 896, (128, 384), 1.0,
               (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
@@ -253,7 +256,8 @@ class Config:
     )
     # fmt: on
     passes: Positive[int] = 1  # times that training tokens may be read; a record reads them once
-    attention_cap: Positive[int] = 2560  # training's attention looks across no multiples of this
+    # In training attention does not cross multiples of this, counted from a document's beginning.
+    attention_cap: Positive[int] = 2560
     tied: float = 1.0  # head and embedding are one matrix for this share of the schedule; 0: never
     cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
     lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
@@ -269,7 +273,7 @@ class Config:
     rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast one
     slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight; 0: none
     equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns; 0: none
-    cautious: bool = True  # weights decay only where the update shrinks them
+    cautious: bool = True  # weights decay only where the update (a slow average of it) shrinks them
     lr_adam: float = 0.008
     decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
     adam_eps: Positive[float] = 1e-10
@@ -280,8 +284,8 @@ class Config:
     # and from that step on
     table_every: tuple[int, int] = (2, 4)
     table_change: int = 336
-    tail: int = 298  # last steps, over which head, embedding and matrices are averaged
-    tail_average: int = 250  # the same for the second average, of matrices and value tables
+    tail: int = 298  # last steps, over which head, embedding and all matrices are averaged
+    tail_average: int = 250  # the same of value tables, and a second average of v, o and MLPs
     # validation: the first val_tokens of the validation split, each predicted once
     val_tokens: Positive[int] = 10_485_760
     val_every: int = 0  # steps; 0: only at the end
@@ -289,11 +293,11 @@ class Config:
     val_row: Positive[int] = 262_144
     val_windows: Positive[tuple[int, int]] = (768, 2560)
     target: float = 3.28  # nats per token; 0: none
-    # ---- The machine: what decides only the speed, and what a run leaves behind ----
     data: str = "data/fineweb10B"
-    devices: Machine[int] = 0  # 0: all that there are
+    # ---- The machine: what decides only the speed, and what a run leaves behind ----
+    devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
     kernels: Machine[str] = "auto"  # of Part V, all that serve; plain: none; attend,blend: these
-    sparse_cores: Machine[bool] = True  # a TPU's move data beside other work, see COMPILER_OPTIONS
+    sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
     micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time, or a row
     recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
     # tokens whose logits exist at once; more if the softmax is a sample
@@ -373,9 +377,8 @@ PRESETS = {
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps. Stages end where the rule of record 92 puts
-    # them: 988 steps by its quotients, where it has 1122, and as there 52 more in the third and 20
-    # at last.
+    # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 have 320, 361, 374 +
+    # 52, 67 and 20 steps. Here they have about 988 / 1122 of these, but the same 52 and 20.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -442,7 +445,7 @@ class Update(NamedTuple):
     kind: str  # of which parameters: Param.updated_by
     steps: int  # whose gradients it sums
     tied: bool = False  # head and embedding are one matrix
-    stages: tuple[int, ...] = ()  # of tables: those of these steps, as they fetch n-grams
+    stages: tuple[int, ...] = ()  # of tables: of each summed step; it says how many n-grams wait
 
     def __str__(self) -> str:
         tied = "_tied" if self.tied else ""
@@ -465,7 +468,9 @@ def schedule(cfg: Config) -> Schedule:
     rotations = [rotation(cfg)]
     if len(cfg.stages) > 1:  # windows: "Rotation that follows the windows"
         rotations = yarn(cfg)
-    freqs, scales = (np.stack(x)[stage] for x in zip(*rotations, strict=True))
+    by_stage, scales_by_stage = zip(*rotations, strict=True)
+    freqs = np.stack(by_stage)[stage]
+    scales = np.stack(scales_by_stage)[stage]
     weights = np.ones((cfg.steps, 1))
     targets = [len(s.weights) for s in cfg.stages]
     if max(targets) > 1:  # ahead: "Losses on more than the next token"
@@ -578,7 +583,7 @@ class Rows(NamedTuple):
     """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
 
     tokens: jax.Array  # uint16 [b, t+1]
-    # Of n-grams; None without them.
+    # Of n-grams, see "A table of hashed n-grams"; None without them.
     hashed: jax.Array | None  # uint16 [b, t]: what hashes see of the first t tokens
     slots: jax.Array | None  # int32 [b, 2, t]: which of the fetched rows a token's two n-grams have
     aims: Aims
@@ -596,7 +601,7 @@ class LoaderState(NamedTuple):
     """Where a run stands in its data; a checkpoint holds one."""
 
     cursor: int  # in the stream
-    offsets: tuple[int, ...]  # of each row of this process in its walk of ids, see `candidates`
+    offsets: tuple[int, ...]  # how far each row of this process is in its walk, see `candidates`
 
 
 def train_batches(
@@ -669,7 +674,7 @@ class Param:
     decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
     betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
     scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (of AVERAGES, share of the way there at the end)
+    averages: tuple[tuple[str, float], ...] = ()  # (kind, how far it moves there), see MOVES
     rescaled: bool = False  # when averaged, the weights get back the norm they had
     sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
     dtype: str = "float32"  # of the parameter itself, of which copies are made
@@ -698,7 +703,8 @@ def param_table(cfg: Config) -> dict[str, Param]:
 
     Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape;
     attention_weights and mlp_weights take them out again:
-        qk_bank [2 per attention, d, d]: q, then k; x W^T (or each cut by heads, see qk_heads)
+        qk_bank [2 n / qk_heads per attention, qk_heads h, d]: parts of q, then of k; x W^T. With
+            qk_heads=0 these are [2 per attention, d, d]
         vo_bank [2 per attention, d, d]: v, then o; x W^T
         mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
     Down-projections start at zero, as output projections may (o_start): a layer begins by adding
@@ -716,6 +722,7 @@ def param_table(cfg: Config) -> dict[str, Param]:
     mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps  # in the order of in_pairs
     mlp_rates = (up, 2 * up) * mlps
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
+    # Rate, decay and betas of the record; it does not say how they were found.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     table = {
         "head": head,
@@ -750,7 +757,8 @@ def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
 
 
 def in_pairs(init: Callable, key, shape):
-    """The start of a bank of pairs: drawn are all first matrices, then all second ones."""
+    """The start of a bank of pairs. All first matrices are drawn, then all second ones, as they
+    once lay in the bank: seeds keep their numbers."""
     halves = init(key, shape).reshape(2, -1, *shape[1:])
     return halves.swapaxes(0, 1).reshape(shape)
 
@@ -895,7 +903,7 @@ def forward(model: Model, looked_up: dict, rows: Rows):
         block = jax.checkpoint(block, static_argnums=0)
     x = start
     for i, layer in enumerate(cfg.layers):
-        if layer.looks:
+        if layer.looks:  # from here on another small MLP makes the gates
             number = sum(earlier.looks for earlier in cfg.layers[: i + 1])
             gates |= coefficients(model, "gate", number, x)
         outputs.append(block(i, x))
@@ -984,8 +992,8 @@ class AttentionWeights(NamedTuple):
 
 
 def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> AttentionWeights:
-    """The weights of layer `i`, out of the banks (param_table). Heads that are narrower than there
-    have the first rows, or columns, of their part."""
+    """The weights of layer `i`, out of the banks (param_table). Where a layer's heads are narrower
+    than those of a bank, only the first rows, or columns, of each head are used."""
     n, d = cfg.heads, cfg.width
     kv = heads.kv or n
     number = cfg.layers_with("attends").index(i)
@@ -1138,8 +1146,8 @@ def positions(t: int, heads: Heads):
 
 
 def rope_tables(freqs, positions_tn, width: int):
-    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`, the others not
-    (in whole heads half of them; these carry content regardless of position)."""
+    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`. In long layers
+    as many more do not turn: they carry content regardless of position."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]  # pairs of angle 0
     padding = [(0, 0), (0, 0), (0, others)]
@@ -1184,8 +1192,7 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
 
 
 class Band(NamedTuple):
-    """Blocks of queries, each with all keys that its window can reach; as `attend_plain` sees them,
-    without the first axis."""
+    """Blocks of queries, each with all keys that its window can reach."""
 
     q: jax.Array  # [blocks, size, n, h]
     k: jax.Array  # [blocks, s, n, h]
@@ -1237,8 +1244,8 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
     """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
     token, which is reported), differentiable in all `params` and in the rows that are `looked_up`.
     It is the sum over a row's tokens, averaged over rows, as in the original: it grows with the
-    length of rows. Muon and Adam do not see constant factors; their moments remember the size of
-    before."""
+    length of rows. Muon and Adam do not see constant factors. Where that length changes, though,
+    their moments still have the old size."""
     model = model._replace(params=params)
     x_btd = forward(model, looked_up, rows)
     ahead, of_prefix = loss_weights_of(model)
@@ -1536,16 +1543,15 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
         row = param_table(cfg)[name]
         kinds = "params", *moments(cfg, row)
         old = {kind: state[kind][name] for kind in kinds}
-        rates = adam_rates(cfg, row, hyper, len(grads))
-        if row.optimizer == "rows":  # "A table of hashed n-grams"
-            ids, grad = sum_requests(grads, len(old["params"]), kernels.add_rows)
-            after = adam_rows(*old.values(), ids, grad, rates)
-        else:
+        if row.optimizer == "anvil":
             grad = sum_over_devices(cfg, row, grads)
-            if row.optimizer == "anvil":
-                after = anvil(cfg, row, old, grad, hyper)
-            else:
-                after = adam(*old.values(), grad, rates)
+            after = anvil(cfg, row, old, grad, hyper)
+        elif row.optimizer == "adam":
+            grad = sum_over_devices(cfg, row, grads)
+            after = adam(*old.values(), grad, adam_rates(cfg, row, hyper, len(grads)))
+        else:  # "A table of hashed n-grams"
+            ids, grad = sum_requests(grads, len(old["params"]), kernels.add_rows)
+            after = adam_rows(*old.values(), ids, grad, adam_rates(cfg, row, hyper, len(grads)))
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
         if row.averages:  # "Averages of the last weights"
@@ -1676,8 +1682,8 @@ def orthogonalize(x, dtype):
 
 # ---- Layout: how state and copies lie on the devices --------------------------------------------
 
-# How arrays lie on the devices is told by the same arrays without numbers: shapes, dtypes and
-# shardings. What is `born` so never lies whole on one device.
+# A layout is a tree of shapes, dtypes and shardings, in place of the arrays that are to lie so.
+# What is `born` is made directly as its layout says: no device ever holds all of it.
 
 
 def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
@@ -1957,7 +1963,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         if is_new and cfg.val_every and step % cfg.val_every == 0:
             validate_after(step)
             newest = None
-        signalled = ready.asked(step - first)  # a signal that has asked for the end, or 0
+        signalled = ready.stop_signal(step - first)  # 0: none; jax counts from where it has begun
         if signalled and not waiting:
             pause()
             if is_new:
@@ -1995,8 +2001,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     log.ended()
     if cfg.sample_tokens:
         table = state["params"].get(NGRAMS)
-        model = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
-        demonstrate(log, model)
+        trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
+        demonstrate(log, trained)
     return log.folder
 
 
@@ -2006,30 +2012,31 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
 # Each section holds an idea, or a few that belong together. Its head says what they do, which
 # record brought them, what that saved the original (M: millions of training tokens; or seconds of
-# the 39.9 of record 92), and what leaves each out (`--set without=NAME`, see IDEAS). Part I calls
-# an idea where its section stands in quotes.
+# the 39.9 of record 92), and what leaves each out (`--set without=NAME`, see IDEAS). Ideas that are
+# a line of the core, or a number, have no section: IDEAS says where they are. README.md's table has
+# what each saved. Part I calls an idea where its section stands in quotes.
 
 # ---- The switches -------------------------------------------------------------------------------
 
 # What leaves out an idea: `--set without=NAME,...` sets this.
 IDEAS = {
     "muon": "muon=0",
-    "squared_relu": "squared_relu=0",
-    "zero_start": "down_start=1",
-    "qk_norm": "qk_norm=0",
-    "documents": "documents=0",
-    "logit_cap": "logit_cap=0,0,0",
-    "momentum": "momentum=0.93,0.93",
+    "squared_relu": "squared_relu=0",  # mlp; else GELU
+    "zero_start": "down_start=1",  # param_table
+    "qk_norm": "qk_norm=0",  # attend_heads
+    "documents": "documents=0",  # segment_ids
+    "logit_cap": "logit_cap=0,0,0",  # cap_logits
+    "momentum": "momentum=0.93,0.93",  # momentum_at: it rises and falls
     "windows": "stages.*.windows=128,128 val_windows=128,128",
     "values": "layers.*.values=0",
     "value_gates": "value_gates=0",
-    "still": "still=0",
+    "still": "still=0",  # rope_tables, heads_of
     "packing": "stages.*.doc_cap=0",
     "smear": "smear=0",
     "seldom": "adam_every=1 table_every=1,1",
     "equalize": "equalize_rate=0",
-    "cautious": "cautious=0",
-    "skip": "layers.*.skip=0",
+    "cautious": "cautious=0",  # descend, anvil
+    "skip": "layers.*.skip=0",  # layer_output
     "lambdas": "lambdas=0",
     "key_offset": "key_offset=0",
     "tied": "tied=0",
@@ -2037,17 +2044,17 @@ IDEAS = {
     "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
     "paired": "layers.*.paired=0",
     "qk_heads": "qk_heads=0",
-    "o_start": "o_start=0",
-    "reads": "layers.*.reads=0",
+    "o_start": "o_start=0",  # param_table
+    "reads": "layers.*.reads=0",  # layer_output
     "mudd": "layers.*.mudd=0",
     "xsa": "layers.*.xsa=0",
     "gated": "layers.*.gated=0",
-    "x0": "layers.*.x0=0",
+    "x0": "layers.*.x0=0",  # layer_output
     "signs": "sign_rows=0",
     "gates": "gate_width=0 layers.*.looks=0",
     "prefix": "stages.*.prefix=(0.0,)",
-    "narrow": "layers.*.narrow=0",
-    "fewer": "layers.*.attends=long layers.*.skip=0",
+    "narrow": "layers.*.narrow=0",  # heads_of
+    "fewer": "layers.*.attends=long layers.*.skip=0",  # attentions than layers: Config.layers
     "candidates": "stages.*.candidates=(0,)",
     "ngrams": "ngram_rows=0 layers.*.ngram=0",
     "normalised": "ngram_ids=raw",
@@ -2093,10 +2100,9 @@ def small_param(cfg: Config, shape, start, lr: float, betas: tuple, decay: float
 
 
 def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
-    """The row of a table whose rows tokens look up. A gradient has few of the rows, so rates are
-    high. A row whose moments are still zero neither moves nor decays: rare tokens keep their
-    start."""
-    rates = (70, 5)
+    """The row of a table whose rows tokens look up. A row whose moments are still zero neither
+    moves nor decays: rare tokens keep their start."""
+    rates = (70, 5)  # the record's: most rows are seen seldom, and then move far
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
 
@@ -2251,8 +2257,8 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 #     bank_ema       of all matrices, over the last `tail` steps
 
 AVERAGES = ("ema", "average", "value_average", "bank_ema")  # the kinds, as average_rates has them
-# v, o and MLPs become their `average`, and from there move towards bank_ema: by the share of q and
-# k, from which the original takes 0.2007 for those that have moved already.
+# v, o and MLPs become their `average`, and from there move towards bank_ema: by less than q and k
+# do. Both numbers are the original's, which gives no reason for the 0.2007.
 MOVES_TWICE = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)
 MOVES = {  # parameter -> (kind, share of the way to it), in the order of moves
     "head": (("ema", 0.65),),
@@ -2304,7 +2310,7 @@ def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
     bank_rate = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
 
     # For each kind: at which steps it is due, and at which rate then. (As in the original bank_ema
-    # is due at the last step but one too.)
+    # is due at the last step but one too, and `ema` begins with the Adam step before the tail.)
     kinds = {
         "ema": (adam_due & (left + 1 < cfg.tail + cfg.adam_every), ema_rates),
         "average": (in_average & is_fourth, average_rate),
@@ -2618,8 +2624,9 @@ def point_forward(queries: PointerQueries, keys: PointerKeys):
 
 
 def point_backward(kept: tuple, grad):
-    """The gradients of queries and keys. That of a score is its chance, times how much more it
-    helps than the mean of all scores does. Scores are computed again."""
+    """The gradients of queries and keys. Scores are computed again. With the chance c of a score,
+    and g the gradient of the sum that this chance is a part of, or 0:
+        gradient of the score = c (g - mean),    mean = sum of c g over all scores and the sink"""
     queries, keys, chances, log_sum_t = kept
     grad_next_t1 = grad[:, :1]
     grad_sink_t = grad[:, 1]
@@ -2680,10 +2687,10 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
     """(LossSlopes of add_losses' weighted sum, its gradient for `pointed`), for losses with a
     gradient of their own. Without a pointer the slopes are the weights.
 
-    With these slopes as weights the losses of the softmax have the gradients of the mixture. For a
-    logit with the chance q that is q * (sum of all slopes) - (its own as a target). The slope of
-    `<copy>`'s loss is of the order 1 / (1 - q), so that this would be a small difference of large
-    numbers: copy_logit is the same, written without them."""
+    With these slopes as weights the losses of the softmax have the gradients of the mixture:
+        gradient of a logit with the chance q = q * (sum of all slopes) - (its slope as a target)
+    For the logit of `<copy>` both terms are of the order 1 / (1 - q), and all but cancel where q is
+    near 1. So copy_logit is this gradient, written without that difference."""
     if pointed is None:
         return LossSlopes(weights, None), None
 
@@ -2730,8 +2737,8 @@ def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
     return table
 
 
-# What Unicode calls white space, but for what NFKC has made a space. (str.strip alone would also
-# take the separators 0x1c to 0x1f.)
+# What Unicode calls white space, but for what NFKC has made a space, as the pull request has it:
+# str.strip alone would also take the separators 0x1c to 0x1f.
 WHITE_SPACE = " \v\f\x85\u1680\u2028\u2029"
 
 
@@ -2778,7 +2785,8 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple[np.nda
     Requests are the n-gram rows of its tokens, each different one once, by owner, as numbers among
     the owner's rows; empty places have a number past these. Slots are where each token finds its
     two rows in what comes back. An owner gives `size` rows at most. An n-gram that does not fit in
-    gets slot 0: the row of trigrams without history, which every batch requests."""
+    gets slot 0: the row of trigrams without history, which every batch requests (`spread` puts it
+    first)."""
     owned = -(-cfg.ngram_rows // devices)  # rows of each device
     hashes = ngram_hashes(hashed, cfg.ngram_rows)
     ids = spread(hashes, cfg.ngram_rows)  # [2, b, t]
@@ -2964,8 +2972,8 @@ GATE_INPUTS = 12  # features of a token that smear and value gates see (record 2
 
 
 def value_params(cfg: Config) -> dict[str, Param]:
-    """The value tables, one under the other [layers * v, d], and their gates. MUDD weights the one
-    of its layer by itself."""
+    """The value tables, one under the other [layers * v, d], and their gates. The table of a layer
+    with MUDD has none here: mudd_values has its weights."""
     layers = cfg.layers_with("values")
     gated = [i for i in layers if not cfg.layers[i].mudd]
     start = normal(0.01)
@@ -2992,6 +3000,7 @@ def lambda_params(cfg: Config) -> dict[str, Param]:
     of_mixing, of_scalars = cfg.scalar_betas
     return {
         # of the stream, before attention and before the MLP
+        # Twice in a layer: together 1.1, as in the record.
         "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, of_mixing),
         # of what attention and MLP add to it
         "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, of_mixing),
@@ -3142,8 +3151,8 @@ def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
 
 
 def small_mlp(x_btd, w1, w2, b2):
-    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, outputs] (GELU: Hendrycks and Gimpel
-    2016)."""
+    """W2 gelu(W1 x) + b2 for each token: float32 [b, t, outputs] (GELU: Hendrycks and Gimpel 2016,
+    exact; that of jax.nn is by default an approximation)."""
     w1 = w1.astype(x_btd.dtype)
     hidden = jnp.matmul(x_btd, w1.T, preferred_element_type=jnp.float32)
     hidden = hidden * (0.5 + 0.5 * lax.erf(hidden * math.sqrt(0.5)))
@@ -3159,7 +3168,8 @@ def small_mlp(x_btd, w1, w2, b2):
 
 
 def mudd_params(cfg: Config) -> dict[str, Param]:
-    """The two small MLPs, and what the second adds for each group of features."""
+    """The two small MLPs, and what the second adds for each group of features. As in the original
+    either MLP has as many outputs as the larger one, and those that are left over learn nothing."""
     _, betas = cfg.scalar_betas
     starts = coefficient_starts(cfg, "mudd")
     mlps, outputs = starts.shape
@@ -3428,8 +3438,9 @@ PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart. If the number of rows has changed, they begin so where the first one was."""
-    rows = cfg.stages[0].rows  # and of all others
+    begin evenly apart. If the number of rows has changed, they begin again, evenly apart from where
+    the first one was."""
+    rows = cfg.stages[0].rows  # the same in all stages
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
         offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
@@ -3575,7 +3586,7 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
     of_batch = cfg.val_batch // cfg.val_row
     pieces, _ = plan_plain(0, rows, cfg.val_row)
     for path in stream.paths:
-        open_shard(path)  # of one that was cut short meanwhile, the map would read zeros
+        open_shard(path)  # once more: where a file was cut short meanwhile, its map reads zeros
     for first in range(0, rows, of_batch):
         numbers = [first + row for row in own_rows(mesh, of_batch)]
         tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
@@ -3692,9 +3703,8 @@ def data_place(data: str) -> Path:
 
 
 def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
-    """(a preset or run, what it must --set) to train with these `texts`, or with one folder of
-    token shards. It is the first of `names` for which they are long enough, with what is `given` to
-    be set. Texts become tokens here."""
+    """Make tokens of `texts`, unless this is one folder of shards. Returns the first preset, or
+    run, of `names` for which there is enough text, and what to --set besides what is `given`."""
     paths = [data_place(text) for text in texts]
     folder = paths[0]
     has_shards = any(folder.glob("*.bin"))
@@ -3714,7 +3724,7 @@ def data_folder(cfg: Config, say: Callable = print) -> Path:
         if not all(any(demo.glob(name)) for name in files):
             say(f"making the demo corpus in {folder}")
             run_tool("builtin_corpus.py")
-    cure = "--data TEXT makes it if that is as it was, else --start RUN_DIR --data TEXT goes on"
+    cure = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
     if cfg.data == Config.data:
         cure = "run data/cached_fineweb10B.py, or name one"
     need(folder.is_dir(), f"no folder {folder}: {cure}")
@@ -3765,7 +3775,7 @@ class Prepared(NamedTuple):
     batches: Iterator  # of pairs: a Batch, the LoaderState after it
     loader: LoaderState  # before the first of them
     validation: tuple[TokenStream, Vocabulary | None]
-    asked: Callable  # see ask_to_stop
+    stop_signal: Callable  # see ask_to_stop
     kernels: Kernels
     words: list[bytes]  # what ids stand for, see token_bytes
 
@@ -3781,13 +3791,13 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     kernels, reason = checked_kernels(cfg, mesh, say)
     facts = run_facts(recipe, mesh, command, reason) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
-    if cfg.encoding == "bpe":  # a sample needs the run's folder only
+    if cfg.encoding == "bpe":  # so that a sample needs nothing but the run's folder
         merges = (data.folder / MERGES).read_text()
         log.write(MERGES, merges)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
     from_all(0)  # the first step waits for processes that compile longer
     log.write_facts(compile_seconds=seconds)
-    if not jax.config.jax_debug_nans:  # zeros make some
+    if not jax.config.jax_debug_nans:  # of zeros, norms and logarithms make NaNs
         warm_up(cfg, mesh, compiled)
 
     seed = np.uint32(cfg.seed)
@@ -3820,7 +3830,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         batches=batches,
         loader=loader,
         validation=(data.val, by_id),
-        asked=ask_to_stop(),
+        stop_signal=ask_to_stop(),
         kernels=kernels,
         words=data.words,
     )
@@ -3903,7 +3913,7 @@ SPARE = 2 * 2**30
 KEPT_BY_LAYER = 12.8
 KEPT_IF_RECOMPUTED = 5
 KEPT_IN_VALIDATION = 1.4
-# How often an update of tables has the rows of n-grams that it adds: joined, sorted, in float32.
+# How many copies of the n-grams' rows exist at once in an update: joined, sorted, in float32.
 ROWS_ADDED_ON_TPU = 2.2
 ROWS_ADDED_ON_OTHERS = 5
 
@@ -3926,9 +3936,11 @@ def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
         due = program.args[1] if isinstance(update, Update) else {}
         for name, grads in due.items():
             waiting = grads if isinstance(key, Update) else grads[:-1]  # the newest are an output
-            arrays[name] = max(arrays.get(name, ()), waiting, key=device_bytes)
-    own_arguments = every[key].args[:2]
-    return device_bytes(arrays) - device_bytes(own_arguments)
+            largest = arrays.get(name, ())
+            if device_bytes(waiting) > device_bytes(largest):
+                arrays[name] = waiting
+    first, second, *_ = *every[key].args, ()  # copies and table, or the state and what is due
+    return device_bytes(arrays) - device_bytes((first, second))
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
@@ -4363,7 +4375,7 @@ class RunLog:
                 line = f"{text}\n".encode("utf-8", "backslashreplace")
                 self.files[name].write(line)
                 self.files[name].flush()
-            elif self.files:
+            elif self.files:  # of process 0 alone
                 new = self.folder / f"{name}.new"
                 new.write_text(f"{text}\n", "utf-8")
                 os.replace(new, self.folder / name)
@@ -4413,11 +4425,9 @@ class RunLog:
         return line
 
     def trained(self, step: int, loss: float, dropped, norms: dict):
-        """Write down the loss of a step, and by `norms` that of each parameter's gradient; of some
-        steps they are also said."""
+        """Write down the loss of a step and the `norms` of its gradients. Every log_every steps
+        they are also shown on the terminal."""
         fields = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
-        if not self.cfg.log_norms:
-            norms = {}
         for name, size in norms.items():
             fields[f"norm_{name}"] = float(size)
         line = self.line(step, "train_loss", loss, int(dropped), **fields)
@@ -4496,20 +4506,20 @@ def ask_to_stop() -> Callable[[int], int]:
     the terminal), or 0. A second one ends the process. Of several processes each has to stop at the
     same step: jax finds one that all can reach, from a SIGTERM to any of them."""
     alone = jax.process_count() == 1
-    asked = []  # (signal, time)
+    received = []  # (signal, time)
     agreed = []
 
-    def ask(number, frame):
+    def receive(number, frame):
         now = time.monotonic()
-        if asked and now > asked[0][1] + 1:  # `timeout` sends two at once
+        if received and now > received[0][1] + 1:  # `timeout` sends two at once
             os._exit(128 + number)
-        asked.append((number, now))
+        received.append((number, now))
         if not alone:
             signal.raise_signal(signal.SIGTERM)
 
-    def wish(step: int) -> int:
+    def stop_signal(step: int) -> int:
         if alone:
-            return asked[0][0] if asked else 0
+            return received[0][0] if received else 0
         if multihost_utils.reached_preemption_sync_point(step):  # says so once
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
@@ -4523,8 +4533,8 @@ def ask_to_stop() -> Callable[[int], int]:
     for number in numbers:
         if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and `&` ask for
             with contextlib.suppress(ValueError):  # only the main thread may
-                signal.signal(number, ask)
-    return wish
+                signal.signal(number, receive)
+    return stop_signal
 
 
 def check_hardware(cfg: Config, say: Callable):
@@ -4656,11 +4666,11 @@ def validate_heads(cfg: Config):
     largest, _, divisor = cfg.logit_cap
     capped = 0 < largest <= 64 and divisor > 0
     rule("logit_cap", capped or not any(cfg.logit_cap), "a up to 64, c above 0; or 0,0,0")
-    kv_heads = cfg.kv_heads or cfg.heads
-    share = cfg.heads % kv_heads == 0 and kv_heads % (cfg.qk_heads or 1) == 0
-    by_matrix = cfg.qk_heads > 0 or kv_heads == cfg.heads
-    multiple = f"a multiple of qk_heads={cfg.qk_heads}, not 0"
-    rule("kv_heads", share and by_matrix, f"0, or a divisor of heads={cfg.heads} and {multiple}")
+    if cfg.shared:
+        divides = cfg.heads % cfg.kv_heads == 0
+        rule("kv_heads", divides, f"0, or a divisor of heads={cfg.heads}")
+        cuts_keys = cfg.qk_heads > 0 and cfg.kv_heads % cfg.qk_heads == 0
+        rule("qk_heads", cuts_keys, f"a divisor of kv_heads={cfg.kv_heads}, not 0")
     together = cfg.heads % (cfg.qk_heads or 1) == 0
     rule("qk_heads", together, f"a divisor of heads={cfg.heads}, or 0")
 
@@ -4996,7 +5006,7 @@ def resume_config(run_dir: Path, asked: Asked, saved: Saved) -> Config:
     longer = f"to train longer, python train_gpt.py --start {run_dir} --set steps=N"
     need(not done, f"{run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
-    if asked.places:  # of what fits these texts only the place may be another
+    if asked.places:  # the folder may be another, all other settings are the run's
         _, of_data = fitted(asked.places, [saved.run_dir], [])
         settings = of_data[:1] + settings
     devices = saved.cfg.devices
@@ -5287,8 +5297,8 @@ SENT_ROWS = 32  # a multiple of so many
 
 def reduce_scatter(x):
     """lax.psum_scatter of x [rows, d], padded for the devices: this device's rows of the sum over
-    all. It goes in the fewest parts that the SparseCores can send; in one piece, if they can send
-    none of up to eight."""
+    all. It goes in the fewest parts that the SparseCores can send; in one piece, if no split into
+    up to eight parts fits them."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(x) // devices)
     x = pad_rows(x, rows * devices)
@@ -5423,14 +5433,14 @@ def trials(cfg: Config) -> Iterator[Trial]:
     window_blocks = -(-max(stage.windows) // BLOCK)
     t = min(stage.row_tokens, 2 * window_blocks * BLOCK)
     d, n, v = cfg.width, cfg.heads, cfg.vocab
-    ids_t = jnp.arange(t) * t % v
+    ids_t = jnp.arange(t) * t % v  # scattered, and some of them twice
     segments_bt = jnp.arange(t)[None] * 5 // (2 * t)
 
     def run_attend(heads, kernel, qkv, x, *gates_of_heads):
         added_gates, xsa, gates = gates_of_heads
-        long = int(heads.offset)
+        kind = 1 if heads.offset else 0  # long layers have it; the others' rotation does as well
         freqs, scales = yarn(cfg)[number]
-        inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs[long], scales[long])
+        inputs = HeadInputs((x, added_gates), xsa, gates, segments_bt, freqs[kind], scales[kind])
         return kernel(heads, qkv, inputs)
 
     def run_cross_entropy(kernel, x, head):
@@ -5590,7 +5600,7 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
         return squash(lax.optimization_barrier(z_tv.astype(x_td.dtype)), cfg)
 
     squashed_tv = lax.platform_dependent(z_tv, cuda=squash_stored, default=store_squashed)
-    # Targets of a token that are equal share the sum of their weights: it is written only once.
+    # Targets of a token that are equal have the sum of their weights: later ones write it again.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
     ids_v = jnp.arange(squashed_tv.shape[1])[None]
@@ -5632,6 +5642,7 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
         totals = add_losses(totals, losses, weights, pointed)
         return (totals, head_grad_vd + grad_vd), (x_grad_td, pointed_grad)
 
+    # The barrier makes both copies once, not anew in every chunk.
     copies = head_vd.astype(jnp.float32), head_vd.astype(x_td.dtype)
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
     zero_sums = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
@@ -5657,7 +5668,8 @@ fused_cross_entropy.defvjp(fused_cross_entropy_forward, fused_cross_entropy_back
 
 
 def document_starts(segments_bt):
-    """The place in its row where the document of each token begins, int32 [b, t]."""
+    """The place in its row where the segment of each token begins (its document, or a part of it,
+    see segment_ids), int32 [b, t]."""
     changes = segments_bt[:, 1:] != segments_bt[:, :-1]
     begins = jnp.pad(changes, ((0, 0), (1, 0)))
     tokens = jnp.arange(segments_bt.shape[1], dtype=jnp.int32)[None]
@@ -5863,7 +5875,7 @@ class Plan:
         numbers = [int(x) for x in dataclasses.astuple(self.heads)]
         return "_".join(["window", direction, *map(str, numbers)])
 
-    def across(self, block_at: Callable) -> Callable:
+    def tokens_as_rows(self, block_at: Callable) -> Callable:
         """For run_kernel: at step i block block_at(i) of an array [b, t, columns]."""
 
         def cut(x):
@@ -5872,7 +5884,7 @@ class Plan:
 
         return cut
 
-    def along(self, block_at: Callable) -> Callable:
+    def tokens_as_columns(self, block_at: Callable) -> Callable:
         """The same of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
 
         def cut(x):
@@ -6015,8 +6027,8 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     slots = plan.slots
     b, t, _ = arrays["qkv"].shape
     dtype = arrays["qkv"].dtype
-    across = plan.across(lambda i: i)
-    along = plan.along(lambda i: i)
+    in_rows = plan.tokens_as_rows(lambda i: i)
+    in_columns = plan.tokens_as_columns(lambda i: i)
 
     def saved(cut, *shape, dtype=dtype):
         like = jax.ShapeDtypeStruct(shape, dtype) if save else None
@@ -6025,17 +6037,19 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     refs = {
         "earliest": scalars(arrays["earliest"]),  # [b, blocks]: see attend_tpu
         "scale": scalars(arrays["scale"]),  # [1]
-        "qkv": reads(arrays["qkv"], across),  # [1, block, n (2 h + v)]
-        "added": reads(arrays["added"], across),  # [1, block, n LANES]: goes to v
-        "tables": reads(arrays["tables"], along),  # [1, rows, block]: see Plan.tables_of
-        "starts": reads(arrays["starts"], along),  # [1, 1, block]: see attend_tpu
-        **{name: reads(arrays[name], along) for name in OF_HEADS},  # [1, n, block] each
-        "y": writes(jax.ShapeDtypeStruct((b, t, n * v), dtype), across),  # [1, block, n v]
-        "saved_k": saved(across, b, t, n * h),  # [1, block, n h]: keys as queries met them
-        "saved_q": saved(along, b, n * h, t),  # [1, n h, block]: queries, the same
-        "saved_v": saved(across, b, t, n * v),  # [1, block, n v]: values, the same
-        "saved_y": saved(along, b, n * v, t),  # [1, n v, block]: outputs of attention alone
-        "log_sums": saved(along, b, n, t, dtype=jnp.float32),  # [1, n, block]: of weights, log2
+        "qkv": reads(arrays["qkv"], in_rows),  # [1, block, n (2 h + v)]
+        "added": reads(arrays["added"], in_rows),  # [1, block, n LANES]: goes to v
+        "tables": reads(arrays["tables"], in_columns),  # [1, rows, block]: see Plan.tables_of
+        "starts": reads(arrays["starts"], in_columns),  # [1, 1, block]: see attend_tpu
+        **{name: reads(arrays[name], in_columns) for name in OF_HEADS},  # [1, n, block] each
+        "y": writes(jax.ShapeDtypeStruct((b, t, n * v), dtype), in_rows),  # [1, block, n v]
+        "saved_k": saved(in_rows, b, t, n * h),  # [1, block, n h]: keys as queries met them
+        "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: queries, the same
+        "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values, the same
+        "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs of attention alone
+        "log_sums": saved(
+            in_columns, b, n, t, dtype=jnp.float32
+        ),  # [1, n, block]: of weights, log2
         # Rings: block m of the row is in slot m % slots. Values are standing, over rows of ones.
         "keys": keeps((slots, n, block, h), dtype),
         "values": keeps((slots, n, v + ONES, block), dtype),
@@ -6203,34 +6217,34 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
     def oldest(i):
         return jnp.maximum(i - plan.delay, 0)
 
-    across = plan.across(newest)
-    along = plan.along(newest)
-    old_across = plan.across(oldest)
-    old_along = plan.along(oldest)
+    in_rows = plan.tokens_as_rows(newest)
+    in_columns = plan.tokens_as_columns(newest)
+    old_in_rows = plan.tokens_as_rows(oldest)
+    old_in_columns = plan.tokens_as_columns(oldest)
     refs = {  # what is read under a name of attend_tpu_forward has its shape
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
         # Of block i.
-        "y_grad": reads(y_grad, across),  # [1, block, n v]
-        "saved_k": reads(saved["saved_k"], across),
-        "saved_v": reads(saved["saved_v"], across),
-        "starts": reads(arrays["starts"], along),
-        "xsa": reads(arrays["xsa"], along),
-        "gates": reads(arrays["gates"], along),
-        "saved_q": reads(saved["saved_q"], along),
-        "saved_y": reads(saved["saved_y"], along),
-        "log_sums": reads(saved["log_sums"], along),
+        "y_grad": reads(y_grad, in_rows),  # [1, block, n v]
+        "saved_k": reads(saved["saved_k"], in_rows),
+        "saved_v": reads(saved["saved_v"], in_rows),
+        "starts": reads(arrays["starts"], in_columns),
+        "xsa": reads(arrays["xsa"], in_columns),
+        "gates": reads(arrays["gates"], in_columns),
+        "saved_q": reads(saved["saved_q"], in_columns),
+        "saved_y": reads(saved["saved_y"], in_columns),
+        "log_sums": reads(saved["log_sums"], in_columns),
         # Of the block that leaves, i - delay.
-        "old_qkv": reads(arrays["qkv"], old_across),
-        "old_added": reads(arrays["added"], old_across),
-        "old_tables": reads(arrays["tables"], old_along),
-        "old_added_gates": reads(arrays["added_gates"], old_along),
+        "old_qkv": reads(arrays["qkv"], old_in_rows),
+        "old_added": reads(arrays["added"], old_in_rows),
+        "old_tables": reads(arrays["tables"], old_in_columns),
+        "old_added_gates": reads(arrays["added_gates"], old_in_columns),
         # Each gradient has the shape of what it is of; only those of xsa and gates are of block i.
-        "qkv_grad": writes(arrays["qkv"], old_across),
-        "added_grad": writes(arrays["added"], old_across),
-        "added_gates_grad": writes(arrays["added_gates"], old_along),
-        "xsa_grad": writes(arrays["xsa"], along),
-        "gates_grad": writes(arrays["gates"], along),
+        "qkv_grad": writes(arrays["qkv"], old_in_rows),
+        "added_grad": writes(arrays["added"], old_in_rows),
+        "added_gates_grad": writes(arrays["added_gates"], old_in_columns),
+        "xsa_grad": writes(arrays["xsa"], in_columns),
+        "gates_grad": writes(arrays["gates"], in_columns),
         # The ring. Gradients are standing, and summed over blocks as float32.
         "keys": keeps((ring, n, block, h), dtype),
         "values": keeps((ring, n, block, v), dtype),
@@ -6249,7 +6263,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         # Rotating gradients back takes the vector unit only: it goes on between the matmuls of
         # block i with itself, which every step has.
         old = r.i - plan.delay
-        between = leave(plan, r, old, lax.rem(r.i + 1, ring), blocks)
+        old_slot = lax.rem(r.i + 1, ring)  # that of `old`, as ring = delay + 1
+        between = leave(plan, r, old, old_slot, blocks)
         look_back_grads(plan, r, 0, visible, means, between)
         for j in range(1, plan.slots):
             visit = functools.partial(look_back_grads, plan, r, j, visible, means, iter(()))
@@ -6265,7 +6280,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
 
 
 def enter_again(plan: Plan, r, slot):
-    """Put the saved keys and values of block i into their slot, and let y_grads stand."""
+    """Put the saved keys and values of block i into their slot, and let y_grads stand. With XSA the
+    slot of v_grads has the values at first: undo_outputs needs them as float32."""
     n, h, v, _ = plan.sizes
     for c in range(n):
         r.keys[slot, c] = r.saved_k[0, :, part_of(c, h)]
@@ -6484,6 +6500,7 @@ def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
     cut, grid = row_blocks(t, BLOCK)
     lanes = -(-k * g // LANES) * LANES  # whole tiles
     packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, lanes - k * g)))
+    # A float32 weight as the sum of two of `dtype`: the matmul's operands are no wider.
     rounded = packed.astype(dtype)
     rest = (packed - rounded.astype(jnp.float32)).astype(dtype)
     w = jnp.concatenate([rounded, rest], axis=1)
@@ -6681,12 +6698,13 @@ KEY_TILES = Tiles(128, 64, 8, 2)  # a block of keys
 
 
 class Reach(NamedTuple):
-    """What the tokens of a block can see, or by what they can be seen."""
+    """What the tokens of a block can see, or by what they can be seen. All that any of them can see
+    is in the tiles from first_tile to the one before end_tile."""
 
-    first: jax.Array  # a token for each of the block, [block, 1]
-    last: jax.Array
-    first_tile: jax.Array  # those from this tile on, and before the other,
-    end_tile: jax.Array  # have all that any token of the block can see
+    first: jax.Array  # for each token of the block, [block, 1]: the first that it can see,
+    last: jax.Array  # and the last
+    first_tile: jax.Array
+    end_tile: jax.Array
 
 
 def keys_of_queries(r, tiles: Tiles) -> Reach:

@@ -106,7 +106,7 @@ def test_data_folder_is_looked_for_here_and_beside_the_script(tmp_path, monkeypa
         T.UserError, match="no folder .*fineweb10B: run data/cached_fineweb10B.py, or nam"
     ):
         T.data_folder(replace(cfg, data=T.Config.data))
-    of_text = "no folder .*none: --data TEXT makes it if that is as it was, else --start RUN_DIR "
+    of_text = "no folder .*none: --data TEXT makes it again if the text is the same; else --start "
     with pytest.raises(T.UserError, match=of_text):  # of a run, whose tokens are gone
         T.data_folder(replace(cfg, data=str(tmp_path / "none")))
 
