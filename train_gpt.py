@@ -724,16 +724,18 @@ def param_table(cfg: Config) -> dict[str, Param]:
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
     # Rate, decay and betas of the record; it does not say how they were found.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
+    vo_starts = (1.0, cfg.o_start) * attentions
+    if cfg.shared:  # v is smaller than o then, and in a bank of its own
+        vo_starts = (cfg.o_start,) * attentions
     table = {
         "head": head,
         "embed": head,
         "qk_bank": by_anvil(cfg, (qk_matrices, of_qk * h, d)),
-        "vo_bank": by_anvil(cfg, (2 * attentions, d, d), (1.0, cfg.o_start) * attentions),
+        "vo_bank": by_anvil(cfg, (len(vo_starts), d, d), vo_starts),
         "mlp_bank": dataclasses.replace(mlp_bank, init=functools.partial(in_pairs, mlp_bank.init)),
     }
-    if cfg.shared:  # heads of queries share v, which is smaller than o then
+    if cfg.shared:
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
-        table["vo_bank"] = by_anvil(cfg, (attentions, d, d), (cfg.o_start,) * attentions)
     table |= params_of_ideas(cfg)  # "Parameters of ideas"
     if cfg.tail or cfg.tail_average:  # averages: "Averages of the last weights"
         table = with_averages(cfg, table)
@@ -2269,12 +2271,15 @@ MOVES = {  # parameter -> (kind, share of the way to it), in the order of moves
     "v_bank": MOVES_TWICE,
     "mlp_bank": MOVES_TWICE,
 }
+# What the parameters of a kind are updated by (Param.updated_by): an average changes at its steps.
+FOLLOWS = {"ema": "adam", "average": "anvil", "value_average": "tables", "bank_ema": "anvil"}
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
 AVERAGE_MEMORY = 0.212  # share of tail_average that both others look back (53 of 250 steps)
 
 
 def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """param_table with the averages of each parameter, and which get back their norm."""
+    """param_table with the averages of each parameter, and which get back their norm. What is
+    updated in another way than its kinds of averages FOLLOWS has none."""
     steps = {
         "ema": cfg.tail,
         "average": cfg.tail_average,
@@ -2285,7 +2290,7 @@ def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
     for name, row in table.items():
         moves = []
         for kind, share in MOVES.get(name, ()):
-            if steps[kind]:
+            if steps[kind] and row.updated_by == FOLLOWS[kind]:
                 moves.append((kind, share))
         rescaled = len(moves) > 0 and name != "value_tables"
         completed[name] = dataclasses.replace(row, averages=tuple(moves), rescaled=rescaled)
@@ -3605,7 +3610,7 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
     """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
     merges in `folder`; of ids none. UserError if they cannot be had."""
     words = [bytes([i]) for i in range(256)]
-    cure = f"make the data in {folder} again"
+    cure = f"make the data in {folder} again, or set encoding=ids if its tokens have no bytes"
     try:
         if cfg.encoding == "ids":
             words = []
@@ -4462,6 +4467,9 @@ class RunLog:
         self.write("log.txt", f"peak memory allocated: {peak:.0f} MiB")
         self.write_facts(finished=True)
         target = self.cfg.target
+        preset = PRESETS.get(self.cfg.preset)
+        if preset and self.cfg.encoding != preset.encoding:
+            target = 0  # it is of other tokens
         loss = self.facts["val_loss"]
         met = "met" if loss <= target else "MISSED"
         verdict = f"target {target} {met}: " if target else ""
@@ -4811,7 +4819,7 @@ def override(cfg: Config, items: list[str]) -> Config:
         try:
             set_fields(fields, key, text)
         except (LookupError, TypeError, ValueError):
-            raise UserError(f"--set {item}: {unknown_key(key)}") from None
+            raise UserError(f"--set {item}: {unknown_key(key, fields)}") from None
     return validate(typed(Config, fields))
 
 
@@ -4822,7 +4830,9 @@ def leave_out(names: str) -> list[str]:
         chosen = [name for name in IDEAS if name not in PLAIN_HAS]
     ideas = f"all alone, or some of {', '.join(IDEAS)}"
     for name in chosen:
-        need(name in IDEAS, f"without={names}: not {name!r}, but {ideas}")
+        alike = [f"{x}?" for x in difflib.get_close_matches(name, IDEAS)]
+        hint = f" ({' '.join(alike)})" if alike else ""
+        need(name in IDEAS, f"without={names}: not {name!r}{hint}, but {ideas}")
     return " ".join(IDEAS[name] for name in chosen).split()
 
 
@@ -4850,12 +4860,18 @@ def literal(text: str):
         return text
 
 
-def unknown_key(key: str) -> str:
-    """That there is no such key, and which are most like it or have its name within."""
+def unknown_key(key: str, fields: dict) -> str:
+    """That there is no such key among the `fields` of a config, and which are most like it or have
+    its name within."""
     keys = [*Config.__dataclass_fields__]
     keys += [f"stages.N.{name}" for name in Stage.__dataclass_fields__]
     keys += [f"layers.N.{name}" for name in Layer.__dataclass_fields__]
     with_letter = re.sub(r"\.(\d+|\*)\.", ".N.", key)
+    if with_letter in keys and with_letter != key:  # only its number is wrong
+        holder = key.partition(".")[0]
+        count = len(fields[holder])
+        more = f"; {holder}.{count} adds one like the last" if holder == "stages" else ""
+        return f"there is no {key!r}: N of {with_letter} is 0 to {count - 1}{more}"
     alike = difflib.get_close_matches(with_letter, keys)
     name = key.rpartition(".")[2]
     alike += [other for other in keys if name in other and other not in alike]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -206,3 +207,13 @@ def test_signs_of_ngrams_are_as_many_of_either_kind_and_of_the_seed():
     assert signs.dtype == np.int8 and signs.shape == (WIDE.sign_rows, WIDE.width)
     assert {*signs.ravel().tolist()} == {-1, 1} and abs(signs.mean()) < 0.05
     assert np.any(signs != T.sign_pool(WIDE, 1))
+
+
+def test_a_bank_that_adam_updates_has_no_averages_of_anvils_steps():
+    """Their steps are not its own: an average that never follows is zero, and would be taken."""
+    cfg = small_config()
+    table = T.param_table(cfg)
+    assert all(table[name].averages for name in ("vo_bank", "qk_bank", "head", "value_tables"))
+    by_adam = replace(table["vo_bank"], optimizer="adam", updated_by="adam")
+    averaged = T.with_averages(cfg, table | {"vo_bank": by_adam})
+    assert averaged == table | {"vo_bank": replace(by_adam, averages=(), rescaled=False)}

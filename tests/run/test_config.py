@@ -111,9 +111,9 @@ BAD_SETTINGS = {
     "zzz=1": "--set zzz=1: unknown key 'zzz'; --show prints all, N counts from 0 or is * for all",
     "tiny": "--set tiny: write KEY=VALUE; texts and presets go before --set",
     "steps": "--set steps: write KEY=VALUE; texts and presets go before --set",
-    "stages.4.share=1": "unknown key 'stages.4.share'; most like it: stages.N.share",
+    "stages.4.share=1": "there is no 'stages.4.share': N of stages.N.share is 0 to 2; stages.3",
     "stages.share=1": "unknown key 'stages.share'; most like it: stages.N.share",
-    "layers.5.mlps=1": "unknown key 'layers.5.mlps'",  # as many as there are
+    "layers.5.mlps=1": "there is no 'layers.5.mlps': N of layers.N.mlps is 0 to 4",
     "stages.3.windows.0=1": "unknown key 'stages.3.windows.0'",
     "stages.0.rows=5": "unknown key 'stages.0.rows'",
     "vocab=2.5": "vocab=2.5 is not valid: it must be int",

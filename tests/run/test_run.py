@@ -241,6 +241,7 @@ def test_a_run_on_ids_without_bytes_ends_without_a_sample(train, run, tmp_path):
     said = []
     folder = train(replace(CFG, encoding="ids", sample_tokens=5), tmp_path, say=said.append)
     assert said[-2] == "no sample: the tokens have no bytes (encoding=ids)"
+    assert said[-3].startswith("target 10.0 met: val_loss")  # no preset has another encoding
     assert facts(folder)["finished"] and not (folder / "sample.txt").exists()
     assert train_losses(folder) != train_losses(run.dir)  # n-grams of ids, not of normal forms
     raw = train(replace(CFG, ngram_ids="raw"), tmp_path)
