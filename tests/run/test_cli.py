@@ -276,9 +276,10 @@ def run_script(*argv, flags=(), script=ROOT / "train_gpt.py", cwd=None, **variab
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True)
 
 
-def test_without_docstrings_a_run_is_shown():
+def test_without_docstrings_a_run_is_shown_whatever_jax_disable_jit_says():
     """As by python -OO."""
-    assert "preset = 'tiny'" in run_script("--show", flags=["-OO"]).stdout
+    done = run_script("--show", flags=["-OO"], JAX_DISABLE_JIT="1")
+    assert done.returncode == 0 and "preset = 'tiny'" in done.stdout
 
 
 def test_the_script_alone_says_what_to_copy_beside_it(tmp_path):
@@ -335,8 +336,3 @@ def test_a_notebook_keeps_its_devices_and_its_signals():
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     own = "<built-in function default_int_handler> 1\n0\n"
     assert done.stdout == f"1\n{own}{own}{own}[0] True\n", done.stderr
-
-
-def test_programs_are_compiled_whatever_jax_disable_jit_says():
-    done = run_script("--show", JAX_DISABLE_JIT="1")
-    assert done.returncode == 0 and "preset = 'tiny'" in done.stdout

@@ -424,17 +424,15 @@ def test_a_file_system_without_locks_is_no_obstacle_and_loses_nothing(tmp_path, 
     assert {x.name for x in tmp_path.iterdir()} == {"a.jsonl", "out", ".tokenizing-other"}
 
 
-def test_as_a_command(tmp_path):
-    def command(*argv):
-        argv = [sys.executable, tokenize_text.__file__, *argv, "--encoding", "bytes"]
-        env = os.environ | {"JAX_PLATFORMS": "nosuch"}  # it has no use for devices
-        return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
-
-    path = jsonl(tmp_path / "a.jsonl", WORDS)
-    done = command("a.jsonl", "--out", "a.tokens")
+def test_as_a_command(tmp_path, capsys, monkeypatch):
+    path, words = jsonl(tmp_path / "a.jsonl", WORDS), ("--out", "a.tokens", "--encoding", "bytes")
+    argv = [sys.executable, tokenize_text.__file__, "a.jsonl", *words]
+    env = os.environ | {"JAX_PLATFORMS": "nosuch"}  # it has no use for devices
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
     total = len(of_bytes(WORDS))
     assert done.returncode == 0 and "making tokens of " in done.stderr
     assert done.stdout.startswith(f"a.tokens: {total - total // 10:,} tokens for training, ")
-    again = command(path, "--out", "a.tokens")
+    monkeypatch.chdir(tmp_path)
+    assert T.report_errors(lambda: tokenize_text.main([str(path), *words])) == 2
     line = "--out a.tokens is there already: name another folder, or delete it"
-    assert (again.returncode, again.stdout, again.stderr) == (2, "", f"error: {line}\n")
+    assert capsys.readouterr() == ("", f"error: {line}\n")
