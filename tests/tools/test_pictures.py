@@ -1,23 +1,23 @@
 """records/pictures.py draws the losses of runs without jax, and refuses what is no run."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from xml.etree import ElementTree
 
+import pictures
 import pytest
 from conftest import ROOT
 
 RECORDS = sorted((ROOT / "records/cpu").glob("*/*-tiny-s0-*"))
 
 
-def draw(folder, *words, says=""):
-    """What the command leaves in `folder`, where jax cannot be imported."""
-    (folder / "jax.py").write_text("raise ImportError('jax is not needed here')")
-    command = [sys.executable, ROOT / "records/pictures.py", *words]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+def draw(folder, *words, says="", run=None):
+    """What the command leaves in `folder`."""
+    done = (run or here)(folder, [*map(str, words)])
     if done.returncode:
         return done.returncode, done.stdout, done.stderr
     assert done.stdout == f"wrote {folder / 'curves.svg'}\n"
@@ -26,6 +26,33 @@ def draw(folder, *words, says=""):
     every = [*ElementTree.parse(folder / "curves.svg").iter()]
     thin = [x for x in every if x.get("stroke-opacity")]
     return every, thin, [x.text for x in every if x.tag.endswith("text")]
+
+
+def here(folder, words) -> subprocess.CompletedProcess:
+    """What the command does in this process."""
+    out, error, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        with contextlib.redirect_stderr(error):
+            try:
+                pictures.main(words)
+            except SystemExit as end:
+                status = end.code
+    return subprocess.CompletedProcess(words, status, out.getvalue(), error.getvalue())
+
+
+def without_jax(folder, words) -> subprocess.CompletedProcess:
+    """And in one of its own, where jax cannot be imported."""
+    (folder / "jax.py").write_text("raise ImportError('jax is not needed here')")
+    command = [sys.executable, ROOT / "records/pictures.py", *words]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_curves_need_no_jax(tmp_path):
+    *_, texts = draw(tmp_path, "curves", *RECORDS, run=without_jax)
+    assert texts == draw(tmp_path, "curves", *RECORDS)[-1]
+    words = "curves", "nosuch"
+    assert draw(tmp_path, *words, run=without_jax) == draw(tmp_path, *words)
 
 
 @pytest.mark.parametrize("over", ["steps", "tokens", "seconds"])
