@@ -270,6 +270,7 @@ def test_plan_takes_every_visible_pair_of_blocks_and_no_other():
                 assert not np.delete(seen, np.r_[queries], 1).any()
 
 
+@slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_the_record_can_be_lowered(kind):
     heads, parts = record_layer(kind, RECORD.stages[0].windows)

@@ -194,7 +194,8 @@ def test_the_largest_window_that_a_tpu_is_given_stays_within_its_vmem():
     assert T.pick_kernels(cfg, tpu())[1] == TPU_KERNELS
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 5])
 def test_gradients_of_the_record_can_be_traced_with_all_kernels(number):
     """What they take and give fits the model, in the first stage and the last: no compilation."""
     cfg, mesh = RECORD, mesh_of(8)
