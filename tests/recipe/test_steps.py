@@ -538,9 +538,8 @@ def test_config_has_every_kind_of_step():
     assert all(n % DEVICES for name, n in rows.items() if name != "qk_bank")
 
 
-@pytest.mark.parametrize(
-    "devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 8)), 4]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_training_is_the_same_on_any_number_of_devices_and_by_part_one_alone(
     part_one, shards, devices
 ):
