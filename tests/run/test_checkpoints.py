@@ -135,7 +135,7 @@ def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
         tracemalloc.stop()
         assert peak < size, f"{peak:,} bytes on the host"
 
-    cfg = replace(CFG, ngram_rows=2**17 + 6)
+    cfg = replace(CFG, ngram_rows=2**19 + 6)
     found = numbers(cfg=cfg)
     state = state_of(found, mesh_of(4), cfg)
     most = found["params.ngram_table"].nbytes * 3 // 4  # of four devices
