@@ -81,9 +81,10 @@ def examine(path: Path) -> tuple[str, int, str]:
 def documents(path: Path, encoding: str) -> Iterator[str]:
     """The documents of one file; UserError if a line of it is not what its name says."""
     lines = []
+    is_jsonl = kind(path) == ".jsonl"
     with opened(path, "rt", encoding=encoding, errors="replace") as file:
         for number, line in enumerate(file, 1):
-            if kind(path) == ".jsonl":
+            if is_jsonl:
                 yield text_of(line, f"{path}, line {number}")
             elif line.rstrip("\n") == MARKER:
                 yield "".join(lines)
