@@ -5250,8 +5250,7 @@ def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
 
     def zeros(likes):
         make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)
-        shardings = jax.tree.map(lambda x: x.sharding, likes)
-        return jax.jit(make, out_shardings=shardings)()
+        return born(make, likes)()
 
     (state_like,) = every["finish"].args
     copies_like = every["eval"].args[0]
