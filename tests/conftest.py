@@ -55,6 +55,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes minutes; only with --slow")
 
 
+def mostly_slow(cases, quick: set) -> list:
+    """Cases of a parametrized test, of which those in `quick` alone run without --slow."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.fixture(autouse=True)
 def interruptible():
     """After a test that has called the command line, Ctrl-C means what it means to pytest."""

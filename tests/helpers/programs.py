@@ -106,6 +106,7 @@ def key(cfg: T.Config, devices: int):
     smooth = {"seed": 0, "target": 0.0, "checkpoint_every": 0, "val_every": 0, "data": ""}
     smooth |= {"checkpoint_end": "auto", "devices": 0, "start": ""}
     smooth |= {"log_every": 10, "prefetch": 4, "sample_tokens": 0}
+    smooth |= {"encoding": "bytes", "ngram_ids": "raw"}
     return replace(cfg, **smooth), devices
 
 

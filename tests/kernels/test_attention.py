@@ -217,10 +217,10 @@ def test_triton_computes_a_layer_forward_and_backward(t, heads, parts):
 
 LAYERS = [  # (row, heads, parts); a block is gcd(row, 256) tokens
     (384, narrow(2, 150), "added added_gates xsa"),  # three blocks; of the first only its last half
-    (384, long(1, 256), "xsa gates"),  # exactly two blocks back
     (384, paired(2, 201), "added added_gates"),
 ]
 MORE_LAYERS = [
+    (384, long(1, 256), "xsa gates"),  # exactly two blocks back
     # six heads, or each head would meet heads of its own half of a tile alone
     (384, paired(6, 201), "added added_gates"),
     (256, narrow(2, 1000, v_width=128), ""),  # beyond the row, which is one block

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import small_config
+from conftest import mostly_slow, small_config
 from programs import mesh_of, traced
 
 import train_gpt as T
@@ -261,7 +261,7 @@ THREE = replace(
 )
 
 
-@pytest.mark.parametrize("idea", ["", *T.IDEAS, "all"])
+@pytest.mark.parametrize("idea", mostly_slow(["", *T.IDEAS, "all"], {"", "mudd", "all"}))
 def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
     """With any idea left out: what it switches off may have been all that called a kernel."""
     cfg = T.override(THREE, [f"without={idea}"]) if idea else THREE

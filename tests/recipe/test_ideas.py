@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import ROOT, small_config
+from conftest import ROOT, mostly_slow, small_config
 from programs import mesh_of, traced
 from test_parts import CORE, DEFINITIONS, part_of
 from training import BRIEF, arrays, assert_same_arrays, back_to, train_losses, trained
@@ -38,6 +38,7 @@ UPDATES |= {"scalar_betas", "rails", "averages"}
 # And these change what is computed forward, of the same parameters: a validation has it.
 FORWARD = {"squared_relu", "qk_norm", "logit_cap", "still", "key_offset", "paired", "narrow"}
 FORWARD |= {"qk_heads", "xsa", "gated", "x0", "signs", "reads"}
+QUICK = {"ngrams", "mudd", "muon", "xsa", "all"}  # one of gradients, of updates, forward; all
 CFG = small_config(
     pointer_width=8,
     layers=(
@@ -54,7 +55,7 @@ def names_of(cfg: T.Config) -> set[str]:
     return {*T.param_table(cfg), *state}
 
 
-@pytest.mark.parametrize("idea", [*T.IDEAS, "all"])
+@pytest.mark.parametrize("idea", mostly_slow([*T.IDEAS, "all"], QUICK))
 def test_what_belongs_to_an_idea_alone_is_not_there_without_it(idea):
     cfg = T.override(CFG, [f"without={idea}"])
     assert cfg != replace(CFG, without=idea) and cfg.without == idea

@@ -52,6 +52,12 @@ LATER = {
 }
 
 
+def text_of(node) -> str:
+    """The lines of a definition, with its decorators."""
+    first = min(x.lineno for x in (node, *getattr(node, "decorator_list", [])))
+    return "\n".join(LINES[first - 1 : node.end_lineno])
+
+
 def globals_of(table) -> set[str]:
     """Names that are looked up in the module; not what has the same name within."""
     top = table.get_type() == "module"
@@ -70,10 +76,7 @@ def test_no_part_names_anything_of_a_later_one_but_what_is_listed():
     assert own <= PARTS.keys() and {PARTS[name] for name in own} == {1, 2, 3, 4, 5}  # all is seen
     found = {}
     for node in DEFINITIONS:
-        decorators = getattr(node, "decorator_list", [])
-        first = min(x.lineno for x in (node, *decorators))
-        text = "\n".join(LINES[first - 1 : node.end_lineno])
-        if names := later_names(text, part_of(node)):
+        if names := later_names(text_of(node), part_of(node)):
             found[", ".join(names_of(node))] = names
     assert found == LATER
     assert PARTS["train"] == 1 and PARTS["pick_kernels"] == 5
@@ -132,8 +135,7 @@ def uses_of_ideas() -> dict[str, set[str]]:
     found = {}
     for node in DEFINITIONS:
         if part_of(node) == 1 and node.lineno > CORE:
-            text = ast.get_source_segment("\n".join(LINES), node)
-            used = globals_of(symtable.symtable(text, "train_gpt.py", "exec"))
+            used = globals_of(symtable.symtable(text_of(node), "train_gpt.py", "exec"))
             if names := {name for name in used if PARTS.get(name) == 2}:
                 found[node.name] = names
     return found

@@ -402,7 +402,8 @@ RUN = replace(
 )
 
 
-@pytest.mark.parametrize("candidates", [48, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("candidates", [48, 0])
 def test_every_parameter_of_the_pointer_learns(candidates, shards, tmp_path):
     """In a softmax over candidates and over all; Adam's mean squares are those of gradients."""
     stages = tuple(replace(x, candidates=(candidates,)) for x in RUN.stages)

@@ -119,6 +119,7 @@ def dense(request):
     return total
 
 
+@pytest.mark.slow
 def test_gradients_of_micro_batches_on_many_devices_are_those_of_the_whole_batch(shards):
     """Against autodiff of the weighted sum of a row's losses, averaged over rows, lookups included.
 

@@ -123,6 +123,7 @@ def test_any_number_of_devices_reads_what_any_number_has_written(folder, tmp_pat
     assert_same_arrays(arrays(tmp_path / f"again/{step}"), stored(numbers(step)))
 
 
+@pytest.mark.slow
 def test_no_host_ever_has_the_whole_ngram_table(tmp_path, monkeypatch):
     """But the rows of one device at a time: the record's table takes 65 GB."""
 

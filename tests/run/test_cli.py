@@ -273,6 +273,7 @@ def run_script(*argv, flags=(), script=ROOT / "train_gpt.py", cwd=None, **variab
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_without_docstrings_a_run_is_shown_whatever_jax_disable_jit_says():
     """As by python -OO."""
     done = run_script("--show", flags=["-OO"], JAX_DISABLE_JIT="1")

@@ -135,6 +135,7 @@ def test_what_does_not_fit_once_it_has_compiled_is_refused(monkeypatch):
     assert made and re.search(r" GiB of the 80.0 GiB of .*: use --set ngram_rows=\d+, ", line)
 
 
+@pytest.mark.slow
 def test_warm_up_needs_no_more_than_what_was_said_to_fit():
     """With all arrays that are alive at a program's start, and what it makes itself, a device with
     just the bytes that compile_all counts would do."""

@@ -43,6 +43,7 @@ def built():
         return {x: (every[x], T.lower(every[x], mesh_of(1)).compile()) for x in every}
 
 
+@pytest.mark.slow
 def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     """And they train. Then each program has its turn, alone."""
     calls = []

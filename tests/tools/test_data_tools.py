@@ -78,6 +78,7 @@ def test_an_encoding_that_cannot_be_had_is_named_in_one_line(tmp_path, monkeypat
         shards.text_encoding("gpt2")
 
 
+@pytest.mark.slow
 def test_the_corpus_is_the_same_anywhere_and_its_validation_is_not_in_training(tmp_path):
     """Made by the command in a process with its own order of sets; learned again in this one."""
     argv = [sys.executable, builtin_corpus.__file__, tmp_path]

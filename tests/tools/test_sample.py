@@ -103,6 +103,7 @@ def test_at_temperature_zero_it_takes_the_likeliest_token(saved, params):
     assert len({*tokens[1 + len(prompt) :]}) > 3, "it does not say the same whatever it has read"
 
 
+@pytest.mark.slow
 def test_the_text_is_the_same_with_the_ngrams_cut_over_more_devices(saved):
     """Of which each requests those of its row from the others, as in training."""
     one = text_of(saved, "ABC 12", 12, temperature=0)

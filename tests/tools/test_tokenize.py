@@ -14,6 +14,7 @@ import pytest
 import shards
 import tiktoken
 import tokenize_text  # conftest.py has put data/ on the path
+from conftest import mostly_slow
 
 import train_gpt as T
 
@@ -297,7 +298,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("texts")
 
 
-@pytest.mark.parametrize("large", ["speedrun", "pointer"])
+@pytest.mark.parametrize("large", mostly_slow(["speedrun", "pointer"], {"speedrun"}))
 def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said(
     folder, capsys, monkeypatch, large
 ):
