@@ -355,6 +355,8 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     else:
         reason = f"p = {p_value} that the mean loss is not below {track.target}"
         need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}: more seeds, or a lower loss")
+    if facts["devices"]["platform"] == "gpu":
+        result["gpu_seconds"] = round(result["mean_seconds"] * facts["devices"]["count"], 3)
     return result | {
         "date": f"{max(run.began for run in runs):%Y-%m-%d}",
         "runs": [run.folder.name for run in runs],
@@ -368,6 +370,13 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
         "margin": margin,
         "resumed": [run.folder.name for run in runs if run.facts["resumed"]],
     }
+
+
+def price(rate: float | None, result: dict) -> float | None:
+    """Dollars that training costs, at `rate` an hour of the machine; None: not said."""
+    right = rate is None or (type(rate) in (int, float) and 0 < rate < 1e6)
+    need(right, f"--rate {rate}: dollars an hour of the machine, such as 2.49")
+    return rate and round(rate * result["mean_seconds"] / 3600, 4)
 
 
 class Record(NamedTuple):
@@ -420,6 +429,8 @@ def check_record(folder: Path, pinned: dict) -> Record:
         result = judge(TRACKS[fields["track"]], runs, pinned)
         for key in result.keys() | fields["result"].keys():
             agree(f"{key} in record.json", fields["result"].get(key), result.get(key))
+        cost = price(fields.get("rate"), result)
+        agree("price in record.json", fields.get("price"), cost)
         agree("name of the folder", folder.name, f"{result['date']}_{fields['name']}")
         return Record(folder, fields, result, runs)
 
@@ -451,6 +462,8 @@ def all_valid(root: Path) -> list[Record]:
         for path in sorted(root.rglob(name)):
             place = path.relative_to(root)
             right = len(place.parts) == depth
+            if place.parts[0] == "measured":  # what is no record: see README.md there
+                continue
             need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
             folders.add(path.parents[depth - 3])
     records = [check_record(folder, pinned) for folder in sorted(folders)]

@@ -52,6 +52,8 @@ def add(root: Path, args) -> str:
                 pinned[stream] = data | pinned.get(stream, {})
         result = C.judge(track, runs, pinned)
     fields |= {"beats": None, "result": result}
+    if args.rate is not None:
+        fields |= {"rate": args.rate, "price": C.price(args.rate, result)}
     record = Record(root / args.track / f"{result['date']}_{args.name}", fields, result, runs)
     if standing := C.chains(before).get(record.competition):
         fields["beats"] = standing[-1].folder.name
@@ -79,9 +81,14 @@ def record_row(number: int, record: Record) -> dict:
     got, fields = record.result, record.fields
     resumed = f" ({len(got['resumed'])} resumed)" if got["resumed"] else ""
     proof = f"margin {got['margin']:.4f}" if record.by_steps else f"p = {got['p_value']:.1e}"
+    paid = {}
+    if "gpu_seconds" in got and not record.by_steps:  # which has all hardware in one table
+        cost = f"${fields['price']:.2f} at ${fields['rate']:g} an hour" if "rate" in fields else "-"
+        paid = {"GPU-seconds": f"{got['gpu_seconds']:,.0f}", "training costs": cost}
     return {
         "#": number,
         "time": f"{got['mean_seconds']:.2f} s ± {got['sd_seconds']:.2f}",
+        **paid,
         "steps": f"{got['steps']:,}",
         "tokens": f"{got['tokens']:,}",
         "loss": f"{got['mean_loss']:.4f} ± {got['sd_loss']:.4f}",
@@ -276,6 +283,7 @@ def main(argv=None) -> int:
     one.add_argument("--name", required=True, help="of the folder: letters, digits, hyphens")
     one.add_argument("--by", required=True, help="who")
     one.add_argument("--what", required=True, help="what changed, in a sentence")
+    one.add_argument("--rate", type=float, metavar="X", help="dollars an hour of the machine")
     one.add_argument("--pin", action="store_true", help="enter new shards into tokens.json")
     commands.add_parser("check", help="derive everything anew from the logs")
     one = commands.add_parser("render", help="bring the tables of README.md up to date")

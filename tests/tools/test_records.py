@@ -451,6 +451,37 @@ def test_who_is_first_on_a_machine_that_people_have_has_a_record(tmp_path, capsy
     assert not re.search(r"\n\| 2 \| \d", page)
 
 
+def test_a_record_on_gpus_names_card_and_gpu_seconds_and_its_price(tmp_path, capsys):
+    """The price is what the clock of a run costs at the rate that its submitter names."""
+    root = empty(tmp_path / "records")
+    same = {"cfg": SPEEDRUN, "data": FINEWEB, "losses": (3.270, 3.271, 3.272), "seconds": 400.0}
+    runs = runs_of(tmp_path / "a", devices=A100, **same)
+    for rate in ("0", "-2", "nan", "inf"):
+        said = refused_to_add(root, capsys, runs, "1xgpu", "--pin", f"--rate={rate}")
+        assert "dollars an hour of the machine, such as 2.49" in said
+    assert add(root, runs, "Card", "1xgpu", "--pin", "--rate", "1.8") == 0
+    runs = runs_of(tmp_path / "b", devices=H100, **same)
+    assert add(root, runs, "Eight", "8xh100") == 0 and tool(root, "check") == 0
+    path = root / "1xgpu/2026-01-01_Card/record.json"
+    fields = json.loads(path.read_text())
+    assert (fields["rate"], fields["price"]) == (1.8, 0.2) and fields["result"][
+        "gpu_seconds"
+    ] == 400.01
+    capsys.readouterr()
+    assert tool(root) == 0
+    out = capsys.readouterr().out
+    assert (
+        "### `1xgpu`: 1 x NVIDIA A100-SXM4-80GB, tokens `fineweb`\n\n| # | time | GPU-seconds | "
+        in out
+    )
+    assert "| 1 | 400.01 s ± 0.01 | 400 | $0.20 at $1.8 an hour | 20 | " in out
+    assert "| 1 | 400.01 s ± 0.01 | 3,200 | - | 20 | " in out
+    edit_json(path, price=0.1)
+    assert "price in record.json: 0.1, not 0.2" in refusal(root, capsys)
+    edit_json(path, price=0.2, rate="1.8")
+    assert "--rate 1.8: dollars an hour" in refusal(root, capsys)
+
+
 def test_tracks_of_one_machine_take_no_other(tmp_path, capsys):
     root = empty(tmp_path / "records")
     for track, devices, reason in (
