@@ -3,11 +3,15 @@
 import json
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import checks as C
 import ideas
+import leaderboard as L
 import numpy as np
 import pictures
 import pytest
@@ -160,3 +164,42 @@ def test_the_readme_of_the_tests_names_each_of_their_files():
     text = (ROOT / "tests/README.md").read_text()
     named = {*re.findall(r"`(?:\w+/)?(\w+\.py)`", text)}
     assert named == {path.name for path in (ROOT / "tests").glob("*/*.py")}
+
+
+MEASURED = ROOT / "records/measured"
+
+
+def test_measured_times_in_the_notes_are_those_of_the_files():
+    """Steps in a row and programs alone on an H200, and two programs on an H100."""
+    notes = (ROOT / "records/NOTES.md").read_text()
+    found = json.loads((MEASURED / "h200/bench.json").read_text())
+    alone = {row["name"]: row["ms"] for row in found["programs"]}
+    for row in found["rows"]:
+        each = row["steps"], f"{row['ms']:.2f}", f"{row['utilization']:.1%}".replace("%", " %")
+        each += f"{alone[row['name']]:.2f}", f"{row['memory_mib'] / 1024:.1f}"
+        assert re.search(rf"\| {row['name']} \|[^|]+\| {' . '.join(map(str, each))} \|", notes)
+    seconds = sum(row["steps"] * row["ms"] for row in found["rows"]) / 1e3
+    parts = [0.0, 0.0]
+    for row in found["programs"]:
+        parts["grads" not in row["name"]] += row["steps"] * row["ms"] / 1e3
+    assert f"sum up to {seconds:.1f}" in notes
+    assert (
+        f"{parts[0]:.1f} s, and the updates,\n{parts[1]:.1f} s, are {8 * parts[0] + parts[1]:.0f} s"
+        in notes
+    )
+    pieces = (MEASURED / "h100/pieces.txt").read_text()
+    for name in ("grads0", "grads2"):
+        assert f"{float(re.search(rf'^{name} +base +([0-9.]+)', pieces, re.M)[1]):.2f}" in notes
+
+
+def test_the_measured_run_is_whole(tmp_path):
+    """With the source of its commit at the head of its log."""
+    run = next(MEASURED.glob("h200/*-speedrun-s0-*"))
+    source = L.git("show", "21b3d1f:train_gpt.py")
+    if not source:
+        pytest.skip("this clone lacks the history")
+    copy = Path(shutil.copytree(run, tmp_path / run.name))
+    log = source + b"\n" + b"=" * 100 + b"\n" + (run / "log.txt").read_bytes()
+    (copy / "log.txt").write_bytes(log)
+    read = C.read_run(copy)
+    assert (read.hardware, read.loss, read.seconds) == ("1 x NVIDIA H200", 4.543204, 53.869832)
