@@ -13,8 +13,9 @@ executables: with DIR copied there, `train_gpt.py --cache DIR` takes those of th
 versions and topology (nobody has tried that on a TPU yet).
 
 Seconds of the whole run are what is computed ("predicted"), the time in which devices only send and
-receive ("links"), and what SparseCores and others move ("moves", a floor), of a v6e and a v5e only.
-records/NOTES.md has what counts how, and how far to trust it.
+receive ("links"), and what SparseCores and others move ("moves", a floor), of a v6e and a v5e. Of
+one GPU they are FLOPs and bytes, at the shares of its data sheet that an H200 has reached. Several
+have none. records/NOTES.md has what counts how, and how far to trust it.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
 import jax
+from bench import peak_flops
 from jax.experimental import topologies
 
 import train_gpt as T
@@ -63,7 +65,8 @@ COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "colle
 
 
 class Yardstick(NamedTuple):
-    """What the compiler's counts take on a v6e."""
+    """What the compiler's counts take on a v6e; on a GPU FLOPs and bytes, of what its data sheet
+    has for them."""
 
     kernel: float  # cycles for each bundle of a Pallas kernel
     rows: float  # for each bundle of a gather, a scatter or a sort
@@ -76,6 +79,11 @@ class Yardstick(NamedTuple):
 MIDDLE = Yardstick(1.3, 1.3, 1.05, 1.0, 1.0)
 LOW = Yardstick(1.0, 1.0, 1.0, 0.82, 0.87)
 HIGH = Yardstick(1.6, 1.8, 1.15, 1.28, 1.55)
+# Fitted to what an H200 took: attention, if it skipped no document, ran at 0.5 of the peak, other
+# matmuls at 0.85, memory at 0.7 of the data sheet. A GPU that nobody has timed has the wider band.
+GPU = Yardstick(1 / 0.5, 0.0, 1 / 0.85, 1 / 0.7, 0.0)
+GPU_BANDS = {"measured": 1.25, "data sheet": 1.5}
+GPUS_TIMED = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 
 
 class Hardware(NamedTuple):
@@ -87,11 +95,22 @@ class Hardware(NamedTuple):
     clock: float | None = None  # Hz of the compiler's cycles; None: no times are predicted
     peak: int = 0  # FLOP of its matrix units in a cycle, of bfloat16
     rates: str | None = None  # of what hbm and link are said
+    yardsticks: tuple = (LOW, MIDDLE, HIGH)
+
+    @classmethod
+    def of_gpu(cls, kind: str, facts: dict) -> "Hardware":
+        """A GPU, whose cycles are FLOPs."""
+        rates = "measured" if kind in GPUS_TIMED else "data sheet"
+        ends = (
+            Yardstick(*(x * f for x in GPU)) for f in (1 / GPU_BANDS[rates], 1, GPU_BANDS[rates])
+        )
+        sizes = facts["device_memory_size"], facts["memory_bandwidth"]
+        return cls(*sizes, None, peak_flops(kind) or None, 1, rates, tuple(ends))
 
 
 HARDWARE = defaultdict(Hardware)  # by device kind
 HARDWARE |= {kind: Hardware(**facts) for kind, facts in SHEETS["tpus"].items()}
-HARDWARE |= {kind: Hardware(facts["device_memory_size"]) for kind, _, facts in GPUS.values()}
+HARDWARE |= {kind: Hardware.of_gpu(kind, facts) for kind, _, facts in GPUS.values()}
 
 
 def tpu_options(target: str) -> dict | None:
@@ -256,7 +275,10 @@ def loop_trips(one: Instruction, computations) -> int:
         if test.op == "compare" and "direction=LT" in test.rest:
             bound = re.match(r"\d+(?=\))", test.operands[1].rest)  # of a constant
             return int(bound[0]) if bound else 1
-    return 1
+    known = re.search(
+        r'"known_trip_count":\{"n":"(\d+)"', one.rest
+    )  # of a GPU, which fuses the test
+    return int(known[1]) if known else 1
 
 
 def walk(computations, name: str, times: int = 1):
@@ -531,6 +553,30 @@ def cycles_of(one: Instruction, bundles: int, peak: int) -> tuple[str, float]:
     return "code", max(least, min(one.cycles, bundles or one.cycles))
 
 
+def matmul_flops(one: Instruction) -> float:
+    """FLOPs of the matmuls that an instruction of a GPU is, or fuses."""
+    total = 0.0
+    for x in (x for x in (one, *one.contents) if x.op == "dot"):
+        left, right = x.operands[:2]
+        sides = [int(side) for side in re.search(r"\[([\d,]*)\]", left.shape)[1].split(",")]
+        axes = re.search(r"lhs_batch_dims=\{([\d,]+)\}", x.rest)
+        batch = math.prod(sides[int(axis)] for axis in axes[1].split(",")) if axes else 1
+        total += 2 * (numbers(left) * numbers(right) * numbers(x) / batch) ** 0.5
+    return total
+
+
+def attention_flops(cfg: T.Config, key) -> float:
+    """FLOPs of a GPU's attention there and back, if it skips no document: of queries and keys five
+    products, of values four."""
+    if not isinstance(key, T.Gradients):
+        return 0.0
+    stage = cfg.stages[key.stage]
+    layers = (i for i, layer in enumerate(cfg.layers) if layer.attends)
+    every = [T.heads_of(cfg, i, stage.windows) for i in layers]
+    widths = (x.count * x.window * (5 * x.qk_width + 4 * x.v_width) for x in every)
+    return 2.0 * stage.batch_tokens * sum(widths)
+
+
 def part_of(one: Instruction, innermost: dict[str, str]) -> str:
     """What an instruction is listed under: the name of a kernel, the function of a matmul that it
     fuses, its own function, or "other", such as copies that the compiler has added."""
@@ -550,19 +596,27 @@ SECONDS |= {"low_seconds": "low_ms", "high_seconds": "high_ms"}
 FIGURES = *SECONDS.values(), "functions_ms", "bound_ms"
 
 
-def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
+def count(text: str, schedules: Path, devices: list, attention=0.0) -> dict[str, float | None]:
     """FIGURES of one execution of an optimized program (HLO as text) on one of `devices`, with the
-    schedules that libtpu has left in a folder; None where they are not known. "bound_ms" has what
-    is computed and moved by the number of the Yardstick that decides how long it takes."""
+    schedules that libtpu has left in a folder, or with the FLOPs of a GPU's attention; None where
+    they are not known. "bound_ms" has what is computed and moved by the number of the Yardstick
+    that decides how long it takes."""
     known = HARDWARE[devices[0].device_kind]
+    gpu = devices[0].device_kind in {kind for kind, *_ in GPUS.values()}
     computations, entry = hlo_computations(text)
     bundles = read_schedules((x for y in computations.values() for x in y.values()), schedules)
-    if known.clock is None or not bundles:
+    if known.clock is None or (len(devices) > 1 if gpu else not bundles):
         return dict.fromkeys(FIGURES)
     innermost = functions(text)
-    links, load = network(devices)
+    links, load = (0, 0.0) if gpu else network(devices)
     instructions = [*walk(computations, entry)]
-    issued = {one: cycles_of(one, bundles.get(one.name, 0), known.peak) for one in instructions}
+    if gpu:
+        kernels = [one for one in instructions if '"__gpu$xla.gpu.triton"' in one.rest]
+        each = attention / max(sum(one.times for one in kernels), 1)
+        issued = {one: ("code", matmul_flops(one)) for one in instructions}
+        issued |= {one: ("kernel", each) for one in kernels}
+    else:
+        issued = {one: cycles_of(one, bundles.get(one.name, 0), known.peak) for one in instructions}
 
     def cross(one) -> float:
         size, sent = sent_bytes(one, len(devices))
@@ -577,14 +631,14 @@ def count(text: str, schedules: Path, devices: list) -> dict[str, float | None]:
             moved = 1e3 * yardstick.memory * memory_bytes(one) / known.hbm
             took[one], bound = max((computed, number), (moved, "memory"))
             ms = one.times * took[one]
-            spent["predicted" if cycles else "moved"] += ms
+            spent["predicted" if cycles or gpu else "moved"] += ms
             parts[part_of(one, innermost)] += ms
             bounds[bound] += ms
         alone = links_alone(instructions, took.get, lambda one: 1e3 * yardstick.link * cross(one))
         parts["collectives"] += alone
         return [spent["predicted"], alone, spent["moved"], parts, bounds]
 
-    low, middle, high = (measure(end) for end in (LOW, MIDDLE, HIGH))
+    low, middle, high = (measure(end) for end in known.yardsticks)
     figures = *middle[:3], sum(low[:3]), sum(high[:3]), *middle[3:]
     return dict(zip(FIGURES, figures, strict=True))
 
@@ -624,7 +678,8 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     row["bytes"] = T.program_bytes(compiled)
     if dump:
         (dump / f"{key}.hlo").write_text(compiled.as_text())
-    return row | count(compiled.as_text(), schedules, [*mesh.devices.flat])
+    attention = attention_flops(cfg, key)
+    return row | count(compiled.as_text(), schedules, [*mesh.devices.flat], attention)
 
 
 def whole_run(rows: list[dict]) -> dict:
@@ -743,7 +798,7 @@ def run(argv: list[str] | None) -> int:
     report = T.run_facts(asked, mesh, command, reason)
     report |= {"target": args.target, "device_kind": devices[0].device_kind, "devices": mesh.size}
     report |= {"kernels": reason, "rates": HARDWARE[devices[0].device_kind].rates, "variants": rows}
-    report |= {"yardstick": MIDDLE._asdict()}
+    report |= {"yardstick": HARDWARE[devices[0].device_kind].yardsticks[1]._asdict()}
     report |= {"total_steps": cfg.steps, "total_tokens": cfg.tokens_after(cfg.steps)}
     report["predicted"] = None if args.program else whole_run(rows)
     if dump:

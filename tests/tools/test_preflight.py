@@ -410,9 +410,61 @@ def test_a_name_of_gpus_is_a_description_and_a_count():
     words += "memory_bandwidth: 1555000000000", "shared_memory_per_block_optin: 166912"
     for word in words:
         assert word in one["target_config"]
-    assert preflight.HARDWARE["NVIDIA L4"].clock is None, "no times are said"
     assert {*preflight.CORES} == {capability for _, capability, *_ in preflight.GPUS.values()}
     assert [preflight.gpu_options(x) for x in ("h100", "x8", "h100x-1", "v6ex8")] == 4 * [None]
+
+
+# A matmul in a loop whose test is fused, a kernel, and a pass over memory.
+GPU_HLO = """HloModule m, is_scheduled=true
+%gemm (p: bf16[4,512,1024], q: bf16[4,1024,2048]) -> bf16[4,512,2048] {
+  %p = bf16[4,512,1024]{2,1,0} parameter(0)
+  %q = bf16[4,1024,2048]{2,1,0} parameter(1)
+  ROOT %d = bf16[4,512,2048]{2,1,0} dot(%p, %q), lhs_batch_dims={0}, lhs_contracting_dims={2}
+}
+%less (t.2: (s32[], bf16[4,512,2048])) -> pred[] {
+  %t.2 = (s32[], bf16[4,512,2048]{2,1,0}) parameter(0)
+  ROOT %fewer = pred[] fusion(%t.2), kind=kLoop, calls=%compared
+}
+%body (t.1: (s32[], bf16[4,512,2048])) -> (s32[], bf16[4,512,2048]) {
+  %t.1 = (s32[], bf16[4,512,2048]{2,1,0}) parameter(0)
+  %a = bf16[4,512,1024]{2,1,0} parameter(1)
+  %b = bf16[4,1024,2048]{2,1,0} parameter(2)
+  ROOT %product = bf16[4,512,2048]{2,1,0} fusion(%a, %b), kind=kCustom, calls=%gemm
+}
+ENTRY %main (x: bf16[65536,1024]) -> bf16[65536,1024] {
+  %x = bf16[65536,1024]{1,0} parameter(0)
+  %w = (s32[], bf16[4,512,2048]{2,1,0}) while(%x), condition=%less, body=%body, \
+backend_config={"known_trip_count":{"n":"6"}}
+  %kernel = bf16[8,8]{1,0} custom-call(%w), custom_call_target="__gpu$xla.gpu.triton"
+  ROOT %sum = bf16[65536,1024]{1,0} add(%x, %x)
+}
+"""
+
+
+def test_a_gpu_takes_shares_of_its_data_sheet(tmp_path):
+    """By hand; of several, of an unknown peak, and of TPUs without schedules there are no times."""
+    h200, a100, t4 = ([SimpleNamespace(device_kind=preflight.GPUS[x][0])] for x in
+                      ("h200", "a100-80", "t4"))  # fmt: skip
+    found = preflight.count(GPU_HLO, tmp_path, h200, attention=989e9)
+    product, passed = 6 * 2 * 4 * 512 * 1024 * 2048 / 989e12 / 0.85, 3 * 2**27 / 4.8e12 / 0.7
+    want = {"code": 1e3 * product, "kernel": 1 / 0.5, "memory": 1e3 * passed}
+    assert found["bound_ms"] == pytest.approx(want)
+    assert found["predicted_ms"] == pytest.approx(sum(want.values()))
+    assert (found["link_floor_ms"], found["moved_floor_ms"]) == (0, 0)
+    assert found["high_ms"] / found["predicted_ms"] == pytest.approx(1.25), "which was measured"
+    other = preflight.count(GPU_HLO, tmp_path, a100)
+    assert other["low_ms"] * 1.5 == pytest.approx(other["predicted_ms"]), "which was not"
+    for devices in (2 * h200, t4):
+        assert {*preflight.count(GPU_HLO, tmp_path, devices).values()} == {None}
+
+
+def test_flops_of_attention_are_those_of_its_windows():
+    key = named(CFG, "grads1")
+    stage = CFG.stages[key.stage]
+    heads = [T.heads_of(CFG, i, stage.windows) for i, x in enumerate(CFG.layers) if x.attends]
+    one = sum(x.count * x.window * (5 * x.qk_width + 4 * x.v_width) for x in heads)
+    assert preflight.attention_flops(CFG, key) == 2 * stage.batch_tokens * one > 0
+    assert preflight.attention_flops(CFG, "anvil") == 0
 
 
 def test_memory_of_a_gpu_is_the_share_that_jax_takes(monkeypatch):
