@@ -1,0 +1,48 @@
+#!/bin/bash
+# A record on one GPU, from a bare machine to a folder that `leaderboard.py check` accepts. In a clone:
+#   BY="Your Name" RATE=2.49 SETTINGS=ngram_rows=21331968 bash records/launch/1xgpu.sh
+# RATE: dollars an hour of the machine. SETTINGS: of --set, such as those that a refusal names. RUNS:
+# seeds, 4 by default. What is there already stays, so start it again after an interruption.
+# PYTHON: one that has the packages, in place of ~/env, which is made. To try all of it on a CPU:
+#   PRESET=tiny TRACK=cpu SETTINGS=target=3.95 RUNS=2 PYTHON=python3 bash records/launch/1xgpu.sh
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PRESET=${PRESET:-speedrun} TRACK=${TRACK:-1xgpu} RUNS=${RUNS:-4} NAME=${NAME:-First}
+OUT=logs/$NAME  # git ignores it
+read -ra settings <<<"checkpoint_end=never ${SETTINGS:-}"
+say() { echo "== $(date +%T) $*"; }
+
+if [ -z "${PYTHON:-}" ]; then
+  say "packages, some three minutes"
+  # CUDA 13 needs a driver of 580 or newer; the image's own Python may be older than jax's 3.11.
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+  if [ "${driver%%.*}" -ge 580 ]; then cuda=cuda13; else cuda=cuda12; fi
+  [ -x ~/env/bin/python ] || { pip install --quiet uv && python3 -m uv venv --seed --python 3.12 ~/env; }
+  PYTHON=~/env/bin/python
+  $PYTHON -m pip install --quiet -r requirements.txt "jax[$cuda]" huggingface_hub
+  nvidia-smi
+fi
+
+say "does it fit?"  # if not, the last line names the SETTINGS that do
+$PYTHON train_gpt.py "$PRESET" --set "${settings[@]}" --show | tail -n 1
+
+if [ "$PRESET" != tiny ]; then
+  say "tokens, 2 GB"
+  $PYTHON data/cached_fineweb10B.py 9
+fi
+
+for ((seed = 0; seed < RUNS; seed++)); do
+  if grep -qs '"finished": true' "$OUT"/*-s"$seed"-*/run.json; then continue; fi
+  rm -rf "$OUT"/*-s"$seed"-*  # of a run that was cut short
+  say "seed $seed of $RUNS; the first one compiles for some minutes"
+  $PYTHON train_gpt.py "$PRESET" --out "$OUT" --seed "$seed" --set "${settings[@]}"
+  tar czf results.tar.gz "$OUT"  # what must not be lost when the machine goes
+done
+
+say "the record"
+$PYTHON records/leaderboard.py add "$OUT"/* --track "$TRACK" --name "$NAME" --by "${BY:-me}" --pin \
+  ${RATE:+--rate "$RATE"} --what "${WHAT:-The preset $PRESET with ${settings[*]}.}"
+$PYTHON records/leaderboard.py render
+$PYTHON records/leaderboard.py check
+tar czf results.tar.gz "$OUT" records/"$TRACK" records/README.md records/tokens.json
+say "done: fetch results.tar.gz, then delete the machine"
