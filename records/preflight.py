@@ -611,7 +611,8 @@ def count(text: str, schedules: Path, devices: list, attention=0.0) -> dict[str,
     links, load = (0, 0.0) if gpu else network(devices)
     instructions = [*walk(computations, entry)]
     if gpu:
-        kernels = [one for one in instructions if '"__gpu$xla.gpu.triton"' in one.rest]
+        called = r'"__gpu\$xla\.gpu\.triton".*op_name="[^"]*/attend'
+        kernels = [one for one in instructions if re.search(called, one.rest)]
         each = attention / max(sum(one.times for one in kernels), 1)
         issued = {one: ("code", matmul_flops(one)) for one in instructions}
         issued |= {one: ("kernel", each) for one in kernels}

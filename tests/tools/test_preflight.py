@@ -435,7 +435,8 @@ ENTRY %main (x: bf16[65536,1024]) -> bf16[65536,1024] {
   %x = bf16[65536,1024]{1,0} parameter(0)
   %w = (s32[], bf16[4,512,2048]{2,1,0}) while(%x), condition=%less, body=%body, \
 backend_config={"known_trip_count":{"n":"6"}}
-  %kernel = bf16[8,8]{1,0} custom-call(%w), custom_call_target="__gpu$xla.gpu.triton"
+  %kernel = bf16[8,8]{1,0} custom-call(%w), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(f)/attend/pallas_call"}
   ROOT %sum = bf16[65536,1024]{1,0} add(%x, %x)
 }
 """
