@@ -1,10 +1,12 @@
-"""records/launch/colab.ipynb: its form, its command lines, and all of it with `tiny` on a CPU."""
+"""records/launch/: the form of colab.ipynb, its command lines, and all of it with `tiny` on a CPU;
+and what 1xgpu.sh runs."""
 
 import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from conftest import ROOT
 import train_gpt as T
 
 PATH = ROOT / "records/launch/colab.ipynb"
+SCRIPT = ROOT / "records/launch/1xgpu.sh"
 BOOK = json.loads(PATH.read_text())
 CODE = {cell["id"]: "".join(cell["source"]) for cell in BOOK["cells"] if "outputs" in cell}
 # With plain kernels all commands share their programs, of which each is compiled once.
@@ -182,3 +185,41 @@ def test_from_top_to_bottom(clone, monkeypatch):
     outputs = "install chip fits smoke shard bench kernels0 shards run0 packages".split()
     assert {f"results/{name}.txt" for name in outputs} <= {*files}
     assert "2 x cpu" in files["results/chip.txt"] and "jax" in files["results/packages.txt"]
+
+
+# Writes down its command, and leaves a finished run where the trainer would.
+PYTHON = """#!/bin/bash
+echo "$*" >> calls
+out=$(sed -n 's/.*--out \\([^ ]*\\) --seed \\([0-9]*\\).*/\\1\\/x-s\\2-x/p' <<<"$*")
+[ -z "$out" ] || { mkdir -p "$out"; echo '"finished": true' > "$out/run.json"; }
+echo it fits
+"""
+
+
+def test_the_script_for_one_gpu_runs_what_is_not_there_and_no_more(clone):
+    """And its commands are accepted by the tools that they name."""
+    (clone / "records/launch/1xgpu.sh").write_bytes(SCRIPT.read_bytes())
+    python = clone / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    env = os.environ | {"PYTHON": str(python), "SETTINGS": "ngram_rows=21331968 steps=1250"}
+    env |= {"RUNS": "2", "RATE": "2.49", "BY": "A. Stranger"}
+    (clone / "logs/First/x-s0-cut").mkdir(parents=True)  # of a run that was cut short
+    (clone / "records/1xgpu").mkdir()
+    for name in ("README.md", "tokens.json"):
+        (clone / "records" / name).touch()
+    for trained in (["0", "1"], []):
+        words = ["bash", "records/launch/1xgpu.sh"]
+        subprocess.run(words, cwd=clone, env=env, check=True, capture_output=True)
+        shown, tokens, *runs, add, render, check = (clone / "calls").read_text().splitlines()
+        (clone / "calls").unlink()
+        assert [run.split(" --set ")[0].split()[-1] for run in runs] == trained
+        assert tokens == "data/cached_fineweb10B.py 9"
+        assert (render, check) == ("records/leaderboard.py render", "records/leaderboard.py check")
+        for command in (shown, *(f"{run} --show" for run in runs)):
+            assert T.main(shlex.split(command)[1:]) == 0
+        assert "add logs/First/x-s0-x logs/First/x-s1-x --track 1xgpu --name First " in add
+        assert add.split(" --what ")[0].endswith("--by A. Stranger --pin --rate 2.49")
+    assert not (clone / "logs/First/x-s0-cut").exists()
+    with tarfile.open(clone / "results.tar.gz") as archive:
+        assert "records/1xgpu" in archive.getnames()
