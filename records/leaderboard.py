@@ -101,7 +101,7 @@ def record_row(number: int, record: Record) -> dict:
 
 
 def predicted_row(root: Path, path: Path) -> dict:
-    """What preflight.py said of hardware that nobody has timed yet."""
+    """What preflight.py said of the time of a run."""
     report = C.read_json(path)
     run = report["predicted"]
     parts = [run[f"train_{x}seconds"] for x in ("", "link_floor_", "moved_floor_")]

@@ -46,6 +46,7 @@ def test_files_that_it_names_exist():
 
 
 PAGES = "README.md", "records/README.md", "records/NOTES.md", ".github/CONTRIBUTING.md"
+PAGES += ("records/measured/README.md",)
 
 
 @pytest.mark.parametrize("path", PAGES)
