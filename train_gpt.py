@@ -299,6 +299,7 @@ class Config:
     kernels: Machine[str] = "auto"  # of Part V, all that serve; plain: none; attend,blend: these
     sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
     micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time, or a row
+    rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
     recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
     # tokens whose logits exist at once; more if the softmax is a sample
     loss_chunk: Machine[Positive[int]] = 4800
@@ -1375,7 +1376,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
     dropped n-grams). `table` is this device's shard of the n-gram table. Gradients of banks are
     shards of the sum over all devices, see gather_banks; those of looked-up rows are added up in an
-    array of the shape of their table; those of n-grams go to the owners, see sum_requests."""
+    array of the shape of their table; those of n-grams go to the owners, see update_rows."""
     requested, fetched = None, {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         requested, fetched = fetch_requests(table, batch)
@@ -1547,19 +1548,20 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
         old = {kind: state[kind][name] for kind in kinds}
         if row.optimizer == "anvil":
             grad = sum_over_devices(cfg, row, grads)
+            square = jnp.sum(grad * grad)
             after = anvil(cfg, row, old, grad, hyper)
         elif row.optimizer == "adam":
             grad = sum_over_devices(cfg, row, grads)
+            square = jnp.sum(grad * grad)
             after = adam(*old.values(), grad, adam_rates(cfg, row, hyper, len(grads)))
         else:  # "A table of hashed n-grams"
-            ids, grad = sum_requests(grads, len(old["params"]), kernels.add_rows)
-            after = adam_rows(*old.values(), ids, grad, adam_rates(cfg, row, hyper, len(grads)))
+            rates = adam_rates(cfg, row, hyper, len(grads))
+            *after, square = update_rows(cfg, *old.values(), grads, rates, kernels.add_rows)
         for kind, x in zip(kinds, after, strict=True):
             new[kind][name] = x
         if row.averages:  # "Averages of the last weights"
             follow(new, name, row, hyper)
         if cfg.log_norms:
-            square = jnp.sum(grad * grad)
             if row.sharded:
                 square = lax.psum(square, AXIS)
             norms[name] = jnp.sqrt(square)
@@ -2719,7 +2721,8 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 # The way of a batch: the loader hashes it. For each device it lists the rows that the device's
 # tokens need, each once, by the device that owns them: the requests. Slots say where a token finds
 # its two rows in what comes back. A step exchanges the requests (fetch_requests) and gets the rows.
-# Gradients go back to the owners, which sum them (sum_requests) and change the rows (adam_rows).
+# Gradients go back to the owners, which sum them (sum_requests) and change the rows (adam_rows),
+# so many at a time (update_rows).
 
 
 def ngram_params(cfg: Config) -> dict[str, Param]:
@@ -2924,21 +2927,76 @@ def dropped_ngrams(slots):
     return jnp.sum(slots == 0, dtype=jnp.float32) - without_history
 
 
-def sum_requests(parts, size: int, add_rows: Callable):
-    """(ids [r], summed gradients float32 [r, d]) for adam_rows, of this device's `size` rows; no id
-    twice. `parts` has, for each step since the last update, the requested rows [devices, size] and
-    their gradients [devices, size, d]. Sorting brings equal ids together; add_rows sums them."""
-    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in parts])
-    grads = jnp.concatenate([grad.reshape(-1, grad.shape[-1]) for _, grad in parts])
+def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows: Callable):
+    """One step of adam_rows on this device's shard of the table: (new table, new mean square of
+    each row, sum of the squares of all gradients). `waiting` has, for each step since the last
+    update, the requested rows [devices, n] and their gradients [devices, n, d]. Sorting brings
+    equal rows together, whose gradients are summed.
+
+    It takes cfg.rows_at_once of the sorted requests at a time, or all if they are fewer: sums in
+    float32, and what is read of the table, take several times the memory of the gradients."""
+    size = len(table)
+    ids = jnp.concatenate([requested.reshape(-1) for requested, _ in waiting])
+    grads = [grad.reshape(-1, grad.shape[-1]) for _, grad in waiting]
     places = jnp.arange(len(ids))
     ids, order = lax.sort((ids, places), num_keys=1)
+    _, beta = rates.betas
+    square = beta * square  # that of rows which were not read decays too
+    at_once = cfg.rows_at_once
+    if len(ids) <= at_once:
+        ids, grad = sum_requests(ids, jnp.concatenate(grads)[order], len(ids), size, add_rows)
+        return *adam_rows(table, square, ids, grad, rates), jnp.sum(grad * grad)
+
+    # A part ends where a row ends, of which there can be a request by each device at each step.
+    most = at_once + len(waiting) * waiting[0][0].shape[0] - 1
+    padded_ids = jnp.pad(ids, (0, most), constant_values=size)
+    padded_order = jnp.pad(order, (0, most))
+
+    def end(part):
+        last = jnp.minimum(part * at_once, len(ids)) - 1
+        return jnp.searchsorted(ids, ids[last], side="right")
+
+    def update_part(part, so_far):
+        table, square, total = so_far
+        first = jnp.where(part == 0, 0, end(part))
+        part_ids = lax.dynamic_slice_in_dim(padded_ids, first, most)
+        part_order = lax.dynamic_slice_in_dim(padded_order, first, most)
+        count = end(part + 1) - first
+        rows = rows_of_steps(grads, part_order)
+        part_ids, grad = sum_requests(part_ids, rows, count, size, add_rows)
+        table, square = adam_rows(table, square, part_ids, grad, rates)
+        own = jnp.where(part_ids[:, None] < size, grad, 0)
+        return table, square, total + jnp.sum(own * own)
+
+    parts = -(-len(ids) // at_once)
+    return lax.fori_loop(0, parts, update_part, (table, square, jnp.float32(0)))
+
+
+def rows_of_steps(grads: list, places):
+    """The rows at `places` of the gradients [n, d] of several steps, counted as if these stood one
+    under the other; to put them there would take as much memory again."""
+    rows = 0
+    first = 0
+    for grad in grads:
+        number = places - first
+        of_step = (number >= 0) & (number < len(grad))
+        rows = jnp.where(of_step[:, None], grad.at[number].get(mode="clip"), rows)
+        first += len(grad)
+    return rows
+
+
+def sum_requests(ids, grads, count, size: int, add_rows: Callable):
+    """(different ids [r], the sums float32 [r, d] of their gradients) for adam_rows, of ascending
+    `ids` [r] and their gradients [r, d]. Of ids that begin behind the first `count`, and of places
+    that are left over, the id is padding: one of its own, beyond all `size` rows."""
+    places = jnp.arange(len(ids))
     is_new = jnp.diff(ids, prepend=-1) != 0
     group = jnp.cumsum(is_new) - 1  # which of the different ids it is
     zeros = jnp.zeros(grads.shape, jnp.float32)
-    sums = add_rows(zeros, group, [grads[order]], ascending=True)
+    sums = add_rows(zeros, group, [grads], ascending=True)
     different = jax.ops.segment_min(ids, group, len(ids), indices_are_sorted=True)
-    # Places behind the last group are padding: each gets an id of its own, beyond all rows.
-    return jnp.where(places > group[-1], size + places, different), sums
+    groups = jnp.sum(is_new & (places < count))
+    return jnp.where(places < groups, different, size + places), sums
 
 
 def adam_rows(table, square, ids, grad, rates: AdamRates):
@@ -2947,10 +3005,9 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
     This is Adam without a mean, and with one second moment for each row (record 92): both moments
     of all numbers would take 260 GB. `ids` int32 [r] and summed gradients `grad` [r, d] are of this
     device's shard, no id twice; ids from len(table) on are padding. Rows that were not read stay as
-    they are, but their mean squares decay. The table has no float32 master. A change is added, not
-    put in place: a v6e's SparseCores can only add."""
+    they are; the mean squares of all have decayed already. The table has no float32 master. A
+    change is added, not put in place: a v6e's SparseCores can only add."""
     _, beta = rates.betas
-    square = beta * square
     increase = (1 - beta) * jnp.mean(jnp.square(grad), axis=1)
     mean_square = square.at[ids].get(mode="clip") + increase
     correction = jnp.sqrt(1 - beta**rates.count)

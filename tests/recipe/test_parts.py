@@ -121,7 +121,7 @@ HOOKS = {
     "grads_step": {"dropped_ngrams", "exchange", "fetch_requests"},
     "validation_model": {"fetch_requests"},
     "eval_step": {"dropped_ngrams"},
-    "update_step": {"adam_rows", "follow", "sum_requests"},
+    "update_step": {"follow", "update_rows"},
     "anvil": {"as_large", "equalize", "two_rails"},
     "programs": {"tied_update"},
     "abstract_batch": {"capacity"},
