@@ -298,7 +298,7 @@ class Config:
     devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
     kernels: Machine[str] = "auto"  # of Part V, all that serve; plain: none; attend,blend: these
     sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
-    micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time, or a row
+    micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
     rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
     recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
     # tokens whose logits exist at once; more if the softmax is a sample
@@ -3905,8 +3905,9 @@ BLOCK = 256  # tokens that kernels take at a time
 
 def for_devices(cfg: Config, devices: int) -> Config:
     """The config with which so many `devices` train, or the most of them that can share the rows
-    evenly: its `devices` says how many. Where these are no more than the rows, batches are the
-    recipe's. Where they are more, each has one row; all are of one length, in whole BLOCKs."""
+    evenly: its `devices` says how many. Where these are no more than the rows, and a row is no
+    longer than micro_tokens, batches are the recipe's. Otherwise rows are shorter, and more: at
+    least one for each device. All of a stage are of one length, in whole BLOCKs."""
     rows = cfg.stages[0].rows
 
     def one_row_each(stage: Stage, count: int) -> bool:
@@ -3921,8 +3922,14 @@ def for_devices(cfg: Config, devices: int) -> Config:
 
     used = next(count for count in range(devices, 0, -1) if fits(count))
     stages = cfg.stages
-    if used > rows:
-        lengths = [stage.batch_tokens // used for stage in stages]
+    largest = max(stage.batch_tokens for stage in stages)
+    least = max(used, rows)
+    shorter = (
+        n for n in range(least, largest // BLOCK + 1, least) if n * cfg.micro_tokens >= largest
+    )
+    count = next((n for n in shorter if fits(n)), least)
+    if count > rows:
+        lengths = [stage.batch_tokens // count for stage in stages]
         pairs = zip(stages, lengths, strict=True)
         stages = tuple(dataclasses.replace(stage, row_tokens=t) for stage, t in pairs)
     val_rows = cfg.val_batch // cfg.val_row
@@ -4005,19 +4012,19 @@ def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
     return device_bytes(arrays) - device_bytes((first, second))
 
 
-def expected_bytes(cfg: Config, mesh: Mesh) -> tuple[float, str]:
-    """(bytes that the run needs of a device, the name of the program that needs them): arguments,
-    what a program makes on the way, and what lies beside it. About, and slightly more than what
-    compilers for TPUs and GPUs say of `speedrun` (records/NOTES.md)."""
-    sizes = []
+def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
+    """Name of each program -> the bytes that it needs of a device: arguments, what it makes on the
+    way, and what lies beside it. About, and slightly more than what compilers for TPUs and GPUs
+    say of `speedrun` (records/NOTES.md)."""
+    sizes = {}
     for key, program in programs(cfg, mesh, PLAIN).items():
         size = resident_bytes(cfg, mesh, key) + device_bytes(program.args)
         if isinstance(key, Gradients) or key == "eval":
             size += model_bytes(cfg, mesh, program, trains=key != "eval")
         if isinstance(key, Update) and key.kind == "tables":
             size += tables_bytes(cfg, mesh, program)
-        sizes.append((size, program.name))
-    return max(sizes)
+        sizes[program.name] = size
+    return sizes
 
 
 def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> float:
@@ -4046,7 +4053,7 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
     vector = cfg.width * cfg.dtype.itemsize
     _, due, _ = program.args
     requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
-    rows = sum(requested) // mesh.size
+    rows = min(sum(requested) // mesh.size, cfg.rows_at_once)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     copied = ROWS_ADDED_ON_TPU if on_tpu else ROWS_ADDED_ON_OTHERS
     one_gradient = due.get("value_tables", ())[:1]
@@ -4054,24 +4061,61 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
-    """Why a program cannot run that needs `size` of the `limit` bytes of a device, with all that
-    lies beside it, and with how many rows of the n-gram table it can; "" if it can."""
-    excess = size + SPARE - limit
-    if excess <= 0:
+    """Why the program `name` cannot run that needs `size` of the `limit` bytes of a device, with
+    all that lies beside it, and with which settings it can; "" if it can."""
+    if size + SPARE <= limit:
         return ""
-    row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    rows = int((cfg.ngram_rows - excess / row) / 2**15) * 2**15
-    fewer = f"--set ngram_rows={rows}, more with recompute=1 or a smaller val_row, or "
-    if rows <= 0:
-        fewer = ""
+    more_than_expected = max(0.0, size - expected_bytes(cfg, mesh)[name])
+    settings = settings_that_fit(cfg, mesh, limit - more_than_expected)
+    cure = "use tiny, smaller sizes, or more devices"
+    if settings:
+        cure = f"add --set {' '.join(settings)}, or use more devices"
     needs = f"{name} needs {size / 2**30:.1f} GiB"
     device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
-    return f"{needs} of {device}: use {fewer}smaller sizes, or more devices"
+    return f"{needs} of {device}: {cure}"
+
+
+LEAST_NGRAMS = 13 * 2**15  # rows of a table that is worth its memory (a guess)
+
+
+def settings_that_fit(cfg: Config, mesh: Mesh, limit: float) -> list[str] | None:
+    """What to --set so that a run fits the `limit` bytes of a device, by expected_bytes: the least
+    that does, in the order of ways_to_fit, and with it the most rows of the n-gram table. None if
+    nothing does."""
+    without_ngrams = ",".join(filter(None, [cfg.without, "ngrams"]))
+    least = min(cfg.ngram_rows, LEAST_NGRAMS)
+    row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
+    for table in (f"ngram_rows={least}", f"without={without_ngrams}"):
+        for way in ways_to_fit(cfg):
+            try:
+                smaller = for_devices(override(cfg, [table, *way]), mesh.size)
+            except UserError:  # this way is none for such sizes
+                continue
+            room = limit - SPARE - max(expected_bytes(smaller, mesh).values())
+            if room < 0:
+                continue
+            if table.startswith("without"):
+                return [table, *way]
+            rows = min(least + int(room / row / 2**15) * 2**15, cfg.ngram_rows)
+            return way if rows == cfg.ngram_rows else [f"ngram_rows={rows}", *way]
+    return None
+
+
+def ways_to_fit(cfg: Config) -> list[list[str]]:
+    """Settings with which a run needs less memory, and each time more of them. They cost, in turn:
+    the context of a few validation tokens; a forward pass; the context of some training tokens."""
+    longest = max(stage.row_tokens for stage in cfg.stages)
+    validation = [f"val_row={cfg.val_row // 4}", f"val_batch={cfg.val_batch // 4}"]
+    recompute = ["recompute=1", *validation]
+    parts = [[f"micro_tokens={longest // n}", "rows_at_once=65536", *recompute] for n in (2, 4)]
+    return [[], validation, recompute, *parts]
 
 
 def check_memory(cfg: Config, mesh: Mesh):
     """UserError if the run needs more memory than there is."""
-    size, name = expected_bytes(cfg, mesh)
+    sizes = expected_bytes(cfg, mesh)
+    name = max(sizes, key=sizes.get)
+    size = sizes[name]
     limit = memory_limit(mesh)
     if limit == math.inf:  # CPUs, which share the machine's
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -4094,7 +4138,7 @@ def check_program(cfg: Config, mesh: Mesh, key, peak: float):
 
 def memory_line(cfg: Config, mesh: Mesh) -> str:
     """What a run that fits needs of a device, for --show."""
-    size, _ = expected_bytes(cfg, mesh)
+    size = max(expected_bytes(cfg, mesh).values())
     limit = memory_limit(mesh)
     return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
 
@@ -4992,7 +5036,9 @@ class Parser(argparse.ArgumentParser):
 def add_config_options(parser: argparse.ArgumentParser):
     """PRESET, TEXTs, --set, --data and --seed: what `resolve` makes a Config of."""
     option = parser.add_argument
-    presets = f"{' or '.join(PRESETS)}; default: by hardware"
+    presets = (
+        f"{' or '.join(PRESETS)}; default: tiny, and for texts what fits these and the devices"
+    )
     option("words", nargs="*", metavar="PRESET|TEXT", help=presets)
     several = {"nargs": "+", "action": "extend", "default": []}
     option("--set", **several, metavar="KEY=VALUE")
@@ -5045,16 +5091,16 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         names = [str(start.run_dir)]
         base = dataclasses.replace(start.cfg, start=str(start.folder), devices=0)
     else:
-        on_cpu = all_devices()[0].platform == "cpu"
-        preset = asked.preset or ("tiny" if on_cpu else "speedrun")
-        names = [preset]
-        if preset != "tiny":
-            names.append("tiny")  # for texts that are too short for the preset
-        base = PRESETS[preset]
+        names = [asked.preset or "tiny"]
+        if asked.places and not asked.preset:
+            names = presets_here(asked.settings)
+        base = PRESETS[names[0]]
     settings = asked.settings
     if asked.places:
         name, of_data = fitted(asked.places, names, settings)
         base = PRESETS.get(name, base)
+        if name in LARGE and not asked.preset:
+            of_data += settings_here(base, settings) or []
         settings = of_data + settings
         say(f"data of your own: {' '.join(of_data)}")
     cfg = override(base, settings)
@@ -5063,6 +5109,41 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
             shapes_of(cfg) == shapes_of(base), "--start takes the model of the run: --set no sizes"
         )
     return cfg
+
+
+def presets_here(settings: list[str]) -> list[str]:
+    """The presets that may suit texts on these devices; the first for which there is enough text
+    does."""
+    on_cpu = all_devices()[0].platform == "cpu"
+    if on_cpu or settings_here(PRESETS["speedrun"], settings) is None:
+        return ["tiny"]
+    return ["speedrun", "tiny"]
+
+
+def settings_here(base: Config, settings: list[str]) -> list[str] | None:
+    """What to --set besides so that the run fits these devices, see settings_that_fit."""
+    cfg, mesh = make_mesh(override(base, settings))
+    return settings_that_fit(cfg, mesh, memory_limit(mesh))
+
+
+def say_what_else(say: Callable):
+    """What these devices could do, for somebody who has named neither preset nor text."""
+    device = all_devices()[0]
+    own_text = "a text of your own: python train_gpt.py TEXT"
+    if device.platform == "cpu":
+        say(f"next, {own_text}")
+        return
+    here = f"{len(all_devices())} x {device.device_kind}"
+    settings = settings_here(PRESETS["speedrun"], [])
+    if settings is None:
+        say(f"next, {own_text}; for speedrun the memory of {here} is too small")
+        return
+    command = "python train_gpt.py speedrun"
+    if settings:
+        command += f" --set {' '.join(settings)}"
+    download = "pip install huggingface_hub && python data/cached_fineweb10B.py 9"
+    say(f"next, {own_text}; or speedrun, which {here} can train: {download} && {command}")
+    say("(one H200 takes 6 minutes for it; what is expected of others: README, Hardware)")
 
 
 def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
@@ -5149,6 +5230,8 @@ def run(argv: list[str], command: str):
     check_hardware(cfg, say)
     if not args.show:
         train(cfg, Path(args.out), command, saved, say)
+        if not (asked.preset or asked.places or args.resume or args.start):
+            say_what_else(say)
     elif all_devices()[0].platform != "cpu":
         cfg, mesh = make_mesh(cfg)
         check_memory(cfg, mesh)

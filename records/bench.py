@@ -370,6 +370,7 @@ def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
     device = mesh.devices.flat[0]
     parts = parts or mesh.size
     cfg = part_of(cfg, mesh.size, parts)
+    T.check_memory(cfg, mesh)
     kernels, reason = T.pick_kernels(cfg, device)
     share = f"each with 1/{parts} of every batch"
     T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}\nkernels: {reason}")

@@ -783,8 +783,9 @@ def run(argv: list[str] | None) -> int:
         there = f"--program {' '.join(args.program)}: there are {', '.join(every)}"
         T.need({*args.program} <= {*every}, there)
         limit = memory_of(mesh)
-        size, largest = T.expected_bytes(cfg, mesh)
-        refusal = T.too_large(cfg, mesh, largest, size, limit)
+        sizes = T.expected_bytes(cfg, mesh)
+        largest = max(sizes, key=sizes.get)
+        refusal = T.too_large(cfg, mesh, largest, sizes[largest], limit)
         if refusal and not args.program:
             T.tell(f"not compiled: {refusal}")
             return 1
