@@ -118,3 +118,36 @@ def test_four_steps_of_anvil(shape):
         for got, want in zip(state, exact, strict=True):
             assert got.dtype == jnp.float32
             np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_rows_of_a_table_learn_as_many_at_a_time_as_there_is_memory_for():
+    """Sums have the same order whatever the parts; one step of bare operations, or XLA would round
+    what it fuses in other ways."""
+    size, width, rng = 37, 8, np.random.default_rng(5)
+    waiting = []
+    for _ in range(3):  # steps, on two devices; each requests a row once, and has padding
+        requested = np.full((2, 16), size, np.int32)
+        grads = np.zeros((2, 16, width), np.float32)
+        for ids, rows in zip(requested, grads, strict=True):
+            count = rng.integers(8, 16)
+            ids[:count] = np.sort(rng.choice(size, count, replace=False))
+            rows[:count] = rng.standard_normal((count, width))
+        waiting.append((jnp.asarray(requested), jnp.asarray(grads)))
+    table, square = jnp.asarray(matrices(size, width)), jnp.asarray(np.abs(matrices(size)))
+    count = jnp.float32(3)
+    rates = T.AdamRates(jnp.float32(0.1), 0.5, count, (0.0, 0.9), eps=1e-10, cautious=True)
+
+    def after(rows_at_once):
+        cfg = small_config(rows_at_once=rows_at_once)
+        with jax.disable_jit():
+            return T.update_rows(cfg, table, square, waiting, rates, T.scatter_rows)
+
+    whole = after(96)
+    assert np.any(whole[0] != table) and np.all(whole[1] != square)
+    power = sum(float(jnp.sum(grads**2)) for _, grads in waiting)
+    assert 0 < float(whole[2]) != power  # of sums, not of what is summed
+    for rows_at_once in (1, 5, 16, 95):
+        got = after(rows_at_once)
+        np.testing.assert_array_equal(got[0], whole[0])
+        np.testing.assert_array_equal(got[1], whole[1])
+        np.testing.assert_allclose(got[2], whole[2], rtol=1e-6)
