@@ -5099,10 +5099,12 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
     if asked.places:
         name, of_data = fitted(asked.places, names, settings)
         base = PRESETS.get(name, base)
-        if name in LARGE and not asked.preset:
-            of_data += settings_here(base, settings) or []
         settings = of_data + settings
         say(f"data of your own: {' '.join(of_data)}")
+        if name in LARGE and not asked.preset:
+            smaller = settings_here(base, settings) or []
+            settings += smaller
+            say(f"{name} in the memory that is here: {' '.join(smaller) or 'as it is'}")
     cfg = override(base, settings)
     if start:
         need(

@@ -305,6 +305,18 @@ def test_a_default_that_a_text_is_too_short_for_gives_way(tmp_path, fitted, monk
         fitted("speedrun", text)  # what was named is not replaced
 
 
+def test_what_a_text_takes_to_fit_stands_above_what_was_set(tmp_path, fitted, monkeypatch):
+    monkeypatch.setattr(T, "presets_here", lambda settings: ["speedrun", "tiny"])
+    monkeypatch.setattr(T, "settings_here", lambda *_: ["without=xsa,ngrams", "recompute=1"])
+    same = {"encoding": "gpt2", "real_tokens": 50257, "bos": 256}
+    text, said = own_text(tmp_path, 9_000_000, 10_485_761, **same), []
+    cfg = fitted(text, items=["steps=30", "without=xsa"], say=said.append)
+    assert (cfg.preset, cfg.without, cfg.ngram_rows, cfg.recompute) == (
+        "speedrun", "xsa,ngrams", 0, True
+    )  # fmt: skip
+    assert said[1] == "speedrun in the memory that is here: without=xsa,ngrams recompute=1"
+
+
 @pytest.mark.parametrize("limit, names", [(4, ["tiny"]), (16.5, ["speedrun", "tiny"])])
 def test_texts_have_the_large_model_where_it_fits(monkeypatch, limit, names):
     """What it takes for that is set besides."""
