@@ -5101,11 +5101,11 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         base = PRESETS.get(name, base)
         settings = of_data + settings
         say(f"data of your own: {' '.join(of_data)}")
-        if name in LARGE and not asked.preset:
-            smaller = settings_here(base, settings) or []
-            settings += smaller
-            say(f"{name} in the memory that is here: {' '.join(smaller) or 'as it is'}")
     cfg = override(base, settings)
+    if asked.places and name in LARGE and not asked.preset:
+        smaller = settings_here(cfg) or []
+        cfg = override(cfg, smaller)
+        say(f"{name} in the memory that is here: {' '.join(smaller) or 'as it is'}")
     if start:
         need(
             shapes_of(cfg) == shapes_of(base), "--start takes the model of the run: --set no sizes"
@@ -5117,14 +5117,14 @@ def presets_here(settings: list[str]) -> list[str]:
     """The presets that may suit texts on these devices; the first for which there is enough text
     does."""
     on_cpu = all_devices()[0].platform == "cpu"
-    if on_cpu or settings_here(PRESETS["speedrun"], settings) is None:
+    if on_cpu or settings_here(override(PRESETS["speedrun"], settings)) is None:
         return ["tiny"]
     return ["speedrun", "tiny"]
 
 
-def settings_here(base: Config, settings: list[str]) -> list[str] | None:
+def settings_here(cfg: Config) -> list[str] | None:
     """What to --set besides so that the run fits these devices, see settings_that_fit."""
-    cfg, mesh = make_mesh(override(base, settings))
+    cfg, mesh = make_mesh(cfg)
     return settings_that_fit(cfg, mesh, memory_limit(mesh))
 
 
@@ -5136,7 +5136,7 @@ def say_what_else(say: Callable):
         say(f"next, {own_text}")
         return
     here = f"{len(all_devices())} x {device.device_kind}"
-    settings = settings_here(PRESETS["speedrun"], [])
+    settings = settings_here(PRESETS["speedrun"])
     if settings is None:
         say(f"next, {own_text}; for speedrun the memory of {here} is too small")
         return

@@ -307,7 +307,7 @@ def test_a_default_that_a_text_is_too_short_for_gives_way(tmp_path, fitted, monk
 
 def test_what_a_text_takes_to_fit_stands_above_what_was_set(tmp_path, fitted, monkeypatch):
     monkeypatch.setattr(T, "presets_here", lambda settings: ["speedrun", "tiny"])
-    monkeypatch.setattr(T, "settings_here", lambda *_: ["without=xsa,ngrams", "recompute=1"])
+    monkeypatch.setattr(T, "settings_here", lambda cfg: ["without=xsa,ngrams", "recompute=1"])
     same = {"encoding": "gpt2", "real_tokens": 50257, "bos": 256}
     text, said = own_text(tmp_path, 9_000_000, 10_485_761, **same), []
     cfg = fitted(text, items=["steps=30", "without=xsa"], say=said.append)
@@ -332,7 +332,7 @@ def test_texts_have_the_large_model_where_it_fits(monkeypatch, limit, names):
     said = []
     T.say_what_else(said.append)
     assert said[0].startswith("next, a text of your own: python train_gpt.py TEXT; ")
-    settings = T.settings_here(T.PRESETS["speedrun"], [])
+    settings = T.settings_here(T.PRESETS["speedrun"])
     if settings:
         assert said[0].endswith(f"train_gpt.py speedrun --set {' '.join(settings)}")
     else:
