@@ -1167,7 +1167,7 @@ def rope(x_btnh, cos_tnh, sin_tnh):
     return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
 
 
-SCORE_BYTES = 2**30  # of float32 scores that attend_plain has at once
+SCORE_BYTES = 2**28  # of float32 scores that attend_plain has at once
 
 
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
@@ -1203,13 +1203,16 @@ class Band(NamedTuple):
     mask: jax.Array  # [blocks, 1, size, s]: which keys a query sees
 
 
+def band_block(t: int, window: int) -> int:
+    """Tokens of a block of queries: the least divisor of t that holds the window, t at most."""
+    return next((n for n in range(max(window, 1), t) if t % n == 0), t)
+
+
 def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
-    """The Band of rows: `size` is the least divisor of t that holds the window, s twice as much,
-    the block and the one before it. So the cost grows with t * window. Where no such size < t
-    exists, size = s = t."""
+    """The Band of rows: `size` is that of band_block, s twice as much, the block and the one before
+    it. So the cost grows with t * window. Where size = t there is none before, and s = t."""
     b, t = segments_bt.shape
-    sizes = [n for n in range(max(window, 1), t) if t % n == 0]
-    size = sizes[0] if sizes else t
+    size = band_block(t, window)
 
     def blocks(x):
         return x.reshape(b, t // size, size, *x.shape[2:])
@@ -3975,16 +3978,30 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
 
 
-# Bytes that stay free: results of a step may lie beside what the next one makes (not measured).
+# Bytes that stay free. At its peak a run on an H200 had 2.2 GiB more than expected_bytes says.
 SPARE = 2 * 2**30
-# These are fitted to what compilers say of `speedrun` (records/NOTES.md). What a layer keeps of a
-# token, in vectors of the model's width: for the way back, with recompute=1, and in validation.
-KEPT_BY_LAYER = 12.8
-KEPT_IF_RECOMPUTED = 5
-KEPT_IN_VALIDATION = 1.4
-# How many copies of the n-grams' rows exist at once in an update: joined, sorted, in float32.
-ROWS_ADDED_ON_TPU = 2.2
-ROWS_ADDED_ON_OTHERS = 5
+
+
+class Fitted(NamedTuple):
+    """Numbers that are fitted to what a compiler says of `speedrun` (records/NOTES.md)."""
+
+    # What a layer keeps of a token, in vectors of the model's width:
+    kept: float  # for the way back
+    kept_if_recomputed: float  # the same with recompute=1
+    kept_in_validation: float
+    scores: float  # copies of the scores of attend_plain
+    rows_added: float  # copies of n-gram rows at once in an update: joined, sorted, in float32
+    outputs: float  # 1 if gradients have memory of their own from the beginning, else 0
+
+
+FITTED_TO_TPUS = Fitted(12.8, 5, 1.4, scores=3, rows_added=2.2, outputs=0)
+FITTED_TO_GPUS = Fitted(14.6, 6, 1.4, scores=3, rows_added=5, outputs=1)
+
+
+def fitted_numbers(mesh: Mesh) -> Fitted:
+    """Those for the devices of a mesh."""
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    return FITTED_TO_TPUS if on_tpu else FITTED_TO_GPUS
 
 
 def device_bytes(tree) -> int:
@@ -4030,22 +4047,38 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
 def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> float:
     """Bytes that gradients, or else validation, make on the way: activations, fetched n-grams."""
     vector = cfg.width * cfg.dtype.itemsize
-    _, _, batch = program.args
+    numbers = fitted_numbers(mesh)
+    copies, _, batch = program.args
     b, t = batch.rows.aims.targets.shape
     rows = b // mesh.size
     together = rows_together(cfg, rows, t)
-    kept = KEPT_IN_VALIDATION
+    kept = numbers.kept_in_validation
     if trains:
-        kept = KEPT_IF_RECOMPUTED if cfg.recompute else KEPT_BY_LAYER
+        kept = numbers.kept_if_recomputed if cfg.recompute else numbers.kept
     vectors = together * t * kept * len(cfg.layers)
     fetched = capacity(b * t, mesh.size) * mesh.size if cfg.ngram_rows else 0
     vectors += fetched * min(mesh.size, 2)  # from others they come beside what is sent
     size = vectors * vector
+    kernels, _ = pick_kernels(cfg, mesh.devices.flat[0])
+    if kernels.attend is PLAIN.attend:
+        windows = max(stage.windows for stage in cfg.stages) if trains else cfg.val_windows
+        size += numbers.scores * plain_scores(cfg, together, t, max(windows))
+    if trains:
+        size += numbers.outputs * (device_bytes(copies) + fetched * vector)
     if trains and together < rows:  # gradients are summed in float32
         dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
-        numbers = sum(map(math.prod, dense)) + fetched * cfg.width
-        size += 4 * numbers
+        sums = sum(map(math.prod, dense)) + fetched * cfg.width
+        size += 4 * sums
     return size
+
+
+def plain_scores(cfg: Config, rows: int, t: int, window: int) -> int:
+    """Bytes of float32 scores that attend_plain has at once, of rows of t tokens."""
+    queries = band_block(t, window)
+    keys = min(2 * queries, t)
+    block = 4 * cfg.heads * queries * keys
+    blocks = rows * t // queries
+    return min(blocks * block, max(block, SCORE_BYTES))
 
 
 def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
@@ -4054,10 +4087,8 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
     _, due, _ = program.args
     requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
     rows = min(sum(requested) // mesh.size, cfg.rows_at_once)
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
-    copied = ROWS_ADDED_ON_TPU if on_tpu else ROWS_ADDED_ON_OTHERS
     one_gradient = due.get("value_tables", ())[:1]
-    return copied * rows * vector + 2 * device_bytes(one_gradient)
+    return fitted_numbers(mesh).rows_added * rows * vector + 2 * device_bytes(one_gradient)
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
@@ -4082,20 +4113,23 @@ def settings_that_fit(cfg: Config, mesh: Mesh, limit: float) -> list[str] | None
     """What to --set so that a run fits the `limit` bytes of a device, by expected_bytes: the least
     that does, in the order of ways_to_fit, and with it the most rows of the n-gram table. None if
     nothing does."""
-    without_ngrams = ",".join(filter(None, [cfg.without, "ngrams"]))
+    kept_out = [cfg.without] if cfg.without else []
+    less = [
+        "without=" + ",".join([*kept_out, *ideas]) for ideas in (["ngrams"], ["ngrams", "values"])
+    ]
     least = min(cfg.ngram_rows, LEAST_NGRAMS)
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
-    for table in (f"ngram_rows={least}", f"without={without_ngrams}"):
+    for tables in (f"ngram_rows={least}", *less):
         for way in ways_to_fit(cfg):
             try:
-                smaller = for_devices(override(cfg, [table, *way]), mesh.size)
+                smaller = for_devices(override(cfg, [tables, *way]), mesh.size)
             except UserError:  # this way is none for such sizes
                 continue
             room = limit - SPARE - max(expected_bytes(smaller, mesh).values())
             if room < 0:
                 continue
-            if table.startswith("without"):
-                return [table, *way]
+            if tables in less:
+                return [tables, *way]
             rows = min(least + int(room / row / 2**15) * 2**15, cfg.ngram_rows)
             return way if rows == cfg.ngram_rows else [f"ngram_rows={rows}", *way]
     return None
@@ -4103,12 +4137,27 @@ def settings_that_fit(cfg: Config, mesh: Mesh, limit: float) -> list[str] | None
 
 def ways_to_fit(cfg: Config) -> list[list[str]]:
     """Settings with which a run needs less memory, and each time more of them. They cost, in turn:
-    the context of a few validation tokens; a forward pass; the context of some training tokens."""
+    the context of a few validation tokens; a forward pass; updates of tables by gradients of fewer
+    steps; the context of some training tokens, in rows that are cut in two, four, eight."""
     longest = max(stage.row_tokens for stage in cfg.stages)
-    validation = [f"val_row={cfg.val_row // 4}", f"val_batch={cfg.val_batch // 4}"]
-    recompute = ["recompute=1", *validation]
-    parts = [[f"micro_tokens={longest // n}", "rows_at_once=65536", *recompute] for n in (2, 4)]
-    return [[], validation, recompute, *parts]
+    first, later = cfg.table_every
+
+    def validation(n):
+        return [f"val_row={cfg.val_row // n}", f"val_batch={cfg.val_batch // n}"]
+
+    ways = [[]]
+    for settings in [
+        validation(4),
+        ["recompute=1", "rows_at_once=65536"],
+        [f"table_every={first},{min(first, later)}"],
+        [f"micro_tokens={longest // 2}"],
+        [f"micro_tokens={longest // 4}", *validation(16)],
+        [f"micro_tokens={longest // 8}"],
+    ]:
+        keys = [item.partition("=")[0] for item in settings]
+        before = [item for item in ways[-1] if item.partition("=")[0] not in keys]
+        ways.append(before + settings)
+    return ways
 
 
 def check_memory(cfg: Config, mesh: Mesh):

@@ -63,7 +63,9 @@ def compiled_with(monkeypatch, cfg, devices, limit, peak=0, say=lambda line: Non
 def kind_of(devices: int, limit: float, platform: str):
     """A mesh of devices that are not here, for questions about memory."""
     mesh = Mesh(devices, limit)
-    mesh.devices = SimpleNamespace(flat=[SimpleNamespace(platform=platform)])
+    mesh.devices = SimpleNamespace(
+        flat=[SimpleNamespace(platform=platform, device_kind="", compute_capability="9.0")]
+    )
     return mesh
 
 
