@@ -1,6 +1,6 @@
 #!/bin/bash
 # A record on one GPU, from a bare machine to a folder that `leaderboard.py check` accepts. In a clone:
-#   BY="Your Name" RATE=2.49 SETTINGS=ngram_rows=21331968 bash records/launch/1xgpu.sh
+#   BY="Your Name" RATE=2.49 SETTINGS=ngram_rows=22675456 bash records/launch/1xgpu.sh
 # RATE: dollars an hour of the machine. SETTINGS: of --set, such as those that a refusal names. RUNS:
 # seeds, 4 by default. What is there already stays, so start it again after an interruption.
 # PYTHON: one that has the packages, in place of ~/env, which is made. To try all of it on a CPU:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import preflight
 import pytest
+from conftest import ROOT
 from programs import CFG, by_name, mesh_of, named, programs_of, quick_compilation
 from training import BRIEF
 
@@ -60,11 +61,11 @@ def compiled_with(monkeypatch, cfg, devices, limit, peak=0, say=lambda line: Non
         return str(error), made
 
 
-def kind_of(devices: int, limit: float, platform: str):
+def kind_of(devices: int, limit: float, platform: str, capability="9.0"):
     """A mesh of devices that are not here, for questions about memory."""
     mesh = Mesh(devices, limit)
     mesh.devices = SimpleNamespace(
-        flat=[SimpleNamespace(platform=platform, device_kind="", compute_capability="9.0")]
+        flat=[SimpleNamespace(platform=platform, device_kind="", compute_capability=capability)]
     )
     return mesh
 
@@ -114,7 +115,7 @@ VALIDATION, AGAIN = "val_row val_batch", "recompute rows_at_once"
         (59.3, "ngram_rows"),  # H100
         (29.6, "ngram_rows"),  # A100 of 40 GB
         (23.5, f"ngram_rows {VALIDATION} {AGAIN}"),  # RTX 5090
-        (17.7, f"ngram_rows {VALIDATION} {AGAIN} table_every micro_tokens"),  # RTX 4090
+        (17.7, f"ngram_rows {VALIDATION} {AGAIN} table_every"),  # RTX 4090
         (16.5, f"ngram_rows {VALIDATION} {AGAIN} table_every micro_tokens"),  # L4
         (10.9, f"without {AGAIN} table_every micro_tokens {VALIDATION}"),  # as a T4 with kernels
     ],
@@ -132,6 +133,22 @@ def test_a_refusal_names_what_fits_and_has_the_most_ngrams(monkeypatch, limit, s
     assert longest == min(cfg.micro_tokens, 49_152)
     for stage, before in zip(fits.stages, RECORD.stages, strict=True):
         assert stage.batch_tokens == before.batch_tokens and stage.rows == fits.stages[0].rows
+
+
+README = (ROOT / "README.md").read_text()
+GPU_ROWS = re.findall(r"^\| one (.*) \| `(.*)` \| ([\d.]+) of ([\d.]+) \|", README, re.M)
+
+
+@pytest.mark.parametrize("name, settings, size, limit", GPU_ROWS)
+def test_the_table_of_the_readme_has_what_a_refusal_names(monkeypatch, name, settings, size, limit):
+    capability = "7.5" if "T4" in name else "8.0"
+    mesh = kind_of(1, float(limit) * GIB, "gpu", capability)
+    line = refused(monkeypatch, RECORD, mesh)
+    assert f"add --set {settings}, or" in line
+    fits = T.for_devices(T.override(RECORD, settings.split()), 1)
+    expected = max(T.expected_bytes(fits, mesh).values())
+    assert f"{expected / GIB:.1f}" == size
+    assert len(GPU_ROWS) == 7
 
 
 def test_where_nothing_fits_other_sizes_or_devices_help(monkeypatch):
