@@ -5554,10 +5554,11 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         chosen["add_rows"] = add_rows_tpu
         if cfg.layers_with("mudd"):
             chosen["blend"] = blend_tpu
-    why = why or unserved_attention(cfg, backend)
-    if not why:
-        of_gpu = functools.partial(attend_heads, attend_gpu)
-        chosen["attend"] = attend_tpu if backend == "tpu" else of_gpu
+    why = why or unserved_attention(cfg, device)
+    if not why and backend == "tpu":
+        chosen["attend"] = attend_tpu
+    elif not why:
+        chosen["attend"] = attend_in_tiles(tiles_for(cfg, device))
     kernels = PLAIN._replace(**chosen)
     reason = kernel_names(kernels)
     if why:
@@ -5595,18 +5596,20 @@ def unserved(cfg: Config, device) -> str:
     return ""
 
 
-def unserved_attention(cfg: Config, backend: str) -> str:
+def unserved_attention(cfg: Config, device) -> str:
     """Why the kernels of attention do not serve a run where others may; "" if they do."""
     h = cfg.head_width
     if not cfg.layers_with("attends"):
         return "no layer attends"
     if not (cfg.still and cfg.qk_norm) or cfg.shared:
         return "kernels norm queries and keys, turn half of them, and share none"
-    if backend == "gpu":
+    if device.platform == "gpu":
         if cfg.dtype != jnp.bfloat16:
             return f"kernels compute in bfloat16, not in {cfg.compute_dtype}"
         if h not in (32, 64, 128):
             return f"tiles do not fit heads {h} wide, and half of it"
+        if tiles_for(cfg, device) is None:
+            return f"tiles of heads {h} wide do not fit the shared memory of a {device.device_kind}"
     else:
         if h != LANES or cfg.heads % 2:
             return f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
@@ -6899,10 +6902,20 @@ class Tiles(NamedTuple):
     stages: int  # tiles that are on their way at once
 
 
-# `records/bench.py --kernels STAGE` times others beside these.
-FORWARD_TILES = Tiles(128, 64, 8, 3)  # a block of queries
-QUERY_TILES = Tiles(128, 64, 8, 2)  # the same on the way back
-KEY_TILES = Tiles(128, 64, 8, 2)  # a block of keys
+# Tiles, the best first, with the bytes of shared memory that a chip must have for them where heads
+# are 128 wide. So compiled, the kernels take at most (the one with a block of keys takes the most)
+#   stages   sm_80, sm_86, sm_89, sm_120    sm_90     sm_100
+#   3        107,520                        132,096   164,928
+#   2        74,240                         98,816    131,648
+# and with heads 64 wide about half. `records/bench.py --kernels STAGE` times others.
+TILES = {Tiles(64, 64, 4, 3): 164_928, Tiles(64, 64, 4, 2): 74_240}
+
+
+def tiles_for(cfg: Config, device) -> Tiles | None:
+    """The best tiles that fit the shared memory of the device, if any do. Where jax does not say
+    how much it has for a block, that is the least of all GPUs since Ampere: 99 KiB."""
+    room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
+    return next((tiles for tiles, needs in TILES.items() if needs <= room), None)
 
 
 class Reach(NamedTuple):
@@ -6971,11 +6984,10 @@ def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, 
     return run_kernel(name, {"i": t // tiles.block, "head": n, "row": b}, refs, body, tiles)
 
 
-def attend_gpu_forward(arrays: dict):
+def attend_gpu_forward(tiles: Tiles, arrays: dict):
     """(y [b, t, n, v], the arrays, y and log_sums: log2 of the softmax sums [b, n, t])."""
     b, t, n, v = arrays["v"].shape
     dtype = arrays["q"].dtype
-    tiles = FORWARD_TILES
     queries = {name: arrays[name] for name in ("q", "first")}
     keys = {name: arrays[name] for name in ("k", "v")}
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
@@ -6999,21 +7011,20 @@ def attend_gpu_forward(arrays: dict):
     return written.y, arrays | {"y": written.y, "log_sums": written.log_sums}
 
 
-def attend_gpu_backward(arrays: dict, y_grad):
+def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
     """Gradients of q, k and v, by the formulas of attend_tpu_backward; their reach gets none."""
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
     keys = {"k": arrays["k"], "v": arrays["v"]}
-    q_grad = query_gradients(queries | {"first": arrays["first"]}, keys)
-    k_grad, v_grad = key_gradients(keys | {"last": arrays["last"]}, queries)
+    q_grad = query_gradients(tiles, queries | {"first": arrays["first"]}, keys)
+    k_grad, v_grad = key_gradients(tiles, keys | {"last": arrays["last"]}, queries)
     return ({"q": q_grad, "k": k_grad, "v": v_grad, "first": None, "last": None},)
 
 
-def query_gradients(queries: dict, keys: dict):
+def query_gradients(tiles: Tiles, queries: dict, keys: dict):
     """The gradient of q: each block of queries goes through its keys."""
     dtype = queries["q"].dtype
-    tiles = QUERY_TILES
 
     def body(r):
         reach = keys_of_queries(r, tiles)
@@ -7036,11 +7047,10 @@ def query_gradients(queries: dict, keys: dict):
     return run_tiles("attend_backward_queries", tiles, queries, keys, outputs, body).q_grad
 
 
-def key_gradients(keys: dict, queries: dict) -> tuple:
+def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
     """The gradients of k and v: each block of keys goes through the queries that see it. Scores
     stand as [keys, queries]."""
     dtype = keys["k"].dtype
-    tiles = KEY_TILES
 
     def body(r):
         reach = queries_of_keys(r, tiles)
@@ -7065,13 +7075,15 @@ def key_gradients(keys: dict, queries: dict) -> tuple:
 
 
 # attend_gpu of q (scaled already), k and v, with the first and last of their reach
-attend_gpu_arrays = jax.custom_vjp(lambda arrays: attend_gpu_forward(arrays)[0])
+attend_gpu_arrays = jax.custom_vjp(
+    lambda tiles, arrays: attend_gpu_forward(tiles, arrays)[0], nondiff_argnums=(0,)
+)
 attend_gpu_arrays.defvjp(attend_gpu_forward, attend_gpu_backward)
 
 
-def attend_gpu(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """One kernel forward and two back. Needs rows of a multiple of 128 tokens (else their end is
-    missing), heads of powers of two, scores <= MAX_SCORE."""
+def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
+    """attend_plain in one kernel forward and two back. Needs rows of a multiple of 128 tokens (else
+    their end is missing), heads of powers of two, scores <= MAX_SCORE."""
     t = segments_bt.shape[1]
     token = jnp.arange(t, dtype=jnp.int32)[None]
     starts = document_starts(segments_bt)
@@ -7084,7 +7096,12 @@ def attend_gpu(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
         "first": jnp.maximum(starts, token - window),  # key that a query can see
         "last": jnp.minimum(stops, token + window),  # query that can see a key
     }
-    return attend_gpu_arrays(arrays)
+    return attend_gpu_arrays(tiles, arrays)
+
+
+def attend_in_tiles(tiles: Tiles) -> Callable:
+    """The form of Kernels.attend for NVIDIA GPUs."""
+    return functools.partial(attend_heads, functools.partial(attend_gpu, tiles))
 
 
 if __name__ == "__main__":

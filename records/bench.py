@@ -48,11 +48,8 @@ LARGE = 1000  # numbers: the gradients of single ones are as far off as rounding
 PEAK_FLOPS = json.loads((Path(__file__).parent / "hardware.json").read_text())["peak_flops"]
 HEADS = "program    stage    steps    ms/step        min        max    tokens/s  of bf16      MiB"
 TIMES = "{ms:>11.2f}{ms_min:>11.2f}{ms_max:>11.2f}"  # of a row, for a table
-TILES = {  # constant of train_gpt.py -> others: block, tile, warps, stages
-    "FORWARD_TILES": [(128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 3)],
-    "QUERY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
-    "KEY_TILES": [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2)],
-}
+# Block, tile, warps, stages: what to try where these have not been measured yet.
+TILES = (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3)
 
 
 def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
@@ -227,13 +224,9 @@ def variants(cfg: T.Config, mesh, kernels, key: T.Gradients):
     for label, (own, chosen) in found.items():
         yield label, T.lower(T.programs(own, mesh, chosen)[key], mesh)
     tiled = mesh.devices.flat[0].platform == "gpu" and kernels.attend is not T.PLAIN.attend
-    for constant, others in TILES.items() if tiled else ():
-        usual = getattr(T, constant)
-        for tiles in others:
-            setattr(T, constant, T.Tiles(*tiles))
-            jax.clear_caches()  # of kernels that have been traced with the usual ones
-            yield f"{constant} {tiles}", T.lower(T.programs(cfg, mesh, kernels)[key], mesh)
-        setattr(T, constant, usual)
+    for tiles in TILES if tiled else ():
+        other = kernels._replace(attend=T.attend_in_tiles(T.Tiles(*tiles)))
+        yield f"tiles {tiles}", T.lower(T.programs(cfg, mesh, other)[key], mesh)
 
 
 def distance(got: list, expected: list) -> float:
@@ -262,7 +255,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
         try:
             program = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            if "_TILES" not in label:  # other tiles may need too much memory
+            if "tiles" not in label:  # other tiles may need too much memory
                 raise
             T.tell(f"{label:36}  {str(error).splitlines()[0][:60]}")
             continue

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import preflight
 import pytest
+from conftest import mostly_slow
 from layers import (
     KINDS,
     RECORD,
@@ -30,7 +31,7 @@ from layers import (
     run_layer,
     segment_rows,
 )
-from programs import jit
+from programs import cuda_compiler, jit
 
 import train_gpt as T
 
@@ -142,9 +143,11 @@ def test_plain_keeps_16_bits_outside_and_32_inside():
     np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=0.02)
 
 
-triton_heads = functools.partial(T.attend_heads, T.attend_gpu)
+TILES = T.Tiles(64, 64, 4, 3)
+attend_gpu = functools.partial(T.attend_gpu, TILES)
+triton_heads = T.attend_in_tiles(TILES)
 # One program for every window of a shape: what a token can reach is data to the kernels.
-compiled_triton = jit(with_gradients(T.attend_gpu))
+compiled_triton = jit(with_gradients(attend_gpu))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +165,11 @@ def test_triton_follows_the_contract_forward_and_backward(t, h, v, n, windows):
         check(compiled_triton(*arrays, window, SCALE), arrays, window, atol=1e-5)
 
 
-def test_triton_takes_tiles_of_any_shape(monkeypatch):
-    for name, tile in (("FORWARD", (64, 128)), ("QUERY", (32, 128)), ("KEY", (32, 128))):
-        assert tuple(getattr(T, f"{name}_TILES")[:2]) != tile
-        monkeypatch.setattr(T, f"{name}_TILES", T.Tiles(*tile, 4, 2))
+@pytest.mark.parametrize("tile", mostly_slow([(128, 64), (64, 128), (32, 128)], {(128, 64)}))
+def test_triton_takes_tiles_of_any_shape(tile):
+    attend = functools.partial(T.attend_gpu, T.Tiles(*tile, 4, 2))
     arrays = inputs(256, 16, 32, n=1)
-    check(jit(with_gradients(T.attend_gpu))(*arrays, 150, SCALE), arrays, 150, atol=1e-5)
+    check(jit(with_gradients(attend))(*arrays, 150, SCALE), arrays, 150, atol=1e-5)
 
 
 def test_triton_in_16_bits_is_as_exact_as_they_are():
@@ -187,7 +189,7 @@ def test_triton_reads_no_tile_that_a_block_cannot_see():
     far = (np.arange(t) < 256)[None, :, None, None]
     segments = np.zeros((1, t), np.int32)
     k, v = (jnp.where(far, np.nan, x) for x in (k, v))
-    out = np.asarray(jit(lambda *x: T.attend_gpu(*x, window, SCALE))(q, k, v, segments))
+    out = np.asarray(jit(lambda *x: attend_gpu(*x, window, SCALE))(q, k, v, segments))
     assert np.isnan(out[:, :256]).all() and np.isfinite(out[:, 384:]).all()
 
 
@@ -282,6 +284,23 @@ def test_layers_of_the_record_can_be_lowered(kind):
         assert text.count("tpu_custom_call") == 1
     text = lowered(layer_with_gradients(triton_heads, heads), *shapes, platform="cuda")
     assert text.count("xla.gpu.triton") == 3
+
+
+@cuda_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a100-40", "rtx3090", "rtx4090", "h100", "b200", "rtx5090"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_the_record_compile_for_gpus(name, kind):
+    """The tiles that a GPU gets fit its shared memory. Some seconds each."""
+    (device,) = preflight.absent_devices(f"{name}x1")
+    mesh = jax.sharding.Mesh(np.array([device]), (T.AXIS,))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    heads, parts = record_layer(kind, RECORD.stages[2].windows)
+    run = layer_with_gradients(T.pick_kernels(RECORD, device)[0].attend, heads)
+    run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    shapes = layer_shapes(heads, 1, 49_152, parts, jnp.bfloat16, whole)
+    text = jax.jit(run).lower(*shapes).compile().as_text()
+    assert text.count('"__gpu$xla.gpu.triton"') == 3
 
 
 @pytest.mark.skipif(

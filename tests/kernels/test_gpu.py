@@ -20,6 +20,7 @@ from programs import run_steps
 import train_gpt as T
 
 pytestmark = pytest.mark.skipif(not GPU, reason="only with --gpu")
+attend_gpu = functools.partial(T.attend_gpu, T.Tiles(64, 64, 4, 2))
 DEVICES = {kind: jax.devices(kind)[0] for kind in (("cuda", "cpu") if GPU else ())}
 CFG = small_config(
     width=128,
@@ -81,7 +82,7 @@ def attended(attend, device, dtype, arrays, segments, window: int):
 def test_attention_is_the_reference(h, v, window):
     """Windows and documents, half and whole heads. A mistake at one edge in 100 would be 10 %."""
     arrays, segments = attention_inputs(4096, n=3, h=h, v=v)
-    got = attended(T.attend_gpu, DEVICES["cuda"], jnp.bfloat16, arrays, segments, window)
+    got = attended(attend_gpu, DEVICES["cuda"], jnp.bfloat16, arrays, segments, window)
     want = attended(T.attend_plain, DEVICES["cpu"], np.float32, arrays, segments, window)
     for name, x, y in zip(("out", "q", "k", "v"), got, want, strict=True):
         assert distance(x, y) < 0.012, name  # rounded to bfloat16 thrice, 2^-9 each
@@ -92,7 +93,7 @@ def test_attention_in_a_row_of_the_record(h, v, window):
     """49,152 tokens: offsets beyond 2^24; against the plain form on the GPU, also in bfloat16."""
     arrays, segments = attention_inputs(49_152, h=h, v=v)
     args = DEVICES["cuda"], jnp.bfloat16, arrays, segments, window
-    for x, y in zip(attended(T.attend_gpu, *args), attended(T.attend_plain, *args), strict=True):
+    for x, y in zip(attended(attend_gpu, *args), attended(T.attend_plain, *args), strict=True):
         assert distance(x, y) < 0.02
 
 

@@ -127,15 +127,14 @@ def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
 
 def test_other_tiles_are_tried_for_attention_on_nvidia_gpus(monkeypatch):
     gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)
     key = T.Gradients(0, 0, 0)
-    monkeypatch.setattr(T, "programs", lambda *args: {key: None})
-    monkeypatch.setattr(T, "lower", lambda *_: [getattr(T, name) for name in bench.TILES])
-    usual = T.lower()
-    found = dict(bench.variants(CFG, gpu, T.PLAIN._replace(attend=T.attend_gpu), key))
-    assert found["all kernels"] == T.lower() == usual
-    assert found["QUERY_TILES (64, 64, 4, 2)"] == [usual[0], (64, 64, 4, 2), usual[2]]
-    assert len(found) == 4 + sum(map(len, bench.TILES.values()))
+    monkeypatch.setattr(T, "programs", lambda cfg, mesh, kernels: {key: kernels.attend})
+    monkeypatch.setattr(T, "lower", lambda attend, mesh: attend)
+    kernels = T.PLAIN._replace(attend=T.attend_in_tiles(T.Tiles(128, 128, 8, 1)))
+    found = dict(bench.variants(CFG, gpu, kernels, key))
+    assert found["all kernels"] is kernels.attend
+    assert found["tiles (64, 32, 4, 3)"].args[0].args == ((64, 32, 4, 3),)
+    assert len(found) == 4 + len(bench.TILES) and {*T.TILES} <= {*bench.TILES}
 
 
 @pytest.mark.parametrize(("devices", "parts", "rows"), [(1, 8, 1), (1, 2, 4), (2, 8, 2), (8, 8, 8)])
