@@ -3971,8 +3971,12 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     one_process = devices[-1].process_index == 0
     unequal = f"{count} devices of several processes share no batch, {cfg.devices} would"
     need(one_process or cfg.devices == count, unequal)
-    used = np.array(devices[: cfg.devices])
-    return cfg, Mesh(used, (AXIS,))
+    used = devices[: cfg.devices]
+    kinds = [device.device_kind for device in used]
+    other = next((kind for kind in kinds if kind != kinds[0]), "")
+    cure = f"CUDA_VISIBLE_DEVICES=0, or what has one kind, or --set devices={kinds.count(kinds[0])}"
+    need(not other, f"{kinds[0]} and {other} cannot share a program: use {cure}")
+    return cfg, Mesh(np.array(used), (AXIS,))
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
@@ -4195,9 +4199,9 @@ def memory_line(cfg: Config, mesh: Mesh) -> str:
 
 
 def memory_limit(mesh: Mesh) -> float:
-    """Bytes that jax has of a device; infinity where it does not say."""
-    stats = mesh.local_devices[0].memory_stats() or {}
-    return stats.get("bytes_limit", math.inf)
+    """Bytes that jax has of the device that has the least; infinity where it does not say."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    return min(of_device.get("bytes_limit", math.inf) for of_device in stats)
 
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
@@ -4707,10 +4711,22 @@ def check_hardware(cfg: Config, say: Callable):
         return
     cure = "pip install 'jax[tpu]' in a new environment"
     if "nvidia" in chips[0].name:
-        cure = "pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12)"
+        old = "a driver below 580 or a compute capability below 7.5"
+        cure = f"pip install 'jax[cuda13]' (for {old}, see nvidia-smi: cuda12)"
     line = f"jax sees only the CPU, not {chips[0]}: {cure}, or end what holds it (a notebook)"
     need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
     say(f"warning: {line}")
+
+
+def start_gpu():
+    """Run a program on the first device, before minutes of compiling: where the libraries of CUDA
+    do not fit together, the first one fails. And with a GPU that is newer than jax it may take
+    minutes (xla issue 44517), which is said."""
+
+    def first():
+        jax.block_until_ready(jnp.arange(2.0) + 1)
+
+    patiently(first, "waiting for the first program of this GPU: for a new kind it takes minutes")
 
 
 def slice_hosts() -> str:
@@ -4732,13 +4748,16 @@ def slice_hosts() -> str:
     return ""
 
 
-def patiently(do: Callable, most: float | None = None):
-    """`do()`, in which this process waits for others: a long wait is said, and can have an end."""
+OTHERS = "waiting for the other processes of this run"
+
+
+def patiently(do: Callable, line: str = OTHERS, most: float | None = None):
+    """`do()`, which waits for something: a long wait is said in a line, and can have an end."""
     result = ThreadPoolExecutor(1).submit(do)
     try:
         return result.result(STALL_SECONDS)
     except TimeoutError:
-        tell("waiting for the other processes of this run")
+        tell(line)
     return result.result(most)
 
 
@@ -4758,7 +4777,7 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         if coordinator and process_id == 0:  # jax would crash if the port is taken
             port = int(coordinator.rpartition(":")[2])
             socket.create_server(("", port)).close()
-        patiently(join, 280)  # jax would crash after 300 s
+        patiently(join, most=280)  # jax would crash after 300 s
     except Exception as error:
         names = [name for name in sorted(os.environ) if re.match("SLURM_STEP_NU|TPU_", name)]
         variables = {name: os.environ[name] for name in names}
@@ -5281,6 +5300,8 @@ def run(argv: list[str], command: str):
     if args.show:
         tell(show(cfg))
     check_hardware(cfg, say)
+    if jax.default_backend() == "gpu":
+        start_gpu()
     if not args.show:
         train(cfg, Path(args.out), command, saved, say)
         if not (asked.preset or asked.places or args.resume or args.start):
@@ -5327,7 +5348,15 @@ def line_of(error: Exception) -> str | None:
         return text
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
+        if jax.default_backend() == "gpu":
+            ways += "; or end what else holds the GPU (nvidia-smi lists it)"
         return f"out of memory: use {ways}: {text}"
+    if re.search("DNN library initialization|lib(cudnn|cublas|cusolver)", text):
+        path = os.environ.get("LD_LIBRARY_PATH")
+        cure = "a new environment"
+        if path:
+            cure = f"unset LD_LIBRARY_PATH, which leads to others ({path}), or {cure}"
+        return f"jax cannot use its CUDA libraries: {cure}: {text}"
     if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
         return f"another process has ended or cannot be reached: see its output ({text})"
     return None

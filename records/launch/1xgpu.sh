@@ -14,9 +14,11 @@ say() { echo "== $(date +%T) $*"; }
 
 if [ -z "${PYTHON:-}" ]; then
   say "packages, some three minutes"
-  # CUDA 13 needs a driver of 580 or newer; the image's own Python may be older than jax's 3.11.
+  # CUDA 13 needs a driver of 580 or newer, and a GPU since Turing; the image's own Python may be older than jax's 3.11.
   driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
-  if [ "${driver%%.*}" -ge 580 ]; then cuda=cuda13; else cuda=cuda12; fi
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1)
+  cuda=cuda13
+  if [ "${driver%%.*}" -lt 580 ] || [ "${capability/./}" -lt 75 ]; then cuda=cuda12; fi
   [ -x ~/env/bin/python ] || { pip install --quiet uv && python3 -m uv venv --seed --python 3.12 ~/env; }
   PYTHON=~/env/bin/python
   $PYTHON -m pip install --quiet -r requirements.txt "jax[$cuda]" huggingface_hub

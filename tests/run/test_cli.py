@@ -332,5 +332,6 @@ def test_a_notebook_keeps_its_devices_and_its_signals():
     command = [sys.executable, "-c", IN_A_NOTEBOOK]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    own = "<built-in function default_int_handler> 1\n0\n"
-    assert done.stdout == f"1\n{own}{own}{own}[0] True\n", done.stderr
+    own = "<built-in function default_int_handler> 1\n"
+    bare = f"{own}next, a text of your own: python train_gpt.py TEXT\n"
+    assert done.stdout == f"1\n{own}0\n{own}0\n{bare}0\n[0] True\n", done.stderr

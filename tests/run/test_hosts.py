@@ -4,9 +4,12 @@ import http.server
 import socket
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
+from conftest import small_config
 
 import train_gpt as T
 
@@ -137,7 +140,8 @@ def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypa
     assert capsys.readouterr().out == "waiting for the other processes of this run\n"
     over = threading.Event()
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_: over.wait(60))
-    monkeypatch.setattr(T, "patiently", lambda do, most, real=T.patiently: real(do, most / 1000))
+    real = T.patiently
+    monkeypatch.setattr(T, "patiently", lambda do, most: real(do, most=most / 1000))
     with pytest.raises(T.UserError, match="cannot join the other processes .TimeoutError"):
         T.join_hosts("127.0.0.1:1", 2, 1)
     over.set()
@@ -147,7 +151,8 @@ def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypa
 
 HELD = ", or end what holds it (a notebook)\n"
 TPU_PLUGIN = f"pip install 'jax[tpu]' in a new environment{HELD}"
-CUDA_PLUGIN = f"pip install 'jax[cuda13]' (for a driver below 580, see nvidia-smi: cuda12){HELD}"
+OLD = "a driver below 580 or a compute capability below 7.5"
+CUDA_PLUGIN = f"pip install 'jax[cuda13]' (for {OLD}, see nvidia-smi: cuda12){HELD}"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +177,8 @@ def test_an_accelerator_that_jax_does_not_see_is_one_line(
     assert T.main([]) == 0 and done == ["tiny"]
     out = capsys.readouterr().out
     line = f"warning: jax sees only the CPU, not {tmp_path / device}: "
-    assert out.count("\n") == bool(words) and out.startswith(line if words else "") and words in out
+    assert out.count("\n") == bool(words) + 1 and words in out
+    assert out.startswith(line if words else "next, a text of your own: ")
     refusal = words.replace("\n", "; or set JAX_PLATFORMS=cpu\n")
     for preset in ("speedrun", "pointer"):
         assert T.main([preset]) == (2 if words else 0)
@@ -181,3 +187,57 @@ def test_an_accelerator_that_jax_does_not_see_is_one_line(
     assert refusal in capsys.readouterr().err
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert T.main(["tiny"]) == 0 and capsys.readouterr().out == "" and done[-1] == "tiny"
+
+
+# ---- GPUs: of two kinds, taken, or with other libraries ----------------------------------------
+
+
+def gpus(*kinds):
+    """Devices that say they are such GPUs; the name is what comes before a colon, then GiB."""
+    found = []
+    for kind in kinds:
+        name, _, size = kind.partition(":")
+        stats = {"bytes_limit": float(size or 1) * 2**30}
+        gpu = {"device_kind": name, "process_index": 0, "platform": "gpu"}
+        found.append(SimpleNamespace(**gpu, memory_stats=lambda stats=stats: stats))
+    return found
+
+
+def test_two_kinds_of_gpus_are_refused_and_what_one_kind_is_named():
+    cfg = small_config()
+    words = "^A100 and T1000 cannot share a program: use CUDA_VISIBLE_DEVICES=0, .* devices=2$"
+    with pytest.raises(T.UserError, match=words):
+        T.make_mesh(cfg, gpus("A100", "A100", "T1000", "T1000"))
+    _, mesh = T.make_mesh(replace(cfg, devices=2), [*jax.devices()[:2], *gpus("T1000")])
+    assert mesh.size == 2
+
+
+def test_the_memory_is_that_of_the_device_which_has_the_least():
+    mesh = SimpleNamespace(local_devices=gpus("A100:59", "A100:30"))
+    assert T.memory_limit(mesh) == 30 * 2**30
+
+
+@pytest.mark.parametrize("path", ["", "/usr/local/cuda-11/lib64"])
+def test_libraries_that_do_not_fit_together_are_one_line(monkeypatch, path):
+    monkeypatch.setenv("LD_LIBRARY_PATH", path)
+    text = "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above"
+    line = T.line_of(jax.errors.JaxRuntimeError(text))
+    leads = f"unset LD_LIBRARY_PATH, which leads to others ({path}), or " if path else ""
+    assert line == f"jax cannot use its CUDA libraries: {leads}a new environment: {text}"
+    assert T.line_of(jax.errors.JaxRuntimeError("INTERNAL: a fault")) is None
+
+
+def test_out_of_memory_on_a_gpu_says_that_another_process_may_hold_it(monkeypatch):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    assert "nvidia-smi" not in T.line_of(error)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "; or end what else holds the GPU (nvidia-smi lists it): RES" in T.line_of(error)
+
+
+def test_a_first_program_that_takes_long_is_said(monkeypatch, capsys):
+    T.start_gpu()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(T, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: time.sleep(0.3))
+    T.start_gpu()
+    assert capsys.readouterr().out.startswith("waiting for the first program of this GPU: ")

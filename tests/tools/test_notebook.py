@@ -202,7 +202,7 @@ def test_the_script_for_one_gpu_runs_what_is_not_there_and_no_more(clone):
     python = clone / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    env = os.environ | {"PYTHON": str(python), "SETTINGS": "ngram_rows=21331968 steps=1250"}
+    env = os.environ | {"PYTHON": str(python), "SETTINGS": "ngram_rows=22675456 steps=1250"}
     env |= {"RUNS": "2", "RATE": "2.49", "BY": "A. Stranger"}
     (clone / "logs/First/x-s0-cut").mkdir(parents=True)  # of a run that was cut short
     (clone / "records/1xgpu").mkdir()
