@@ -6932,11 +6932,11 @@ class Tiles(NamedTuple):
 
 
 # Tiles, the best first, with the bytes of shared memory that a chip must have for them where heads
-# are 128 wide. So compiled, the kernels take at most (the one with a block of keys takes the most)
-#   stages   sm_80, sm_86, sm_89, sm_120    sm_90     sm_100
-#   3        107,520                        132,096   164,928
-#   2        74,240                         98,816    131,648
-# and with heads 64 wide about half. `records/bench.py --kernels STAGE` times others.
+# are 128 wide. Compiled for chips that are not here, key_gradients, which takes the most, takes
+#   stages   sm_80 to sm_89, sm_120   sm_90     sm_100
+#   3        107,520                  132,096   164,928
+#   2        74,240                   98,816    131,648
+# and about half with heads 64 wide. `records/bench.py --kernels STAGE` times others.
 TILES = {Tiles(64, 64, 4, 3): 164_928, Tiles(64, 64, 4, 2): 74_240}
 
 

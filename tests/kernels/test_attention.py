@@ -288,7 +288,7 @@ def test_layers_of_the_record_can_be_lowered(kind):
 
 @cuda_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a100-40", "rtx3090", "rtx4090", "h100", "b200", "rtx5090"])
+@pytest.mark.parametrize("name", ["a100-40", "rtx4090", "h100", "b200", "rtxpro6000"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_the_record_compile_for_gpus(name, kind):
     """The tiles that a GPU gets fit its shared memory. Some seconds each."""

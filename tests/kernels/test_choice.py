@@ -165,8 +165,7 @@ def test_a_gpu_whose_jax_has_no_triton_has_plain_attention(monkeypatch):
 
 
 def test_tiles_fit_the_shared_memory_of_each_gpu_since_ampere():
-    """Two stages of keys, values and their like where a block has 99 KiB, else three; where jax
-    does not say how much, as little as any has. Half as wide heads take half of it."""
+    """Two stages where a block has 99 KiB, three where it has more or heads are narrow."""
     for capability, facts in preflight.CORES.items():
         size = facts["shared_memory_per_block_optin"]
         device = gpu(capability, shared_memory_per_block_optin=size)

@@ -20,7 +20,6 @@ from programs import run_steps
 import train_gpt as T
 
 pytestmark = pytest.mark.skipif(not GPU, reason="only with --gpu")
-attend_gpu = functools.partial(T.attend_gpu, T.Tiles(64, 64, 4, 2))
 DEVICES = {kind: jax.devices(kind)[0] for kind in (("cuda", "cpu") if GPU else ())}
 CFG = small_config(
     width=128,
@@ -70,6 +69,11 @@ def attended(attend, device, dtype, arrays, segments, window: int):
 
     arrays = [jax.device_put(np.asarray(x, np.float32).astype(dtype), device) for x in arrays]
     return jax.device_get(jax.jit(run)(*arrays, jax.device_put(segments, device)))
+
+
+def attend_gpu(*args, **more):
+    """Attention by the kernels, in the tiles that the record has there."""
+    return T.attend_gpu(T.tiles_for(RECORD, DEVICES["cuda"]), *args, **more)
 
 
 @pytest.mark.parametrize(
