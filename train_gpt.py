@@ -6936,7 +6936,8 @@ class Tiles(NamedTuple):
 #   stages   sm_80 to sm_89, sm_120   sm_90     sm_100
 #   3        107,520                  132,096   164,928
 #   2        74,240                   98,816    131,648
-# and about half with heads 64 wide. `records/bench.py --kernels STAGE` times others.
+# and about half with heads 64 wide; the last two kinds have 227 KiB, most of the first 99.
+# `records/bench.py --kernels STAGE` times others.
 TILES = {Tiles(64, 64, 4, 3): 164_928, Tiles(64, 64, 4, 2): 74_240}
 
 
