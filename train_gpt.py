@@ -3973,9 +3973,13 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     need(one_process or cfg.devices == count, unequal)
     used = devices[: cfg.devices]
     kinds = [device.device_kind for device in used]
-    other = next((kind for kind in kinds if kind != kinds[0]), "")
-    cure = f"CUDA_VISIBLE_DEVICES=0, or what has one kind, or --set devices={kinds.count(kinds[0])}"
-    need(not other, f"{kinds[0]} and {other} cannot share a program: use {cure}")
+    numbers = {}  # of the devices of each kind
+    for number, kind in enumerate(kinds):
+        numbers.setdefault(kind, []).append(str(number))
+    ways = [f"CUDA_VISIBLE_DEVICES={','.join(of_kind)}" for of_kind in numbers.values()]
+    alike = len([*itertools.takewhile(kinds[0].__eq__, kinds)])
+    cure = f"{' or '.join(ways)}, or --set devices={alike}"
+    need(len(ways) == 1, f"{' and '.join(numbers)} cannot share a program: use {cure}")
     return cfg, Mesh(np.array(used), (AXIS,))
 
 

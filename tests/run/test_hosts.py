@@ -205,9 +205,12 @@ def gpus(*kinds):
 
 def test_two_kinds_of_gpus_are_refused_and_what_one_kind_is_named():
     cfg = small_config()
-    words = "^A100 and T1000 cannot share a program: use CUDA_VISIBLE_DEVICES=0, .* devices=2$"
-    with pytest.raises(T.UserError, match=words):
+    words = "^A100 and T1000 cannot share a program: use CUDA_VISIBLE_DEVICES={} or "
+    words += "CUDA_VISIBLE_DEVICES={}, or --set devices={}$"
+    with pytest.raises(T.UserError, match=words.format("0,1", "2,3", 2)):
         T.make_mesh(cfg, gpus("A100", "A100", "T1000", "T1000"))
+    with pytest.raises(T.UserError, match=words.format("0,2,3", "1", 1)):
+        T.make_mesh(cfg, gpus("A100", "T1000", "A100", "A100"))
     _, mesh = T.make_mesh(replace(cfg, devices=2), [*jax.devices()[:2], *gpus("T1000")])
     assert mesh.size == 2
 
