@@ -4705,6 +4705,10 @@ def ask_to_stop() -> Callable[[int], int]:
     return stop_signal
 
 
+# CUDA 13 has no code for GPUs before Turing, nor has cuDNN since 9.11.
+FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
+
+
 def check_hardware(cfg: Config, say: Callable):
     """Say so if this machine has an accelerator that jax does not see; UserError if the run is for
     one. What the user has chosen by JAX_PLATFORMS is right."""
@@ -4715,8 +4719,8 @@ def check_hardware(cfg: Config, say: Callable):
         return
     cure = "pip install 'jax[tpu]' in a new environment"
     if "nvidia" in chips[0].name:
-        old = "a driver below 580 or a compute capability below 7.5"
-        cure = f"pip install 'jax[cuda13]' (for {old}, see nvidia-smi: cuda12)"
+        old = f"compute capability below 7.5 (V100, P100) {FOR_OLD_GPUS}"
+        cure = f"pip install 'jax[cuda13]', for a driver below 580 (nvidia-smi) cuda12, for {old}"
     line = f"jax sees only the CPU, not {chips[0]}: {cure}, or end what holds it (a notebook)"
     need(cfg.preset not in LARGE, f"{line}; or set JAX_PLATFORMS=cpu")
     say(f"warning: {line}")
@@ -4725,7 +4729,12 @@ def check_hardware(cfg: Config, say: Callable):
 def start_gpu():
     """Run a program on the first device, before minutes of compiling: where the libraries of CUDA
     do not fit together, the first one fails. And with a GPU that is newer than jax it may take
-    minutes (xla issue 44517), which is said."""
+    minutes (xla issue 44517), which is said. UserError if it is older than the CUDA of jax."""
+    gpu = jax.local_devices()[0]
+    old = re.match(r"[3-6]\.|7\.[0-4]", str(getattr(gpu, "compute_capability", "")))
+    runs = not old or "cuda 13" not in gpu.client.platform_version
+    lacking = f"jax[cuda13] has no code for a {gpu.device_kind}"
+    need(runs, f"{lacking}: pip install {FOR_OLD_GPUS} in a new environment")
 
     def first():
         jax.block_until_ready(jnp.arange(2.0) + 1)
@@ -5353,11 +5362,12 @@ def line_of(error: Exception) -> str | None:
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         ways = "--set recompute=1, a smaller micro_tokens or ngram_rows, or more devices"
         if jax.default_backend() == "gpu":
-            ways += "; or end what else holds the GPU (nvidia-smi lists it)"
+            ways += "; or end what else holds the GPU (nvidia-smi lists it), choose another by"
+            ways += " CUDA_VISIBLE_DEVICES, or share it by XLA_PYTHON_CLIENT_MEM_FRACTION"
         return f"out of memory: use {ways}: {text}"
-    if re.search("DNN library initialization|lib(cudnn|cublas|cusolver)", text):
+    if re.search("DNN library initialization|B(LAS|las) support|lib(cudnn|cublas|cusolver)", text):
         path = os.environ.get("LD_LIBRARY_PATH")
-        cure = "a new environment"
+        cure = f"a new environment (for V100, P100: {FOR_OLD_GPUS})"
         if path:
             cure = f"unset LD_LIBRARY_PATH, which leads to others ({path}), or {cure}"
         return f"jax cannot use its CUDA libraries: {cure}: {text}"

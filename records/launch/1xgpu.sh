@@ -14,14 +14,16 @@ say() { echo "== $(date +%T) $*"; }
 
 if [ -z "${PYTHON:-}" ]; then
   say "packages, some three minutes"
-  # CUDA 13 needs a driver of 580 or newer, and a GPU since Turing; the image's own Python may be older than jax's 3.11.
+  # CUDA 13 needs a driver of 580 or newer, and a GPU since Turing, which cuDNN 9.11 needs as well.
+  # The image's own Python may be older than jax's 3.11.
   driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
   capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1)
-  cuda=cuda13
-  if [ "${driver%%.*}" -lt 580 ] || [ "${capability/./}" -lt 75 ]; then cuda=cuda12; fi
+  packages=("jax[cuda13]")
+  if [ "${driver%%.*}" -lt 580 ]; then packages=("jax[cuda12]"); fi
+  if [ "${capability/./}" -lt 75 ]; then packages=("jax[cuda12]" "nvidia-cudnn-cu12<9.11"); fi
   [ -x ~/env/bin/python ] || { pip install --quiet uv && python3 -m uv venv --seed --python 3.12 ~/env; }
   PYTHON=~/env/bin/python
-  $PYTHON -m pip install --quiet -r requirements.txt "jax[$cuda]" huggingface_hub
+  $PYTHON -m pip install --quiet -r requirements.txt "${packages[@]}" huggingface_hub
   nvidia-smi
 fi
 

@@ -151,8 +151,8 @@ def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypa
 
 HELD = ", or end what holds it (a notebook)\n"
 TPU_PLUGIN = f"pip install 'jax[tpu]' in a new environment{HELD}"
-OLD = "a driver below 580 or a compute capability below 7.5"
-CUDA_PLUGIN = f"pip install 'jax[cuda13]' (for {OLD}, see nvidia-smi: cuda12){HELD}"
+OLD = "a driver below 580 (nvidia-smi) cuda12, for compute capability below 7.5 (V100, P100)"
+CUDA_PLUGIN = f"pip install 'jax[cuda13]', for {OLD} {T.FOR_OLD_GPUS}{HELD}"
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,14 @@ def test_the_memory_is_that_of_the_device_which_has_the_least():
 @pytest.mark.parametrize("path", ["", "/usr/local/cuda-11/lib64"])
 def test_libraries_that_do_not_fit_together_are_one_line(monkeypatch, path):
     monkeypatch.setenv("LD_LIBRARY_PATH", path)
-    text = "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above"
-    line = T.line_of(jax.errors.JaxRuntimeError(text))
     leads = f"unset LD_LIBRARY_PATH, which leads to others ({path}), or " if path else ""
-    assert line == f"jax cannot use its CUDA libraries: {leads}a new environment: {text}"
+    cure = f"{leads}a new environment (for V100, P100: {T.FOR_OLD_GPUS})"
+    for text in (
+        "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above",
+        "INTERNAL: Failed to initialize BLAS support",
+    ):
+        line = T.line_of(jax.errors.JaxRuntimeError(text))
+        assert line == f"jax cannot use its CUDA libraries: {cure}: {text}"
     assert T.line_of(jax.errors.JaxRuntimeError("INTERNAL: a fault")) is None
 
 
@@ -234,7 +238,29 @@ def test_out_of_memory_on_a_gpu_says_that_another_process_may_hold_it(monkeypatc
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     assert "nvidia-smi" not in T.line_of(error)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert "; or end what else holds the GPU (nvidia-smi lists it): RES" in T.line_of(error)
+    line = T.line_of(error)
+    assert "; or end what else holds the GPU (nvidia-smi lists it), choose another by" in line
+    assert "CUDA_VISIBLE_DEVICES, or share it by XLA_PYTHON_CLIENT_MEM_FRACTION: RES" in line
+
+
+@pytest.mark.parametrize("capability, cuda, runs", [
+    ("7.0", "cuda 13000", False),
+    ("6.1", "cuda 13000", False),
+    ("7.0", "cuda 12090", True),
+    ("7.5", "cuda 13000", True),
+    ("12.0", "cuda 13000", True),
+    ("gfx942", "rocm 70000", True),
+])  # fmt: skip
+def test_a_gpu_that_is_older_than_the_cuda_of_jax_is_refused(monkeypatch, capability, cuda, runs):
+    client = SimpleNamespace(platform_version=f"PJRT C API\n{cuda}")
+    gpu = SimpleNamespace(device_kind="V100", compute_capability=capability, client=client)
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    if runs:
+        T.start_gpu()
+    else:
+        words = r"^jax.cuda13. has no code for a V100: pip install 'jax\[cuda12\]' 'nvidia-cudnn-cu"
+        with pytest.raises(T.UserError, match=words):
+            T.start_gpu()
 
 
 def test_a_first_program_that_takes_long_is_said(monkeypatch, capsys):
