@@ -4108,7 +4108,7 @@ def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> 
         return ""
     more_than_expected = max(0.0, size - expected_bytes(cfg, mesh)[name])
     settings = settings_that_fit(cfg, mesh, limit - more_than_expected)
-    cure = "use tiny, smaller sizes, or more devices"
+    cure = "use smaller sizes, such as those of tiny, or more devices"
     if settings:
         cure = f"add --set {' '.join(settings)}, or use more devices"
     needs = f"{name} needs {size / 2**30:.1f} GiB"
@@ -4663,7 +4663,6 @@ def demonstrate(log: RunLog, model: tuple):
             sample["demonstrate"](trained, log)
     except Exception as error:  # the run has ended well
         log.say(f"warning: there is no sample: {error!r}")
-    log.say("next: a text of your own, by its name as a word; or `speedrun`, on a TPU or on GPUs")
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------

@@ -153,7 +153,7 @@ def test_the_table_of_the_readme_has_what_a_refusal_names(monkeypatch, name, set
 
 def test_where_nothing_fits_other_sizes_or_devices_help(monkeypatch):
     line = refused(monkeypatch, RECORD, kind_of(1, 4 * GIB, "tpu"))
-    assert line.endswith("must stay free: use tiny, smaller sizes, or more devices")
+    assert line.endswith("use smaller sizes, such as those of tiny, or more devices")
 
 
 @pytest.mark.parametrize("devices, limit", [(1, 90 * GIB), (8, 31.25 * GIB), (1, None)])

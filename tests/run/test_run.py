@@ -221,11 +221,11 @@ def test_a_run_ends_with_a_sample_though_it_keeps_no_checkpoint(train, tmp_path)
     said = []
     folder = train(cfg, tmp_path, say=said.append)
     text = (folder / "sample.txt").read_text()
-    assert said[-2] == text.removesuffix("\n") and not (folder / "checkpoints").exists()
+    assert said[-1] == text.removesuffix("\n") and not (folder / "checkpoints").exists()
     assert text.startswith("bits per byte of the validation text: the model ")
 
     kept = train(replace(cfg, checkpoint_end="always"), tmp_path, say=said.append)
-    assert said[-2] == f"others: python records/sample.py {kept} --prompt TEXT"
+    assert said[-1] == f"others: python records/sample.py {kept} --prompt TEXT"
     sample = runpy.run_path(str(ROOT / "records/sample.py"))
     with quick_compilation():
         model = sample["load"](T.find_checkpoint(kept))
@@ -240,8 +240,8 @@ def test_a_run_on_ids_without_bytes_ends_without_a_sample(train, run, tmp_path):
     """It has candidates, signs and hashed n-grams as any other, but no prefix."""
     said = []
     folder = train(replace(CFG, encoding="ids", sample_tokens=5), tmp_path, say=said.append)
-    assert said[-2] == "no sample: the tokens have no bytes (encoding=ids)"
-    assert said[-3].startswith("target 10.0 met: val_loss")  # no preset has another encoding
+    assert said[-1] == "no sample: the tokens have no bytes (encoding=ids)"
+    assert said[-2].startswith("target 10.0 met: val_loss")  # no preset has another encoding
     assert facts(folder)["finished"] and not (folder / "sample.txt").exists()
     assert train_losses(folder) != train_losses(run.dir)  # n-grams of ids, not of normal forms
     raw = train(replace(CFG, ngram_ids="raw"), tmp_path)
@@ -252,7 +252,7 @@ def test_what_fails_in_a_sample_fails_no_run(train, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(T.runpy, "run_path", lambda path: {})
     folder = train(replace(CFG, sample_tokens=5), tmp_path, say=said.append)
-    assert said[-2] == "warning: there is no sample: KeyError('Trained')"
+    assert said[-1] == "warning: there is no sample: KeyError('Trained')"
     assert facts(folder)["finished"]
 
 
