@@ -3971,16 +3971,20 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     one_process = devices[-1].process_index == 0
     unequal = f"{count} devices of several processes share no batch, {cfg.devices} would"
     need(one_process or cfg.devices == count, unequal)
-    used = devices[: cfg.devices]
-    kinds = [device.device_kind for device in used]
     numbers = {}  # of the devices of each kind
-    for number, kind in enumerate(kinds):
-        numbers.setdefault(kind, []).append(str(number))
+    for number, device in enumerate(devices):
+        numbers.setdefault(device.device_kind, []).append(str(number))
     ways = [f"CUDA_VISIBLE_DEVICES={','.join(of_kind)}" for of_kind in numbers.values()]
-    alike = len([*itertools.takewhile(kinds[0].__eq__, kinds)])
-    cure = f"{' or '.join(ways)}, or --set devices={alike}"
-    need(len(ways) == 1, f"{' and '.join(numbers)} cannot share a program: use {cure}")
-    return cfg, Mesh(np.array(used), (AXIS,))
+    first = first_alike(devices)
+    cure = f"{' or '.join(ways)}, or --set devices={first}"
+    need(cfg.devices <= first, f"{' and '.join(numbers)} cannot share a program: use {cure}")
+    return cfg, Mesh(np.array(devices[: cfg.devices]), (AXIS,))
+
+
+def first_alike(devices: list) -> int:
+    """How many `devices` come before the first of another kind. These can share a program."""
+    kinds = [device.device_kind for device in devices]
+    return len([*itertools.takewhile(kinds[0].__eq__, kinds)])
 
 
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
@@ -3988,6 +3992,12 @@ def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
 
 # Bytes that stay free. At its peak a run on an H200 had 2.2 GiB more than expected_bytes says.
 SPARE = 2 * 2**30
+
+
+def usable(limit: float) -> float:
+    """Bytes that programs may need where a device has `limit`. What they take unforeseen grows with
+    them, so at most a half stays free."""
+    return max(limit - SPARE, limit / 2)
 
 
 class Fitted(NamedTuple):
@@ -4101,18 +4111,20 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
     return fitted_numbers(mesh).rows_added * rows * vector + 2 * device_bytes(one_gradient)
 
 
-def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float) -> str:
+def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, cure="") -> str:
     """Why the program `name` cannot run that needs `size` of the `limit` bytes of a device, with
-    all that lies beside it, and with which settings it can; "" if it can."""
-    if size + SPARE <= limit:
+    all that lies beside it, and with which settings it can, unless there is another `cure`; "" if
+    it can."""
+    if size <= usable(limit):
         return ""
-    more_than_expected = max(0.0, size - expected_bytes(cfg, mesh)[name])
-    settings = settings_that_fit(cfg, mesh, limit - more_than_expected)
-    cure = "use smaller sizes, such as those of tiny, or more devices"
-    if settings:
-        cure = f"add --set {' '.join(settings)}, or use more devices"
+    if not cure:
+        more_than_expected = max(0.0, size - expected_bytes(cfg, mesh)[name])
+        settings = settings_that_fit(cfg, mesh, limit - more_than_expected)
+        added = f"add --set {' '.join(settings)}, or use more devices" if settings else ""
+        cure = added or "use smaller sizes, such as those of tiny, or more devices"
     needs = f"{name} needs {size / 2**30:.1f} GiB"
-    device = f"the {limit / 2**30:.1f} GiB of a device, {SPARE >> 30} of which must stay free"
+    free = f"{(limit - usable(limit)) / 2**30:.1f} of which must stay free"
+    device = f"the {limit / 2**30:.1f} GiB of a device, {free}"
     return f"{needs} of {device}: {cure}"
 
 
@@ -4123,10 +4135,7 @@ def settings_that_fit(cfg: Config, mesh: Mesh, limit: float) -> list[str] | None
     """What to --set so that a run fits the `limit` bytes of a device, by expected_bytes: the least
     that does, in the order of ways_to_fit, and with it the most rows of the n-gram table. None if
     nothing does."""
-    kept_out = [cfg.without] if cfg.without else []
-    less = [
-        "without=" + ",".join([*kept_out, *ideas]) for ideas in (["ngrams"], ["ngrams", "values"])
-    ]
+    less = "without=ngrams", "without=ngrams,values"
     least = min(cfg.ngram_rows, LEAST_NGRAMS)
     row = (cfg.width * cfg.dtype.itemsize + 4) / mesh.size  # of the n-gram table, with its square
     for tables in (f"ngram_rows={least}", *less):
@@ -4135,7 +4144,7 @@ def settings_that_fit(cfg: Config, mesh: Mesh, limit: float) -> list[str] | None
                 smaller = for_devices(override(cfg, [tables, *way]), mesh.size)
             except UserError:  # this way is none for such sizes
                 continue
-            room = limit - SPARE - max(expected_bytes(smaller, mesh).values())
+            room = usable(limit) - max(expected_bytes(smaller, mesh).values())
             if room < 0:
                 continue
             if tables in less:
@@ -4170,8 +4179,8 @@ def ways_to_fit(cfg: Config) -> list[list[str]]:
     return ways
 
 
-def check_memory(cfg: Config, mesh: Mesh):
-    """UserError if the run needs more memory than there is."""
+def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
+    """UserError if the run needs more memory than there is. Its `cure` is what too_large names."""
     sizes = expected_bytes(cfg, mesh)
     name = max(sizes, key=sizes.get)
     size = sizes[name]
@@ -4182,7 +4191,7 @@ def check_memory(cfg: Config, mesh: Mesh):
         needs = f"{cfg.preset} needs about {in_all / 2**30:.1f} GiB"
         cpus = f"jax sees only CPUs, with {machine / 2**30:.1f}"
         need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
-    refusal = too_large(cfg, mesh, name, size, limit)
+    refusal = too_large(cfg, mesh, name, size, limit, cure)
     need(not refusal, refusal)
 
 
@@ -4916,17 +4925,18 @@ def validate_shares(cfg: Config):
     """UserError if the stages do not share the steps."""
     rule = functools.partial(require, cfg)
     has_extension = cfg.stages[-1].share == 0
-    agrees = has_extension == (cfg.extension > 0) and cfg.extension < cfg.steps
-    less = f"less than steps={cfg.steps}; 0 unless the last stage has share=0"
-    rule("extension", agrees, less)
+    agrees = has_extension == (cfg.extension > 0)
+    rule("extension", agrees, "the steps of the last stage if that has share=0, else 0")
     names = [f"stages.{number}.share" for number in range(len(cfg.stages))]
     for name, stage in zip(names[:-1], cfg.stages, strict=False):
         rule(name, stage.share > 0, "above 0; only the last may be 0, the extension's")
     total = sum(stage.share for stage in cfg.stages)
     sums_up = abs(total - 1) < 1e-6
     rule(names[0], sums_up, f"shares that add up to 1, not {total:.6g}: set {', '.join(names)}")
+    least = min(stage.share for stage in cfg.stages if stage.share)
+    enough = cfg.extension + math.ceil(1 / least)
     lengths = np.diff(cfg.boundaries)
-    rule("steps", min(lengths) > 0, f"one for each stage, {cfg.extension} at the end")
+    rule("steps", min(lengths) > 0, f"one for each stage: {enough} are enough")
 
 
 def validate_stage(cfg: Config, number: int):
@@ -4989,16 +4999,17 @@ def typed_fields(kind, fields: dict, name: str):
 def override(cfg: Config, items: list[str]) -> Config:
     """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
     stages.*.windows, which are those of all. The number after that of the last stage adds a copy of
-    this stage. `without` sets what IDEAS says."""
+    this stage. `without` sets what IDEAS says, besides what `cfg` is without already."""
     fields = dataclasses.asdict(cfg)
-    once = sum(item.startswith("without=") for item in items) < 2
-    need(once, "--set without= twice: name all ideas in one, without=mudd,xsa")
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
         key, _, text = item.partition("=")
         if key == "without":
             for setting in leave_out(text):
                 set_fields(fields, *setting.split("="))
+            before = fields["without"].split(",")
+            both = [name for name in dict.fromkeys([*before, *text.split(",")]) if name]
+            text = "all" if "all" in both else ",".join(both)
         try:
             set_fields(fields, key, text)
         except (LookupError, TypeError, ValueError):
@@ -5183,6 +5194,10 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         base = PRESETS.get(name, base)
         settings = of_data + settings
         say(f"data of your own: {' '.join(of_data)}")
+    alike = first_alike(all_devices())
+    if alike < len(all_devices()) and not asked.preset:
+        settings = [f"devices={alike}", *settings]
+        say(f"devices of several kinds: devices={alike}, those of the first alone")
     cfg = override(base, settings)
     if asked.places and name in LARGE and not asked.preset:
         smaller = settings_here(cfg) or []
@@ -5198,33 +5213,42 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
 def presets_here(settings: list[str]) -> list[str]:
     """The presets that may suit texts on these devices; the first for which there is enough text
     does."""
-    on_cpu = all_devices()[0].platform == "cpu"
-    if on_cpu or settings_here(override(PRESETS["speedrun"], settings)) is None:
-        return ["tiny"]
-    return ["speedrun", "tiny"]
+    with contextlib.suppress(UserError):  # settings of other stages, of another vocabulary
+        if settings_here(override(PRESETS["speedrun"], settings)) is not None:
+            return ["speedrun", "tiny"]
+    return ["tiny"]
 
 
 def settings_here(cfg: Config) -> list[str] | None:
-    """What to --set besides so that the run fits these devices, see settings_that_fit."""
-    cfg, mesh = make_mesh(cfg)
+    """What to --set besides so that the run fits the devices that are here, as many of the first as
+    are of one kind (see settings_that_fit). None if nothing does, or if they are CPUs."""
+    devices = all_devices()[: cfg.devices or first_alike(all_devices())]
+    if devices[0].platform == "cpu":
+        return None
+    try:
+        cfg, mesh = make_mesh(dataclasses.replace(cfg, devices=0), devices)
+    except UserError:  # they are of several processes, which share no such batch
+        return None
     return settings_that_fit(cfg, mesh, memory_limit(mesh))
 
 
-def say_what_else(say: Callable):
-    """What these devices could do, for somebody who has named neither preset nor text."""
-    device = all_devices()[0]
+def say_what_else(say: Callable, devices: int):
+    """What so many `devices` (0: all) could do, for somebody who has named neither preset nor
+    text."""
+    first = all_devices()[0]
     own_text = "a text of your own: python train_gpt.py TEXT"
-    if device.platform == "cpu":
+    if first.platform == "cpu":
         say(f"next, {own_text}")
         return
-    here = f"{len(all_devices())} x {device.device_kind}"
-    settings = settings_here(PRESETS["speedrun"])
+    chosen = [f"devices={devices}"] if devices else []
+    here = f"{devices or len(all_devices())} x {first.device_kind}"
+    settings = settings_here(override(PRESETS["speedrun"], chosen))
     if settings is None:
-        say(f"next, {own_text}; for speedrun the memory of {here} is too small")
+        say(f"next, {own_text}; speedrun does not fit {here}")
         return
     command = "python train_gpt.py speedrun"
-    if settings:
-        command += f" --set {' '.join(settings)}"
+    if chosen + settings:
+        command += f" --set {' '.join(chosen + settings)}"
     download = "pip install huggingface_hub && python data/cached_fineweb10B.py 9"
     say(f"next, {own_text}; or speedrun, which {here} can train: {download} && {command}")
     say("(one H200 takes 6 minutes for it; what is expected of others: README, Hardware)")
@@ -5317,7 +5341,7 @@ def run(argv: list[str], command: str):
     if not args.show:
         train(cfg, Path(args.out), command, saved, say)
         if not (asked.preset or asked.places or args.resume or args.start):
-            say_what_else(say)
+            say_what_else(say, cfg.devices)
     elif all_devices()[0].platform != "cpu":
         cfg, mesh = make_mesh(cfg)
         check_memory(cfg, mesh)

@@ -291,7 +291,8 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], st
         few = f"{cfg.preset} reads at most {max(caps.values()):,} tokens of each of {count:,}"
         cure = f"take {tiny}more of them (a line {MARKER} ends one), or whole ones by"
         return [], f"{folder}: {few} documents: {cure} --set {' '.join(caps)}"
-    return [], short
+    needed = full.tokens_after(steps) // most
+    return [], f"{short} ({len(train):,} tokens of some {needed:,} are there)"
 
 
 def main(argv: list[str] | None = None) -> None:

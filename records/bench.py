@@ -53,7 +53,8 @@ TILES = (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2), (128, 3
 
 
 def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
-    """`cfg` with the batches and the n-gram table of `devices` where `parts` share the whole."""
+    """`cfg` with the batches and the n-gram table of `devices` where `parts` share the whole.
+    A validation, which is not timed, has as few rows as there are devices."""
     stages = []
     for i, stage in enumerate(cfg.stages):
         divides = f"use a number that divides the {stage.rows} rows of stages.{i}"
@@ -61,7 +62,10 @@ def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
         tokens = stage.batch_tokens * devices // parts
         stages.append(dataclasses.replace(stage, batch_tokens=tokens))
     rows = max(4, cfg.ngram_rows * devices // parts // 2 * 2)
-    return dataclasses.replace(cfg, stages=tuple(stages), ngram_rows=rows)
+    part = {"stages": tuple(stages), "ngram_rows": rows}
+    if parts > devices:
+        part["val_batch"] = cfg.val_row * devices
+    return dataclasses.replace(cfg, **part)
 
 
 def time_chunks(period: int, run: Callable) -> dict:
@@ -363,7 +367,8 @@ def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
     device = mesh.devices.flat[0]
     parts = parts or mesh.size
     cfg = part_of(cfg, mesh.size, parts)
-    T.check_memory(cfg, mesh)
+    more_parts = "use more --parts, or --set recompute=1" if parts > mesh.size else ""
+    T.check_memory(cfg, mesh, more_parts)
     kernels, reason = T.pick_kernels(cfg, device)
     share = f"each with 1/{parts} of every batch"
     T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}\nkernels: {reason}")

@@ -807,7 +807,8 @@ def run(argv: list[str] | None) -> int:
         (dump / "preflight.json").write_text(json.dumps(report, indent=1) + "\n")
     saved = f"saved: copy {args.save} to {args.target}, and train with --cache DIR there"
     T.tell(f"\n{saved if args.save else describe(report)}\n")
-    device = f"{limit / 2**30:.2f} GiB of a device, with {T.SPARE >> 30} of them to spare"
+    spare = (limit - T.usable(limit)) / 2**30
+    device = f"{limit / 2**30:.2f} GiB of a device, with {spare:.1f} of them to spare"
     fit = f"{'these' if args.program else 'all'} fit the {device}"
     fit = fit if limit < math.inf else "its memory is not known here"
     T.tell("\n".join(filter(None, refusals)) or fit)

@@ -46,7 +46,8 @@ class Trained(NamedTuple):
 
 def load(saved: T.Saved) -> Trained:
     """The model of a checkpoint, on the devices of its run or on those that are here."""
-    count = saved.cfg.devices if saved.cfg.devices <= len(T.all_devices()) else 0
+    here = T.first_alike(T.all_devices())
+    count = min(saved.cfg.devices or here, here)
     cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count))
     words = T.token_bytes(cfg, saved.folder.parents[1])
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])

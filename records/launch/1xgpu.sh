@@ -2,7 +2,8 @@
 # A record on one GPU, from a bare machine to a folder that `leaderboard.py check` accepts. In a clone:
 #   BY="Your Name" RATE=2.49 SETTINGS=ngram_rows=22675456 bash records/launch/1xgpu.sh
 # RATE: dollars an hour of the machine. SETTINGS: of --set, such as those that a refusal names. RUNS:
-# seeds, 4 by default. What is there already stays, so start it again after an interruption.
+# seeds, 4 by default. What is there already stays, so start it again after an interruption; for
+# other SETTINGS take another NAME.
 # PYTHON: one that has the packages, in place of ~/env, which is made. To try all of it on a CPU:
 #   PRESET=tiny TRACK=cpu SETTINGS=target=3.95 RUNS=2 PYTHON=python3 bash records/launch/1xgpu.sh
 set -euo pipefail
@@ -10,6 +11,12 @@ cd "$(dirname "$0")/../.."
 PRESET=${PRESET:-speedrun} TRACK=${TRACK:-1xgpu} RUNS=${RUNS:-4} NAME=${NAME:-First}
 OUT=logs/$NAME  # git ignores it
 read -ra settings <<<"checkpoint_end=never ${SETTINGS:-}"
+mkdir -p "$OUT"
+[ -e "$OUT/settings" ] || echo "$PRESET ${settings[*]}" >"$OUT/settings"
+if [ "$(cat "$OUT/settings")" != "$PRESET ${settings[*]}" ]; then
+  echo "runs in $OUT are of $(cat "$OUT/settings"): take another NAME" >&2
+  exit 2
+fi
 say() { echo "== $(date +%T) $*"; }
 
 if [ -z "${PYTHON:-}" ]; then
@@ -21,7 +28,10 @@ if [ -z "${PYTHON:-}" ]; then
   packages=("jax[cuda13]")
   if [ "${driver%%.*}" -lt 580 ]; then packages=("jax[cuda12]"); fi
   if [ "${capability/./}" -lt 75 ]; then packages=("jax[cuda12]" "nvidia-cudnn-cu12<9.11"); fi
-  [ -x ~/env/bin/python ] || { pip install --quiet uv && python3 -m uv venv --seed --python 3.12 ~/env; }
+  if [ ! -x ~/env/bin/python ]; then
+    python3 -m venv ~/uv && ~/uv/bin/pip install --quiet uv  # pip may not touch the image's Python
+    ~/uv/bin/uv venv --quiet --seed --python 3.12 ~/env
+  fi
   PYTHON=~/env/bin/python
   $PYTHON -m pip install --quiet -r requirements.txt "${packages[@]}" huggingface_hub
   nvidia-smi
@@ -44,7 +54,7 @@ for ((seed = 0; seed < RUNS; seed++)); do
 done
 
 say "the record"
-$PYTHON records/leaderboard.py add "$OUT"/* --track "$TRACK" --name "$NAME" --by "${BY:-me}" --pin \
+$PYTHON records/leaderboard.py add "$OUT"/*/ --track "$TRACK" --name "$NAME" --by "${BY:-me}" --pin \
   ${RATE:+--rate "$RATE"} --what "${WHAT:-The preset $PRESET with ${settings[*]}.}"
 $PYTHON records/leaderboard.py render
 $PYTHON records/leaderboard.py check

@@ -204,6 +204,8 @@ def test_gates_of_either_small_mlp_may_be_all_that_there_are(names):
     assert count in (1, 2) and text.count("erf") >= count  # of their hidden units
 
 
-def test_ideas_are_named_once():
-    with pytest.raises(T.UserError, match="--set without= twice: name all ideas in one"):
-        T.override(CFG, ["without=mudd", "without=xsa"])
+def test_ideas_that_are_left_out_add_up():
+    at_once = T.override(CFG, ["without=mudd,xsa"])
+    assert T.override(CFG, ["without=mudd", "without=xsa"]) == at_once
+    assert T.override(T.override(CFG, ["without=mudd"]), ["without=xsa,mudd"]) == at_once
+    assert T.override(T.PRESETS["plain"], ["without=mudd"]) == T.PRESETS["plain"]

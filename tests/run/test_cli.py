@@ -80,7 +80,7 @@ def refused(result) -> str:
         (["--set", "heads=3"], "heads=3 is not valid: an even number"),
         (
             ["speedrun", "--set", "steps=21"],
-            "steps=21 is not valid: one for each stage, 20 at the end",
+            "steps=21 is not valid: one for each stage: 38 are enough",
         ),
         (["--seed", "-1"], "seed=-1 is not valid: it must not be negative"),
         (["--seed", "lucky"], "argument --seed: invalid int value: 'lucky'"),

@@ -96,8 +96,10 @@ def test_the_rows_that_a_refusal_names_fit_and_few_more_would(
     room for more."""
     mesh = kind_of(devices, limit * GIB, platform)
     line = refused(monkeypatch, RECORD, mesh)
-    form = rf"{name} needs [\d.]+ GiB of the {limit:.1f} GiB of a device, 2 of which must stay free"
-    setting = re.fullmatch(form + r": add --set (ngram_rows=\d+), or use more devices", line)[1]
+    form = rf"{name} needs [\d.]+ GiB of the {limit:.1f} GiB of a device, 2.0 of which must stay"
+    setting = re.fullmatch(form + r" free: add --set (ngram_rows=\d+), or use more devices", line)[
+        1
+    ]
     fits = T.override(RECORD, [setting])
     table = fits.ngram_rows * (2 * 768 + 4) / devices / GIB
     assert 0 <= limit - 2 - beside - table <= 1.2

@@ -151,13 +151,13 @@ BAD_SETTINGS = {
     "table_every=(4,6)": "table_every=(4, 6) is not valid: multiples of adam_every=2",
     "table_change=6": "table_change=6 is not valid: a multiple of 4",
     # stages and validation
-    "extension=10": "extension=10 is not valid: less than steps=10",
-    "extension=0": "extension=0 is not valid: less than steps=10; 0 unless the last stage has sh",
+    "extension=10": "steps=10 is not valid: one for each stage: 12 are enough",
+    "extension=0": "extension=0 is not valid: the steps of the last stage if that has share=0",
     "stages.0.share=0.7": "stages.0.share=0.7 is not valid: shares that add up to 1, not 1.2: "
     "set stages.0.share, stages.1.share, stages.2.share",
     "stages.1.share=0": "stages.1.share=0.0 is not valid: above 0; only the last may be 0, the ext",
     "stages.3.windows=8,64": "stages.2.share=0.0 is not valid",
-    "steps=3": "steps=3 is not valid: one for each stage, 2 at the end",
+    "steps=3": "steps=3 is not valid: one for each stage: 4 are enough",
     "stages.1.batch_tokens=500": "=500 is not valid: as many rows as stages.0, of 2 tokens or more",
     "stages=()": "stages=() is not valid: one or more",
     "stages.0.windows=(0, 0)": "stages.0.windows.0=0 is not valid: it must be positive",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from conftest import small_config
+from programs import mesh_of
 
 import train_gpt as T
 
@@ -213,6 +214,86 @@ def test_two_kinds_of_gpus_are_refused_and_what_one_kind_is_named():
         T.make_mesh(cfg, gpus("A100", "T1000", "A100", "A100"))
     _, mesh = T.make_mesh(replace(cfg, devices=2), [*jax.devices()[:2], *gpus("T1000")])
     assert mesh.size == 2
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that makes this a machine with such `gpus`, as far as counting bytes goes."""
+    programs = T.programs
+
+    def mesh(devices, axes):
+        of_all = SimpleNamespace(flat=devices)
+        return SimpleNamespace(size=len(devices), local_devices=[*devices], devices=of_all)
+
+    def on_cpus(cfg, mesh, kernels):
+        return programs(cfg, mesh_of(mesh.size), kernels)
+
+    def put_in(*kinds):
+        monkeypatch.setattr(T, "all_devices", lambda: gpus(*kinds))
+        monkeypatch.setattr(T, "Mesh", mesh)
+        monkeypatch.setattr(T, "programs", on_cpus)
+
+    return put_in
+
+
+def resolved(*words):
+    """(the Config that the command line asks for, what it says of it)."""
+    said = []
+    return T.resolve(T.parse([*words]), said.append), said
+
+
+def test_where_nobody_names_a_preset_the_first_kind_trains_alone(machine):
+    machine("A100:29", "A100:29", "T1000:3")
+    cfg, said = resolved()
+    assert (cfg.preset, T.make_mesh(cfg)[1].size) == ("tiny", 2)
+    assert said == ["devices of several kinds: devices=2, those of the first alone"]
+    assert resolved("--set", "devices=1")[0].devices == 1
+    machine("A100:29", "T1000:3", "A100:29")
+    with pytest.raises(T.UserError, match="CUDA_VISIBLE_DEVICES=0,2 or CUDA_VISIBLE_DEVICES=1, or"):
+        T.make_mesh(resolved("speedrun")[0])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "devices", "ends"),
+    [
+        (["L4:4"], 0, "TEXT; speedrun does not fit 1 x L4"),
+        (["A100:59"], 0, "train_gpt.py speedrun --set ngram_rows=21856256"),
+        (["A100:59", "T1000:3"], 1, "speedrun --set devices=1 ngram_rows=21856256"),
+        (["H200:105"], 0, "python train_gpt.py speedrun"),
+    ],
+)
+def test_what_these_devices_could_do_follows_from_those_of_the_run(machine, kinds, devices, ends):
+    machine(*kinds)
+    said = []
+    T.say_what_else(said.append, devices)
+    assert said[0].startswith("next, a text of your own: python train_gpt.py TEXT")
+    assert said[0].endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("gib", "settings", "names"),
+    [
+        (4, [], ["tiny"]),
+        (16.5, [], ["speedrun", "tiny"]),
+        (16.5, ["stages.0.row_tokens=256", "steps=20", "vocab=512"], ["tiny"]),  # of no speedrun
+    ],
+)
+def test_texts_have_the_large_model_where_it_fits(machine, gib, settings, names):
+    machine(f"L4:{gib}")
+    assert T.presets_here(settings) == names
+
+
+def test_settings_that_fit_can_be_added_to_what_a_run_is_without(machine):
+    machine("T4:10.9")
+    cfg = T.override(T.PRESETS["speedrun"], ["without=xsa"])
+    settings = T.settings_here(cfg)
+    assert settings[0] == "without=ngrams" and T.override(cfg, settings).without == "xsa,ngrams"
+
+
+@pytest.mark.parametrize("gib", [0.5, 1.5, 3])
+def test_tiny_fits_the_smallest_gpus(machine, gib):
+    machine(f"T1000:{gib}")
+    T.check_memory(*T.make_mesh(T.PRESETS["tiny"]))
 
 
 def test_the_memory_is_that_of_the_device_which_has_the_least():

@@ -218,8 +218,11 @@ def test_the_script_for_one_gpu_runs_what_is_not_there_and_no_more(clone):
         assert (render, check) == ("records/leaderboard.py render", "records/leaderboard.py check")
         for command in (shown, *(f"{run} --show" for run in runs)):
             assert T.main(shlex.split(command)[1:]) == 0
-        assert "add logs/First/x-s0-x logs/First/x-s1-x --track 1xgpu --name First " in add
+        assert "add logs/First/x-s0-x/ logs/First/x-s1-x/ --track 1xgpu --name First " in add
         assert add.split(" --what ")[0].endswith("--by A. Stranger --pin --rate 2.49")
     assert not (clone / "logs/First/x-s0-cut").exists()
+    env["SETTINGS"] = "ngram_rows=32768"  # runs of two recipes are no record
+    other = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
+    assert other.returncode == 2 and "ngram_rows=22675456 steps=1250: take another" in other.stderr
     with tarfile.open(clone / "results.tar.gz") as archive:
         assert "records/1xgpu" in archive.getnames()

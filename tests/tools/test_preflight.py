@@ -578,16 +578,16 @@ def test_some_programs_have_their_rows_and_no_sum(absent, monkeypatch, capsys):
     for limit, status in ((need, 0), (need - 1, 1)):
         monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, preflight.Hardware(limit))
         assert preflight.main(argv) == status
-    assert "grads1 needs 3.0 GiB of the 5.0 GiB of a device, 2 of " in capsys.readouterr().out
+    assert "grads1 needs 3.0 GiB of the 5.0 GiB of a device, 2.0 of " in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypatch, capsys):
     """One of its programs can be, and what the compiler says then counts."""
-    few = preflight.Hardware(2 * GIB)
+    few = preflight.Hardware(GIB // 1024)
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, few)
     assert preflight.main(["v6e-8", "small"]) == 1
     out = capsys.readouterr().out
-    assert "not compiled: " in out and " GiB of the 2.0 GiB of a device, " in out
+    assert "not compiled: " in out and " GiB of the 0.0 GiB of a device, " in out
     assert "compiling" not in out
 
     def refuse():

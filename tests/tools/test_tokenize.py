@@ -308,8 +308,8 @@ def test_what_is_too_small_for_speedrun_gets_tiny_and_too_few_documents_are_said
     name, items, err = preset_of(capsys, small, f"{large} tiny")
     assert name == "tiny" and "passes=15" in items
     few = f"too few tokens for {large}: take tiny, or more text"
-    assert f"{few}; it gets the model of tiny" in err
-    with pytest.raises(T.UserError, match=f"{few}$"):
+    assert f"{few} (31,501 tokens of some 491,520 are there); it gets the model of tiny" in err
+    with pytest.raises(T.UserError, match=few):
         preset_of(capsys, small, large)
     one.write_bytes(LINE * 4000)
     few = "at most 3,072 tokens of each of 1 documents: take tiny, more of them .* or whole ones by"
