@@ -1379,7 +1379,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
     dropped n-grams). `table` is this device's shard of the n-gram table. Gradients of banks are
     shards of the sum over all devices, see gather_banks; those of looked-up rows are added up in an
-    array of the shape of their table; those of n-grams go to the owners, see update_rows."""
+    array of the shape of their table, or wait as they are (see rows_wait); those of n-grams go to
+    the owners, see update_rows."""
     requested, fetched = None, {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         requested, fetched = fetch_requests(table, batch)
@@ -1389,6 +1390,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     # All but tables, of which only looked-up rows have gradients.
     weights = {name: x for name, x in params.items() if name not in table_ids(cfg, batch.rows)}
     loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
+    waits = rows_wait(cfg, kernels, *batch.rows.aims.targets.shape)
 
     def add(sums, rows: Rows):
         total, grad_sums = sums
@@ -1398,6 +1400,9 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
         of_weights = {name: grad_sums[name] for name in weights}
         new = jax.tree.map(lambda so_far, x: so_far + x.astype(jnp.float32), of_weights, grads)
         for name, ids_of_rows in ids.items():
+            if name in waits:
+                new[name] = ids_of_rows, row_grads[name]
+                continue
             ascending = name == "head" and len(ids_of_rows) == 1  # candidates of a single row
             new[name] = kernels.add_rows(grad_sums[name], ids_of_rows, row_grads[name], ascending)
         return total + loss, new
@@ -1405,7 +1410,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     batches = micro_batches(cfg, batch.rows)
     total, grads = sum_batches(add, (jnp.zeros((), jnp.float32), zeros), batches)
-    grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
+    for name in params.keys() - waits:
+        grads[name] = jax.tree.map(lambda x, like: x.astype(like.dtype), grads[name], params[name])
     to_owners, dropped = None, jnp.float32(0)
     if cfg.ngram_rows:
         to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
@@ -1417,6 +1423,16 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     if cfg.ngram_rows:
         grads[NGRAMS] = requested, exchange(to_owners)
     return grads, *numbers
+
+
+def rows_wait(cfg: Config, kernels: Kernels, b: int, t: int) -> set[str]:
+    """The tables of which the gradients of looked-up rows wait as they are, as those of n-grams do.
+    The update adds up those of all steps, so that no step fills an array as large as the table.
+    This serves a device whose b rows of t tokens are one micro-batch: those of more would need more
+    memory than the table. A kernel that adds rows fills nothing, so there each step adds."""
+    one_batch = rows_together(cfg, b, t) == b
+    serves = one_batch and kernels.add_rows is scatter_rows
+    return {"value_tables"} if serves and cfg.layers_with("values") else set()
 
 
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
@@ -1554,9 +1570,12 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
             square = jnp.sum(grad * grad)
             after = anvil(cfg, row, old, grad, hyper)
         elif row.optimizer == "adam":
+            rates = adam_rates(cfg, row, hyper, len(grads))
+            if name == "value_tables":
+                grads = (sum_looked_up(cfg, grads, kernels.add_rows),)
             grad = sum_over_devices(cfg, row, grads)
             square = jnp.sum(grad * grad)
-            after = adam(*old.values(), grad, adam_rates(cfg, row, hyper, len(grads)))
+            after = adam(*old.values(), grad, rates)
         else:  # "A table of hashed n-grams"
             rates = adam_rates(cfg, row, hyper, len(grads))
             *after, square = update_rows(cfg, *old.values(), grads, rates, kernels.add_rows)
@@ -1581,6 +1600,19 @@ def sum_over_devices(cfg: Config, row: Param, grads: tuple):
     if row.sharded:
         return reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
     return lax.psum(grad, AXIS)
+
+
+def sum_looked_up(cfg: Config, grads: tuple, add_rows: Callable):
+    """The sum, float32 [layers * v, d], of the gradients of the value tables of several steps. That
+    of a step is such an array, or what scatter_rows takes: (ids, rows for each layer)."""
+    rows = len(cfg.layers_with("values")) * cfg.vocab
+    total = jnp.zeros((rows, cfg.width), jnp.float32)
+    for grad in grads:
+        if isinstance(grad, tuple):
+            total = add_rows(total, *grad)
+        else:
+            total += grad.astype(jnp.float32)
+    return total
 
 
 class AdamRates(NamedTuple):
@@ -1813,7 +1845,7 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
             if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
                 update = tied_update
             step = functools.partial(update, cfg, kernels)
-            due = abstract_waiting(cfg, mesh, copies, key)
+            due = abstract_waiting(cfg, mesh, kernels, copies, key)
             changed = specs({name: copies[name] for name in due if name != NGRAMS})
             out = specs(state), changed, P()
             built[key] = Program(step, (state, due, hyper), out, donates=(0,))
@@ -1849,7 +1881,7 @@ def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, h
     return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
 
 
-def abstract_waiting(cfg: Config, mesh: Mesh, copies: dict, update: Update) -> dict[str, tuple]:
+def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, update: Update):
     """The shapes, dtypes and shardings of the gradients that an Update takes: name -> one for each
     step. A gradient [n, ...], of which each device has its own, is one array [devices * n, ...]
     here; those of banks are cut like banks."""
@@ -1864,7 +1896,22 @@ def abstract_waiting(cfg: Config, mesh: Mesh, copies: dict, update: Update) -> d
             rows *= mesh.size
         gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
         due[name] = (gradient,) * update.steps
+        if name == "value_tables":
+            stages = [cfg.stages[number] for number in update.stages]
+            looked_up = [abstract_looked_up(cfg, mesh, kernels, stage) for stage in stages]
+            due[name] = tuple(rows or gradient for rows in looked_up)
     return due
+
+
+def abstract_looked_up(cfg: Config, mesh: Mesh, kernels: Kernels, stage: Stage) -> tuple | None:
+    """The same of the rows of value tables that a step of this stage looks up, with their ids; None
+    where they are added up."""
+    b, t = stage.rows, stage.row_tokens
+    if not rows_wait(cfg, kernels, b // mesh.size, t):
+        return None
+    ids = abstract(mesh, (b, t), jnp.int32, AXIS)
+    row = abstract(mesh, (b, t, cfg.width), cfg.dtype, AXIS)
+    return ids, (row,) * len(cfg.layers_with("values"))
 
 
 def finish_step(cfg: Config, state):
@@ -3863,7 +3910,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     from_all(0)  # the first step waits for processes that compile longer
     log.write_facts(compile_seconds=seconds)
     if not jax.config.jax_debug_nans:  # of zeros, norms and logarithms make NaNs
-        warm_up(cfg, mesh, compiled)
+        warm_up(cfg, mesh, kernels, compiled)
 
     seed = np.uint32(cfg.seed)
     if saved:
@@ -4107,8 +4154,10 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
     _, due, _ = program.args
     requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
     rows = min(sum(requested) // mesh.size, cfg.rows_at_once)
-    one_gradient = due.get("value_tables", ())[:1]
-    return fitted_numbers(mesh).rows_added * rows * vector + 2 * device_bytes(one_gradient)
+    size = fitted_numbers(mesh).rows_added * rows * vector
+    if "value_tables" in due:  # their sum, float32
+        size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width
+    return size
 
 
 def too_large(cfg: Config, mesh: Mesh, name: str, size: float, limit: float, cure="") -> str:
@@ -5500,12 +5549,12 @@ def program_bytes(compiled) -> dict[str, int]:
     return sizes
 
 
-def warm_up(cfg: Config, mesh: Mesh, compiled: dict):
+def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
     """Run every program once on zeros, so that first-call costs are outside the clock. The devices
     make the zeros. Those of state and copies are made once for all programs. What else a program
     takes is there only while it runs. So a device never holds more than in training
     (resident_bytes)."""
-    every = programs(cfg, mesh, PLAIN)
+    every = programs(cfg, mesh, kernels)
 
     def zeros(likes):
         make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)

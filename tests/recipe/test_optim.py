@@ -151,3 +151,19 @@ def test_rows_of_a_table_learn_as_many_at_a_time_as_there_is_memory_for():
         np.testing.assert_array_equal(got[0], whole[0])
         np.testing.assert_array_equal(got[1], whole[1])
         np.testing.assert_allclose(got[2], whole[2], rtol=1e-6)
+
+
+def test_rows_of_value_tables_that_wait_add_up_with_those_that_were_added_up():
+    """An update may have steps of two stages, of which one has more micro-batches."""
+    cfg = small_config()
+    layers = len(cfg.layers_with("values"))
+    rng = np.random.default_rng(6)
+    ids = jnp.asarray(rng.integers(0, cfg.vocab, (2, 16)))
+    rows = tuple(jnp.asarray(matrices(32, cfg.width).reshape(2, 16, -1)) for _ in range(layers))
+    dense = jnp.asarray(matrices(layers * cfg.vocab, cfg.width))
+    got = T.sum_looked_up(cfg, (dense, (ids, rows), (ids, rows)), T.scatter_rows)
+    want = np.asarray(dense).copy()
+    for layer, of_layer in enumerate(rows):
+        np.add.at(want, np.asarray(ids) + layer * cfg.vocab, 2 * np.asarray(of_layer))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert layers > 1

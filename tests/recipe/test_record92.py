@@ -420,8 +420,9 @@ def test_gradient_of_every_parameter(name):
 def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
     """Gradients of a step as a `grads` program leaves them: every device has some rows of the sum,
     of banks its share of it. Of the n-gram table every row was requested by two devices, which have
-    half of its gradient each."""
+    half of its gradient each. Rows of value tables are looked up once."""
     n, found = mesh.size, {}
+    stage = stage_at(cfg, step)
     for name, x in grads.items():
         row = T.param_table(cfg)[name]
         shape = padded(x.shape, row, n)
@@ -429,7 +430,7 @@ def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
             found[name] = lay(cfg, {name: x}, mesh)[name]
             continue
         if row.optimizer == "rows":
-            share, size = shape[0] // n, T.capacity(stage_at(cfg, step).batch_tokens, n)
+            share, size = shape[0] // n, T.capacity(stage.batch_tokens, n)
             requests = np.full((n, n, size), share, np.int32)
             parts = np.zeros((n, n, size, x.shape[1]), x.dtype)
             read = np.flatnonzero(np.any(x, axis=1))
@@ -438,6 +439,17 @@ def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
                 requests[owner, device, : len(own)] = own % share
                 parts[owner, device, : len(own)] = x[own] / min(n, 2)
             arrays = requests.reshape(n * n, size), parts.reshape(n * n, size, -1)
+        elif name in T.rows_wait(cfg, T.PLAIN, stage.rows // n, stage.row_tokens):
+            planes = x.reshape(-1, cfg.vocab, cfg.width)
+            ids = np.zeros((n, stage.batch_tokens // n), np.int32)
+            rows = np.zeros((len(planes), *ids.shape, cfg.width), x.dtype)
+            read = np.flatnonzero(np.any(planes, axis=(0, 2)))
+            for device in range(n):
+                own = read[device::n]
+                ids[device, : len(own)] = own
+                rows[:, device, : len(own)] = planes[:, own]
+            shape = stage.rows, stage.row_tokens
+            arrays = ids.reshape(shape), tuple(rows.reshape(-1, *shape, cfg.width))
         else:
             parts = np.zeros((n, *shape), x.dtype)
             for i in range(n):

@@ -202,7 +202,7 @@ def test_warm_up_needs_no_more_than_what_was_said_to_fit():
 
         return run
 
-    T.warm_up(cfg, mesh, {name: watched(name, one) for name, one in compiled.items()})
+    T.warm_up(cfg, mesh, T.PLAIN, {name: watched(name, one) for name, one in compiled.items()})
     assert counted.keys() == compiled.keys()
     for name, (held, allowed) in counted.items():
         assert held <= allowed, name
@@ -315,8 +315,10 @@ def test_bytes_beside_a_program_of_the_record_on_eight_devices(
         "copies": 2 * (HEADS + VALUES) + 2 * (QK + OTHERS) // 8 + 4 * SMALL + 8192 * 768,
         "anvil": 2 * (QK + OTHERS) // 8,
     }
-    # Gradients of a step: 10,384 rows from each of 8 devices, as it is in the largest stage.
-    adam, tables = 2 * HEADS + 4 * SMALL, 2 * VALUES + 8 * 10_384 * (4 + 2 * 768)
+    # Gradients of a step: 10,384 rows from each of 8 devices, as it is in the largest stage, and of
+    # the value tables those that its 49,152 tokens look up.
+    looked_up = 49_152 * (4 + VALUES // 50_304 * 2)
+    adam, tables = 2 * HEADS + 4 * SMALL, looked_up + 8 * 10_384 * (4 + 2 * 768)
     cfg = replace(RECORD, **changes)
     want = sum(sizes[part] for part in beside.split()) + adam_steps * adam + table_steps * tables
     assert T.resident_bytes(cfg, mesh_of(8), named(cfg, name)) == want
