@@ -1121,10 +1121,10 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
         v = mix((1.0, v), (added_gates_btn[..., None], added))
     if heads.normed:
         q, k = norm(q), norm(k)
-    cos, sin = rope_tables(inputs.freqs, positions(t, heads), h)
-    q, k = rope(q, cos, sin), rope(k, cos, sin)
     if heads.offset:  # "Heads: key offset, pairs, XSA"
         k = key_offset(k)
+    cos, sin = rope_tables(inputs.freqs, positions(t, heads), h)
+    q, k = rope(q, cos, sin), rope(k, cos, sin)
     if heads.paired:
         segments_b2t = jnp.repeat(inputs.segments_bt, 2, axis=1)
         pairs = map(pair_heads, (q, k, v))
@@ -3454,10 +3454,13 @@ def key_offset(k_btnh):
     """Keys with the dimensions that do not rotate taken from the token before (record 49). One
     layer can then do what otherwise takes two: find an earlier token like this one and read what
     followed it (induction). A row's first token keeps its own; document borders do not matter."""
-    h = k_btnh.shape[-1]
-    shifted = jnp.concatenate([k_btnh[:, :1], k_btnh[:, :-1]], axis=1)
-    is_still = jnp.arange(h) % (h // 2) >= h // 4  # rope turns the first h/4 of each half
-    return jnp.where(is_still[None, None, None], shifted, k_btnh)
+
+    def of_token_before(x):
+        return jnp.concatenate([x[:, :1], x[:, :-1]], axis=1)
+
+    turns, stands, turns_too, stands_too = jnp.split(k_btnh, 4, axis=-1)  # see rope_tables
+    parts = turns, of_token_before(stands), turns_too, of_token_before(stands_too)
+    return jnp.concatenate(parts, axis=-1)
 
 
 def pair_heads(x_btnh):
