@@ -301,7 +301,7 @@ class Config:
     micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
     rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
     recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
-    # tokens whose logits exist at once; more if the softmax is a sample
+    # tokens whose logits exist at once; more if the softmax is a sample, and see with_whole_loss
     loss_chunk: Machine[Positive[int]] = 4800
     prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
@@ -844,6 +844,7 @@ class Kernels(NamedTuple):
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
     blend: Callable  # sums with weights of each token
+    normed_product: Callable  # of training alone
 
 
 class Model(NamedTuple):
@@ -980,7 +981,7 @@ def mlp(model: Model, i: int, x_btd):
     activation = squared_relu if model.cfg.squared_relu else jax.nn.gelu
     weights = mlp_weights(model.cfg, model.params, i)
     with jax.named_scope(f"mlp{i}"):
-        hidden_btf = activation(norm(x_btd) @ weights.up.T)
+        hidden_btf = activation(model.kernels.normed_product(norm(x_btd), weights.up))
         down_fd = weights.down
         if model.cfg.lambdas:  # "Value tables, smear, weights of branches"
             down_fd = mix((post_lambdas(model, i)[1], down_fd))
@@ -1029,6 +1030,11 @@ def mlp_weights(cfg: Config, params: dict, i: int) -> MlpWeights:
     up = jnp.concatenate([bank[2 * number] for number in numbers])
     down = jnp.concatenate([bank[2 * number + 1] for number in numbers])
     return MlpWeights(up, down)
+
+
+def normed_product(x_btd, w_fd):
+    """x W^T [b, t, f], where x comes out of `norm`."""
+    return x_btd @ w_fd.T
 
 
 def squared_relu(x):
@@ -1505,6 +1511,7 @@ def validation_model(cfg: Config, kernels: Kernels, copies, table, batch: Batch)
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         _, fetched = fetch_requests(table, batch)
     fetched, copies, _ = gather_banks(cfg, copies, fetched)
+    kernels = kernels._replace(normed_product=normed_product)
     return Model(copies | fetched, cfg, kernels, None, batch.hyper, copies.get("signs"))
 
 
@@ -3541,7 +3548,7 @@ def as_large(x):
 
 
 ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
-PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
+PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend, normed_product)
 
 
 # ================================================================================================
@@ -3901,7 +3908,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     first batch when the clock starts."""
     recipe = cfg
     cfg, mesh = make_mesh(recipe)
-    check_memory(cfg, mesh)
+    cfg = check_memory(cfg, mesh)
     data = open_data(cfg, say)
     kernels, reason = checked_kernels(cfg, mesh, say)
     facts = run_facts(recipe, mesh, command, reason) | {"data": data.shards}
@@ -4133,7 +4140,11 @@ def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> floa
         windows = max(stage.windows for stage in cfg.stages) if trains else cfg.val_windows
         size += numbers.scores * plain_scores(cfg, together, t, max(windows))
     if trains:
-        logits = cfg.loss_chunk * cfg.vocab * cfg.dtype.itemsize
+        candidates = batch.rows.aims.candidates.shape[1]
+        logits = (1 if candidates else together) * t * (candidates or cfg.vocab)
+        logits = min(logits, cfg.loss_chunk * cfg.vocab)
+        is_kernel = kernels.cross_entropy not in (cross_entropy, fused_cross_entropy)
+        logits *= cfg.dtype.itemsize if is_kernel else 4
         size += numbers.apart * (logits + device_bytes(copies) + fetched * vector)
     if trains and together < rows:  # gradients are summed in float32
         dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
@@ -4231,8 +4242,21 @@ def ways_to_fit(cfg: Config) -> list[list[str]]:
     return ways
 
 
-def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
-    """UserError if the run needs more memory than there is. Its `cure` is what too_large names."""
+def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
+    """`cfg`; on GPUs, where the `limit` bytes of a device suffice and loss_chunk is not set, with
+    the loss of a micro-batch in one chunk, so that the gradient of the head is written once."""
+    most = min(cfg.micro_tokens, 2**31 // cfg.vocab)  # kernels count logits in 32 bits
+    whole = dataclasses.replace(cfg, loss_chunk=most)
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    if not is_gpu or cfg.loss_chunk != Config.loss_chunk or most <= cfg.loss_chunk:
+        return cfg
+    fits = max(expected_bytes(whole, mesh).values()) <= usable(limit)
+    return whole if fits else cfg
+
+
+def check_memory(cfg: Config, mesh: Mesh, cure: str = "") -> Config:
+    """The config as with_whole_loss has it; UserError if the run needs more memory than there is.
+    Its `cure` is what too_large names."""
     sizes = expected_bytes(cfg, mesh)
     name = max(sizes, key=sizes.get)
     size = sizes[name]
@@ -4245,6 +4269,7 @@ def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
         need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
     refusal = too_large(cfg, mesh, name, size, limit, cure)
     need(not refusal, refusal)
+    return with_whole_loss(cfg, mesh, limit)
 
 
 def check_program(cfg: Config, mesh: Mesh, key, peak: float):
@@ -5396,7 +5421,7 @@ def run(argv: list[str], command: str):
             say_what_else(say, cfg.devices)
     elif all_devices()[0].platform != "cpu":
         cfg, mesh = make_mesh(cfg)
-        check_memory(cfg, mesh)
+        cfg = check_memory(cfg, mesh)
         tell(memory_line(cfg, mesh))
 
 
@@ -5588,19 +5613,14 @@ def gather_banks(cfg: Config, copies, after):
     XLA starts a collective as early as it can, and needs its result as late as it can. The barrier
     starts these with `after`, the first input of the model. MLPs are gathered one matrix of each
     device at a time: the first layers need not wait for all of them. A gathered bank is a list of
-    matrices from lax.split, whose transpose joins their gradients. XLA would pad those of slices to
-    the whole bank, and add them. (update_step gathers the tables: no computation could hide
-    that.)"""
+    matrices, see matrices_of. (update_step gathers the tables: no computation could hide that.)"""
     banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
     after, banks = lax.optimization_barrier((after, banks))
 
-    def split(bank):
-        return lax.split(bank, (1,) * len(bank))
-
     def gather(name, bank):
         """The matrices of all devices, in their order in the whole bank."""
-        pieces = split(bank) if name == "mlp_bank" else [bank]
-        gathered = [split(GATHER(piece)) for piece in pieces]
+        pieces = matrices_of(bank) if name == "mlp_bank" else [bank]
+        gathered = [matrices_of(GATHER(piece)) for piece in pieces]
         by_device = zip(*gathered, strict=True)
         return [matrix[0] for matrix in itertools.chain(*by_device)]
 
@@ -5614,6 +5634,32 @@ def gather_banks(cfg: Config, copies, after):
         return shards
 
     return after, copies | gathered, reduce
+
+
+@jax.custom_vjp
+def matrices_of(bank):
+    """A list of the matrices [1, rows, d] of a bank, whose gradients join_matrices puts together.
+    XLA would pad those of slices to the whole bank, and add them."""
+    return lax.split(bank, (1,) * len(bank))
+
+
+def join_matrices(_, grads):
+    """The gradient of a bank. An NVIDIA GPU copies each matrix while others are computed; there a
+    concatenation is one slow kernel at the end, as each number looks for its matrix."""
+
+    def copy(*matrices):
+        bank = lax.empty((len(matrices), *matrices[0].shape[1:]), matrices[0].dtype)
+        for i, matrix in enumerate(matrices):
+            bank = lax.dynamic_update_slice(bank, matrix, (i, 0, 0))
+        return bank
+
+    def concatenate(*matrices):
+        return lax.concatenate(matrices, 0)
+
+    return (lax.platform_dependent(*grads, cuda=copy, default=concatenate),)
+
+
+matrices_of.defvjp(lambda bank: (matrices_of(bank), None), join_matrices)
 
 
 # What a v6e's SparseCores send beside other work, by its compiled programs:
@@ -5668,6 +5714,13 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     if cfg.logit_cap[0]:  # else sums of exponentials would need a maximum
         chosen["cross_entropy"] = fused_cross_entropy
     why = unserved(cfg, device)
+    if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
+        if has_eight_bits(device):
+            chosen["normed_product"] = product_8
+        if cfg.logit_cap[0]:
+            asked = cfg.kernels == "auto" or "normed_product" in cfg.kernels
+            product = chosen.get("normed_product", normed_product) if asked else normed_product
+            chosen["cross_entropy"] = functools.partial(fused_cross_entropy, product=product)
     if backend == "tpu" and not why:
         chosen["add_rows"] = add_rows_tpu
         if cfg.layers_with("mudd"):
@@ -5780,6 +5833,9 @@ def trials(cfg: Config) -> Iterator[Trial]:
     def run_add_rows(kernel, rows):  # it has no gradient
         return kernel(jnp.zeros((v, d)), ids_t, [lax.stop_gradient(rows)])
 
+    def run_normed_product(kernel, x, w):
+        return kernel(norm(x), w)
+
     def run_blend(kernel, x, *sources_and_weights):
         *sources, weights = sources_and_weights
         return kernel(x, weights, tuple(sources))
@@ -5792,6 +5848,7 @@ def trials(cfg: Config) -> Iterator[Trial]:
     yield Trial("add_rows", run_add_rows, [(t, d)], [])
     streams = [(1, t, d)] * 8  # x and seven sources
     yield Trial("blend", run_blend, streams, [(1, t, 7, 2 * n)])
+    yield Trial("normed_product", run_normed_product, [(t, d), (cfg.mlp_width, d)], [])
 
 
 def trial_results(trial: Trial, cfg: Config, kernel: Callable, dtype) -> list[np.ndarray]:
@@ -5873,30 +5930,18 @@ def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, pointing: bool):
     Capped logits are a/2 (1 + squash), and a/2 of each cancels. If `pointing`, the last target is
     `<copy>`, that of all tokens.
 
-    XLA does all of this to a product while it is on the chip: if the caller stores squashed logits
-    as bfloat16, no float32 [t, v] goes to memory. The logits of the targets come once more, from
-    their rows of the head: picking them out of [t, v] by comparison takes longer.
-
-    On an NVIDIA GPU matmuls are a library's, and the product does go to memory. It goes there in
-    the dtype of x, as in the original: 0.4 GB a chunk instead of 0.8. There targets are picked out
-    of it. They must be what has been summed, or a chance could be above 1."""
+    XLA for TPUs does all of this to a product while it is on the chip: if the caller stores
+    squashed logits as bfloat16, no float32 [t, v] goes to memory. The logits of the targets come
+    once more, from their rows of the head: picking them out of [t, v] by comparison takes longer.
+    (For NVIDIA GPUs see loss_rows.)"""
     half = cfg.logit_cap[0] / 2
-
-    def pick_targets(x_td, head_vd, wide_vd):
-        z_tv = (x_td @ head_vd.T).astype(jnp.float32)
-        return z_tv, jnp.take_along_axis(z_tv, targets, axis=1)
-
-    def compute_targets(x_td, head_vd, wide_vd):
-        z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
-        ids = [targets[:, k] for k in range(targets.shape[1])]
-        if pointing:
-            ids[-1] = ids[-1][:1]
-        wide_td = x_td.astype(jnp.float32)
-        columns = [jnp.sum(wide_td * wide_vd[ids_t], axis=1) for ids_t in ids]
-        return z_tv, jnp.stack(columns, axis=1)
-
-    ways = {"cuda": pick_targets, "default": compute_targets}
-    z_tv, z_targets = lax.platform_dependent(x_td, head_vd, wide_vd, **ways)
+    z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
+    ids = [targets[:, k] for k in range(targets.shape[1])]
+    if pointing:
+        ids[-1] = ids[-1][:1]
+    wide_td = x_td.astype(jnp.float32)
+    columns = [jnp.sum(wide_td * wide_vd[ids_t], axis=1) for ids_t in ids]
+    z_targets = jnp.stack(columns, axis=1)
     exponentials_tv = jnp.exp(half * squash(z_tv, cfg))
     sum_t = jnp.sum(exponentials_tv, axis=1)
     losses = jnp.log(sum_t)[:, None] - half * squash(z_targets, cfg)
@@ -5918,17 +5963,9 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
     cap_slope = a / (4 * c)
     weights = cap_slope * weights
 
-    # A barrier makes XLA store the squashed logits, rounded, and no float32 [t, v] ...
-    def store_squashed(z_tv):
-        stored_tv = lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype))
-        return stored_tv.astype(jnp.float32)
-
-    # ... and on a GPU nothing more. The rounded product is in memory already (see token_losses);
-    # the barrier keeps XLA from widening it.
-    def squash_stored(z_tv):
-        return squash(lax.optimization_barrier(z_tv.astype(x_td.dtype)), cfg)
-
-    squashed_tv = lax.platform_dependent(z_tv, cuda=squash_stored, default=store_squashed)
+    # The barrier makes XLA store the squashed logits, rounded, and no float32 [t, v].
+    stored_tv = lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype))
+    squashed_tv = stored_tv.astype(jnp.float32)
     # Targets of a token that are equal have the sum of their weights: later ones write it again.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
@@ -5946,28 +5983,42 @@ def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
         is_copy = ids_v == targets[:, -1:]
         grad_tv = jnp.where(is_copy, cap_slope * copy_grad_t[:, None], grad_tv)
     grad_tv = (grad_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
+    return logit_gradients(grad_tv, x_td, head_vd)
+
+
+def logit_gradients(grad_tv, x_td, head_vd):
+    """Gradients of x in its dtype, and of the head in float32, for those of the logits."""
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     return grad_tv @ head_vd, head_grad_vd
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def fused_cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, product=None):
     """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
-    with respect to x, head and pointed. Without gradients, in validation, it is the plain form."""
+    with respect to x, head and pointed. Without gradients, in validation, it is the plain form.
+
+    `product`: of NVIDIA GPUs, a normed_product that makes the logits, whose rows a kernel takes
+    (loss_rows). With a pointer, whose gradient needs the losses first, XLA does it there too."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
-def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed):
+def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed, product):
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
 
     def add(carry, chunk):
         totals, head_grad_vd = carry
         x_td, targets, weights, pointed = chunk
         pointing = pointed is not None
-        losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
-        slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
-        x_grad_td, grad_vd = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
+        if product and not pointing:
+            logits_tv = product(x_td, narrow_vd)
+            losses, grad_tv = loss_rows(logits_tv, targets, weights, cfg)
+            x_grad_td, grad_vd = logit_gradients(grad_tv, x_td, narrow_vd)
+            pointed_grad = None
+        else:
+            losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
+            slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
+            x_grad_td, grad_vd = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
         totals = add_losses(totals, losses, weights, pointed)
         return (totals, head_grad_vd + grad_vd), (x_grad_td, pointed_grad)
 
@@ -5982,7 +6033,7 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
     return totals, (x_grad_td, pointed_grad, head_grad_vd, head_vd)
 
 
-def fused_cross_entropy_backward(cfg: Config, gradients, cotangents):
+def fused_cross_entropy_backward(cfg: Config, product, gradients, cotangents):
     """Gradients for x, head and pointed; targets and weights have none."""
     x_grad_td, pointed_grad, head_grad_vd, head_vd = gradients
     slope, _ = cotangents  # of the weighted sum
@@ -6049,7 +6100,13 @@ def as_one_block(x):
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
 
 
-def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles | None = None):
+def compiled_for() -> str:
+    """The platform that `lower` compiles for; "cpu": kernels are interpreted, for tests."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    return target.platform if target else jax.default_backend()
+
+
+def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in_place=()):
     """The one call of Pallas: an object that has what `body` writes, by the names of `refs`, name
     -> Ref or list of them. `body` gets an object with a reference for every name, and with its
     place on every axis of `grid`, name -> steps.
@@ -6058,10 +6115,9 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
     no order. All others are kernels for TPUs, whose core takes the steps in order, the last axis
     the fastest. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA
     may put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would
-    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests."""
-    target = jax.sharding.get_abstract_mesh().abstract_device  # what `lower` compiles for
-    platform_name = target.platform if target else jax.default_backend()
-    interpret = platform_name == "cpu"
+    compile the kernel anew for each such choice. `in_place`: pairs of numbers, of what is read and
+    of what is written in its memory."""
+    interpret = compiled_for() == "cpu"
     flat_refs, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
 
     def numbers_of(role: str) -> list[int]:
@@ -6104,6 +6160,7 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles: Tiles |
             arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
             shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
+    how["input_output_aliases"] = dict(in_place)
     results = pl.pallas_call(kernel, shapes, **how)(*numbers_ahead, *arrays)
     return SimpleNamespace(**by_name(numbers_of("writes"), results))
 
@@ -7221,6 +7278,111 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
 def attend_in_tiles(tiles: Tiles) -> Callable:
     """The form of Kernels.attend for NVIDIA GPUs."""
     return functools.partial(attend_heads, functools.partial(attend_gpu, tiles))
+
+
+# ---- Products and loss for NVIDIA GPUs ---------------------------------------------------------
+
+# Matmuls are a library's there, so their results go to memory, in bfloat16. Since Ada (2022) GPUs
+# multiply numbers of eight bits at twice the rate. That pays where an operand is read only once
+# more for it: rounding the hidden layer of an MLP took as long as it saved. The original has both.
+
+E4M3 = jnp.float8_e4m3fn  # three bits of mantissa, numbers up to 448
+NORMED_SCALE = 16  # no number of norm(x) is above sqrt(width): up to a width of 784 all fit
+
+
+def has_eight_bits(device) -> bool:
+    """Whether a GPU multiplies E4M3: compute capability 8.9, or from 9.0 on."""
+    capability = str(getattr(device, "compute_capability", ""))
+    return bool(re.match(r"8\.9|9\.|\d\d\.", capability))
+
+
+@jax.custom_vjp
+def product_8(x_td, w_fd):
+    """normed_product of factors that are rounded to E4M3, x by a fixed scale, w by its largest
+    number. Its gradients are those of the plain form."""
+    largest = jnp.max(jnp.abs(w_fd)).astype(jnp.float32)
+    w_scale = float(jnp.finfo(E4M3).max) / jnp.maximum(largest, 1e-30)
+    x_8 = (x_td * NORMED_SCALE).astype(E4M3)
+    w_8 = (w_fd.astype(jnp.float32) * w_scale).astype(E4M3)
+    scaled = jnp.matmul(x_8, w_8.T, preferred_element_type=x_td.dtype)
+    return (scaled.astype(jnp.float32) / (NORMED_SCALE * w_scale)).astype(x_td.dtype)
+
+
+def product_8_forward(x_td, w_fd):
+    return product_8(x_td, w_fd), (x_td, w_fd)
+
+
+def product_8_backward(kept, grad):
+    _, transpose = jax.vjp(normed_product, *kept)
+    return transpose(grad)
+
+
+product_8.defvjp(product_8_forward, product_8_backward)
+
+# Logits of a row that a step of loss_rows takes at once, by how many warps.
+LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
+
+
+def loss_rows(logits_tv, targets, weights, cfg: Config):
+    """(losses float32 [t, targets], the gradients [t, v] of their weighted sum by the logits before
+    the cap, in their memory). A program of the kernel goes through one row twice: the second time
+    it is in a cache. XLA would read it from memory again, and takes 63 instructions for a number.
+
+    tanh is the chip's, off by up to 2^-11 of itself, as in the original."""
+    a, b, c = cfg.logit_cap
+    half = a / 2
+    t, v = logits_tv.shape
+    tile = LOSS_TILES.tile
+    tiles = pl.cdiv(v, tile)
+
+    def row(x):
+        return pl.BlockSpec((None, x.shape[1]), lambda i: (i, 0))
+
+    def row_of_logits(x):  # in whole tiles, of which the last may go beyond
+        return pl.BlockSpec((None, tiles * tile), lambda i: (i, 0))
+
+    refs = {
+        "z": reads(logits_tv, row_of_logits),
+        "targets": reads(targets, row),
+        "weights": reads(weights, row),
+        "grad": writes(logits_tv, row_of_logits),
+        "sum": writes(jax.ShapeDtypeStruct((t, 1), jnp.float32), row),
+    }
+
+    def body(r):
+        from jax.experimental.pallas import triton
+
+        tanh = jnp.tanh if compiled_for() == "cpu" else triton.approx_tanh
+        aims = [(r.targets[k], r.weights[k]) for k in range(targets.shape[1])]
+
+        def squashed(j):
+            """Of a tile: its place, ids, which of them there are, and squash of its logits."""
+            place = pl.ds(j * tile, tile)
+            ids = j * tile + jnp.arange(tile)
+            z = triton.load(r.z.at[place], mask=ids < v, other=0.0)
+            return place, ids, ids < v, tanh((z.astype(jnp.float32) + b) * (0.5 / c))
+
+        def add(j, total):
+            _, _, is_there, s = squashed(j)
+            return total + jnp.where(is_there, jnp.exp2(half * LOG2E * s), 0.0)
+
+        total = jnp.sum(lax.fori_loop(0, tiles, add, jnp.zeros(tile, jnp.float32)))
+        r.sum[0] = total
+        share = sum(weight for _, weight in aims) / total
+
+        def store(j, _):
+            place, ids, is_there, s = squashed(j)
+            grad = jnp.exp2(half * LOG2E * s) * share
+            for target, weight in aims:
+                grad -= jnp.where(ids == target, weight, 0.0)
+            grad *= a / (4 * c) * (1 - s * s)
+            triton.store(r.grad.at[place], grad.astype(logits_tv.dtype), mask=is_there)
+
+        lax.fori_loop(0, tiles, store, None)
+
+    of_targets = squash(jnp.take_along_axis(logits_tv, targets, axis=1), cfg)
+    written = run_kernel("loss", {"i": t}, refs, body, LOSS_TILES, [(0, 0)])
+    return jnp.log(written.sum) - half * of_targets, written.grad
 
 
 if __name__ == "__main__":

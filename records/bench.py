@@ -368,7 +368,7 @@ def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
     parts = parts or mesh.size
     cfg = part_of(cfg, mesh.size, parts)
     more_parts = "use more --parts, or --set recompute=1" if parts > mesh.size else ""
-    T.check_memory(cfg, mesh, more_parts)
+    cfg = T.check_memory(cfg, mesh, more_parts)
     kernels, reason = T.pick_kernels(cfg, device)
     share = f"each with 1/{parts} of every batch"
     T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}\nkernels: {reason}")

@@ -777,12 +777,13 @@ def run(argv: list[str] | None) -> int:
             os.environ["LIBTPU_INIT_ARGS"] = f"{before} {SCHEDULES.format(folder)}"
         devices = absent_devices(args.target)
         cfg, mesh = T.make_mesh(asked, devices)
+        limit = memory_of(mesh)
+        cfg = T.with_whole_loss(cfg, mesh, limit)
         kernels, reason = T.pick_kernels(cfg, devices[0])
         T.tell(f"kernels: {reason}")
         every = {str(key): key for key in T.programs(cfg, mesh, kernels)}
         there = f"--program {' '.join(args.program)}: there are {', '.join(every)}"
         T.need({*args.program} <= {*every}, there)
-        limit = memory_of(mesh)
         sizes = T.expected_bytes(cfg, mesh)
         largest = max(sizes, key=sizes.get)
         refusal = T.too_large(cfg, mesh, largest, sizes[largest], limit)

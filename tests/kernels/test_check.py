@@ -22,7 +22,9 @@ CFG = replace(
     stages=(T.Stage(1.0, 8 * 512, 512, 0, (64, 128)),),
     extension=0,
 )
-INTERPRETED = T.Kernels(T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu)
+INTERPRETED = T.Kernels(
+    T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu, T.product_8
+)
 
 
 @pytest.fixture(autouse=True)

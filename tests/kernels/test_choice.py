@@ -17,7 +17,7 @@ import train_gpt as T
 RECORD = T.PRESETS["speedrun"]
 SMALL = small_config()
 TPU_KERNELS = "attend,cross_entropy,add_rows,blend"
-GPU_KERNELS = "attend,cross_entropy"
+GPU_KERNELS = "attend,cross_entropy,normed_product"
 NO_ATTENTION = "cross_entropy,add_rows,blend; plain attention: "  # on a TPU
 ONLY_LOSS = "cross_entropy; plain attention: "
 
@@ -32,16 +32,23 @@ def gpu(capability: str = "9.0", kind: str = "NVIDIA H100 80GB HBM3", **more):
 
 
 def names(kernels: T.Kernels) -> set[str]:
-    """What of the four is not the plain form, with the attention of a GPU by its own name."""
+    """What is not the plain form, by name; of a GPU the attention, and the product of the loss."""
     found = set()
     for part, plain in zip(kernels, T.PLAIN, strict=True):
-        if part is not plain:
-            is_gpu = getattr(part, "func", None) is T.attend_heads
-            found.add((part.args[0].func if is_gpu else part).__name__)
+        if part is plain:
+            continue
+        function = getattr(part, "func", None)
+        if function is T.attend_heads:
+            part = part.args[0].func
+        elif function is T.fused_cross_entropy:
+            found.add(f"loss of {part.keywords['product'].__name__}")
+            continue
+        found.add(part.__name__)
     return found
 
 
 EVERYWHERE = {"fused_cross_entropy"}
+EIGHT_BITS = {"loss of product_8", "product_8"}
 ON_TPU = {"fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # and attention
 
 
@@ -74,7 +81,8 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
     [
         *((tpu(x), "attend_tpu", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6 lite")),
         (tpu("TPU v6e"), "attend_tpu", ON_TPU, TPU_KERNELS),
-        *((gpu(x), "attend_gpu", EVERYWHERE, GPU_KERNELS) for x in ("8.0", "9.0", "12.1")),
+        (gpu("8.0"), "attend_gpu", {"loss of normed_product"}, "attend,cross_entropy"),
+        *((gpu(x), "attend_gpu", EIGHT_BITS, GPU_KERNELS) for x in ("8.9", "9.0", "12.1")),
     ],
 )
 def test_v5e_v6e_and_nvidia_gpus_since_ampere_have_kernels(device, attention, others, reason):
@@ -93,14 +101,14 @@ def test_other_hardware_has_plain_attention_and_tables():
             assert reason == f"{ONLY_LOSS}there are no kernels for a {device.platform}"
 
 
-@pytest.mark.parametrize("name", T.Kernels._fields)
+@pytest.mark.parametrize("name", TPU_KERNELS.split(","))
 def test_each_kernel_can_be_had_by_itself_and_left_out(name):
     """So that a chip can tell which one is slow."""
     all_of_them, _ = T.pick_kernels(RECORD, tpu())
     one, reason = T.pick_kernels(replace(RECORD, kernels=name), tpu())
     assert one == T.PLAIN._replace(**{name: getattr(all_of_them, name)}) != T.PLAIN
     assert reason == f"{name}; asked for: {name}; auto: {TPU_KERNELS}"
-    others = ",".join(field for field in T.Kernels._fields if field != name)
+    others = ",".join(field for field in TPU_KERNELS.split(",") if field != name)
     rest, _ = T.pick_kernels(replace(RECORD, kernels=others), tpu())
     assert rest == all_of_them._replace(**{name: getattr(T.PLAIN, name)}) != all_of_them
 
@@ -130,8 +138,19 @@ def test_a_kernel_that_was_asked_for_and_does_not_serve_is_not_among_those_that_
 )
 def test_where_a_condition_fails_all_is_plain_and_the_log_says_which(cfg, device, reason):
     kernels, said = T.pick_kernels(cfg, device)
-    assert names(kernels) == EVERYWHERE
-    assert said.startswith(ONLY_LOSS) and said.endswith(reason)
+    assert said.endswith(reason)
+    if "heads" in reason or "scores" in reason:  # of attention alone
+        assert names(kernels) == EIGHT_BITS
+        assert said.startswith("cross_entropy,normed_product; plain attention: ")
+    else:
+        assert names(kernels) == EVERYWHERE and said.startswith(ONLY_LOSS)
+
+
+def test_products_of_eight_bits_can_be_left_out():
+    """Of the loss as of the MLPs."""
+    kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,cross_entropy"), gpu())
+    assert names(kernels) == {"attend_gpu", "loss of normed_product"}
+    assert reason == f"attend,cross_entropy; asked for: attend,cross_entropy; auto: {GPU_KERNELS}"
 
 
 APART = "tiles do not hold {} heads {} wide one by one, and of half in twos"
@@ -178,9 +197,10 @@ def test_tiles_fit_the_shared_memory_of_each_gpu_since_ampere():
             assert kernels.attend.args[0].args == (tiles,)
     assert T.tiles_for(RECORD, gpu()).stages == 2
     kernels, said = T.pick_kernels(RECORD, gpu(shared_memory_per_block_optin=65_536))
-    assert names(kernels) == EVERYWHERE
+    assert names(kernels) == EIGHT_BITS
     assert said == (
-        f"{ONLY_LOSS}tiles of heads 128 wide do not fit the shared memory of a {gpu().device_kind}"
+        "cross_entropy,normed_product; plain attention: "
+        f"tiles of heads 128 wide do not fit the shared memory of a {gpu().device_kind}"
     )
 
 
@@ -248,7 +268,11 @@ def recording(called: set) -> T.Kernels:
         called.add("blend")
         return sources[0]
 
-    return T.Kernels(attend, cross_entropy, add_rows, blend)
+    def normed_product(x, w):
+        called.add("normed_product")
+        return x @ w.T
+
+    return T.Kernels(attend, cross_entropy, add_rows, blend, normed_product)
 
 
 # Every idea of the record in three layers, of widths that all kernels take.
@@ -297,7 +321,7 @@ def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
         chosen = T.kernel_names(kernels)
         assert said.split("; ")[0] == chosen
         assert {*chosen.split(",")} - {"plain"} <= called, (device.platform, chosen)
-    of_all = {"attend", "cross_entropy", "add_rows"}
+    of_all = {"attend", "cross_entropy", "add_rows", "normed_product"}
     assert called == (of_all if idea in ("mudd", "all") else of_all | {"blend"})
 
 

@@ -257,8 +257,8 @@ def test_where_nobody_names_a_preset_the_first_kind_trains_alone(machine):
     ("kinds", "devices", "ends"),
     [
         (["L4:4"], 0, "TEXT; speedrun does not fit 1 x L4"),
-        (["A100:59"], 0, "train_gpt.py speedrun --set ngram_rows=21856256"),
-        (["A100:59", "T1000:3"], 1, "speedrun --set devices=1 ngram_rows=21856256"),
+        (["A100:59"], 0, "train_gpt.py speedrun --set ngram_rows=21528576"),
+        (["A100:59", "T1000:3"], 1, "speedrun --set devices=1 ngram_rows=21528576"),
         (["H200:105"], 0, "python train_gpt.py speedrun"),
     ],
 )
