@@ -4140,11 +4140,11 @@ def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> floa
         windows = max(stage.windows for stage in cfg.stages) if trains else cfg.val_windows
         size += numbers.scores * plain_scores(cfg, together, t, max(windows))
     if trains:
-        candidates = batch.rows.aims.candidates.shape[1]
-        logits = (1 if candidates else together) * t * (candidates or cfg.vocab)
+        count = batch.rows.aims.candidates.shape[1]  # of which each row has its own
+        logits = t * count or together * t * cfg.vocab
         logits = min(logits, cfg.loss_chunk * cfg.vocab)
-        is_kernel = kernels.cross_entropy not in (cross_entropy, fused_cross_entropy)
-        logits *= cfg.dtype.itemsize if is_kernel else 4
+        in_rows = isinstance(kernels.cross_entropy, functools.partial)  # with a product: rounded
+        logits *= cfg.dtype.itemsize if in_rows else 4
         size += numbers.apart * (logits + device_bytes(copies) + fetched * vector)
     if trains and together < rows:  # gradients are summed in float32
         dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
