@@ -5646,17 +5646,12 @@ def matrices_of(bank):
 def join_matrices(_, grads):
     """The gradient of a bank. An NVIDIA GPU copies each matrix while others are computed; there a
     concatenation is one slow kernel at the end, as each number looks for its matrix."""
-
-    def copy(*matrices):
-        bank = lax.empty((len(matrices), *matrices[0].shape[1:]), matrices[0].dtype)
-        for i, matrix in enumerate(matrices):
-            bank = lax.dynamic_update_slice(bank, matrix, (i, 0, 0))
-        return bank
-
-    def concatenate(*matrices):
-        return lax.concatenate(matrices, 0)
-
-    return (lax.platform_dependent(*grads, cuda=copy, default=concatenate),)
+    if compiled_for() != "gpu":
+        return (lax.concatenate(grads, 0),)
+    bank = lax.empty((len(grads), *grads[0].shape[1:]), grads[0].dtype)
+    for i, matrix in enumerate(grads):
+        bank = lax.dynamic_update_slice(bank, matrix, (i, 0, 0))
+    return (bank,)
 
 
 matrices_of.defvjp(lambda bank: (matrices_of(bank), None), join_matrices)
