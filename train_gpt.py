@@ -296,7 +296,9 @@ class Config:
     data: str = "data/fineweb10B"
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
-    kernels: Machine[str] = "auto"  # of Part V, all that serve; plain: none; attend,blend: these
+    # Of Part V: all that serve and change no more than roundings; plain: none; attend,blend: these.
+    # normed_product has products of eight bits on GPUs since Ada, in training.
+    kernels: Machine[str] = "auto"
     sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
     micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
     rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
@@ -5710,11 +5712,10 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         chosen["cross_entropy"] = fused_cross_entropy
     why = unserved(cfg, device)
     if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
-        if has_eight_bits(device):
-            chosen["normed_product"] = product_8
+        product = normed_product
+        if "normed_product" in cfg.kernels and has_eight_bits(device):
+            chosen["normed_product"] = product = product_8
         if cfg.logit_cap[0]:
-            asked = cfg.kernels == "auto" or "normed_product" in cfg.kernels
-            product = chosen.get("normed_product", normed_product) if asked else normed_product
             chosen["cross_entropy"] = functools.partial(fused_cross_entropy, product=product)
     if backend == "tpu" and not why:
         chosen["add_rows"] = add_rows_tpu
@@ -7278,8 +7279,10 @@ def attend_in_tiles(tiles: Tiles) -> Callable:
 # ---- Products and loss for NVIDIA GPUs ---------------------------------------------------------
 
 # Matmuls are a library's there, so their results go to memory, in bfloat16. Since Ada (2022) GPUs
-# multiply numbers of eight bits at twice the rate. That pays where an operand is read only once
-# more for it: rounding the hidden layer of an MLP took as long as it saved. The original has both.
+# multiply numbers of eight bits at twice the rate. That pays where an operand is narrow: rounding
+# the hidden layer of an MLP took as long as it saved. The original has both. Whether it costs loss
+# is not known to 0.001, so a run must ask for it:
+#     --set kernels=attend,cross_entropy,normed_product
 
 E4M3 = jnp.float8_e4m3fn  # three bits of mantissa, numbers up to 448
 NORMED_SCALE = 16  # no number of norm(x) is above sqrt(width): up to a width of 784 all fit

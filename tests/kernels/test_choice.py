@@ -17,7 +17,7 @@ import train_gpt as T
 RECORD = T.PRESETS["speedrun"]
 SMALL = small_config()
 TPU_KERNELS = "attend,cross_entropy,add_rows,blend"
-GPU_KERNELS = "attend,cross_entropy,normed_product"
+GPU_KERNELS = "attend,cross_entropy"
 NO_ATTENTION = "cross_entropy,add_rows,blend; plain attention: "  # on a TPU
 ONLY_LOSS = "cross_entropy; plain attention: "
 
@@ -48,7 +48,7 @@ def names(kernels: T.Kernels) -> set[str]:
 
 
 EVERYWHERE = {"fused_cross_entropy"}
-EIGHT_BITS = {"loss of product_8", "product_8"}
+ON_GPU = {"loss of normed_product"}  # and attention
 ON_TPU = {"fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # and attention
 
 
@@ -81,8 +81,7 @@ def with_scores(narrow: float, wide: float, *windows: tuple[int, int]) -> T.Conf
     [
         *((tpu(x), "attend_tpu", ON_TPU, TPU_KERNELS) for x in ("TPU v5 lite", "TPU v6 lite")),
         (tpu("TPU v6e"), "attend_tpu", ON_TPU, TPU_KERNELS),
-        (gpu("8.0"), "attend_gpu", {"loss of normed_product"}, "attend,cross_entropy"),
-        *((gpu(x), "attend_gpu", EIGHT_BITS, GPU_KERNELS) for x in ("8.9", "9.0", "12.1")),
+        *((gpu(x), "attend_gpu", ON_GPU, GPU_KERNELS) for x in ("8.0", "8.9", "9.0", "12.1")),
     ],
 )
 def test_v5e_v6e_and_nvidia_gpus_since_ampere_have_kernels(device, attention, others, reason):
@@ -140,17 +139,21 @@ def test_where_a_condition_fails_all_is_plain_and_the_log_says_which(cfg, device
     kernels, said = T.pick_kernels(cfg, device)
     assert said.endswith(reason)
     if "heads" in reason or "scores" in reason:  # of attention alone
-        assert names(kernels) == EIGHT_BITS
-        assert said.startswith("cross_entropy,normed_product; plain attention: ")
+        assert names(kernels) == ON_GPU and said.startswith(ONLY_LOSS)
     else:
         assert names(kernels) == EVERYWHERE and said.startswith(ONLY_LOSS)
 
 
-def test_products_of_eight_bits_can_be_left_out():
-    """Of the loss as of the MLPs."""
-    kernels, reason = T.pick_kernels(replace(RECORD, kernels="attend,cross_entropy"), gpu())
-    assert names(kernels) == {"attend_gpu", "loss of normed_product"}
-    assert reason == f"attend,cross_entropy; asked for: attend,cross_entropy; auto: {GPU_KERNELS}"
+def test_products_of_eight_bits_are_those_of_gpus_that_have_them_and_are_asked_for():
+    """In the loss as in the MLPs; the log says it."""
+    asked = "attend,cross_entropy,normed_product"
+    kernels, reason = T.pick_kernels(replace(RECORD, kernels=asked), gpu())
+    assert names(kernels) == {"attend_gpu", "loss of product_8", "product_8"}
+    assert reason.startswith(f"{asked}; asked for: {asked}; auto: ")
+    for device in (gpu("8.0"), tpu()):
+        kernels, reason = T.pick_kernels(replace(RECORD, kernels=asked), device)
+        assert kernels.normed_product is T.normed_product
+        assert reason.startswith(f"attend,cross_entropy; asked for: {asked}")
 
 
 APART = "tiles do not hold {} heads {} wide one by one, and of half in twos"
@@ -197,10 +200,9 @@ def test_tiles_fit_the_shared_memory_of_each_gpu_since_ampere():
             assert kernels.attend.args[0].args == (tiles,)
     assert T.tiles_for(RECORD, gpu()).stages == 2
     kernels, said = T.pick_kernels(RECORD, gpu(shared_memory_per_block_optin=65_536))
-    assert names(kernels) == EIGHT_BITS
+    assert names(kernels) == ON_GPU
     assert said == (
-        "cross_entropy,normed_product; plain attention: "
-        f"tiles of heads 128 wide do not fit the shared memory of a {gpu().device_kind}"
+        f"{ONLY_LOSS}tiles of heads 128 wide do not fit the shared memory of a {gpu().device_kind}"
     )
 
 
