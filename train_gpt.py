@@ -4756,10 +4756,16 @@ def demonstrate(log: RunLog, model: tuple):
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
+# Ctrl-C, the end of the terminal, `kill`; and what schedulers send a while before they kill: Slurm
+# and SGE the first two, SGE and `ulimit -t` the last.
+STOPS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
+STOPS += signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+
+
 def ask_to_stop() -> Callable[[int], int]:
-    """A function of the step: the signal that has asked for the end (SIGTERM, Ctrl-C, the end of
-    the terminal), or 0. A second one ends the process. Of several processes each has to stop at the
-    same step: jax finds one that all can reach, from a SIGTERM to any of them."""
+    """A function of the step: the one of STOPS that has asked for the end, or 0. A second one ends
+    the process. Of several processes each has to stop at the same step: jax finds one that all can
+    reach, from a SIGTERM to any of them."""
     alone = jax.process_count() == 1
     received = []  # (signal, time)
     agreed = []
@@ -4779,10 +4785,9 @@ def ask_to_stop() -> Callable[[int], int]:
             agreed.append(signal.SIGTERM)
         return agreed[0] if agreed else 0
 
-    numbers = [signal.SIGINT, signal.SIGHUP]
-    if alone:
-        numbers.append(signal.SIGTERM)
-    else:  # from here on jax listens to SIGTERM, which before ends a process at once
+    numbers = {*STOPS}
+    if not alone:  # from here on jax listens to SIGTERM, which before ends a process at once
+        numbers.remove(signal.SIGTERM)
         jax.config.update("jax_enable_preemption_service", True)
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
     for number in numbers:
@@ -5431,8 +5436,7 @@ def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
-    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in STOPS}
     try:
         # Ctrl-C ends a command at once until it trains: the compiler's threads, or jax that waits
         # for others, would not hear a handler of Python's. A notebook (ps1) and a thread keep it.

@@ -57,7 +57,7 @@ def copy(run, tmp_path) -> T.Path:
 @pytest.fixture(autouse=True)
 def signals_as_they_were():
     """A run listens to them until its process ends."""
-    before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in T.STOPS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -383,6 +383,14 @@ def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeyp
     assert ended == [130]
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
+def test_what_a_scheduler_sends_before_it_kills_asks_a_run_to_stop(number):
+    """As `sbatch --signal=USR1@120`, `qsub -notify` and a limit of CPU time do."""
+    asked = T.ask_to_stop()
+    os.kill(os.getpid(), number)
+    assert asked(1) == number
+
+
 def test_nohup_is_heeded_and_ctrl_c_ends_at_once_where_nothing_could_be_saved(monkeypatch):
     """And is what it was when `main` has returned, for who has called it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -415,9 +423,9 @@ def test_one_of_several_processes_tells_jax_of_ctrl_c(monkeypatch):
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: step == 3)
     asked = T.ask_to_stop()
     assert asked(1) == 0 and begun == [1]
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         os.kill(os.getpid(), number)
-    assert heard == [signal.SIGTERM] * 2
+    assert heard == [signal.SIGTERM] * 3
     # Gradients may wait at the step at which all could stop: so it holds from there on.
     assert [asked(step) for step in (2, 3, 4)] == [0, signal.SIGTERM, signal.SIGTERM]
 
