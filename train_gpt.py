@@ -5388,11 +5388,19 @@ def check_resume(args, asked: Asked):
     need(not anew, f"--resume takes the config of the run: {drop}; {instead}")
 
 
+def user_cache() -> Path:
+    """The folder for what can be made again: in $XDG_CACHE_HOME, else in the user's .cache."""
+    place = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(place):  # such a one is to be ignored
+        place = os.path.expanduser("~/.cache")
+    return Path(place, "train_gpt")
+
+
 def keep_programs(cache: str | None):
     """Let jax keep compiled programs in the folder `cache`, or nowhere if that is "off". If it is
     None, where jax is told to, or in the user's cache."""
     if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = cache or os.path.expanduser("~/.cache/train_gpt")
+        folder = cache or str(user_cache())
         jax.config.update("jax_compilation_cache_dir", None if cache == "off" else folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 

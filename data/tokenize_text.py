@@ -10,7 +10,8 @@ front. Validation is the last tenth of all tokens (10.5 M at most), unless --val
 
 DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
 their tokens are. Without --out they lie in TEXT.tokens/HASH beside the (first) text, or where that
-cannot be written in ~/.cache/train_gpt; the hash is that of the contents of all texts.
+cannot be written in ~/.cache/train_gpt (or $XDG_CACHE_HOME/train_gpt); the hash is that of the
+contents of all texts.
 
 --for PRESET ... [--set ...] prints as JSON the first with enough text, and what that must --set;
 TEXT may then be a DIR, too. For a run to --start from, RUN_DIR for PRESET, texts get its encoding.
@@ -126,7 +127,7 @@ def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
 def place(text: Path, digest: str) -> Path:
     """Where the tokens of these contents lie, or may: beside the text, else in the user's cache."""
     text = Path(os.path.abspath(text))
-    folders = text.parent, Path(os.path.expanduser("~/.cache/train_gpt"))
+    folders = text.parent, T.user_cache()
     places = [folder / f"{text.name}.tokens" / digest[:16] for folder in folders]
     usable = [out for out in places if (out / DESCRIPTION).exists()]
     for out in places:

@@ -227,10 +227,15 @@ def test_programs_are_kept_where_the_user_says(main, program_cache, monkeypatch)
     monkeypatch.setenv("HOME", "/home/me")
     main("tiny")  # the variable of jax is set
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for options in (["--cache", "off"], [], ["--cache", "a/b"]):
         main("tiny", *options)
+    for place in ("/scratch/me", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", place)
+        main("tiny")
     own = program_cache["jax_compilation_cache_dir"]
-    assert seen == [own, None, "/home/me/.cache/train_gpt", "a/b"]
+    in_home = "/home/me/.cache/train_gpt"
+    assert seen == [own, None, in_home, "a/b", "/scratch/me/train_gpt", in_home]
 
 
 # ---- --show, defaults, and the real thing ------------------------------------------------------

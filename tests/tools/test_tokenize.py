@@ -239,6 +239,7 @@ def test_tokens_go_to_the_cache_where_a_text_can_only_be_read(tmp_path, capsys, 
     text.parent.mkdir()
     text.write_text("Roses are red. " * 900)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "disk/a.txt.tokens").write_text("in the way, as a disk that is read-only")
     made, _ = place_of(capsys, text)
     assert made.parent == tmp_path / "home/.cache/train_gpt/a.txt.tokens"
