@@ -4561,7 +4561,7 @@ def check_continues(cfg: Config, facts: dict, saved: Saved):
         log = folder / "log.txt"
         size = log.read_bytes().index(f"\n{RULE}".encode())
         extract = shlex.join(["head", "-c", str(size), str(log)])
-        cure = f"{extract} > old.py, then python old.py --resume {folder}"
+        cure = f"{extract} > old.py, then {command_for('old.py', '--resume', folder)}"
         other = f"train_gpt.py is not what {folder} began with: its log has that"
         raise UserError(f"{other}, so first {cure}")
 
@@ -4705,7 +4705,7 @@ class RunLog:
         self.write_facts()
         missing = self.facts.get("missing")
         need(not missing, f"stopped after {step} steps, but {missing}")
-        again = shlex.join(["python", "train_gpt.py", "--resume", str(self.folder)])
+        again = command_for(__file__, "--resume", self.folder)
         self.say(f"stopped after {step} of {self.cfg.steps} steps; to continue: {again}")
 
     def ended(self):
@@ -5189,6 +5189,14 @@ def show(cfg: Config) -> str:
     return "\n".join(lines)
 
 
+def command_for(script, *words) -> str:
+    """What to type in a shell, in this folder, to run `script` with `words` by this Python."""
+    python = Path(sys.executable).name  # there may be no `python`, but a python3
+    if not shutil.which(python):
+        python = sys.executable
+    return shlex.join([python, os.path.relpath(script), *map(str, words)])
+
+
 def tell(line, stream=None):
     """Print a line; on a terminal the next one overwrites it if it ends with a carriage return. If
     nobody can read it (a closed terminal, a full disk), the run goes on."""
@@ -5277,7 +5285,7 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         name, of_data = fitted(asked.places, names, settings)
         base = PRESETS.get(name, base)
         settings = of_data + settings
-        say(f"data of your own: {' '.join(of_data)}")
+        say(f"data of your own: {shlex.join(of_data)}")
     alike = first_alike(all_devices())
     if alike < len(all_devices()) and not asked.preset:
         settings = [f"devices={alike}", *settings]
@@ -5349,7 +5357,8 @@ def resume_config(run_dir: Path, asked: Asked, saved: Saved) -> Config:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
         facts = json.loads((saved.run_dir / "run.json").read_text())
         done |= facts["finished"] and "missing" not in facts
-    longer = f"to train longer, python train_gpt.py --start {run_dir} --set steps=N"
+    again = command_for(__file__, "--start", run_dir, "--set", "steps=N")
+    longer = f"to train longer, {again}"
     need(not done, f"{run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
     if asked.places:  # the folder may be another, all other settings are the run's

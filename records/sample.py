@@ -203,7 +203,7 @@ def demonstrate(model: Trained, log: T.RunLog):
     log.write("sample.txt", text)
     log.say(text)
     if T.checkpoint_steps(log.folder / "checkpoints"):
-        log.say(f"others: python records/sample.py {log.folder} --prompt TEXT")
+        log.say(f"others: {T.command_for(__file__, log.folder, '--prompt', 'TEXT')}")
 
 
 def questions(path: Path, bos: int, encode: Callable) -> list[tuple[list, int]]:

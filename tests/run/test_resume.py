@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -241,8 +242,9 @@ def test_finished_run_is_not_resumed(copy, capsys, kept):
             shutil.rmtree(folder)
     before = content(copy)
     assert T.main(["--resume", str(copy)]) == 2
-    line = f"{copy} is finished: there is nothing to resume; to train longer, python train_gpt.py"
-    line = f"{line} --start {copy} --set steps=N" if kept else "no checkpoint in "
+    again = T.command_for("train_gpt.py", "--start", copy, "--set", "steps=N")
+    line = f"{copy} is finished: there is nothing to resume; to train longer, {again}"
+    line = line if kept else "no checkpoint in "
     assert line in capsys.readouterr().err
     assert content(copy) == before
 
@@ -275,9 +277,23 @@ def test_a_run_is_not_resumed_by_another_source(train, copy):
     with pytest.raises(T.UserError, match=words) as error:
         train(saved.cfg, copy.parent, saved)
     assert content(copy) == before
-    command = re.search("first (head -c .*) > old.py", str(error.value))[1]
-    found = subprocess.run(command, shell=True, stdout=subprocess.PIPE, check=True).stdout
+    extract, again = re.search("first (head -c .*) > old.py, then (.*)$", str(error.value)).groups()
+    found = subprocess.run(extract, shell=True, stdout=subprocess.PIPE, check=True).stdout
     assert found.decode() == T.SOURCE
+    assert shlex.split(again)[1:] == ["old.py", "--resume", str(copy)]
+
+
+def test_commands_that_are_printed_can_be_typed_in(tmp_path, monkeypatch):
+    """Where there is only python3, where no Python is on the path, and in another folder."""
+    monkeypatch.setattr(sys, "executable", "/opt/env/bin/python3")
+    monkeypatch.setattr(shutil, "which", {"python3": "/usr/bin/python3"}.get)
+    run = "my logs/*"
+    assert T.command_for("train_gpt.py", run) == "python3 train_gpt.py 'my logs/*'"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "repo").mkdir()
+    written = T.command_for(tmp_path / "repo/train_gpt.py", run)
+    assert written == "/opt/env/bin/python3 repo/train_gpt.py 'my logs/*'"
 
 
 def test_how_a_run_is_computed_may_change_when_it_goes_on(copy, monkeypatch, capsys):
@@ -355,8 +371,8 @@ def test_a_signal_saves_and_ends_the_run_where_no_gradients_wait(
             train(ONCE, out, say=said.append)
     (folder,) = out.iterdir()
     assert stopped.value.code == 128 + number
-    again = f"to continue: python train_gpt.py --resume '{folder}'"
-    assert said[-1] == f"stopped after {stop} of 8 steps; {again}"
+    again = T.command_for("train_gpt.py", "--resume", folder)
+    assert said[-1] == f"stopped after {stop} of 8 steps; to continue: {again}"
     assert steps_of(folder) == [str(stop)]
     saved, got = T.find_checkpoint(folder), facts(folder)
     assert (got["finished"], got["steps"], got["tokens"]) == (False, stop, 256 * stop)

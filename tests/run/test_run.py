@@ -225,7 +225,8 @@ def test_a_run_ends_with_a_sample_though_it_keeps_no_checkpoint(train, tmp_path)
     assert text.startswith("bits per byte of the validation text: the model ")
 
     kept = train(replace(cfg, checkpoint_end="always"), tmp_path, say=said.append)
-    assert said[-1] == f"others: python records/sample.py {kept} --prompt TEXT"
+    again = T.command_for(ROOT / "records/sample.py", kept, "--prompt", "TEXT")
+    assert said[-1] == f"others: {again}"
     sample = runpy.run_path(str(ROOT / "records/sample.py"))
     with quick_compilation():
         model = sample["load"](T.find_checkpoint(kept))

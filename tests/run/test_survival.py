@@ -185,8 +185,9 @@ def test_two_processes_train_as_one_stop_together_and_one_goes_on(launch, shards
     saved = T.find_checkpoint(run)
     step = saved.step
     assert 5 <= step < STEPS and step % 2 == 0  # where no gradients wait
-    words = f"stopped after {step} of {STEPS} steps; to continue: python train_gpt.py --resume "
-    assert f"{words}{run}\n" in "".join(both[0].said)
+    words = f"stopped after {step} of {STEPS} steps; to continue: "
+    words += T.command_for(T.__file__, "--resume", run)
+    assert f"{words}\n" in "".join(both[0].said)
     assert {path.name for path in saved.folder.glob("[0-9]*.json")} == {"0.json", "1.json"}
     assert facts(run)["devices"]["processes"] == 2
     # Once they have met one speaks. Gloo writes in pieces, into one another's lines.
