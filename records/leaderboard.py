@@ -148,9 +148,30 @@ def render(root: Path, args) -> str:
 
 
 def git(*words: str, stdin=b"") -> bytes:
-    """What git says about this clone; nothing if it is none."""
+    """What git says about this clone; nothing if it is none, or if there is no git."""
+    if not ((HERE.parent / ".git").exists() and shutil.which("git")):
+        return b""
     command = ["git", "-C", str(HERE.parent), *words]
     return subprocess.run(command, input=stdin, capture_output=True).stdout
+
+
+def commits_with(source: bytes) -> list[str]:
+    """The commits of this clone in which train_gpt.py became `source`, or ceased to be it; the
+    oldest is last."""
+    blob = git("hash-object", "--stdin", stdin=source).decode().strip()
+    found = git("log", "--format=%H", f"--find-object={blob}", "--", "train_gpt.py")
+    return found.decode().split()
+
+
+def need_tools(folder: Path, source: bytes):
+    """Refused if this run of ours has a `source` of older days, whose tools in data/ are only in a
+    history that is not here: in a ZIP, or a clone of few commits."""
+    is_ours = folder.is_relative_to(HERE)
+    is_today = source == (HERE.parent / "train_gpt.py").read_bytes()
+    history = git("rev-parse", "--is-shallow-repository") == b"false\n"
+    lacking = "its source needs the tools in data/ of its day: take a clone with its history, "
+    cure = "no ZIP and no --depth (git fetch --unshallow gets the rest), and install git"
+    need(history or is_today or not is_ours or commits_with(source), lacking + cure)
 
 
 def lay_out(source: bytes, home: Path):
@@ -159,12 +180,11 @@ def lay_out(source: bytes, home: Path):
     home.mkdir()
     (home / "train_gpt.py").write_bytes(source)
     today = HERE.parent / "data"
-    blob = git("hash-object", "--stdin", stdin=source).decode().strip()
-    commits = git("log", "--format=%H", f"--find-object={blob}", "--", "train_gpt.py").split()
+    commits = commits_with(source)
     if not commits:
         (home / "data").symlink_to(today, target_is_directory=True)
         return
-    archive = git("archive", commits[-1].decode(), "data")
+    archive = git("archive", commits[-1], "data")
     subprocess.run(["tar", "-x", "-C", home], input=archive, check=True)
     for folder in today.glob("*/"):
         (home / "data" / folder.name).symlink_to(folder, target_is_directory=True)
@@ -192,6 +212,7 @@ def reproduce(root: Path, args) -> str:
     need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
     reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
+    need_tools(record.folder, runs[0].source)
     environment = {x: y for x, y in runs[0].facts["environment"].items() if x in REPEATED}
     data = ["--data", str(Path(args.data).resolve())] if args.data else []
     with tempfile.TemporaryDirectory() as temporary:
@@ -227,6 +248,7 @@ def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
         runs = [x for x in (folder, *sorted(folder.glob("*"))) if (x / "metrics.jsonl").is_file()]
         need(runs, f"no run is in {file}: name logs/<run id>, or the folder of a record")
         run = C.read_run(runs[0])
+        need_tools(folder, run.source)
         return run.source, run.words + own
 
 

@@ -4,6 +4,7 @@ Most runs here are written by runs.py, in the trainer's format; the last test tr
 this repository are checked too: they were written by older trainers.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import tracemalloc
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import checks as C
 import leaderboard as L
@@ -680,6 +682,37 @@ def test_an_older_source_finds_the_tools_of_its_day(tmp_path):
     assert (tmp_path / "old/train_gpt.py").read_bytes() == source
     L.lay_out(b"new", tmp_path / "new")
     assert (tmp_path / "new/data").resolve() == ROOT / "data"
+
+
+@pytest.mark.parametrize("history", ["none", "cut", "whole", "no git"])
+def test_an_older_source_without_its_history_is_refused_in_a_line(
+    tmp_path, capsys, monkeypatch, history
+):
+    """As in a ZIP of the repository, in a clone by --depth, and where git is not installed."""
+    monkeypatch.setattr(L, "HERE", tmp_path / "records")
+    (tmp_path / "train_gpt.py").write_bytes(b"of today")
+    if history == "no git":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    if history != "none":
+        (tmp_path / ".git").mkdir()
+        answers = {"rev-parse": b"false\n" if history == "whole" else b"true\n"}
+
+        def git(command, **_):
+            return SimpleNamespace(stdout=answers.get(command[3], b""))
+
+        monkeypatch.setattr(subprocess, "run", git)
+    refuses = contextlib.nullcontext()
+    if history != "whole":
+        refuses = pytest.raises(C.Refused, match="take a clone with its history, no ZIP and no ")
+    with refuses:
+        L.need_tools(tmp_path / "records/cpu/2026-01-01_First", b"older")
+    L.need_tools(tmp_path / "records/cpu/2026-01-01_First", b"of today")
+    L.need_tools(tmp_path / "logs/mine", b"older")
+
+
+def test_line_ends_stay_as_they_are_whatever_git_is_told(tmp_path):
+    """As with Git for Windows, whose clone WSL uses: logs and sources are hashed."""
+    assert "* -text" in (ROOT / ".gitattributes").read_text().splitlines()
 
 
 # ---- The command line --------------------------------------------------------------------------
