@@ -4372,7 +4372,8 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
-    """The newest whole checkpoint of RUN_DIR(/checkpoints), or that in RUN_DIR/checkpoints/STEP."""
+    """The newest whole checkpoint of RUN_DIR(/checkpoints), or of all runs in a folder of them, or
+    that in RUN_DIR/checkpoints/STEP."""
     place = run_dir.expanduser().resolve()
     need(place.exists(), f"there is no {run_dir}: name the folder of a run")
     folder = place / "checkpoints"
@@ -4381,6 +4382,11 @@ def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     paths = [folder / str(step) for step in checkpoint_steps(folder)]
     if not paths and place.parent.name == "checkpoints":
         paths = [place]
+    if not paths:
+        of_runs = [path for path in place.glob("*/checkpoints/*") if path.name.isdecimal()]
+        paths = sorted(of_runs, key=os.path.getmtime)
+        if paths:
+            say(f"the newest checkpoint of the runs in {run_dir}: {paths[-1]}")
     for path in reversed(paths):
         try:
             return read_checkpoint(path)
@@ -5351,15 +5357,15 @@ def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
     return {name: row.shape for name, row in param_table(cfg).items()}
 
 
-def resume_config(run_dir: Path, asked: Asked, saved: Saved) -> Config:
+def resume_config(asked: Asked, saved: Saved) -> Config:
     """The Config with which a run goes on; UserError if there is nothing left to do."""
     done = saved.step == saved.cfg.steps
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no whole run.json
         facts = json.loads((saved.run_dir / "run.json").read_text())
         done |= facts["finished"] and "missing" not in facts
-    again = command_for(__file__, "--start", run_dir, "--set", "steps=N")
+    again = command_for(__file__, "--start", saved.run_dir, "--set", "steps=N")
     longer = f"to train longer, {again}"
-    need(not done, f"{run_dir} is finished: there is nothing to resume; {longer}")
+    need(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
     if asked.places:  # the folder may be another, all other settings are the run's
         _, of_data = fitted(asked.places, [saved.run_dir], [])
@@ -5429,7 +5435,7 @@ def run(argv: list[str], command: str):
     say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume:
         saved = find_checkpoint(args.resume, say)
-        cfg = resume_config(args.resume, asked, saved)
+        cfg = resume_config(asked, saved)
     else:
         saved = None
         start = find_checkpoint(args.start, say) if args.start else None

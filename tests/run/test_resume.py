@@ -234,6 +234,21 @@ def test_a_start_takes_its_encoding_to_another_text(run, tmp_path, capsys, monke
 # ---- What is not resumed, or not from there ----------------------------------------------------
 
 
+def test_of_a_folder_of_runs_the_newest_is_taken_which_is_said(run, tmp_path):
+    """As by `--resume logs`, or records/sample.py logs."""
+    runs = [shutil.copytree(run, tmp_path / name) for name in ("b", "a", "empty")]
+    shutil.rmtree(runs[2] / "checkpoints")
+    for seconds, folder in enumerate(runs[:2]):
+        for step, newer in (("4", 0), ("8", 0.5)):
+            os.utime(folder / "checkpoints" / step, (1, 1000 + seconds + newer))
+    said = []
+    newest = runs[1] / "checkpoints/8"
+    assert T.find_checkpoint(tmp_path, said.append).folder == newest
+    assert said == [f"the newest checkpoint of the runs in {tmp_path}: {newest}"]
+    with pytest.raises(T.UserError, match="no checkpoint in .*empty: name a run that has one"):
+        T.find_checkpoint(runs[2], pytest.fail)
+
+
 @pytest.mark.parametrize("kept", [[4, 8], [4], []])
 def test_finished_run_is_not_resumed(copy, capsys, kept):
     """Whichever checkpoints it has kept."""
