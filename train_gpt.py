@@ -5144,9 +5144,43 @@ def literal(text: str):
         return text
 
 
+# What is written here, and what other trainers call it.
+ELSEWHERE = {
+    "--set steps=N": "iters max_iters num_iterations max_steps num_steps train_steps",
+    "--set passes=N": "epochs max_epochs num_epochs num_train_epochs",
+    "--set 'stages.*.batch_tokens=N' (tokens, of all rows)": "batch_size device_batch_size",
+    "--set 'stages.*.row_tokens=N'": "block_size seq_len max_seq_len sequence_length",
+    "--set lr_anvil=X lr_adam=X": "lr learning_rate max_lr",
+    "--set decay_anvil=X decay_adam=X": "weight_decay",
+    "--set width=N": "n_embd embed_dim d_model model_dim hidden_size",
+    "--set val_every=N": "eval_interval eval_every eval_iters eval_steps val_loss_every",
+    "--set checkpoint_every=N": "save_interval save_every save_steps",
+    "--set log_every=N": "log_interval logging_steps",
+    "JAX_PLATFORMS=cpu before the command, --set devices=N": "device accelerator platform gpus",
+    "PRESET first": "preset model config depth n_layer n_head num_layers",
+    "TEXT, or --data DIR": "dataset data_dir data_path train_file input_bin",
+    "--out DIR": "out_dir output output_dir",
+}
+
+
+def in_our_words(word: str) -> str:
+    """What to write for `word`, a NAME or NAME=VALUE of ours or of another trainer, or what is much
+    like one; "" for others."""
+    name, _, value = word.strip("-").partition("=")
+    known = {key: f"--set {key}=N" for key in Config.__dataclass_fields__}
+    for here, names in ELSEWHERE.items():
+        known |= dict.fromkeys(names.split(), here)
+    plain = name.replace("-", "_").lower()
+    alike = difflib.get_close_matches(plain, known, 1, 0.8)
+    here = known[alike[0]] if alike else ""
+    if value and here.startswith("--set") and here.endswith("=N"):
+        here = here.removesuffix("N") + shlex.quote(value)
+    return here
+
+
 def unknown_key(key: str, fields: dict) -> str:
     """That there is no such key among the `fields` of a config, and which are most like it or have
-    its name within."""
+    its name within, or what it is called here."""
     keys = [*Config.__dataclass_fields__]
     keys += [f"stages.N.{name}" for name in Stage.__dataclass_fields__]
     keys += [f"layers.N.{name}" for name in Layer.__dataclass_fields__]
@@ -5156,10 +5190,13 @@ def unknown_key(key: str, fields: dict) -> str:
         count = len(fields[holder])
         more = f"; {holder}.{count} adds one like the last" if holder == "stages" else ""
         return f"there is no {key!r}: N of {with_letter} is 0 to {count - 1}{more}"
-    alike = difflib.get_close_matches(with_letter, keys)
+    alike = difflib.get_close_matches(with_letter, keys, cutoff=0.75)
     name = key.rpartition(".")[2]
     alike += [other for other in keys if name in other and other not in alike]
     hint = f"most like it: {', '.join(alike[:6])}; " if name and alike else ""
+    here = in_our_words(key)
+    if here and not alike:
+        hint = f"write {here}; "
     return f"unknown key {key!r}; {hint}--show prints all, N counts from 0 or is * for all"
 
 
@@ -5218,10 +5255,19 @@ def tell(line, stream=None):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors: one line, exit status 2."""
+    """argparse whose errors are UserErrors: one line, exit status 2. Of an unknown option it says
+    what is written here."""
 
     def error(self, message):
         raise UserError(f"{message} (see --help)")
+
+    def parse_args(self, args=None, namespace=None):
+        known, others = self.parse_known_args(args, namespace)
+        options = [word for word in others if word.startswith("-") and "set" in known]
+        hints = [f"write {here}" for here in map(in_our_words, options) if here]
+        if others:
+            self.error(f"unrecognized arguments: {'; '.join([' '.join(others), *hints])}")
+        return known
 
 
 def add_config_options(parser: argparse.ArgumentParser):
@@ -5232,7 +5278,8 @@ def add_config_options(parser: argparse.ArgumentParser):
     )
     option("words", nargs="*", metavar="PRESET|TEXT", help=presets)
     several = {"nargs": "+", "action": "extend", "default": []}
-    option("--set", **several, metavar="KEY=VALUE")
+    fields = "replace fields of the config: steps=500 'stages.*.batch_tokens=4096'; all: --show"
+    option("--set", **several, metavar="KEY=VALUE", help=fields)
     data = "folder of token shards; texts, folders of texts"
     option("--data", **several, metavar="DIR|TEXT", help=data)
     option("--seed", type=int, metavar="N", help="of the parameters, and of samples")
@@ -5266,6 +5313,8 @@ def asked_for(args) -> Asked:
         no_preset = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}; "
         if place in data:
             no_preset = ""
+        elif "=" in place and in_our_words(place):
+            no_preset = f"for a setting write {in_our_words(place)}; "
         exists = place and data_place(place).exists()
         need(exists, f"{no_preset}there is no {place or repr(place)}")
     return Asked("".join(presets), named, settings)
@@ -5405,9 +5454,7 @@ def check_resume(args, asked: Asked):
 
 def user_cache() -> Path:
     """The folder for what can be made again: in $XDG_CACHE_HOME, else in the user's .cache."""
-    place = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(place):  # such a one is to be ignored
-        place = os.path.expanduser("~/.cache")
+    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(place, "train_gpt")
 
 

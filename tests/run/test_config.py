@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -106,8 +107,9 @@ BAD_SETTINGS = {
     "stages.*.widows=2,3": "unknown key 'stages.*.widows'; most like it: stages.N.windows, ",
     "layers.0.skips=1": "unknown key 'layers.0.skips'; most like it: layers.N.skip, ",
     "lr=1": "unknown key 'lr'; most like it: lr_floor, lr_anvil, lr_adam, stages.N.lr_factor; --sh",
-    "windows=2,3": "unknown key 'windows'; most like it: val_windows, sign_rows, stages.N.windows",
+    "windows=2,3": "unknown key 'windows'; most like it: val_windows, stages.N.windows; --show",
     "=3": "--set =3: unknown key ''; --show prints all",
+    "epochs=3": "unknown key 'epochs'; write --set passes=N; --show prints all",
     "zzz=1": "--set zzz=1: unknown key 'zzz'; --show prints all, N counts from 0 or is * for all",
     "tiny": "--set tiny: write KEY=VALUE; texts and presets go before --set",
     "steps": "--set steps: write KEY=VALUE; texts and presets go before --set",
@@ -218,3 +220,14 @@ def test_a_stored_config_of_another_source_is_refused(change, words):
     change(fields)
     with pytest.raises(T.UserError, match=words):
         T.typed(T.Config, fields)
+
+
+def test_what_other_trainers_call_settings_leads_to_some_that_exist():
+    """Whatever is renamed here; and no name leads to two."""
+    known = {*T.Config.__annotations__}
+    known |= {f"stages.*.{name}" for name in T.Stage.__annotations__}
+    of_settings = [here for here in T.ELSEWHERE if here.startswith("--set")]
+    settings = [word for here in of_settings for word in shlex.split(here) if "=" in word]
+    assert len(settings) > 10 and {x.partition("=")[0] for x in settings} <= known
+    names = " ".join(T.ELSEWHERE.values()).split()
+    assert len(names) == len({*names}) and {*names} & known == {"preset"}
