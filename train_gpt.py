@@ -4017,8 +4017,13 @@ def all_devices() -> list:
     try:
         return jax.devices()
     except Exception as error:  # RuntimeError, or whatever else a backend that is missing leads to
-        lacking = f"jax finds no devices ({error!r}): see JAX_PLATFORMS, drivers"
-        raise UserError(f"{lacking}, and what else may hold them (a notebook)") from None
+        named = os.environ.get("JAX_PLATFORMS", "")
+        plugins = {"cuda": "jax-cuda", "gpu": "jax-cuda", "tpu": "libtpu"}
+        reason = f"{error!r}: see JAX_PLATFORMS, drivers, and what else may hold them (a notebook)"
+        if plugins.get(named, "") not in " ".join(versions()):
+            extra = "tpu" if named == "tpu" else "cuda13"  # or cuda12, see FOR_OLD_GPUS
+            reason = f"JAX_PLATFORMS={named}, for which it needs pip install 'jax[{extra}]'"
+        raise UserError(f"jax finds no devices: {reason}") from None
 
 
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:

@@ -3,10 +3,11 @@
     python data/tokenize_text.py TEXT ... [--out DIR] [--encoding bytes] [--val TEXT ...]
 
 A TEXT is a file, or a folder of files: .txt or .md, in which a line <|endoftext|> separates
-documents, or .jsonl, in which every line is an object with a document under the key "text"; or one
-of these with .gz behind it. Files are UTF-8, or UTF-16 with its mark; what is neither is read as
-cp1252 or Latin-1, with a warning. Every document is encoded on its own, with <|endoftext|> in
-front. Validation is the last tenth of all tokens (10.5 M at most), unless --val names texts for it.
+documents, or .jsonl, in which every line is an object with a document under the key "text" (if that
+is no string, null say, the line is passed over); or one of these with .gz behind it. Files are
+UTF-8, or UTF-16 with its mark; what is neither is read as cp1252 or Latin-1, with a warning. Every
+document is encoded on its own, with <|endoftext|> in front. Validation is the last tenth of all
+tokens (10.5 M at most), unless --val names texts for it.
 
 DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
 their tokens are. Without --out they lie in TEXT.tokens/HASH beside the (first) text, or where that
@@ -22,6 +23,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -36,6 +38,8 @@ from train_gpt import DESCRIPTION, MERGES, Config, TokenStream, UserError, need,
 
 MARKER = "<|endoftext|>"
 SUFFIXES = ".txt", ".md", ".jsonl"
+# What systems and archives leave beside texts; FOLDER/* names that, too.
+LEFT_BESIDE = re.compile(r"\._.*|\.DS_Store|__MACOSX|Thumbs\.db|desktop\.ini|@eaDir", re.IGNORECASE)
 SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
@@ -64,9 +68,17 @@ def files_of(texts: list[Path]) -> list[Path]:
 
 
 def is_text(path: Path, folder: Path) -> bool:
-    """Whether `path` is a file of a text, and neither it nor a folder of it in `folder` hidden."""
-    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return kind(path) in SUFFIXES and path.is_file() and not is_hidden
+    """Whether `path` is a file of a text, and neither it nor a folder of it in `folder` hidden, or
+    LEFT_BESIDE."""
+    below = path.relative_to(folder).parts
+    passed_over = any(part.startswith(".") or LEFT_BESIDE.fullmatch(part) for part in below)
+    return kind(path) in SUFFIXES and path.is_file() and not passed_over
+
+
+def meant(texts: list[Path]) -> list[Path]:
+    """Those of several `texts` that are not LEFT_BESIDE others, by systems or as tokens by this."""
+    of_this = [text for text in texts if text.suffix == ".tokens" and text.is_dir()]
+    return [x for x in texts if x not in of_this and not LEFT_BESIDE.fullmatch(x.name)] or texts
 
 
 def examine(path: Path) -> tuple[str, int, str]:
@@ -80,29 +92,38 @@ def examine(path: Path) -> tuple[str, int, str]:
 
 
 def documents(path: Path, encoding: str) -> Iterator[str]:
-    """The documents of one file; UserError if a line of it is not what its name says."""
+    """The documents of one file; UserError if a line of it is not what its name says. How many
+    entries of a .jsonl had no text is said."""
     lines = []
+    lacking = 0
     is_jsonl = kind(path) == ".jsonl"
     with opened(path, "rt", encoding=encoding, errors="replace") as file:
         for number, line in enumerate(file, 1):
             if is_jsonl:
-                yield text_of(line, f"{path}, line {number}")
+                text = text_of(line, f"{path}, line {number}")
+                if isinstance(text, str):
+                    yield text
+                else:
+                    lacking += 1
+                    last = number
             elif line.rstrip("\n") == MARKER:
                 yield "".join(lines)
                 lines = []
             else:
                 lines.append(line)
     yield "".join(lines)
+    if lacking:
+        none = f'{lacking:,} of {number:,} entries have no string under "text"'
+        tell(f"warning: {path}: {none} and were passed over, the last in line {last}", sys.stderr)
 
 
-def text_of(line: str, place: str) -> str:
-    """The document in a line of a .jsonl, "" for a blank one; UserError if there is none."""
+def text_of(line: str, place: str):
+    """What a line of a .jsonl has as its text, "" for a blank one; UserError if it has nothing."""
     try:
-        text = json.loads(line)["text"] if line.strip() else ""
+        return json.loads(line)["text"] if line.strip() else ""
     except (ValueError, TypeError, LookupError, RecursionError):
-        text = None
-    need(isinstance(text, str), f'{place}: no JSON object with a string under the key "text"')
-    return text
+        reason = f'{place}: no JSON object with a string under the key "text"'
+        raise UserError(reason) from None
 
 
 def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
@@ -308,6 +329,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--for", nargs="+", dest="presets", default=[], metavar="PRESET", help="print its --set")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="what is set besides")
     args = parser.parse_args(argv)
+    args.texts = meant(args.texts)
+    args.val = meant(args.val)
     name = args.presets[0] if args.presets else ""
     run, cfg = Path(name), None
     if name and name not in T.PRESETS:

@@ -202,6 +202,23 @@ def test_no_accelerator_is_one_line(main, monkeypatch, words, error, reason):
     assert "jax finds no devices" in line and reason in line and "see JAX_PLATFORMS" in line
 
 
+@pytest.mark.parametrize("platform, installed, words", [
+    ("cuda", "jaxlib", "JAX_PLATFORMS=cuda, for which it needs pip install 'jax[cuda13]'"),
+    ("gpu", "jaxlib", "JAX_PLATFORMS=gpu, for which it needs pip install 'jax[cuda13]'"),
+    ("tpu", "jaxlib", "JAX_PLATFORMS=tpu, for which it needs pip install 'jax[tpu]'"),
+    ("cuda", "jax-cuda12-plugin", "AssertionError(): see JAX_PLATFORMS, drivers"),
+    ("tpu", "libtpu", "AssertionError(): see JAX_PLATFORMS, drivers"),
+    ("metal", "jaxlib", "AssertionError(): see JAX_PLATFORMS, drivers"),
+])  # fmt: skip
+def test_a_platform_that_is_named_without_its_plugin_leads_to_the_package(
+    main, monkeypatch, platform, installed, words
+):
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    monkeypatch.setattr(T, "versions", lambda: {installed: "1"})
+    monkeypatch.setattr(jax, "devices", lambda: exec("raise AssertionError"))
+    assert words in refused(main("tiny"))
+
+
 def test_good_arguments_go_on_to_compile(main, data):
     """So that the refusals above are not for another reason."""
     with pytest.raises(pytest.fail.Exception, match="went on to compile"):

@@ -111,7 +111,7 @@ KINDS = r'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of t
      "a.txt.gz cannot be read: Compressed file end"),
     ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "a.jsonl, line 2: no JSON object with a string"),
     ("a.jsonl", b'{"text": "fine"}\n{"body": "x"}\n', "line 2: no JSON object with a string"),
-    ("a.jsonl", b'{"text": 1}\n', "line 1: no JSON object"),
+    ("a.jsonl", b'{"text": 1}\n', "no text in .*a.jsonl"),
     ("a.jsonl", b"[" * 200_000, "line 1: no JSON object"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(tmp_path, name, content, says):
@@ -161,6 +161,36 @@ def test_a_folder_is_its_texts_in_order_without_what_is_hidden(tmp_path):
     held_out = jsonl(tmp_path / "val.jsonl", ["only this"])
     train, _ = tokenize(tmp_path / "out", folder, "--val", held_out)
     assert train == of_bytes(["b.txt" * 9, "last", "in/a.md" * 9])
+
+
+def test_what_systems_leave_beside_texts_is_none(tmp_path, capsys):
+    """A folder from a Mac's archive, by its name and by FOLDER/*; and once there are tokens."""
+    folder = tmp_path / "mac"
+    (folder / "__MACOSX").mkdir(parents=True)
+    (folder / "a.txt").write_text("a" * 900)
+    junk = "._a.txt", ".DS_Store", "Thumbs.db", "Desktop.ini", "__MACOSX/a.txt"
+    for name in junk:
+        (folder / name).write_bytes(b"\0\1\2")
+    for number, texts in enumerate(([folder], sorted(folder.iterdir()))):
+        assert sum(map(len, tokenize(tmp_path / f"out{number}", *texts))) == 901 + 1
+    capsys.readouterr()
+    made, _ = place_of(capsys, *sorted(folder.iterdir()))
+    assert made.parent == folder / "a.txt.tokens"
+    assert place_of(capsys, *sorted(folder.iterdir()))[0] == made  # whose folder is no text
+    with pytest.raises(T.UserError, match="Thumbs.db: no text: name .txt"):
+        tokenize(tmp_path / "none", folder / "Thumbs.db")
+
+
+def test_entries_without_a_text_are_passed_over_and_counted(tmp_path, capsys):
+    texts = ["first", None, 7, ["x"], float("nan"), "last"]
+    path = jsonl(tmp_path / "a.jsonl", texts)
+    held = jsonl(tmp_path / "val.jsonl", ["only this"])
+    train, _ = tokenize(tmp_path / "out", path, "--val", held)
+    assert train == of_bytes(["first", "last"])
+    line = 'a.jsonl: 4 of 6 entries have no string under "text" and were passed over, the last in '
+    assert f"{line}line 5\n" in capsys.readouterr().err
+    with pytest.raises(T.UserError, match="no text in .*b.jsonl"):
+        tokenize(tmp_path / "none", jsonl(tmp_path / "b.jsonl", [None, 3]), "--val", held)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
