@@ -3826,17 +3826,20 @@ def data_place(data: str) -> Path:
     return here if here.exists() else Path(__file__).resolve().parent / data
 
 
-def fitted(texts: list[str], names: list, given: list[str]) -> tuple[str, list[str]]:
-    """Make tokens of `texts`, unless this is one folder of shards. Returns the first preset, or
-    run, of `names` for which there is enough text, and what to --set besides what is `given`."""
+def fitted(texts: list[str], val: list[str], names: list, given: list[str]) -> tuple:
+    """Make tokens of `texts`, and of those for validation, unless this is one folder of shards.
+    Returns the first preset, or run, of `names` for which there is enough text, what to --set
+    besides what is `given`, and what validation is on."""
     paths = [data_place(text) for text in texts]
     folder = paths[0]
     has_shards = any(folder.glob("*.bin"))
     if has_shards and not (folder / DESCRIPTION).exists():
-        return names[0], [f"data={folder.resolve()}"]
-    printed = run_tool("tokenize_text.py", *paths, "--for", *names, "--set", *given)
-    name, settings = json.loads(printed)
-    return name, settings
+        need(not val, f"{folder} has shards for validation: --val goes with a text")
+        return names[0], [f"data={folder.resolve()}"], "its shards"
+    apart = ["--val", *map(data_place, val)] if val else []
+    printed = run_tool("tokenize_text.py", *paths, *apart, "--for", *names, "--set", *given)
+    name, settings, validation = json.loads(printed)
+    return name, settings, validation
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
@@ -5287,6 +5290,7 @@ def add_config_options(parser: argparse.ArgumentParser):
     option("--set", **several, metavar="KEY=VALUE", help=fields)
     data = "folder of token shards; texts, folders of texts"
     option("--data", **several, metavar="DIR|TEXT", help=data)
+    option("--val", **several, metavar="TEXT", help="texts for validation alone")
     option("--seed", type=int, metavar="N", help="of the parameters, and of samples")
 
 
@@ -5295,6 +5299,7 @@ class Asked(NamedTuple):
 
     preset: str  # or ""
     places: list[str]  # of data
+    val: list[str]  # texts for validation
     settings: list[str]  # what else to --set
 
     @property
@@ -5314,15 +5319,16 @@ def asked_for(args) -> Asked:
     presets = [word for word in args.words if word in PRESETS]
     need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
     named = [word for word in args.words if word not in PRESETS] + data
-    for place in named:
+    need(named or not args.val, "--val: name a text to train on, too")
+    for place in named + args.val:
         no_preset = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}; "
-        if place in data:
+        if place in data + args.val:
             no_preset = ""
         elif "=" in place and in_our_words(place):
             no_preset = f"for a setting write {in_our_words(place)}; "
         exists = place and data_place(place).exists()
         need(exists, f"{no_preset}there is no {place or repr(place)}")
-    return Asked("".join(presets), named, settings)
+    return Asked("".join(presets), named, args.val, settings)
 
 
 def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
@@ -5342,10 +5348,10 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         base = PRESETS[names[0]]
     settings = asked.settings
     if asked.places:
-        name, of_data = fitted(asked.places, names, settings)
+        name, of_data, validation = fitted(asked.places, asked.val, names, settings)
         base = PRESETS.get(name, base)
         settings = of_data + settings
-        say(f"data of your own: {shlex.join(of_data)}")
+        say(f"data of your own, with validation on {validation}: {shlex.join(of_data)}")
     alike = first_alike(all_devices())
     if alike < len(all_devices()) and not asked.preset:
         settings = [f"devices={alike}", *settings]
@@ -5422,7 +5428,7 @@ def resume_config(asked: Asked, saved: Saved) -> Config:
     need(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
     if asked.places:  # the folder may be another, all other settings are the run's
-        _, of_data = fitted(asked.places, [saved.run_dir], [])
+        _, of_data, _ = fitted(asked.places, asked.val, [saved.run_dir], [])
         settings = of_data[:1] + settings
     devices = saved.cfg.devices
     if devices > len(all_devices()):

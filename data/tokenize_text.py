@@ -6,16 +6,20 @@ A TEXT is a file, or a folder of files: .txt or .md, in which a line <|endoftext
 documents, or .jsonl, in which every line is an object with a document under the key "text" (if that
 is no string, null say, the line is passed over); or one of these with .gz behind it. Files are
 UTF-8, or UTF-16 with its mark; what is neither is read as cp1252 or Latin-1, with a warning. Every
-document is encoded on its own, with <|endoftext|> in front. Validation is the last tenth of all
-tokens (10.5 M at most), unless --val names texts for it.
+document is encoded on its own, with <|endoftext|> in front.
+
+Validation is on the texts that --val names, of which nothing is trained on. Without it, where names
+have the word `train` and others `val`, `valid` or `validation`, else `test`, it is on these others;
+and where they do not, on the last tenth of all tokens (10.5 M at most).
 
 DIR is new, and appears with all of its files at once: the shards, and dataset.json, which says what
 their tokens are. Without --out they lie in TEXT.tokens/HASH beside the (first) text, or where that
 cannot be written in ~/.cache/train_gpt (or $XDG_CACHE_HOME/train_gpt); the hash is that of the
 contents of all texts.
 
---for PRESET ... [--set ...] prints as JSON the first with enough text, and what that must --set;
-TEXT may then be a DIR, too. For a run to --start from, RUN_DIR for PRESET, texts get its encoding.
+--for PRESET ... [--set ...] prints as JSON the first with enough text, what that must --set, and
+what validation is on; TEXT may then be a DIR, too. For a run to --start from, RUN_DIR for PRESET,
+texts get its encoding.
 """
 
 import contextlib
@@ -62,9 +66,50 @@ def files_of(texts: list[Path]) -> list[Path]:
         cure = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
         need(of_text, f"{text}: {lacking}: {cure}; each may be a .gz")
         files += of_text
-    for path, count in Counter(path.resolve() for path in files).items():
-        need(count == 1, f"{path} is named twice: name it once, for training or for validation")
     return files
+
+
+def parts_of(files: list[Path]) -> dict[str, list[Path]]:
+    """The files of each part of a data set: train, val, test, or "". The last word in a file's path
+    below the folder of all says it: train/a.txt, stories-valid.txt."""
+    parts = {"train": [], "val": [], "test": [], "": []}
+    base = os.path.commonpath([os.path.abspath(file.parent) for file in files])
+    for file in files:
+        below = os.path.relpath(file, base).lower()
+        words = re.findall(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", below)
+        parts[words[-1] if words else ""].append(file)
+    return parts
+
+
+def named(files: list[Path]) -> str:
+    """The first of these files, and how many more there are."""
+    return files[0].name + (f" and {len(files) - 1} more" if files[1:] else "")
+
+
+def split(texts: list[Path], val: list[Path]) -> tuple[list[Path], list[Path], str]:
+    """(files to train on, files to validate on, what validation is on): as `texts` and `val` name
+    them; where `val` is empty, by their names. UserError if a file would be in both."""
+    files = files_of(texts)
+    held = []
+    validation = "the last tenth of all (--val TEXT names another)"
+    parts = parts_of(files)
+    kind = "val" if parts["val"] else "test"
+    if val:
+        held = files_of(val)
+        validation = named(held)
+    elif parts["train"] and parts[kind]:
+        held = parts[kind]
+        validation = f"{named(held)}, by name"
+        if kind == "val" and parts["test"]:
+            validation += f" ({named(parts['test'])} is left out)"
+        left = {*parts["val"], *parts["test"]}
+        files = [path for path in files if path not in left]
+    apart = {path.resolve() for path in held} - {path.resolve() for path in texts}
+    files = [path for path in files if path.resolve() not in apart]
+    need(files, f"--val {' '.join(map(str, val))} leaves nothing to train on")
+    for path, count in Counter(path.resolve() for path in files + held).items():
+        need(count == 1, f"{path} is named twice: name it once, for training or for validation")
+    return files, held, validation
 
 
 def is_text(path: Path, folder: Path) -> bool:
@@ -197,10 +242,11 @@ def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: st
                 raise
 
 
-def tokens_of(args, cfg: Config | None, run: Path) -> Path:
-    """The folder with the tokens of the texts, made if need be: of a `run` with `cfg`, if any."""
-    files = files_of(args.texts)
-    all_files = [path.resolve() for path in files_of(args.texts + args.val)]
+def tokens_of(args, cfg: Config | None, run: Path) -> tuple[Path, str]:
+    """(The folder with the tokens of the texts, made if need be: of a `run` with `cfg`, if any; and
+    what validation is on.)"""
+    files, held, validation = split(args.texts, args.val)
+    all_files = [path.resolve() for path in files + held]
     out = args.out and args.out.resolve()
     if out:
         need(
@@ -209,6 +255,9 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
         )
         out.parent.mkdir(parents=True, exist_ok=True)
     digests, sizes, encodings = zip(*map(examine, all_files), strict=True)
+    for path, digest in zip(held, digests[len(files) :], strict=True):
+        same = f"{path} has the contents of a text to train on: it cannot validate that"
+        need(digest not in digests[: len(files)], same)
     name = "bytes" if args.presets == ["tiny"] or sum(sizes) < SHORT else "gpt2"
     name = values_of(args.set).get("encoding", args.encoding) or name
     if cfg:
@@ -220,7 +269,7 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     if not args.out:
         with contextlib.suppress(UserError):
             described(out)
-            return out
+            return out, validation
         shutil.rmtree(out, ignore_errors=True)  # of what is not whole
     encoding = text_encoding(name, run)
     bos = encoding.eot_token
@@ -228,9 +277,9 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     texts = list(map(documents, all_files, encodings))
     train = tokenize(encoding, texts[: len(files)])
     val = tokenize(encoding, texts[len(files) :])
-    for tokens, named in ((train, args.texts), (val, args.val)):
-        need(len(tokens) or not named, f"no text in {', '.join(map(str, named))}")
-    if not args.val:
+    for tokens, of in ((train, args.texts), (val, held)):
+        need(len(tokens) or not of, f"no text in {', '.join(map(str, of))}")
+    if not held:
         size = min(len(train) // 10, VAL_TOKENS)
         need(size, f"{len(train)} tokens are too few for training and validation")
         train, val = train[:-size], train[-size:]
@@ -238,7 +287,7 @@ def tokens_of(args, cfg: Config | None, run: Path) -> Path:
     write(out, train, val, {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}, merges)
     tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
     tell(f"{args.out or out}: {tokens}", sys.stderr if args.presets else None)
-    return out
+    return out, validation
 
 
 def values_of(items: list[str]) -> dict[str, str]:
@@ -335,12 +384,15 @@ def main(argv: list[str] | None = None) -> None:
     run, cfg = Path(name), None
     if name and name not in T.PRESETS:
         cfg = T.typed(Config, json.loads((run / "run.json").read_text())["config"])
-    made = len(args.texts) == 1 and (args.texts[0] / DESCRIPTION).exists()
-    folder = args.texts[0] if made else tokens_of(args, cfg, run)
+    folder, validation = args.texts[0], "its shards"
+    if args.texts[1:] or not (folder / DESCRIPTION).exists():
+        folder, validation = tokens_of(args, cfg, run)
+    else:
+        need(not args.val, f"{folder} has its validation: --val goes with a text")
     for name in args.presets:
         items, why = settings(cfg or T.PRESETS[name], folder, args.set)
         if items:
-            print(json.dumps([name, [f"data={folder}", *items]]))
+            print(json.dumps([name, [f"data={folder}", *items], validation]))
             break
         need(name != args.presets[-1], why)
         tell(f"{why}; it gets the model of {args.presets[-1]}", sys.stderr)

@@ -175,10 +175,10 @@ def own_text(folder, train: int, val: int, **about):
     return folder
 
 
-def config_of(*words, items=(), data=(), seed=None, say=lambda line: None):
-    """The config of the command line WORDS --set ITEMS --data DATA."""
-    words, data = [*map(str, words)], [*map(str, data)]
-    return T.resolve(SimpleNamespace(words=words, set=[*items], data=data, seed=seed), say)
+def config_of(*words, items=(), data=(), val=(), seed=None, say=lambda line: None):
+    """The config of the command line WORDS --set ITEMS --data DATA --val VAL."""
+    words, data, val = ([*map(str, texts)] for texts in (words, data, val))
+    return T.resolve(SimpleNamespace(words=words, set=[*items], data=data, val=val, seed=seed), say)
 
 
 @pytest.fixture
@@ -210,7 +210,8 @@ def test_enough_text_changes_no_step_and_what_is_set_counts(tmp_path, fitted):
     folder = own_text(tmp_path, 720_000, 98_305)
     cfg = fitted(folder, say=said.append)
     assert (cfg.steps, cfg.val_tokens, cfg.val_row) == (want.steps, want.val_tokens, want.val_row)
-    assert said[0].startswith(f"data of your own: data={tmp_path} encoding=bytes real_tokens=257")
+    begin = "data of your own, with validation on its shards: "
+    assert said[0].startswith(f"{begin}data={tmp_path} encoding=bytes real_tokens=257")
     cfg = fitted(folder, items=["steps=60", "val_tokens=4096", "target=2.5", "vocab=400"])
     assert (cfg.steps, cfg.val_tokens, cfg.target, cfg.vocab) == (60, 4096, 2.5, 400)
 
@@ -282,6 +283,35 @@ def test_a_text_may_be_named_in_any_way(tmp_path, fitted, monkeypatch):
     ]:
         with pytest.raises(T.UserError, match=says):
             fitted(*words, data=data)
+
+
+def test_a_text_for_validation_may_be_named_too(tmp_path, fitted, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "train.txt", "val.txt"):
+        (tmp_path / name).write_text(f"Roses are {name}. " * 900)
+    said = []
+    cfg = fitted("tiny", "a.txt", val=["b.txt"], say=said.append)
+    val = T.TokenStream(T.Path(cfg.data), "val", cfg.bos)
+    assert bytes(val.read(1, 16).tolist()) == b"Roses are b.txt."
+    by_name = fitted("tiny", "train.txt", "val.txt", say=said.append)
+    assert by_name == fitted("train.txt", val=["val.txt"], say=said.append)
+    fitted("a.txt", "b.txt", say=said.append)
+    on = [re.search("^data of your own, with validation on (.*): data=", line)[1] for line in said]
+    assert on[:3] == ["b.txt", "val.txt, by name", "val.txt"]
+    assert on[3:] == ["the last tenth of all (--val TEXT names another)"]
+    shards = own_text(tmp_path / "shards", 9000, 999)
+    for words, says in [
+        (["tiny"], "^--val: name a text to train on, too$"),
+        ([cfg.data], "has its validation: --val goes with a text"),
+        ([shards], "has its validation: --val goes with a text"),
+    ]:
+        with pytest.raises(T.UserError, match=says):
+            fitted(*words, val=["b.txt"])
+    (shards / T.DESCRIPTION).unlink()
+    with pytest.raises(T.UserError, match="has shards for validation: --val goes with a text"):
+        fitted(shards, val=["b.txt"])
+    with pytest.raises(T.UserError, match="^there is no c.txt$"):
+        fitted("a.txt", val=["c.txt"])
 
 
 def test_a_folder_of_texts_may_be_called_as_a_preset(tmp_path, fitted, monkeypatch):

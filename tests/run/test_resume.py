@@ -224,7 +224,7 @@ def test_a_start_takes_its_encoding_to_another_text(run, tmp_path, capsys, monke
     text.write_text("Roses are red. " * 900)
     asked = []
     data = f"data={tmp_path}"
-    found = json.dumps([str(run), [data, "passes=3"]])
+    found = json.dumps([str(run), [data, "passes=3"], "the last tenth of it"])
     monkeypatch.setattr(T, "run_tool", lambda *words: asked.append(words) or found)
     cfg = started(run, capsys, monkeypatch, str(text), "--set", "steps=6")
     assert (cfg.data, cfg.passes, cfg.steps) == (str(tmp_path), 3, 6)

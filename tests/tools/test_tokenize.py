@@ -193,6 +193,57 @@ def test_entries_without_a_text_are_passed_over_and_counted(tmp_path, capsys):
         tokenize(tmp_path / "none", jsonl(tmp_path / "b.jsonl", [None, 3]), "--val", held)
 
 
+@pytest.mark.parametrize("names, held, left", [
+    ("train.txt val.txt", "val.txt", ""),
+    ("stories-train.txt stories-valid.txt", "stories-valid.txt", ""),
+    ("Train.md VALIDATION.md", "VALIDATION.md", ""),
+    ("train/a.txt train/b.txt validation/a.txt", "validation/a.txt", ""),
+    ("train.txt test.txt", "test.txt", ""),
+    ("train.txt val.txt test.txt notes.md", "val.txt", "test.txt"),
+    ("train-1.txt train-2.txt val-1.txt val-2.txt", "val-1.txt val-2.txt", ""),
+    ("book.txt val.txt", "", ""),  # perhaps of a valley
+    ("training/a.txt training/b.txt", "", ""),
+    ("latest.txt interval.txt train.txt", "", ""),  # have no such word
+])  # fmt: skip
+def test_names_may_say_what_is_for_validation(tmp_path, capsys, names, held, left):
+    """In a folder, of which more than the words do not count, or one by one."""
+    folder = tmp_path / "test of val"
+    names = names.split()
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"<{name}>" * 20)
+    paths = sorted(folder / name for name in names)
+    for number, texts in enumerate(([folder], paths)):
+        files, apart, said = tokenize_text.split(texts, [])
+        assert apart == [folder / name for name in held.split()]
+        others = {*held.split(), *left.split()}
+        assert files == [path for path in paths if str(path.relative_to(folder)) not in others]
+        assert said.startswith(apart[0].name if held else "the last tenth of all")
+        assert (left or "left out") in said or not left
+        train, val = tokenize(tmp_path / f"out{number}", *texts)
+        texts_of = [f"<{path.relative_to(folder)}>" * 20 for path in files]
+        assert (train if held else train + val)[: len(train)] == of_bytes(texts_of)[: len(train)]
+        assert not held or val == of_bytes([f"<{name}>" * 20 for name in held.split()])
+
+
+def test_nothing_of_a_text_for_validation_is_trained_on(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(name * 50)
+    train, val = tokenize(tmp_path / "out", folder, "--val", folder / "b.txt")
+    assert (train, val) == (of_bytes(["a" * 50, "c" * 50]), of_bytes(["b" * 50]))
+    (tmp_path / "copy.txt").write_text("b" * 50)
+    for texts, val, says in [
+        ([folder], [folder], "--val .*texts leaves nothing to train on"),
+        ([folder / "b.txt"], [folder], "b.txt is named twice"),
+        ([folder], [tmp_path / "copy.txt"], "copy.txt has the contents of a text to train on"),
+        ([folder], [tmp_path / "none.txt"], "none.txt: there is no such text"),
+    ]:
+        with pytest.raises(T.UserError, match=says):
+            tokenize(tmp_path / "bad", *texts, "--val", *val)
+
+
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_pieces_of_a_text_have_the_tokens_of_the_whole(monkeypatch, name):
     if name == "gpt2" and "TIKTOKEN_CACHE_DIR" not in os.environ:
@@ -320,7 +371,8 @@ def preset_of(capsys, text, names, *argv):
     """(preset, what it must --set, what is said)."""
     tokenize_text.main([str(text), "--for", *names.split(), *argv])
     done = capsys.readouterr()
-    return *json.loads(done.out), done.err
+    name, items, _ = json.loads(done.out)
+    return name, items, done.err
 
 
 @pytest.fixture(scope="module")
