@@ -4884,8 +4884,14 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
     """Join the other processes of the run, before jax touches a device: those that are named, or
     those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    is_named = {coordinator, processes, process_id} != {None}
-    if not is_named and tasks == "1" and "," not in slice_hosts():
+    if {coordinator, processes, process_id} != {None}:
+        each = f"--coordinator {coordinator} --processes {processes} --process-id {process_id}"
+    elif tasks != "1":
+        alone = "`env -u SLURM_STEP_NUM_TASKS` before the command runs one alone"
+        each = f"SLURM_STEP_NUM_TASKS={tasks}, so `srun` must start all {tasks} tasks; {alone}"
+    elif "," in (hosts := slice_hosts()):
+        each = f"the hosts of this TPU slice, {hosts}, must all start it"
+    else:
         return
     # The only task of a node has all its GPUs, of which jax would take one.
     alone_on_node = tasks == os.environ.get("SLURM_STEP_NUM_NODES")
@@ -4896,12 +4902,9 @@ def join_hosts(coordinator: str | None, processes: int | None, process_id: int |
         if coordinator and process_id == 0:  # jax would crash if the port is taken
             port = int(coordinator.rpartition(":")[2])
             socket.create_server(("", port)).close()
-        patiently(join, most=280)  # jax would crash after 300 s
+        patiently(join, f"{OTHERS}: {each}", most=280)  # jax would crash after 300 s
     except Exception as error:
-        names = [name for name in sorted(os.environ) if re.match("SLURM_STEP_NU|TPU_", name)]
-        variables = {name: os.environ[name] for name in names}
-        cure = f"see --coordinator, --processes, --process-id, and what {variables} say"
-        raise UserError(f"cannot join the other processes ({error!r}): {cure}") from None
+        raise UserError(f"cannot join the other processes ({error!r}): {each}") from None
 
 
 def from_all(numbers) -> list[int]:

@@ -127,7 +127,7 @@ def test_a_port_that_another_program_has_is_one_line(joined):
     """Where jax would end by a signal."""
     with socket.create_server(("", 0)) as other:
         where = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(T.UserError, match=f"already in use .*{where[10:]}.*see --coordinator"):
+        with pytest.raises(T.UserError, match=f"already in use .*: --coordinator {where} --pr"):
             T.join_hosts(where, 2, 0)
         T.join_hosts(where, 2, 1)  # it is for the first process only
     T.join_hosts(where, 2, 0)
@@ -142,9 +142,19 @@ def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypa
     over = threading.Event()
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_: over.wait(60))
     real = T.patiently
-    monkeypatch.setattr(T, "patiently", lambda do, most: real(do, most=most / 1000))
+    monkeypatch.setattr(T, "patiently", lambda do, line, most: real(do, line, most / 1000))
     with pytest.raises(T.UserError, match="cannot join the other processes .TimeoutError"):
         T.join_hosts("127.0.0.1:1", 2, 1)
+    line = "waiting for the other processes of this run: "
+    assert capsys.readouterr().out.startswith(f"{line}--coordinator 127.0.0.1:1 --processes 2 ")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")  # as a shell of `srun --ntasks=4 --pty` has it
+    with pytest.raises(T.UserError, match="TASKS=4, so `srun` must start all 4 tasks; `env -u SLU"):
+        T.join_hosts(None, None, None)
+    assert capsys.readouterr().out.startswith(f"{line}SLURM_STEP_NUM_TASKS=4, so `srun` must start")
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    with pytest.raises(T.UserError, match="the hosts of this TPU slice, a,b, must all start it"):
+        T.join_hosts(None, None, None)
     over.set()
 
 
