@@ -5148,11 +5148,12 @@ def set_fields(fields: dict, key: str, text: str):
 
 
 def literal(text: str):
-    """The number, tuple or so on that Python sees in `text`; the text itself if it sees none."""
+    """The number, tuple or so on that Python sees in `text`, or JSON a truth value; the text itself
+    if they see none."""
     try:
         return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError):
-        return text
+        return {"true": True, "false": False}.get(text, text)
 
 
 # What is written here, and what other trainers call it.
@@ -5322,7 +5323,9 @@ def asked_for(args) -> Asked:
     presets = [word for word in args.words if word in PRESETS]
     need(len(presets) < 2, f"two presets: name {' or '.join(presets)}")
     named = [word for word in args.words if word not in PRESETS] + data
-    need(named or not args.val, "--val: name a text to train on, too")
+    need(named or not args.val, "--val: name a text to train on, in front of it")
+    renamed = {f"preset={preset}" for preset in PRESETS} & {*settings}
+    need(not renamed, f"--set {' '.join(renamed)} changes only a name: write the preset in front")
     for place in named + args.val:
         no_preset = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}; "
         if place in data + args.val:
@@ -5469,6 +5472,8 @@ def check_resume(args, asked: Asked):
 def user_cache() -> Path:
     """The folder for what can be made again: in $XDG_CACHE_HOME, else in the user's .cache."""
     place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if place == "~/.cache":  # of a user without a home, as in some containers
+        place = "/tmp"
     return Path(place, "train_gpt")
 
 

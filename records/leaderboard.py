@@ -151,7 +151,8 @@ def git(*words: str, stdin=b"") -> bytes:
     """What git says about this clone; nothing if it is none, or if there is no git."""
     if not ((HERE.parent / ".git").exists() and shutil.which("git")):
         return b""
-    command = ["git", "-C", str(HERE.parent), *words]
+    # Its files may belong to another user, as in a container.
+    command = ["git", "-c", "safe.directory=*", "-C", str(HERE.parent), *words]
     return subprocess.run(command, input=stdin, capture_output=True).stdout
 
 

@@ -82,6 +82,7 @@ def refused(result) -> str:
         (["tiny", "--training_steps=5", "--grad_clip=1"], "grad_clip=1; write --set steps=5 (see"),
         (["tiny", "--grad_clip=1"], "unrecognized arguments: --grad_clip=1 (see --help)"),
         (["tiny", "steps=500"], "error: for a setting write --set steps=500; there is no steps="),
+        (["--set", "preset=speedrun"], "=speedrun changes only a name: write the preset in front"),
         (["--set", "batch_size=8"], "key 'batch_size'; write --set 'stages.*.batch_tokens=N'"),
         (["--set", "learning_rate=1e-3"], "write --set lr_anvil=X lr_adam=X; --show prints all"),
         (["--set", "steps=5", "tiny"], "--set tiny: write KEY=VALUE; texts and presets go"),
@@ -261,6 +262,8 @@ def test_programs_are_kept_where_the_user_says(main, program_cache, monkeypatch)
     for place in ("/scratch/me", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", place)
         main("tiny")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as of a user without a home
+    assert T.user_cache() == Path("/tmp/train_gpt")
     own = program_cache["jax_compilation_cache_dir"]
     in_home = "/home/me/.cache/train_gpt"
     assert seen == [own, None, in_home, "a/b", "/scratch/me/train_gpt", in_home]

@@ -83,6 +83,7 @@ def test_devices_of_several_processes_are_all_used_or_the_count_is_refused():
         ("momentum=0,0.5", (0.0, 0.5)),
         ("recompute=1", True),
         ("recompute=False", False),
+        ("recompute=true", True),
         ("stages.1.windows=(7,70)", (7, 70)),
         ("stages.1.candidates=(80,0,104)", (80, 0, 104)),
         ("layers.1.attends=short", "short"),

@@ -301,7 +301,7 @@ def test_a_text_for_validation_may_be_named_too(tmp_path, fitted, monkeypatch):
     assert on[3:] == ["the last tenth of all (--val TEXT names another)"]
     shards = own_text(tmp_path / "shards", 9000, 999)
     for words, says in [
-        (["tiny"], "^--val: name a text to train on, too$"),
+        (["tiny"], "^--val: name a text to train on, in front of it$"),
         ([cfg.data], "has its validation: --val goes with a text"),
         ([shards], "has its validation: --val goes with a text"),
     ]:

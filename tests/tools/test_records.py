@@ -698,7 +698,7 @@ def test_an_older_source_without_its_history_is_refused_in_a_line(
         answers = {"rev-parse": b"false\n" if history == "whole" else b"true\n"}
 
         def git(command, **_):
-            return SimpleNamespace(stdout=answers.get(command[3], b""))
+            return SimpleNamespace(stdout=answers.get(command[5], b""))
 
         monkeypatch.setattr(subprocess, "run", git)
     refuses = contextlib.nullcontext()
