@@ -1978,13 +1978,14 @@ class StepResult(NamedTuple):
     loss: jax.Array
     dropped: jax.Array  # n-grams
     norms: dict[str, jax.Array]  # of gradients, by parameter; empty without cfg.log_norms
+    number_of_pass: int  # through the training tokens, from 1
 
 
 def settle(log: RunLog, result: StepResult | None):
     """Wait for a step, and log it."""
     if result:
         loss = sound(log, result.step, float(result.loss))
-        log.trained(result.step, loss, result.dropped, result.norms)
+        log.trained(result, loss)
 
 
 def sound(log: RunLog, step: int, loss: float) -> float:
@@ -2052,7 +2053,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             all_norms |= norms
             del due
         settle(log, newest)  # waits for the step before, while this one runs
-        newest = StepResult(step + 1, loss, dropped, all_norms)
+        number_of_pass = ready.stream.pass_at(loader.cursor)
+        newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
 
     waiting.clear()  # gradients of parameters whose last update has been
     state, changed = compiled["finish"](state)
@@ -2206,14 +2208,12 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
     devices in this order."""
     while True:
         number, base = stream.shard_at(cursor)
-        starts = stream.documents(number)
-        shard_end = len(stream.shards[number])
-        stops = np.append(starts[1:], shard_end)[: len(starts)]
-        first = int(np.searchsorted(starts, cursor - base))
+        documents = stream.documents(number)
+        first = int(np.searchsorted(documents.places, cursor - base))
         pieces = []
         row = 0
         room = stage.row_tokens + 1
-        for start, stop in zip(starts[first:], stops[first:], strict=True):
+        for place, start, stop in zip(*(column[first:] for column in documents), strict=True):
             # One by one: a list of a shard's 150,000 documents would take 30 ms a batch.
             start = int(start)
             stop = min(int(stop), start + stage.doc_cap, start + room)
@@ -2222,7 +2222,7 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
             if room == 0:
                 row += 1
                 if row == stage.rows:
-                    return pieces, base + stop
+                    return pieces, base + int(place) + stop - start
                 room = stage.row_tokens + 1
         cursor = int(stream.ends[number])
 
@@ -3619,11 +3619,23 @@ SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
 HEADER_BYTES = 1024
 
 
+class Documents(NamedTuple):
+    """The documents of a shard in the order in which they are read; positions in the shard."""
+
+    places: np.ndarray  # where each would begin if they stood in this order
+    starts: np.ndarray  # where it does begin
+    stops: np.ndarray  # and end
+
+
 class TokenStream:
     """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
-    A cursor is a position in it, counted from the first token of the first shard."""
+    A cursor is a position in it, counted from the first token of the first shard.
 
-    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1):
+    The first pass reads a shard as it stands. Each later one reads its documents, or rows that are
+    cut at other places, in an order of its own, which follows from `seed` and the number of the
+    shard in the stream: a cursor says all. What is kept of an order is of two shards."""
+
+    def __init__(self, folder: Path, split: str, bos: int, passes: int = 1, seed: int = 0):
         shard_name = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
         paths = (path for path in folder.glob("*.bin") if shard_name.fullmatch(path.name))
         self.paths = sorted(paths)
@@ -3631,14 +3643,51 @@ class TokenStream:
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * passes
         self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.seed = seed
         self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
+        self.rows = functools.lru_cache(2)(self.draw_rows)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def find_documents(self, number: int) -> np.ndarray:
-        """Where documents begin in shard `number`."""
-        return np.flatnonzero(self.shards[number] == self.bos)
+    def pass_at(self, cursor: int) -> int:
+        """The number, from 1, of the pass that has the token before `cursor`."""
+        return -(-cursor // int(self.ends[len(self.paths) - 1]))
+
+    def find_documents(self, number: int) -> Documents:
+        """The Documents of shard `number`."""
+        tokens = self.shards[number]
+        starts = np.flatnonzero(tokens == self.bos)
+        stops = np.append(starts, len(tokens))[1:]
+        if number < len(self.paths):
+            return Documents(starts, starts, stops)
+        order = self.drawing(number).permutation(len(starts))
+        lengths = (stops - starts)[order]
+        places = np.cumsum(lengths) - lengths + starts[:1]
+        return Documents(places, starts[order], stops[order])
+
+    def drawing(self, number: int) -> np.random.Generator:
+        """What draws the order of shard `number`."""
+        return np.random.default_rng([self.seed, number])
+
+    def draw_rows(self, number: int, t: int) -> np.ndarray:
+        """Where in shard `number` its rows of t tokens begin, in the order in which they are read:
+        so the rows of a batch are of several documents."""
+        random = self.drawing(number)
+        first = int(random.integers(t))
+        count = max(len(self.shards[number]) - 1 - first, 0) // t  # the last has a last target
+        return first + t * random.permutation(count)
+
+    def row_at(self, cursor: int, t: int) -> int:
+        """Where the row of t tokens begins that is read when it is the turn of `cursor`."""
+        number, base = self.shard_at(cursor)
+        if number < len(self.paths):
+            return cursor
+        starts = self.rows(number, t)
+        row = (cursor - base) // t
+        if row >= len(starts):  # what is left over at the end of a shard
+            return cursor
+        return base + int(starts[row])
 
     def shard_at(self, cursor: int) -> tuple[int, int]:
         """(number of the shard that holds `cursor`, its first position)."""
@@ -3676,7 +3725,10 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
     """The plan of a global batch of `stage`, from the cursor alone."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
-    return plan_plain(cursor, stage.rows, stage.row_tokens)
+    t = stage.row_tokens
+    pieces, next_cursor = plan_plain(cursor, stage.rows, t)
+    starts = [(row, stream.row_at(start, t)) for row, start, _ in pieces]
+    return [(row, start, start + t + 1) for row, start in starts], next_cursor
 
 
 def plan_plain(cursor: int, rows: int, t: int):
@@ -3772,6 +3824,7 @@ def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
             raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
     # The loader shall find them again inside the clock, which counts all work on data.
     stream.documents.cache_clear()
+    stream.rows.cache_clear()
     return cursor
 
 
@@ -3876,7 +3929,7 @@ class Data(NamedTuple):
 def open_data(cfg: Config, say: Callable) -> Data:
     """The Data that a run reads; UserError if not all of it is there."""
     folder = data_folder(cfg, say)
-    stream = TokenStream(folder, "train", cfg.bos, cfg.passes)
+    stream = TokenStream(folder, "train", cfg.bos, cfg.passes, cfg.seed)
     val_stream = TokenStream(folder, "val", cfg.bos)
     shards = check_tokens(cfg, stream, val_stream)
     words = token_bytes(cfg, folder)
@@ -3901,6 +3954,7 @@ class Prepared(NamedTuple):
     copies: dict
     batches: Iterator  # of pairs: a Batch, the LoaderState after it
     loader: LoaderState  # before the first of them
+    stream: TokenStream  # that they are of
     validation: tuple[TokenStream, Vocabulary | None]
     stop_signal: Callable  # see ask_to_stop
     kernels: Kernels
@@ -3956,6 +4010,7 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         copies=copies,
         batches=batches,
         loader=loader,
+        stream=data.train,
         validation=(data.val, by_id),
         stop_signal=ask_to_stop(),
         kernels=kernels,
@@ -4691,13 +4746,15 @@ class RunLog:
         self.write("metrics.jsonl", json.dumps(numbers | fields))
         return line
 
-    def trained(self, step: int, loss: float, dropped, norms: dict):
-        """Write down the loss of a step and the `norms` of its gradients. Every log_every steps
-        they are also shown on the terminal."""
-        fields = {"lr": float(schedule(self.cfg).hyper.lr[step - 1])}
+    def trained(self, result: StepResult, loss: float):
+        """Write down the loss of a step and the norms of its gradients. Every log_every steps they
+        are also shown on the terminal."""
+        step, norms = result.step, result.norms
+        fields = {"pass": result.number_of_pass}
+        fields["lr"] = float(schedule(self.cfg).hyper.lr[step - 1])
         for name, size in norms.items():
             fields[f"norm_{name}"] = float(size)
-        line = self.line(step, "train_loss", loss, int(dropped), **fields)
+        line = self.line(step, "train_loss", loss, int(result.dropped), **fields)
         if step % self.cfg.log_every and step != self.first + 1:
             return
         seconds = max(self.facts["train_time_ms"], 1e-3) / 1000

@@ -306,7 +306,8 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
     least = cfg.tokens_after(cfg.steps) // size + 1
     for number in range(least, min(2 * least, most) + 1):  # what is cut off documents is not read
         with contextlib.suppress(UserError):
-            T.cursor_after(cfg, TokenStream(folder, "train", cfg.bos, number), cfg.steps)
+            stream = TokenStream(folder, "train", cfg.bos, number, cfg.seed)
+            T.cursor_after(cfg, stream, cfg.steps)
             return number
     return 0
 
@@ -358,7 +359,7 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], st
     stages = enumerate(full.stages)
     caps = {f"stages.{i}.doc_cap=0": stage.doc_cap for i, stage in stages if stage.doc_cap}
     if most * len(train) > full.tokens_after(steps) and caps:
-        count = sum(len(train.documents(i)) for i in range(len(train.shards)))
+        count = sum(len(train.documents(i).starts) for i in range(len(train.shards)))
         few = f"{cfg.preset} reads at most {max(caps.values()):,} tokens of each of {count:,}"
         cure = f"take {tiny}more of them (a line {MARKER} ends one), or whole ones by"
         return [], f"{folder}: {few} documents: {cure} --set {' '.join(caps)}"

@@ -1,5 +1,6 @@
 """From shards to batches on the devices: what is read, and in which order."""
 
+import contextlib
 import math
 import threading
 import time
@@ -135,6 +136,61 @@ def test_packed_rows_agree_with_a_walk_over_every_token(tmp_path, rows, t, doc_c
     assert batches > 2 and cursor > len(PACK_SHARDS[0])  # some were beyond the first shard
     with pytest.raises(T.UserError, match="end at"):
         T.plan_packed(stream, cursor, packed(rows, t, doc_cap))
+
+
+def passes_of(folder, shards, stage, passes, seed=0) -> list[list]:
+    """The pieces (start, stop) of each pass through the shards."""
+    for i, tokens in enumerate(shards):
+        write_shard(folder / f"x_train_{i:06d}.bin", tokens)
+    found, cursor = [[] for _ in range(passes)], 0
+    with contextlib.suppress(T.UserError):  # the end of the stream
+        while True:
+            stream = T.TokenStream(folder, "train", BOS, passes, seed)  # a cursor says all
+            pieces, after = T.plan_rows(stream, cursor, stage)
+            stream.shard_at(after)
+            found[stream.pass_at(after) - 1] += [piece[1:] for piece in pieces]
+            cursor = after
+    return found
+
+
+TWICE = [documents(1, 1000), documents(2, 900)]
+IN_ROWS = T.Stage(1.0, 4 * 16, 16, 0, (1, 1))
+
+
+def test_each_pass_after_the_first_cuts_other_rows_and_reads_them_in_its_own_order(tmp_path):
+    first, second, third = passes_of(tmp_path, TWICE, IN_ROWS, 3)
+    starts = [start for start, _ in first]
+    assert starts == [*range(0, len(starts) * 16, 16)]  # as it was when there was one pass
+    for number, pieces in enumerate((second, third), 1):
+        places = [start - number * 1900 for start, _ in pieces]
+        jumps = np.diff(places) != 16
+        assert jumps.mean() > 0.9
+        assert len({*places}) == len(places)
+        assert len({place + i for place in places for i in range(16)}) > 1850  # of 1900
+        of_first = [place < 1000 for place in places]  # a shard is done before the next begins
+        assert of_first == sorted(of_first, reverse=True)
+        assert {place % 16 for place in places if place < 900} != {0}
+    assert [start - 1900 for start, _ in second] != [start - 3800 for start, _ in third]
+    assert passes_of(tmp_path, TWICE, IN_ROWS, 3, seed=1)[0] == first
+    assert passes_of(tmp_path, TWICE, IN_ROWS, 3, seed=1)[1] != second
+
+
+def test_each_pass_after_the_first_reads_documents_in_its_own_order(tmp_path):
+    stage = packed(4, 16, 1000)
+    first, second = passes_of(tmp_path, TWICE, stage, 2)
+    want, cursor = [], 0
+    whole = T.TokenStream(tmp_path, "train", BOS)
+    with contextlib.suppress(T.UserError):
+        while True:
+            pieces, cursor = T.plan_packed(whole, cursor, stage)
+            want += [piece[1:] for piece in pieces]
+    assert first == want
+    places = {*np.flatnonzero(whole.read(0, 1900) == BOS).tolist()}
+    starts = [start - 1900 for start, _ in second]
+    assert len({*starts}) == len(starts) > 30 and {*starts} <= places
+    assert starts != sorted(starts) and starts != [start for start, _ in first]
+    is_whole = [stop - 1900 in places for _, stop in second]
+    assert sum(is_whole) > 10  # those that a row has room for
 
 
 def segments(tokens):

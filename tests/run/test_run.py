@@ -147,7 +147,7 @@ def test_metrics_agree_with_the_log(run):
             assert {*fields} == common | {"val_loss"}
             assert f"val_loss:{fields['val_loss']:.4f} " in line
         else:
-            assert {*fields} == common | {"train_loss", "lr"}
+            assert {*fields} == common | {"train_loss", "lr", "pass"} and fields["pass"] == 1
             assert fields["lr"] == T.schedule(CFG).hyper.lr[step - 1]
 
 
@@ -329,7 +329,8 @@ def test_norms_of_parameters_are_said_where_a_step_is(tmp_path):
         log = T.RunLog(cfg, tmp_path, run_facts, 0, T.Clock(), said.append)
         log.files["metrics.jsonl"] = open(tmp_path / "metrics.jsonl", "wb")
         for step in (1, 2, 3):
-            log.trained(step, 4.0, 0, norms if wanted else {})
+            result = T.StepResult(step, 4.0, 0, norms if wanted else {}, 1)
+            log.trained(result, 4.0)
         steps = ["step:1/8", "step:2/8"]
         if wanted:
             steps = ["step:1/8", "norms:", "step:2/8", "norms:"]
