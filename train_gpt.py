@@ -308,6 +308,7 @@ class Config:
     prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
+    keep_best: Machine[bool] = False  # up to 10 GB of parameters, of the lowest validation loss
     log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
     log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
     sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
@@ -2021,6 +2022,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         batches = validation_batches(cfg, mesh, step, *ready.validation)
         loss, dropped = evaluate(cfg, program, batches)
         log.validated(step, sound(log, step, loss), dropped)
+        params = {"params": state["params"]}
+        if cfg.keep_best and 0 < step < cfg.steps and log.best_step == step and is_small(params):
+            log.save(step, params, loader, BEST)
 
     for step in range(first, cfg.steps):
         is_new = step > first or not saved  # else the disk has this state, and its loss
@@ -2060,8 +2064,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     state, changed = compiled["finish"](state)
     copies |= changed
     validate_after(cfg.steps)
-    is_small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
-    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
+    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small(state)):
         log.save(cfg.steps, state, loader)
     log.ended()
     if cfg.sample_tokens:
@@ -4361,6 +4364,8 @@ def memory_limit(mesh: Mesh) -> float:
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
 
+BEST = "best"  # RUN_DIR/best/STEP/ has the parameters with the lowest validation loss, if not last
+
 
 class Saved(NamedTuple):
     """A checkpoint, all of whose files are there."""
@@ -4387,6 +4392,11 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
             count = min(len(shard.data), rows - first)
             if shard.replica_id == 0 and count > 0:
                 yield f"{kind}.{name}.{first}.npy", np.asarray(shard.data)[:count]
+
+
+def is_small(state) -> bool:
+    """Whether arrays of this size are kept without being asked for: up to 10 GB."""
+    return sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
 
 
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
@@ -4419,11 +4429,11 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
 
 
 def remove_checkpoints(folder: Path, step: int):
-    """Make room for the checkpoint of `step`: the newest before it stays. Later ones go too: a run
-    that is resumed may have passed over them."""
+    """Make room for the checkpoint of `step`: the newest before it stays, unless it was the best.
+    Later ones go too: a run that is resumed may have passed over them."""
     steps = checkpoint_steps(folder)
-    older = [other for other in steps if other < step]
-    for other in {*steps} - {*older[-1:]}:
+    stays = [other for other in steps if other < step and folder.name != BEST]
+    for other in {*steps} - {*stays[-1:]}:
         hidden = folder / f".old-{other}"
         os.rename(folder / str(other), hidden)  # no half of it must be seen
         shutil.rmtree(hidden, ignore_errors=True)
@@ -4436,14 +4446,15 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
     """The newest whole checkpoint of RUN_DIR(/checkpoints), or of all runs in a folder of them, or
-    that in RUN_DIR/checkpoints/STEP."""
+    that in RUN_DIR/checkpoints/STEP; of RUN_DIR/best likewise."""
     place = run_dir.expanduser().resolve()
     need(place.exists(), f"there is no {run_dir}: name the folder of a run")
     folder = place / "checkpoints"
-    if place.name == "checkpoints" and checkpoint_steps(place):
+    kinds = "checkpoints", BEST
+    if place.name in kinds and checkpoint_steps(place):
         folder = place
     paths = [folder / str(step) for step in checkpoint_steps(folder)]
-    if not paths and place.parent.name == "checkpoints":
+    if not paths and place.parent.name in kinds:
         paths = [place]
     if not paths:
         of_runs = [path for path in place.glob("*/checkpoints/*") if path.name.isdecimal()]
@@ -4587,12 +4598,13 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
         before = saved.meta
     else:
         folder = out / new_run_id(cfg)
-        before = {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0}
+        before = {"step": 0, "train_time_ms": 0.0, "dropped_ngrams": 0, "best": None}
     first = before["step"]
     facts = {"run_id": folder.resolve().name, **facts, "compile_seconds": {}, "steps": first}
     facts["tokens"] = cfg.tokens_after(first)
     facts["dropped_ngrams"] = before["dropped_ngrams"]
     facts["train_time_ms"] = round(before["train_time_ms"], 3)
+    facts["best"] = before["best"]
     facts |= {"val_loss": None, "target": cfg.target, "resumed": bool(saved), "finished": False}
     log = RunLog(cfg, folder, facts, first, Clock(before["train_time_ms"]), say)
     try:
@@ -4651,7 +4663,7 @@ def open_files(log: RunLog, saved: Saved | None):
             size = min(file.tell(), saved.meta["logs"][name])
             file.truncate(size)
             file.seek(0, os.SEEK_END)
-    for path in (log.folder / "checkpoints").glob("*"):
+    for path in [*log.folder.glob("checkpoints/*"), *log.folder.glob(f"{BEST}/*")]:
         earlier = path.name.isdecimal() and int(path.name) <= log.first
         if not earlier:  # it is not whole, or of steps that are lost
             shutil.rmtree(path, ignore_errors=True)
@@ -4676,6 +4688,9 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     return [*lines, RULE]
 
 
+PATIENCE = 0.25  # of the steps, in which validation may stay above its lowest without a word
+
+
 @dataclass
 class RunLog:
     """The files of a run, written by process 0, and what the terminal shows. What a full disk
@@ -4689,6 +4704,7 @@ class RunLog:
     say: Callable
     files: dict = dataclasses.field(default_factory=dict)  # of process 0: name -> what is open
     refused: OSError | None = None  # why the disk did not take a line
+    warned: bool = False  # that validation has long been lower
 
     def write(self, name: str, text: str):
         """Append a line to a file at once, so that a crash loses nothing, or replace one."""
@@ -4711,10 +4727,10 @@ class RunLog:
         self.facts.update(changes)
         self.write("run.json", json.dumps(self.facts, indent=1))
 
-    def save(self, step: int, state, loader: LoaderState):
+    def save(self, step: int, state, loader: LoaderState, kind: str = "checkpoints"):
         """Write a checkpoint, while training waits; a warning says if that cannot be."""
         began = time.perf_counter()
-        folder = self.folder / "checkpoints"
+        folder = self.folder / kind
         stands = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
         stands["offsets"] = from_all(loader.offsets)
         stands["logs"] = {name: file.tell() for name, file in self.files.items()}
@@ -4765,11 +4781,24 @@ class RunLog:
             shown = [f"{name} {float(size):.1e}" for name, size in norms.items()]
             self.say(f"norms: {', '.join(shown)}")
 
+    @property
+    def best_step(self) -> int:
+        """After how many steps validation was lowest so far; 0: at the start, or there was none."""
+        return self.facts["best"]["step"] if self.facts["best"] else 0
+
     def validated(self, step: int, loss: float, dropped: int):
-        """Write down the validation loss after `step` steps."""
+        """Write down the validation loss after `step` steps; say once if it has long been lower."""
         line = self.line(step, "val_loss", loss, dropped)
         self.say(line)
-        self.write_facts(val_loss=round(loss, 6))
+        best = self.facts["best"]
+        if not best or loss < best["val_loss"]:
+            best = {"step": step, "val_loss": round(loss, 6)}
+        self.write_facts(val_loss=round(loss, 6), best=best)
+        waited = step - best["step"]
+        if not self.warned and waited >= max(PATIENCE * self.cfg.steps, 2 * self.cfg.val_every):
+            self.warned = True
+            lowest = "validation has not been below {val_loss:.4f} since step {step}".format(**best)
+            self.say(f"{lowest}: fewer passes or steps may do better (Ctrl-C stops the run)")
 
     def stopped(self, step: int):
         """The last lines of a run that a signal has ended."""
@@ -4795,9 +4824,23 @@ class RunLog:
         result = f"val_loss {loss:.4f} after {self.clock.ms() / 1000:.1f} s of training"
         tokens = f"{self.facts['tokens']:,} tokens"
         memory = f"peak memory {peak:.0f} MiB"
-        self.say(f"{verdict}{result} on {tokens}; {memory}; see {self.folder}")
+        lowest = self.lowest() if self.cfg.val_every else ""
+        self.say(f"{verdict}{result} on {tokens}; {lowest}{memory}; see {self.folder}")
         missing = self.facts.get("missing")
         need(not missing, f"the run has ended well, but {missing}")
+
+    def lowest(self) -> str:
+        """A part of the last line: where validation was lowest, and how far the end is above that.
+        If that is the end, no other model is kept."""
+        folder = self.folder / BEST
+        best = self.facts["best"]
+        if best["step"] == self.cfg.steps:
+            shutil.rmtree(folder, ignore_errors=True)
+            return "validation was lowest at the end; "
+        place = f" ({folder} has its model)" if checkpoint_steps(folder) else ""
+        above = self.facts["val_loss"] - best["val_loss"]
+        was = "validation was lowest after {step} steps, {val_loss:.4f}".format(**best)
+        return f"{was}{place}, the end is {above:.4f} above that; "
 
 
 def peak_memory() -> int:

@@ -269,6 +269,18 @@ def given_prompt(args) -> str | None:
     return text.removesuffix("\n") or None
 
 
+def chosen(run_dir: Path, say: Callable) -> T.Saved:
+    """The checkpoint of a run: the one that had the lowest validation loss, if it was kept and is
+    not the last; or the newest."""
+    best = run_dir / T.BEST
+    if not T.checkpoint_steps(best):
+        return T.find_checkpoint(run_dir, say)
+    saved = T.find_checkpoint(best, say)
+    lowest = f"the model of step {saved.step}, whose validation loss was the run's lowest"
+    say(f"{lowest} ({saved.meta['val_loss']:.4f}); for the last one name {run_dir}/checkpoints")
+    return saved
+
+
 def main(argv=None):
     parser = T.Parser(prog="sample.py", description=(__doc__ or "").split("\n")[0])
     option = parser.add_argument
@@ -287,7 +299,7 @@ def main(argv=None):
     for name, least in {"tokens": 1, "top_k": 1, "samples": 1, "seed": 0}.items():
         given = getattr(args, name)
         T.need(given is None or given >= least, f"--{name.replace('_', '-')} is at least {least}")
-    saved = T.find_checkpoint(Path(args.run_dir), lambda line: T.tell(line, sys.stderr))
+    saved = chosen(Path(args.run_dir).expanduser(), lambda line: T.tell(line, sys.stderr))
     encode = text_encoding(saved.cfg.encoding, saved.folder.parents[1]).encode_ordinary
     if args.score:
         asked = questions(Path(args.score), saved.cfg.bos, encode)

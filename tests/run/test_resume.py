@@ -477,3 +477,54 @@ def test_processes_that_do_not_agree_are_told_what_differs(monkeypatch):
         monkeypatch.setattr(multihost_utils, "process_allgather", lambda _, x=others: np.stack(x))
         with pytest.raises(T.UserError, match=words) if words else contextlib.nullcontext():
             T.agree(facts, None)
+
+
+# ---- The best: its parameters, beside the last -------------------------------------------------
+
+
+def run_with(losses, tmp_path, shards, monkeypatch, saved=None, **changes):
+    """(folder, lines) of a run of 8 steps, each validated, with these validation losses."""
+    rest, said = iter(losses), []
+    monkeypatch.setattr(T, "evaluate", lambda *_: (next(rest), 0))
+    cfg = replace(BRIEF, steps=8, devices=2, val_every=1, keep_best=True, **changes)
+    return trained(cfg, tmp_path, shards, saved, said.append), said
+
+
+def test_the_best_stays_beside_the_last_and_is_told(tmp_path, shards, monkeypatch):
+    losses = [4.0, 3.0, 3.2, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0]
+    run, said = run_with(losses, tmp_path, shards, monkeypatch)
+    assert T.checkpoint_steps(run / "best") == [3] and steps_of(run)[-1] == "8"
+    best, last = T.find_checkpoint(run / "best"), T.find_checkpoint(run)
+    assert (best.step, best.run_dir, best.meta["val_loss"], last.step) == (3, run, 2.5, 8)
+    assert T.find_checkpoint(run / "best/3").step == 3
+    params = {name for name in arrays(last.folder) if name.startswith("params.")}
+    assert arrays(best.folder).keys() == params
+    assert facts(run)["best"] == {"step": 3, "val_loss": 2.5}
+    lowest = f"validation was lowest after 3 steps, 2.5000 ({run}/best has its model)"
+    assert f"; {lowest}, the end is 0.5000 above that; " in said[-1]
+    (warning,) = [i for i, line in enumerate(said) if "has not been below" in line]
+    assert "2.5000 since step 3: fewer passes" in said[warning]
+    assert said[warning - 1].startswith("step:5/8 val_loss:2.7")
+
+
+def test_no_other_model_is_kept_if_the_last_is_best_or_nobody_has_asked(
+    tmp_path, shards, monkeypatch
+):
+    losses = [4.0, 3.0, 3.2, 2.5, 2.6, 2.7, 2.8, 2.9, 2.4]
+    run, said = run_with(losses, tmp_path, shards, monkeypatch)
+    assert not (run / "best").exists() and "validation was lowest at the end; " in said[-1]
+    rest = iter([4.0, 2.0, 3.0])
+    monkeypatch.setattr(T, "evaluate", lambda *_: (next(rest), 0))
+    plain = trained(replace(BRIEF, devices=2, val_every=2), tmp_path, shards)
+    assert facts(plain)["best"]["step"] == 2 and not (plain / "best").exists()
+
+
+def test_a_resumed_run_knows_its_best_and_forgets_one_of_lost_steps(tmp_path, shards, monkeypatch):
+    losses = [4.0, 3.0, 3.2, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0]
+    run, _ = run_with(losses, tmp_path, shards, monkeypatch)
+    saved = back_to(run, 6)
+    shutil.copytree(run / "best/3", run / "best/7")
+    assert saved.step == 6
+    again, said = run_with(losses[7:], tmp_path, shards, monkeypatch, saved)
+    assert again == run and T.checkpoint_steps(run / "best") == [3]
+    assert "lowest after 3 steps" in said[-1] and facts(run)["best"]["step"] == 3

@@ -180,6 +180,7 @@ def test_run_json_has_exactly_these_facts(run, monkeypatch):
         "steps": 8,
         "tokens": 8 * 256,
         "val_loss": run.metrics[-1]["val_loss"],
+        "best": {"step": 8, "val_loss": run.metrics[-1]["val_loss"]},
         "train_time_ms": run.metrics[-1]["train_time_ms"],
         "dropped_ngrams": 0,
         "target": 10.0,

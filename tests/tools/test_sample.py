@@ -365,3 +365,19 @@ def test_bad_words_are_refused_in_one_line(saved, monkeypatch, capsys):
     assert "merges.json" in refused("logs/x")
     saved.cfg = replace(CFG, encoding="ids")
     assert "encoding=ids: only your tokenizer knows text of such" in refused("logs/x", "--prompt=A")
+
+
+def test_of_a_run_that_was_better_before_its_end_it_takes_the_best_and_says_so(
+    tmp_path, monkeypatch
+):
+    def find(folder, say):
+        return SimpleNamespace(folder=folder, step=3, meta={"val_loss": 2.5})
+
+    monkeypatch.setattr(T, "find_checkpoint", find)
+    said = []
+    assert sample.chosen(tmp_path, said.append).folder == tmp_path and not said
+    (tmp_path / "best" / "3").mkdir(parents=True)
+    assert sample.chosen(tmp_path, said.append).folder == tmp_path / "best"
+    words = "the model of step 3, whose validation loss was the run's lowest (2.5000)"
+    assert said == [f"{words}; for the last one name {tmp_path}/checkpoints"]
+    assert sample.chosen(tmp_path / "checkpoints", said.append).folder.name == "checkpoints"
