@@ -4578,6 +4578,7 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "preset": cfg.preset,
         "config": dataclasses.asdict(cfg),
         "seed": cfg.seed,
+        "parameters": sum(map(math.prod, shapes_of(cfg).values())),
         "command": command,
         "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
         "versions": versions(),
@@ -4679,7 +4680,7 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     lines += [f"{name} {version}" for name, version in facts["versions"].items()]
     lines.append("{count} x {kind} ({platform})".format(**facts["devices"]))
     lines += [facts["host"]["platform"], f"command: {facts['command']}"]
-    for name in ("host", "environment", "choices", "data"):
+    for name in ("host", "environment", "choices", "parameters", "data"):
         lines.append(f"{name}: {json.dumps(facts[name])}")
     # A run that goes on has a new config if more has changed than where it runs.
     where = {"data": log.cfg.data, "devices": log.cfg.devices}

@@ -84,6 +84,9 @@ class Track(NamedTuple):
     kind: str = ""  # part of the name of the devices
     devices: dict = {}  # what run.json says of them; one process sees one machine
     batch_tokens: int = 0  # of every step. If not 0, records are ranked by steps, not by seconds
+    # Numbers of the model, at most. If not 0, there is no target: records are ranked by loss, and
+    # training tokens may be read any number of times.
+    parameters: int = 0
 
 
 TRACKS = read_json(Path(__file__).with_name("tracks.json")).items()
@@ -191,7 +194,7 @@ def check_heads(run: Run, heads: list[list[str]]):
     need(said, f"log.txt does not have the command of run.json, {facts['command']}")
     want = [f"{package} {version}" for package, version in facts["versions"].items()]
     want += ["{count} x {kind} ({platform})".format(**facts["devices"])]
-    names = ("host", "environment", "choices", "data")  # older logs lack choices
+    names = ("host", "environment", "choices", "parameters", "data")  # older logs lack some
     want += [f"{name}: {json.dumps(facts[name])}" for name in names if name in facts]
     for line in want:
         said = all(line in head for head in heads)
@@ -280,7 +283,8 @@ def check_stream(track: Track, run: Run, pinned: dict):
         need(known.get(name) == shard, f"{other}: {name} {shard} is not in tokens.json")
     there = sum((data[name]["bytes"] - 1024) // 2 for name in names)
     taken = run.metrics[-1]["tokens"]
-    need(taken < there, f"trained on {taken} tokens, its shards hold {there}: read twice?")
+    once = taken < there or track.parameters
+    need(once, f"trained on {taken} tokens, its shards hold {there}: read twice?")
 
 
 def check_run(track: Track, run: Run, pinned: dict):
@@ -288,8 +292,14 @@ def check_run(track: Track, run: Run, pinned: dict):
     config = run.facts["config"]
     devices = run.facts["devices"]
     agree("wrong number of validation tokens", config["val_tokens"], track.val_tokens)
-    agree("wrong target (see --set target=)", config["target"], track.target)
-    agree("passes through the training tokens", config.get("passes", 1), 1)  # older runs have none
+    if track.parameters:
+        size = run.facts["parameters"]
+        most = track.parameters
+        need(0 < size <= most, f"the model has {size:,} numbers, this track takes up to {most:,}")
+    else:
+        agree("wrong target (see --set target=)", config["target"], track.target)
+        passes = config.get("passes", 1)  # older runs have none
+        agree("passes through the training tokens", passes, 1)
     agree("starts with parameters of a run", config.get("start", ""), "")
     for name, want in track.devices.items():
         agree(f"not the hardware of this track, {name}", devices[name], want)
@@ -344,17 +354,7 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     for name, values, digits in (("loss", losses, 6), ("seconds", seconds, 3)):
         result[f"mean_{name}"] = round(float(np.mean(values)), digits)
         result[f"sd_{name}"] = round(float(np.std(values, ddof=1)), digits)
-    mean = np.mean(losses)
-    p_value = scipy.stats.ttest_1samp(losses, track.target, alternative="less").pvalue
-    p_value = float(f"{p_value:.3g}")
-    margin = round(float(track.target - mean) * math.sqrt(len(runs)), 6)
-    need(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
-    if track.batch_tokens:
-        reason = f"(target - mean) * sqrt(n) is {margin:.4f}, less than {STEP_MARGIN}"
-        need(margin >= STEP_MARGIN, reason)
-    else:
-        reason = f"p = {p_value} that the mean loss is not below {track.target}"
-        need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}: more seeds, or a lower loss")
+    result |= size_of(facts) if track.parameters else proof(track, losses)
     if facts["devices"]["platform"] == "gpu":
         result["gpu_seconds"] = round(result["mean_seconds"] * facts["devices"]["count"], 3)
     return result | {
@@ -366,10 +366,29 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
         "seeds": [run.facts["seed"] for run in runs],
         "losses": losses,
         "seconds": [round(x, 3) for x in seconds],
-        "p_value": p_value,
-        "margin": margin,
         "resumed": [run.folder.name for run in runs if run.facts["resumed"]],
     }
+
+
+def proof(track: Track, losses: list[float]) -> dict:
+    """By how much, and how surely, the mean loss is below the target; Refused if it is not."""
+    mean = np.mean(losses)
+    p_value = scipy.stats.ttest_1samp(losses, track.target, alternative="less").pvalue
+    p_value = float(f"{p_value:.3g}")
+    margin = round(float(track.target - mean) * math.sqrt(len(losses)), 6)
+    need(mean <= track.target, f"the mean loss {mean:.4f} is above the target {track.target}")
+    if track.batch_tokens:
+        reason = f"(target - mean) * sqrt(n) is {margin:.4f}, less than {STEP_MARGIN}"
+        need(margin >= STEP_MARGIN, reason)
+    else:
+        reason = f"p = {p_value} that the mean loss is not below {track.target}"
+        need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}: more seeds, or a lower loss")
+    return {"p_value": p_value, "margin": margin}
+
+
+def size_of(facts: dict) -> dict:
+    """What is shown, where there is no target, in place of a proof."""
+    return {"parameters": facts["parameters"], "passes": facts["config"]["passes"]}
 
 
 def price(rate: float | None, result: dict) -> float | None:
@@ -388,30 +407,36 @@ class Record(NamedTuple):
     runs: list[Run]
 
     @property
-    def by_steps(self) -> bool:
-        """Whether its track ranks by steps, not by seconds."""
-        return TRACKS[self.fields["track"]].batch_tokens > 0
+    def ranked_by(self) -> str:
+        """What its track ranks by: seconds, steps or loss; the lower one is better."""
+        track = TRACKS[self.fields["track"]]
+        if track.parameters:
+            return "loss"
+        return "steps" if track.batch_tokens else "seconds"
 
     @property
     def competition(self) -> tuple[str, str, str]:
         """(track, hardware, token stream): the records that it is compared with."""
-        machine = "any hardware" if self.by_steps else self.result["hardware"]
+        machine = self.result["hardware"] if self.ranked_by == "seconds" else "any hardware"
         return self.fields["track"], machine, self.result["stream"]
 
     @property
     def score(self) -> float:
-        """What it is ranked by: the lower one is better."""
-        return self.result["steps" if self.by_steps else "mean_seconds"]
+        """The number that it is ranked by."""
+        name = self.ranked_by
+        return self.result[name if name == "steps" else f"mean_{name}"]
 
 
 def check_beats(record: Record, other: Record):
-    """The record changes something, and takes fewer steps, or less time than can be chance."""
-    slow = "not faster than the standing record"
+    """The record changes something, and takes fewer steps, or less time or loss than can be
+    chance."""
+    slow = f"not {'better' if record.ranked_by == 'loss' else 'faster'} than the standing record"
     both = f"{record.score} against {other.score}"
     need(record.score < other.score, f"{slow}: {both}")
-    if not record.by_steps:
-        times = record.result["seconds"], other.result["seconds"]
-        p_value = scipy.stats.ttest_ind(*times, equal_var=False, alternative="less").pvalue
+    if record.ranked_by != "steps":
+        key = {"seconds": "seconds", "loss": "losses"}[record.ranked_by]
+        samples = record.result[key], other.result[key]
+        p_value = scipy.stats.ttest_ind(*samples, equal_var=False, alternative="less").pvalue
         reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {P_VALUE}"
         need(p_value < P_VALUE, reason)
     changed = essence(record.runs[0]) != essence(other.runs[0])

@@ -80,9 +80,14 @@ def record_row(number: int, record: Record) -> dict:
     """What a record is compared by, for the table of its competition."""
     got, fields = record.result, record.fields
     resumed = f" ({len(got['resumed'])} resumed)" if got["resumed"] else ""
-    proof = f"margin {got['margin']:.4f}" if record.by_steps else f"p = {got['p_value']:.1e}"
+    proof = {
+        "seconds": {"proof": "p = {p_value:.1e}"},
+        "steps": {"proof": "margin {margin:.4f}"},
+        "loss": {"passes": "{passes}", "numbers": "{parameters:,}", "machine": "{hardware}"},
+    }[record.ranked_by]
+    proof = {column: form.format(**got) for column, form in proof.items()}
     paid = {}
-    if "gpu_seconds" in got and not record.by_steps:  # which has all hardware in one table
+    if "gpu_seconds" in got and record.ranked_by == "seconds":  # others have all in one table
         cost = f"${fields['price']:.2f} at ${fields['rate']:g} an hour" if "rate" in fields else "-"
         paid = {"GPU-seconds": f"{got['gpu_seconds']:,.0f}", "training costs": cost}
     return {
@@ -93,7 +98,7 @@ def record_row(number: int, record: Record) -> dict:
         "tokens": f"{got['tokens']:,}",
         "loss": f"{got['mean_loss']:.4f} ± {got['sd_loss']:.4f}",
         "runs": f"{len(got['runs'])}{resumed}",
-        "proof": proof,
+        **proof,
         "what": f"[{fields['name']}]({fields['track']}/{record.folder.name}): {fields['what']}",
         "by": fields["by"],
         "date": got["date"],

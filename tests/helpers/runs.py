@@ -87,5 +87,6 @@ def head(facts: dict) -> str:
     about = [f"{name} {version}" for name, version in facts["versions"].items()]
     about += ["{count} x {kind} ({platform})".format(**facts["devices"])]
     about += [facts["host"]["platform"], f"command: {facts['command']}"]
-    names = "host", "environment", "choices", "data"
-    return "\n".join(about + [f"{name}: {json.dumps(facts[name])}" for name in names])
+    names = "host", "environment", "choices", "parameters", "data"
+    about += [f"{name}: {json.dumps(facts[name])}" for name in names if name in facts]
+    return "\n".join(about)

@@ -113,7 +113,7 @@ def test_log_begins_with_the_source_and_what_the_run_stands_on(run):
     for package in ("jax", "jaxlib", "numpy"):
         assert f"{package} {importlib.metadata.version(package)}" in lines
     assert "2 x cpu (cpu)" in lines and "command: train 'this'" in lines
-    for name in ("config", "host", "environment", "choices", "data"):
+    for name in ("config", "host", "environment", "choices", "parameters", "data"):
         assert f"{name}: {json.dumps(facts(run.dir)[name])}" in lines
 
 
@@ -165,6 +165,7 @@ def test_run_json_has_exactly_these_facts(run, monkeypatch):
         "preset": "brief",
         "config": json.loads(json.dumps(asdict(replace(CFG, data=got["config"]["data"])))),
         "seed": 0,
+        "parameters": sum(math.prod(row.shape) for row in T.param_table(CFG).values()),
         "command": "train 'this'",
         "source_sha256": hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest(),
         "versions": T.versions(),

@@ -420,6 +420,33 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
     assert tool(records, "check") == 0
 
 
+def test_fixed_data_ranks_losses_of_small_models_whatever_the_passes_and_the_hardware(
+    records, tmp_path, capsys
+):
+    many = {"cfg": replace(TINY, passes=9, target=0.0), "parameters": 1_002_491}
+    large = many | {"parameters": 1_002_492}
+    said = refused_to_add(records, capsys, runs_of(tmp_path / "a", **large), "fixed-data")
+    assert "the model has 1,002,492 numbers, this track takes up to 1,002,491" in said
+    without = {"cfg": many["cfg"]}  # as logs were before they said it
+    said = refused_to_add(records, capsys, runs_of(tmp_path / "b", **without), "fixed-data")
+    assert "'parameters' is missing" in said
+    first = many | {"losses": (3.50, 3.51, 3.52), "seconds": 20.0}
+    assert add(records, runs_of(tmp_path / "c", **first), "First", "fixed-data") == 0
+    other = {"source": BETTER, "day": 2, "devices": H100, "seconds": 900.0}
+    noise = many | other | {"losses": (3.49, 3.50, 3.52)}
+    said = refused_to_add(records, capsys, runs_of(tmp_path / "d", **noise), "fixed-data")
+    assert "not better than the standing record beyond chance: 3.503333 against 3.51" in said
+    better = many | other | {"losses": (3.40, 3.41, 3.42)}
+    assert add(records, runs_of(tmp_path / "e", **better), "Second", "fixed-data") == 0
+    assert tool(records, "render") == 0 and tool(records, "check") == 0
+    page = (records / "README.md").read_text()
+    assert f"### `fixed-data`: any hardware, tokens `{BUILTIN_NAME}`" in page
+    assert (
+        "| passes | numbers | machine |" in page
+        and "| 9 | 1,002,491 | 8 x NVIDIA H100 80GB HBM3 |" in page
+    )
+
+
 def test_who_is_first_on_a_machine_that_people_have_has_a_record(tmp_path, capsys):
     """One TPU chip, Kaggle's eight, one GPU, each kind by itself; with a small table of n-grams."""
     root = empty(tmp_path / "records")
