@@ -48,6 +48,8 @@ SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
+DECAY = 11  # times as much decay of weights as a preset has, at most
+BY_HEART = 3  # passes from which on a table of n-grams costs loss
 PASSES = 4  # of LARGE presets through a text: about as good as new tokens (Muennighoff et al. 2023)
 
 
@@ -312,6 +314,24 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
     return 0
 
 
+def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
+    """What a run must --set that reads its tokens `number` times (records/NOTES.md, Own text: how
+    each was found). The weights of a preset decay so many times as much, up to DECAY times. From
+    BY_HEART passes on it has no table of n-grams, which would learn the text by heart, unless these
+    `ngrams` are asked for. Large presets, and a run that is gone on with, keep what they have."""
+    if number == 1:
+        return []
+    items = [f"val_every={-(-steps // 8)}", "keep_best=1"]
+    if cfg is not T.PRESETS.get(cfg.preset) or cfg.preset in T.LARGE:
+        return items
+    factor = min(number, DECAY)
+    for name in ("decay_anvil", "decay_adam"):
+        items.append(f"{name}={factor * getattr(cfg, name):.4g}")
+    if cfg.ngram_rows and number >= BY_HEART and not ngrams:
+        items += T.IDEAS["ngrams"].split()
+    return items
+
+
 def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], str]:
     """(what `cfg` must --set before what is `given` to train on the tokens in `folder`; or [], then
     why not). Where passes through them are few, PASSES of LARGE presets or those that are given,
@@ -351,9 +371,7 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], st
         with contextlib.suppress(UserError):  # too few steps for the stages
             if number := passes(override(cfg, items + given), folder, most):
                 items.append(f"passes={number}")
-                if number > 1:
-                    items.append(f"val_every={-(-steps // 8)}")
-                return items, ""
+                return items + for_passes(cfg, number, steps, "ngram_rows" in fixed), ""
     if {"steps", "passes"} <= fixed.keys():  # train_gpt.py says for how many steps the tokens last
         return items, ""
     stages = enumerate(full.stages)
