@@ -308,7 +308,7 @@ class Config:
     prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
-    keep_best: Machine[bool] = False  # up to 10 GB of parameters, of the lowest validation loss
+    keep_best: Machine[bool] = False  # the parameters that had the lowest validation loss
     log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
     log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
     sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
@@ -2021,10 +2021,9 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
         batches = validation_batches(cfg, mesh, step, *ready.validation)
         loss, dropped = evaluate(cfg, program, batches)
-        log.validated(step, sound(log, step, loss), dropped)
-        params = {"params": state["params"]}
-        if cfg.keep_best and 0 < step < cfg.steps and log.best_step == step and is_small(params):
-            log.save(step, params, loader, BEST)
+        is_best = log.validated(step, sound(log, step, loss), dropped)
+        if is_best and cfg.keep_best and 0 < step < cfg.steps:
+            log.save(step, {"params": state["params"]}, loader, BEST)
 
     for step in range(first, cfg.steps):
         is_new = step > first or not saved  # else the disk has this state, and its loss
@@ -2064,7 +2063,8 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     state, changed = compiled["finish"](state)
     copies |= changed
     validate_after(cfg.steps)
-    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small(state)):
+    is_small = sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
+    if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
     if cfg.sample_tokens:
@@ -3664,19 +3664,15 @@ class TokenStream:
         stops = np.append(starts, len(tokens))[1:]
         if number < len(self.paths):
             return Documents(starts, starts, stops)
-        order = self.drawing(number).permutation(len(starts))
+        order = np.random.default_rng([self.seed, number]).permutation(len(starts))
         lengths = (stops - starts)[order]
         places = np.cumsum(lengths) - lengths + starts[:1]
         return Documents(places, starts[order], stops[order])
 
-    def drawing(self, number: int) -> np.random.Generator:
-        """What draws the order of shard `number`."""
-        return np.random.default_rng([self.seed, number])
-
     def draw_rows(self, number: int, t: int) -> np.ndarray:
         """Where in shard `number` its rows of t tokens begin, in the order in which they are read:
         so the rows of a batch are of several documents."""
-        random = self.drawing(number)
+        random = np.random.default_rng([self.seed, number])
         first = int(random.integers(t))
         count = max(len(self.shards[number]) - 1 - first, 0) // t  # the last has a last target
         return first + t * random.permutation(count)
@@ -4394,11 +4390,6 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
                 yield f"{kind}.{name}.{first}.npy", np.asarray(shard.data)[:count]
 
 
-def is_small(state) -> bool:
-    """Whether arrays of this size are kept without being asked for: up to 10 GB."""
-    return sum(x.nbytes for x in jax.tree.leaves(state)) <= 10e9
-
-
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     """Write the `shards` of this process; MB (process 0: of all). OSError if any process cannot.
     The folder's name has a dot in front until all is there: what can be seen is whole."""
@@ -4689,9 +4680,6 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     return [*lines, RULE]
 
 
-PATIENCE = 0.25  # of the steps, in which validation may stay above its lowest without a word
-
-
 @dataclass
 class RunLog:
     """The files of a run, written by process 0, and what the terminal shows. What a full disk
@@ -4782,13 +4770,9 @@ class RunLog:
             shown = [f"{name} {float(size):.1e}" for name, size in norms.items()]
             self.say(f"norms: {', '.join(shown)}")
 
-    @property
-    def best_step(self) -> int:
-        """After how many steps validation was lowest so far; 0: at the start, or there was none."""
-        return self.facts["best"]["step"] if self.facts["best"] else 0
-
-    def validated(self, step: int, loss: float, dropped: int):
-        """Write down the validation loss after `step` steps; say once if it has long been lower."""
+    def validated(self, step: int, loss: float, dropped: int) -> bool:
+        """Write down the validation loss after `step` steps; whether it is the lowest so far. If
+        that was a fourth of the run ago, this is said once."""
         line = self.line(step, "val_loss", loss, dropped)
         self.say(line)
         best = self.facts["best"]
@@ -4796,10 +4780,11 @@ class RunLog:
             best = {"step": step, "val_loss": round(loss, 6)}
         self.write_facts(val_loss=round(loss, 6), best=best)
         waited = step - best["step"]
-        if not self.warned and waited >= max(PATIENCE * self.cfg.steps, 2 * self.cfg.val_every):
+        if not self.warned and waited >= max(self.cfg.steps / 4, 2 * self.cfg.val_every):
             self.warned = True
             lowest = "validation has not been below {val_loss:.4f} since step {step}".format(**best)
             self.say(f"{lowest}: fewer passes or steps may do better (Ctrl-C stops the run)")
+        return waited == 0
 
     def stopped(self, step: int):
         """The last lines of a run that a signal has ended."""

@@ -26,6 +26,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -318,10 +319,13 @@ def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
     """What a run must --set that reads its tokens `number` times (records/NOTES.md, Own text: how
     each was found). The weights of a preset decay so many times as much, up to DECAY times. From
     BY_HEART passes on it has no table of n-grams, which would learn the text by heart, unless these
-    `ngrams` are asked for. Large presets, and a run that is gone on with, keep what they have."""
+    `ngrams` are asked for. Large presets, and a run that is gone on with, keep what they have. The
+    best model is kept beside the last if it has at most 10 GB."""
     if number == 1:
         return []
-    items = [f"val_every={-(-steps // 8)}", "keep_best=1"]
+    items = [f"val_every={-(-steps // 8)}"]
+    if 4 * sum(map(math.prod, T.shapes_of(cfg).values())) <= 10e9:
+        items.append("keep_best=1")
     if cfg is not T.PRESETS.get(cfg.preset) or cfg.preset in T.LARGE:
         return items
     factor = min(number, DECAY)

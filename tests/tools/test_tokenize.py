@@ -364,6 +364,29 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
     assert {"steps=5", "passes=1"} < {*items}
 
 
+@pytest.mark.parametrize("given, recipe", [
+    ([], "keep_best=1 decay_anvil=24.75 decay_adam=0.055 ngram_rows=0 layers.*.ngram=0"),
+    (["ngram_rows=1024"], "keep_best=1 decay_anvil=24.75 decay_adam=0.055"),
+    (["passes=2"], "keep_best=1 decay_anvil=4.5 decay_adam=0.01"),
+    (["passes=1"], ""),
+])  # fmt: skip
+def test_what_a_text_gets_follows_the_passes_and_can_be_set(tmp_path, capsys, given, recipe):
+    (tmp_path / "a.txt").write_text("0123456789" * 3500)
+    _, items = place_of(capsys, tmp_path / "a.txt", "--set", *given)
+    names = "keep_best", "decay_anvil", "decay_adam", "ngram_rows", "layers.*.ngram"
+    assert [x for x in items if x.split("=")[0] in names] == recipe.split()
+    cfg = T.override(T.PRESETS["tiny"], items + given)
+    wanted = 0 if "ngram_rows=0" in items else 1024 if "ngram_rows=1024" in given else 262_144
+    assert cfg.ngram_rows == wanted
+
+
+def test_large_presets_and_runs_that_go_on_keep_their_decay_and_their_tables():
+    speedrun = T.PRESETS["speedrun"]
+    assert tokenize_text.for_passes(speedrun, 4, 80, False) == ["val_every=10"]
+    run = replace(T.PRESETS["tiny"], steps=80)
+    assert tokenize_text.for_passes(run, 9, 80, False) == ["val_every=10", "keep_best=1"]
+
+
 LINE = b"0123456789abcde " * 99 + b"0123456789abcde\n"
 
 
