@@ -2023,7 +2023,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         loss, dropped = evaluate(cfg, program, batches)
         is_best = log.validated(step, sound(log, step, loss), dropped)
         if is_best and cfg.keep_best and 0 < step < cfg.steps:
-            log.save(step, {"params": state["params"]}, loader, BEST)
+            log.save(step, {"params": state["params"]}, loader, best=True)
 
     for step in range(first, cfg.steps):
         is_new = step > first or not saved  # else the disk has this state, and its loss
@@ -4716,10 +4716,11 @@ class RunLog:
         self.facts.update(changes)
         self.write("run.json", json.dumps(self.facts, indent=1))
 
-    def save(self, step: int, state, loader: LoaderState, kind: str = "checkpoints"):
-        """Write a checkpoint, while training waits; a warning says if that cannot be."""
+    def save(self, step: int, state, loader: LoaderState, best: bool = False):
+        """Write a checkpoint, or the `best` parameters, while training waits; a warning says if
+        that cannot be."""
         began = time.perf_counter()
-        folder = self.folder / kind
+        folder = self.folder / (BEST if best else "checkpoints")
         stands = {"step": step, "train_time_ms": self.clock.ms(), "cursor": loader.cursor}
         stands["offsets"] = from_all(loader.offsets)
         stands["logs"] = {name: file.tell() for name, file in self.files.items()}
