@@ -1939,6 +1939,7 @@ def lower(program: Program, mesh: Mesh):
     step = shard_map(
         program.step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+    step.__name__ = program.name  # the name of its module, by which a trace lists what it executes
     step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
     return step.lower(*program.args)
 

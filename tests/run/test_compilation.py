@@ -256,6 +256,16 @@ def test_on_one_process_no_message_speaks_of_others(monkeypatch, capsys):
     assert said.startswith("error: another process has ended") and text in said
 
 
+def test_a_module_has_the_name_of_its_program():
+    """So a trace tells apart what updates of the same function execute."""
+    mesh = mesh_of(1)
+    every = T.programs(BRIEF, mesh, T.PLAIN).values()
+    updates = [program for program in every if program.name.startswith(("anvil", "tables"))]
+    assert len(updates) > 1
+    for program in updates:
+        assert f"module @jit_{program.name} " in T.lower(program, mesh).as_text().replace('"', "")
+
+
 def test_options_of_sparse_cores_can_be_left_out():
     """They stand in the log as they are, see run_facts."""
     assert T.compiler_options(RECORD, "tpu") == T.COMPILER_OPTIONS["tpu"]
