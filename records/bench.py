@@ -18,13 +18,20 @@ as if N devices shared the run, without their network. --dump DIR keeps the figu
 --profile DIR a trace of some steps of each stage as DIR/PROGRAM, for xprof or Perfetto. --beside
 prints what preflight.py has predicted of each program beside what bench.json has measured, and the
 yardstick by which the predictions would be nearest (records/NOTES.md).
+
+Where nvidia-smi is there, a time is followed by the clock and the watts at which the GPU ran, and
+by what has limited the clock: the same program took 51 or 56 ms at two clocks.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
+import re
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -36,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.
 
 import jax
 import numpy as np
+from preflight import peak_flops
 from scipy.optimize import curve_fit
 
 import train_gpt as T
@@ -44,10 +52,12 @@ BATCHES = 4  # lie on the devices and are taken in turn
 CHUNKS = 5  # stretches of calls that are timed; their median counts
 SECONDS = 0.5  # a chunk takes at least this: to wait for its end costs well under 1 % of it
 LARGE = 1000  # numbers: the gradients of single ones are as far off as roundings happen to fall
-# Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
-PEAK_FLOPS = json.loads((Path(__file__).parent / "hardware.json").read_text())["peak_flops"]
 HEADS = "program    stage    steps    ms/step        min        max    tokens/s  of bf16      MiB"
 TIMES = "{ms:>11.2f}{ms_min:>11.2f}{ms_max:>11.2f}"  # of a row, for a table
+CLOCKS = "clocks.sm,power.draw,clocks_event_reasons.active"  # that nvidia-smi is asked for
+# Bits of the last of these: a GPU has nothing to do, and why its clock is lower than it could be.
+IDLE = 0x1
+LIMITS = {0x4: "power", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power"}
 # Block, tile, warps, stages: what to try where these have not been measured yet.
 TILES = (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 3)
 
@@ -75,8 +85,45 @@ def time_chunks(period: int, run: Callable) -> dict:
     calls = period
     while run(calls) < SECONDS:
         calls *= 2
-    each = [1e3 * run(calls) / calls for _ in range(CHUNKS)]
-    return {"ms": float(np.median(each)), "ms_min": min(each), "ms_max": max(each), "calls": calls}
+    with watch_clocks() as found:
+        each = [1e3 * run(calls) / calls for _ in range(CHUNKS)]
+    times = {"ms": float(np.median(each)), "ms_min": min(each), "ms_max": max(each)}
+    return times | {"calls": calls} | found
+
+
+@contextlib.contextmanager
+def watch_clocks():
+    """A dict that has, after the block, what busy NVIDIA GPUs did in it, if nvidia-smi is there:
+    medians of "clock_mhz" and "watts", and "limited_by", what kept a clock low."""
+    found = {}
+    if jax.default_backend() != "gpu" or not shutil.which("nvidia-smi"):
+        yield found
+        return
+    command = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits"]
+    command.append("--loop-ms=100")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        try:
+            yield found
+        finally:
+            process.terminate()
+        text = process.stdout.read()
+    lines = re.findall(r"^(\d+), ([\d.]+), (0x\w+)$", text, re.MULTILINE)
+    rows = [(int(clock), float(watts), int(reasons, 16)) for clock, watts, reasons in lines]
+    rows = [row for row in rows if not row[2] & IDLE]
+    if rows:
+        mhz, watts, reasons = zip(*rows, strict=True)
+        words = (word for bit, word in LIMITS.items() if any(bits & bit for bits in reasons))
+        found["limited_by"] = [*dict.fromkeys(words)]
+        found |= {"clock_mhz": float(np.median(mhz)), "watts": float(np.median(watts))}
+
+
+def clocks(row: dict) -> str:
+    """What `watch_clocks` has found for a row, to end its line; "" if nothing."""
+    if "clock_mhz" not in row:
+        return ""
+    limits = f", limited by {' and '.join(row['limited_by'])}" if row["limited_by"] else ""
+    return f"  {row['clock_mhz']:,.0f} MHz, {row['watts']:,.0f} W{limits}"
 
 
 def seconds_of(step: Callable, calls: int) -> float:
@@ -88,11 +135,6 @@ def seconds_of(step: Callable, calls: int) -> float:
         jax.block_until_ready(before)
     jax.block_until_ready(last)
     return time.perf_counter() - start
-
-
-def peak_flops(kind: str) -> float:
-    """FLOP/s of a device of this kind by its maker's data sheet; 0 if it is not in the table."""
-    return PEAK_FLOPS.get(max((x for x in PEAK_FLOPS if x in kind), key=len, default=""), 0.0)
 
 
 def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> list[T.Batch]:
@@ -175,7 +217,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         row["memory_mib"] = needs / 2**20
         rows.append(row)
         share = f"{used:.1%}" if used else "-"
-        T.tell(f"{form.format(**row)}{share:>9}{row['memory_mib']:>9,.0f}")
+        T.tell(f"{form.format(**row)}{share:>9}{row['memory_mib']:>9,.0f}{clocks(row)}")
     return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, work)}
 
 
@@ -214,7 +256,7 @@ def time_programs(cfg: T.Config, compiled, state, copies, work: dict) -> list[di
         row |= time_chunks(1, functools.partial(seconds_of, step))
         del step  # and the gradients that it holds
         rows.append(row)
-        T.tell(f"{{name:17}}{{steps:>9,}}{TIMES}".format(**row))
+        T.tell(f"{{name:17}}{{steps:>9,}}{TIMES}".format(**row) + clocks(row))
     return rows
 
 
@@ -275,7 +317,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
         row = {"name": label, "off": distance(grads, reference), **timed}
         row["memory_mib"] = T.program_bytes(program)["peak"] / 2**20
         rows.append(row)
-        T.tell(f"{{name:36}}{{off:>10.1e}}{TIMES}{{memory_mib:>9,.0f}}".format(**row))
+        T.tell(f"{{name:36}}{{off:>10.1e}}{TIMES}{{memory_mib:>9,.0f}}".format(**row) + clocks(row))
     return {"rows": rows}
 
 

@@ -38,7 +38,6 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
 import jax
-from bench import peak_flops
 from jax.experimental import topologies
 
 import train_gpt as T
@@ -46,6 +45,8 @@ import train_gpt as T
 # What makers say: GPUs by their names in TARGET, what all of a capability have, slices of TPUs.
 SHEETS = json.loads((Path(__file__).parent / "hardware.json").read_text())
 GPUS, CORES, TPUS = (SHEETS[name] for name in ("gpus", "cores", "slices"))
+# Dense bfloat16 FLOP/s by a part of the device kind; the longest that is in it counts.
+PEAK_FLOPS = SHEETS["peak_flops"]
 # Without these libtpu looks for a TPU's host, and jax for CUDA libraries.
 NO_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 NO_HOST |= {"TPU_ACCELERATOR_TYPE": "v6e-8", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -61,7 +62,13 @@ NO_WORK = "ConcatBitcast", "AssumeGatherIndicesInBound", "AllocateBuffer"
 NO_WORK += "PrepareAsyncCallStart", "PrepareAsyncCallDone"
 # Those that need all of an operand for any part of their result.
 WHOLE = "dot", "convolution", "reduce", "reduce-window", "sort", "custom-call"
+WRAPPERS = "run_kernel", "run_tiles"
 COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"
+
+
+def peak_flops(kind: str) -> float:
+    """FLOP/s of a device of this kind by its maker's data sheet; 0 if it is not in the table."""
+    return PEAK_FLOPS.get(max((x for x in PEAK_FLOPS if x in kind), key=len, default=""), 0.0)
 
 
 class Yardstick(NamedTuple):
@@ -522,22 +529,25 @@ def function_of(name: str) -> str:
     return re.sub(r"(\.\d+)+$", "", name)
 
 
-def functions(text: str) -> dict[str, str]:
-    """{stack_frame_id: the innermost function of train_gpt.py} of an HLO module as text. A frame
-    names its parent by the number of that plus 1; the outermost one names itself."""
+def places(text: str) -> dict[str, tuple[str, int]]:
+    """{stack_frame_id: (innermost function of train_gpt.py, the line there)} of an HLO module as
+    text; ("other", 0) where there is none. Of kernels, which all are called in WRAPPERS, it is the
+    function that calls these. A frame names its parent by the number of that plus 1; the outermost
+    one names itself."""
 
     def rows(section, pattern):
         found = re.findall(rf"^{section}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
         return re.findall(pattern, "".join(found[:1]), re.MULTILINE)
 
     names = dict(rows("FunctionNames", r'^(\d+) "([^".]*)'))
-    places = dict(rows("FileLocations", r"^(\d+) .*function_name_id=(\d+)"))
+    lines = rows("FileLocations", r"^(\d+) .*function_name_id=(\d+) line=(\d+)")
+    spots = {place: (names[name], int(line)) for place, name, line in lines}
     frames = rows("StackFrames", r"^(\d+) .*file_location_id=(\d+) parent_frame_id=(\d+)")
     found = {}
     for number, place, parent in sorted(frames, key=lambda row: int(row[0])):  # parents come first
-        name = names[places[place]]
-        ours = callable(getattr(T, name, None))
-        found[number] = name if ours else found.get(str(int(parent) - 1), "other")
+        name, line = spots[place]
+        ours = callable(getattr(T, name, None)) and name not in WRAPPERS
+        found[number] = (name, line) if ours else found.get(str(int(parent) - 1), ("other", 0))
     return found
 
 
@@ -577,16 +587,22 @@ def attention_flops(cfg: T.Config, key) -> float:
     return 2.0 * stage.batch_tokens * sum(widths)
 
 
-def part_of(one: Instruction, innermost: dict[str, str]) -> str:
-    """What an instruction is listed under: the name of a kernel, the function of a matmul that it
-    fuses, its own function, or "other", such as copies that the compiler has added."""
+def place_of(one: Instruction, innermost: dict) -> tuple[str, int]:
+    """Where an instruction comes from, by `places`: of a matmul that it fuses, else its own, else
+    of the last that it fuses; ("other", 0) of copies that the compiler has added, and the like."""
+    matmuls = [x for x in one.contents if x.op in ("dot", "convolution")]
+    every = (*matmuls, one, *reversed(one.contents))
+    frames = (re.search(r"stack_frame_id=(\d+)", x.rest) for x in every)
+    return next((innermost[frame[1]] for frame in frames if frame), ("other", 0))
+
+
+def part_of(one: Instruction, innermost: dict) -> str:
+    """What an instruction is listed under: the name of a kernel, or the function of `place_of`."""
     if one.transfer:
         return "collectives"
     if one.kernel:
         return function_of(one.name)
-    matmuls = [x for x in one.contents if x.op in ("dot", "convolution")]
-    frames = (re.search(r"stack_frame_id=(\d+)", x.rest) for x in (*matmuls, one))
-    return next((innermost[frame[1]] for frame in frames if frame), "other")
+    return place_of(one, innermost)[0]
 
 
 # Of a whole run -> of a program: the three parts of the sum, and the ends of its band.
@@ -607,7 +623,7 @@ def count(text: str, schedules: Path, devices: list, attention=0.0) -> dict[str,
     bundles = read_schedules((x for y in computations.values() for x in y.values()), schedules)
     if known.clock is None or (len(devices) > 1 if gpu else not bundles):
         return dict.fromkeys(FIGURES)
-    innermost = functions(text)
+    innermost = places(text)
     links, load = (0, 0.0) if gpu else network(devices)
     instructions = [*walk(computations, entry)]
     if gpu:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import bench
 import jax
 import numpy as np
+import preflight
 import pytest
 from programs import CFG, by_name, mesh_of, quick_compilation
 from training import BRIEF
@@ -60,10 +63,11 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
             return executable(*args)
 
         call.memory_analysis = executable.memory_analysis
+        call.as_text = executable.as_text
         return SimpleNamespace(compile=lambda: call)
 
     monkeypatch.setattr(T, "lower", lower)
-    monkeypatch.setitem(bench.PEAK_FLOPS, "cpu", 1e12)
+    monkeypatch.setitem(preflight.PEAK_FLOPS, "cpu", 1e12)
     with quick_compilation():
         status, out, err = main("one", "--dump", "dump", "--profile", "traces")
     assert (status, err) == (0, "")
@@ -103,6 +107,31 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_peak_is_that_of_the_longest_name(kind):
     assert bench.peak_flops(kind) == KINDS[kind]
+
+
+def test_clocks_stand_beside_times_where_nvidia_smi_is(tmp_path, monkeypatch):
+    """Medians of GPUs that are not idle, and each limit once; nothing where it cannot say."""
+    smi = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def timed(*lines):
+        said = "".join(f'echo "{line}"; ' for line in lines)
+        smi.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/asked\n{said}exec sleep 60\n")
+        smi.chmod(0o755)
+        return bench.time_chunks(1, lambda calls: time.sleep(0.1) or 1.0)
+
+    idle = "345, 90.20, 0x0000000000000001"
+    lines = "1755, 650.10, 0x0000000000000004", idle, "1980, 300.5, 0x60", "1700, 640, 0x84", idle
+    assert bench.clocks(timed(*lines)) == "", "this is a CPU"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    row = timed(*lines)
+    assert (row["clock_mhz"], row["watts"], row["limited_by"]) == (1755, 640, ["power", "heat"])
+    assert bench.clocks(row) == "  1,755 MHz, 640 W, limited by power and heat"
+    assert "clocks_event_reasons.active" in (tmp_path / "asked").read_text()
+    assert bench.clocks(timed("1980, 300, 0x0")) == "  1,980 MHz, 300 W"
+    assert bench.clocks(timed("1755, [N/A], 0x4", "Field x is not a valid field", idle)) == ""
+    monkeypatch.setenv("PATH", "")
+    assert "watts" not in bench.time_chunks(1, lambda calls: 1.0)
 
 
 def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):

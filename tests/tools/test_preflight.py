@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench
 import jax
 import preflight
 import pytest
@@ -493,7 +492,7 @@ def test_times_of_a_v5e_are_by_its_data_sheet_and_said_to_be(absent, tmp_path, m
     found = preflight.count(large, schedules(tmp_path, attend_3=9, attend_4=3), v5e)
     cycles = 5 * 1.05 * 2 * 4096**3 / 2**17
     assert found["functions_ms"]["mlp"] == pytest.approx(1e3 * cycles / 1.5e9)
-    assert chip.peak * chip.clock == pytest.approx(bench.PEAK_FLOPS["TPU v5 lite"], rel=0.01)
+    assert chip.peak * chip.clock == pytest.approx(preflight.PEAK_FLOPS["TPU v5 lite"], rel=0.01)
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, chip)
     argv = ["v5e-8", "small", "--program", "adam", "--dump", str(tmp_path / "dump")]
     assert preflight.main(argv) == 0
