@@ -15,9 +15,11 @@ twice that of the plain form the exit status is 1.
 
 --parts N gives each device its rows of every batch and its share of the n-gram table (65 GB in all)
 as if N devices shared the run, without their network. --dump DIR keeps the figures as bench.json,
---profile DIR a trace of some steps of each stage as DIR/PROGRAM, for xprof or Perfetto. --beside
-prints what preflight.py has predicted of each program beside what bench.json has measured, and the
-yardstick by which the predictions would be nearest (records/NOTES.md).
+--profile DIR a trace of some steps of each stage as DIR/PROGRAM, for xprof or Perfetto, and prints
+where their time goes: by kind of kernel, and by line of train_gpt.py; lines.py says what is in
+DIR/lines.json. --beside prints what preflight.py has predicted of each program beside what
+bench.json has measured, and the yardstick by which the predictions would be nearest
+(records/NOTES.md).
 
 Where nvidia-smi is there, a time is followed by the clock and the watts at which the GPU ran, and
 by what has limited the clock: the same program took 51 or 56 ms at two clocks.
@@ -43,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.
 
 import jax
 import numpy as np
+from lines import describe, keep_lines
 from preflight import peak_flops
 from scipy.optimize import curve_fit
 
@@ -198,6 +201,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
     form = f"{{name:9}}{{stage:>7}}{{steps:>9}}{TIMES}{{tokens_per_second:>12,.0f}}"
     T.tell(HEADS)
     rows = []
+    traced = {}
     peak = peak_flops(mesh.devices.flat[0].device_kind)
     for key, (step, count, updates, batches) in work.items():
         run_steps = functools.partial(run, key, updates, itertools.cycle(batches))
@@ -207,6 +211,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         if traces:
             with jax.profiler.trace(Path(traces, row["name"])):
                 run_steps(longest)
+            traced[row["name"]] = longest, [key, *updates]
         cure = "lower the rates (--set lr_anvil=...)"
         T.need(np.isfinite(loss), f"{key}: the loss is {loss}: {cure}")
         rate = 1e3 * cfg.stages[key.stage].batch_tokens / row["ms"]
@@ -218,6 +223,10 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         rows.append(row)
         share = f"{used:.1%}" if used else "-"
         T.tell(f"{form.format(**row)}{share:>9}{row['memory_mib']:>9,.0f}{clocks(row)}")
+    if traces:
+        lines = keep_lines(Path(traces), traced, compiled, mesh)
+        for trace in traced:
+            T.tell(describe(trace, lines))
     return {"rows": rows, "programs": time_programs(cfg, compiled, state, copies, work)}
 
 
@@ -437,6 +446,8 @@ def main(argv=None) -> int:
             print(beside(predicted, read_report(measured, "bench.json", "parts")))
             return 0
         T.need(args.parts >= 0, f"--parts {args.parts}: a positive number of devices, or none")
+        # Or programs that were compiled before and kept would say lines of the source of then.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", bool(args.profile))
         for folder in filter(None, (args.dump, args.profile)):
             Path(folder).mkdir(parents=True, exist_ok=True)
         timer = functools.partial(time_stages, traces=args.profile)

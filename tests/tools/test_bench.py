@@ -72,6 +72,10 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
         status, out, err = main("one", "--dump", "dump", "--profile", "traces")
     assert (status, err) == (0, "")
     assert list(Path("traces/grads0").rglob("*.xplane.pb"))
+    lines = json.loads(Path("traces/lines.json").read_text())
+    assert {row["program"] for row in lines} == {"grads0", "anvil", "adam_tied", "tables0-0-0-0"}
+    assert {"matmuls", "attention", "loss", "rest"} <= {row["kind"] for row in lines}
+    assert "grads0, ms a step           matmuls  attention       loss      links       rest" in out
     assert "brief on 1 x cpu, each with 1/1 of every batch" in out
     period = [*["grads0", "anvil", "grads0", "anvil", "adam_tied"] * 2, "tables0-0-0-0"]
     steps, alone = calls[: 9 * len(period)], calls[9 * len(period) :]
