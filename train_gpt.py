@@ -4858,8 +4858,8 @@ def demonstrate(log: RunLog, model: tuple):
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
 
 
-# Ctrl-C, the end of the terminal, `kill`; and what schedulers send a while before they kill: Slurm
-# and SGE the first two, SGE and `ulimit -t` the last.
+# What asks a run to stop: Ctrl-C, the end of the terminal, `kill`; and what schedulers send a while
+# before they kill: Slurm and SGE one of the next two, SGE and `ulimit -t` the last, every second.
 STOPS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
 STOPS += signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 
@@ -4874,7 +4874,8 @@ def ask_to_stop() -> Callable[[int], int]:
 
     def receive(number, frame):
         now = time.monotonic()
-        if received and now > received[0][1] + 1:  # `timeout` sends two at once
+        again = received and now > received[0][1] + 1  # `timeout` sends two at once
+        if again and number != signal.SIGXCPU:
             os._exit(128 + number)
         received.append((number, now))
         if not alone:
@@ -5257,7 +5258,8 @@ ELSEWHERE = {
     "--set checkpoint_every=N": "save_interval save_every save_steps",
     "--set log_every=N": "log_interval logging_steps",
     "JAX_PLATFORMS=cpu before the command, --set devices=N": "device accelerator platform gpus",
-    "PRESET first": "preset model config depth n_layer n_head num_layers",
+    "PRESET first": "preset model config",
+    "the layers of a preset in train_gpt.py": "depth n_layer num_layers n_head",
     "TEXT, or --data DIR": "dataset data_dir data_path train_file input_bin",
     "--out DIR": "out_dir output output_dir",
 }

@@ -141,7 +141,7 @@ def examine(path: Path) -> tuple[str, int, str]:
 
 def documents(path: Path, encoding: str) -> Iterator[str]:
     """The documents of one file; UserError if a line of it is not what its name says. How many
-    entries of a .jsonl had no text is said."""
+    lines of a .jsonl had no text is said."""
     lines = []
     lacking = 0
     is_jsonl = kind(path) == ".jsonl"
@@ -161,7 +161,7 @@ def documents(path: Path, encoding: str) -> Iterator[str]:
                 lines.append(line)
     yield "".join(lines)
     if lacking:
-        none = f'{lacking:,} of {number:,} entries have no string under "text"'
+        none = f'{lacking:,} of {number:,} lines have no string under "text"'
         tell(f"warning: {path}: {none} and were passed over, the last in line {last}", sys.stderr)
 
 

@@ -410,6 +410,8 @@ def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeyp
     os.kill(os.getpid(), signal.SIGTERM)
     assert asked(2) == signal.SIGINT and not ended  # the first of them
     now[0] = 2.0
+    os.kill(os.getpid(), signal.SIGXCPU)  # it comes every second
+    assert asked(3) == signal.SIGINT and not ended
     os.kill(os.getpid(), signal.SIGINT)
     assert ended == [130]
 

@@ -187,7 +187,7 @@ def test_entries_without_a_text_are_passed_over_and_counted(tmp_path, capsys):
     held = jsonl(tmp_path / "val.jsonl", ["only this"])
     train, _ = tokenize(tmp_path / "out", path, "--val", held)
     assert train == of_bytes(["first", "last"])
-    line = 'a.jsonl: 4 of 6 entries have no string under "text" and were passed over, the last in '
+    line = 'a.jsonl: 4 of 6 lines have no string under "text" and were passed over, the last in '
     assert f"{line}line 5\n" in capsys.readouterr().err
     with pytest.raises(T.UserError, match="no text in .*b.jsonl"):
         tokenize(tmp_path / "none", jsonl(tmp_path / "b.jsonl", [None, 3]), "--val", held)
