@@ -5490,7 +5490,8 @@ def say_what_else(say: Callable, devices: int):
     """What so many `devices` (0: all) could do, for somebody who has named neither preset nor
     text."""
     first = all_devices()[0]
-    own_text = "a text of your own: python train_gpt.py TEXT"
+    this = command_for(__file__)
+    own_text = f"a text of your own: {this} TEXT"
     if first.platform == "cpu":
         say(f"next, {own_text}")
         return
@@ -5500,10 +5501,11 @@ def say_what_else(say: Callable, devices: int):
     if settings is None:
         say(f"next, {own_text}; speedrun does not fit {here}")
         return
-    command = "python train_gpt.py speedrun"
+    command = f"{this} speedrun"
     if chosen + settings:
         command += f" --set {' '.join(chosen + settings)}"
-    download = "pip install huggingface_hub && python data/cached_fineweb10B.py 9"
+    tool = command_for(Path(__file__).with_name("data") / "cached_fineweb10B.py", 9)
+    download = f"pip install huggingface_hub && {tool}"
     say(f"next, {own_text}; or speedrun, which {here} can train: {download} && {command}")
     say("(one H200 takes 6 minutes for it; what is expected of others: README, Hardware)")
 

@@ -369,5 +369,5 @@ def test_a_notebook_keeps_its_devices_and_its_signals():
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     own = "<built-in function default_int_handler> 1\n"
-    bare = f"{own}next, a text of your own: python train_gpt.py TEXT\n"
+    bare = f"{own}next, a text of your own: {T.command_for(T.__file__)} TEXT\n"
     assert done.stdout == f"1\n{own}0\n{own}0\n{bare}0\n[0] True\n", done.stderr

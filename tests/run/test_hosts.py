@@ -276,7 +276,7 @@ def test_what_these_devices_could_do_follows_from_those_of_the_run(machine, kind
     machine(*kinds)
     said = []
     T.say_what_else(said.append, devices)
-    assert said[0].startswith("next, a text of your own: python train_gpt.py TEXT")
+    assert said[0].startswith(f"next, a text of your own: {T.command_for(T.__file__)} TEXT")
     assert said[0].endswith(ends)
 
 
