@@ -7524,6 +7524,9 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
     def row_of_logits(x):  # in whole tiles, of which the last may go beyond
         return pl.BlockSpec((None, tiles * tile), lambda i: (i, 0))
 
+    of_targets = squash(jnp.take_along_axis(logits_tv, targets, axis=1), cfg)
+    # Or XLA would copy the logits, to have them for the line above as well.
+    of_targets, logits_tv = in_order(of_targets, logits_tv)
     refs = {
         "z": reads(logits_tv, row_of_logits),
         "targets": reads(targets, row),
@@ -7563,7 +7566,6 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
 
         lax.fori_loop(0, tiles, store, None)
 
-    of_targets = squash(jnp.take_along_axis(logits_tv, targets, axis=1), cfg)
     written = run_kernel("loss", {"i": t}, refs, body, LOSS_TILES, [(0, 0)])
     return jnp.log(written.sum) - half * of_targets, written.grad
 
