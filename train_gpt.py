@@ -296,15 +296,17 @@ class Config:
     data: str = "data/fineweb10B"
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
-    # Of Part V: all that serve and change no more than roundings; plain: none; attend,blend: these.
-    # normed_product has products of eight bits on GPUs since Ada, in training.
+    # Of Part V. auto: all that serve, but for normed_product, which multiplies in eight bits;
+    # plain: none; attend,blend: these.
     kernels: Machine[str] = "auto"
     sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
     micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
     rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
     recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
-    # tokens whose logits exist at once; more if the softmax is a sample, and see with_whole_loss
+    # tokens whose logits exist at once; more if the softmax is a sample
     loss_chunk: Machine[Positive[int]] = 4800
+    # Where the loss has a kernel of rows, on GPUs, all tokens of a micro-batch; auto: if they fit.
+    whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
     prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
     checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
@@ -1437,9 +1439,9 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
 def rows_wait(cfg: Config, kernels: Kernels, b: int, t: int) -> set[str]:
     """The tables of which the gradients of looked-up rows wait as they are, as those of n-grams do.
     The update adds up those of all steps, so that no step fills an array as large as the table.
-    This serves a device whose b rows of t tokens are one micro-batch: those of more would need more
-    memory than the table. A kernel that adds rows fills nothing, so there each step adds."""
-    one_batch = rows_together(cfg, b, t) == b
+    This serves a device whose b rows of t tokens are one micro-batch, and no more than a table has
+    rows. A kernel for add_rows writes sums without filling an array: there each step adds."""
+    one_batch = rows_together(cfg, b, t) == b and b * t <= cfg.vocab
     serves = one_batch and kernels.add_rows is scatter_rows
     return {"value_tables"} if serves and cfg.layers_with("values") else set()
 
@@ -1909,13 +1911,13 @@ def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, up
         if name == "value_tables":
             stages = [cfg.stages[number] for number in update.stages]
             looked_up = [abstract_looked_up(cfg, mesh, kernels, stage) for stage in stages]
-            due[name] = tuple(rows or gradient for rows in looked_up)
+            due[name] = tuple(of_step or gradient for of_step in looked_up)
     return due
 
 
 def abstract_looked_up(cfg: Config, mesh: Mesh, kernels: Kernels, stage: Stage) -> tuple | None:
-    """The same of the rows of value tables that a step of this stage looks up, with their ids; None
-    where they are added up."""
+    """The shapes, dtypes and shardings of the ids that a step of this stage looks up in the value
+    tables, and of the rows' gradients; None where these are added up."""
     b, t = stage.rows, stage.row_tokens
     if not rows_wait(cfg, kernels, b // mesh.size, t):
         return None
@@ -3967,7 +3969,8 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     first batch when the clock starts."""
     recipe = cfg
     cfg, mesh = make_mesh(recipe)
-    cfg = check_memory(cfg, mesh)
+    check_memory(cfg, mesh)
+    cfg = with_whole_loss(cfg, mesh, memory_limit(mesh))
     data = open_data(cfg, say)
     kernels, reason = checked_kernels(cfg, mesh, say)
     facts = run_facts(recipe, mesh, command, reason) | {"data": data.shards}
@@ -4133,10 +4136,11 @@ class Fitted(NamedTuple):
     rows_added: float  # copies of n-gram rows at once in an update: joined, sorted, in float32
     # 1 if logits of a chunk, and gradients from the beginning, have memory of their own; else 0
     apart: float
+    whole_logits: float  # the memory that all logits take beside activations, in their own size
 
 
-FITTED_TO_TPUS = Fitted(12.8, 5, 1.4, scores=3, rows_added=2.2, apart=0)
-FITTED_TO_GPUS = Fitted(14, 4, 1.4, scores=3.5, rows_added=5, apart=1)
+FITTED_TO_TPUS = Fitted(12.8, 5, 1.4, scores=3, rows_added=2.2, apart=0, whole_logits=0)
+FITTED_TO_GPUS = Fitted(14, 4, 1.4, scores=3.5, rows_added=5, apart=1, whole_logits=1.5)
 
 
 def fitted_numbers(mesh: Mesh) -> Fitted:
@@ -4154,10 +4158,17 @@ def device_bytes(tree) -> int:
     return size
 
 
+def counted_programs(cfg: Config, mesh: Mesh) -> dict:
+    """`programs`, as to arguments and results. Of all kernels that of add_rows alone changes these:
+    rows_wait."""
+    kernels, _ = pick_kernels(cfg, mesh.devices.flat[0])
+    return programs(cfg, mesh, PLAIN._replace(add_rows=kernels.add_rows))
+
+
 def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
     """Bytes of state, copies and waiting gradients on a device beside the arguments of the program
     with this `key` in `programs`."""
-    every = programs(cfg, mesh, PLAIN)
+    every = counted_programs(cfg, mesh)
     arrays = {"state": every["finish"].args, "copies": every["eval"].args[0]}
     for update, program in every.items():
         due = program.args[1] if isinstance(update, Update) else {}
@@ -4175,7 +4186,7 @@ def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
     way, and what lies beside it. About, and slightly more than what compilers for TPUs and GPUs
     say of `speedrun` (records/NOTES.md)."""
     sizes = {}
-    for key, program in programs(cfg, mesh, PLAIN).items():
+    for key, program in counted_programs(cfg, mesh).items():
         size = resident_bytes(cfg, mesh, key) + device_bytes(program.args)
         if isinstance(key, Gradients) or key == "eval":
             size += model_bytes(cfg, mesh, program, trains=key != "eval")
@@ -4206,9 +4217,11 @@ def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> floa
         size += numbers.scores * plain_scores(cfg, together, t, max(windows))
     if trains:
         count = batch.rows.aims.candidates.shape[1]  # of which each row has its own
-        logits = t * count or together * t * cfg.vocab
-        logits = min(logits, cfg.loss_chunk * cfg.vocab)
-        in_rows = isinstance(kernels.cross_entropy, functools.partial)  # with a product: rounded
+        whole = t * count or together * t * cfg.vocab
+        logits = min(whole, cfg.loss_chunk * cfg.vocab)
+        in_rows = isinstance(kernels.cross_entropy, functools.partial) and not cfg.pointer_width
+        if in_rows and cfg.whole_loss == "always":
+            logits = max(logits, numbers.whole_logits * whole)
         logits *= cfg.dtype.itemsize if in_rows else 4
         size += numbers.apart * (logits + device_bytes(copies) + fetched * vector)
     if trains and together < rows:  # gradients are summed in float32
@@ -4292,7 +4305,7 @@ def ways_to_fit(cfg: Config) -> list[list[str]]:
     def validation(n):
         return [f"val_row={cfg.val_row // n}", f"val_batch={cfg.val_batch // n}"]
 
-    ways = [[]]
+    ways = [["whole_loss=never"] if cfg.whole_loss == "always" else []]
     for settings in [
         validation(4),
         ["recompute=1", "rows_at_once=65536"],
@@ -4308,20 +4321,18 @@ def ways_to_fit(cfg: Config) -> list[list[str]]:
 
 
 def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
-    """`cfg`; on GPUs, where the `limit` bytes of a device suffice and loss_chunk is not set, with
-    the loss of a micro-batch in one chunk, so that the gradient of the head is written once."""
-    most = min(cfg.micro_tokens, 2**31 // cfg.vocab)  # kernels count logits in 32 bits
-    whole = dataclasses.replace(cfg, loss_chunk=most)
-    is_gpu = mesh.devices.flat[0].platform == "gpu"
-    if not is_gpu or cfg.loss_chunk != Config.loss_chunk or most <= cfg.loss_chunk:
+    """`cfg` with a whole_loss that is decided: on GPUs "always" if the `limit` bytes of a device
+    suffice. The gradient of the head is then written once, and not added up chunk by chunk."""
+    if cfg.whole_loss != "auto":
         return cfg
-    fits = max(expected_bytes(whole, mesh).values()) <= usable(limit)
-    return whole if fits else cfg
+    whole = dataclasses.replace(cfg, whole_loss="always")
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    fits = is_gpu and max(expected_bytes(whole, mesh).values()) <= usable(limit)
+    return whole if fits else dataclasses.replace(cfg, whole_loss="never")
 
 
-def check_memory(cfg: Config, mesh: Mesh, cure: str = "") -> Config:
-    """The config as with_whole_loss has it; UserError if the run needs more memory than there is.
-    Its `cure` is what too_large names."""
+def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
+    """UserError if the run needs more memory than there is. Its `cure` is what too_large names."""
     sizes = expected_bytes(cfg, mesh)
     name = max(sizes, key=sizes.get)
     size = sizes[name]
@@ -4334,7 +4345,6 @@ def check_memory(cfg: Config, mesh: Mesh, cure: str = "") -> Config:
         need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
     refusal = too_large(cfg, mesh, name, size, limit, cure)
     need(not refusal, refusal)
-    return with_whole_loss(cfg, mesh, limit)
 
 
 def check_program(cfg: Config, mesh: Mesh, key, peak: float):
@@ -5609,7 +5619,7 @@ def run(argv: list[str], command: str):
             say_what_else(say, cfg.devices)
     elif all_devices()[0].platform != "cpu":
         cfg, mesh = make_mesh(cfg)
-        cfg = check_memory(cfg, mesh)
+        check_memory(cfg, mesh)
         tell(memory_line(cfg, mesh))
 
 
@@ -5832,7 +5842,7 @@ def matrices_of(bank):
 
 def join_matrices(_, grads):
     """The gradient of a bank. An NVIDIA GPU copies each matrix while others are computed; there a
-    concatenation is one slow kernel at the end, as each number looks for its matrix."""
+    concatenation is one kernel at the end, and slow: for each number it looks up the matrix."""
     if compiled_for() != "gpu":
         return (lax.concatenate(grads, 0),)
     bank = lax.empty((len(grads), *grads[0].shape[1:]), grads[0].dtype)
@@ -6179,24 +6189,26 @@ def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, prod
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
     with respect to x, head and pointed. Without gradients, in validation, it is the plain form.
 
-    `product`: of NVIDIA GPUs, a normed_product that makes the logits, whose rows a kernel takes
-    (loss_rows). With a pointer, whose gradient needs the losses first, XLA does it there too."""
+    `product`: on NVIDIA GPUs, the normed_product that makes the logits, whose rows a kernel takes
+    (loss_rows). Without it, and with a pointer, whose gradient needs the losses first, XLA does
+    all (token_losses, loss_gradients)."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
 def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed, product):
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
+    in_rows = product is not None and pointed is None
 
     def add(carry, chunk):
         totals, head_grad_vd = carry
         x_td, targets, weights, pointed = chunk
-        pointing = pointed is not None
-        if product and not pointing:
+        if in_rows:
             logits_tv = product(x_td, narrow_vd)
             losses, grad_tv = loss_rows(logits_tv, targets, weights, cfg)
             x_grad_td, grad_vd = logit_gradients(grad_tv, x_td, narrow_vd)
             pointed_grad = None
         else:
+            pointing = pointed is not None
             losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
             slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
             x_grad_td, grad_vd = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
@@ -6208,7 +6220,11 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
     wide_vd, narrow_vd = lax.optimization_barrier(copies)
     zero_sums = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     zeros = zero_sums, jnp.zeros(head_vd.shape, jnp.float32)
-    chunks = in_chunks(cfg, len(head_vd), x_td, targets, weights, pointed)
+    in_one = in_rows and cfg.whole_loss == "always"
+    most = 2**31 // cfg.vocab  # the kernel counts logits in 32 bits
+    at_once = most if in_one else min(cfg.loss_chunk, most)
+    of_chunks = dataclasses.replace(cfg, loss_chunk=at_once)
+    chunks = in_chunks(of_chunks, len(head_vd), x_td, targets, weights, pointed)
     (totals, head_grad_vd), grads = lax.scan(add, zeros, chunks)
     x_grad_td, pointed_grad = jax.tree.map(flat, grads)
     return totals, (x_grad_td, pointed_grad, head_grad_vd, head_vd)
@@ -6282,7 +6298,7 @@ def as_one_block(x):
 
 
 def compiled_for() -> str:
-    """The platform that `lower` compiles for; "cpu": kernels are interpreted, for tests."""
+    """The platform that `lower` compiles for: "tpu", "gpu" or "cpu"."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     return target.platform if target else jax.default_backend()
 
@@ -6296,8 +6312,8 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in
     no order. All others are kernels for TPUs, whose core takes the steps in order, the last axis
     the fastest. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA
     may put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would
-    compile the kernel anew for each such choice. `in_place`: pairs of numbers, of what is read and
-    of what is written in its memory."""
+    compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests.
+    `in_place`: pairs of numbers, of what is read and of what is written in its memory."""
     interpret = compiled_for() == "cpu"
     flat_refs, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
 
@@ -7250,10 +7266,10 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work; tokens are powers of two, 128 at most."""
+    """How a kernel cuts its work. For attention tokens are powers of two, 128 at most."""
 
     block: int  # tokens that one step of the grid takes: queries, or keys
-    tile: int  # of the others, those that the block meets at a time
+    tile: int  # of what these meet (keys, queries, logits), so many at a time
     warps: int
     stages: int  # tiles that are on their way at once
 
@@ -7469,8 +7485,7 @@ def attend_in_tiles(tiles: Tiles) -> Callable:
 # is not known to 0.001, so a run must ask for it:
 #     --set kernels=attend,cross_entropy,normed_product
 
-E4M3 = jnp.float8_e4m3fn  # three bits of mantissa, numbers up to 448
-NORMED_SCALE = 16  # no number of norm(x) is above sqrt(width): up to a width of 784 all fit
+E4M3 = jnp.float8_e4m3fn  # three bits of mantissa; beyond 448 all is nan
 
 
 def has_eight_bits(device) -> bool:
@@ -7481,14 +7496,17 @@ def has_eight_bits(device) -> bool:
 
 @jax.custom_vjp
 def product_8(x_td, w_fd):
-    """normed_product of factors that are rounded to E4M3, x by a fixed scale, w by its largest
-    number. Its gradients are those of the plain form."""
+    """normed_product of factors that are rounded to E4M3: w by its largest number, x by the largest
+    power of two with which sqrt(width) fits, as no number of norm(x) is above that. Its gradients
+    are those of the plain form."""
+    fits = float(jnp.finfo(E4M3).max)
     largest = jnp.max(jnp.abs(w_fd)).astype(jnp.float32)
-    w_scale = float(jnp.finfo(E4M3).max) / jnp.maximum(largest, 1e-30)
-    x_8 = (x_td * NORMED_SCALE).astype(E4M3)
+    w_scale = fits / jnp.maximum(largest, 1e-30)
+    x_scale = 2.0 ** math.floor(math.log2(fits / math.sqrt(w_fd.shape[1])))
+    x_8 = (x_td * x_scale).astype(E4M3)
     w_8 = (w_fd.astype(jnp.float32) * w_scale).astype(E4M3)
     scaled = jnp.matmul(x_8, w_8.T, preferred_element_type=x_td.dtype)
-    return (scaled.astype(jnp.float32) / (NORMED_SCALE * w_scale)).astype(x_td.dtype)
+    return (scaled.astype(jnp.float32) / (x_scale * w_scale)).astype(x_td.dtype)
 
 
 def product_8_forward(x_td, w_fd):
@@ -7502,14 +7520,14 @@ def product_8_backward(kept, grad):
 
 product_8.defvjp(product_8_forward, product_8_backward)
 
-# Logits of a row that a step of loss_rows takes at once, by how many warps.
+# A step of loss_rows takes one token, and so many of its logits at once.
 LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
 
 
 def loss_rows(logits_tv, targets, weights, cfg: Config):
     """(losses float32 [t, targets], the gradients [t, v] of their weighted sum by the logits before
-    the cap, in their memory). A program of the kernel goes through one row twice: the second time
-    it is in a cache. XLA would read it from memory again, and takes 63 instructions for a number.
+    the cap, in the memory of these). A step of the kernel goes through one row twice: the second
+    time it is in a cache. XLA reads it from memory again, and has 63 instructions for each logit.
 
     tanh is the chip's, off by up to 2^-11 of itself, as in the original."""
     a, b, c = cfg.logit_cap

@@ -419,7 +419,8 @@ def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
     parts = parts or mesh.size
     cfg = part_of(cfg, mesh.size, parts)
     more_parts = "use more --parts, or --set recompute=1" if parts > mesh.size else ""
-    cfg = T.check_memory(cfg, mesh, more_parts)
+    T.check_memory(cfg, mesh, more_parts)
+    cfg = T.with_whole_loss(cfg, mesh, T.memory_limit(mesh))
     kernels, reason = T.pick_kernels(cfg, device)
     share = f"each with 1/{parts} of every batch"
     T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}\nkernels: {reason}")

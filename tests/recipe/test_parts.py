@@ -48,6 +48,7 @@ LATER = {
     "sound": {"RunLog"},
     "train": {"prepare", "demonstrate"},
     "prepare": {"checked_kernels", "compile_all", "warm_up"},
+    "counted_programs": {"pick_kernels"},
     "model_bytes": {"pick_kernels"},
     "run_facts": {"compiler_options"},
 }

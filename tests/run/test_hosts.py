@@ -210,6 +210,7 @@ def gpus(*kinds):
         name, _, size = kind.partition(":")
         stats = {"bytes_limit": float(size or 1) * 2**30}
         gpu = {"device_kind": name, "process_index": 0, "platform": "gpu"}
+        gpu["compute_capability"] = "9.0"
         found.append(SimpleNamespace(**gpu, memory_stats=lambda stats=stats: stats))
     return found
 
@@ -267,8 +268,8 @@ def test_where_nobody_names_a_preset_the_first_kind_trains_alone(machine):
     ("kinds", "devices", "ends"),
     [
         (["L4:4"], 0, "TEXT; speedrun does not fit 1 x L4"),
-        (["A100:59"], 0, "train_gpt.py speedrun --set ngram_rows=21528576"),
-        (["A100:59", "T1000:3"], 1, "speedrun --set devices=1 ngram_rows=21528576"),
+        (["A100:59"], 0, "train_gpt.py speedrun --set ngram_rows=22446080"),
+        (["A100:59", "T1000:3"], 1, "speedrun --set devices=1 ngram_rows=22446080"),
         (["H200:105"], 0, "python train_gpt.py speedrun"),
     ],
 )
@@ -298,6 +299,23 @@ def test_settings_that_fit_can_be_added_to_what_a_run_is_without(machine):
     cfg = T.override(T.PRESETS["speedrun"], ["without=xsa"])
     settings = T.settings_here(cfg)
     assert settings[0] == "without=ngrams" and T.override(cfg, settings).without == "xsa,ngrams"
+
+
+def test_the_loss_of_a_gpu_is_in_one_chunk_where_that_fits_or_is_wanted(machine):
+    """If a compiler then says that it does not, the cure is not to have it so."""
+
+    def decided(gib, *settings):
+        machine(*[f"H100:{gib}"] * 8)
+        cfg, mesh = T.make_mesh(T.override(T.PRESETS["speedrun"], [*settings]))
+        return T.with_whole_loss(cfg, mesh, T.memory_limit(mesh)), mesh
+
+    assert decided(59)[0].whole_loss == "always"
+    assert decided(59, "whole_loss=never")[0].whole_loss == "never"
+    assert decided(25)[0].whole_loss == "never"
+    cfg, mesh = decided(28, "whole_loss=always")
+    name = "grads3"
+    line = T.too_large(cfg, mesh, name, 27.9 * 2**30, 28 * 2**30)
+    assert line.endswith("add --set whole_loss=never, or use more devices")
 
 
 @pytest.mark.parametrize("gib", [0.5, 1.5, 3])
