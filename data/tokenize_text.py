@@ -319,8 +319,9 @@ def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
     """What a run must --set that reads its tokens `number` times (records/NOTES.md, Own text: how
     each was found). The weights of a preset decay so many times as much, up to DECAY times. From
     BY_HEART passes on it has no table of n-grams, which would learn the text by heart, unless these
-    `ngrams` are asked for. Large presets, and a run that is gone on with, keep what they have. The
-    best model is kept beside the last if it has at most 10 GB."""
+    `ngrams` are asked for. Averages are over the preset's share of the steps. Large presets, and a
+    run that is gone on with, keep what they have. The best model is kept beside the last if it has
+    at most 10 GB."""
     if number == 1:
         return []
     items = [f"val_every={-(-steps // 8)}"]
@@ -331,6 +332,8 @@ def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
     factor = min(number, DECAY)
     for name in ("decay_anvil", "decay_adam"):
         items.append(f"{name}={factor * getattr(cfg, name):.4g}")
+    for name in ("tail", "tail_average"):
+        items.append(f"{name}={getattr(cfg, name) * steps // cfg.steps}")
     if cfg.ngram_rows and number >= BY_HEART and not ngrams:
         items += T.IDEAS["ngrams"].split()
     return items

@@ -378,6 +378,8 @@ def test_what_a_text_gets_follows_the_passes_and_can_be_set(tmp_path, capsys, gi
     cfg = T.override(T.PRESETS["tiny"], items + given)
     wanted = 0 if "ngram_rows=0" in items else 1024 if "ngram_rows=1024" in given else 262_144
     assert cfg.ngram_rows == wanted
+    averaged = [110 * cfg.steps // 440, 92 * cfg.steps // 440]  # the share of the preset
+    assert cfg.passes == 1 or [cfg.tail, cfg.tail_average] == averaged
 
 
 def test_large_presets_and_runs_that_go_on_keep_their_decay_and_their_tables():
