@@ -49,7 +49,7 @@ SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
-DECAY = 11  # times as much decay of weights as a preset has, at most
+DECAY = 20  # times as much decay of weights as a preset has, at most
 BY_HEART = 3  # passes from which on a table of n-grams costs loss
 PASSES = 4  # of LARGE presets through a text: about as good as new tokens (Muennighoff et al. 2023)
 
@@ -317,7 +317,7 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
 
 def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
     """What a run must --set that reads its tokens `number` times (records/NOTES.md, Own text: how
-    each was found). The weights of a preset decay so many times as much, up to DECAY times. From
+    each was found). Its weights decay 2 * `number` times as much as the preset's, up to DECAY. From
     BY_HEART passes on it has no table of n-grams, which would learn the text by heart, unless these
     `ngrams` are asked for. Averages are over the preset's share of the steps. Large presets, and a
     run that is gone on with, keep what they have. The best model is kept beside the last if it has
@@ -329,7 +329,7 @@ def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
         items.append("keep_best=1")
     if cfg is not T.PRESETS.get(cfg.preset) or cfg.preset in T.LARGE:
         return items
-    factor = min(number, DECAY)
+    factor = min(2 * number, DECAY)
     for name in ("decay_anvil", "decay_adam"):
         items.append(f"{name}={factor * getattr(cfg, name):.4g}")
     for name in ("tail", "tail_average"):

@@ -365,9 +365,9 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
 
 
 @pytest.mark.parametrize("given, recipe", [
-    ([], "keep_best=1 decay_anvil=24.75 decay_adam=0.055 ngram_rows=0 layers.*.ngram=0"),
-    (["ngram_rows=1024"], "keep_best=1 decay_anvil=24.75 decay_adam=0.055"),
-    (["passes=2"], "keep_best=1 decay_anvil=4.5 decay_adam=0.01"),
+    ([], "keep_best=1 decay_anvil=45 decay_adam=0.1 ngram_rows=0 layers.*.ngram=0"),
+    (["ngram_rows=1024"], "keep_best=1 decay_anvil=45 decay_adam=0.1"),
+    (["passes=2"], "keep_best=1 decay_anvil=9 decay_adam=0.02"),
     (["passes=1"], ""),
 ])  # fmt: skip
 def test_what_a_text_gets_follows_the_passes_and_can_be_set(tmp_path, capsys, given, recipe):
