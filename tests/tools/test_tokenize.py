@@ -365,8 +365,8 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
 
 
 @pytest.mark.parametrize("given, recipe", [
-    ([], "keep_best=1 decay_anvil=45 decay_adam=0.1 ngram_rows=0 layers.*.ngram=0"),
-    (["ngram_rows=1024"], "keep_best=1 decay_anvil=45 decay_adam=0.1"),
+    ([], "keep_best=1 decay_anvil=67.5 decay_adam=0.15 ngram_rows=0 layers.*.ngram=0"),
+    (["ngram_rows=1024"], "keep_best=1 decay_anvil=67.5 decay_adam=0.15"),
     (["passes=2"], "keep_best=1 decay_anvil=9 decay_adam=0.02"),
     (["passes=1"], ""),
 ])  # fmt: skip
