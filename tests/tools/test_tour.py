@@ -1,0 +1,213 @@
+"""records/tour.py: lines add up, what they assign has the right shapes, pages hold together."""
+
+import functools
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import costs as C
+import pytest
+import tour
+from conftest import ROOT, mostly_slow
+
+import train_gpt as T
+
+PRESETS = {"plain", "tiny", "speedrun"}
+PAGES = [ROOT / f"records/pictures/{preset}.html" for preset in tour.PAGES]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+
+
+@functools.cache
+def step_of(preset: str, *settings: str, chip: str = "") -> tuple[C.Step, dict]:
+    """A step of a preset, and what its lines cost."""
+    step = C.Step.of(T.override(T.PRESETS[preset], [*settings]), chip=chip)
+    return step, step.costs()
+
+
+def lines_with(code: str) -> list[int]:
+    """The lines of train_gpt.py that have this code."""
+    return [i for i, line in enumerate(tour.LINES, 1) if code in line]
+
+
+@pytest.mark.parametrize("preset", mostly_slow(["plain", "tiny", "speedrun", "pointer"], PRESETS))
+def test_lines_add_up_to_flops_per_token(preset):
+    step, costs = step_of(preset)
+    counted, left_out = C.by_formula(costs)
+    said = T.flops_per_token(step.cfg, step.number) * step.stage.batch_tokens
+    within = 1e-5 if preset == "pointer" else 1e-12  # the sink has a product of its own
+    assert counted["forward"] == pytest.approx(said / 3, rel=within)
+    assert counted["gradient"] == pytest.approx(said * 2 / 3, rel=within)
+    small = {"small_mlp", "gate"} if preset != "plain" else {"chunk_losses, again"}
+    large = {"attend_plain, again"} if preset in T.LARGE else set()
+    large |= {"pointer_chances"} if preset == "pointer" else set()
+    assert {*left_out} == {"attend_plain", "orthogonalize"} | small | large
+    flops, _, _ = C.sums(costs)
+    assert flops == counted.total() + left_out.total()
+
+
+def test_kernels_have_their_own_count():
+    """Instead of the plain forms, at their lines: what a core multiplies, at every place of the
+    grid. It is more than what the plain form does, as tiles are not cut at windows."""
+    settings = "width=256", "stages.0.row_tokens=256", "stages.0.batch_tokens=2048"
+    found = []
+    for chip in ("", "TPU v6 lite"):
+        step, costs = step_of("tiny", *settings, chip=chip)
+        counted, left_out = C.by_formula(costs)
+        said = T.flops_per_token(step.cfg, step.number) * step.stage.batch_tokens
+        assert counted.total() == pytest.approx(said, rel=1e-12)
+        found.append(left_out)
+    plain, with_kernels = found
+    assert with_kernels["attend_plain"] == plain["times"] == plain["attend_tpu"] == 0
+    assert with_kernels["attend_tpu"] + with_kernels["times"] > plain["attend_plain"] > 0
+
+
+def test_how_often_a_line_runs():
+    """Layers times micro-batches times devices."""
+    step, costs = step_of("plain", "devices=2", "micro_tokens=128")
+    (line,) = lines_with("return hidden_btf @ down_fd")
+    assert costs[line].runs == 4 * 4 * 2
+    cfg, tokens = step.cfg, step.stage.batch_tokens
+    one_way = 2.0 * 4 * tokens * cfg.width * cfg.mlp_width
+    assert costs[line].flops == {"forward": one_way, "gradient": 2 * one_way}
+
+
+def test_shapes_of_what_lines_assign():
+    cfg = T.override(T.PRESETS["plain"], ["devices=4"])
+    with C.Watch(cfg) as watch:
+        step = C.Step.of(cfg)
+        watch.sizes |= {"b": 2, "t": 128}
+        step.costs()
+    (line,) = lines_with("q, k = rope(q, cos, sin)")
+    assert [*watch.seen[line]] == [f"{x} f32 [b t n h] 2×128×2×64, 131 kB" for x in "qk"]
+    (line,) = lines_with("hidden_btf = activation(")
+    assert [*watch.seen[line]] == ["hidden_btf f32 [b t f] 2×128×256, 262 kB"]
+    (line,) = lines_with("return model.kernels.attend(heads, qkv, inputs) @ w_o.T")
+    assert [*watch.seen[line]] == ["returns f32 [b t d] 2×128×128, 131 kB"]
+
+
+@pytest.mark.parametrize(
+    "name,shape,letters",
+    [
+        ("x_btd", (1, 4, 8), "b t d"),
+        ("x", (1, 4, 8), "b t d"),
+        ("x", (2, 4, 8), "2 t d"),
+        ("up", (16, 8), "f d"),
+        ("scores", (2, 6, 5), "2 6 5"),
+        ("counts", (1, 1), "1 1"),
+        ("mask", (4, 2, 4), "4 2 t"),
+        ("w", (8, 8), "d d"),
+    ],
+)
+def test_letters_of_shapes(name, shape, letters):
+    assert C.in_letters(name, shape, {"b": 1, "t": 4, "d": 8, "f": 16, "h": 6}) == letters
+
+
+def test_an_idea_has_its_lines_and_its_share(monkeypatch):
+    rows = {row[4].strip("`"): row for row in tour.idea_rows()}
+    chosen = ["without=mudd", "without=averages", "without=pointer"]
+    monkeypatch.setattr(tour, "idea_rows", lambda: [rows[x] for x in chosen])
+    step, costs = step_of("tiny")
+    mudd, averages, pointer = tour.ideas(T.PRESETS["tiny"], step, costs, "")
+    assert {C.OWNER[line] for line in mudd.lines} >= {
+        "mudd_layer",
+        "mudd_mix",
+        "mudd_values",
+        "forward",
+    }
+    assert all(0 < more < 0.5 for more in mudd.more)
+    assert averages.more[0] == 0 < averages.more[1], "no matrix products, but bytes"
+    assert pointer.more is None and pointer.lines == []
+
+
+def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert tour.main(["plain", "--program", "adam", "--out", "adam.html"]) == 0
+    assert capsys.readouterr().out.startswith("wrote adam.html\n| `plain`: in | line |")
+    page = Path("adam.html").read_text()
+    assert len(page) < 10**6 and "(programs adam;" in page
+    holds_together(page)
+
+
+@pytest.mark.parametrize(
+    "options,says",
+    [
+        (["--program", "nosuch"], "--program nosuch: there are grads0, anvil, adam"),
+        (["--program", "adam", "--ideas"], "leave out --program"),
+        (
+            ["--program", "adam", "--bench", "nosuch"],
+            "no nosuch/lines.json: python",
+        ),
+        (["--program", "adam", "--out", "nosuch/adam.html"], "nosuch/adam.html"),
+    ],
+)
+def test_what_is_refused(options, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert tour.main(["plain", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def holds_together(page: str):
+    """Every link has its target, and the bars of each kind add up to all."""
+    places = re.findall(r" id=(L\d+)", page)
+    assert len(places) == len({*places}) > 500
+    assert {*re.findall(r"href=#(\w+)", page)} <= {*places}
+    assert "http" not in re.sub("<main>.*</main>", "", page, flags=re.DOTALL), "it needs no network"
+    bars = Counter()
+    for kind, share in re.findall(r"<u class=(\w) style=width:([\d.]+)%>", page):
+        bars[kind] += float(share)
+    assert {*bars} >= {"b"}
+    assert all(math.isclose(x, 100, abs_tol=0.05) for x in bars.values()), bars
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_pages_are_those_of_the_source(path):
+    page = path.read_text()
+    assert f"<meta name=source content={C.SHA}>" in page, "python records/tour.py --pages"
+    assert len(page.encode()) < 10**6
+    holds_together(page)
+
+
+def test_stops_are_functions():
+    assert {*tour.STOPS.split()} <= {*tour.DEFINED}
+
+
+CHECK = """<script>
+const found = {links: 0, lost: 0, bars: {f: 0, b: 0, t: 0}}
+for (const link of document.querySelectorAll("a[href^='#']")) {
+  found.links += 1
+  if (!document.getElementById(link.hash.slice(1))) found.lost += 1
+}
+for (const bar of document.querySelectorAll("u[style]"))
+  found.bars[bar.className] += parseFloat(bar.style.width)
+document.querySelector("button").click()
+found.out = document.querySelectorAll(".out").length
+found.wide = document.documentElement.scrollWidth - innerWidth
+const folded = document.querySelector("details b")
+location.hash = folded.id
+unfold()
+found.open = folded.closest("details").open
+found.errors = errors
+document.title = JSON.stringify(found)
+</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs a browser: chromium")
+@pytest.mark.parametrize("preset,width", [("plain", 400), ("speedrun", 1400)])
+def test_in_a_browser(tmp_path, preset, width):
+    page = ROOT / f"records/pictures/{preset}.html"
+    head, rest = page.read_text().split("<style>")
+    note = "<script>const errors = []; onerror = text => errors.push(text)</script>"
+    page = tmp_path / "page.html"
+    page.write_text(f"{head}{note}<style>{rest}{CHECK}")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = json.loads(re.search("<title>(.*?)</title>", done.stdout)[1].replace("&amp;", "&"))
+    assert found["errors"] == [] and found["lost"] == 0 < found["links"]
+    assert all(abs(x - 100) < 0.05 for x in found["bars"].values() if x), found
+    assert found["bars"]["f"] and found["bars"]["b"]
+    assert found["out"] and found["open"] and found["wide"] <= 0
