@@ -91,25 +91,29 @@ def named(files: list[Path]) -> str:
 
 def split(texts: list[Path], val: list[Path]) -> tuple[list[Path], list[Path], str]:
     """(files to train on, files to validate on, what validation is on): as `texts` and `val` name
-    them; where `val` is empty, by their names. UserError if a file would be in both."""
+    them; where `val` is empty, by their names. What names say is for validation or test is never
+    trained on where others say train. UserError if a file would be in both."""
     files = files_of(texts)
     held = []
     validation = "the last tenth of all (--val TEXT names another)"
     parts = parts_of(files)
     kind = "val" if parts["val"] else "test"
+    by_name = parts["train"] and parts[kind]
     if val:
         held = files_of(val)
         validation = named(held)
-    elif parts["train"] and parts[kind]:
+    elif by_name:
         held = parts[kind]
         validation = f"{named(held)}, by name"
-        if kind == "val" and parts["test"]:
-            validation += f" ({named(parts['test'])} is left out)"
-        left = {*parts["val"], *parts["test"]}
-        files = [path for path in files if path not in left]
+    if by_name:
+        of_others = parts["val"] + parts["test"]
+        files = [path for path in files if path not in of_others]
+        known = {path.resolve() for path in held}
+        if left := [path for path in of_others if path.resolve() not in known]:
+            validation += f" ({named(left)} is left out)"
     apart = {path.resolve() for path in held} - {path.resolve() for path in texts}
     files = [path for path in files if path.resolve() not in apart]
-    need(files, f"--val {' '.join(map(str, val))} leaves nothing to train on")
+    need(files, f"validation on {validation} leaves nothing to train on")
     for path, count in Counter(path.resolve() for path in files + held).items():
         need(count == 1, f"{path} is named twice: name it once, for training or for validation")
     return files, held, validation
@@ -378,7 +382,9 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], st
         with contextlib.suppress(UserError):  # too few steps for the stages
             if number := passes(override(cfg, items + given), folder, most):
                 items.append(f"passes={number}")
-                return items + for_passes(cfg, number, steps, "ngram_rows" in fixed), ""
+                more = for_passes(cfg, number, steps, "ngram_rows" in fixed)
+                items += [item for item in more if item.partition("=")[0] not in fixed]
+                return items, ""
     if {"steps", "passes"} <= fixed.keys():  # train_gpt.py says for how many steps the tokens last
         return items, ""
     stages = enumerate(full.stages)

@@ -235,13 +235,26 @@ def test_nothing_of_a_text_for_validation_is_trained_on(tmp_path):
     assert (train, val) == (of_bytes(["a" * 50, "c" * 50]), of_bytes(["b" * 50]))
     (tmp_path / "copy.txt").write_text("b" * 50)
     for texts, val, says in [
-        ([folder], [folder], "--val .*texts leaves nothing to train on"),
+        ([folder], [folder], "validation on a.txt and 2 more leaves nothing to train on"),
         ([folder / "b.txt"], [folder], "b.txt is named twice"),
         ([folder], [tmp_path / "copy.txt"], "copy.txt has the contents of a text to train on"),
         ([folder], [tmp_path / "none.txt"], "none.txt: there is no such text"),
     ]:
         with pytest.raises(T.UserError, match=says):
             tokenize(tmp_path / "bad", *texts, "--val", *val)
+
+
+def test_what_a_name_says_is_for_validation_is_not_trained_on_if_other_texts_validate(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("train", "valid", "test"):
+        (folder / f"{name}.txt").write_text(name * 20)
+    other = tmp_path / "other.txt"
+    other.write_text("o" * 50)
+    for val, left in ((other, "valid.txt and 1 more"), (folder / "test.txt", "valid.txt")):
+        files, held, said = tokenize_text.split([folder], [val])
+        assert [path.name for path in files] == ["train.txt"] and held == [val]
+        assert said.endswith(f"({left} is left out)")
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
