@@ -3,6 +3,7 @@
 import ast
 import itertools
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -195,7 +196,7 @@ def test_every_row_of_the_readme_says_how_its_idea_is_left_out():
     named = [off.removeprefix("without=").split(",") for off in offs if off.startswith("without=")]
     assert {*itertools.chain(*named)} == {*T.IDEAS}
     for off in offs:
-        assert T.override(T.PRESETS["speedrun"], off.split()) != T.PRESETS["speedrun"], off
+        assert T.override(T.PRESETS["speedrun"], shlex.split(off)) != T.PRESETS["speedrun"], off
 
 
 @pytest.mark.parametrize("names", ["xsa,x0,ngrams", "xsa,x0,ngrams,skip", "gated,skip"])
