@@ -107,6 +107,8 @@ def key(cfg: T.Config, devices: int):
     smooth |= {"checkpoint_end": "auto", "devices": 0, "start": ""}
     smooth |= {"log_every": 10, "prefetch": 4, "sample_tokens": 0}
     smooth |= {"encoding": "bytes", "ngram_ids": "raw"}
+    if cfg.whole_loss == "auto":
+        smooth["whole_loss"] = "never"  # as a run decides on CPUs
     return replace(cfg, **smooth), devices
 
 
