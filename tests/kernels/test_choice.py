@@ -244,7 +244,8 @@ def test_gradients_of_the_record_can_be_traced_with_all_kernels(number):
     """What they take and give fits the model, in the first stage and the last: no compilation."""
     cfg, mesh = RECORD, mesh_of(8)
     kernels, _ = T.serving_kernels(cfg, tpu())
-    assert all(x is not y for x, y in zip(kernels, T.PLAIN, strict=True))
+    pairs = zip(kernels._fields, kernels, T.PLAIN, strict=True)
+    assert [name for name, x, plain in pairs if x is plain] == ["normed_product"]  # of GPUs alone
     for key, program in T.programs(cfg, mesh, kernels).items():
         if isinstance(key, T.Gradients) and key.number == number:
             grads, *_ = traced(program, mesh).out_info
