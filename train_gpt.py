@@ -1583,7 +1583,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
             after = anvil(cfg, row, old, grad, hyper)
         elif row.optimizer == "adam":
             rates = adam_rates(cfg, row, hyper, len(grads))
-            if name == "value_tables":
+            if name == "value_tables":  # "Value tables"
                 grads = (sum_looked_up(cfg, grads, kernels.add_rows),)
             grad = sum_over_devices(cfg, row, grads)
             square = jnp.sum(grad * grad)
@@ -1612,19 +1612,6 @@ def sum_over_devices(cfg: Config, row: Param, grads: tuple):
     if row.sharded:
         return reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
     return lax.psum(grad, AXIS)
-
-
-def sum_looked_up(cfg: Config, grads: tuple, add_rows: Callable):
-    """The sum, float32 [layers * v, d], of the gradients of the value tables of several steps. That
-    of a step is such an array, or what scatter_rows takes: (ids, rows for each layer)."""
-    rows = len(cfg.layers_with("values")) * cfg.vocab
-    total = jnp.zeros((rows, cfg.width), jnp.float32)
-    for grad in grads:
-        if isinstance(grad, tuple):
-            total = add_rows(total, *grad)
-        else:
-            total += grad.astype(jnp.float32)
-    return total
 
 
 class AdamRates(NamedTuple):
@@ -1908,22 +1895,11 @@ def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, up
             rows *= mesh.size
         gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
         due[name] = (gradient,) * update.steps
-        if name == "value_tables":
+        if name == "value_tables":  # "Value tables"
             stages = [cfg.stages[number] for number in update.stages]
             looked_up = [abstract_looked_up(cfg, mesh, kernels, stage) for stage in stages]
             due[name] = tuple(of_step or gradient for of_step in looked_up)
     return due
-
-
-def abstract_looked_up(cfg: Config, mesh: Mesh, kernels: Kernels, stage: Stage) -> tuple | None:
-    """The shapes, dtypes and shardings of the ids that a step of this stage looks up in the value
-    tables, and of the rows' gradients; None where these are added up."""
-    b, t = stage.rows, stage.row_tokens
-    if not rows_wait(cfg, kernels, b // mesh.size, t):
-        return None
-    ids = abstract(mesh, (b, t), jnp.int32, AXIS)
-    row = abstract(mesh, (b, t, cfg.width), cfg.dtype, AXIS)
-    return ids, (row,) * len(cfg.layers_with("values"))
 
 
 def finish_step(cfg: Config, state):
@@ -3110,6 +3086,30 @@ def value_params(cfg: Config) -> dict[str, Param]:
         shape = len(gated), cfg.heads, GATE_INPUTS
         rows["value_gate"] = small_param(cfg, shape, 0.0, 1, betas, decay=1)
     return rows
+
+
+def abstract_looked_up(cfg: Config, mesh: Mesh, kernels: Kernels, stage: Stage) -> tuple | None:
+    """The shapes, dtypes and shardings of the ids that a step of this stage looks up in the value
+    tables, and of the rows' gradients; None where these are added up."""
+    b, t = stage.rows, stage.row_tokens
+    if not rows_wait(cfg, kernels, b // mesh.size, t):
+        return None
+    ids = abstract(mesh, (b, t), jnp.int32, AXIS)
+    row = abstract(mesh, (b, t, cfg.width), cfg.dtype, AXIS)
+    return ids, (row,) * len(cfg.layers_with("values"))
+
+
+def sum_looked_up(cfg: Config, grads: tuple, add_rows: Callable):
+    """The sum, float32 [layers * v, d], of the gradients of the value tables of several steps. That
+    of a step is such an array, or what scatter_rows takes: (ids, rows for each layer)."""
+    rows = len(cfg.layers_with("values")) * cfg.vocab
+    total = jnp.zeros((rows, cfg.width), jnp.float32)
+    for grad in grads:
+        if isinstance(grad, tuple):
+            total = add_rows(total, *grad)
+        else:
+            total += grad.astype(jnp.float32)
+    return total
 
 
 def smear_params(cfg: Config) -> dict[str, Param]:

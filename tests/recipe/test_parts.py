@@ -123,11 +123,11 @@ HOOKS = {
     "grads_step": {"dropped_ngrams", "exchange", "fetch_requests"},
     "validation_model": {"fetch_requests"},
     "eval_step": {"dropped_ngrams"},
-    "update_step": {"follow", "update_rows"},
+    "update_step": {"follow", "sum_looked_up", "update_rows"},
     "anvil": {"as_large", "equalize", "two_rails"},
     "programs": {"tied_update"},
     "abstract_batch": {"capacity"},
-    "abstract_waiting": {"abstract_requested"},
+    "abstract_waiting": {"abstract_looked_up", "abstract_requested"},
     "finish_step": {"move_to_averages"},
 }
 

@@ -457,9 +457,9 @@ class Log:
     def __init__(self, clock, folder):
         self.clock, self.folder, self.losses, self.cfg = clock, folder, [], CFG
 
-    def trained(self, step, loss, dropped, norms):
+    def trained(self, result, loss):
         self.losses.append(loss)
-        assert step == len(self.losses)
+        assert result.step == len(self.losses)
 
     def validated(self, step, loss, dropped):
         self.val_loss = loss
@@ -501,7 +501,7 @@ def part_one(tmp_path_factory, shards):
         return after, copies | whole, lambda grads: reduce(grads)[0]
 
     assert not alone & {name for names in LATER.values() for name in names}
-    checks = "check_memory", "check_tokens", "warm_up", "demonstrate"
+    checks = "check_memory", "memory_limit", "check_tokens", "warm_up", "demonstrate"
     stand_ins = dict.fromkeys(checks, lambda *_: None) | {
         "data_folder": lambda cfg, say: Path(cfg.data),
         "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
@@ -511,6 +511,7 @@ def part_one(tmp_path_factory, shards):
         "reduce_scatter": lambda x: lax.psum_scatter(x, T.AXIS, tiled=True),
         "in_order": lambda *both: both,
         "compiler_options": lambda *_: {},
+        "with_whole_loss": lambda cfg, *_: cfg,
         "from_all": lambda numbers: [numbers],
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
