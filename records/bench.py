@@ -74,8 +74,9 @@ def part_of(cfg: T.Config, devices: int, parts: int) -> T.Config:
         T.need(stage.rows % parts == 0, f"--parts {parts}: {divides}")
         tokens = stage.batch_tokens * devices // parts
         stages.append(dataclasses.replace(stage, batch_tokens=tokens))
-    rows = max(4, cfg.ngram_rows * devices // parts // 2 * 2)
-    part = {"stages": tuple(stages), "ngram_rows": rows}
+    part = {"stages": tuple(stages)}
+    if cfg.ngram_rows:
+        part["ngram_rows"] = max(4, cfg.ngram_rows * devices // parts // 2 * 2)
     if parts > devices:
         part["val_batch"] = cfg.val_row * devices
     return dataclasses.replace(cfg, **part)

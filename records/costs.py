@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import train_gpt as T
@@ -125,6 +127,8 @@ def described(name: str, value, sizes: dict[str, int]) -> str:
     text = f"{name} {SHORT.get(str(value.dtype), str(value.dtype))}"
     if not value.shape:
         return text
+    if not jnp.issubdtype(value.dtype, jnp.inexact):  # ids and masks, not features
+        sizes = {x: n for x, n in sizes.items() if x in PLACES}
     letters = in_letters(name, value.shape, sizes)
     numbers = "×".join(map(str, value.shape))
     both = f"[{letters}] {numbers}" if letters.split() != numbers.split("×") else numbers
@@ -154,6 +158,8 @@ class Watch:
         if code.co_filename != FILE:
             return None
         start = DEF_LINE.get(code.co_firstlineno)
+        if code is T.update_step.__code__:  # which has no rows of tokens
+            self.sizes = {x: n for x, n in self.sizes.items() if x not in PLACES}
         if start:
             self.ran.add(start)
             self.note(start, code.co_varnames[: code.co_argcount], frame.f_locals)
@@ -209,8 +215,8 @@ class Cost:
 
     @property
     def runs(self) -> int:
-        """How often the line runs; 0: as a gradient only."""
-        return min(self.primitives.values(), default=0)
+        """How often most of its operations run, and so the line; 0: as a gradient only."""
+        return min(statistics.multimode(self.primitives.values()), default=0)
 
 
 class Place(NamedTuple):
@@ -315,6 +321,7 @@ class Step(NamedTuple):
     mesh: jax.sharding.Mesh
     number: int  # from 0: the first step that ends with every kind of update, or with most
     programs: dict[str, T.Program]  # by name
+    kernels: T.Kernels
 
     @classmethod
     def of(cls, asked: T.Config, program: str = "", chip: str = "") -> "Step":
@@ -329,7 +336,7 @@ class Step(NamedTuple):
         number = max(range(len(keys)), key=lambda i: (len(keys[i]), -i))
         names = [program] if program else [*map(str, keys[number])]
         T.need({*names} <= {*every}, f"--program {program}: there are {', '.join(every)}")
-        return cls(cfg, mesh, number, {name: every[name] for name in names})
+        return cls(cfg, mesh, number, {name: every[name] for name in names}, kernels)
 
     @property
     def stage(self) -> T.Stage:
@@ -387,9 +394,10 @@ def by_formula(costs: dict[int, Cost]) -> tuple[Counter, Counter]:
 # ---- Time: a trace by lines ----------------------------------------------------------------------
 
 
-def add_times(costs: dict[int, Cost], path: Path, program: str):
+def add_times(costs: dict[int, Cost], path: Path, program: str) -> str:
     """Add the milliseconds of the steps that begin with `program`, out of the lines.json that
-    `bench.py --profile` has written. What it gives no line of train_gpt.py has line 0."""
+    `bench.py --profile` has written: the devices that they are of. What it gives no line of
+    train_gpt.py has line 0."""
     T.need(path.exists(), f"no {path}: python records/bench.py ... --profile {path.parent}")
     rows = [row for row in json.loads(path.read_text()) if row["trace"] == program]
     T.need(rows, f"{path} has no trace of {program}")
@@ -400,3 +408,4 @@ def add_times(costs: dict[int, Cost], path: Path, program: str):
         lost += row["ms_per_step"] * (row["line"] > 0 and not is_there)
     whole = sum(row["ms_per_step"] for row in rows)
     T.need(lost < 0.2 * whole, f"{path} is of another train_gpt.py: trace the steps again")
+    return rows[0]["devices"]

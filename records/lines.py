@@ -5,6 +5,7 @@
 kernel of a program.
 
     trace        NAME: the gradients of the stage whose steps it has, such as grads0
+    devices      how many of which kind
     program      to which the kernel belongs: grads0, anvil, adam_tied, tables0-0 and so on
     kind         "matmuls", "attention", "loss" (the loss but for its matmuls), "links" (what moves
                  between devices, and waits for that) or "rest"
@@ -104,11 +105,11 @@ def keep_lines(folder: Path, traced: dict, compiled: dict, mesh) -> list[dict]:
     texts = {str(key): compiled[key].as_text() for _, keys in traced.values() for key in keys}
     known = {program: spots(text) for program, text in texts.items()}
     by_module = {re.match(r"HloModule ([^,\s]+)", text)[1]: x for x, text in texts.items()}
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
     rows = []
     for trace, (steps, keys) in traced.items():
         took = defaultdict(list)
-        for kernel, instruction, module, ms in executed(folder / trace, platform):
+        for kernel, instruction, module, ms in executed(folder / trace, device.platform):
             programs = [by_module[module]] if module in by_module else [str(key) for key in keys]
             named = (x for x in programs if kernel_name(kernel) in known[x])
             program = next(named, programs[0])
@@ -116,7 +117,8 @@ def keep_lines(folder: Path, traced: dict, compiled: dict, mesh) -> list[dict]:
                 took[program, *spot, kernel].append(ms)
         shares = steps * mesh.size
         for (program, kind, function, line, kernel), each in took.items():
-            row = {"trace": trace, "program": program, "kind": kind, "function": function}
+            row = {"trace": trace, "devices": f"{mesh.size} x {device.device_kind}"}
+            row |= {"program": program, "kind": kind, "function": function}
             row |= {"line": line, "kernel": kernel}
             rows.append(row | {"ms_per_step": sum(each) / shares, "count": len(each) / shares})
     rows.sort(key=lambda row: -row["ms_per_step"])

@@ -41,6 +41,7 @@ DEFINED = {node.name: node.lineno for node in NAMED}
 PART_2 = LINES.index("# PART II: THE IDEAS OF THE RECORD")  # the line before it
 STOPS = "train grads_step batch_loss forward layer_output attention attend_heads attend_plain mlp"
 STOPS += " cross_entropy update_step adam anvil orthogonalize param_table"
+KERNELS = tuple(f"kernels.{name}" for name in T.Kernels._fields)
 HEADS = re.compile("# (---- |PART|THE NUMBERS)")
 
 
@@ -147,6 +148,13 @@ class Page:
             if isinstance(node, ast.Name) and node.id in DEFINED:
                 self.names[node.lineno].append((node.col_offset, node.end_col_offset, node.id))
                 self.users[node.id].append(node.lineno)
+            if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(KERNELS):
+                kernel = getattr(step.kernels, node.attr)
+                name = getattr(kernel, "__name__", "")
+                if name in DEFINED:
+                    first = node.end_col_offset - len(node.attr)
+                    self.names[node.end_lineno].append((first, node.end_col_offset, name))
+                    self.users[name].append(node.end_lineno)
             body = getattr(node, "body", None)
             if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
                 if isinstance(body[0].value, ast.Constant):
@@ -182,7 +190,7 @@ class Page:
         start = 0
         for first, last, name in sorted(self.names[line]):
             parts.append(html.escape(text[start:first].decode(), quote=False))
-            parts.append(link(DEFINED[name], name))
+            parts.append(link(DEFINED[name], text[first:last].decode()))
             start = last
         rest = html.escape(text[start:].decode(), quote=False)
         return "".join(parts) + re.sub("(^|(?<=  ))#.*", r"<i>\g<0></i>", rest)
@@ -195,11 +203,11 @@ class Page:
         if any(each):
             bars = zip("fbt", each, strict=True)
             parts += [f"<u class={x} style=width:{100 * y:.4f}%></u>" for x, y in bars if y]
-            words = [f"{cost.runs}×" if cost.runs else "in gradients"] if line else []
+            words = [f"{cost.runs}×"] if cost.runs else []
             for unit, kinds in (("FLOP", cost.flops), ("B", cost.bytes)):
                 if kinds.total():
-                    of_kinds = " + ".join(amount(kinds[x], unit) for x in C.KINDS if kinds[x])
-                    words.append(f"{of_kinds} ({kinds.total() / self.whole(unit):.1%})")
+                    of_kinds = (f"{x} {amount(kinds[x], unit)}" for x in C.KINDS if kinds[x])
+                    words.append(f"{', '.join(of_kinds)} ({kinds.total() / self.whole(unit):.1%})")
             words += [f"{cost.ms:.3g} ms"] if cost.ms else []
             parts.append(f"<b>{' · '.join(words)}</b> ")
         seen = [*self.watch.seen.get(line, ())]
@@ -297,19 +305,19 @@ class Page:
                 more = [f"{x:+.2%}" for x in idea.more]
                 more.append(f"<button data-idea={number}>{len(idea.lines)} lines</button>")
                 rows.append([name, where, record, saved, *more, off])
-        heads = "idea, where, record, saved, FLOPs, bytes, its lines, off by".split(", ")
+        heads = "idea, where, record, saved, FLOPs, bytes, lines of its own, off by".split(", ")
         if not found:
             return "<p>With <code>--ideas</code>.</p>"
         others = [escaped(idea.cells[0]) for idea in found if not idea.more]
         return f"{table(heads, rows)}<p>Not in this run: {'; '.join(others) or 'none'}.</p>"
 
-    def html(self, found: list[Idea]) -> str:
-        """The whole page."""
+    def html(self, found: list[Idea], devices: str) -> str:
+        """The whole page; times are of these `devices`."""
         step = self.step
         rows = []
         for line, code, each in dearest(self.costs):
             code = f"<code>{html.escape(code)}</code>"
-            rows.append([OWNER.get(line, ""), link(line, code), *each])
+            rows.append([OWNER.get(line, ""), link(line, line), link(line, code), *each])
         facts = {
             "sha": C.SHA,
             "preset": step.cfg.preset,
@@ -319,8 +327,9 @@ class Page:
             "tokens": f"{step.stage.batch_tokens:,}",
             "flops": amount(self.whole("FLOP"), "FLOP"),
             "bytes": amount(self.whole("B"), "B"),
+            "time": f"{C.sums(self.costs)[2]:.3g} ms on {devices}" if devices else "not measured",
             "index": self.index(),
-            "dearest": table(["function", "line", "FLOPs", "bytes", "time"], rows),
+            "dearest": table(["function", "line", "code", "FLOPs", "bytes", "time"], rows),
             "sums": self.sum_table(),
             "ideas": self.idea_table(found),
             "source": "\n".join(self.source()),
@@ -338,13 +347,14 @@ def annotate(asked: T.Config, args, path: Path) -> str:
         rows = T.rows_together(step.cfg, step.stage.rows // step.mesh.size, t)
         watch.sizes |= {"b": rows, "t": t}
         costs = step.costs()
-    if args.bench:
-        C.add_times(costs, Path(args.bench, "lines.json"), next(iter(step.programs)))
     found = []
     for idea in ideas(asked, step, costs, args.chip) if args.ideas else ():
         T.tell(f"without {idea.cells[0]}\r")
         found.append(idea)
-    path.write_text(Page(step, costs, watch).html(found))
+    devices = ""
+    if args.bench:
+        devices = C.add_times(costs, Path(args.bench, "lines.json"), next(iter(step.programs)))
+    path.write_text(Page(step, costs, watch).html(found, devices))
     T.tell(f"wrote {path}")
     return markdown(asked.preset, costs)
 

@@ -177,6 +177,7 @@ def test_each_device_has_the_rows_of_one_of_parts(devices, parts, rows):
     assert [stage.rows for stage in cfg.stages] == [rows] * 3
     assert [stage.row_tokens for stage in cfg.stages] == [32, 64, 64]
     assert cfg.ngram_rows % 2 == 0 and abs(cfg.ngram_rows / devices - CFG.ngram_rows / parts) < 2
+    assert bench.part_of(replace(CFG, ngram_rows=0), devices, parts).ngram_rows == 0
 
 
 def test_chunks_are_long_enough_warm_and_whole_periods():
