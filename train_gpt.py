@@ -216,6 +216,7 @@ class Config:
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
+    ngram_drop: float = 0.0  # share of the looked-up rows that a step of training leaves out
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
     documents: bool = True  # attention stays inside a document
     still: bool = True  # half of a head's dimensions do not rotate; short layers go without them
@@ -1407,6 +1408,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
         total, grad_sums = sums
         ids = table_ids(cfg, rows)
         looked_up = look_up(cfg, params, ids)
+        if cfg.ngram_rows and cfg.ngram_drop:  # "A table of hashed n-grams"
+            looked_up[NGRAMS] = with_rows_left_out(cfg, *looked_up[NGRAMS], rows.tokens)
         (_, loss), (grads, row_grads) = loss_and_grads(weights, looked_up, model, rows)
         of_weights = {name: grad_sums[name] for name in weights}
         new = jax.tree.map(lambda so_far, x: so_far + x.astype(jnp.float32), of_weights, grads)
@@ -2924,6 +2927,21 @@ def signed_sum(signs, ngrams, hashed_bt):
     bigram_signs = signs[bigram_ids].astype(bigrams.dtype)
     trigram_signs = signs[trigram_ids].astype(trigrams.dtype)
     return bigram_signs * bigrams_btd + trigram_signs * trigrams_btd
+
+
+def with_rows_left_out(cfg: Config, ngrams, tokens) -> tuple:
+    """`ngrams` [b, 2, t, d] with a share of cfg.ngram_drop of the rows zero and the others so much
+    larger, as a tuple of one: a text that is read several times is then not learnt by heart. Which
+    rows follows from the `tokens` [b, t + 1] of each row of the batch: on any number of devices the
+    same, and in each pass others, as it cuts rows anew."""
+    kept = 1 - cfg.ngram_drop
+
+    def drawn(row):
+        key = jax.random.fold_in(jax.random.key(0), jnp.sum(row.astype(jnp.int32)))
+        return jax.random.bernoulli(key, kept, (2, len(row) - 1))
+
+    weights = jax.vmap(drawn)(tokens)[..., None] / kept
+    return (ngrams * weights.astype(ngrams.dtype),)
 
 
 def sign_ids(x_bt, rows: int):
@@ -5082,6 +5100,7 @@ def validate_tables(cfg: Config):
     rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
     halves = cfg.ngram_rows % 2 == 0 and cfg.ngram_rows != 2
     rule("ngram_rows", halves, "an even number, 4 or more; or 0")
+    rule("ngram_drop", 0 <= cfg.ngram_drop < 1, "0 or more, and less than 1")
     power = cfg.sign_rows & (cfg.sign_rows - 1) == 0
     rule("sign_rows", power, "a power of two, or 0")
     no_copy = f"0, as vocab={cfg.vocab} has no id that is no token, for copies"

@@ -50,7 +50,7 @@ SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gp
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
 DECAY = 36  # times as much decay of weights as a preset has, at most
-BY_HEART = 3  # passes from which on a table of n-grams costs loss
+BY_HEART = 5  # passes from which on a table of n-grams costs loss, though rows are left out
 PASSES = 4  # of LARGE presets through a text: about as good as new tokens (Muennighoff et al. 2023)
 
 
@@ -321,11 +321,11 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
 
 def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
     """What a run must --set that reads its tokens `number` times (records/NOTES.md, Own text: how
-    each was found). Its weights decay 2 * `number` times as much as the preset's, up to DECAY. From
-    BY_HEART passes on it has no table of n-grams, which would learn the text by heart, unless these
-    `ngrams` are asked for. Averages are over the preset's share of the steps. Large presets, and a
-    run that is gone on with, keep what they have. The best model is kept beside the last if it has
-    at most 10 GB."""
+    each was found). Its weights decay 2 * `number` times as much as the preset's, up to DECAY. The
+    table of n-grams would learn the text by heart: a step leaves out half of its rows, and from
+    BY_HEART passes on there is none, unless these `ngrams` are asked for. Averages are over the
+    preset's share of the steps. Large presets, and a run that is gone on with, keep what they have.
+    The best model is kept beside the last if it has at most 10 GB."""
     if number == 1:
         return []
     items = [f"val_every={-(-steps // 8)}"]
@@ -338,7 +338,9 @@ def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
         items.append(f"{name}={factor * getattr(cfg, name):.4g}")
     for name in ("tail", "tail_average"):
         items.append(f"{name}={getattr(cfg, name) * steps // cfg.steps}")
-    if cfg.ngram_rows and number >= BY_HEART and not ngrams:
+    if cfg.ngram_rows and (ngrams or number < BY_HEART):
+        items.append("ngram_drop=0.5")
+    elif cfg.ngram_rows:
         items += T.IDEAS["ngrams"].split()
     return items
 

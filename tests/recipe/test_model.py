@@ -129,3 +129,19 @@ def test_no_kernel_has_heads_that_share_keys():
     kernels, why = T.serving_kernels(cfg, device)
     assert kernels.attend is T.PLAIN.attend and "share none" in why
     assert kernels.blend is not T.PLAIN.blend
+
+
+def test_rows_of_ngrams_that_a_step_leaves_out():
+    """A share of them, by the tokens of their row alone; the others make up for them."""
+    cfg = replace(CFG, ngram_drop=0.25)
+    tokens = np.random.default_rng(0).integers(0, 60_000, (8, 513)).astype(np.uint16)
+    ones = np.ones((8, 2, 512, 4), np.float32)
+    (weights,) = T.with_rows_left_out(cfg, ones, tokens)
+    weights = np.asarray(weights)
+    assert {*np.unique(weights)} == {0.0, np.float32(1 / 0.75)}
+    assert np.all(weights == weights[..., :1]), "whole rows"
+    assert np.mean(weights == 0) == pytest.approx(0.25, abs=0.02)
+    (again,) = T.with_rows_left_out(cfg, ones[:3], tokens[[5, 1, 7]])
+    np.testing.assert_array_equal(again, weights[[5, 1, 7]])
+    (others,) = T.with_rows_left_out(cfg, ones, tokens + 1)
+    assert np.mean(np.asarray(others) == weights) < 0.7

@@ -120,7 +120,7 @@ HOOKS = {
     "batch_loss": {"with_pointer"},
     "first_copies": {"sign_pool"},
     "add_losses": {"mix_pointed"},
-    "grads_step": {"dropped_ngrams", "exchange", "fetch_requests"},
+    "grads_step": {"dropped_ngrams", "exchange", "fetch_requests", "with_rows_left_out"},
     "validation_model": {"fetch_requests"},
     "eval_step": {"dropped_ngrams"},
     "update_step": {"follow", "sum_looked_up", "update_rows"},

@@ -550,3 +550,11 @@ def test_training_is_the_same_on_any_number_of_devices_and_by_part_one_alone(
     assert len(losses) == CFG.steps + 1
     assert losses[-2] < np.log(CFG.vocab) - 0.2  # the last stage has no candidates
     assert_same_training((losses, state), part_one)
+
+
+@pytest.mark.slow
+def test_rows_of_ngrams_that_are_left_out_are_the_same_on_any_number_of_devices(shards):
+    cfg = replace(CFG, ngram_drop=0.3)
+    four = train(4, shards, cfg)
+    assert_same_training(four, train(1, shards, cfg))
+    assert np.max(np.abs(np.subtract(four[0], train(4, shards)[0]))) > 1e-4

@@ -138,6 +138,7 @@ BAD_SETTINGS = {
     # sizes of the model
     "heads=3": "heads=3 is not valid: an even number that cuts width=32 into multiples of 8",
     "ngram_rows=521": "ngram_rows=521 is not valid: an even number, 4 or more",
+    "ngram_drop=1": "ngram_drop=1.0 is not valid: 0 or more, and less than 1",
     "sign_rows=96": "sign_rows=96 is not valid: a power of two",
     "real_tokens=105": "real_tokens=105 is not valid: 1 to vocab=104",
     "bos=97": "bos=97 is not valid: less than real_tokens=97",

@@ -379,14 +379,14 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
 
 @pytest.mark.parametrize("given, recipe", [
     ([], "keep_best=1 decay_anvil=67.5 decay_adam=0.15 ngram_rows=0 layers.*.ngram=0"),
-    (["ngram_rows=1024"], "keep_best=1 decay_anvil=67.5 decay_adam=0.15"),
-    (["passes=2"], "keep_best=1 decay_anvil=9 decay_adam=0.02"),
+    (["ngram_rows=1024"], "keep_best=1 decay_anvil=67.5 decay_adam=0.15 ngram_drop=0.5"),
+    (["passes=2"], "keep_best=1 decay_anvil=9 decay_adam=0.02 ngram_drop=0.5"),
     (["passes=1"], ""),
 ])  # fmt: skip
 def test_what_a_text_gets_follows_the_passes_and_can_be_set(tmp_path, capsys, given, recipe):
     (tmp_path / "a.txt").write_text("0123456789" * 3500)
     _, items = place_of(capsys, tmp_path / "a.txt", "--set", *given)
-    names = "keep_best", "decay_anvil", "decay_adam", "ngram_rows", "layers.*.ngram"
+    names = "keep_best", "decay_anvil", "decay_adam", "ngram_rows", "layers.*.ngram", "ngram_drop"
     assert [x for x in items if x.split("=")[0] in names] == recipe.split()
     cfg = T.override(T.PRESETS["tiny"], items + given)
     wanted = 0 if "ngram_rows=0" in items else 1024 if "ngram_rows=1024" in given else 262_144
