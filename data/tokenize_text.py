@@ -50,7 +50,7 @@ SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gp
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
 DECAY = 36  # times as much decay of weights as a preset has, at most
-BY_HEART = 5  # passes from which on a table of n-grams costs loss, though rows are left out
+BY_HEART = 4  # passes from which on a table of n-grams costs loss, though rows are left out
 PASSES = 4  # of LARGE presets through a text: about as good as new tokens (Muennighoff et al. 2023)
 
 
