@@ -3742,21 +3742,14 @@ def open_shard(path) -> np.memmap:
 
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """The plan of a global batch of `stage`, from the cursor alone."""
+    """The plan of a global batch of `stage`, from the cursor alone. Rows follow each other wherever
+    documents begin, unless these are cut: neighbours share one token, and no token is left out."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
     t = stage.row_tokens
-    pieces, next_cursor = plan_plain(cursor, stage.rows, t)
-    starts = [(row, stream.row_at(start, t)) for row, start, _ in pieces]
-    return [(row, start, start + t + 1) for row, start in starts], next_cursor
-
-
-def plan_plain(cursor: int, rows: int, t: int):
-    """The pieces and next cursor of plan_packed for rows that follow each other in the stream,
-    wherever documents begin: neighbours share one token, and no token is left out."""
-    starts = [cursor + row * t for row in range(rows)]
+    starts = [stream.row_at(cursor + row * t, t) for row in range(stage.rows)]
     pieces = [(row, start, start + t + 1) for row, start in enumerate(starts)]
-    return pieces, cursor + rows * t
+    return pieces, cursor + stage.rows * t
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
@@ -3780,7 +3773,8 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
     of a validation: others only fill up the last one."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
-    pieces, _ = plan_plain(0, rows, cfg.val_row)
+    t = cfg.val_row
+    pieces = [(row, row * t, (row + 1) * t + 1) for row in range(rows)]
     for path in stream.paths:
         open_shard(path)  # once more: where a file was cut short meanwhile, its map reads zeros
     for first in range(0, rows, of_batch):
@@ -3807,7 +3801,10 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
             words = []
         elif cfg.encoding == "gpt2":
             cure = "pip install -r requirements.txt, and connect to the network once"
-            words = gpt2_words()
+            import tiktoken  # which downloads their ranks on first use
+
+            gpt2 = tiktoken.get_encoding("gpt2")
+            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
         elif cfg.encoding == "bpe":
             merges = json.loads((folder / MERGES).read_text())
             words += [bytes.fromhex(merged) for merged in merges]
@@ -3819,14 +3816,6 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
         lacking = f"no bytes for {cfg.encoding} tokens ({first_line})"
         raise UserError(f"{lacking}: {cure}") from None
     return words[: cfg.bos]
-
-
-def gpt2_words() -> list[bytes]:
-    """The bytes of the ids of GPT-2, whose ranks tiktoken downloads on first use."""
-    import tiktoken
-
-    gpt2 = tiktoken.get_encoding("gpt2")
-    return [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
 
 
 def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
@@ -4065,10 +4054,9 @@ def for_devices(cfg: Config, devices: int) -> Config:
     stages = cfg.stages
     largest = max(stage.batch_tokens for stage in stages)
     least = max(used, rows)
-    shorter = (
-        n for n in range(least, largest // BLOCK + 1, least) if n * cfg.micro_tokens >= largest
-    )
-    count = next((n for n in shorter if fits(n)), least)
+    counts = range(least, largest // BLOCK + 1, least)
+    shorter = (n for n in counts if n * cfg.micro_tokens >= largest and fits(n))
+    count = next(shorter, least)
     if count > rows:
         lengths = [stage.batch_tokens // count for stage in stages]
         pairs = zip(stages, lengths, strict=True)
@@ -4362,15 +4350,6 @@ def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
         cpus = f"jax sees only CPUs, with {machine / 2**30:.1f}"
         need(in_all < machine, f"{needs}, and {cpus}: use tiny, or smaller sizes")
     refusal = too_large(cfg, mesh, name, size, limit, cure)
-    need(not refusal, refusal)
-
-
-def check_program(cfg: Config, mesh: Mesh, key, peak: float):
-    """UserError if the program with this `key`, compiled, has so many bytes at its `peak` that it
-    does not fit beside the state, copies and gradients that wait."""
-    size = resident_bytes(cfg, mesh, key) + peak
-    name = programs(cfg, mesh, PLAIN)[key].name
-    refusal = too_large(cfg, mesh, name, size, memory_limit(mesh))
     need(not refusal, refusal)
 
 
@@ -5064,7 +5043,6 @@ def validate(cfg: Config) -> Config:
     validate_tables(cfg)
     for number in range(len(cfg.layers)):
         validate_layer(cfg, number)
-    validate_updates(cfg)
     row_is_cut = cfg.val_row > 1 and cfg.val_batch % cfg.val_row == 0
     rule("val_batch", row_is_cut, f"a multiple of val_row={cfg.val_row}, which is 2 or more")
     batches = cfg.val_tokens % cfg.val_batch == 0
@@ -5094,7 +5072,7 @@ def validate_heads(cfg: Config):
 
 
 def validate_tables(cfg: Config):
-    """UserError if no such vocabulary can be, or no such tables over it."""
+    """UserError if no such vocabulary can be, or no such tables over it and updates of these."""
     rule = functools.partial(require, cfg)
     rule("real_tokens", 0 < cfg.real_tokens <= cfg.vocab, f"1 to vocab={cfg.vocab}")
     rule("bos", cfg.bos < cfg.real_tokens, f"less than real_tokens={cfg.real_tokens}")
@@ -5105,6 +5083,11 @@ def validate_tables(cfg: Config):
     rule("sign_rows", power, "a power of two, or 0")
     no_copy = f"0, as vocab={cfg.vocab} has no id that is no token, for copies"
     rule("pointer_width", cfg.pointer_width == 0 or cfg.vocab > cfg.real_tokens, no_copy)
+    often, seldom = cfg.table_every
+    nested = 0 < often <= seldom and seldom % often == 0 and often % cfg.adam_every == 0
+    rule("table_every", nested, f"multiples of adam_every={cfg.adam_every} and of each other")
+    cut = cfg.table_change % seldom == 0
+    rule("table_change", cut, f"a multiple of {seldom}, see table_every")
 
 
 def validate_layer(cfg: Config, number: int):
@@ -5128,16 +5111,6 @@ def validate_layer(cfg: Config, number: int):
         has_both = layer.attends != "" and layer.mlps > 0
         rule("mudd", last and has_both, "of the last, with attention and MLP")
     rule("ngram", cfg.ngram_rows > 0 or not layer.ngram, "False, as ngram_rows=0")
-
-
-def validate_updates(cfg: Config):
-    """UserError if tables cannot be updated after so many steps."""
-    rule = functools.partial(require, cfg)
-    often, seldom = cfg.table_every
-    nested = 0 < often <= seldom and seldom % often == 0 and often % cfg.adam_every == 0
-    rule("table_every", nested, f"multiples of adam_every={cfg.adam_every} and of each other")
-    cut = cfg.table_change % seldom == 0
-    rule("table_change", cut, f"a multiple of {seldom}, see table_every")
 
 
 def validate_shares(cfg: Config):
@@ -5404,9 +5377,7 @@ class Parser(argparse.ArgumentParser):
 def add_config_options(parser: argparse.ArgumentParser):
     """PRESET, TEXTs, --set, --data and --seed: what `resolve` makes a Config of."""
     option = parser.add_argument
-    presets = (
-        f"{' or '.join(PRESETS)}; default: tiny, and for texts what fits these and the devices"
-    )
+    presets = f"{' or '.join(PRESETS)}; default: tiny, and for texts what fits them and devices"
     option("words", nargs="*", metavar="PRESET|TEXT", help=presets)
     several = {"nargs": "+", "action": "extend", "default": []}
     fields = "replace fields of the config: steps=500 'stages.*.batch_tokens=4096'; all: --show"
@@ -5487,9 +5458,8 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         cfg = override(cfg, smaller)
         say(f"{name} in the memory that is here: {' '.join(smaller) or 'as it is'}")
     if start:
-        need(
-            shapes_of(cfg) == shapes_of(base), "--start takes the model of the run: --set no sizes"
-        )
+        same = shapes_of(cfg) == shapes_of(base)
+        need(same, "--start takes the model of the run: --set no sizes")
     return cfg
 
 
@@ -5719,7 +5689,9 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         began = time.perf_counter()
         program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
-        check_program(cfg, mesh, key, program_bytes(program)["peak"])
+        size = resident_bytes(cfg, mesh, key) + program_bytes(program)["peak"]
+        refusal = too_large(cfg, mesh, every[key].name, size, memory_limit(mesh))
+        need(not refusal, refusal)
         cached = events.count("/jax/compilation_cache/cache_hits")
         say(f"{next(ready)} of {len(every)} programs are ready, {cached} were in the cache\r")
         return program, seconds
@@ -5843,13 +5815,8 @@ def gather_banks(cfg: Config, copies, after):
     def gather_all(banks):
         return {name: gather(name, bank) for name, bank in banks.items()}
 
-    gathered, transpose = jax.vjp(gather_all, banks)
-
-    def reduce(grads):
-        (shards,) = transpose(grads)  # the transpose of all-gather is reduce-scatter
-        return shards
-
-    return after, copies | gathered, reduce
+    gathered, transpose = jax.vjp(gather_all, banks)  # that of all-gather is reduce-scatter
+    return after, copies | gathered, lambda grads: transpose(grads)[0]
 
 
 @jax.custom_vjp
@@ -6649,9 +6616,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
         "saved_q": saved(in_columns, b, n * h, t),  # [1, n h, block]: queries, the same
         "saved_v": saved(in_rows, b, t, n * v),  # [1, block, n v]: values, the same
         "saved_y": saved(in_columns, b, n * v, t),  # [1, n v, block]: outputs of attention alone
-        "log_sums": saved(
-            in_columns, b, n, t, dtype=jnp.float32
-        ),  # [1, n, block]: of weights, log2
+        "log_sums": saved(in_columns, b, n, t, dtype=jnp.float32),  # [1, n, block]: log2
         # Rings: block m of the row is in slot m % slots. Values are standing, over rows of ones.
         "keys": keeps((slots, n, block, h), dtype),
         "values": keeps((slots, n, v + ONES, block), dtype),
@@ -6796,11 +6761,6 @@ def finish_outputs(plan: Plan, r, slot):
 # The last steps have no block i: they repeat the last one, into a slot that nothing uses. The first
 # steps have no block that leaves. What they write as block 0 is overwritten by block 0, since a
 # block goes to memory when the next one comes.
-#
-# If windows are longer by two blocks (of paired heads by four: they see half as far), slots, delay
-# and ring are larger by two, the grid has two steps more, and each step goes through two blocks
-# more. All of that follows from Heads.window. Nothing has to be edited, as long as the ring fits
-# the VMEM (RING_SHARE).
 
 
 def attend_tpu_backward(plan: Plan, kept, y_grad):

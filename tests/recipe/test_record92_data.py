@@ -222,7 +222,8 @@ def test_hashes_whose_products_wrap_around():
 def test_validation_rows(golden, batch):
     """Unaligned, every token; documents apart also where a row begins inside one."""
     t, rows = META["val"]["row_tokens"], META["val"]["global_tokens"] // META["val"]["row_tokens"]
-    pieces, cursor = T.plan_plain(batch * rows * t, rows, t)
+    stage = replace(CFG.stages[0], batch_tokens=rows * t, row_tokens=t, doc_cap=0)
+    pieces, cursor = T.plan_rows(golden.val, batch * rows * t, stage)
     got = T.read_rows(golden.val, pieces, range(rows))
     assert (got.shape, cursor) == ((rows, t + 1), (batch + 1) * rows * t)
     ids = np.asarray(segment_ids(got[:, :-1].astype(np.int32), CFG.bos, 0))
