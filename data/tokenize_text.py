@@ -49,7 +49,9 @@ SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
-DECAY = 36  # times as much decay of weights as a preset has, at most
+# Times as much decay as a preset has, at most: of matrices what was tried, of others with what an
+# update of tables takes all of a weight (with twice that they grow without end).
+MOST_DECAY = {"decay_anvil": 178, "decay_adam": 16}
 BY_HEART = 4  # passes from which on a table of n-grams costs loss, though rows are left out
 PASSES = 4  # of LARGE presets through a text: about as good as new tokens (Muennighoff et al. 2023)
 
@@ -321,11 +323,12 @@ def passes(cfg: Config, folder: Path, most: int) -> int:
 
 def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
     """What a run must --set that reads its tokens `number` times (records/NOTES.md, Own text: how
-    each was found). Its weights decay 2 * `number` times as much as the preset's, up to DECAY. The
-    table of n-grams would learn the text by heart: a step leaves out half of its rows, and from
-    BY_HEART passes on there is none, unless these `ngrams` are asked for. Averages are over the
-    preset's share of the steps. Large presets, and a run that is gone on with, keep what they have.
-    The best model is kept beside the last if it has at most 10 GB."""
+    each was found). Its weights decay 2 * `number` times as much as the preset's, those of matrices
+    from ten passes on a fifth of its square, up to MOST_DECAY. The table of n-grams would learn the
+    text by heart: a step leaves out half of its rows, and from BY_HEART passes on there is none,
+    unless these `ngrams` are asked for. Averages are over the preset's share of the steps. Large
+    presets, and a run that is gone on with, keep what they have. The best model is kept beside the
+    last if it has at most 10 GB."""
     if number == 1:
         return []
     items = [f"val_every={-(-steps // 8)}"]
@@ -333,9 +336,10 @@ def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
         items.append("keep_best=1")
     if cfg is not T.PRESETS.get(cfg.preset) or cfg.preset in T.LARGE:
         return items
-    factor = min(2 * number, DECAY)
-    for name in ("decay_anvil", "decay_adam"):
-        items.append(f"{name}={factor * getattr(cfg, name):.4g}")
+    factors = {"decay_anvil": max(2 * number, number**2 / 5), "decay_adam": 2 * number}
+    for name, factor in factors.items():
+        decay = min(factor, MOST_DECAY[name]) * getattr(cfg, name)
+        items.append(f"{name}={decay:.4g}")
     for name in ("tail", "tail_average"):
         items.append(f"{name}={getattr(cfg, name) * steps // cfg.steps}")
     if cfg.ngram_rows and (ngrams or number < BY_HEART):

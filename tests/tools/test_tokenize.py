@@ -378,8 +378,8 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
 
 
 @pytest.mark.parametrize("given, recipe", [
-    ([], "keep_best=1 decay_anvil=67.5 decay_adam=0.15 ngram_rows=0 layers.*.ngram=0"),
-    (["ngram_rows=1024"], "keep_best=1 decay_anvil=67.5 decay_adam=0.15 ngram_drop=0.5"),
+    ([], "keep_best=1 decay_anvil=101.2 decay_adam=0.08 ngram_rows=0 layers.*.ngram=0"),
+    (["ngram_rows=1024"], "keep_best=1 decay_anvil=101.2 decay_adam=0.08 ngram_drop=0.5"),
     (["passes=2"], "keep_best=1 decay_anvil=9 decay_adam=0.02 ngram_drop=0.5"),
     (["passes=1"], ""),
 ])  # fmt: skip
@@ -393,6 +393,18 @@ def test_what_a_text_gets_follows_the_passes_and_can_be_set(tmp_path, capsys, gi
     assert cfg.ngram_rows == wanted
     averaged = [110 * cfg.steps // 440, 92 * cfg.steps // 440]  # the share of the preset
     assert cfg.passes == 1 or [cfg.tail, cfg.tail_average] == averaged
+
+
+@pytest.mark.parametrize("passes", [2, 6, 10, 30, 1000])
+def test_no_update_takes_more_than_all_of_a_weight(passes):
+    """Or weights would change their sign with each, and grow: in 30 passes tables did so."""
+    tiny = T.PRESETS["tiny"]
+    cfg = T.override(tiny, tokenize_text.for_passes(tiny, passes, tiny.steps, False))
+    summed = max(cfg.table_every) / min(cfg.table_every)
+    rate = max(T.schedule(cfg).hyper.lr)
+    for name, row in T.param_table(cfg).items():
+        share = (rate * row.lr) ** 2 * row.decay * max(row.scale, default=1)
+        assert share * (summed if row.updated_by == "tables" else 1) < 1.01, name
 
 
 def test_large_presets_and_runs_that_go_on_keep_their_decay_and_their_tables():
