@@ -165,7 +165,8 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         summed = cfg.table_every[middle >= cfg.table_change]
         updates = [T.Update("anvil", 1)]
         updates.append(T.Update("adam", cfg.adam_every, bool(schedule.tied[middle])))
-        updates.append(T.Update("tables", summed, stages=(key.stage,) * summed))
+        if T.updated(cfg, "tables"):
+            updates.append(T.Update("tables", summed, stages=(key.stage,) * summed))
         cure = f"time a run of more steps, or with a longer stages.{key.stage}"
         T.need({*updates} <= {*found}, f"no {updates[-1]} to time with {key}: {cure}")
         work[key] = middle, len(steps), updates, step_batches(cfg, mesh, middle, *tokens)

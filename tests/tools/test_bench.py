@@ -108,6 +108,13 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
+def test_a_run_without_tables_has_no_update_of_them(main):
+    status, out, err = main("one", "--set", "without=ngrams,values")
+    assert status == 0, err
+    assert "adam" in out and "tables" not in out
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_peak_is_that_of_the_longest_name(kind):
     assert bench.peak_flops(kind) == KINDS[kind]
