@@ -150,7 +150,7 @@ class Page:
                 self.users[node.id].append(node.lineno)
             if isinstance(node, ast.Attribute) and ast.unparse(node).endswith(KERNELS):
                 kernel = getattr(step.kernels, node.attr)
-                name = getattr(kernel, "__name__", "")
+                name = getattr(kernel, "func", kernel).__name__  # of a functools.partial
                 if name in DEFINED:
                     first = node.end_col_offset - len(node.attr)
                     self.names[node.end_lineno].append((first, node.end_col_offset, name))
