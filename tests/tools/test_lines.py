@@ -15,7 +15,9 @@ from programs import QUICK
 import train_gpt as T
 
 STEPS = 2
-MESH = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]), size=1)
+MESH = SimpleNamespace(
+    devices=np.array([SimpleNamespace(platform="cpu", device_kind="cpu")]), size=1
+)
 
 
 def lines_of(function) -> range:
