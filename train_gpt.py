@@ -306,7 +306,7 @@ class Config:
     recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
     # tokens whose logits exist at once; more if the softmax is a sample
     loss_chunk: Machine[Positive[int]] = 4800
-    # Where the loss has a kernel of rows, on GPUs, all tokens of a micro-batch; auto: if they fit.
+    # all tokens of a micro-batch at once; auto: if they fit, on TPUs and with kernels on GPUs
     whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
     prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
     checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
@@ -827,7 +827,8 @@ def init_state(cfg: Config, seed):
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """What the model computes with: large parameters in cfg.dtype, small ones as they are. `gather`
     makes tables whole; banks stay cut over the devices, each step gathers them. The n-gram table
-    has no copy: no device ever holds all of it."""
+    has no copy: no device ever holds all of it. Each value table is an array of its own: a TPU
+    looks up rows twice as fast in a table that fits its VMEM."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
@@ -837,7 +838,18 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
         if row.sharded and row.optimizer != "anvil":
             rows = row.shape[0]  # without those that pad it for the devices
             copies[name] = gather(copies[name])[:rows]
+        if name == "value_tables":
+            copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
     return copies
+
+
+def gradients_like(copies: dict) -> dict:
+    """`copies`, or their shapes, with one shape for all value tables, one under the other: that of
+    their gradient."""
+    tables = copies.get("value_tables")
+    if tables is None:
+        return copies
+    return copies | {"value_tables": jax.eval_shape(jnp.concatenate, tables)}
 
 
 # ---- Model: rows of tables -> features, from the top down --------------------------------------
@@ -1383,7 +1395,7 @@ def in_chunks(cfg: Config, ids: int, *arrays):
 # Arranged for XLA in Part V, said plainly here:
 #     gather_banks    lax.all_gather of every bank; and a function that is lax.psum_scatter of its
 #                     gradients
-#     reduce_scatter  lax.psum_scatter
+#     reduce_scatter  lax.psum_scatter of a sum
 #     in_order        what comes second waits for what comes first
 
 
@@ -1407,7 +1419,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     def add(sums, rows: Rows):
         total, grad_sums = sums
         ids = table_ids(cfg, rows)
-        looked_up = look_up(cfg, params, ids)
+        looked_up = look_up(params, ids)
         if cfg.ngram_rows and cfg.ngram_drop:  # "A table of hashed n-grams"
             looked_up[NGRAMS] = with_rows_left_out(cfg, *looked_up[NGRAMS], rows.tokens)
         (_, loss), (grads, row_grads) = loss_and_grads(weights, looked_up, model, rows)
@@ -1421,11 +1433,12 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
             new[name] = kernels.add_rows(grad_sums[name], ids_of_rows, row_grads[name], ascending)
         return total + loss, new
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    likes = gradients_like(params)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), likes)
     batches = micro_batches(cfg, batch.rows)
     total, grads = sum_batches(add, (jnp.zeros((), jnp.float32), zeros), batches)
     for name in params.keys() - waits:
-        grads[name] = jax.tree.map(lambda x, like: x.astype(like.dtype), grads[name], params[name])
+        grads[name] = jax.tree.map(lambda x, like: x.astype(like.dtype), grads[name], likes[name])
     to_owners, dropped = None, jnp.float32(0)
     if cfg.ngram_rows:
         to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
@@ -1462,15 +1475,13 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
     return ids
 
 
-def look_up(cfg: Config, tables: dict, ids: dict) -> dict[str, tuple]:
-    """Name -> the rows [..., d] at `ids` [...] of each table under that name: value_tables has one
-    for each layer with values, one under the other."""
+def look_up(tables: dict, ids: dict) -> dict[str, tuple]:
+    """Name -> the rows [..., d] at `ids` [...] of each table under that name: value_tables is a
+    list, a table for each layer with values."""
     looked_up = {}
-    for name, first in ids.items():
-        count = len(cfg.layers_with("values")) if name == "value_tables" else 1
-        of_each = [first + n * cfg.vocab for n in range(count)]
-        table = tables[name]
-        looked_up[name] = tuple(table.at[x].get(mode="promise_in_bounds") for x in of_each)
+    for name, wanted in ids.items():
+        named = tables[name] if name == "value_tables" else [tables[name]]
+        looked_up[name] = tuple(x.at[wanted].get(mode="promise_in_bounds") for x in named)
     return looked_up
 
 
@@ -1528,7 +1539,7 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     model = validation_model(cfg, kernels, copies, table, batch)
 
     def loss(rows: Rows):
-        looked_up = look_up(cfg, model.params, table_ids(cfg, rows))
+        looked_up = look_up(model.params, table_ids(cfg, rows))
         _, plain = batch_loss(model.params, looked_up, model, rows)
         return plain
 
@@ -1587,7 +1598,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
         elif row.optimizer == "adam":
             rates = adam_rates(cfg, row, hyper, len(grads))
             if name == "value_tables":  # "Value tables"
-                grads = (sum_looked_up(cfg, grads, kernels.add_rows),)
+                grads = sum_looked_up(cfg, grads, kernels.add_rows)
             grad = sum_over_devices(cfg, row, grads)
             square = jnp.sum(grad * grad)
             after = adam(*old.values(), grad, rates)
@@ -1609,11 +1620,11 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
 def sum_over_devices(cfg: Config, row: Param, grads: tuple):
     """The sum, float32, of the gradients of several steps of a parameter, over all devices: this
     device's shard of it, or all where the parameter is not sharded."""
+    if row.sharded and row.optimizer != "anvil":
+        return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
     grad = sum(x.astype(jnp.float32) for x in grads)
-    if row.optimizer == "anvil":  # summed by grads_step
+    if row.sharded:  # grads_step has summed it over devices
         return grad
-    if row.sharded:
-        return reduce_scatter(grad.astype(cfg.dtype)).astype(jnp.float32)
     return lax.psum(grad, AXIS)
 
 
@@ -1778,7 +1789,11 @@ def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
     shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
     axes = dict.fromkeys(shapes, ())
     axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-    return {name: abstract(mesh, x.shape, x.dtype, *axes[name]) for name, x in shapes.items()}
+
+    def like(name, x):
+        return abstract(mesh, x.shape, x.dtype, *axes[name])
+
+    return {name: jax.tree.map(functools.partial(like, name), x) for name, x in shapes.items()}
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
@@ -1892,7 +1907,7 @@ def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, up
         if name == NGRAMS:  # "A table of hashed n-grams"
             due[name] = abstract_requested(cfg, mesh, update)
             continue
-        x = copies[name]
+        x = gradients_like(copies)[name]
         rows = x.shape[0]
         if update.kind != "anvil":
             rows *= mesh.size
@@ -3117,17 +3132,19 @@ def abstract_looked_up(cfg: Config, mesh: Mesh, kernels: Kernels, stage: Stage) 
     return ids, (row,) * len(cfg.layers_with("values"))
 
 
-def sum_looked_up(cfg: Config, grads: tuple, add_rows: Callable):
-    """The sum, float32 [layers * v, d], of the gradients of the value tables of several steps. That
-    of a step is such an array, or what scatter_rows takes: (ids, rows for each layer)."""
-    rows = len(cfg.layers_with("values")) * cfg.vocab
-    total = jnp.zeros((rows, cfg.width), jnp.float32)
-    for grad in grads:
-        if isinstance(grad, tuple):
-            total = add_rows(total, *grad)
-        else:
-            total += grad.astype(jnp.float32)
-    return total
+def sum_looked_up(cfg: Config, grads: tuple, add_rows: Callable) -> tuple:
+    """Arrays [layers * v, d] whose sum is that of the gradients of the value tables of several
+    steps. What such a step has is one, and stays as it is, or what scatter_rows takes: (ids, rows
+    for each layer). All of these together become one, float32."""
+    arrays = [grad for grad in grads if not isinstance(grad, tuple)]
+    waited = [grad for grad in grads if isinstance(grad, tuple)]
+    if waited:
+        rows = len(cfg.layers_with("values")) * cfg.vocab
+        total = jnp.zeros((rows, cfg.width), jnp.float32)
+        for ids, rows_of_layers in waited:
+            total = add_rows(total, ids, rows_of_layers)
+        arrays.append(total)
+    return tuple(arrays)
 
 
 def smear_params(cfg: Config) -> dict[str, Param]:
@@ -4145,7 +4162,7 @@ class Fitted(NamedTuple):
     whole_logits: float  # the memory that all logits take beside activations, in their own size
 
 
-FITTED_TO_TPUS = Fitted(12.8, 5, 1.4, scores=3, rows_added=2.2, apart=0, whole_logits=0)
+FITTED_TO_TPUS = Fitted(12.8, 5, 1.4, scores=3, rows_added=2.2, apart=0, whole_logits=1)
 FITTED_TO_GPUS = Fitted(14, 4, 1.4, scores=3.5, rows_added=5, apart=1, whole_logits=1.5)
 
 
@@ -4224,12 +4241,12 @@ def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> floa
     if trains:
         count = batch.rows.aims.candidates.shape[1]  # of which each row has its own
         whole = t * count or together * t * cfg.vocab
-        logits = min(whole, cfg.loss_chunk * cfg.vocab)
-        in_rows = isinstance(kernels.cross_entropy, functools.partial) and not cfg.pointer_width
-        if in_rows and cfg.whole_loss == "always":
+        logits = numbers.apart * min(whole, cfg.loss_chunk * cfg.vocab)
+        if cfg.whole_loss == "always" and kernels.cross_entropy is not PLAIN.cross_entropy:
             logits = max(logits, numbers.whole_logits * whole)
-        logits *= cfg.dtype.itemsize if in_rows else 4
-        size += numbers.apart * (logits + device_bytes(copies) + fetched * vector)
+        narrow = keeps_logits_narrow(cfg, mesh.devices.flat[0])
+        size += logits * (cfg.dtype.itemsize if narrow else 4)
+        size += numbers.apart * (device_bytes(copies) + fetched * vector)
     if trains and together < rows:  # gradients are summed in float32
         dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
         sums = sum(map(math.prod, dense)) + fetched * cfg.width
@@ -4253,7 +4270,7 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
     requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
     rows = min(sum(requested) // mesh.size, cfg.rows_at_once)
     size = fitted_numbers(mesh).rows_added * rows * vector
-    if "value_tables" in due:  # their sum, float32
+    if "value_tables" in due:  # their sum, float32 where it is of rows that waited
         size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width
     return size
 
@@ -4327,14 +4344,25 @@ def ways_to_fit(cfg: Config) -> list[list[str]]:
 
 
 def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
-    """`cfg` with a whole_loss that is decided: on GPUs "always" if the `limit` bytes of a device
-    suffice. The gradient of the head is then written once, and not added up chunk by chunk."""
+    """`cfg` with a whole_loss that is decided: "always" if keeps_logits_narrow says so, and the
+    `limit` bytes of a device suffice. The gradient of the head is then written once, and not added
+    up chunk by chunk."""
     if cfg.whole_loss != "auto":
         return cfg
     whole = dataclasses.replace(cfg, whole_loss="always")
-    is_gpu = mesh.devices.flat[0].platform == "gpu"
-    fits = is_gpu and max(expected_bytes(whole, mesh).values()) <= usable(limit)
+    serves = keeps_logits_narrow(cfg, mesh.devices.flat[0])
+    fits = serves and max(expected_bytes(whole, mesh).values()) <= usable(limit)
     return whole if fits else dataclasses.replace(cfg, whole_loss="never")
+
+
+def keeps_logits_narrow(cfg: Config, device) -> bool:
+    """Whether training on such devices has one number of the compute dtype in memory for a logit,
+    and no float32. XLA for TPUs fuses the loss with products. On GPUs a kernel goes through the
+    logits that a product has rounded (loss_rows; not with a pointer)."""
+    loss = pick_kernels(cfg, device)[0].cross_entropy
+    if device.platform == "tpu":
+        return loss is not PLAIN.cross_entropy
+    return isinstance(loss, functools.partial) and not cfg.pointer_width
 
 
 def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
@@ -5845,22 +5873,29 @@ SENT_BYTES = 13e6  # so many at once, or fewer
 SENT_ROWS = 32  # a multiple of so many
 
 
-def reduce_scatter(x):
-    """lax.psum_scatter of x [rows, d], padded for the devices: this device's rows of the sum over
-    all. It goes in the fewest parts that the SparseCores can send; in one piece, if no split into
-    up to eight parts fits them."""
+def reduce_scatter(arrays: tuple, dtype):
+    """lax.psum_scatter of the sum of `arrays` [rows, d], added in float32 and rounded to `dtype`:
+    this device's rows of the sum over all. Rows are added where the devices do not divide them. It
+    goes in the fewest parts that the SparseCores can send; in one piece, if no split into up to
+    eight parts fits them. Each part is added up by itself: to cut the whole sum would be a pass
+    over memory."""
     devices = lax.axis_size(AXIS)
-    rows = -(-len(x) // devices)
-    x = pad_rows(x, rows * devices)
-    row_bytes = x[0].size * x.dtype.itemsize
+    rows = -(-len(arrays[0]) // devices)
+    row_bytes = arrays[0][0].size * dtype.itemsize
 
     def fits(parts: int) -> bool:
         divides = rows % (SENT_ROWS * parts) == 0
         return divides and rows // parts * row_bytes <= SENT_BYTES
 
     parts = next(filter(fits, range(1, 9)), 1)
-    x = x.reshape(devices, parts, -1, *x.shape[1:])
-    sums = [lax.psum_scatter(x[:, part], AXIS) for part in range(parts)]
+
+    def cut(x):
+        return pad_rows(x, rows * devices).reshape(devices, parts, -1, *x.shape[1:])
+
+    def total(part: int):
+        return sum(cut(x)[:, part].astype(jnp.float32) for x in arrays).astype(dtype)
+
+    sums = [lax.psum_scatter(total(part), AXIS) for part in range(parts)]
     return jnp.concatenate(sums)
 
 
@@ -6102,65 +6137,77 @@ def squash(z, cfg: Config):
     return jnp.tanh((z.astype(jnp.float32) + b) * (0.5 / c))
 
 
-def token_losses(x_td, head_vd, wide_vd, targets, cfg: Config, pointing: bool):
-    """float32 (losses [t, targets], (logits [t, v] before the cap, sums of exponentials [t])).
-    Capped logits are a/2 (1 + squash), and a/2 of each cancels. If `pointing`, the last target is
-    `<copy>`, that of all tokens.
+class Softmax(NamedTuple):
+    """What gradients of the loss take of a softmax over logits a/2 (1 + squash). Exponentials leave
+    out what cancels: that of an id is exp(a/2 squash)."""
 
-    XLA for TPUs does all of this to a product while it is on the chip: if the caller stores
-    squashed logits as bfloat16, no float32 [t, v] goes to memory. The logits of the targets come
-    once more, from their rows of the head: picking them out of [t, v] by comparison takes longer.
-    (For NVIDIA GPUs see loss_rows.)"""
+    rises_tv: jax.Array  # derivatives of the exponentials by z, divided by a/4c; rounded
+    sum_t: jax.Array  # float32, of a token's exponentials
+    squashed_targets: jax.Array  # float32 [t, targets], of their logits
+
+
+def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
+    """(losses float32 [t, targets], Softmax). If `pointing`, the last target is `<copy>`, that of
+    all tokens.
+
+    XLA for TPUs does all of this to a product while it is on the chip: no float32 [t, v] goes to
+    memory. The logits of the targets come once more, from their rows of the head: picking them out
+    of [t, v] by comparison takes longer. (For NVIDIA GPUs see loss_rows.)"""
     half = cfg.logit_cap[0] / 2
     z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
+    squashed_tv = squash(z_tv, cfg)
+    exponentials_tv = jnp.exp(half * squashed_tv)
+    sum_t = jnp.sum(exponentials_tv, axis=1)
+    rises_tv = exponentials_tv * (1 - jnp.square(squashed_tv))
+    # The barrier makes XLA store these, and compute nothing again on the way back.
+    rises_tv = lax.optimization_barrier(rises_tv.astype(x_td.dtype))
+
     ids = [targets[:, k] for k in range(targets.shape[1])]
     if pointing:
         ids[-1] = ids[-1][:1]
     wide_td = x_td.astype(jnp.float32)
-    columns = [jnp.sum(wide_td * wide_vd[ids_t], axis=1) for ids_t in ids]
-    z_targets = jnp.stack(columns, axis=1)
-    exponentials_tv = jnp.exp(half * squash(z_tv, cfg))
-    sum_t = jnp.sum(exponentials_tv, axis=1)
-    losses = jnp.log(sum_t)[:, None] - half * squash(z_targets, cfg)
-    return losses, (z_tv, sum_t)
+    z_targets = [jnp.sum(wide_td * head_vd[ids_t].astype(jnp.float32), axis=1) for ids_t in ids]
+    squashed_targets = squash(jnp.stack(z_targets, axis=1), cfg)
+    losses = jnp.log(sum_t)[:, None] - half * squashed_targets
+    return losses, Softmax(rises_tv, sum_t, squashed_targets)
 
 
-def loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg: Config):
+def loss_gradients(softmax: Softmax, x_td, head_vd, targets, slopes, cfg: Config):
     """Gradients of weighted losses: (x's [t, d] in its dtype, the head's [v, d] in float32).
-    `softmax` is the second result of token_losses. `slopes` are from pointed_slopes: the weights
-    and, if the last target is `<copy>`, the gradient of its logit.
+    `slopes` are from pointed_slopes: the weights and, if the last target is `<copy>`, the gradient
+    of its logit.
 
     The gradient of a logit z is the total weight of the token times the probability, minus the
-    weight of z as a target; and that times the slope of the cap, a/4c (1 - squashed^2). Squashed
-    logits and the gradients of logits are rounded to bfloat16. Either result is then off by 0.3 %
-    (relative norm, tests/kernels)."""
-    z_tv, sum_t = softmax
+    weight of z as a target; and that times the slope of the cap, a/4c (1 - squash^2):
+        a/4c weight / sum   *   (1 - squash^2) (exponential - target's weight * sum / weight)
+    The first factor is one for each token: it multiplies x, and x's gradient, in place of [t, v].
+    For ids that are no targets the second factor is what token_losses has stored. All of these are
+    rounded to x's dtype. In bfloat16 either result is then off by 0.3 % (relative norm,
+    tests/kernels). No weight may be negative."""
     weights, copy_grad_t = slopes
     a, _, c = cfg.logit_cap
-    cap_slope = a / (4 * c)
-    weights = cap_slope * weights
-
-    # The barrier makes XLA store the squashed logits, rounded, and no float32 [t, v].
-    stored_tv = lax.optimization_barrier(squash(z_tv, cfg).astype(x_td.dtype))
-    squashed_tv = stored_tv.astype(jnp.float32)
+    weight_t1 = jnp.sum(weights, axis=1, keepdims=True)
+    sum_t1 = softmax.sum_t[:, None]
+    scale_t1 = a / (4 * c) * weight_t1 / sum_t1
+    sum_per_weight_t1 = sum_t1 / jnp.where(weight_t1 == 0, 1.0, weight_t1)
     # Targets of a token that are equal have the sum of their weights: later ones write it again.
     equal = targets[:, :, None] == targets[:, None, :]
     merged = jnp.sum(jnp.where(equal, weights[:, None, :], 0.0), axis=2)
-    ids_v = jnp.arange(squashed_tv.shape[1])[None]
-    hit_tv = 0.0
-    token_targets = targets.shape[1]
-    if copy_grad_t is not None:
-        token_targets -= 1
-    for k in range(token_targets):
+    squashed = softmax.squashed_targets
+    target_grads = jnp.exp(a / 2 * squashed) - merged * sum_per_weight_t1
+    if copy_grad_t is not None:  # `<copy>` is the last target
+        of_copy_t1 = copy_grad_t[:, None] * sum_per_weight_t1
+        target_grads = jnp.concatenate([target_grads[:, :-1], of_copy_t1], axis=1)
+    target_grads *= 1 - jnp.square(squashed)
+
+    ids_v = jnp.arange(len(head_vd))[None]
+    grad_tv = softmax.rises_tv.astype(jnp.float32)
+    for k in range(targets.shape[1]):
         column = slice(k, k + 1)
-        hit_tv = jnp.where(ids_v == targets[:, column], merged[:, column], hit_tv)
-    factor_t = jnp.sum(weights, axis=1) / sum_t
-    grad_tv = jnp.exp(a / 2 * squashed_tv) * factor_t[:, None] - hit_tv
-    if copy_grad_t is not None:
-        is_copy = ids_v == targets[:, -1:]
-        grad_tv = jnp.where(is_copy, cap_slope * copy_grad_t[:, None], grad_tv)
-    grad_tv = (grad_tv * (1 - jnp.square(squashed_tv))).astype(x_td.dtype)
-    return logit_gradients(grad_tv, x_td, head_vd)
+        grad_tv = jnp.where(ids_v == targets[:, column], target_grads[:, column], grad_tv)
+    scaled_td = lax.optimization_barrier((scale_t1 * x_td).astype(x_td.dtype))
+    x_grad_td, head_grad_vd = logit_gradients(grad_tv.astype(x_td.dtype), scaled_td, head_vd)
+    return (scale_t1 * x_grad_td).astype(x_td.dtype), head_grad_vd
 
 
 def logit_gradients(grad_tv, x_td, head_vd):
@@ -6173,7 +6220,8 @@ def logit_gradients(grad_tv, x_td, head_vd):
 def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, product=None):
     """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
-    with respect to x, head and pointed. Without gradients, in validation, it is the plain form.
+    with respect to x and head, which have one dtype, and pointed. Without gradients, in validation,
+    it is the plain form.
 
     `product`: on NVIDIA GPUs, the normed_product that makes the logits, whose rows a kernel takes
     (loss_rows). Without it, and with a pointer, whose gradient needs the losses first, XLA does
@@ -6189,26 +6237,22 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
         totals, head_grad_vd = carry
         x_td, targets, weights, pointed = chunk
         if in_rows:
-            logits_tv = product(x_td, narrow_vd)
+            logits_tv = product(x_td, head_vd)
             losses, grad_tv = loss_rows(logits_tv, targets, weights, cfg)
-            x_grad_td, grad_vd = logit_gradients(grad_tv, x_td, narrow_vd)
+            x_grad_td, grad_vd = logit_gradients(grad_tv, x_td, head_vd)
             pointed_grad = None
         else:
             pointing = pointed is not None
-            losses, softmax = token_losses(x_td, narrow_vd, wide_vd, targets, cfg, pointing)
+            losses, softmax = token_losses(x_td, head_vd, targets, cfg, pointing)
             slopes, pointed_grad = pointed_slopes(losses, weights, pointed)
-            x_grad_td, grad_vd = loss_gradients(softmax, x_td, narrow_vd, targets, slopes, cfg)
+            x_grad_td, grad_vd = loss_gradients(softmax, x_td, head_vd, targets, slopes, cfg)
         totals = add_losses(totals, losses, weights, pointed)
         return (totals, head_grad_vd + grad_vd), (x_grad_td, pointed_grad)
 
-    # The barrier makes both copies once, not anew in every chunk.
-    copies = head_vd.astype(jnp.float32), head_vd.astype(x_td.dtype)
-    wide_vd, narrow_vd = lax.optimization_barrier(copies)
     zero_sums = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     zeros = zero_sums, jnp.zeros(head_vd.shape, jnp.float32)
-    in_one = in_rows and cfg.whole_loss == "always"
-    most = 2**31 // cfg.vocab  # the kernel counts logits in 32 bits
-    at_once = most if in_one else min(cfg.loss_chunk, most)
+    most = 2**31 // cfg.vocab  # loss_rows counts logits in 32 bits
+    at_once = most if cfg.whole_loss == "always" else min(cfg.loss_chunk, most)
     of_chunks = dataclasses.replace(cfg, loss_chunk=at_once)
     chunks = in_chunks(of_chunks, len(head_vd), x_td, targets, weights, pointed)
     (totals, head_grad_vd), grads = lax.scan(add, zeros, chunks)
@@ -7041,17 +7085,6 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
 # one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
 
 
-def row_blocks(rows: int, most: int) -> tuple[Callable, dict]:
-    """For run_kernel: the cut of arrays [rows, columns] into blocks of `most` rows, or of fewer
-    that divide them, and the grid of these."""
-    block = math.gcd(rows, most)
-
-    def cut(x):
-        return pl.BlockSpec((block, x.shape[1]), lambda _, i, *__: (i, 0))
-
-    return cut, {"row": 1, "i": rows // block}
-
-
 def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
     """(references, the cut of arrays of tokens, the grid) that blend_tpu has each way. A matmul
     spreads the weights [t, k, g] of k sources over the features, of which each group has its own:
@@ -7059,7 +7092,11 @@ def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
     t, d = flat(sources[0]).shape
     dtype = sources[0].dtype
     k, g = weights.shape[2:]
-    cut, grid = row_blocks(t, BLOCK)
+    block = math.gcd(t, BLOCK)
+
+    def cut(x):
+        return pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
+
     lanes = -(-k * g // LANES) * LANES  # whole tiles
     packed = jnp.pad(weights.reshape(t, k * g), ((0, 0), (0, lanes - k * g)))
     # A float32 weight as the sum of two of `dtype`: the matmul's operands are no wider.
@@ -7075,7 +7112,7 @@ def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
     weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # of each feature
     hot = (lane[None, :, None] == weight[:, None]).astype(dtype)
     refs["hot"] = reads(hot, as_one_block)  # [k, 2 lanes, d]: 1 where a lane has its weight
-    return refs, cut, grid
+    return refs, cut, {"i": t // block}
 
 
 @jax.custom_vjp
@@ -7095,17 +7132,10 @@ def blend_tpu(x_btd, weights, sources):
     return written.y.reshape(sources[0].shape)
 
 
-def blend_tpu_forward(x_btd, weights, sources):
-    """(blend_tpu, what its gradients take: of x only whether it is there)."""
-    y_btd = blend_tpu(x_btd, weights, sources)
-    no_tokens = None if x_btd is None else x_btd[:0]
-    return y_btd, (no_tokens, weights, sources)
-
-
 def blend_tpu_backward(kept, grad_btd):
     """Of x the gradient itself, of a source that times its weights, of a weight the sum of that
     times the source over the features of its group."""
-    no_tokens, weights, sources = kept
+    x_btd, weights, sources = kept  # of x it only matters whether it is there
     refs, cut, grid = blend_refs(grad_btd, weights, sources)  # x is the gradient
     refs["y_grads"] = [writes(y.array, cut) for y in refs["ys"]]  # [block, d] each
     t, columns = refs["w"].array.shape
@@ -7126,11 +7156,11 @@ def blend_tpu_backward(kept, grad_btd):
     source_grads = tuple(y_grad.reshape(grad_btd.shape) for y_grad in written.y_grads)
     count = math.prod(weights.shape[2:])
     weight_grads = written.sums[:, :count].reshape(weights.shape)
-    x_grad = None if no_tokens is None else grad_btd
+    x_grad = None if x_btd is None else grad_btd
     return x_grad, weight_grads, source_grads
 
 
-blend_tpu.defvjp(blend_tpu_forward, blend_tpu_backward)
+blend_tpu.defvjp(lambda *arrays: (blend_tpu(*arrays), arrays), blend_tpu_backward)
 
 
 # ---- Gradients of tables for TPUs --------------------------------------------------------------
@@ -7183,7 +7213,7 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
         shape = len(x) // blocks, *x.shape[1:]
         rest = (0,) * (x.ndim - 1)
 
-        def place(_, i, tile_of_step, block_of_step):
+        def place(i, _, block_of_step):
             return jnp.minimum(block_of_step[i], blocks - 1), *rest
 
         return pl.BlockSpec(shape, place)
@@ -7191,13 +7221,14 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     def meeting(x):
         """The tile of this step, of all tables."""
 
-        def place(_, i, tile_of_step, block_of_step):
-            return 0, tile_of_step[i], 0
+        def place(i, tiles_of_steps, _):
+            return 0, tiles_of_steps[i + 1], 0
 
         return pl.BlockSpec((tables, ROW_TILE, d), place)
 
     refs = {
-        "tile": scalars(tile_of_step),  # [steps]
+        # [steps + 2]: before the first and after the last step -1, which is no tile
+        "tile": scalars(jnp.pad(tile_of_step, 1, constant_values=-1)),
         "block": scalars(block_of_step),  # [steps]
         "ids": reads(ids.reshape(blocks, 1, block), met),  # [1, 1, block]
         "rows": [reads(x, met) for x in rows],  # [block, d] each
@@ -7206,15 +7237,9 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     }
 
     def body(r):
-        tile = r.tile[r.i]
-        first = r.i == 0
-        tile_before = r.tile[jnp.maximum(r.i - 1, 0)]
-        begins = first | (tile_before != tile)
-        last = r.i == steps - 1
-        tile_after = r.tile[jnp.minimum(r.i + 1, steps - 1)]
-        ends = last | (tile_after != tile)
+        before, tile, after = (r.tile[r.i + k] for k in range(3))
 
-        @pl.when(begins)
+        @pl.when(before != tile)
         def clear():
             r.total[...] = jnp.zeros_like(r.total)
 
@@ -7225,11 +7250,11 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
             for k in range(tables):
                 r.total[k] += times(hot, r.rows[k][...])
 
-        @pl.when(ends)
+        @pl.when(tile != after)
         def store():
             r.sums[...] = r.total[...].astype(r.sums.dtype)
 
-    written = run_kernel(f"sum_rows_{tables}", {"row": 1, "i": steps}, refs, body)
+    written = run_kernel(f"sum_rows_{tables}", {"i": steps}, refs, body)
     return table_vd + written.sums.reshape(v, d).astype(table_vd.dtype)
 
 
@@ -7270,47 +7295,25 @@ def tiles_for(cfg: Config, device) -> Tiles | None:
     return next((tiles for tiles, needs in TILES.items() if needs <= room), None)
 
 
-class Reach(NamedTuple):
-    """What the tokens of a block can see, or by what they can be seen. All that any of them can see
-    is in the tiles from first_tile to the one before end_tile."""
-
-    first: jax.Array  # for each token of the block, [block, 1]: the first that it can see,
-    last: jax.Array  # and the last
-    first_tile: jax.Array
-    end_tile: jax.Array
+def tokens_of_block(r, tiles: Tiles):
+    """The places in the row of the tokens that this step takes, [block]."""
+    return r.i * tiles.block + jnp.arange(tiles.block)
 
 
-def keys_of_queries(r, tiles: Tiles) -> Reach:
-    """The Reach of a block of queries."""
-    queries = r.i * tiles.block + jnp.arange(tiles.block)
-    first = r.first[...][:, None]
-    last = queries[:, None]
-    first_tile = r.first[0] // tiles.tile
-    end_tile = pl.cdiv((r.i + 1) * tiles.block, tiles.tile)
-    return Reach(first, last, first_tile, end_tile)
-
-
-def queries_of_keys(r, tiles: Tiles) -> Reach:
-    """The Reach of a block of keys."""
-    keys = r.i * tiles.block + jnp.arange(tiles.block)
-    first = keys[:, None]
-    last = r.last[...][:, None]
-    first_tile = r.i * tiles.block // tiles.tile
-    end_tile = r.last[tiles.block - 1] // tiles.tile + 1
-    return Reach(first, last, first_tile, end_tile)
-
-
-def sum_tiles(reach: Reach, tile: int, add: Callable, *shapes):
+def sum_tiles(first, last, tile: int, add: Callable, *shapes):
     """The sums after add(place of a tile in the row, which of its tokens each of the block can see
-    [block, tile], sums so far) -> sums, of all tiles in reach. Sums are float32 of these shapes."""
+    [block, tile], sums so far) -> sums, of all tiles in which any of them can see tokens, or is
+    seen by them. For each token of the block these are the tokens from `first` to `last`, int
+    [block]. Sums are float32 of these shapes."""
 
     def add_tile(j, sums):
         tokens = (j * tile + jnp.arange(tile))[None]
-        seen = (tokens >= reach.first) & (tokens <= reach.last)
+        seen = (tokens >= first[:, None]) & (tokens <= last[:, None])
         return add(pl.ds(j * tile, tile), seen, sums)
 
     zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-    return lax.fori_loop(reach.first_tile, reach.end_tile, add_tile, zeros)
+    end_tile = jnp.max(last) // tile + 1
+    return lax.fori_loop(jnp.min(first) // tile, end_tile, add_tile, zeros)
 
 
 def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
@@ -7345,7 +7348,7 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
 
     def body(r):
-        reach = keys_of_queries(r, tiles)
+        first, last = r.first[...], tokens_of_block(r, tiles)
         q = r.q[...]
 
         def add(place, seen, sums):
@@ -7355,7 +7358,7 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
             y += times(weights.astype(dtype), r.v[place, :])
             return y, total + jnp.sum(weights, axis=1)
 
-        y, total = sum_tiles(reach, tiles.tile, add, (len(q), v), (len(q),))
+        y, total = sum_tiles(first, last, tiles.tile, add, (len(q), v), (len(q),))
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
@@ -7364,7 +7367,7 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
 
 
 def attend_gpu_backward(tiles: Tiles, arrays: dict, y_grad):
-    """Gradients of q, k and v, by the formulas of attend_tpu_backward; their reach gets none."""
+    """Gradients of q, k and v, by the formulas of attend_tpu_backward; first and last get none."""
     # What the gradients of all scores of a query have too much: their weighted mean.
     mean = jnp.einsum("btnh,btnh->bnt", arrays["y"], y_grad, preferred_element_type=jnp.float32)
     queries = {"q": arrays["q"], "log_sums": arrays["log_sums"], "mean": mean, "y_grad": y_grad}
@@ -7379,7 +7382,7 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
     dtype = queries["q"].dtype
 
     def body(r):
-        reach = keys_of_queries(r, tiles)
+        first, last = r.first[...], tokens_of_block(r, tiles)
         q, y_grad = r.q[...], r.y_grad[...]
         log_sums = r.log_sums[...][:, None]
         mean = r.mean[...][:, None]
@@ -7392,7 +7395,7 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
             grad = weights * (times(y_grad, r.v[place, :], transpose=True) - mean)
             return (q_grad + times(grad.astype(dtype), k),)
 
-        (q_grad,) = sum_tiles(reach, tiles.tile, add, q.shape)
+        (q_grad,) = sum_tiles(first, last, tiles.tile, add, q.shape)
         r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
 
     outputs = {"q_grad": queries["q"]}
@@ -7405,7 +7408,7 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
     dtype = keys["k"].dtype
 
     def body(r):
-        reach = queries_of_keys(r, tiles)
+        first, last = tokens_of_block(r, tiles), r.last[...]
         k, v = r.k[...], r.v[...]
 
         def add(place, seen, sums):
@@ -7417,7 +7420,7 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
             grad = weights * (times(v, y_grad, transpose=True) - r.mean[place][None])
             return k_grad + times(grad.astype(dtype), q), v_grad
 
-        k_grad, v_grad = sum_tiles(reach, tiles.tile, add, k.shape, v.shape)
+        k_grad, v_grad = sum_tiles(first, last, tiles.tile, add, k.shape, v.shape)
         r.k_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype)
         r.v_grad[...] = v_grad.astype(dtype)
 
@@ -7426,7 +7429,8 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
     return written.k_grad, written.v_grad
 
 
-# attend_gpu of q (scaled already), k and v, with the first and last of their reach
+# attend_gpu of q (scaled already), k and v, the first key that each query can see, and the last
+# query that can see each key
 attend_gpu_arrays = jax.custom_vjp(
     lambda tiles, arrays: attend_gpu_forward(tiles, arrays)[0], nondiff_argnums=(0,)
 )
@@ -7488,16 +7492,10 @@ def product_8(x_td, w_fd):
     return (scaled.astype(jnp.float32) / (x_scale * w_scale)).astype(x_td.dtype)
 
 
-def product_8_forward(x_td, w_fd):
-    return product_8(x_td, w_fd), (x_td, w_fd)
-
-
-def product_8_backward(kept, grad):
-    _, transpose = jax.vjp(normed_product, *kept)
-    return transpose(grad)
-
-
-product_8.defvjp(product_8_forward, product_8_backward)
+product_8.defvjp(
+    lambda x_td, w_fd: (product_8(x_td, w_fd), (x_td, w_fd)),
+    lambda kept, grad: jax.vjp(normed_product, *kept)[1](grad),
+)
 
 # A step of loss_rows takes one token, and so many of its logits at once.
 LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)

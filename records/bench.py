@@ -301,11 +301,15 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
     batches = step_batches(cfg, mesh, cfg.boundaries[stage], *tokens)
     seed = np.uint32(cfg.seed)
     params = T.start_state(cfg, mesh)(seed)["params"]
-    copies = {x: np.asarray(value) for x, value in T.start_copies(cfg, mesh)(params, seed).items()}
+    copies = jax.tree.map(np.asarray, T.start_copies(cfg, mesh)(params, seed))
     rng = np.random.default_rng(cfg.seed)
-    for x, value in copies.items():
-        if x != "signs":  # parameters that begin as zeros would hide what is behind them
-            copies[x] = value.astype(np.float32) + 0.02 * rng.standard_normal(value.shape)
+
+    def moved(x):
+        return x.astype(np.float32) + 0.02 * rng.standard_normal(x.shape)
+
+    for name, value in copies.items():
+        if name != "signs":  # parameters that begin as zeros would hide what is behind them
+            copies[name] = jax.tree.map(moved, value)
     T.tell(f"{str(key):36}       off         ms        min        max      MiB")
     rows = []
     for label, lowered in variants(cfg, mesh, kernels, key):
@@ -317,7 +321,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
             T.tell(f"{label:36}  {str(error).splitlines()[0][:60]}")
             continue
         likes, table = program.args_info[0][:2]
-        own = {x: value.astype(likes[x].dtype) for x, value in copies.items()}
+        own = jax.tree.map(lambda x, like: x.astype(like.dtype), copies, likes)
         own = jax.device_put(own, program.input_shardings[0][0])
         step = functools.partial(program, own, params[T.NGRAMS].astype(table.dtype))
         losses = (step(batch)[1] for batch in itertools.cycle(batches))

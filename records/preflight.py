@@ -470,8 +470,10 @@ def read_schedule(schedule: str, rows: int = 0) -> int:
     marks = parts[::3]
     depths = [marked.count(">") for marked in parts[1::3]]
     for i in reversed(range(len(depths) - 1)):
-        if marks[i + 1] != "LB":
-            depths[i] = max(depths[i], depths[i + 1])
+        around = depths[i + 1]
+        if marks[i + 1] == "LB":  # the next bundle is the first of an inner loop
+            around -= 1
+        depths[i] = max(depths[i], around)
     open_loops = [[0, 1, 0]]  # from outside in: bundles, trips, transfers
 
     def close(depth: int):

@@ -62,7 +62,7 @@ def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, bat
     model = T.validation_model(cfg, kernels, copies, table, batch)
 
     def of_rows(rows):
-        looked_up = T.look_up(cfg, model.params, T.table_ids(cfg, rows))
+        looked_up = T.look_up(model.params, T.table_ids(cfg, rows))
         return result(model, T.forward(model, looked_up, rows), rows)
 
     results = lax.map(of_rows, T.micro_batches(cfg, batch.rows))

@@ -67,11 +67,26 @@ def quick(function, *args):
     return jax.jit(function, compiler_options=QUICK)(*args)
 
 
+def tables_apart(cfg: T.Config, params: dict) -> dict:
+    """Parameters with the value tables one by one, as look_up has them of compute copies."""
+    tables = params.get("value_tables")
+    if tables is None or isinstance(tables, list):
+        return params
+    return params | {"value_tables": jnp.split(tables, len(cfg.layers_with("values")))}
+
+
+def tables_joined(copies: dict) -> dict[str, np.ndarray]:
+    """Compute copies in the shapes of parameters: the value tables one under the other."""
+    arrays = jax.tree.map(np.asarray, copies)
+    return {n: np.concatenate(x) if isinstance(x, list) else x for n, x in arrays.items()}
+
+
 def features(model: T.Model, tokens, hashed, slots):
     """T.forward of rows of tokens [b, t] with plain parameters, the n-gram table among them."""
     none = np.zeros((len(tokens), 0), np.int32)
     rows = T.Rows(jnp.pad(tokens, ((0, 0), (0, 1))), hashed, slots, T.Aims(none, none, none))
-    return T.forward(model, T.look_up(model.cfg, model.params, T.table_ids(model.cfg, rows)), rows)
+    tables = tables_apart(model.cfg, model.params)
+    return T.forward(model, T.look_up(tables, T.table_ids(model.cfg, rows)), rows)
 
 
 def traced(program: T.Program, mesh):

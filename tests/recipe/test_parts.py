@@ -50,6 +50,7 @@ LATER = {
     "prepare": {"checked_kernels", "compile_all", "warm_up"},
     "counted_programs": {"pick_kernels"},
     "model_bytes": {"pick_kernels"},
+    "keeps_logits_narrow": {"pick_kernels"},
     "run_facts": {"compiler_options"},
 }
 

@@ -80,7 +80,7 @@ def test_a_tpu_joins_the_others_of_its_slice_if_there_are_any(
         ("1", "1", ("node1:1", 2, 1), []),  # each process from a shell of its own
     ],
 )
-def test_the_only_task_of_a_slurm_node_has_all_its_gpus(
+def test_the_only_task_of_a_slurm_node_has_all_its_accelerators(
     joined, monkeypatch, tasks, nodes, words, gpus
 ):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
@@ -203,15 +203,17 @@ def test_an_accelerator_that_jax_does_not_see_is_one_line(
 # ---- GPUs: of two kinds, taken, or with other libraries ----------------------------------------
 
 
-def gpus(*kinds):
-    """Devices that say they are such GPUs; the name is what comes before a colon, then GiB."""
+def accelerators(*kinds):
+    """Devices that say they are such GPUs, or TPUs; the name is what comes before a colon, then
+    GiB."""
     found = []
     for kind in kinds:
         name, _, size = kind.partition(":")
         stats = {"bytes_limit": float(size or 1) * 2**30}
-        gpu = {"device_kind": name, "process_index": 0, "platform": "gpu"}
-        gpu["compute_capability"] = "9.0"
-        found.append(SimpleNamespace(**gpu, memory_stats=lambda stats=stats: stats))
+        platform = "tpu" if name.startswith("TPU") else "gpu"
+        device = {"device_kind": name, "process_index": 0, "platform": platform}
+        device["compute_capability"] = "9.0"
+        found.append(SimpleNamespace(**device, memory_stats=lambda stats=stats: stats))
     return found
 
 
@@ -220,10 +222,10 @@ def test_two_kinds_of_gpus_are_refused_and_what_one_kind_is_named():
     words = "^A100 and T1000 cannot share a program: use CUDA_VISIBLE_DEVICES={} or "
     words += "CUDA_VISIBLE_DEVICES={}, or --set devices={}$"
     with pytest.raises(T.UserError, match=words.format("0,1", "2,3", 2)):
-        T.make_mesh(cfg, gpus("A100", "A100", "T1000", "T1000"))
+        T.make_mesh(cfg, accelerators("A100", "A100", "T1000", "T1000"))
     with pytest.raises(T.UserError, match=words.format("0,2,3", "1", 1)):
-        T.make_mesh(cfg, gpus("A100", "T1000", "A100", "A100"))
-    _, mesh = T.make_mesh(replace(cfg, devices=2), [*jax.devices()[:2], *gpus("T1000")])
+        T.make_mesh(cfg, accelerators("A100", "T1000", "A100", "A100"))
+    _, mesh = T.make_mesh(replace(cfg, devices=2), [*jax.devices()[:2], *accelerators("T1000")])
     assert mesh.size == 2
 
 
@@ -240,7 +242,7 @@ def machine(monkeypatch):
         return programs(cfg, mesh_of(mesh.size), kernels)
 
     def put_in(*kinds):
-        monkeypatch.setattr(T, "all_devices", lambda: gpus(*kinds))
+        monkeypatch.setattr(T, "all_devices", lambda: accelerators(*kinds))
         monkeypatch.setattr(T, "Mesh", mesh)
         monkeypatch.setattr(T, "programs", on_cpus)
 
@@ -301,17 +303,20 @@ def test_settings_that_fit_can_be_added_to_what_a_run_is_without(machine):
     assert settings[0] == "without=ngrams" and T.override(cfg, settings).without == "xsa,ngrams"
 
 
-def test_the_loss_of_a_gpu_is_in_one_chunk_where_that_fits_or_is_wanted(machine):
+def test_the_loss_is_in_one_chunk_where_that_fits_or_is_wanted(machine):
     """If a compiler then says that it does not, the cure is not to have it so."""
 
-    def decided(gib, *settings):
-        machine(*[f"H100:{gib}"] * 8)
+    def decided(gib, *settings, kind="H100"):
+        machine(*[f"{kind}:{gib}"] * 8)
         cfg, mesh = T.make_mesh(T.override(T.PRESETS["speedrun"], [*settings]))
         return T.with_whole_loss(cfg, mesh, T.memory_limit(mesh)), mesh
 
     assert decided(59)[0].whole_loss == "always"
     assert decided(59, "whole_loss=never")[0].whole_loss == "never"
     assert decided(25)[0].whole_loss == "never"
+    assert decided(59, "pointer_width=64")[0].whole_loss == "never", "its logits are float32"
+    for gib, whole in ((31.25, "always"), (22, "never")):
+        assert decided(gib, kind="TPU v6 lite")[0].whole_loss == whole
     cfg, mesh = decided(28, "whole_loss=always")
     name = "grads3"
     line = T.too_large(cfg, mesh, name, 27.9 * 2**30, 28 * 2**30)
@@ -319,13 +324,13 @@ def test_the_loss_of_a_gpu_is_in_one_chunk_where_that_fits_or_is_wanted(machine)
 
 
 @pytest.mark.parametrize("gib", [0.5, 1.5, 3])
-def test_tiny_fits_the_smallest_gpus(machine, gib):
+def test_tiny_fits_the_smallest_accelerators(machine, gib):
     machine(f"T1000:{gib}")
     T.check_memory(*T.make_mesh(T.PRESETS["tiny"]))
 
 
 def test_the_memory_is_that_of_the_device_which_has_the_least():
-    mesh = SimpleNamespace(local_devices=gpus("A100:59", "A100:30"))
+    mesh = SimpleNamespace(local_devices=accelerators("A100:59", "A100:30"))
     assert T.memory_limit(mesh) == 30 * 2**30
 
 

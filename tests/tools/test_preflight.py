@@ -160,8 +160,9 @@ def test_a_program_takes_what_is_predicted_and_links_and_moves(tmp_path):
     assert {*preflight.count(HLO, tmp_path, v6e(2, 4)).values()} == {None}, "no schedules"
 
 
-# As libtpu writes it: a bundle can go on over lines, a `>` can be missing inside a loop (0x8), and
-# an outer loop's exit test can stand in the inner loop (0x7, with a predicate).
+# As libtpu writes it: a bundle can go on over lines, a `>` can be missing inside a loop (0x8, and
+# before an inner loop all of them, 0x3a), and an outer loop's exit test can stand in the inner loop
+# (0x7, with a predicate).
 SCHEDULE = """= control target key start
 LB: loop body
 
@@ -170,6 +171,7 @@ LB: loop body
 hlo: attend */ }
    0x2 LB: > { %s194 = sadd.s32 4294967295, %s357 /* iteration index, stage = 1 */ }
    0x3 PF: > { %s3 = smov 0 }
+   0x3a   :  {} /* End region 17 */
    0x4 LB: >> { %s5 = smov 0 }
    0x5 LB: >>> { %s7 = sadd.s32 1, %s6 }
    0x6   : >>> { %p104 = scmp.ge.s32.totalorder %s7, 11 /* loop exit test */ }
@@ -185,7 +187,7 @@ hlo: attend */ }
 
 
 def test_bundles_of_a_schedule_are_multiplied_by_its_loops():
-    inner, middle, outer = 5, 1, 4  # 0x5 to 0x9; 0x4; 0x2, 0x3, 0xa, 0xb
+    inner, middle, outer = 5, 1, 5  # 0x5 to 0x9; 0x4; 0x2, 0x3, 0x3a, 0xa, 0xb
     once = 2 + 6 * (outer + 7 * (middle + 11 * inner)) + 1 + 1
     assert preflight.read_schedule(SCHEDULE) == once + 2
     of_data = SCHEDULE.replace("%s409, 2 /* loop exit test */", "%s409, %s8")
