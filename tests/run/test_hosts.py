@@ -80,7 +80,7 @@ def test_a_tpu_joins_the_others_of_its_slice_if_there_are_any(
         ("1", "1", ("node1:1", 2, 1), []),  # each process from a shell of its own
     ],
 )
-def test_the_only_task_of_a_slurm_node_has_all_its_accelerators(
+def test_the_only_task_of_a_slurm_node_has_all_its_gpus(
     joined, monkeypatch, tasks, nodes, words, gpus
 ):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
@@ -324,7 +324,7 @@ def test_the_loss_is_in_one_chunk_where_that_fits_or_is_wanted(machine):
 
 
 @pytest.mark.parametrize("gib", [0.5, 1.5, 3])
-def test_tiny_fits_the_smallest_accelerators(machine, gib):
+def test_tiny_fits_the_smallest_gpus(machine, gib):
     machine(f"T1000:{gib}")
     T.check_memory(*T.make_mesh(T.PRESETS["tiny"]))
 
