@@ -1437,8 +1437,9 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), likes)
     batches = micro_batches(cfg, batch.rows)
     total, grads = sum_batches(add, (jnp.zeros((), jnp.float32), zeros), batches)
-    for name in params.keys() - waits:
-        grads[name] = jax.tree.map(lambda x, like: x.astype(like.dtype), grads[name], likes[name])
+    for name in params:  # in an order that is that of any process, as its programs are cached
+        if name not in waits:
+            grads[name] = jax.tree.map(lambda x, y: x.astype(y.dtype), grads[name], likes[name])
     to_owners, dropped = None, jnp.float32(0)
     if cfg.ngram_rows:
         to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)

@@ -3,6 +3,8 @@
 import gc
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -264,6 +266,27 @@ def test_a_module_has_the_name_of_its_program():
     assert len(updates) > 1
     for program in updates:
         assert f"module @jit_{program.name} " in T.lower(program, mesh).as_text().replace('"', "")
+
+
+LOWERED = """
+import hashlib, programs, training
+import train_gpt as T
+cfg, mesh = T.override(training.BRIEF, ["compute_dtype=bfloat16"]), programs.mesh_of(1)
+for program in T.programs(cfg, mesh, T.PLAIN).values():
+    print(program.name, hashlib.sha256(T.lower(program, mesh).as_text().encode()).hexdigest())
+"""
+
+
+def test_programs_are_the_same_in_every_process():
+    """Or a cache of compiled ones would not find them: a set of names has another order in each."""
+    started = []
+    for seed in "12":
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/helpers")))
+        of_process = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": paths}
+        command = sys.executable, "-c", LOWERED
+        started.append(subprocess.Popen(command, env=of_process, stdout=subprocess.PIPE, text=True))
+    one, other = (process.communicate()[0] for process in started)
+    assert one.startswith("grads0 ") and one == other
 
 
 def test_options_of_sparse_cores_can_be_left_out():
