@@ -64,7 +64,6 @@ import difflib
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
@@ -1396,7 +1395,6 @@ def in_chunks(cfg: Config, ids: int, *arrays):
 #     gather_banks    lax.all_gather of every bank; and a function that is lax.psum_scatter of its
 #                     gradients
 #     reduce_scatter  lax.psum_scatter of a sum
-#     in_order        what comes second waits for what comes first
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
@@ -1445,8 +1443,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
         to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = jnp.stack([total / stage.batch_tokens, dropped])
-    # The exchange begins after this sum, or the loss would have to wait for its end.
-    numbers, to_owners = in_order(lax.psum(numbers, AXIS), to_owners)
+    # For XLA: the exchange begins after this sum, or the loss would have to wait for its end.
+    numbers, to_owners = lax.optimization_barrier((lax.psum(numbers, AXIS), to_owners))
     grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})
     if cfg.ngram_rows:
         grads[NGRAMS] = requested, exchange(to_owners)
@@ -1477,11 +1475,11 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict[str, tuple]:
-    """Name -> the rows [..., d] at `ids` [...] of each table under that name: value_tables is a
-    list, a table for each layer with values."""
+    """Name -> the rows [..., d] at `ids` [...] of each table under that name, which is that of one
+    table or of a list."""
     looked_up = {}
     for name, wanted in ids.items():
-        named = tables[name] if name == "value_tables" else [tables[name]]
+        named = tables[name] if isinstance(tables[name], list) else [tables[name]]
         looked_up[name] = tuple(x.at[wanted].get(mode="promise_in_bounds") for x in named)
     return looked_up
 
@@ -1599,7 +1597,7 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
         elif row.optimizer == "adam":
             rates = adam_rates(cfg, row, hyper, len(grads))
             if name == "value_tables":  # "Value tables"
-                grads = sum_looked_up(cfg, grads, kernels.add_rows)
+                grads = value_gradients(cfg, grads, kernels.add_rows)
             grad = sum_over_devices(cfg, row, grads)
             square = jnp.sum(grad * grad)
             after = adam(*old.values(), grad, rates)
@@ -1904,11 +1902,12 @@ def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, up
     step. A gradient [n, ...], of which each device has its own, is one array [devices * n, ...]
     here; those of banks are cut like banks."""
     due = {}
+    likes = gradients_like(copies)
     for name in updated(cfg, update.kind):
         if name == NGRAMS:  # "A table of hashed n-grams"
             due[name] = abstract_requested(cfg, mesh, update)
             continue
-        x = gradients_like(copies)[name]
+        x = likes[name]
         rows = x.shape[0]
         if update.kind != "anvil":
             rows *= mesh.size
@@ -3133,7 +3132,7 @@ def abstract_looked_up(cfg: Config, mesh: Mesh, kernels: Kernels, stage: Stage) 
     return ids, (row,) * len(cfg.layers_with("values"))
 
 
-def sum_looked_up(cfg: Config, grads: tuple, add_rows: Callable) -> tuple:
+def value_gradients(cfg: Config, grads: tuple, add_rows: Callable) -> tuple:
     """Arrays [layers * v, d] whose sum is that of the gradients of the value tables of several
     steps. What such a step has is one, and stays as it is, or what scatter_rows takes: (ids, rows
     for each layer). All of these together become one, float32."""
@@ -4111,6 +4110,12 @@ def all_devices() -> list:
         raise UserError(f"jax finds no devices: {reason}") from None
 
 
+def capability(device) -> float:
+    """The compute capability of an NVIDIA GPU; 0 for others: AMD's have a name in its place."""
+    text = str(getattr(device, "compute_capability", ""))
+    return float(text) if re.fullmatch(r"\d+\.\d", text) else 0.0
+
+
 def make_mesh(cfg: Config, devices=None) -> tuple[Config, Mesh]:
     """(`cfg` for the first cfg.devices, or all, of `devices`, by process; the mesh over them)."""
     devices = sorted(devices or all_devices(), key=lambda device: device.process_index)
@@ -4271,8 +4276,8 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
     requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
     rows = min(sum(requested) // mesh.size, cfg.rows_at_once)
     size = fitted_numbers(mesh).rows_added * rows * vector
-    if "value_tables" in due:  # their sum, float32 where it is of rows that waited
-        size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width
+    if any(isinstance(grad, tuple) for grad in due.get("value_tables", ())):  # rows that waited
+        size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width  # their float32 sum
     return size
 
 
@@ -4962,7 +4967,7 @@ def start_gpu():
     do not fit together, the first one fails. And with a GPU that is newer than jax it may take
     minutes (xla issue 44517), which is said. UserError if it is older than the CUDA of jax."""
     gpu = jax.local_devices()[0]
-    old = re.match(r"[3-6]\.|7\.[0-4]", str(getattr(gpu, "compute_capability", "")))
+    old = 0 < capability(gpu) < 7.5
     runs = not old or "cuda 13" not in gpu.client.platform_version
     lacking = f"jax[cuda13] has no code for a {gpu.device_kind}"
     need(runs, f"{lacking}: pip install {FOR_OLD_GPUS} in a new environment")
@@ -5711,53 +5716,42 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     This thread lowers one after the other, while those of a pool compile what it has lowered."""
     every = programs(cfg, mesh, kernels)
     ready = itertools.count(1)
-    events = []
-    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 
     def build(key, lowered):
         began = time.perf_counter()
         program = compile_one(cfg, mesh, key, lowered)
         seconds = round(time.perf_counter() - began, 3)
-        size = resident_bytes(cfg, mesh, key) + program_bytes(program)["peak"]
+        size = resident_bytes(cfg, mesh, key) + program.memory_analysis().peak_memory_in_bytes
         refusal = too_large(cfg, mesh, every[key].name, size, memory_limit(mesh))
         need(not refusal, refusal)
-        cached = events.count("/jax/compilation_cache/cache_hits")
-        say(f"{next(ready)} of {len(every)} programs are ready, {cached} were in the cache\r")
+        say(f"{next(ready)} of {len(every)} programs are ready\r")
         return program, seconds
 
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
     lowered = (lower(program, mesh) for program in every.values())
     with ThreadPoolExecutor(cpu_cores()) as pool:
-        built = list(pool.map(build, every, lowered))
-    compiled = {}
-    seconds = {}
-    for key, (program, taken) in zip(every, built, strict=True):
-        compiled[key] = program
-        seconds[every[key].name] = taken
-    return compiled, seconds
+        built = dict(zip(every, pool.map(build, every, lowered), strict=True))
+    seconds = {every[key].name: taken for key, (_, taken) in built.items()}
+    return {key: program for key, (program, _) in built.items()}, seconds
 
 
-# The SparseCores of TPUs move the data of collectives beside other work, and add rows to tables,
-# with these options alone. (2d and nd are collectives of more than eight chips.) They read no
-# rows: that slows down small gathers (jax issue 40553).
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
-COMPILER_OPTIONS = {
-    "tpu": {
+
+
+def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
+    """Options of XLA for a run on such devices. With these alone the SparseCores of TPUs move the
+    data of collectives beside other work, and add rows to tables. (2d and nd are collectives of
+    more than eight chips.) They read no rows: that slows down small gathers (jax issue 40553)."""
+    if backend == "gpu":  # XLA would keep activations as float32 where it fuses operations
+        return {"xla_allow_excess_precision": False}
+    if backend != "tpu" or not cfg.sparse_cores:
+        return {}
+    return {
         **{f"xla_tpu_enable_sparse_core_collective_offload_{name}": True for name in OFFLOADED},
         "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
         "xla_tpu_offload_gather_to_sparsecore": False,
         "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
-    },
-    # XLA would keep activations as float32 where it fuses operations.
-    "gpu": {"xla_allow_excess_precision": False},
-}
-
-
-def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
-    """Those of COMPILER_OPTIONS that serve a run on such devices."""
-    if backend == "tpu" and not cfg.sparse_cores:
-        return {}
-    return COMPILER_OPTIONS.get(backend, {})
+    }
 
 
 def compile_one(cfg: Config, mesh: Mesh, key, lowered):
@@ -5780,44 +5774,14 @@ def compile_one(cfg: Config, mesh: Mesh, key, lowered):
     raise UserError(f"{key} cannot be compiled: {cure}{text}")
 
 
-def program_bytes(compiled) -> dict[str, int]:
-    """Bytes on a device of a program's arguments, outputs, temporaries, and of all at its peak."""
-    memory = compiled.memory_analysis()
-    sizes = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,  # outputs that take the place of arguments
-        "temporary": memory.temp_size_in_bytes,
-    }
-    live = sizes["arguments"] + sizes["outputs"] + sizes["temporary"] - sizes["aliased"]
-    sizes["peak"] = getattr(memory, "peak_memory_in_bytes", 0) or live
-    return sizes
-
-
 def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
     """Run every program once on zeros, so that first-call costs are outside the clock. The devices
-    make the zeros. Those of state and copies are made once for all programs. What else a program
-    takes is there only while it runs. So a device never holds more than in training
-    (resident_bytes)."""
+    make the zeros, for one program after the other: they never hold more than in training."""
     every = programs(cfg, mesh, kernels)
-
-    def zeros(likes):
-        make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)
-        return born(make, likes)()
-
-    (state_like,) = every["finish"].args
-    copies_like = every["eval"].args[0]
-    state, copies = zeros((state_like, copies_like))
     for key, program in compiled.items():
-        args = every[key].args
-        if every[key].donates:  # it takes the state, and gives it back
-            results = program(state, *zeros(args[1:]))
-            state = results[0]
-        else:
-            table = state["params"].get(NGRAMS)
-            results = program(copies, table, *zeros(args[2:]))
-        jax.block_until_ready(results)
-        del results  # before the next zeros are made
+        likes = every[key].args
+        make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), likes)
+        jax.block_until_ready(program(*born(make, likes)()))
 
 
 # ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
@@ -5900,11 +5864,6 @@ def reduce_scatter(arrays: tuple, dtype):
     return jnp.concatenate(sums)
 
 
-def in_order(first, second):
-    """Both, where what is computed of `second` begins after `first` is there."""
-    return lax.optimization_barrier((first, second))
-
-
 # ---- The choice: which kernels serve a run -----------------------------------------------------
 
 
@@ -5915,8 +5874,7 @@ def pick_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     serving, reason = serving_kernels(cfg, device)
     if cfg.kernels == "auto":
         return serving, reason
-    asked = cfg.kernels.split(",")
-    kernels = PLAIN._replace(**{name: getattr(serving, name) for name in asked})
+    kernels = PLAIN._replace(**{name: getattr(serving, name) for name in cfg.kernels.split(",")})
     return kernels, f"{kernel_names(kernels)}; asked for: {cfg.kernels}; auto: {reason}"
 
 
@@ -5930,7 +5888,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     why = unserved(cfg, device)
     if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
         product = normed_product
-        if "normed_product" in cfg.kernels and has_eight_bits(device):
+        if "normed_product" in cfg.kernels and capability(device) >= 8.9:  # they have E4M3
             chosen["normed_product"] = product = product_8
         if cfg.logit_cap[0]:
             chosen["cross_entropy"] = functools.partial(fused_cross_entropy, product=product)
@@ -5942,7 +5900,8 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     if not why and backend == "tpu":
         chosen["attend"] = attend_tpu
     elif not why:
-        chosen["attend"] = attend_in_tiles(tiles_for(cfg, device))
+        attend = functools.partial(attend_gpu, tiles_for(cfg, device))
+        chosen["attend"] = functools.partial(attend_heads, attend)
     kernels = PLAIN._replace(**chosen)
     reason = kernel_names(kernels)
     if why:
@@ -5968,11 +5927,8 @@ def unserved(cfg: Config, device) -> str:
         if cfg.width % LANES:
             return f"tiles of {LANES} columns do not fill a width of {cfg.width}"
     elif device.platform == "gpu":
-        capability = str(getattr(device, "compute_capability", ""))  # AMD's GPUs have a name there
-        if not re.match(r"[89]\.|\d\d\.", capability):
+        if capability(device) < 8:
             return "no compute capability of 8.0 or more"
-        if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
-            return f"jax {jax.__version__} has no Triton any more"
     else:
         return f"there are no kernels for a {device.platform}"
     if uneven:
@@ -5992,8 +5948,6 @@ def unserved_attention(cfg: Config, device) -> str:
             return f"kernels compute in bfloat16, not in {cfg.compute_dtype}"
         if h not in (32, 64, 128):
             return f"tiles do not fit heads {h} wide, and half of it"
-        if tiles_for(cfg, device) is None:
-            return f"tiles of heads {h} wide do not fit the shared memory of a {device.device_kind}"
     else:
         if h != LANES or cfg.heads % 2:
             return f"tiles do not hold {cfg.heads} heads {h} wide one by one, and of half in twos"
@@ -6049,9 +6003,8 @@ def trials(cfg: Config) -> Iterator[Trial]:
     def run_normed_product(kernel, x, w):
         return kernel(norm(x), w)
 
-    def run_blend(kernel, x, *sources_and_weights):
-        *sources, weights = sources_and_weights
-        return kernel(x, weights, tuple(sources))
+    def run_blend(kernel, x, *rest):
+        return kernel(x, rest[-1], rest[:-1])  # weights, sources
 
     for heads in {heads_of(cfg, i, stage.windows) for i in cfg.layers_with("attends")}:
         qkv = 1, t, n * (2 * heads.qk_width + heads.v_width)
@@ -6087,15 +6040,14 @@ def what_is_wrong(trial: Trial, cfg: Config, kernels: Kernels) -> str:
     """What is wrong with a kernel in a Trial; "" if its results are those of the plain form in
     float32."""
     kernel = getattr(kernels, trial.field)
-    plain = getattr(PLAIN, trial.field)
     try:
         results = trial_results(trial, cfg, kernel, cfg.dtype)
     except Exception as error:  # whatever a compiler says
         text = " ".join(str(error).split())
         return f"{trial.field} cannot run ({text})"
-    distances = []
-    for x, y in zip(results, trial_results(trial, cfg, plain, jnp.float32), strict=True):
-        distances.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+    expected = trial_results(trial, cfg, getattr(PLAIN, trial.field), jnp.float32)
+    pairs = zip(results, expected, strict=True)
+    distances = [np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30) for x, y in pairs]
     off = np.max(distances)  # nan if any is
     return "" if off <= ROUNDED_OFF else f"{trial.field} is off by {off:.2g}"
 
@@ -6297,8 +6249,7 @@ def flat(x):
 # leaves in memory that the kernel `keeps`, the next step finds there. Shapes beside the references
 # below are those of blocks.
 
-# Here and not at the head of the file: no other section uses them.
-from jax.experimental import pallas as pl
+from jax.experimental import pallas as pl  # here, as no other section uses it
 from jax.experimental.pallas import tpu as pltpu  # what only kernels for TPUs have
 
 KERNEL_VMEM = 100 * 2**20  # bytes that a kernel may use of the 128 MiB of VMEM, a TPU core's own
@@ -6309,7 +6260,7 @@ class Ref(NamedTuple):
     """What a reference refers to, before a kernel is called."""
 
     role: str  # one of ROLES
-    array: jax.Array | jax.ShapeDtypeStruct | None  # None: this call goes without, r.x is None
+    array: jax.Array | jax.ShapeDtypeStruct | list | None  # of a list r.x is one; of None, None
     cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as as_one_block
 
 
@@ -6336,8 +6287,8 @@ def compiled_for() -> str:
 
 def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in_place=()):
     """The one call of Pallas: an object that has what `body` writes, by the names of `refs`, name
-    -> Ref or list of them. `body` gets an object with a reference for every name, and with its
-    place on every axis of `grid`, name -> steps.
+    -> Ref. `body` gets an object with a reference for every name, and with its place on every axis
+    of `grid`, name -> steps.
 
     `tiles`: how Triton compiles it for an NVIDIA GPU. It then only reads and writes, and steps have
     no order. All others are kernels for TPUs, whose core takes the steps in order, the last axis
@@ -6346,30 +6297,18 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in
     compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests.
     `in_place`: pairs of numbers, of what is read and of what is written in its memory."""
     interpret = compiled_for() == "cpu"
-    flat_refs, tree = jax.tree.flatten([*refs.values()], is_leaf=lambda x: isinstance(x, Ref))
-
-    def numbers_of(role: str) -> list[int]:
-        """Which of flat_refs have this role in this call."""
-        pairs = enumerate(flat_refs)
-        return [i for i, ref in pairs if ref.role == role and ref.array is not None]
+    names = {role: [x for x in refs if refs[x].role == role] for role in ROLES}
 
     def arrays_of(role: str) -> list:
-        return [flat_refs[i].array for i in numbers_of(role)]
+        return [refs[x].array for x in names[role]]
 
     def cuts_of(role: str) -> list:
-        return [flat_refs[i].cut(flat_refs[i].array) for i in numbers_of(role)]
-
-    def by_name(numbers: list[int], values) -> dict:
-        """One value for each of these flat_refs, by the names of `refs`; None for the others."""
-        values = dict(zip(numbers, values, strict=True))
-        every = [values.get(i) for i in range(len(flat_refs))]
-        return dict(zip(refs, tree.unflatten(every), strict=True))
-
-    handed_over = [i for role in ROLES for i in numbers_of(role)]
+        return [jax.tree.map(refs[x].cut, refs[x].array) for x in names[role]]
 
     def kernel(*references):
+        by_name = dict(zip(itertools.chain(*names.values()), references, strict=True))
         steps = {axis: pl.program_id(k) for k, axis in enumerate(grid)}
-        body(SimpleNamespace(**by_name(handed_over, references), **steps))
+        body(SimpleNamespace(**by_name, **steps))
 
     numbers_ahead = arrays_of("scalars")
     arrays = arrays_of("reads")
@@ -6385,12 +6324,13 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in
         spec = pltpu.PrefetchScalarGridSpec(len(numbers_ahead), scratch_shapes=memory, **cuts)
         params = pltpu.CompilerParams(vmem_limit_bytes=KERNEL_VMEM)
         if not interpret:
-            arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
-            shapes = [pltpu.HBM(x.shape, x.dtype) for x in shapes]
+            in_hbm = functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
+            arrays = jax.tree.map(in_hbm, arrays)
+            shapes = jax.tree.map(lambda x: pltpu.HBM(x.shape, x.dtype), shapes)
     how = {"name": name, "grid_spec": spec, "compiler_params": params, "interpret": interpret}
     how["input_output_aliases"] = dict(in_place)
     results = pl.pallas_call(kernel, shapes, **how)(*numbers_ahead, *arrays)
-    return SimpleNamespace(**by_name(numbers_of("writes"), results))
+    return SimpleNamespace(**dict(zip(names["writes"], results, strict=True)))
 
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
@@ -6489,25 +6429,21 @@ class Plan:
         numbers = [int(x) for x in dataclasses.astuple(self.heads)]
         return "_".join(["window", direction, *map(str, numbers)])
 
-    def tokens_as_rows(self, block_at: Callable) -> Callable:
-        """For run_kernel: at step i block block_at(i) of an array [b, t, columns]."""
+    def cuts(self, block_at: Callable) -> tuple[Callable, Callable]:
+        """For run_kernel, whose step i has block block_at(i): the cut of an array [b, t, columns],
+        and that of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
 
-        def cut(x):
+        def in_rows(x):
             shape = 1, self.block, x.shape[2]
             return pl.BlockSpec(shape, lambda b, i, *_: (b, block_at(i), 0))
 
-        return cut
-
-    def tokens_as_columns(self, block_at: Callable) -> Callable:
-        """The same of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
-
-        def cut(x):
+        def in_columns(x):
             shape = 1, x.shape[1], self.block
             if len(x) == 1:
                 return pl.BlockSpec(shape, lambda b, i, *_: (0, 0, block_at(i)))
             return pl.BlockSpec(shape, lambda b, i, *_: (b, 0, block_at(i)))
 
-        return cut
+        return in_rows, in_columns
 
     def tables_of(self, ref, c: int):
         """cos and sin [h / 2, block] of head c; of paired heads odd ones differ, see positions."""
@@ -6641,8 +6577,7 @@ def attend_tpu_forward(plan: Plan, arrays: dict, save: bool = True):
     slots = plan.slots
     b, t, _ = arrays["qkv"].shape
     dtype = arrays["qkv"].dtype
-    in_rows = plan.tokens_as_rows(lambda i: i)
-    in_columns = plan.tokens_as_columns(lambda i: i)
+    in_rows, in_columns = plan.cuts(lambda i: i)
 
     def saved(cut, *shape, dtype=dtype):
         like = jax.ShapeDtypeStruct(shape, dtype) if save else None
@@ -6818,16 +6753,8 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
     blocks = t // block
     ring = plan.ring
 
-    def newest(i):
-        return jnp.minimum(i, blocks - 1)
-
-    def oldest(i):
-        return jnp.maximum(i - plan.delay, 0)
-
-    in_rows = plan.tokens_as_rows(newest)
-    in_columns = plan.tokens_as_columns(newest)
-    old_in_rows = plan.tokens_as_rows(oldest)
-    old_in_columns = plan.tokens_as_columns(oldest)
+    in_rows, in_columns = plan.cuts(lambda i: jnp.minimum(i, blocks - 1))
+    old_in_rows, old_in_columns = plan.cuts(lambda i: jnp.maximum(i - plan.delay, 0))
     refs = {  # what is read under a name of attend_tpu_forward has its shape
         "earliest": scalars(arrays["earliest"]),
         "scale": scalars(arrays["scale"]),
@@ -6875,7 +6802,7 @@ def attend_tpu_backward(plan: Plan, kept, y_grad):
         look_back_grads(plan, r, 0, visible, means, between)
         for j in range(1, plan.slots):
             visit = functools.partial(look_back_grads, plan, r, j, visible, means, iter(()))
-            reaches = r.i - j >= r.earliest[r.row, newest(r.i)]
+            reaches = r.i - j >= r.earliest[r.row, jnp.minimum(r.i, blocks - 1)]
             pl.when(reaches & (r.i < blocks))(visit)
 
     grid = {"row": b, "i": blocks + plan.delay}
@@ -7105,9 +7032,9 @@ def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
     rest = (packed - rounded.astype(jnp.float32)).astype(dtype)
     w = jnp.concatenate([rounded, rest], axis=1)
     refs = {
-        "x": reads(None if x is None else flat(x), cut),  # [block, d]
+        "x": reads(jax.tree.map(flat, x), cut),  # [block, d], or None
         "w": reads(w, cut),  # [block, 2 lanes]
-        "ys": [reads(flat(y), cut) for y in sources],  # [block, d] each
+        "ys": reads([flat(y) for y in sources], cut),  # [block, d] each
     }
     lane = jnp.arange(2 * lanes) % lanes
     weight = jnp.arange(k)[:, None] * g + jnp.arange(d)[None] // (d // g)  # of each feature
@@ -7120,7 +7047,7 @@ def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
 def blend_tpu(x_btd, weights, sources):
     """blend in one TPU kernel, and one for its gradients."""
     refs, cut, grid = blend_refs(x_btd, weights, sources)
-    refs["y"] = writes(refs["ys"][0].array, cut)  # [block, d]
+    refs["y"] = writes(refs["ys"].array[0], cut)  # [block, d]
 
     def body(r):
         total = 0.0 if r.x is None else r.x[...].astype(jnp.float32)
@@ -7138,7 +7065,7 @@ def blend_tpu_backward(kept, grad_btd):
     times the source over the features of its group."""
     x_btd, weights, sources = kept  # of x it only matters whether it is there
     refs, cut, grid = blend_refs(grad_btd, weights, sources)  # x is the gradient
-    refs["y_grads"] = [writes(y.array, cut) for y in refs["ys"]]  # [block, d] each
+    refs["y_grads"] = writes(refs["ys"].array, cut)  # [block, d] each
     t, columns = refs["w"].array.shape
     lanes = columns // 2
     refs["sums"] = writes(jax.ShapeDtypeStruct((t, lanes), jnp.float32), cut)  # of weights
@@ -7213,26 +7140,18 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
         """For run_kernel: the block of this step."""
         shape = len(x) // blocks, *x.shape[1:]
         rest = (0,) * (x.ndim - 1)
-
-        def place(i, _, block_of_step):
-            return jnp.minimum(block_of_step[i], blocks - 1), *rest
-
-        return pl.BlockSpec(shape, place)
+        return pl.BlockSpec(shape, lambda i, _, block: (jnp.minimum(block[i], blocks - 1), *rest))
 
     def meeting(x):
         """The tile of this step, of all tables."""
-
-        def place(i, tiles_of_steps, _):
-            return 0, tiles_of_steps[i + 1], 0
-
-        return pl.BlockSpec((tables, ROW_TILE, d), place)
+        return pl.BlockSpec((tables, ROW_TILE, d), lambda i, tile, _: (0, tile[i + 1], 0))
 
     refs = {
         # [steps + 2]: before the first and after the last step -1, which is no tile
         "tile": scalars(jnp.pad(tile_of_step, 1, constant_values=-1)),
         "block": scalars(block_of_step),  # [steps]
         "ids": reads(ids.reshape(blocks, 1, block), met),  # [1, 1, block]
-        "rows": [reads(x, met) for x in rows],  # [block, d] each
+        "rows": reads(rows, met),  # [block, d] each
         "sums": writes(jax.ShapeDtypeStruct((tables, v // tables, d), dtype), meeting),
         "total": keeps((tables, ROW_TILE, d), jnp.float32),  # the same, not rounded
     }
@@ -7279,26 +7198,17 @@ class Tiles(NamedTuple):
     stages: int  # tiles that are on their way at once
 
 
-# Tiles, the best first, with the bytes of shared memory that a chip must have for them where heads
-# are 128 wide. Compiled for chips that are not here, key_gradients, which takes the most, takes
-#   stages   sm_80 to sm_89, sm_120   sm_90     sm_100
-#   3        107,520                  132,096   164,928
-#   2        74,240                   98,816    131,648
-# and about half with heads 64 wide; the last two kinds have 227 KiB, most of the first 99.
-# `records/bench.py --kernels STAGE` times others.
-TILES = {Tiles(64, 64, 4, 3): 164_928, Tiles(64, 64, 4, 2): 74_240}
+# Bytes of shared memory that three stages take at most, where heads are 128 wide: those of
+# `key_gradients` on sm_100. Two take 74,240 on the chips that have the least, 99 KiB.
+# `records/bench.py --kernels STAGE` times other tiles.
+THREE_STAGES = 164_928
 
 
-def tiles_for(cfg: Config, device) -> Tiles | None:
-    """The best tiles that fit the shared memory of the device, if any do. Where jax does not say
-    how much it has for a block, that is the least of all GPUs since Ampere: 99 KiB."""
+def tiles_for(cfg: Config, device) -> Tiles:
+    """The best tiles that fit the shared memory of the device. Where jax does not say how much it
+    has for a block, that is the least of all GPUs since Ampere: 99 KiB."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
-    return next((tiles for tiles, needs in TILES.items() if needs <= room), None)
-
-
-def tokens_of_block(r, tiles: Tiles):
-    """The places in the row of the tokens that this step takes, [block]."""
-    return r.i * tiles.block + jnp.arange(tiles.block)
+    return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
 
 def sum_tiles(first, last, tile: int, add: Callable, *shapes):
@@ -7320,8 +7230,8 @@ def sum_tiles(first, last, tile: int, add: Callable, *shapes):
 def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
     """run_kernel for every block of every row and head. `body` has references to a block of the
     arrays in `blocks` and of `outputs` (name -> array, or its shape and dtype), and to a whole row
-    of those in `rows`. Arrays are [b, t, n, h or v], [b, n, t] or [b, t]; of these a reference has
-    [tokens, h or v], or [tokens]."""
+    of those in `rows`; and the places in the row of the block's tokens. Arrays are [b, t, n, h or
+    v], [b, n, t] or [b, t]; of these a reference has [tokens, h or v], or [tokens]."""
     b, t, n, _ = (blocks | rows)["q"].shape
 
     def cut(tokens: int, block_at: Callable, x):
@@ -7337,7 +7247,11 @@ def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, 
     refs = {name: reads(x, of_block) for name, x in blocks.items()}
     refs |= {name: reads(x, of_row) for name, x in rows.items()}
     refs |= {name: writes(like, of_block) for name, like in outputs.items()}
-    return run_kernel(name, {"i": t // tiles.block, "head": n, "row": b}, refs, body, tiles)
+
+    def with_tokens(r):
+        body(r, r.i * tiles.block + jnp.arange(tiles.block))
+
+    return run_kernel(name, {"i": t // tiles.block, "head": n, "row": b}, refs, with_tokens, tiles)
 
 
 def attend_gpu_forward(tiles: Tiles, arrays: dict):
@@ -7348,8 +7262,7 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
     keys = {name: arrays[name] for name in ("k", "v")}
     outputs = {"y": arrays["v"], "log_sums": jax.ShapeDtypeStruct((b, n, t), jnp.float32)}
 
-    def body(r):
-        first, last = r.first[...], tokens_of_block(r, tiles)
+    def body(r, tokens):
         q = r.q[...]
 
         def add(place, seen, sums):
@@ -7359,7 +7272,7 @@ def attend_gpu_forward(tiles: Tiles, arrays: dict):
             y += times(weights.astype(dtype), r.v[place, :])
             return y, total + jnp.sum(weights, axis=1)
 
-        y, total = sum_tiles(first, last, tiles.tile, add, (len(q), v), (len(q),))
+        y, total = sum_tiles(r.first[...], tokens, tiles.tile, add, (len(q), v), (len(q),))
         r.y[...] = (y / total[:, None]).astype(dtype)
         r.log_sums[...] = jnp.log2(total)
 
@@ -7382,8 +7295,7 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
     """The gradient of q: each block of queries goes through its keys."""
     dtype = queries["q"].dtype
 
-    def body(r):
-        first, last = r.first[...], tokens_of_block(r, tiles)
+    def body(r, tokens):
         q, y_grad = r.q[...], r.y_grad[...]
         log_sums = r.log_sums[...][:, None]
         mean = r.mean[...][:, None]
@@ -7396,7 +7308,7 @@ def query_gradients(tiles: Tiles, queries: dict, keys: dict):
             grad = weights * (times(y_grad, r.v[place, :], transpose=True) - mean)
             return (q_grad + times(grad.astype(dtype), k),)
 
-        (q_grad,) = sum_tiles(first, last, tiles.tile, add, q.shape)
+        (q_grad,) = sum_tiles(r.first[...], tokens, tiles.tile, add, q.shape)
         r.q_grad[...] = (q_grad * (1 / LOG2E)).astype(dtype)
 
     outputs = {"q_grad": queries["q"]}
@@ -7408,8 +7320,7 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
     stand as [keys, queries]."""
     dtype = keys["k"].dtype
 
-    def body(r):
-        first, last = tokens_of_block(r, tiles), r.last[...]
+    def body(r, tokens):
         k, v = r.k[...], r.v[...]
 
         def add(place, seen, sums):
@@ -7421,7 +7332,7 @@ def key_gradients(tiles: Tiles, keys: dict, queries: dict) -> tuple:
             grad = weights * (times(v, y_grad, transpose=True) - r.mean[place][None])
             return k_grad + times(grad.astype(dtype), q), v_grad
 
-        k_grad, v_grad = sum_tiles(first, last, tiles.tile, add, k.shape, v.shape)
+        k_grad, v_grad = sum_tiles(tokens, r.last[...], tiles.tile, add, k.shape, v.shape)
         r.k_grad[...] = (k_grad * (1 / LOG2E)).astype(dtype)
         r.v_grad[...] = v_grad.astype(dtype)
 
@@ -7456,11 +7367,6 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
     return attend_gpu_arrays(tiles, arrays)
 
 
-def attend_in_tiles(tiles: Tiles) -> Callable:
-    """The form of Kernels.attend for NVIDIA GPUs."""
-    return functools.partial(attend_heads, functools.partial(attend_gpu, tiles))
-
-
 # ---- Products and loss for NVIDIA GPUs ---------------------------------------------------------
 
 # Matmuls are a library's there, so their results go to memory, in bfloat16. Since Ada (2022) GPUs
@@ -7470,12 +7376,6 @@ def attend_in_tiles(tiles: Tiles) -> Callable:
 #     --set kernels=attend,cross_entropy,normed_product
 
 E4M3 = jnp.float8_e4m3fn  # three bits of mantissa; beyond 448 all is nan
-
-
-def has_eight_bits(device) -> bool:
-    """Whether a GPU multiplies E4M3: compute capability 8.9, or from 9.0 on."""
-    capability = str(getattr(device, "compute_capability", ""))
-    return bool(re.match(r"8\.9|9\.|\d\d\.", capability))
 
 
 @jax.custom_vjp
@@ -7520,15 +7420,13 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
     def row_of_logits(x):  # in whole tiles, of which the last may go beyond
         return pl.BlockSpec((None, tiles * tile), lambda i: (i, 0))
 
-    of_targets = squash(jnp.take_along_axis(logits_tv, targets, axis=1), cfg)
-    # Or XLA would copy the logits, to have them for the line above as well.
-    of_targets, logits_tv = in_order(of_targets, logits_tv)
     refs = {
         "z": reads(logits_tv, row_of_logits),
         "targets": reads(targets, row),
         "weights": reads(weights, row),
         "grad": writes(logits_tv, row_of_logits),
         "sum": writes(jax.ShapeDtypeStruct((t, 1), jnp.float32), row),
+        "z_targets": writes(jax.ShapeDtypeStruct(targets.shape, logits_tv.dtype), row),
     }
 
     def body(r):
@@ -7536,6 +7434,9 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
 
         tanh = jnp.tanh if compiled_for() == "cpu" else triton.approx_tanh
         aims = [(r.targets[k], r.weights[k]) for k in range(targets.shape[1])]
+        # Before gradients take their places: all threads meet in the sum over the row.
+        for k, (target, _) in enumerate(aims):
+            r.z_targets[k] = r.z[target]
 
         def squashed(j):
             """Of a tile: its place, ids, which of them there are, and squash of its logits."""
@@ -7563,7 +7464,7 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
         lax.fori_loop(0, tiles, store, None)
 
     written = run_kernel("loss", {"i": t}, refs, body, LOSS_TILES, [(0, 0)])
-    return jnp.log(written.sum) - half * of_targets, written.grad
+    return jnp.log(written.sum) - half * squash(written.z_targets, cfg), written.grad
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         T.need(np.isfinite(loss), f"{key}: the loss is {loss}: {cure}")
         rate = 1e3 * cfg.stages[key.stage].batch_tokens / row["ms"]
         used = rate * T.flops_per_token(cfg, step) / (mesh.size * peak) if peak else None
-        peaks = {x: T.program_bytes(compiled[x])["peak"] for x in (key, *updates)}
+        peaks = {x: compiled[x].memory_analysis().peak_memory_in_bytes for x in (key, *updates)}
         needs = max(T.resident_bytes(cfg, mesh, x) + size for x, size in peaks.items())
         row |= {"loss": float(loss), "tokens_per_second": rate, "utilization": used}
         row["memory_mib"] = needs / 2**20
@@ -282,7 +282,8 @@ def variants(cfg: T.Config, mesh, kernels, key: T.Gradients):
         yield label, T.lower(T.programs(own, mesh, chosen)[key], mesh)
     tiled = mesh.devices.flat[0].platform == "gpu" and kernels.attend is not T.PLAIN.attend
     for tiles in TILES if tiled else ():
-        other = kernels._replace(attend=T.attend_in_tiles(T.Tiles(*tiles)))
+        attend = functools.partial(T.attend_gpu, T.Tiles(*tiles))
+        other = kernels._replace(attend=functools.partial(T.attend_heads, attend))
         yield f"tiles {tiles}", T.lower(T.programs(cfg, mesh, other)[key], mesh)
 
 
@@ -330,7 +331,7 @@ def compare_kernels(stage: int, cfg: T.Config, mesh, kernels, tokens: tuple) -> 
             reference = grads
         timed = time_chunks(1, functools.partial(seconds_of, functools.partial(next, losses)))
         row = {"name": label, "off": distance(grads, reference), **timed}
-        row["memory_mib"] = T.program_bytes(program)["peak"] / 2**20
+        row["memory_mib"] = program.memory_analysis().peak_memory_in_bytes / 2**20
         rows.append(row)
         T.tell(f"{{name:36}}{{off:>10.1e}}{TIMES}{{memory_mib:>9,.0f}}".format(**row) + clocks(row))
     return {"rows": rows}

@@ -145,7 +145,7 @@ def test_plain_keeps_16_bits_outside_and_32_inside():
 
 TILES = T.Tiles(64, 64, 4, 3)
 attend_gpu = functools.partial(T.attend_gpu, TILES)
-triton_heads = T.attend_in_tiles(TILES)
+triton_heads = functools.partial(T.attend_heads, attend_gpu)
 # One program for every window of a shape: what a token can reach is data to the kernels.
 compiled_triton = jit(with_gradients(attend_gpu))
 

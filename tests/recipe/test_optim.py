@@ -161,7 +161,7 @@ def test_rows_of_value_tables_that_wait_add_up_with_those_that_were_added_up():
     ids = jnp.asarray(rng.integers(0, cfg.vocab, (2, 16)))
     rows = tuple(jnp.asarray(matrices(32, cfg.width).reshape(2, 16, -1)) for _ in range(layers))
     dense = jnp.asarray(matrices(layers * cfg.vocab, cfg.width))
-    got = sum(T.sum_looked_up(cfg, (dense, (ids, rows), (ids, rows)), T.scatter_rows))
+    got = sum(T.value_gradients(cfg, (dense, (ids, rows), (ids, rows)), T.scatter_rows))
     want = np.asarray(dense).copy()
     for layer, of_layer in enumerate(rows):
         np.add.at(want, np.asarray(ids) + layer * cfg.vocab, 2 * np.asarray(of_layer))

@@ -40,7 +40,7 @@ PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 # What is used of a later part: collectives as compilers want them, how much is computed at once,
 # what goes on around a run; and by what is done before the clock starts, what makes programs fast.
 LATER = {
-    "grads_step": {"gather_banks", "in_order"},
+    "grads_step": {"gather_banks"},
     "validation_model": {"gather_banks"},
     "sum_over_devices": {"reduce_scatter"},
     "programs": {"compiler_options"},
@@ -124,7 +124,7 @@ HOOKS = {
     "grads_step": {"dropped_ngrams", "exchange", "fetch_requests", "with_rows_left_out"},
     "validation_model": {"fetch_requests"},
     "eval_step": {"dropped_ngrams"},
-    "update_step": {"follow", "sum_looked_up", "update_rows"},
+    "update_step": {"follow", "value_gradients", "update_rows"},
     "anvil": {"as_large", "equalize", "two_rails"},
     "programs": {"tied_update"},
     "abstract_batch": {"capacity"},

@@ -518,7 +518,6 @@ def part_one(tmp_path_factory, shards):
         # Collectives as the recipe means them, where they are arranged for no compiler.
         "gather_banks": gather_banks,
         "reduce_scatter": reduce_scatter,
-        "in_order": lambda *both: both,
         "compiler_options": lambda *_: {},
         "with_whole_loss": lambda cfg, *_: cfg,
         "from_all": lambda numbers: [numbers],

@@ -23,16 +23,10 @@ GIB = 2**30
 
 
 class Compiled:
-    """An executable with these sizes in bytes, and none of a peak."""
+    """An executable that needs so many bytes."""
 
-    def __init__(self, temporary=0, arguments=0, outputs=0, aliased=0, peak=0):
-        self.memory = SimpleNamespace(
-            temp_size_in_bytes=temporary,
-            argument_size_in_bytes=arguments,
-            output_size_in_bytes=outputs,
-            alias_size_in_bytes=aliased,
-            peak_memory_in_bytes=peak,
-        )
+    def __init__(self, peak: int):
+        self.memory = SimpleNamespace(peak_memory_in_bytes=peak)
 
     def memory_analysis(self):
         return self.memory
@@ -291,10 +285,12 @@ def test_programs_are_the_same_in_every_process():
 
 def test_options_of_sparse_cores_can_be_left_out():
     """They stand in the log as they are, see run_facts."""
-    assert T.compiler_options(RECORD, "tpu") == T.COMPILER_OPTIONS["tpu"]
+    assert all("_offload" in name for name in T.compiler_options(RECORD, "tpu"))
     off = T.override(RECORD, ["sparse_cores=0"])
-    assert T.compiler_options(off, "tpu") == {} and not T.compiler_options(off, "cpu")
-    assert T.compiler_options(off, "gpu") == T.COMPILER_OPTIONS["gpu"]
+    for cfg in (RECORD, off):
+        assert T.compiler_options(cfg, "gpu") == {"xla_allow_excess_precision": False}
+        assert T.compiler_options(cfg, "cpu") == {}
+    assert T.compiler_options(off, "tpu") == {}
 
 
 @pytest.mark.slow
@@ -355,10 +351,3 @@ def test_bytes_beside_a_program_of_the_record_on_eight_devices(
     cfg = replace(RECORD, **changes)
     want = sum(sizes[part] for part in beside.split()) + adam_steps * adam + table_steps * tables
     assert T.resident_bytes(cfg, mesh_of(8), named(cfg, name)) == want
-
-
-def test_a_peak_that_the_compiler_does_not_tell_is_all_that_is_alive():
-    """What is donated counts once."""
-    sizes = {"temporary": 5, "arguments": 100, "outputs": 30, "aliased": 20}
-    assert T.program_bytes(Compiled(**sizes)) == sizes | {"peak": 115}
-    assert T.program_bytes(Compiled(**sizes, peak=111)) == sizes | {"peak": 111}
