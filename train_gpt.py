@@ -1435,7 +1435,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), likes)
     batches = micro_batches(cfg, batch.rows)
     total, grads = sum_batches(add, (jnp.zeros((), jnp.float32), zeros), batches)
-    for name in params:  # in an order that is that of any process, as its programs are cached
+    for name in params:  # not as a set: its order differs, but cached programs must be the same
         if name not in waits:
             grads[name] = jax.tree.map(lambda x, y: x.astype(y.dtype), grads[name], likes[name])
     to_owners, dropped = None, jnp.float32(0)
@@ -1443,7 +1443,7 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
         to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
         dropped = dropped_ngrams(batch.rows.slots)
     numbers = jnp.stack([total / stage.batch_tokens, dropped])
-    # For XLA: the exchange begins after this sum, or the loss would have to wait for its end.
+    # For XLA: the exchange begins after this sum, or the loss would wait for the exchange.
     numbers, to_owners = lax.optimization_barrier((lax.psum(numbers, AXIS), to_owners))
     grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})
     if cfg.ngram_rows:
@@ -1475,8 +1475,8 @@ def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
 
 
 def look_up(tables: dict, ids: dict) -> dict[str, tuple]:
-    """Name -> the rows [..., d] at `ids` [...] of each table under that name, which is that of one
-    table or of a list."""
+    """Name -> the rows [..., d] at `ids` [...] of each table under that name: of one, or of all in
+    a list, as value_tables is."""
     looked_up = {}
     for name, wanted in ids.items():
         named = tables[name] if isinstance(tables[name], list) else [tables[name]]
@@ -4111,7 +4111,7 @@ def all_devices() -> list:
 
 
 def capability(device) -> float:
-    """The compute capability of an NVIDIA GPU; 0 for others: AMD's have a name in its place."""
+    """The compute capability of an NVIDIA GPU, or 0. (AMD's have a name in its place.)"""
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if re.fullmatch(r"\d+\.\d", text) else 0.0
 
@@ -4276,8 +4276,8 @@ def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
     requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
     rows = min(sum(requested) // mesh.size, cfg.rows_at_once)
     size = fitted_numbers(mesh).rows_added * rows * vector
-    if any(isinstance(grad, tuple) for grad in due.get("value_tables", ())):  # rows that waited
-        size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width  # their float32 sum
+    if "value_tables" in due:  # their sum, in float32
+        size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width
     return size
 
 
@@ -5735,13 +5735,14 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     return {key: program for key, (program, _) in built.items()}, seconds
 
 
+# Collectives; 2d and nd are those of more than eight chips.
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 
 
 def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
-    """Options of XLA for a run on such devices. With these alone the SparseCores of TPUs move the
-    data of collectives beside other work, and add rows to tables. (2d and nd are collectives of
-    more than eight chips.) They read no rows: that slows down small gathers (jax issue 40553)."""
+    """Options of XLA for a run on such devices. By these SparseCores of TPUs move the data of
+    collectives beside other work, and add rows to tables. They do not look up rows: that would
+    slow down small gathers (jax issue 40553)."""
     if backend == "gpu":  # XLA would keep activations as float32 where it fuses operations
         return {"xla_allow_excess_precision": False}
     if backend != "tpu" or not cfg.sparse_cores:
@@ -5888,7 +5889,7 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
     why = unserved(cfg, device)
     if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
         product = normed_product
-        if "normed_product" in cfg.kernels and capability(device) >= 8.9:  # they have E4M3
+        if "normed_product" in cfg.kernels and capability(device) >= 8.9:  # since Ada
             chosen["normed_product"] = product = product_8
         if cfg.logit_cap[0]:
             chosen["cross_entropy"] = functools.partial(fused_cross_entropy, product=product)
@@ -6260,7 +6261,7 @@ class Ref(NamedTuple):
     """What a reference refers to, before a kernel is called."""
 
     role: str  # one of ROLES
-    array: jax.Array | jax.ShapeDtypeStruct | list | None  # of a list r.x is one; of None, None
+    array: jax.Array | jax.ShapeDtypeStruct | list | None  # for a list r.x is one, for None None
     cut: Callable | None = None  # array -> the pl.BlockSpec of its blocks, such as as_one_block
 
 
@@ -6295,7 +6296,7 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in
     the fastest. What is not as_one_block lies twice in VMEM, to come and go behind the work. XLA
     may put none of the arrays into VMEM ahead. It would do so in some calls, and libtpu would
     compile the kernel anew for each such choice. On a CPU kernels are interpreted, for tests.
-    `in_place`: pairs of numbers, of what is read and of what is written in its memory."""
+    `in_place`: pairs of numbers, of an array that is read and of what is written in its place."""
     interpret = compiled_for() == "cpu"
     names = {role: [x for x in refs if refs[x].role == role] for role in ROLES}
 
@@ -6430,8 +6431,8 @@ class Plan:
         return "_".join(["window", direction, *map(str, numbers)])
 
     def cuts(self, block_at: Callable) -> tuple[Callable, Callable]:
-        """For run_kernel, whose step i has block block_at(i): the cut of an array [b, t, columns],
-        and that of an array [b, rows, t], or [1, rows, t] for all rows of the batch."""
+        """For run_kernel, whose step i has block block_at(i): (the cut of an array [b, t, columns],
+        that of an array [b, columns, t], or [1, columns, t] for all b)."""
 
         def in_rows(x):
             shape = 1, self.block, x.shape[2]
@@ -7205,8 +7206,8 @@ THREE_STAGES = 164_928
 
 
 def tiles_for(cfg: Config, device) -> Tiles:
-    """The best tiles that fit the shared memory of the device. Where jax does not say how much it
-    has for a block, that is the least of all GPUs since Ampere: 99 KiB."""
+    """The best tiles for the shared memory of a GPU. Where jax does not say how much a block has,
+    it is the least of all since Ampere: 99 KiB."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
     return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
@@ -7228,10 +7229,10 @@ def sum_tiles(first, last, tile: int, add: Callable, *shapes):
 
 
 def run_tiles(name: str, tiles: Tiles, blocks: dict, rows: dict, outputs: dict, body: Callable):
-    """run_kernel for every block of every row and head. `body` has references to a block of the
-    arrays in `blocks` and of `outputs` (name -> array, or its shape and dtype), and to a whole row
-    of those in `rows`; and the places in the row of the block's tokens. Arrays are [b, t, n, h or
-    v], [b, n, t] or [b, t]; of these a reference has [tokens, h or v], or [tokens]."""
+    """run_kernel for every block of every row and head. body(r, the places of the block's tokens in
+    the row) has references to a block of the arrays in `blocks` and of `outputs` (name -> array, or
+    its shape and dtype), and to a whole row of those in `rows`. Arrays are [b, t, n, h or v],
+    [b, n, t] or [b, t]; of these a reference has [tokens, h or v], or [tokens]."""
     b, t, n, _ = (blocks | rows)["q"].shape
 
     def cut(tokens: int, block_at: Callable, x):
@@ -7434,7 +7435,7 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
 
         tanh = jnp.tanh if compiled_for() == "cpu" else triton.approx_tanh
         aims = [(r.targets[k], r.weights[k]) for k in range(targets.shape[1])]
-        # Before gradients take their places: all threads meet in the sum over the row.
+        # Before gradients take the place of logits: all threads meet in the sum below.
         for k, (target, _) in enumerate(aims):
             r.z_targets[k] = r.z[target]
 
