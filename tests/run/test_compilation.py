@@ -285,7 +285,13 @@ def test_programs_are_the_same_in_every_process():
 
 def test_options_of_sparse_cores_can_be_left_out():
     """They stand in the log as they are, see run_facts."""
-    assert all("_offload" in name for name in T.compiler_options(RECORD, "tpu"))
+    sent = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
+    assert T.compiler_options(RECORD, "tpu") == {
+        **{f"xla_tpu_enable_sparse_core_collective_offload_{name}": True for name in sent},
+        "xla_tpu_enable_offloading_scatter_to_sparsecore": True,
+        "xla_tpu_offload_gather_to_sparsecore": False,
+        "xla_tpu_offload_all_supported_gathers_to_sparsecore": False,
+    }
     off = T.override(RECORD, ["sparse_cores=0"])
     for cfg in (RECORD, off):
         assert T.compiler_options(cfg, "gpu") == {"xla_allow_excess_precision": False}
