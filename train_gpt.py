@@ -78,6 +78,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import typing
@@ -85,7 +86,7 @@ import unicodedata
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -477,17 +478,13 @@ def schedule(cfg: Config) -> Schedule:
     by_stage, scales_by_stage = zip(*rotations, strict=True)
     freqs = np.stack(by_stage)[stage]
     scales = np.stack(scales_by_stage)[stage]
-    weights = np.ones((cfg.steps, 1))
-    targets = [len(s.weights) for s in cfg.stages]
-    if max(targets) > 1:  # ahead: "Losses on more than the next token"
-        weights = loss_weights(cfg)
     hyper = Hyper(
         lr=learning_rate(cfg, step),
         momentum=momentum,
         adam_count=step // cfg.adam_every + 1,
         freqs=freqs,
         scales=scales,
-        weights=weights,
+        weights=loss_weights(cfg),  # ahead: "Losses on more than the next token"
         **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
     )
     softmax = in_parts(cfg, "candidates")
@@ -896,9 +893,7 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     """The model: the normed embeddings, of those that look_up has found, layers that add to them, a
     norm: [b, t, d]. Layer says what each adds, and from where it reads."""
     cfg = model.cfg
-    bos = cfg.bos if cfg.documents else -1
-    cap = cfg.attention_cap if model.stage else 0
-    model = model._replace(segments_bt=segment_ids(rows.tokens[:, :-1], bos, cap))
+    model = model._replace(segments_bt=segments_of(model, rows))
     (x0,) = looked_up["embed"]
     if cfg.smear:  # "Value tables, smear, weights of branches"
         x0 = smear(x0, model.params["smear_gate"], model.params["smear_lambda"][0])
@@ -963,6 +958,16 @@ def layer_output(model: Model, i: int, x, outputs: list[Output], inputs: Inputs,
     if layer.mlps:
         terms.append((1.0, mlp(model, i, x)))
     return Output(mix(*terms))
+
+
+def segments_of(model: Model, rows: Rows):
+    """The segment_ids of a batch: of training with its cap, and without documents one segment for
+    each row."""
+    cfg = model.cfg
+    tokens = rows.tokens[:, :-1]
+    if not cfg.documents:
+        return jnp.zeros(tokens.shape, jnp.int32)
+    return segment_ids(tokens, cfg.bos, cfg.attention_cap if model.stage else 0)
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
@@ -1383,10 +1388,14 @@ def in_chunks(cfg: Config, ids: int, *arrays):
     """Arrays [t, ...], or None, as [chunks, t', ...]: the fewest equal chunks that have no more
     logits, of a softmax over `ids` ids, than cfg.loss_chunk tokens have over the vocabulary."""
     tokens = len(arrays[0])
-    most = cfg.loss_chunk * cfg.vocab // ids
-    fewest = -(-tokens // most)
-    chunks = next(n for n in range(fewest, tokens + 1) if tokens % n == 0)
+    chunks = chunk_count(tokens, cfg.loss_chunk * cfg.vocab // ids)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
+
+
+def chunk_count(tokens: int, most: int) -> int:
+    """The fewest equal chunks of at most `most` tokens."""
+    fewest = -(-tokens // most)
+    return next(n for n in range(fewest, tokens + 1) if tokens % n == 0)
 
 
 # ---- The step: what every device does ----------------------------------------------------------
@@ -2001,7 +2010,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     at the next step before which no gradients wait for an update."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
-    state, copies, batches, loader = ready.state, ready.copies, ready.batches, ready.loader
+    state, copies, loader = ready.state, ready.copies, ready.loader
     first = saved.step if saved else 0
     last_saved = first
     save_every = cfg.checkpoint_every or cfg.steps
@@ -2019,42 +2028,44 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
         batches = validation_batches(cfg, mesh, step, *ready.validation)
         loss, dropped = evaluate(cfg, program, batches)
         is_best = log.validated(step, sound(log, step, loss), dropped)
-        if is_best and cfg.keep_best and 0 < step < cfg.steps:
+        if is_best and cfg.keep_best and step > 0:
             log.save(step, {"params": state["params"]}, loader, best=True)
 
-    for step in range(first, cfg.steps):
-        is_new = step > first or not saved  # else the disk has this state, and its loss
-        if is_new and cfg.val_every and step % cfg.val_every == 0:
-            validate_after(step)
-            newest = None
-        signalled = ready.stop_signal(step - first)  # 0: none; jax counts from where it has begun
-        if signalled and not waiting:
-            pause()
-            if is_new:
+    with contextlib.closing(ready.batches) as batches:
+        for step in range(first, cfg.steps):
+            is_new = step > first or not saved  # else the disk has this state, and its loss
+            if is_new and cfg.val_every and step % cfg.val_every == 0:
+                validate_after(step)
+                newest = None
+            # 0: none. jax counts steps from where this process has begun.
+            signalled = ready.stop_signal(step - first)
+            if signalled and not waiting:
+                pause()
+                if is_new:
+                    log.save(step, state, loader)
+                log.stopped(step)
+                raise SystemExit(128 + signalled)
+            log.clock.start()
+            if step // save_every > last_saved // save_every and not waiting:
+                settle(log, newest)
+                newest = None
                 log.save(step, state, loader)
-            log.stopped(step)
-            raise SystemExit(128 + signalled)
-        log.clock.start()
-        if step // save_every > last_saved // save_every and not waiting:
-            settle(log, newest)
-            newest = None
-            log.save(step, state, loader)
-            last_saved = step
-        batch, loader = next(batches)
-        gradients, *updates = schedule(cfg).programs[step]
-        grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
-        waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-        del grads  # or those that an update has taken would lie beside the next program
-        all_norms = {}
-        for update in updates:
-            due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
-            state, changed, norms = compiled[update](state, due, batch.hyper)
-            copies |= changed
-            all_norms |= norms
-            del due
-        settle(log, newest)  # waits for the step before, while this one runs
-        number_of_pass = ready.stream.pass_at(loader.cursor)
-        newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
+                last_saved = step
+            batch, loader = next(batches)
+            gradients, *updates = schedule(cfg).programs[step]
+            grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
+            waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
+            del grads  # or those that an update has taken would lie beside the next program
+            all_norms = {}
+            for update in updates:
+                due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
+                state, changed, norms = compiled[update](state, due, batch.hyper)
+                copies |= changed
+                all_norms |= norms
+                del due
+            settle(log, newest)  # waits for the step before, while this one runs
+            number_of_pass = ready.stream.pass_at(loader.cursor)
+            newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
 
     waiting.clear()  # gradients of parameters whose last update has been
     state, changed = compiled["finish"](state)
@@ -2064,10 +2075,13 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
+    set_handlers(ready.handlers)  # nothing is left to be saved: a signal ends the process at once
     if cfg.sample_tokens:
         table = state["params"].get(NGRAMS)
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
         demonstrate(log, trained)
+    missing = log.facts.get("missing")
+    need(not missing, f"the run has ended well, but {missing}")
     return log.folder
 
 
@@ -2658,9 +2672,7 @@ def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, Poi
     q = mix((scale, norm(q)))
     sink = q.astype(jnp.float32) @ params["pointer_sink"]
     tokens = rows.tokens.astype(jnp.int32)
-    bos = cfg.bos if cfg.documents else -1
-    cap = cfg.attention_cap if model.stage else 0
-    segment = segment_ids(tokens[:, :-1], bos, cap)
+    segment = segments_of(model, rows)
     position = jnp.arange(x_btd.shape[1])[None]
     position = jnp.broadcast_to(position, segment.shape)
     queries = PointerQueries(q, sink, tokens[:, 1:], segment, position)
@@ -3628,29 +3640,36 @@ STALL_SECONDS = 10  # a batch that takes longer is reported
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
     """Yield `items`, which a thread makes up to `depth` ahead. It begins one only while the clock
     is `running`, or loading would take time that nobody counts. `late` gets a line when an item
-    takes long."""
+    takes long. The thread ends when this generator is closed."""
     ready = queue.Queue(depth)
+    closed = threading.Event()
 
     def make():
         try:
             supply = iter(items)
-            while running.wait():
-                ready.put(next(supply))
+            while not closed.is_set():
+                if running.wait(0.1):
+                    ready.put(next(supply))
         except BaseException as error:  # StopIteration too: the main thread raises or ends
             ready.put(error)
 
     threading.Thread(target=make, daemon=True).start()
-    while True:
-        try:
-            item = ready.get(timeout=STALL_SECONDS)
-        except queue.Empty:
-            late("waiting for the loader: is the disk of the data slow?")
-            continue
-        if isinstance(item, StopIteration):
-            return
-        if isinstance(item, BaseException):
-            raise item
-        yield item
+    try:
+        while True:
+            try:
+                item = ready.get(timeout=STALL_SECONDS)
+            except queue.Empty:
+                late("waiting for the loader: is the disk of the data slow?")
+                continue
+            if isinstance(item, StopIteration):
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        while not ready.empty():  # or the thread would wait for room
+            ready.get()
 
 
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
@@ -3982,6 +4001,7 @@ class Prepared(NamedTuple):
     loader: LoaderState  # before the first of them
     stream: TokenStream  # that they are of
     validation: tuple[TokenStream, Vocabulary | None]
+    handlers: dict  # of signals, before ask_to_stop
     stop_signal: Callable  # see ask_to_stop
     kernels: Kernels
     words: list[bytes]  # what ids stand for, see token_bytes
@@ -3997,14 +4017,12 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     cfg = with_whole_loss(cfg, mesh, memory_limit(mesh))
     data = open_data(cfg, say)
     kernels, reason = checked_kernels(cfg, mesh, say)
-    facts = run_facts(recipe, mesh, command, reason) | {"data": data.shards}
+    warn_of_rows(cfg, kernels, say)
+    choices = {"kernels": reason} | sizes_chosen(recipe, cfg, mesh, kernels)
+    facts = run_facts(recipe, mesh, command, choices) | {"data": data.shards}
     log = open_log(recipe, facts, out, saved, say)
-    if cfg.encoding == "bpe":  # so that a sample needs nothing but the run's folder
-        merges = (data.folder / MERGES).read_text()
-        log.write(MERGES, merges)
     compiled, seconds = compile_all(cfg, mesh, kernels, say)
     from_all(0)  # the first step waits for processes that compile longer
-    log.write_facts(compile_seconds=seconds)
     if not jax.config.jax_debug_nans:  # of zeros, norms and logarithms make NaNs
         warm_up(cfg, mesh, kernels, compiled)
 
@@ -4028,6 +4046,12 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     by_id = None
     if cfg.ngram_rows:
         by_id = vocabulary(cfg, data.words)
+    if saved:  # nothing can fail anymore: now the run's files may change
+        log.begin(saved)
+    log.write_facts(compile_seconds=seconds)
+    if cfg.encoding == "bpe":  # so that a sample needs nothing but the run's folder
+        merges = (data.folder / MERGES).read_text()
+        log.write(MERGES, merges)
     return Prepared(
         cfg=cfg,
         mesh=mesh,
@@ -4039,7 +4063,8 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
         loader=loader,
         stream=data.train,
         validation=(data.val, by_id),
-        stop_signal=ask_to_stop(),
+        handlers=signal_handlers(),
+        stop_signal=ask_to_stop(say),
         kernels=kernels,
         words=data.words,
     )
@@ -4084,10 +4109,36 @@ def for_devices(cfg: Config, devices: int) -> Config:
 
 
 def cpu_cores() -> int:
-    """How many cores this process may use."""
+    """How many cores this process may use, by its affinity and the quotas of its cgroups."""
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on every system
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        count = len(os.sched_getaffinity(0))
+    for quota in cgroup_values("cpu.max"):  # microseconds of CPU time, and in which period
+        used, period = quota.split()
+        if used != "max":
+            count = min(count, max(1, int(used) // int(period)))
+    return count
+
+
+def machine_bytes() -> int:
+    """Bytes of memory that this process may use: the machine's, or less in a container."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits += [int(limit) for limit in cgroup_values("memory.max") if limit != "max"]
+    return min(limits)
+
+
+def cgroup_values(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[str]:
+    """Contents of the file `name` of the cgroup (version 2) of this process and of those around
+    it; of containers, which see only their own."""
+    values = []
+    with contextlib.suppress(OSError, StopIteration):  # another system, or version 1
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next(line for line in lines if line.startswith("0::"))
+        folder = root / own.removeprefix("0::").strip("/")
+        for place in (folder, *folder.parents):
+            if root in (place, *place.parents) and (place / name).exists():
+                values.append((place / name).read_text().strip())
+    return values
 
 
 def all_devices() -> list:
@@ -4319,7 +4370,9 @@ def settings_that_fit(cfg: Config, mesh: Mesh, limit: float) -> list[str] | None
                 continue
             if tables in less:
                 return [tables, *way]
-            rows = min(least + int(room / row / 2**15) * 2**15, cfg.ngram_rows)
+            rows = cfg.ngram_rows
+            if room < rows * row:
+                rows = min(least + int(room / row / 2**15) * 2**15, rows)
             return way if rows == cfg.ngram_rows else [f"ngram_rows={rows}", *way]
     return None
 
@@ -4356,7 +4409,7 @@ def with_whole_loss(cfg: Config, mesh: Mesh, limit: float) -> Config:
     if cfg.whole_loss != "auto":
         return cfg
     whole = dataclasses.replace(cfg, whole_loss="always")
-    serves = keeps_logits_narrow(cfg, mesh.devices.flat[0])
+    serves = keeps_logits_narrow(cfg, mesh.devices.flat[0]) and limit < math.inf
     fits = serves and max(expected_bytes(whole, mesh).values()) <= usable(limit)
     return whole if fits else dataclasses.replace(cfg, whole_loss="never")
 
@@ -4377,8 +4430,8 @@ def check_memory(cfg: Config, mesh: Mesh, cure: str = ""):
     name = max(sizes, key=sizes.get)
     size = sizes[name]
     limit = memory_limit(mesh)
-    if limit == math.inf:  # CPUs, which share the machine's
-        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if mesh.devices.flat[0].platform == "cpu":  # they share the machine's
+        machine = machine_bytes()
         in_all = size * mesh.size
         needs = f"{cfg.preset} needs about {in_all / 2**30:.1f} GiB"
         cpus = f"jax sees only CPUs, with {machine / 2**30:.1f}"
@@ -4391,22 +4444,25 @@ def memory_line(cfg: Config, mesh: Mesh) -> str:
     """What a run that fits needs of a device, for --show."""
     size = max(expected_bytes(cfg, mesh).values())
     limit = memory_limit(mesh)
+    if limit == math.inf:
+        return f"it needs about {size / 2**30:.1f} GiB; this device does not report its memory"
     return f"it fits: about {size / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB of a device"
 
 
 def memory_limit(mesh: Mesh) -> float:
-    """Bytes that jax has of the device that has the least; infinity where it does not say."""
+    """Bytes that jax has of the device that has the least; infinity where it reports none, or 0:
+    of CPUs, and of GPUs with XLA_PYTHON_CLIENT_ALLOCATOR=platform."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    return min(of_device.get("bytes_limit", math.inf) for of_device in stats)
+    return min(of_device.get("bytes_limit") or math.inf for of_device in stats)
 
 
 # ---- Checkpoints: RUN_DIR/checkpoints/STEP/ holds meta.json and KIND.NAME.FIRST_ROW.npy --------
 
-BEST = "best"  # RUN_DIR/best/STEP/ has the parameters with the lowest validation loss, if not last
+BEST = "best"  # RUN_DIR/best/STEP/ has the parameters with the lowest validation loss
 
 
 class Saved(NamedTuple):
-    """A checkpoint, all of whose files are there."""
+    """A complete checkpoint."""
 
     folder: Path
     cfg: Config
@@ -4418,6 +4474,11 @@ class Saved(NamedTuple):
     def run_dir(self) -> Path:
         """The folder of its run."""
         return self.folder.parents[1]
+
+    @property
+    def only_params(self) -> bool:
+        """Whether it holds parameters only, as those in RUN_DIR/best do."""
+        return all(name.startswith("params.") for name in self.meta["files"])
 
 
 def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
@@ -4434,7 +4495,8 @@ def own_shards(cfg: Config, state) -> Iterator[tuple[str, np.ndarray]]:
 
 def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
     """Write the `shards` of this process; MB (process 0: of all). OSError if any process cannot.
-    The folder's name has a dot in front until all is there: what can be seen is whole."""
+    The folder's name has a dot in front until all is there: what can be seen is whole. Earlier
+    checkpoints are deleted only after that."""
     step = meta["step"]
     hidden = folder / f".{step}"
     failed = None
@@ -4456,20 +4518,31 @@ def write_checkpoint(folder: Path, shards: Iterator, meta: dict) -> float:
             text = (hidden / f"{process}.json").read_text()
             sizes |= json.loads(text)
         (hidden / "meta.json").write_text(json.dumps(meta | {"files": sizes}))
-        remove_checkpoints(folder, step)
+        if (folder / str(step)).exists():  # damaged, or from steps that a resumed run repeats
+            remove_checkpoint(folder, step)
         os.rename(hidden, folder / str(step))
+        for other in replaced_by(step, folder):
+            remove_checkpoint(folder, other)
     return sum(sizes.values()) / 1e6
 
 
-def remove_checkpoints(folder: Path, step: int):
-    """Make room for the checkpoint of `step`: the newest before it stays, unless it was the best.
-    Later ones go too: a run that is resumed may have passed over them."""
+HIDDEN = re.compile(r"\.(old-)?\d+")  # checkpoints that are being written or deleted
+
+
+def remove_checkpoint(folder: Path, step: int):
+    """Hide the checkpoint, so that no part of it can be taken for a complete one, and delete it."""
+    hidden = folder / f".old-{step}"
+    os.rename(folder / str(step), hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def replaced_by(step: int, folder: Path) -> list[int]:
+    """Steps of the checkpoints in `folder` that the checkpoint of `step` replaces: in RUN_DIR/best
+    all others, in RUN_DIR/checkpoints all earlier ones except the newest of them."""
     steps = checkpoint_steps(folder)
-    stays = [other for other in steps if other < step and folder.name != BEST]
-    for other in {*steps} - {*stays[-1:]}:
-        hidden = folder / f".old-{other}"
-        os.rename(folder / str(other), hidden)  # no half of it must be seen
-        shutil.rmtree(hidden, ignore_errors=True)
+    if folder.name == BEST:
+        return [other for other in steps if other != step]
+    return [other for other in steps if other < step][:-1]
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -4477,40 +4550,85 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
-def find_checkpoint(run_dir: Path, say: Callable = print) -> Saved:
-    """The newest whole checkpoint of RUN_DIR(/checkpoints), or of all runs in a folder of them, or
-    that in RUN_DIR/checkpoints/STEP; of RUN_DIR/best likewise."""
-    place = run_dir.expanduser().resolve()
-    need(place.exists(), f"there is no {run_dir}: name the folder of a run")
-    folder = place / "checkpoints"
-    kinds = "checkpoints", BEST
-    if place.name in kinds and checkpoint_steps(place):
-        folder = place
+def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -> Saved:
+    """Load the description of a checkpoint. RUN_DIR, RUN_DIR/checkpoints and a folder of runs give
+    the newest complete checkpoint, RUN_DIR/best the parameters with the lowest validation loss, and
+    the folder of a checkpoint that checkpoint. Damaged checkpoints are skipped with a warning.
+    UserError if there is none, or if this train_gpt.py cannot use its settings. If a run `resumes`
+    from it, its source must be the same as well."""
+    resolved = place.expanduser().resolve()
+    need(resolved.exists(), f"there is no {place}: name the folder of a run")
+    folder = resolved / "checkpoints"
+    if resolved.name in ("checkpoints", BEST) and checkpoint_steps(resolved):
+        folder = resolved
     paths = [folder / str(step) for step in checkpoint_steps(folder)]
-    if not paths and place.parent.name in kinds:
-        paths = [place]
+    if not paths and (resolved / "meta.json").exists():
+        paths = [resolved]
     if not paths:
-        of_runs = [path for path in place.glob("*/checkpoints/*") if path.name.isdecimal()]
+        of_runs = [path for path in resolved.glob("*/checkpoints/*") if path.name.isdecimal()]
         paths = sorted(of_runs, key=os.path.getmtime)
         if paths:
-            say(f"the newest checkpoint of the runs in {run_dir}: {paths[-1]}")
+            say(f"the newest checkpoint of the runs in {place}: {paths[-1]}")
+    hint = "name a run that has one (--set checkpoint_every)"
     for path in reversed(paths):
         try:
-            return read_checkpoint(path)
+            return read_checkpoint(path, resumes)
+        except UserError:  # about settings or source, which are the same in older checkpoints
+            raise
         except Exception as error:  # whatever a damaged file leads to
             say(f"warning: {path} cannot be used ({error}): skipped")
-    raise UserError(f"no checkpoint in {run_dir}: name a run that has one (--set checkpoint_every)")
+            hint = f"{path} cannot be used ({error})"
+    if checkpoint_steps(resolved / BEST):
+        hint = f"{resolved / BEST} has parameters, for a new run or a sample: name that folder"
+    raise UserError(f"no complete checkpoint in {place}: {hint}")
 
 
-def read_checkpoint(path: Path) -> Saved:
-    """The checkpoint in the folder `path`; an exception of any kind if it is not whole."""
+def read_checkpoint(path: Path, resumes: bool = False) -> Saved:
+    """The checkpoint in the folder `path`. UserError if a run `resumes` from it and has another
+    source, or if its settings are unknown; any other exception if it is damaged."""
     meta = json.loads((path / "meta.json").read_text())
     for name, size in meta["files"].items():
-        need((path / name).stat().st_size == size, f"{name} is not whole")
+        if Path(name).name != name or (path / name).stat().st_size != size:
+            raise ValueError(f"{name} is incomplete")
         np.load(path / name, mmap_mode="r")  # fails if this is no array
+    if resumes:
+        check_source(path.parents[1], meta["source_sha256"])
     cfg = validate(typed(Config, meta["config"]))
     loader = LoaderState(meta["cursor"], tuple(meta["offsets"]))
     return Saved(path, cfg, meta["step"], loader, meta)
+
+
+def check_source(run_dir: Path, sha256: str):
+    """UserError if a run began with another source than this file, with the command that continues
+    it with the source in its log."""
+    if sha256 == source_sha256():
+        return
+    changed = f"train_gpt.py is not what {run_dir} began with"
+    log = run_dir / "log.txt"
+    try:
+        size = log.read_bytes().index(f"\n{RULE}".encode())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{changed}, and {log} does not have its source ({error})") from None
+    extract = shlex.join(["head", "-c", str(size), str(log)])
+    again = command_for("old.py", "--resume", run_dir)
+    raise UserError(f"{changed}: its log has that, so first {extract} > old.py, then {again}")
+
+
+def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
+    """The checkpoint from which a run continues. UserError if it has no optimizer state, if its run
+    is elsewhere, or if the run has a later checkpoint."""
+    saved = find_checkpoint(place, say, resumes=True)
+    start = command_for(__file__, "--start", saved.folder)
+    new_run = f"start a new run with them: {start}"
+    need(not saved.only_params, f"{saved.folder} holds parameters only: {new_run}")
+    has_run = (saved.run_dir / "log.txt").exists()
+    need(has_run, f"{saved.folder} is not in the folder of its run: copy it there, or {new_run}")
+    newest = find_checkpoint(saved.run_dir, lambda line: None)
+    again = command_for(__file__, "--resume", saved.run_dir)
+    later = f"{saved.folder} is not the newest checkpoint: continue from step {newest.step}"
+    instead = f"move {newest.folder} elsewhere, or {new_run}"
+    need(newest.step <= saved.step, f"{later} ({again}), {instead}")
+    return saved
 
 
 def load_state(mesh: Mesh, saved: Saved, kinds=None):
@@ -4600,8 +4718,50 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
-    """What the figures of a run stand on: source, versions, machine, config, choice of kernels."""
+def source_sha256() -> str:
+    """The SHA-256 of this file's source."""
+    return hashlib.sha256(SOURCE.encode()).hexdigest()
+
+
+def sizes_chosen(recipe: Config, cfg: Config, mesh: Mesh, kernels: Kernels) -> dict:
+    """The sizes that were chosen for these devices, for each stage: micro-batches of a step, rows
+    if they are shorter than the recipe's, and chunks of a row's (or all rows') logits."""
+    of_step, loss_chunks = [], []
+    most = cfg.loss_chunk
+    if kernels.cross_entropy is not PLAIN.cross_entropy:
+        most = loss_tokens(cfg)
+    for stage in cfg.stages:
+        rows = stage.rows // mesh.size
+        together = rows_together(cfg, rows, stage.row_tokens)
+        of_step.append(rows // together)
+        for ids in dict.fromkeys(stage.candidates):  # each row has its own candidates
+            tokens = stage.row_tokens if ids else together * stage.row_tokens
+            loss_chunks.append(chunk_count(tokens, most * cfg.vocab // (ids or cfg.vocab)))
+    chosen = {"whole_loss": cfg.whole_loss, "micro_batches": of_step}
+    chosen["loss_chunks"] = loss_chunks
+    if [stage.row_tokens for stage in cfg.stages] != [stage.row_tokens for stage in recipe.stages]:
+        chosen["row_tokens"] = [stage.row_tokens for stage in cfg.stages]
+    return chosen
+
+
+def warn_of_rows(cfg: Config, kernels: Kernels, say: Callable):
+    """Warn of lengths of rows with few divisors: plain attention, whose blocks must divide a row,
+    then computes large blocks of scores, and the loss many small chunks."""
+    rows = [(f"stages.{i}.row_tokens", s.row_tokens, s.windows) for i, s in enumerate(cfg.stages)]
+    for name, t, windows in [*rows, ("val_row", cfg.val_row, cfg.val_windows)]:
+        block = band_block(t, max(windows))
+        scores = block * min(2 * block, t)
+        odd = f"warning: {name}={t} has few divisors"
+        hint = "choose a multiple of 128"
+        if kernels.attend is PLAIN.attend and 4 * cfg.heads * scores > SCORE_BYTES:
+            say(f"{odd}: attention computes {scores:,} scores per head at once: {hint}")
+        elif chunk_count(t, cfg.loss_chunk) > 2 * -(-t // cfg.loss_chunk):
+            say(f"{odd}: the loss takes {chunk_count(t, cfg.loss_chunk):,} chunks per row: {hint}")
+
+
+def run_facts(cfg: Config, mesh: Mesh, command: str, choices: dict) -> dict:
+    """What the figures of a run stand on: source, versions, machine, config, and `choices` that
+    were made for this machine."""
     device = mesh.devices.flat[0]
     devices = {"kind": device.device_kind, "platform": device.platform, "count": mesh.size}
     devices["processes"] = jax.process_count()
@@ -4613,21 +4773,22 @@ def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
         "seed": cfg.seed,
         "parameters": sum(map(math.prod, shapes_of(cfg).values())),
         "command": command,
-        "source_sha256": hashlib.sha256(SOURCE.encode()).hexdigest(),
+        "source_sha256": source_sha256(),
         "versions": versions(),
         "devices": devices,
         "host": {"cpu": cpu_name(), "cores": cpu_cores(), "platform": platform.platform()},
         "environment": {name: os.environ[name] for name in names},
-        "choices": {"kernels": reason, "compiler_options": options},
+        "choices": choices | {"compiler_options": options},
     }
 
 
 def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Callable) -> RunLog:
-    """The log of a new run in `out`, or of a run that goes on, cut back to its checkpoint. `facts`
-    are run_facts and the answer of check_tokens, the same on all processes."""
+    """The log of a new run in `out`, or of a run that resumes, whose files stay as they are until
+    RunLog.begin. `facts` are run_facts and the answer of check_tokens, the same on all processes.
+    UserError if the files cannot be written, or if the run has other data."""
     agree(facts, saved)
     if saved:
-        check_continues(cfg, facts, saved)
+        check_data(cfg, facts, saved)
         folder = saved.run_dir
         before = saved.meta
     else:
@@ -4644,9 +4805,12 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
     try:
         if jax.process_index() == 0:
             open_files(log, saved)
+        if not saved:
+            log.begin(None)
     except OSError as error:
         log.refused = error
-    need(not log.refused, f"cannot write {folder} ({log.refused}): name another --out")
+    hint = "resume a copy of it" if saved else "name another --out"
+    need(not log.refused, f"cannot write {folder} ({log.refused}): {hint}")
     devices = "{count} x {kind}".format(**facts["devices"])
     say(f"run {folder} on {devices}; kernels: {facts['choices']['kernels']}")
     if facts["devices"]["count"] < (cfg.devices or jax.device_count()):
@@ -4665,24 +4829,18 @@ def new_run_id(cfg: Config) -> str:
     return multihost_utils.broadcast_one_to_all(letters).tobytes().decode()
 
 
-def check_continues(cfg: Config, facts: dict, saved: Saved):
-    """UserError unless these tokens and this source are those that the run began with."""
+def check_data(cfg: Config, facts: dict, saved: Saved):
+    """UserError unless these tokens are those that the run began with."""
     folder = saved.run_dir
     place = saved.meta["config"]["data"]
     other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
     instead = f"else train with its parameters: --start {folder} --data {cfg.data}"
     need(saved.meta["data"] == facts["data"], f"{other}, {instead}")
-    if saved.meta["source_sha256"] != facts["source_sha256"]:
-        log = folder / "log.txt"
-        size = log.read_bytes().index(f"\n{RULE}".encode())
-        extract = shlex.join(["head", "-c", str(size), str(log)])
-        cure = f"{extract} > old.py, then {command_for('old.py', '--resume', folder)}"
-        other = f"train_gpt.py is not what {folder} began with: its log has that"
-        raise UserError(f"{other}, so first {cure}")
 
 
 def open_files(log: RunLog, saved: Saved | None):
-    """Open the files of a run, cut back to a checkpoint, and write what log.txt begins with."""
+    """Open and lock the files of a run, without changing them. OSError if its folder cannot be
+    written, or if folders there cannot be renamed, as checkpoints need."""
     log.folder.mkdir(parents=True, exist_ok=bool(saved))
     for name in ("log.txt", "metrics.jsonl"):
         # Its buffer is where lines wait while a disk is full.
@@ -4693,17 +4851,15 @@ def open_files(log: RunLog, saved: Saved | None):
         except OSError as error:  # or the file system has no locks
             taken = isinstance(error, BlockingIOError)
             need(not taken, f"another process writes {log.folder}: wait, or end it")
-        if saved:  # what came after the checkpoint is of steps that are lost
-            size = min(file.tell(), saved.meta["logs"][name])
-            file.truncate(size)
-            file.seek(0, os.SEEK_END)
-    for path in [*log.folder.glob("checkpoints/*"), *log.folder.glob(f"{BEST}/*")]:
-        earlier = path.name.isdecimal() and int(path.name) <= log.first
-        if not earlier:  # it is not whole, or of steps that are lost
-            shutil.rmtree(path, ignore_errors=True)
-    lines = log_head(log, saved)
-    log.write("log.txt", "\n".join(lines))
-    log.write_facts()
+    with tempfile.TemporaryDirectory(prefix=".rename-", dir=log.folder) as trial:
+        before = Path(trial, "before")
+        before.mkdir()
+        (before / "file").touch()
+        try:
+            os.rename(before, Path(trial, "after"))
+        except OSError as error:
+            bucket = "gcsfuse needs --rename-dir-limit=10000"
+            raise OSError(f"folders cannot be renamed there: {error}; {bucket}") from None
 
 
 def log_head(log: RunLog, saved: Saved | None) -> list[str]:
@@ -4736,6 +4892,21 @@ class RunLog:
     files: dict = dataclasses.field(default_factory=dict)  # of process 0: name -> what is open
     refused: OSError | None = None  # why the disk did not take a line
     warned: bool = False  # that validation has long been lower
+
+    def begin(self, saved: Saved | None):
+        """Begin to write: cut the logs of a resumed run back to its checkpoint, delete what killed
+        processes have left of checkpoints, and write the head of log.txt and run.json."""
+        for name, file in self.files.items():
+            if saved:  # later lines are of steps that are lost
+                size = min(file.tell(), saved.meta["logs"][name])
+                file.truncate(size)
+                file.seek(0, os.SEEK_END)
+        if self.files:
+            for path in [*self.folder.glob("checkpoints/*"), *self.folder.glob(f"{BEST}/*")]:
+                if HIDDEN.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+            self.write("log.txt", "\n".join(log_head(self, saved)))
+        self.write_facts()
 
     def write(self, name: str, text: str):
         """Append a line to a file at once, so that a crash loses nothing, or replace one."""
@@ -4855,18 +5026,16 @@ class RunLog:
         memory = f"peak memory {peak:.0f} MiB"
         lowest = self.lowest() if self.cfg.val_every else ""
         self.say(f"{verdict}{result} on {tokens}; {lowest}{memory}; see {self.folder}")
-        missing = self.facts.get("missing")
-        need(not missing, f"the run has ended well, but {missing}")
 
     def lowest(self) -> str:
-        """A part of the last line: where validation was lowest, and how far the end is above that.
-        If that is the end, no other model is kept."""
+        """A part of the last line: where validation was lowest, and how far the end is above
+        that."""
         folder = self.folder / BEST
         best = self.facts["best"]
         if best["step"] == self.cfg.steps:
-            shutil.rmtree(folder, ignore_errors=True)
             return "validation was lowest at the end; "
-        place = f" ({folder} has its model)" if checkpoint_steps(folder) else ""
+        has_model = best["step"] in checkpoint_steps(folder)
+        place = f" ({folder} has its model)" if has_model else ""
         above = self.facts["val_loss"] - best["val_loss"]
         was = "validation was lowest after {step} steps, {val_loss:.4f}".format(**best)
         return f"{was}{place}, the end is {above:.4f} above that; "
@@ -4905,13 +5074,28 @@ STOPS = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
 STOPS += signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 
 
-def ask_to_stop() -> Callable[[int], int]:
+def signal_handlers() -> dict:
+    """The handlers of all signals that ask_to_stop listens to."""
+    return {number: signal.getsignal(number) for number in (*STOPS, signal.SIGCONT)}
+
+
+def set_handlers(handlers: dict):
+    """Set handlers of signals, as signal_handlers returns them, if this is the main thread."""
+    with contextlib.suppress(ValueError):  # other threads may not
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
     """A function of the step: the one of STOPS that has asked for the end, or 0. A second one ends
     the process. Of several processes each has to stop at the same step: jax finds one that all can
-    reach, from a SIGTERM to any of them."""
+    reach, from a SIGTERM to any of them. It also reports for how long the process was suspended
+    (Ctrl-Z) since the step before."""
     alone = jax.process_count() == 1
     received = []  # (signal, time)
     agreed = []
+    asked_at = [time.monotonic()]
+    suspended = []  # seconds at most
 
     def receive(number, frame):
         now = time.monotonic()
@@ -4922,7 +5106,14 @@ def ask_to_stop() -> Callable[[int], int]:
         if not alone:
             signal.raise_signal(signal.SIGTERM)
 
+    def resumed(number, frame):
+        suspended.append(time.monotonic() - asked_at[0])
+
     def stop_signal(step: int) -> int:
+        asked_at[0] = time.monotonic()
+        while suspended:
+            seconds = suspended.pop()
+            say(f"warning: suspended for up to {seconds:.0f} s, which training time includes")
         if alone:
             return received[0][0] if received else 0
         if multihost_utils.reached_preemption_sync_point(step):  # says so once
@@ -4934,10 +5125,11 @@ def ask_to_stop() -> Callable[[int], int]:
         numbers.remove(signal.SIGTERM)
         jax.config.update("jax_enable_preemption_service", True)
         multihost_utils.distributed.global_state.initialize_preemption_sync_manager()
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:  # what `nohup` and `&` ask for
-            with contextlib.suppress(ValueError):  # only the main thread may
-                signal.signal(number, receive)
+    handlers = {number: receive for number in numbers}
+    ignored = [number for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
+    for number in ignored:  # what `nohup` and `&` ask for
+        del handlers[number]
+    set_handlers(handlers | {signal.SIGCONT: resumed})
     return stop_signal
 
 
@@ -4947,11 +5139,14 @@ FOR_OLD_GPUS = "'jax[cuda12]' 'nvidia-cudnn-cu12<9.11'"
 
 def check_hardware(cfg: Config, say: Callable):
     """Say so if this machine has an accelerator that jax does not see; UserError if the run is for
-    one. What the user has chosen by JAX_PLATFORMS is right."""
+    one. What the user has chosen by JAX_PLATFORMS, or by an empty CUDA_VISIBLE_DEVICES, is
+    right."""
     dev = Path("/dev")
     patterns = "nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*"
     chips = [path for pattern in patterns for path in dev.glob(pattern)]
     if not chips or os.environ.get("JAX_PLATFORMS") or jax.default_backend() != "cpu":
+        return
+    if "nvidia" in chips[0].name and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     cure = "pip install 'jax[tpu]' in a new environment"
     if "nvidia" in chips[0].name:
@@ -4982,6 +5177,8 @@ def slice_hosts() -> str:
     """The hosts of this TPU slice with commas between them, or "". jax finds them too, but it does
     not tell whether there are others, and it must be known before it starts. They stand where jax
     looks: in variables, or on Google's metadata server."""
+    if os.environ.get("JAX_PLATFORMS", "") == "cpu":  # this host alone, on purpose
+        return ""
     for variable in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
         if names := os.environ.get(variable):
             return names
@@ -5010,10 +5207,22 @@ def patiently(do: Callable, line: str = OTHERS, most: float | None = None):
     return result.result(most)
 
 
+def check_launcher():
+    """UserError if torchrun or mpirun has started several processes: each would train a whole
+    run."""
+    for variable in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        count = os.environ.get(variable) or "1"
+        apart = f"{variable}={count}, but each process would train a whole run"
+        together = f"--coordinator HOST:PORT --processes {count} --process-id I"
+        need(count == "1", f"{apart}: give each {together}, or run one without {variable}")
+
+
 def join_hosts(coordinator: str | None, processes: int | None, process_id: int | None):
     """Join the other processes of the run, before jax touches a device: those that are named, or
     those that jax finds by itself, on a TPU slice and in a Slurm step of several tasks."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
+    if (coordinator, tasks) == (None, "1"):
+        check_launcher()
     if {coordinator, processes, process_id} != {None}:
         each = f"--coordinator {coordinator} --processes {processes} --process-id {process_id}"
     elif tasks != "1":
@@ -5172,9 +5381,11 @@ def validate_stage(cfg: Config, number: int):
     def rule(field: str, holds, would_be: str):
         require(cfg, f"stages.{number}.{field}", holds, would_be)
 
-    whole_rows = stage.row_tokens > 1 and stage.batch_tokens % stage.row_tokens == 0
-    as_many = whole_rows and stage.rows == cfg.stages[0].rows
-    rule("batch_tokens", as_many, "as many rows as stages.0, of 2 tokens or more")
+    rule("row_tokens", stage.row_tokens > 1, "2 or more")
+    whole_rows = stage.batch_tokens % stage.row_tokens == 0
+    rule("batch_tokens", whole_rows, f"a multiple of row_tokens={stage.row_tokens}")
+    rows = cfg.stages[0].rows
+    rule("batch_tokens", stage.rows == rows, f"{rows} rows of {stage.row_tokens}, as in stages.0")
     both = len(stage.weights) == len(stage.weights_end) <= stage.row_tokens
     first = stage.weights[0] > 0
     rule("weights", both and first, "the first above 0, and as many as weights_end")
@@ -5211,14 +5422,30 @@ def typed(kind, value, name="", positive=False):
     return kind(value)
 
 
+# Settings that earlier versions had, and the values with which they changed nothing: a Config with
+# these can still be read.
+REMOVED = {}
+
+
 def typed_fields(kind, fields: dict, name: str):
-    """A dataclass of this `kind` with these `fields`, each of its own type."""
+    """A dataclass of this `kind` with these `fields`, each of its own type. Missing fields, which
+    an earlier version did not have, take their defaults. UserError if one has no default, or if a
+    field is unknown."""
     kinds = typing.get_type_hints(kind, include_extras=True)
-    odd = kinds.keys() ^ fields.keys()
-    need(not odd, f"config of another train_gpt.py {sorted(odd)}: take the run's log.txt")
+    unknown = []
+    for field, value in fields.items():
+        if field not in kinds and (field, value) not in REMOVED.items():
+            unknown.append(f"{field}={value!r}")
+    of_other = f"settings of another train_gpt.py ({', '.join(unknown)})"
+    need(not unknown, f"{of_other}: use that one, whose source is in the run's log.txt")
     values = {}
-    for field, its_kind in kinds.items():
-        values[field] = typed(its_kind, fields[field], f"{name}.{field}".strip("."))
+    for field in dataclasses.fields(kind):
+        if field.name in fields:
+            value = fields[field.name]
+            values[field.name] = typed(kinds[field.name], value, f"{name}.{field.name}".strip("."))
+        else:
+            has_default = field.default is not dataclasses.MISSING
+            need(has_default, f"{name}: {field.name} is missing, and has no default")
     return kind(**values)
 
 
@@ -5226,6 +5453,11 @@ def override(cfg: Config, items: list[str]) -> Config:
     """`cfg` with every KEY=VALUE of --set in it. A key may lead into a list: stages.1.windows, or
     stages.*.windows, which are those of all. The number after that of the last stage adds a copy of
     this stage. `without` sets what IDEAS says, besides what `cfg` is without already."""
+    return validate(with_settings(cfg, items))
+
+
+def with_settings(cfg: Config, items: list[str]) -> Config:
+    """What `override` returns, without the check that its values suit each other."""
     fields = dataclasses.asdict(cfg)
     for item in items:
         need("=" in item, f"--set {item}: write KEY=VALUE; texts and presets go before --set")
@@ -5240,7 +5472,7 @@ def override(cfg: Config, items: list[str]) -> Config:
             set_fields(fields, key, text)
         except (LookupError, TypeError, ValueError):
             raise UserError(f"--set {item}: {unknown_key(key, fields)}") from None
-    return validate(typed(Config, fields))
+    return typed(Config, fields)
 
 
 def leave_out(names: str) -> list[str]:
@@ -5452,10 +5684,10 @@ def asked_for(args) -> Asked:
     need(not renamed, f"--set {' '.join(renamed)} changes only a name: write the preset in front")
     for place in named + args.val:
         no_preset = f"unknown preset {place!r}; there are: {', '.join(PRESETS)}; "
-        if place in data + args.val:
-            no_preset = ""
-        elif "=" in place and in_our_words(place):
+        if "=" in place and in_our_words(place):
             no_preset = f"for a setting write {in_our_words(place)}; "
+        elif presets or place in data + args.val:
+            no_preset = ""
         exists = place and data_place(place).exists()
         need(exists, f"{no_preset}there is no {place or repr(place)}")
     return Asked("".join(presets), named, args.val, settings)
@@ -5478,6 +5710,7 @@ def resolve(args, say: Callable = tell, start: Saved | None = None) -> Config:
         base = PRESETS[names[0]]
     settings = asked.settings
     if asked.places:
+        with_settings(base, settings)  # a typo is reported before a large text is tokenized
         name, of_data, validation = fitted(asked.places, asked.val, names, settings)
         base = PRESETS.get(name, base)
         settings = of_data + settings
@@ -5559,6 +5792,7 @@ def resume_config(asked: Asked, saved: Saved) -> Config:
     need(not done, f"{saved.run_dir} is finished: there is nothing to resume; {longer}")
     settings = asked.settings
     if asked.places:  # the folder may be another, all other settings are the run's
+        with_settings(saved.cfg, settings)
         _, of_data, _ = fitted(asked.places, asked.val, [saved.run_dir], [])
         settings = of_data[:1] + settings
     devices = saved.cfg.devices
@@ -5606,9 +5840,30 @@ def keep_programs(cache: str | None):
     """Let jax keep compiled programs in the folder `cache`, or nowhere if that is "off". If it is
     None, where jax is told to, or in the user's cache."""
     if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = cache or str(user_cache())
-        jax.config.update("jax_compilation_cache_dir", None if cache == "off" else folder)
+        folder = None
+        if cache != "off":
+            folder = Path(cache).expanduser() if cache else user_cache()
+            trim_cache(folder)
+        jax.config.update("jax_compilation_cache_dir", folder and str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+CACHE_BYTES = 10 * 2**30  # of compiled programs
+
+
+def trim_cache(folder: Path):
+    """Delete the compiled programs in `folder` that were not used for the longest time, until the
+    rest has at most CACHE_BYTES. (jax does this only with another package, filelock.)"""
+    files = []
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):  # another process has deleted it
+            facts = path.stat()
+            files.append((max(facts.st_atime, facts.st_mtime), facts.st_size, path))
+    total = 0
+    for _, size, path in sorted(files, reverse=True):
+        total += size
+        if total > CACHE_BYTES:
+            path.unlink(missing_ok=True)
 
 
 def run(argv: list[str], command: str):
@@ -5625,7 +5880,7 @@ def run(argv: list[str], command: str):
     all_devices()  # or one line that says why not
     say = tell if jax.process_index() == 0 else lambda line: None
     if args.resume:
-        saved = find_checkpoint(args.resume, say)
+        saved = checkpoint_to_resume(args.resume, say)
         cfg = resume_config(asked, saved)
     else:
         saved = None
@@ -5637,7 +5892,7 @@ def run(argv: list[str], command: str):
     if jax.default_backend() == "gpu":
         start_gpu()
     if not args.show:
-        train(cfg, Path(args.out), command, saved, say)
+        train(cfg, Path(args.out).expanduser(), command, saved, say)
         if not (asked.preset or asked.places or args.resume or args.start):
             say_what_else(say, cfg.devices)
     elif all_devices()[0].platform != "cpu":
@@ -5650,7 +5905,7 @@ def report_errors(do: Callable) -> int:
     """The exit status of `do()`: what the user can mend becomes one line and status 2."""
     if hasattr(sys.stdout, "reconfigure"):  # text of a model must not end a run on a terminal
         sys.stdout.reconfigure(errors="replace")
-    before = {number: signal.getsignal(number) for number in STOPS}
+    before = signal_handlers()
     try:
         # Ctrl-C ends a command at once until it trains: the compiler's threads, or jax that waits
         # for others, would not hear a handler of Python's. A notebook (ps1) and a thread keep it.
@@ -5664,9 +5919,7 @@ def report_errors(do: Callable) -> int:
         if line is None:  # a fault of the program
             raise
     finally:
-        with contextlib.suppress(ValueError):  # of a thread that may not
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        set_handlers(before)
     if line:
         tell(f"error: {' '.join(line.split())}", sys.stderr)
     if jax.distributed.is_initialized():  # jax would wait for the other processes
@@ -5716,6 +5969,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     This thread lowers one after the other, while those of a pool compile what it has lowered."""
     every = programs(cfg, mesh, kernels)
     ready = itertools.count(1)
+    built = {}
 
     def build(key, lowered):
         began = time.perf_counter()
@@ -5728,11 +5982,20 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
         return program, seconds
 
     say(f"compiling {len(every)} programs; for accelerators it takes minutes\r")
-    lowered = (lower(program, mesh) for program in every.values())
-    with ThreadPoolExecutor(cpu_cores()) as pool:
-        built = dict(zip(every, pool.map(build, every, lowered), strict=True))
-    seconds = {every[key].name: taken for key, (_, taken) in built.items()}
-    return {key: program for key, (program, _) in built.items()}, seconds
+    pool = ThreadPoolExecutor(cpu_cores())
+    try:
+        for key, program in every.items():
+            built[key] = pool.submit(build, key, lower(program, mesh))
+            for future in built.values():
+                if future.done():
+                    future.result()  # raises what has gone wrong so far
+        for future in as_completed(built.values()):
+            future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    results = {key: future.result() for key, future in built.items()}
+    seconds = {every[key].name: taken for key, (_, taken) in results.items()}
+    return {key: program for key, (program, _) in results.items()}, seconds
 
 
 # Collectives; 2d and nd are those of more than eight chips.
@@ -6205,13 +6468,17 @@ def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, po
 
     zero_sums = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
     zeros = zero_sums, jnp.zeros(head_vd.shape, jnp.float32)
-    most = 2**31 // cfg.vocab  # loss_rows counts logits in 32 bits
-    at_once = most if cfg.whole_loss == "always" else min(cfg.loss_chunk, most)
-    of_chunks = dataclasses.replace(cfg, loss_chunk=at_once)
+    of_chunks = dataclasses.replace(cfg, loss_chunk=loss_tokens(cfg))
     chunks = in_chunks(of_chunks, len(head_vd), x_td, targets, weights, pointed)
     (totals, head_grad_vd), grads = lax.scan(add, zeros, chunks)
     x_grad_td, pointed_grad = jax.tree.map(flat, grads)
     return totals, (x_grad_td, pointed_grad, head_grad_vd, head_vd)
+
+
+def loss_tokens(cfg: Config) -> int:
+    """Tokens of a chunk of fused_cross_entropy, over the full vocabulary."""
+    most = 2**31 // cfg.vocab  # loss_rows counts logits in 32 bits
+    return most if cfg.whole_loss == "always" else min(cfg.loss_chunk, most)
 
 
 def fused_cross_entropy_backward(cfg: Config, product, gradients, cotangents):
@@ -7468,5 +7735,15 @@ def loss_rows(logits_tv, targets, weights, cfg: Config):
     return jnp.log(written.sum) - half * squash(written.z_targets, cfg), written.grad
 
 
+def end_process(status: int):
+    """End this process. After an error it does not wait for threads, which may compile for minutes
+    what is no longer needed."""
+    if status:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

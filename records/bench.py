@@ -433,7 +433,7 @@ def bench(asked: T.Config, parts: int, timer: Callable, command: str) -> dict:
     T.tell(f"{cfg.preset} on {mesh.size} x {device.device_kind}, {share}\nkernels: {reason}")
     folder = T.data_folder(cfg, T.tell)
     tokens = T.TokenStream(folder, "train", cfg.bos), T.token_bytes(cfg, folder)
-    facts = T.run_facts(asked, mesh, command, reason) | {"parts": parts}
+    facts = T.run_facts(asked, mesh, command, {"kernels": reason}) | {"parts": parts}
     return facts | timer(cfg, mesh, kernels, tokens)
 
 

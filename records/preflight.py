@@ -828,7 +828,7 @@ def run(argv: list[str] | None) -> int:
             needs = row["bytes"]["peak"] + row["resident_bytes"]
             refusals.append(T.too_large(cfg, mesh, name, needs, limit))
     command = shlex.join(["python", *sys.argv] if argv is None else argv)
-    report = T.run_facts(asked, mesh, command, reason)
+    report = T.run_facts(asked, mesh, command, {"kernels": reason})
     report |= {"target": args.target, "device_kind": devices[0].device_kind, "devices": mesh.size}
     report |= {"kernels": reason, "rates": HARDWARE[devices[0].device_kind].rates, "variants": rows}
     report |= {"yardstick": HARDWARE[devices[0].device_kind].yardsticks[1]._asdict()}

@@ -398,6 +398,22 @@ def test_a_stalled_loader_is_reported_and_waited_for(monkeypatch):
     assert len(said) >= 3 and all(line.startswith("waiting for the loader") for line in said)
 
 
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_thread_of_a_closed_loader_ends(runs):
+    """Whether it waits for the clock, or for room; a notebook would keep it and its batches."""
+    running = always()
+    before = {*threading.enumerate()}
+    supply = T.prefetch(counting([]), 2, running)
+    next(supply)
+    (thread,) = {*threading.enumerate()} - before
+    if not runs:
+        running.clear()
+    time.sleep(0.15)
+    supply.close()
+    thread.join(2)
+    assert not thread.is_alive()
+
+
 def test_the_loader_rests_while_the_clock_does():
     running, drawn = always(), []
     supply = T.prefetch(counting(drawn), 50, running)

@@ -46,11 +46,12 @@ LATER = {
     "programs": {"compiler_options"},
     "settle": {"RunLog"},
     "sound": {"RunLog"},
-    "train": {"prepare", "demonstrate"},
+    "train": {"prepare", "set_handlers", "demonstrate"},
     "prepare": {"checked_kernels", "compile_all", "warm_up"},
     "counted_programs": {"pick_kernels"},
     "model_bytes": {"pick_kernels"},
     "keeps_logits_narrow": {"pick_kernels"},
+    "sizes_chosen": {"loss_tokens"},
     "run_facts": {"compiler_options"},
 }
 

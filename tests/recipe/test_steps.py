@@ -523,7 +523,7 @@ def part_one(tmp_path_factory, shards):
         "from_all": lambda numbers: [numbers],
         "open_log": lambda *_: log,
         "run_facts": lambda *_: {},
-        "ask_to_stop": lambda: lambda step: 0,  # nobody asks
+        "ask_to_stop": lambda say: lambda step: 0,  # nobody asks
     }
     vars(part).update(stand_ins, token_bytes=lambda cfg, folder: WORDS)
     whole = {"micro_tokens": 10_000, "loss_chunk": 64, "recompute": False}

@@ -221,11 +221,15 @@ def test_a_process_that_cannot_write_fails_on_all(tmp_path, monkeypatch):
     assert T.checkpoint_steps(tmp_path) == []
 
 
-def test_only_the_newest_two_are_kept_and_what_a_resume_has_passed_over_goes(folder):
+def test_only_the_newest_two_are_kept_and_a_damaged_one_is_replaced(folder):
     write(folder, 10, numbers(10))
     assert sorted(path.name for path in folder.iterdir()) == ["10", "8"]
+    (folder / "10/meta.json").unlink()
     write(folder, 9, numbers(9))  # of a run that went on from 8
-    assert sorted(path.name for path in folder.iterdir()) == ["8", "9"]
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "8", "9"]
+    write(folder, 10, numbers(10))
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "9"]
+    assert T.find_checkpoint(folder, pytest.fail).step == 10
 
 
 # ---- A damaged one is passed over --------------------------------------------------------------
@@ -247,7 +251,7 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning_or_refused_by_name(fol
     assert T.find_checkpoint(folder.parent, said.append).step == 6
     (line,) = said
     assert line.startswith(f"warning: {folder / '8'} cannot be used (") and "\n" not in line
-    with pytest.raises(T.UserError, match="no checkpoint in .*/8: name a run that has one"):
+    with pytest.raises(T.UserError, match="no complete checkpoint in .*/8: "):
         T.find_checkpoint(folder / "8", quiet)
 
 

@@ -68,7 +68,7 @@ def refused(result) -> str:
     ("argv", "words"),
     [
         (["more"], "unknown preset 'more'; there are: plain, tiny, speedrun, pointer; there is no"),
-        (["tiny", "more"], "plain, tiny, speedrun, pointer; there is no more"),
+        (["tiny", "bok.txt"], "error: there is no bok.txt\n"),
         (["--data", "/nope"], "error: there is no /nope\n"),
         (["--set", "steps=5", "book.txt"], "--set book.txt: write KEY=VALUE; texts and presets "),
         (["--fast"], "unrecognized arguments: --fast"),
@@ -267,6 +267,35 @@ def test_programs_are_kept_where_the_user_says(main, program_cache, monkeypatch)
     own = program_cache["jax_compilation_cache_dir"]
     in_home = "/home/me/.cache/train_gpt"
     assert seen == [own, None, in_home, "a/b", "/scratch/me/train_gpt", in_home]
+
+
+def test_programs_that_were_not_used_for_long_go_when_there_are_too_many(tmp_path, monkeypatch):
+    """And nothing else that lies there."""
+    monkeypatch.setattr(T, "CACHE_BYTES", 250)
+    for number, name in enumerate(["new-cache", "old-cache", "tokens", "newest-cache"]):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - (name == "old-cache") * 900 + number,) * 2)
+    T.keep_programs(str(tmp_path))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["new-cache", "newest-cache", "tokens"]
+
+
+def test_a_tilde_is_the_home_folder(main, program_cache, monkeypatch, tmp_path):
+    """Also where the shell does not see it, as in --out=~/runs."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    seen = []
+    monkeypatch.setattr(T, "train", lambda cfg, out, *_: seen.append(out))
+    main("tiny", "--out=~/runs", "--cache=~/programs")
+    assert seen == [tmp_path / "home/runs"]
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "home/programs")
+
+
+def test_a_wrong_setting_is_refused_before_a_text_is_tokenized(main, tmp_path, monkeypatch):
+    monkeypatch.setattr(T, "run_tool", lambda *_: pytest.fail("made tokens"))
+    (tmp_path / "book.txt").write_text("Roses are red. " * 900)
+    for words in (["book.txt"], ["tiny", "book.txt"], ["--data", "book.txt"]):
+        assert "unknown key 'lr'" in refused(main(*words, "--set", "lr=1"))
+        assert "steps='x' is not valid" in refused(main(*words, "--set", "steps=x"))
 
 
 # ---- --show, defaults, and the real thing ------------------------------------------------------

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -159,7 +161,10 @@ def test_a_run_that_fits_is_compiled(monkeypatch, devices, limit):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**20)  # of the machine's memory, with CPUs
     T.check_memory(RECORD, Mesh(devices, limit))
     said = T.memory_line(RECORD, Mesh(devices, limit))
-    assert re.fullmatch(r"it fits: about [\d.]+ GiB of the ([\d.]+|inf) GiB of a device", said)
+    form = r"it fits: about [\d.]+ GiB of the [\d.]+ GiB of a device"
+    if limit is None:
+        form = r"it needs about [\d.]+ GiB; this device does not report its memory"
+    assert re.fullmatch(form, said)
     _, made = compiled_with(monkeypatch, RECORD, devices, limit)
     assert len(made) == len(T.programs(RECORD, mesh_of(devices), KERNELS))
 
@@ -233,6 +238,33 @@ def test_what_a_compiler_says_is_shown_whole_with_what_to_do(monkeypatch, text, 
     with pytest.raises(T.UserError) as error:
         T.compile_all(RECORD, mesh_of(1), KERNELS, lambda line: None)
     assert re.fullmatch(rf"\S+ cannot be compiled: {said}{re.escape(text)}", str(error.value))
+
+
+def test_a_refusal_while_others_compile_ends_the_run_at_once(monkeypatch):
+    """It neither waits for the rest nor compiles what has not begun."""
+    started, over = [], threading.Event()
+
+    def compile_one(cfg, mesh, key, lowered):
+        started.append(key)
+        if len(started) > 1:
+            raise T.UserError("the second does not fit")
+        over.wait(60)
+
+    monkeypatch.setattr(T, "cpu_cores", lambda: 2)
+    monkeypatch.setattr(T, "lower", lambda *_: None)
+    monkeypatch.setattr(T, "compile_one", compile_one)
+    began = time.monotonic()
+    with pytest.raises(T.UserError, match="the second does not fit"):
+        T.compile_all(BRIEF, mesh_of(1), T.PLAIN, lambda line: None)
+    assert time.monotonic() - began < 20 and len(started) <= 4
+    over.set()
+
+
+def test_a_command_with_an_error_does_not_wait_for_threads():
+    code = "import train_gpt as T, concurrent.futures as f, time\n"
+    code += "f.ThreadPoolExecutor(1).submit(time.sleep, 60)\nprint('so far')\nT.end_process(2)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=40, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (2, b"so far\n")
 
 
 def test_on_one_process_no_message_speaks_of_others(monkeypatch, capsys):

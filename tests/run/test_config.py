@@ -162,7 +162,9 @@ BAD_SETTINGS = {
     "stages.1.share=0": "stages.1.share=0.0 is not valid: above 0; only the last may be 0, the ext",
     "stages.3.windows=8,64": "stages.2.share=0.0 is not valid",
     "steps=3": "steps=3 is not valid: one for each stage: 4 are enough",
-    "stages.1.batch_tokens=500": "=500 is not valid: as many rows as stages.0, of 2 tokens or more",
+    "stages.1.batch_tokens=500": "=500 is not valid: a multiple of row_tokens=64",
+    "stages.1.batch_tokens=256": "=256 is not valid: 8 rows of 64, as in stages.0",
+    "stages.1.row_tokens=1": "stages.1.row_tokens=1 is not valid: 2 or more",
     "stages=()": "stages=() is not valid: one or more",
     "stages.0.windows=(0, 0)": "stages.0.windows.0=0 is not valid: it must be positive",
     "preset=../evil": "preset='../evil' is not valid: letters, digits",
@@ -210,10 +212,9 @@ def test_config_survives_json(cfg):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda fields: fields.pop("stages"), "stages"),
+        (lambda fields: fields["stages"][0].pop("share"), "stages.0: share is missing, and has no"),
         (lambda fields: fields.update(softcap=30.0), "another train_gpt.py .*softcap"),
         (lambda fields: fields.update(layers=11), "layers=11 is not valid"),  # before record 92
-        (lambda fields: fields["layers"][0].pop("x0"), "another train_gpt.py .*x0"),
         (lambda fields: fields["stages"][0].update(weights=[1.0, "a"]), "weights.1='a'"),
     ],
 )

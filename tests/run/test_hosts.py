@@ -1,6 +1,7 @@
 """Which processes a process joins and waits for, and the accelerators that jax does not see."""
 
 import http.server
+import os
 import socket
 import threading
 import time
@@ -59,6 +60,7 @@ def test_a_tpu_joins_the_others_of_its_slice_if_there_are_any(
             asked.append(self.path)
 
     asked = []
+    monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -66,6 +68,8 @@ def test_a_tpu_joins_the_others_of_its_slice_if_there_are_any(
         port = 1 if metadata == "no answer" else server.server_port
         monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{port}")
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        T.join_hosts(None, None, None)
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # one host by itself, on purpose
         T.join_hosts(None, None, None)
         server.shutdown()
     assert joined == [(None, None, None, None)] * joins
@@ -152,10 +156,25 @@ def test_a_long_wait_for_other_processes_is_said_and_has_an_end(joined, monkeypa
         T.join_hosts(None, None, None)
     assert capsys.readouterr().out.startswith(f"{line}SLURM_STEP_NUM_TASKS=4, so `srun` must start")
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     with pytest.raises(T.UserError, match="the hosts of this TPU slice, a,b, must all start it"):
         T.join_hosts(None, None, None)
     over.set()
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_a_launcher_that_are_not_connected_are_refused(joined, monkeypatch, variable):
+    """As by torchrun or mpirun: each would train a whole run with the same seed."""
+    monkeypatch.setenv(variable, "1")
+    T.join_hosts(None, None, None)
+    monkeypatch.setenv(variable, "2")
+    words = f"{variable}=2, .*: give each --coordinator HOST:PORT --processes 2 --process-id I, or"
+    with pytest.raises(T.UserError, match=words):
+        T.join_hosts(None, None, None)
+    assert not joined
+    T.join_hosts("127.0.0.1:1", 2, 1)
+    assert len(joined) == 1
 
 
 # ---- Accelerators that jax does not see --------------------------------------------------------
@@ -198,6 +217,11 @@ def test_an_accelerator_that_jax_does_not_see_is_one_line(
     assert refusal in capsys.readouterr().err
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert T.main(["tiny"]) == 0 and capsys.readouterr().out == "" and done[-1] == "tiny"
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    for hidden in ("", "-1"):  # no GPU, on purpose
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert T.main(["tiny"]) == 0
+        assert bool(capsys.readouterr().out) == (words == TPU_PLUGIN)
 
 
 # ---- GPUs: of two kinds, taken, or with other libraries ----------------------------------------
@@ -321,6 +345,42 @@ def test_the_loss_is_in_one_chunk_where_that_fits_or_is_wanted(machine):
     name = "grads3"
     line = T.too_large(cfg, mesh, name, 27.9 * 2**30, 28 * 2**30)
     assert line.endswith("add --set whole_loss=never, or use more devices")
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 0}])
+def test_a_gpu_that_does_not_report_its_memory_is_not_refused(monkeypatch, machine, stats):
+    """As with XLA_PYTHON_CLIENT_ALLOCATOR=platform. Only the loss is not computed in one chunk."""
+    machine("H100")
+    (gpu,) = T.all_devices()
+    gpu.memory_stats = lambda: stats
+    monkeypatch.setattr(T, "all_devices", lambda: [gpu])
+    assert T.settings_here(T.PRESETS["speedrun"]) == []
+    cfg, mesh = T.make_mesh(T.PRESETS["speedrun"])
+    T.check_memory(cfg, mesh)
+    assert T.memory_line(cfg, mesh).endswith("GiB; this device does not report its memory")
+    assert T.with_whole_loss(cfg, mesh, T.memory_limit(mesh)).whole_loss == "never"
+
+
+def test_limits_of_a_container_hold(monkeypatch, tmp_path):
+    """Those of a cgroup and of all around it; "max" is none."""
+    own = tmp_path / "jobs/one"
+    own.mkdir(parents=True)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "jobs/memory.max").write_text(f"{2 * 2**30}\n")
+    (own / "memory.max").write_text(f"{3 * 2**30}\n")
+    (own / "cpu.max").write_text("150000 100000\n")
+    read = T.Path.read_text
+    groups = {"/proc/self/cgroup": "1:name=systemd:/\n0::/jobs/one\n"}
+    monkeypatch.setattr(T.Path, "read_text", lambda path: groups.get(str(path)) or read(path))
+    found = T.cgroup_values
+    assert [*found("memory.max", tmp_path)] == [str(3 * 2**30), str(2 * 2**30), "max"]
+    assert found("cpu.max", tmp_path) == ["150000 100000"]
+    monkeypatch.setattr(T, "cgroup_values", lambda name: found(name, tmp_path))
+    assert T.machine_bytes() == 2 * 2**30 and T.cpu_cores() == 1
+    (own / "cpu.max").write_text("max 100000\n")
+    assert T.cpu_cores() == len(os.sched_getaffinity(0))
+    groups["/proc/self/cgroup"] = "0::/elsewhere\n"  # the container sees its own as the root
+    assert found("memory.max", tmp_path) == ["max"]
 
 
 @pytest.mark.parametrize("gib", [0.5, 1.5, 3])

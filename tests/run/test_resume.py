@@ -58,10 +58,9 @@ def copy(run, tmp_path) -> T.Path:
 @pytest.fixture(autouse=True)
 def signals_as_they_were():
     """A run listens to them until its process ends."""
-    before = {number: signal.getsignal(number) for number in T.STOPS}
+    before = T.signal_handlers()
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    T.set_handlers(before)
 
 
 def content(folder) -> dict:
@@ -103,15 +102,42 @@ def test_resumed_run_ends_exactly_as_the_uninterrupted_one(train, tmp_path, cfg)
     assert any(line.startswith("resumed after 4 of 8 steps from ") for line in said)
 
 
-def test_later_checkpoints_go_when_an_older_one_is_resumed_from(copy):
-    """At once: if the run is killed before its next one, the log would lack their steps."""
-    folder = copy / "checkpoints"
-    older, newer = T.checkpoint_steps(folder)
-    saved = T.find_checkpoint(folder / str(older))
-    T.open_log(saved.cfg, facts(copy), copy.parent, saved, lambda line: None)  # then it is killed
-    assert T.checkpoint_steps(folder) == [older] != [newer]
-    steps = [line["step"] for line in metrics(copy) if "train_loss" in line]
-    assert steps == [*range(1, older + 1)]
+@pytest.mark.parametrize("fails", ["compile_all", "warm_up", "load_state", "start_copies"])
+def test_a_resume_that_fails_before_training_changes_no_file(train, copy, monkeypatch, fails):
+    """Not even what it will delete or cut: the run can be resumed later, or elsewhere."""
+    saved = back_to(copy, 4)
+    (copy / "checkpoints/.8").mkdir()
+    with open(copy / "log.txt", "a") as file:
+        file.write("of lost steps\n")
+    before = content(copy), sorted(copy.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(T, fails, lambda *_: (_ for _ in ()).throw(T.UserError("no")))
+        with pytest.raises(T.UserError, match="no"):
+            T.train(replace(saved.cfg, devices=2), copy.parent, "", saved, lambda line: None)
+    assert (content(copy), sorted(copy.rglob("*"))) == before
+
+
+def test_only_what_the_program_has_hidden_is_deleted(train, copy):
+    saved = back_to(copy, 4)
+    own = "checkpoints/4-backup", "checkpoints/keep", "best/mine", "checkpoints/.mine"
+    hidden = "checkpoints/.8", "checkpoints/.old-2", "best/.old-3"
+    for name in (*own, *hidden):
+        (copy / name).mkdir(parents=True)
+    train(saved.cfg, copy.parent, saved)
+    assert all((copy / name).exists() for name in own)
+    assert not any((copy / name).exists() for name in hidden)
+
+
+def test_an_older_checkpoint_is_refused_while_a_newer_one_is_there(copy, capsys):
+    """With the commands for either wish; nothing is deleted."""
+    back_to(copy, 8)
+    before = content(copy)
+    assert T.main(["--resume", str(copy / "checkpoints/4")]) == 2
+    line = capsys.readouterr().err
+    for words in (["--resume", copy], ["--start", copy / "checkpoints/4"]):
+        assert T.command_for(T.__file__, *words) in line
+    assert "is not the newest checkpoint: continue from step 8" in line
+    assert content(copy) == before
 
 
 def test_a_last_checkpoint_for_which_there_was_no_room_is_made_later(train, run, copy, monkeypatch):
@@ -245,7 +271,7 @@ def test_of_a_folder_of_runs_the_newest_is_taken_which_is_said(run, tmp_path):
     newest = runs[1] / "checkpoints/8"
     assert T.find_checkpoint(tmp_path, said.append).folder == newest
     assert said == [f"the newest checkpoint of the runs in {tmp_path}: {newest}"]
-    with pytest.raises(T.UserError, match="no checkpoint in .*empty: name a run that has one"):
+    with pytest.raises(T.UserError, match="no complete checkpoint in .*empty: name a run that has"):
         T.find_checkpoint(runs[2], pytest.fail)
 
 
@@ -259,7 +285,7 @@ def test_finished_run_is_not_resumed(copy, capsys, kept):
     assert T.main(["--resume", str(copy)]) == 2
     again = T.command_for("train_gpt.py", "--start", copy, "--set", "steps=N")
     line = f"{copy} is finished: there is nothing to resume; to train longer, {again}"
-    line = line if kept else "no checkpoint in "
+    line = line if kept else "no complete checkpoint in "
     assert line in capsys.readouterr().err
     assert content(copy) == before
 
@@ -283,19 +309,84 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
     assert content(copy) == before
 
 
-def test_a_run_is_not_resumed_by_another_source(train, copy):
-    """It would not go on as it began."""
-    saved = back_to(copy, 4)
-    saved.meta["source_sha256"] = "0"
+def rewrite_meta(checkpoint, change):
+    """Let `change` edit what a checkpoint's meta.json holds."""
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    change(meta)
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_run_is_not_resumed_by_another_source(copy, capsys, renamed):
+    """It would not go on as it began. This is the reason that is given, too, where the other source
+    had other settings."""
+    back_to(copy, 4)
+
+    def change(meta):
+        meta["source_sha256"] = "0"
+        if renamed:
+            meta["config"]["of_old"] = meta["config"].pop("tail")
+
+    rewrite_meta(copy / "checkpoints/4", change)
     before = content(copy)
-    words = "train_gpt.py is not what .* began with: its log has that, so first .* --resume "
-    with pytest.raises(T.UserError, match=words) as error:
-        train(saved.cfg, copy.parent, saved)
+    assert T.main(["--resume", str(copy)]) == 2
+    line = capsys.readouterr().err
     assert content(copy) == before
-    extract, again = re.search("first (head -c .*) > old.py, then (.*)$", str(error.value)).groups()
+    words = "train_gpt.py is not what .* began with: its log has that, so first (.*) > old.py, "
+    words += "then "
+    extract, again = re.search(f"{words}(.*)\n$", line).groups()
     found = subprocess.run(extract, shell=True, stdout=subprocess.PIPE, check=True).stdout
     assert found.decode() == T.SOURCE
     assert shlex.split(again)[1:] == ["old.py", "--resume", str(copy)]
+
+
+def test_a_config_of_another_version_is_read_where_that_is_possible(copy, monkeypatch, capsys):
+    """A field that it did not have takes its default. One that is gone does not matter if it had
+    the value that changed nothing; otherwise it is named."""
+    saved = T.find_checkpoint(copy / "checkpoints/8")
+    checkpoint = shutil.copytree(copy, copy.parent / "old") / "checkpoints/8"
+
+    def change(meta):
+        del meta["config"]["ngram_drop"], meta["config"]["layers"][0]["xsa"]
+        meta["config"] |= {"gone": [0, 1]}
+        meta["config"]["stages"][0] |= {"too": 3}
+
+    rewrite_meta(checkpoint, change)
+    for removed, unknown in (({}, "gone=[0, 1]"), ({"gone": [0, 1]}, "too=3")):
+        monkeypatch.setattr(T, "REMOVED", removed)
+        assert T.main(["--start", str(checkpoint), "--show"]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"error: settings of another train_gpt.py ({unknown}): use that ")
+    monkeypatch.setattr(T, "REMOVED", {"gone": [0, 1], "too": 3})
+    assert T.find_checkpoint(checkpoint, pytest.fail).cfg == saved.cfg
+    rewrite_meta(checkpoint, lambda meta: meta["config"]["stages"][0].pop("share"))
+    with pytest.raises(T.UserError, match="stages.0: share is missing, and has no default"):
+        T.find_checkpoint(checkpoint, pytest.fail)
+
+
+def test_a_checkpoint_without_its_run_serves_a_sample_and_a_new_run_only(copy, tmp_path, capsys):
+    alone = shutil.copytree(copy / "checkpoints/8", tmp_path / "only/8")
+    assert T.find_checkpoint(alone, pytest.fail).step == 8
+    backup = shutil.copytree(alone, copy / "checkpoints/8.bak")
+    assert T.checkpoint_to_resume(backup, pytest.fail).folder == backup
+    assert T.main(["--resume", str(alone)]) == 2
+    start = T.command_for(T.__file__, "--start", alone)
+    assert f"{alone} is not in the folder of its run: copy it there, " in capsys.readouterr().err
+    assert start
+
+
+def test_file_names_of_a_checkpoint_do_not_leave_its_folder(copy):
+    outside = copy / "params.x.0.npy"
+    np.save(outside, np.zeros(3))
+    size = outside.stat().st_size
+
+    def change(meta):
+        meta["files"]["../../params.x.0.npy"] = size
+
+    rewrite_meta(copy / "checkpoints/8", change)
+    said = []
+    assert T.find_checkpoint(copy, said.append).step == 4
+    assert "../../params.x.0.npy is incomplete" in said[0]
 
 
 def test_commands_that_are_printed_can_be_typed_in(tmp_path, monkeypatch):
@@ -319,7 +410,9 @@ def test_how_a_run_is_computed_may_change_when_it_goes_on(copy, monkeypatch, cap
     words = "drop PRESET, --seed, --show, --set but for devices, kernels, "
     assert words in capsys.readouterr().err
     before = (copy / "log.txt").read_text()
-    with pytest.raises(pytest.fail.Exception):
+    monkeypatch.setattr(T, "compile_all", lambda *_: ({}, {}))
+    monkeypatch.setattr(T, "ask_to_stop", lambda say: pytest.fail("training begins"))
+    with pytest.raises(pytest.fail.Exception, match="training begins"):
         T.main(["--resume", str(copy), "--set", "recompute=1", "loss_chunk=32"])
     config = facts(copy)["config"]
     assert (config["recompute"], config["loss_chunk"], config["steps"]) == (True, 32, 8)
@@ -362,7 +455,7 @@ def signal_at(patch, number: int, at: int):
 def test_a_stop_before_a_resumed_run_has_done_a_step_writes_no_checkpoint(train, copy, monkeypatch):
     """The disk has that state; it may be large, and the time short."""
     saved = back_to(copy, 4)
-    monkeypatch.setattr(T, "ask_to_stop", lambda: lambda step: signal.SIGTERM)
+    monkeypatch.setattr(T, "ask_to_stop", lambda say: lambda step: signal.SIGTERM)
     monkeypatch.setattr(T.RunLog, "save", lambda *_: pytest.fail("writes it again"))
     with pytest.raises(SystemExit) as stopped:
         train(replace(EIGHT, checkpoint_every=4), copy.parent, saved)
@@ -414,6 +507,18 @@ def test_the_same_signal_twice_is_one_wish_and_later_it_ends_the_process(monkeyp
     assert asked(3) == signal.SIGINT and not ended
     os.kill(os.getpid(), signal.SIGINT)
     assert ended == [130]
+
+
+def test_time_for_which_a_process_was_suspended_is_reported(monkeypatch):
+    """As by Ctrl-Z and fg."""
+    now, said = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    asked = T.ask_to_stop(said.append)
+    assert asked(0) == 0
+    now[0] = 20.0
+    os.kill(os.getpid(), signal.SIGCONT)
+    assert asked(1) == 0 and asked(2) == 0
+    assert said == ["warning: suspended for up to 20 s, which training time includes"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
@@ -509,12 +614,16 @@ def test_the_best_stays_beside_the_last_and_is_told(tmp_path, shards, monkeypatc
     assert said[warning - 1].startswith("step:5/8 val_loss:2.7")
 
 
-def test_no_other_model_is_kept_if_the_last_is_best_or_nobody_has_asked(
+def test_the_last_is_kept_as_the_best_and_nothing_if_nobody_has_asked(
     tmp_path, shards, monkeypatch
 ):
+    """The averaged weights, also where no checkpoint is written at the end."""
     losses = [4.0, 3.0, 3.2, 2.5, 2.6, 2.7, 2.8, 2.9, 2.4]
-    run, said = run_with(losses, tmp_path, shards, monkeypatch)
-    assert not (run / "best").exists() and "validation was lowest at the end; " in said[-1]
+    run, said = run_with(losses, tmp_path, shards, monkeypatch, checkpoint_end="never")
+    assert T.checkpoint_steps(run / "best") == [8] and steps_of(run)[-1] == "6"
+    assert "validation was lowest at the end; " in said[-1]
+    averaged, before = arrays(run / "best/8"), arrays(run / "checkpoints/6")
+    assert not np.array_equal(averaged["params.mlp_bank"], before["params.mlp_bank"])
     rest = iter([4.0, 2.0, 3.0])
     monkeypatch.setattr(T, "evaluate", lambda *_: (next(rest), 0))
     plain = trained(replace(BRIEF, devices=2, val_every=2), tmp_path, shards)
@@ -528,5 +637,40 @@ def test_a_resumed_run_knows_its_best_and_forgets_one_of_lost_steps(tmp_path, sh
     shutil.copytree(run / "best/3", run / "best/7")
     assert saved.step == 6
     again, said = run_with(losses[7:], tmp_path, shards, monkeypatch, saved)
-    assert again == run and T.checkpoint_steps(run / "best") == [3]
-    assert "lowest after 3 steps" in said[-1] and facts(run)["best"]["step"] == 3
+    assert again == run and T.checkpoint_steps(run / "best") == [3, 7]  # nothing is deleted
+    assert f"lowest after 3 steps, 2.5000 ({run}/best has" in said[-1]
+    assert facts(run)["best"]["step"] == 3
+    shutil.rmtree(run / "best/3")
+    run_with([2.9, 3.0], tmp_path, shards, monkeypatch, back_to(run, 6))
+    (last,) = [path for path in (run / "best").iterdir()]
+    assert last.name == "7"
+
+
+def test_a_run_is_not_resumed_from_its_best_which_has_parameters_only(
+    tmp_path, shards, monkeypatch, capsys
+):
+    """Nor is the rest of the run touched. Where there is no checkpoint, the best is named."""
+    run, _ = run_with([4.0, 3.0, 3.2, *[3.3] * 6], tmp_path, shards, monkeypatch)
+    back_to(run, 6)
+    before = content(run)
+    for place in ("best", "best/1"):
+        assert T.main(["--resume", str(run / place)]) == 2
+        start = T.command_for(T.__file__, "--start", run / "best/1")
+        words = f"{run}/best/1 holds parameters only: start a new run with them: {start}"
+        assert words in capsys.readouterr().err
+    assert content(run) == before
+    shutil.rmtree(run / "checkpoints")
+    for option in ("--resume", "--start"):
+        assert T.main([option, str(run)]) == 2
+        words = f"no complete checkpoint in {run}: {run}/best has parameters, for a new run or"
+        assert words in capsys.readouterr().err
+
+
+def test_a_new_best_is_there_before_the_old_one_is_deleted(tmp_path, monkeypatch):
+    """A process that is killed between these leaves both."""
+    shards = [("params.x.0.npy", np.zeros(3))]
+    T.write_checkpoint(tmp_path / "best", iter(shards), {"step": 3})
+    monkeypatch.setattr(T, "remove_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        T.write_checkpoint(tmp_path / "best", iter(shards), {"step": 5})
+    assert T.checkpoint_steps(tmp_path / "best") == [3, 5]

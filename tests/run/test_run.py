@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, small_config
 from programs import by_name, mesh_of, programs_of, quick_compilation
 from training import (
     BRIEF,
@@ -170,7 +170,13 @@ def test_run_json_has_exactly_these_facts(run, monkeypatch):
         "source_sha256": hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest(),
         "versions": T.versions(),
         "devices": {"kind": "cpu", "count": 2, "platform": "cpu", "processes": 1},
-        "choices": {"kernels": T.pick_kernels(CFG, jax.devices()[0])[1], "compiler_options": {}},
+        "choices": {
+            "kernels": T.pick_kernels(CFG, jax.devices()[0])[1],
+            "whole_loss": "never",
+            "micro_batches": [2],
+            "loss_chunks": [1],
+            "compiler_options": {},
+        },
         "data": {
             path.name: {
                 "bytes": path.stat().st_size,
@@ -191,6 +197,38 @@ def test_run_json_has_exactly_these_facts(run, monkeypatch):
     assert {path.name for path in run.dir.iterdir()} == {
         "log.txt", "metrics.jsonl", "run.json", "checkpoints"
     }  # fmt: skip
+
+
+def test_sizes_that_a_machine_decides_are_among_the_choices():
+    """Of every stage, and of each number of candidates; lengths of rows only if they are others."""
+    cfg = small_config(loss_chunk=16, micro_tokens=64)
+    mesh = mesh_of(2)
+    on_devices = T.make_mesh(replace(cfg, devices=2))[0]
+    chosen = T.sizes_chosen(cfg, on_devices, mesh, T.PLAIN)
+    assert chosen["micro_batches"] == [2, 4, 4] and chosen["whole_loss"] == "auto"
+    assert chosen["loss_chunks"] == [1, 4, 4]  # 32 tokens of 34, 64 of 23, 64 of 16 at a time
+    fused = T.PLAIN._replace(cross_entropy=T.fused_cross_entropy)
+    whole = replace(on_devices, whole_loss="always")
+    assert T.sizes_chosen(cfg, whole, mesh, fused)["loss_chunks"] == [1, 1, 1]
+    assert "row_tokens" not in chosen
+    many = T.for_devices(T.PRESETS["speedrun"], 16)
+    chosen = T.sizes_chosen(T.PRESETS["speedrun"], many, SimpleNamespace(size=16), T.PLAIN)
+    assert chosen["row_tokens"] == [8192, 16384, 24576, 20480, 8192]
+
+
+@pytest.mark.parametrize("row, chunk, words", [
+    (8 * 4096, 4800, []), (32_771, 4800, ["attention computes 1,073,938,441 scores per head at o"]),
+    (2 * 1009, 4800, []), (2 * 1009, 1000, ["the loss takes 1,009 chunks per row"]),
+])  # fmt: skip
+def test_a_row_with_few_divisors_is_warned_of(row, chunk, words):
+    stage = T.Stage(1.0, 8 * row, row, 0, (128, 384))
+    cfg = small_config(stages=(stage,), extension=0, val_row=64, loss_chunk=chunk)
+    said = []
+    T.warn_of_rows(cfg, T.PLAIN, said.append)
+    assert len(said) == len(words)
+    for line, part in zip(said, words, strict=True):
+        odd = f"warning: stages.0.row_tokens={row} has few divisors"
+        assert line.startswith(f"{odd}: {part}") and line.endswith(": choose a multiple of 128")
 
 
 def test_terminal_says_how_it_went(run, train, tmp_path):
@@ -453,9 +491,10 @@ def test_a_disk_that_stays_full_leaves_the_last_good_checkpoint_and_the_result(
     )
     words = "has ended well, but there is no checkpoint of step 8: the disk is full$"
     with pytest.raises(T.UserError, match=words):
-        train(CFG, tmp_path / "logs", say=said.append)
+        train(replace(CFG, sample_tokens=5), tmp_path / "logs", say=said.append)
     (folder,) = (tmp_path / "logs").iterdir()
-    assert said[-1].startswith("target 10.0 met: val_loss ")
+    (end,) = [i for i, line in enumerate(said) if line.startswith("target 10.0 met: val_loss ")]
+    assert said[end + 1].startswith("bits per byte of the validation text: ")  # a sample, too
     assert facts(folder)["finished"] is True and without_times(folder) == without_times(run.dir)
     assert steps_of(folder) == ["2"] and facts(folder)["missing"].startswith("there is no checkpoi")
 
@@ -493,6 +532,34 @@ def test_a_disk_that_is_full_from_the_beginning_ends_the_run_before_it_compiles(
     monkeypatch.setattr(os, "replace", no_space)
     with pytest.raises(T.UserError, match=words):
         train(CFG, tmp_path)
+
+
+def test_a_disk_that_cannot_rename_folders_ends_the_run_before_it_compiles(
+    train, tmp_path, monkeypatch
+):
+    """As a bucket: checkpoints would be written, and thrown away."""
+    rename = os.rename
+
+    def files_only(before, after):
+        if os.path.isdir(before):
+            raise OSError(24, "Too many open files")
+        return rename(before, after)
+
+    monkeypatch.setattr(os, "rename", files_only)
+    monkeypatch.setattr(T, "compile_all", partial(pytest.fail, "went on to compile"))
+    words = "cannot write .*folders cannot be renamed there: .*gcsfuse.*: name another --out"
+    with pytest.raises(T.UserError, match=words):
+        train(CFG, tmp_path)
+
+
+def test_signals_end_a_run_at_once_when_nothing_is_left_to_be_saved(train, tmp_path, monkeypatch):
+    """While it makes the sample; before that they are asked to wait."""
+    seen = []
+    before = T.signal_handlers()
+    monkeypatch.setattr(T, "demonstrate", lambda *_: seen.append(T.signal_handlers()))
+    monkeypatch.setattr(T.RunLog, "ended", lambda log: seen.append(T.signal_handlers()))
+    train(replace(CFG, sample_tokens=5), tmp_path)
+    assert seen[0] != before and seen[1] == before
 
 
 def test_a_terminal_that_cannot_be_written_does_not_end_the_run(train, tmp_path):
