@@ -3,11 +3,12 @@
 What it does: `speedrun` trains the model of record 92 of the modded-nanogpt speedrun
 (github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024) on 329 M tokens of FineWeb, in 1194
 steps, to a validation loss of 3.28. `tiny` trains the same at toy size, `plain` a plain GPT.
-What it holds: parameters as a dict of arrays, Muon and Adam by hand, 40 ideas with a switch each,
-data parallelism, a loader, kernels for TPUs and GPUs, checkpoints that resume exactly.
-How fast: a laptop trains `tiny` in a minute; an H200 needs 53 s for the steps of `speedrun` with an
-eighth of each batch. How sure: both are measured, and tests hold losses, gradients and updates to
-the original's; nobody has timed a whole `speedrun` yet. README.md says what is predicted.
+What it contains: parameters as a dict of arrays, hand-written Muon and Adam, a switch for each idea
+(IDEAS), data parallelism, a loader, kernels for TPUs and GPUs, checkpoints that resume exactly.
+Measured: two CPU cores train `tiny` in less than a minute. An earlier version (commit 21b3d1f) ran
+all steps of `speedrun` at an eighth of the batch size in 54 s on one H200. This version has not run
+on a GPU, and no version on a TPU. Nobody has timed a whole `speedrun`; README.md has predictions.
+Tests compare losses, gradients and updates with the original's.
 
     python train_gpt.py                    # without an accelerator: `tiny`
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
@@ -385,7 +386,8 @@ PRESETS = {
     ),
     "speedrun": Config(),
     # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 have 320, 361, 374 +
-    # 52, 67 and 20 steps. Here they have about 988 / 1122 of these, but the same 52 and 20.
+    # 52, 67 and 20 steps; here 282, 317, 330 + 52, 59 and 20: about 988 / 1122 of the record's,
+    # except for the 52 and the 20, which are the same.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -578,7 +580,7 @@ class Aims(NamedTuple):
     positions among those of their row; else they are ids."""
 
     candidates: np.ndarray  # int32 [b, candidates] ids, ascending; none: every id is one
-    targets: np.ndarray  # int32 [b, t] the next token; -1: none
+    targets: np.ndarray  # int32 [b, t] the next token; -1 in a whole row that only pads a batch
     prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
 
 
@@ -704,16 +706,19 @@ NGRAMS = "ngram_table"
 def param_table(cfg: Config) -> dict[str, Param]:
     """Name -> Param: every parameter, its size, its start and how it learns.
 
-    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape;
-    attention_weights and mlp_weights take them out again:
-        qk_bank [2 n / qk_heads per attention, qk_heads h, d]: parts of q, then of k; x W^T. With
-            qk_heads=0 these are [2 per attention, d, d]
-        vo_bank [2 per attention, d, d]: v, then o; x W^T
+    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape.
+    A bank is one array in the state and in the copies; in the model it is a list of its matrices
+    (gather_banks), from which attention_weights and mlp_weights take those of a layer:
+        qk_bank [(n + kv_heads) / qk_heads per attention, qk_heads h, d]: parts of q, then of k;
+            x W^T. kv_heads=0 counts as n. With qk_heads=0 it is [2 per attention, d, d]
+        vo_bank [2 per attention, d, d]: v, then o; x W^T. If heads share keys and values
+            (kv_heads), it is [1 per attention, d, d] with o, and v_bank has v
         mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
     Down-projections start at zero, as output projections may (o_start): a layer begins by adding
     nothing. An orthogonalized update has unit singular values whatever the shape, so it changes an
     output element less as the output grows; sqrt(f / d) makes up for that in the up-projections
-    (Jordan et al. 2024). The down-projections get twice as much, found by trial (record 48).
+    (Jordan et al. 2024). The down-projections get twice as much; the original found that by trial
+    (record 48).
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
@@ -822,9 +827,10 @@ def init_state(cfg: Config, seed):
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
     """What the model computes with: large parameters in cfg.dtype, small ones as they are. `gather`
-    makes tables whole; banks stay cut over the devices, each step gathers them. The n-gram table
-    has no copy: no device ever holds all of it. Each value table is an array of its own: a TPU
-    looks up rows twice as fast in a table that fits its VMEM."""
+    returns whole tables; banks stay sharded, and each step gathers them. The n-gram table has no
+    copy: with several devices, none of them ever holds all of it. Each value table is an array of
+    its own, because a TPU is predicted to look up rows twice as fast in a table that fits its
+    VMEM (records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
@@ -852,7 +858,8 @@ def gradients_like(copies: dict) -> dict:
 
 
 class Kernels(NamedTuple):
-    """Where Part V may put something faster, the same up to rounding. The plain forms are PLAIN."""
+    """Functions that Part V may replace with faster ones, whose results are equal up to rounding
+    (normed_product may round its factors to eight bits). The plain forms are PLAIN."""
 
     attend: Callable  # attend_heads with an attention
     cross_entropy: Callable
@@ -864,7 +871,9 @@ class Kernels(NamedTuple):
 class Model(NamedTuple):
     """What all layers share of a pass over a batch."""
 
-    params: dict  # the compute copies: large ones in cfg.dtype, small ones in float32
+    # The compute copies: large ones in cfg.dtype, small ones in float32; a bank is a list of its
+    # matrices (gather_banks), and value_tables is a list of tables.
+    params: dict
     cfg: Config
     kernels: Kernels
     stage: Stage | None  # whose windows and losses it has; None: those of validation
@@ -1066,8 +1075,8 @@ def squared_relu(x):
 
 def mix(*terms):
     """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
-    the gradients of the weights, sums over all tokens, are float32 too: in bfloat16 those of small
-    models were up to 45 % off."""
+    the gradients of the weights, which are sums over all tokens, are float32 too: a bfloat16 sum of
+    so many terms would lose most of its digits."""
     _, first = terms[0]
     total = 0.0
     for weight, x in terms:
@@ -1400,9 +1409,10 @@ def chunk_count(tokens: int, most: int) -> int:
 
 # ---- The step: what every device does ----------------------------------------------------------
 
-# Arranged for XLA in Part V, said plainly here:
-#     gather_banks    lax.all_gather of every bank; and a function that is lax.psum_scatter of its
-#                     gradients
+# Part V has versions of these two functions that suit XLA. What they compute:
+#     gather_banks    lax.all_gather of every bank, and a function that applies lax.psum_scatter to
+#                     the gradients of banks. `fetched`, the first input of the model, is returned
+#                     unchanged: the gathers start when it is there
 #     reduce_scatter  lax.psum_scatter of a sum
 
 
@@ -1532,8 +1542,8 @@ def rows_together(cfg: Config, b: int, t: int) -> int:
 
 
 def validation_model(cfg: Config, kernels: Kernels, copies, table, batch: Batch) -> Model:
-    """The Model with which a device validates its rows of a batch, and samples: its parameters are
-    whole, with those rows of the n-gram table that its tokens have."""
+    """The Model with which a device validates its rows of a batch (records/sample.py also uses it):
+    its parameters are whole, with the rows of the n-gram table that its tokens look up."""
     fetched = {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         _, fetched = fetch_requests(table, batch)
@@ -1590,9 +1600,12 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
 def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     """(state, compute copies of what changed, norms of gradients by parameter if cfg.log_norms)
     after an update of `due`: name -> this device's gradients of the steps since the last update, a
-    tuple. Each device receives its shard of their sum (reduce-scatter), updates it, and all gather
-    the results, already rounded: ZeRO. Large gradients cross the network in the compute dtype, as
-    in the original."""
+    tuple. Each device updates its shard of every large parameter (ZeRO). For head, embedding and
+    value tables it first receives its shard of the summed gradients (reduce-scatter), and then all
+    devices gather the updated shards, rounded to the compute dtype. The gradients of banks have
+    already been summed over devices by grads_step, and copies of banks stay sharded: each step
+    gathers them (gather_banks). The n-gram table has an exchange of its own, and no copy. Large
+    gradients cross the network in the compute dtype, as in the original."""
     new = {kind: dict(entries) for kind, entries in state.items()}
     norms = {}
     for name, grads in due.items():
@@ -1735,7 +1748,7 @@ def orthogonalize(x, dtype):
         gram = x @ x.mT
         return a * x + (b * gram + c * (gram @ gram)) @ x, None
 
-    # As a loop: the TPU's compiler takes twice as long for six copies of its matmuls.
+    # As a loop: the compiler for TPUs took twice as long to compile six copies of its matmuls.
     x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
     return x.mT if tall else x
 
@@ -1743,7 +1756,7 @@ def orthogonalize(x, dtype):
 # ---- Layout: how state and copies lie on the devices --------------------------------------------
 
 # A layout is a tree of shapes, dtypes and shardings, in place of the arrays that are to lie so.
-# What is `born` is made directly as its layout says: no device ever holds all of it.
+# `born` makes arrays directly in their layout, so that no device ever holds more than its shards.
 
 
 def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
@@ -1831,7 +1844,8 @@ def first_copies(cfg: Config, params, seed):
 #     adam                 every 2nd step: head, embedding, small ones; in `plain` every step
 #     tables               every 2nd step, later every 4th: value and n-gram tables
 #     finish, eval         at the end: averages of the last weights; the validation loss
-# An update sums the gradients over devices, changes a part on each, and gathers the result.
+# An update of head, embedding and value tables sums the gradients over devices, changes a shard on
+# each, and gathers the result. Banks are gathered, and their gradients summed, by grads0, ...
 
 
 class Program(NamedTuple):
@@ -2089,11 +2103,13 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # PART II: THE IDEAS OF THE RECORD
 # ================================================================================================
 
-# Each section holds an idea, or a few that belong together. Its head says what they do, which
-# record brought them, what that saved the original (M: millions of training tokens; or seconds of
-# the 39.9 of record 92), and what leaves each out (`--set without=NAME`, see IDEAS). Ideas that are
-# a line of the core, or a number, have no section: IDEAS says where they are. README.md's table has
-# what each saved. Part I calls an idea where its section stands in quotes.
+# Each section has one idea, or a few that belong together. Its head describes them, and has in
+# parentheses the record that introduced each idea, what it saved there, and the setting that turns
+# it off (`--set without=NAME`, see IDEAS). The savings are upstream's figures for its own program,
+# compared with the record before: M is millions of training tokens; seconds are of the 39.9 s of
+# record 92 on eight H100s; steps are from a pull request. Nobody has measured them with this file.
+# Ideas that are one line of the core, or a number, have no section: IDEAS says where they are.
+# README.md's table has all savings. Part I calls an idea where its section stands in quotes.
 
 # ---- The switches -------------------------------------------------------------------------------
 
@@ -2179,8 +2195,9 @@ def small_param(cfg: Config, shape, start, lr: float, betas: tuple, decay: float
 
 
 def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
-    """The row of a table whose rows tokens look up. A row whose moments are still zero neither
-    moves nor decays: rare tokens keep their start."""
+    """The row of a table whose rows tokens look up. A row whose moments are still zero does not
+    move, and with cautious decay it does not decay either: rare tokens keep their start. (With
+    cautious=0 all rows of value tables decay.)"""
     rates = (70, 5)  # the record's: most rows are seen seldom, and then move far
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
@@ -2228,7 +2245,7 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
         row = 0
         room = stage.row_tokens + 1
         for place, start, stop in zip(*(column[first:] for column in documents), strict=True):
-            # One by one: a list of a shard's 150,000 documents would take 30 ms a batch.
+            # One by one: a list of a shard's 150,000 documents took 20 to 30 ms per batch.
             start = int(start)
             stop = min(int(stop), start + stage.doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
@@ -2611,7 +2628,8 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
     return x_btd, targets, weights, pointer_chances(model, rows, x_btd)
 
 
-QUERIES_AT_ONCE = 1024  # that have scores at one time: those of 2048 do not fit a v6e's VMEM
+# Queries that have scores at one time. The scores of 2048 do not fit a v6e's VMEM (predicted).
+QUERIES_AT_ONCE = 1024
 
 
 def pointer_chances(model: Model, rows: Rows, x_btd):
@@ -2663,7 +2681,7 @@ def pointer_chances(model: Model, rows: Rows, x_btd):
 
 def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, PointerKeys]:
     """The queries and keys of all tokens, from the features behind the last layer. Both are normed:
-    without that its authors saw scores blow up."""
+    without that, its authors report, scores blew up."""
     cfg, params = model.cfg, model.params
     w_qk = params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width)
     qk = x_btd @ w_qk.T
@@ -2682,7 +2700,8 @@ def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, Poi
 @jax.custom_vjp
 def point(queries: PointerQueries, keys: PointerKeys):
     """pointer_chances [t, 2] of queries [t, ...] that see keys [s, ...]. Its own gradient keeps no
-    array [t, s] for the way back: for a row of 49,152 tokens that would be 0.8 GB each."""
+    array [t, s] for the backward pass: for a row of 49,152 tokens, and blocks of 2048 tokens
+    (pointer_reach), each such array would take up to 0.8 GB."""
     chances, _ = point_forward(queries, keys)
     return chances
 
@@ -2785,7 +2804,7 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 # ---- A table of hashed n-grams -------------------------------------------------------------------
 
 # Each token adds a vector of its bigram and one of its trigram. These are rows of a table of 42
-# million, cut over the devices; a hash says which row (records 62, 92: 7.1 s; without=ngrams).
+# million, sharded over the devices; a hash picks the row (records 62, 92: 7.1 s; without=ngrams).
 # N-grams that share a row are told apart by random signs (record 83: 8 M; without=signs). Hashes
 # see " The" as "the" (pull request 375: 15 steps; without=normalised).
 #
@@ -2919,7 +2938,7 @@ def capacity(batch_tokens: int, devices: int) -> int:
     different = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06)
     mean = different / devices
     most = mean + 5 * math.sqrt(mean)
-    return min(2 * tokens, math.ceil(most / 8) * 8)  # a multiple of 8
+    return min(2 * tokens, math.ceil(most / 8) * 8)  # a multiple of 8, but no more than there are
 
 
 def abstract_requested(cfg: Config, mesh: Mesh, update: Update) -> tuple:
@@ -3178,7 +3197,7 @@ def lambda_params(cfg: Config) -> dict[str, Param]:
         "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, of_mixing),
         # of what attention and MLP add to it
         "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, of_mixing),
-        # on q, k and v; in effect on v alone, as QK norm cancels the others
+        # on q, k and v; in effect only on v if there is QK norm, which cancels the others
         "qkv_lambda": small_param(cfg, (layers,), 0.5, 5, of_scalars),
         "o_lambda": small_param(cfg, (layers,), 1.0, 5, of_scalars),
     }
@@ -4195,7 +4214,8 @@ def first_alike(devices: list) -> int:
 # ---- Memory: what a run needs of a device, known from shapes before anything is compiled -------
 
 
-# Bytes that stay free. At its peak a run on an H200 had 2.2 GiB more than expected_bytes says.
+# Bytes that stay free. At its peak a run on an H200 (commit 21b3d1f) had some 2 GiB more than
+# expected_bytes returns for it.
 SPARE = 2 * 2**30
 
 
@@ -5773,7 +5793,7 @@ def say_what_else(say: Callable, devices: int):
     tool = command_for(Path(__file__).with_name("data") / "cached_fineweb10B.py", 9)
     download = f"pip install huggingface_hub && {tool}"
     say(f"next, {own_text}; or speedrun, which {here} can train: {download} && {command}")
-    say("(one H200 takes 6 minutes for it; what is expected of others: README, Hardware)")
+    say("(6 minutes on one H200, calculated from measured parts; predictions for others: README)")
 
 
 def shapes_of(cfg: Config) -> dict[str, tuple[int, ...]]:
@@ -5998,14 +6018,16 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     return {key: program for key, (program, _) in results.items()}, seconds
 
 
-# Collectives; 2d and nd are those of more than eight chips.
+# Names of collectives in the compiler's options. The last two are for more than eight chips (read
+# from compiled programs).
 OFFLOADED = "all_gather", "reduce_scatter", "dense_all_to_all", "2d_all_gather", "nd_reduce_scatter"
 
 
 def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
-    """Options of XLA for a run on such devices. By these SparseCores of TPUs move the data of
-    collectives beside other work, and add rows to tables. They do not look up rows: that would
-    slow down small gathers (jax issue 40553)."""
+    """Options of XLA for a run on such devices. With them the SparseCores of a TPU move the data of
+    collectives while its TensorCore computes, and add rows to tables. (That is read from compiled
+    programs; nobody has timed it on a TPU.) They do not look up rows: others report that this slows
+    down small gathers (jax issue 40553)."""
     if backend == "gpu":  # XLA would keep activations as float32 where it fuses operations
         return {"xla_allow_excess_precision": False}
     if backend != "tpu" or not cfg.sparse_cores:
@@ -6058,7 +6080,8 @@ def gather_banks(cfg: Config, copies, after):
     XLA starts a collective as early as it can, and needs its result as late as it can. The barrier
     starts these with `after`, the first input of the model. MLPs are gathered one matrix of each
     device at a time: the first layers need not wait for all of them. A gathered bank is a list of
-    matrices, see matrices_of. (update_step gathers the tables: no computation could hide that.)"""
+    matrices, see matrices_of. (update_step gathers the tables: it has little computation that could
+    hide that.)"""
     banks = {name: copies[name] for name in copies if name in updated(cfg, "anvil")}
     after, banks = lax.optimization_barrier((after, banks))
 
@@ -6084,8 +6107,9 @@ def matrices_of(bank):
 
 
 def join_matrices(_, grads):
-    """The gradient of a bank. An NVIDIA GPU copies each matrix while others are computed; there a
-    concatenation is one kernel at the end, and slow: for each number it looks up the matrix."""
+    """The gradient of a bank. An NVIDIA GPU copies each matrix while others are computed. There a
+    concatenation would be one kernel at the end, which looks up the matrix for each number: 0.2 ms
+    more in the longest step, calculated from pieces timed on an H100 (records/NOTES.md)."""
     if compiled_for() != "gpu":
         return (lax.concatenate(grads, 0),)
     bank = lax.empty((len(grads), *grads[0].shape[1:]), grads[0].dtype)
@@ -6097,17 +6121,18 @@ def join_matrices(_, grads):
 matrices_of.defvjp(lambda bank: (matrices_of(bank), None), join_matrices)
 
 
-# What a v6e's SparseCores send beside other work, by its compiled programs:
-SENT_BYTES = 13e6  # so many at once, or fewer
-SENT_ROWS = 32  # a multiple of so many
+# A v6e's SparseCores send a reduce-scatter beside other work if its result has at most SENT_BYTES
+# and a multiple of SENT_ROWS rows. This is read from compiled programs, not measured on a TPU.
+SENT_BYTES = 13e6
+SENT_ROWS = 32
 
 
 def reduce_scatter(arrays: tuple, dtype):
     """lax.psum_scatter of the sum of `arrays` [rows, d], added in float32 and rounded to `dtype`:
     this device's rows of the sum over all. Rows are added where the devices do not divide them. It
     goes in the fewest parts that the SparseCores can send; in one piece, if no split into up to
-    eight parts fits them. Each part is added up by itself: to cut the whole sum would be a pass
-    over memory."""
+    eight parts fits them. Each part is added up separately, as cutting the whole sum would take
+    another pass over memory (predicted: 0.2 s of a run on a v6e-8, records/NOTES.md)."""
     devices = lax.axis_size(AXIS)
     rows = -(-len(arrays[0]) // devices)
     row_bytes = arrays[0][0].size * dtype.itemsize
@@ -6367,9 +6392,10 @@ def token_losses(x_td, head_vd, targets, cfg: Config, pointing: bool):
     """(losses float32 [t, targets], Softmax). If `pointing`, the last target is `<copy>`, that of
     all tokens.
 
-    XLA for TPUs does all of this to a product while it is on the chip: no float32 [t, v] goes to
-    memory. The logits of the targets come once more, from their rows of the head: picking them out
-    of [t, v] by comparison takes longer. (For NVIDIA GPUs see loss_rows.)"""
+    In programs compiled for TPUs, all of this happens to a product while it is on the chip: no
+    float32 [t, v] goes to memory. The logits of the targets are computed a second time, from their
+    rows of the head. That is predicted to take two thirds of the time of picking them out of [t, v]
+    by comparison (records/NOTES.md). (For NVIDIA GPUs see loss_rows.)"""
     half = cfg.logit_cap[0] / 2
     z_tv = jnp.matmul(x_td, head_vd.T, preferred_element_type=jnp.float32)
     squashed_tv = squash(z_tv, cfg)
@@ -6603,22 +6629,23 @@ def run_kernel(name: str, grid: dict, refs: dict, body: Callable, tiles=None, in
 
 # ---- Attention for TPUs: all heads of a layer in one pass --------------------------------------
 
-# One pass over a row each way, in blocks of BLOCK tokens, or fewer that divide the row. The heads
-# of a block lie side by side as the projection left them, [t, n h]. What costs most around other
-# kernels is not attention. It is arrays that are transposed to [n, t, h], and QK norm and rotation
-# as passes of their own. Here they are done once for each block. Its values and rotated keys wait
-# in rings, in VMEM, as long as a window can reach them (2 MiB for short layers at a window of 640;
-# 9 in the backward pass, with their gradients).
+# One pass over a row in each direction, in blocks of BLOCK tokens, or fewer that divide the row.
+# The heads of a block are side by side as the projection left them, [t, n h]. All costs named here
+# are predicted from compiled kernels (records/NOTES.md); none of the kernels has run on a TPU. By
+# these predictions, what costs most around other attention kernels is not attention. It is arrays
+# that are transposed to [n, t, h], and QK norm and rotation as separate passes. Here these are done
+# once for each block. Its values and rotated keys wait in rings, in VMEM, as long as a window can
+# reach them (2 MiB for short layers at a window of 640; 9 in the backward pass, with gradients).
 #
-# Scores are kept as [keys, queries]. So what there is one of for each query (sum, gate, start of
-# the document) is a row, and costs nothing to broadcast. An array is standing if its tokens are
+# Scores are kept as [keys, queries]. So the numbers of which each query has one (sum, gate, start
+# of the document) form a row, which is cheap to broadcast. An array is standing if its tokens are
 # columns, [h, tokens], where the projection left them as rows. In the kernels queries, values,
-# outputs and all gradients are: so QK norm, rotation, XSA and gates are a few sums over rows. QK
-# norm bounds the scores: no running maximum. Blocks without visible keys are skipped. The
-# hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
+# outputs and all gradients are standing: QK norm, rotation, XSA and gates are then a few sums over
+# rows. QK norm bounds the scores, so no running maximum is needed. Blocks without visible keys are
+# skipped. The hardware's tiles have 128 columns: one wide head, or two narrow ones side by side.
 #
-# jax's own splash attention does not norm, rotate or gate: XLA has to, before and after it. That is
-# why these lines are here (records/NOTES.md has both beside each other).
+# jax's own splash attention does not norm, rotate or gate: XLA has to, before and after it. Both
+# together are predicted to take five to eight times as long as these kernels (records/NOTES.md).
 
 LOG2E = math.log2(math.e)  # the hardware's exponential is 2^x: queries are scaled by this as well
 LANES = 128  # columns of a tile
@@ -7232,8 +7259,9 @@ attend_tpu_arrays.defvjp(attend_tpu_forward, attend_tpu_backward)
 
 def standing_rope_tables(freqs, token_positions):
     """cos and sin [kinds, frequencies, t] of positions [kinds, t] * freqs, where these rise evenly
-    along a row. They follow from those of every 128th token and of the first 128 by the addition
-    theorem: a TPU is slow at cosines of all."""
+    along a row. They are computed by the addition theorem from those of every 128th token and of
+    the first 128. Cosines of all positions are predicted to take a TPU longer than some layers do
+    (records/NOTES.md)."""
     near = (token_positions[:, :128] - token_positions[:, :1])[:, None, None]
     far = token_positions[:, None, ::128, None]
     angles = [x.astype(jnp.float32) * freqs[None, :, None, None] for x in (far, near)]
@@ -7277,8 +7305,9 @@ def attend_tpu(heads: Heads, qkv, inputs: HeadInputs):
 
 # ---- Sums with weights of each token, for TPUs -------------------------------------------------
 
-# XLA makes ten passes of blend, each over a float32 sum in memory, and as many on the way back. In
-# one kernel a block of tokens stays in VMEM for all sources (21 arrays, twice each: 16 MiB).
+# In programs compiled for a v6e, XLA makes ten passes of blend, each over a float32 sum in memory,
+# and as many in the backward pass. In one kernel a block of tokens stays in VMEM for all sources
+# (21 arrays, twice each: 16 MiB). Predicted gain: 12 s of a run on a v6e-8 (records/NOTES.md).
 
 
 def blend_refs(x, weights, sources) -> tuple[dict, Callable, dict]:
@@ -7362,9 +7391,10 @@ blend_tpu.defvjp(lambda *arrays: (blend_tpu(*arrays), arrays), blend_tpu_backwar
 # ---- Gradients of tables for TPUs --------------------------------------------------------------
 
 # XLA scatters the rows of a lookup's gradient one by one, into zeros that it has to write first, in
-# float32 because a frequent id comes up thousands of times. On a TPU one-hot matrices do better:
-# where tokens are sorted by id, a tile of table rows meets few blocks of tokens, and each meeting
-# is one small matmul. Sums are float32, and every row of the table is written once, rounded.
+# float32 because a frequent id comes up thousands of times. On a TPU one-hot matrices are predicted
+# to do better, by 6 s of a run on a v6e-8 (records/NOTES.md): when tokens are sorted by id, a tile
+# of table rows meets few blocks of tokens, and each meeting is one small matmul. Sums are float32,
+# and every row of the table is written once, rounded.
 
 ROW_TILE = 256  # rows of a table that meet a BLOCK of tokens in one matmul
 
@@ -7466,15 +7496,16 @@ class Tiles(NamedTuple):
     stages: int  # tiles that are on their way at once
 
 
-# Bytes of shared memory that three stages take at most, where heads are 128 wide: those of
-# `key_gradients` on sm_100. Two take 74,240 on the chips that have the least, 99 KiB.
-# `records/bench.py --kernels STAGE` times other tiles.
+# Bytes of shared memory that three stages take at most if heads are 128 wide: of the programs that
+# were compiled, `key_gradients` on sm_100 takes the most. Two stages take 74,240 bytes on chips of
+# 99 KiB, which is the least. `records/bench.py --kernels STAGE` times other tiles.
 THREE_STAGES = 164_928
 
 
 def tiles_for(cfg: Config, device) -> Tiles:
-    """The best tiles for the shared memory of a GPU. Where jax does not say how much a block has,
-    it is the least of all since Ampere: 99 KiB."""
+    """The tiles that took the least time on an H100, with two stages instead of three if the shared
+    memory of this GPU is too small. (Nobody has timed the tiles on other GPUs.) If jax does not
+    report how much a block has, it is taken to be 99 KiB, the least of all GPUs since Ampere."""
     room = getattr(device, "shared_memory_per_block_optin", 101_376) * 128 / cfg.head_width
     return Tiles(64, 64, warps=4, stages=3 if room >= THREE_STAGES else 2)
 
@@ -7637,10 +7668,11 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
 
 # ---- Products and loss for NVIDIA GPUs ---------------------------------------------------------
 
-# Matmuls are a library's there, so their results go to memory, in bfloat16. Since Ada (2022) GPUs
-# multiply numbers of eight bits at twice the rate. That pays where an operand is narrow: rounding
-# the hidden layer of an MLP took as long as it saved. The original has both. Whether it costs loss
-# is not known to 0.001, so a run must ask for it:
+# Matmuls are a library's there, so their results go to memory, in bfloat16. By their data sheets
+# GPUs since Ada (2022) multiply numbers of eight bits at twice the rate. By times on an H100, that
+# pays where an operand is narrow: rounding the hidden layer of an MLP took as long as it saved. The
+# original multiplies MLPs and logits in eight bits. Whether it costs loss is not known to 0.001, so
+# a run must ask for it:
 #     --set kernels=attend,cross_entropy,normed_product
 
 E4M3 = jnp.float8_e4m3fn  # three bits of mantissa; beyond 448 all is nan
@@ -7673,7 +7705,9 @@ LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)
 def loss_rows(logits_tv, targets, weights, cfg: Config):
     """(losses float32 [t, targets], the gradients [t, v] of their weighted sum by the logits before
     the cap, in the memory of these). A step of the kernel goes through one row twice: the second
-    time it is in a cache. XLA reads it from memory again, and has 63 instructions for each logit.
+    time it is in a cache. XLA's own code reads it from memory again, and has 63 instructions for
+    each logit. (Timed alone on an H100, the loss took 13 % less with this kernel. No whole program
+    that has it was ever timed, see records/NOTES.md.)
 
     tanh is the chip's, off by up to 2^-11 of itself, as in the original."""
     a, b, c = cfg.logit_cap

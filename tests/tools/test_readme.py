@@ -14,6 +14,7 @@ import ideas
 import leaderboard as L
 import numpy as np
 import pictures
+import preflight
 import pytest
 from conftest import ROOT
 
@@ -192,6 +193,56 @@ def test_measured_times_in_the_notes_are_those_of_the_files():
     pieces = (MEASURED / "h100/pieces.txt").read_text()
     for name in ("grads0", "grads2"):
         assert f"{float(re.search(rf'^{name} +base +([0-9.]+)', pieces, re.M)[1]):.2f}" in notes
+
+
+def minutes_or_seconds(middle: float, low: float, high: float, unit: str) -> str:
+    """An estimate with its band, as the README writes it."""
+    digits = 1 if unit == "minutes" else 0
+    return f"{middle:.{digits}f} {unit} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def test_times_calculated_from_measured_parts_follow_from_the_files():
+    """As NOTES describes it. The band of computing is preflight's band of a GPU that was timed."""
+    notes = (ROOT / "records/NOTES.md").read_text()
+    found = json.loads((MEASURED / "h200/bench.json").read_text())
+    pieces = (MEASURED / "h100/pieces.txt").read_text()
+    alone = {row["name"]: row["ms"] for row in found["programs"]}
+    seconds = dict.fromkeys(("grads", "tables", "other"), 0.0)
+    for row in found["programs"]:
+        kind = re.match("grads|tables|", row["name"])[0] or "other"
+        seconds[kind] += row["steps"] * row["ms"] / 1e3
+    updates = seconds["tables"] + seconds["other"]
+    in_a_row = sum(row["steps"] * row["ms"] for row in found["rows"]) / 1e3 - updates
+    gradients = (seconds["grads"] + in_a_row) / 2
+    h100 = [
+        float(re.search(rf"^{name} +base +([0-9.]+)", pieces, re.M)[1]) / alone[name]
+        for name in ("grads0", "grads2")
+    ]
+    ratio = sum(h100) / 2
+    band = preflight.GPU_BANDS["measured"]
+    for machine, slower in (("one H200", 1.0), ("one H100", ratio)):
+        middle = (8 * gradients + updates) * slower / 60
+        shown = minutes_or_seconds(middle, middle / band, middle * band, "minutes")
+        row = re.search(rf"^\| {machine} \|.*$", section("Predicted"), re.M)[0]
+        assert shown in row, shown
+
+    fewest = updates / 8
+    most = seconds["other"] / 8 + seconds["tables"]
+    computing = (gradients + (fewest + most) / 2) * ratio
+    in_notes = re.search(r"([\d.]+) of the ([\d.]+) s stay in the open", notes)
+    in_the_open, links = map(float, in_notes.groups())
+    middle = computing + (in_the_open + links) / 2
+    low = computing / band + in_the_open
+    shown = minutes_or_seconds(middle, low, computing * band + 2 * links, "s")
+    assert shown in re.search(r"^\| 8xH100 \|.*$", section("Predicted"), re.M)[0], shown
+    assert shown in notes
+
+
+def test_the_form_for_records_lists_all_tracks():
+    form = (ROOT / ".github/ISSUE_TEMPLATE/record.yml").read_text()
+    listed = re.search(r"label: Track\n +description: (.*)", form)[1]
+    tracks = json.loads((ROOT / "records/tracks.json").read_text())
+    assert {*re.split(", | or ", listed)} == {*tracks}
 
 
 def test_the_measured_run_is_whole(tmp_path):
