@@ -131,6 +131,20 @@ def test_no_kernel_has_heads_that_share_keys():
     assert kernels.blend is not T.PLAIN.blend
 
 
+@pytest.mark.parametrize("stage", [None, CFG.stages[0]], ids=["validation", "training"])
+def test_without_documents_attention_crosses_whatever_is_in_a_row(stage):
+    """Neither the cap of training nor an id, 65535 say, begins a segment."""
+    tokens = np.random.default_rng(0).integers(65_530, 65_536, (2, 4 * CFG.attention_cap + 1))
+    rows = T.Rows(tokens.astype(np.uint16), None, None, None)
+    cfg = T.override(CFG, ["without=documents", "vocab=65536", "real_tokens=65536"])
+    model = T.Model({}, cfg, T.PLAIN, stage, None, None)
+    segments = np.asarray(T.segments_of(model, rows))
+    assert segments.shape == (2, 4 * CFG.attention_cap) and len({*segments.flat}) == 1
+    with_documents = model._replace(cfg=replace(cfg, documents=True, bos=65_535))
+    parts = np.asarray(T.segments_of(with_documents, rows))
+    assert (parts.max(axis=1) > 1).all()
+
+
 def test_rows_of_ngrams_that_a_step_leaves_out():
     """A share of them, by the tokens of their row alone; the others make up for them."""
     cfg = replace(CFG, ngram_drop=0.25)

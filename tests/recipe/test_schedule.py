@@ -77,6 +77,13 @@ def test_momentum_of_a_run_too_short_for_warmup_and_cooldown_is_the_lower_of_the
     assert T.schedule(replace(RECORD, momentum_cooldown=0)).hyper.momentum[-1] == 0.93
 
 
+def test_weights_of_a_single_target_count():
+    """Beside the loss on prefixes, say."""
+    stage = T.Stage(1.0, 64, 8, 0, (2, 4), weights=(0.5,), weights_end=(0.25,))
+    cfg = small_config(steps=4, extension=0, stages=(stage,))
+    np.testing.assert_allclose(T.schedule(cfg).hyper.weights[:, 0], [0.5, 0.4375, 0.375, 0.3125])
+
+
 def test_entries_of_a_stage_hold_for_equal_parts_and_loss_weights_move_linearly():
     """With more entries than steps some are left out. Weights may rise, too."""
     entries = {"prefix": (1.0, 2.0, 3.0, 4.0, 5.0), "candidates": (0, 40)}
