@@ -217,7 +217,7 @@ class Config:
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
     ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
     ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
-    ngram_drop: float = 0.0  # share of the looked-up rows that a step of training leaves out
+    ngram_drop: float = 0.0  # dropout: share of the looked-up rows that training sets to zero
     sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
     documents: bool = True  # attention stays inside a document
     still: bool = True  # half of a head's dimensions do not rotate; short layers go without them
@@ -423,6 +423,7 @@ class Hyper(NamedTuple):
     table_count: np.ndarray | None = None  # table updates, as adam_count
     prefix: np.ndarray | None = None  # weight of the loss on the next token's prefix
     average_rates: np.ndarray | None = None  # [4] of AVERAGES; 0: not updated
+    drop_seed: np.ndarray | None = None  # random number of the step, for ngram_dropout
 
 
 class Schedule(NamedTuple):
@@ -913,7 +914,10 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     start = x0
     ngram = None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
-        ngram = signed_sum(model.signs, *looked_up[NGRAMS], rows.hashed)
+        (ngrams,) = looked_up[NGRAMS]
+        if cfg.ngram_drop and model.stage:
+            ngrams = ngram_dropout(model, ngrams, rows.tokens)
+        ngram = signed_sum(model.signs, ngrams, rows.hashed)
     if cfg.layers[0].ngram:
         start = mix((1.0, x0), (gates["ngram", 0], ngram))
     inputs = Inputs(x0, start, looked_up.get("value_tables", ()), ngram)
@@ -1409,7 +1413,7 @@ def chunk_count(tokens: int, most: int) -> int:
 
 # ---- The step: what every device does ----------------------------------------------------------
 
-# Part V has versions of these two functions that suit XLA. What they compute:
+# What these two functions compute. (Part V has versions that suit XLA.)
 #     gather_banks    lax.all_gather of every bank, and a function that applies lax.psum_scatter to
 #                     the gradients of banks. `fetched`, the first input of the model, is returned
 #                     unchanged: the gathers start when it is there
@@ -1437,8 +1441,6 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
         total, grad_sums = sums
         ids = table_ids(cfg, rows)
         looked_up = look_up(params, ids)
-        if cfg.ngram_rows and cfg.ngram_drop:  # "A table of hashed n-grams"
-            looked_up[NGRAMS] = with_rows_left_out(cfg, *looked_up[NGRAMS], rows.tokens)
         (_, loss), (grads, row_grads) = loss_and_grads(weights, looked_up, model, rows)
         of_weights = {name: grad_sums[name] for name in weights}
         new = jax.tree.map(lambda so_far, x: so_far + x.astype(jnp.float32), of_weights, grads)
@@ -2215,6 +2217,9 @@ def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndar
         is_update = tables > 0
         updates_before = np.cumsum(is_update) - is_update
         columns["table_count"] = updates_before + 1
+    if cfg.ngram_drop:
+        rng = np.random.default_rng(cfg.seed)
+        columns["drop_seed"] = rng.integers(2**24, size=cfg.steps)  # exact in float32
     if any(any(stage.prefix) for stage in cfg.stages):
         columns["prefix"] = in_parts(cfg, "prefix")
     if cfg.tail or cfg.tail_average:
@@ -2975,19 +2980,21 @@ def signed_sum(signs, ngrams, hashed_bt):
     return bigram_signs * bigrams_btd + trigram_signs * trigrams_btd
 
 
-def with_rows_left_out(cfg: Config, ngrams, tokens) -> tuple:
-    """`ngrams` [b, 2, t, d] with a share of cfg.ngram_drop of the rows zero and the others so much
-    larger, as a tuple of one: a text that is read several times is then not learnt by heart. Which
-    rows follows from the `tokens` [b, t + 1] of each row of the batch: on any number of devices the
-    same, and in each pass others, as it cuts rows anew."""
-    kept = 1 - cfg.ngram_drop
+def ngram_dropout(model: Model, ngrams, tokens):
+    """`ngrams` [b, 2, t, d] with a share of cfg.ngram_drop of the rows set to zero and the others
+    scaled up to the same mean: dropout, in training only, against memorizing a text that is read
+    for several epochs. The random mask of each row of the batch follows from the step, the seed and
+    the row's `tokens` [b, t + 1], so it does not depend on the number of devices (except where rows
+    are shortened for more devices)."""
+    kept = 1 - model.cfg.ngram_drop
+    of_step = jax.random.key(model.hyper.drop_seed.astype(jnp.uint32))
 
-    def drawn(row):
-        key = jax.random.fold_in(jax.random.key(0), jnp.sum(row.astype(jnp.int32)))
+    def mask(row):
+        key = jax.random.fold_in(of_step, jnp.sum(row.astype(jnp.int32)))
         return jax.random.bernoulli(key, kept, (2, len(row) - 1))
 
-    weights = jax.vmap(drawn)(tokens)[..., None] / kept
-    return (ngrams * weights.astype(ngrams.dtype),)
+    weights = jax.vmap(mask)(tokens)[..., None] / kept
+    return ngrams * weights.astype(ngrams.dtype)
 
 
 def sign_ids(x_bt, rows: int):

@@ -145,17 +145,51 @@ def test_without_documents_attention_crosses_whatever_is_in_a_row(stage):
     assert (parts.max(axis=1) > 1).all()
 
 
-def test_rows_of_ngrams_that_a_step_leaves_out():
-    """A share of them, by the tokens of their row alone; the others make up for them."""
+def test_ngram_dropout_masks_rows_by_step_seed_and_tokens():
+    """The mean stays. Its mask is that of a row of the batch, wherever that is."""
     cfg = replace(CFG, ngram_drop=0.25)
     tokens = np.random.default_rng(0).integers(0, 60_000, (8, 513)).astype(np.uint16)
     ones = np.ones((8, 2, 512, 4), np.float32)
-    (weights,) = T.with_rows_left_out(cfg, ones, tokens)
-    weights = np.asarray(weights)
+
+    def weights_at(step, rows=tokens, **changes):
+        of_run = replace(cfg, **changes)
+        model = T.Model({}, of_run, T.PLAIN, cfg.stages[0], T.hyper_at(of_run, step), None)
+        return np.asarray(T.ngram_dropout(model, ones[: len(rows)], rows))
+
+    weights = weights_at(3)
     assert {*np.unique(weights)} == {0.0, np.float32(1 / 0.75)}
     assert np.all(weights == weights[..., :1]), "whole rows"
     assert np.mean(weights == 0) == pytest.approx(0.25, abs=0.02)
-    (again,) = T.with_rows_left_out(cfg, ones[:3], tokens[[5, 1, 7]])
-    np.testing.assert_array_equal(again, weights[[5, 1, 7]])
-    (others,) = T.with_rows_left_out(cfg, ones, tokens + 1)
-    assert np.mean(np.asarray(others) == weights) < 0.7
+    np.testing.assert_array_equal(weights_at(3, tokens[[5, 1, 7]]), weights[[5, 1, 7]])
+    for others in (weights_at(3, tokens + 1), weights_at(4), weights_at(3, seed=1)):
+        assert np.mean(others == weights) < 0.7
+
+
+def test_rows_that_ngram_dropout_masks_have_no_gradient_and_others_a_larger_one():
+    """As in the gradient of the loss by finite differences. Validation drops nothing."""
+    cfg = replace(CFG, ngram_drop=0.5)
+    tokens = np.random.default_rng(0).integers(0, BOS, (2, ROW + 1)).astype(np.uint16)
+    hashed = tokens[:, :-1]
+    params, signs = random_params(), T.sign_pool(cfg, 0)
+    looked_up = {"embed": (params["embed"][tokens[:, :-1]],)}
+    looked_up["value_tables"] = (np.zeros((2, ROW, cfg.width), np.float32),) * 3
+    ngrams = np.random.default_rng(1).normal(size=(2, 2, ROW, cfg.width)).astype(np.float32)
+
+    def output(ngrams, stage):
+        model = T.Model(params, cfg, T.PLAIN, stage, T.hyper_at(cfg, 0), signs)
+        rows = T.Rows(tokens, hashed, None, None)
+        y = T.forward(model, looked_up | {T.NGRAMS: (ngrams,)}, rows)
+        return jax.numpy.sum(y[..., 0] ** 3)
+
+    model = T.Model({}, cfg, T.PLAIN, cfg.stages[0], T.hyper_at(cfg, 0), signs)
+    kept = np.asarray(T.ngram_dropout(model, np.ones_like(ngrams), tokens))[..., 0] > 0
+    grads = np.asarray(jax.grad(output)(ngrams, cfg.stages[0]))
+    assert np.all(np.any(grads != 0, axis=-1) == kept)
+    undropped = np.asarray(jax.grad(output)(ngrams, None))
+    assert np.all(np.any(undropped != 0, axis=-1))
+    # One number of a kept row, by central differences.
+    where = (*np.argwhere(kept)[3], 5)
+    step = np.zeros_like(ngrams)
+    step[where] = 1e-2
+    slope = (output(ngrams + step, cfg.stages[0]) - output(ngrams - step, cfg.stages[0])) / 2e-2
+    assert grads[where] == pytest.approx(float(slope), rel=0.05)
