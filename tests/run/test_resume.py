@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -470,8 +471,10 @@ def test_a_stop_before_a_resumed_run_has_done_a_step_writes_no_checkpoint(train,
 def test_a_signal_saves_and_ends_the_run_where_no_gradients_wait(
     train, run, tmp_path, monkeypatch, number, at, stop
 ):
-    """The command that it prints leads to the same end as if nothing had been."""
+    """The command that it prints leads to the same end as if nothing had been. The run leaves no
+    thread behind, which a notebook would keep."""
     said, out = [], tmp_path / "my logs"
+    threads = {*threading.enumerate()}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with monkeypatch.context() as patch:
         signal_at(patch, number, at)
@@ -479,6 +482,9 @@ def test_a_signal_saves_and_ends_the_run_where_no_gradients_wait(
             train(ONCE, out, say=said.append)
     (folder,) = out.iterdir()
     assert stopped.value.code == 128 + number
+    for thread in {*threading.enumerate()} - threads:
+        thread.join(2)
+        assert not thread.is_alive()
     again = T.command_for("train_gpt.py", "--resume", folder)
     assert said[-1] == f"stopped after {stop} of 8 steps; to continue: {again}"
     assert steps_of(folder) == [str(stop)]
