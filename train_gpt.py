@@ -5371,10 +5371,12 @@ def show(cfg: Config) -> str:
 
 
 def command_for(script, *words) -> str:
-    """What to type in a shell, in this folder, to run `script` with `words` by this Python."""
-    python = Path(sys.executable).name  # there may be no `python`, but a python3
-    if not shutil.which(python):
-        python = sys.executable
+    """The shell command that runs `script` with `words` in this folder, with this Python."""
+    name = Path(sys.executable).name
+    found = shutil.which(name) or ""
+    # Links are not followed: a virtual environment's Python is a link to one with other packages.
+    same = os.path.abspath(found) == os.path.abspath(sys.executable)
+    python = name if same else sys.executable
     return shlex.join([python, os.path.relpath(script), *map(str, words)])
 
 

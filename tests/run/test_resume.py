@@ -298,17 +298,24 @@ def test_a_run_is_not_resumed_by_another_source(train, copy):
     assert shlex.split(again)[1:] == ["old.py", "--resume", str(copy)]
 
 
-def test_commands_that_are_printed_can_be_typed_in(tmp_path, monkeypatch):
-    """Where there is only python3, where no Python is on the path, and in another folder."""
-    monkeypatch.setattr(sys, "executable", "/opt/env/bin/python3")
-    monkeypatch.setattr(shutil, "which", {"python3": "/usr/bin/python3"}.get)
+def test_commands_that_are_printed_run_this_python(tmp_path, monkeypatch):
+    """Also if its name leads to another Python or to none, and in another folder. The Python of a
+    virtual environment is a link to another one, which has other packages."""
+    bin, env = tmp_path / "bin", tmp_path / "env/bin"
+    for folder in (bin, env):
+        folder.mkdir(parents=True)
+    (bin / "python3").touch(mode=0o755)
+    (env / "python3").symlink_to(bin / "python3")
+    monkeypatch.setattr(sys, "executable", f"{env}/python3")
     run = "my logs/*"
+    monkeypatch.setenv("PATH", f"{env}:{bin}")
     assert T.command_for("train_gpt.py", run) == "python3 train_gpt.py 'my logs/*'"
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for path in (f"{bin}:{env}", "/nowhere"):
+        monkeypatch.setenv("PATH", path)
+        assert T.command_for("train_gpt.py", run) == f"{env}/python3 train_gpt.py 'my logs/*'"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "repo").mkdir()
     written = T.command_for(tmp_path / "repo/train_gpt.py", run)
-    assert written == "/opt/env/bin/python3 repo/train_gpt.py 'my logs/*'"
+    assert written == f"{env}/python3 repo/train_gpt.py 'my logs/*'"
 
 
 def test_how_a_run_is_computed_may_change_when_it_goes_on(copy, monkeypatch, capsys):
