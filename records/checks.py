@@ -17,14 +17,18 @@ import json
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import scipy  # its parts are imported where they are used first
+try:
+    import numpy as np
+    import scipy  # its parts are imported where they are used first
+except ImportError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt")
 
 FILES = ("log.txt", "metrics.jsonl", "run.json")
 P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record

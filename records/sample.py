@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))  # where shards.py is
+
+import train_gpt as T  # first: it reports in one line that jax is missing
+
+# isort: split
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-import train_gpt as T
-from data.shards import decoded, opened, text_encoding
+from shards import decoded, opened, text_encoding
 
 
 class Trained(NamedTuple):

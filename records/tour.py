@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 import costs as C
 import jax
 from costs import NAMED, OWNER, TREE, Step, Watch, amount
