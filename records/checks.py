@@ -167,6 +167,8 @@ def read_run(folder: Path) -> Run:
     with about(folder.name):
         facts = read_json(folder / "run.json")
         metrics = read(folder / "metrics.jsonl", lambda text: [*map(json.loads, text.splitlines())])
+        renamed = f"its folder must be named {facts['run_id']}, as in run.json"
+        need(facts["run_id"] == folder.name, renamed)
         with about("the date and time in its name"):
             began = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
         source, *sections = read(folder / "log.txt", RULE.split)
@@ -174,7 +176,6 @@ def read_run(folder: Path) -> Run:
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
         source = source.removesuffix("\n").encode()
         run = Run(folder, source, *launch(command), facts, metrics, began)
-        need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
         check_heads(run, heads)
         lines = [STEP.fullmatch(line) for body in sections[1::2] for line in body.split("\n")]
         check_steps(run, [line for line in lines if line])

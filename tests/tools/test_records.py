@@ -751,6 +751,10 @@ def test_what_cannot_be_added_or_printed_is_one_line(records, tmp_path, capsys):
         began(None, runs[0], run_id)
         runs = [*(tmp_path / run_id).iterdir()]
         assert "the date and time in its name: cannot" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "renamed", day=3)
+    copy = runs[0].rename(runs[0].with_name("my-best"))
+    said = refused_to_add(records, capsys, [copy, *runs[1:]])
+    assert f"my-best: its folder must be named {runs[0].name}, as in run.json" in said
     runs = runs_of(tmp_path / "data", data=["builtin_val_000000.bin"], day=3)
     assert "cannot be read (" in refused_to_add(records, capsys, runs, "cpu", "--pin")
     runs = runs_of(tmp_path / "a", day=3, seconds=5.0)
