@@ -239,7 +239,9 @@ def test_a_python_without_lzma_compares_with_gzip(saved, shards, monkeypatch):
     cfg = replace(saved.cfg, data=str(shards))
     model = SimpleNamespace(cfg=cfg, words=[bytes([i]) for i in range(BOS)])
     heading, _ = sample.opening(model, 3.5)
-    assert re.search(r": the model \S+, gzip \d\S+, xz not known \(this Python has no lzma\)", heading)
+    assert re.search(
+        r": the model \S+, gzip \d\S+, xz not known \(this Python has no lzma\)", heading
+    )
 
 
 def test_a_run_without_merges_takes_those_beside_the_same_shards(saved, shards, tmp_path):
