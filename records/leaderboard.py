@@ -34,6 +34,8 @@ from checks import Record, Refused, Run, about, need
 HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
 REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
+PLACES = "--data", "--val", "--start", "--cache"  # options of train_gpt.py that take paths
+PRESETS = "plain", "tiny", "speedrun", "pointer"  # words of train_gpt.py that are no paths
 
 
 def add(root: Path, args) -> str:
@@ -246,6 +248,25 @@ def reproduce(root: Path, args) -> str:
     return "reproduced"
 
 
+def absolute(words: list[str]) -> list[str]:
+    """Arguments of train_gpt.py in which texts and folders that exist here have absolute paths: the
+    sources run in another folder."""
+    found = []
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+        before, path = re.fullmatch("(--[a-z-]+=|data=|)(.*)", word, re.S).groups()
+        if option == "--set":
+            is_place = before == "data="
+        else:
+            is_place = option in PLACES or not (path in PRESETS or path.isdecimal())
+        if is_place and path and Path(path).exists():
+            path = os.path.abspath(path)
+        found.append(before + path)
+    return found
+
+
 def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
     """(source, arguments) of one side: "FILE", "FILE ARG ...", or a record or run, with its own."""
     with about(text):
@@ -274,7 +295,7 @@ def compare(root: Path, args) -> str:
             pair = {}
             for name in ("base", "cand") if seed % 2 == 0 else ("cand", "base"):
                 home = Path(temporary, f"source-{name}")
-                words = [*sides[name][1], "--seed", str(seed)]
+                words = [*absolute(sides[name][1]), "--seed", str(seed)]
                 with about(f"{name}, seed {seed}"):
                     pair[name] = train_with(home, words, Path(args.out or temporary, name))
             base, cand = pair["base"], pair["cand"]
@@ -324,7 +345,7 @@ def main(argv=None) -> int:
     one.add_argument("--data", metavar="DIR", help="folder with the token shards")
     one.add_argument("--out", metavar="DIR", help="keep the runs there")
     one = commands.add_parser("compare", help="alternate two sources on this machine")
-    one.epilog = "What stands after -- is given to both; paths in it must be absolute."
+    one.epilog = "What stands after -- is given to both."
     one.add_argument("base", metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
     one.add_argument("cand", metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
     one.add_argument("--runs", type=int, default=5, metavar="N", help="pairs")

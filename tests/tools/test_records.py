@@ -530,6 +530,7 @@ def test_rules_that_the_tool_repeats_are_those_of_the_presets():
     for name, preset in (("cpu", "tiny"), ("v6e-8", "speedrun"), ("steps", "speedrun")):
         assert C.TRACKS[name].val_tokens == T.PRESETS[preset].val_tokens
     assert C.TRACKS["v6e-8"].target == T.PRESETS["speedrun"].target
+    assert {*L.PRESETS} == {*T.PRESETS}
     for cfg in (*T.PRESETS.values(), COUNTING, TINY):
         plan = C.planned(as_json(cfg))
         assert plan[-1] == (cfg.steps, True, cfg.tokens_after(cfg.steps))
@@ -643,6 +644,21 @@ def test_compare_alternates_and_says_ratio_and_difference(tmp_path, capsys):
     assert order == list(zip(names, (0, 0, 1, 1, 2, 2), strict=True))
     command = json.loads(runs[0].read_text())["command"]
     assert command.startswith("python train_gpt.py tiny --set val_every=5 --seed 0 --out ")
+
+
+def test_compare_finds_texts_and_folders_that_are_named_from_here(tmp_path, monkeypatch):
+    """The sources run in other folders. Presets, numbers and settings stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a book.txt", "val.txt", "runs", "tiny", "3", "steps=3"):
+        Path(name).touch()
+    words = "a?book.txt tiny --data a?book.txt nosuch runs --val=val.txt --seed 3 --start runs"
+    words += " --set steps=3 data=val.txt --cache=runs"
+    words = [word.replace("?", " ") for word in words.split()]
+    here = str(tmp_path)
+    want = f"{here}/a?book.txt tiny --data {here}/a?book.txt nosuch {here}/runs "
+    want += f"--val={here}/val.txt --seed 3 --start {here}/runs --set steps=3 "
+    want += f"data={here}/val.txt --cache={here}/runs"
+    assert L.absolute(words) == [word.replace("?", " ") for word in want.split()]
 
 
 def test_a_side_is_a_file_with_or_without_settings_or_a_record(original, tmp_path):
