@@ -4592,12 +4592,21 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """What Linux calls the CPU; elsewhere its architecture."""
-    with contextlib.suppress(OSError):
+    """The model of the CPU. Linux on ARM has numbers for it: the designer, and each kind of core.
+    The architecture if the system reports neither."""
+    machine = platform.machine()
+    try:
+        if sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            brand = subprocess.run(command, capture_output=True, text=True).stdout
+            return brand.strip() or machine
         text = Path("/proc/cpuinfo").read_text()
-        if line := re.search(r"^model name\s*: (.+?)\s*$", text, re.M):
-            return line[1]
-    return platform.machine()
+    except OSError:
+        return machine
+    if line := re.search(r"^model name\s*: (.+?)\s*$", text, re.M):
+        return line[1]
+    numbers = re.findall(r"^CPU (?:implementer|part)\s*: (\S+)", text, re.M)
+    return " ".join([machine, *sorted({*numbers})])
 
 
 def run_facts(cfg: Config, mesh: Mesh, command: str, reason: str) -> dict:
