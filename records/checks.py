@@ -318,9 +318,15 @@ def check_run(track: Track, run: Run, pinned: dict):
 
 
 def essence(run: Run) -> dict:
-    """What makes the run what it is, apart from its seed and its machine."""
-    facts = {name: run.facts[name] for name in ("source_sha256", "versions", "environment")}
-    return facts | {"config": run.facts["config"] | FREE}
+    """What makes the run what it is, apart from its seed and its machine. Variables that cannot
+    change a result are left out: those of Python, and one that jax sets itself."""
+    facts = {name: run.facts[name] for name in ("source_sha256", "versions")}
+    environment = {
+        name: value
+        for name, value in run.facts["environment"].items()
+        if not name.startswith("PYTHON") and name != "TPU_SKIP_MDS_QUERY"
+    }
+    return facts | {"environment": environment, "config": run.facts["config"] | FREE}
 
 
 def check_runs(runs: list[Run]):

@@ -362,6 +362,17 @@ def test_losses_and_times_that_are_not_good_enough(records, tmp_path, capsys):
     assert "2026-01-01_First, not 2026-01-02_Second" in refusal(records, capsys)
 
 
+def test_variables_that_change_nothing_make_no_record_and_break_none(records, tmp_path, capsys):
+    """How Python prints and caches, and what jax sets when it is imported."""
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    same = {"day": 3, "seconds": 5.0}
+    runs = runs_of(tmp_path / "a", environment=environment, source=BETTER, **same)
+    assert "nothing was changed" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", source=BETTER + "#\n", **same)
+    in_one(None, runs[1], environment=environment)
+    assert add(records, runs, "Mixed") == 0 and tool(records, "check") == 0
+
+
 def test_classes_of_hardware_do_not_compete(records, tmp_path):
     host = {"cpu": " A  slow CPU ", "cores": 2, "platform": "Linux"}
     assert add(records, runs_of(tmp_path, seconds=99.0, host=host), "Slow") == 0
