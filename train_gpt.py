@@ -4893,6 +4893,7 @@ def peak_memory() -> int:
 def demonstrate(log: RunLog, model: tuple):
     """What a trained model makes of the validation text, by records/sample.py if that is there."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
+    before = sys.modules.get("train_gpt")
     sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports it: not a second time
     try:
         if log.cfg.encoding == "ids":
@@ -4903,6 +4904,10 @@ def demonstrate(log: RunLog, model: tuple):
             sample["demonstrate"](trained, log)
     except Exception as error:  # the run has ended well
         log.say(f"warning: there is no sample: {error!r}")
+    finally:
+        del sys.modules["train_gpt"]
+        if before:
+            sys.modules["train_gpt"] = before
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------

@@ -251,6 +251,26 @@ def test_a_run_on_ids_without_bytes_ends_without_a_sample(train, run, tmp_path):
     assert train_losses(folder) == train_losses(raw)
 
 
+@pytest.mark.parametrize("other", [None, object()])
+def test_a_sample_leaves_no_other_module_behind(other, monkeypatch):
+    """Of this name there may be another one, or none, as where the trainer is the main module."""
+    log = SimpleNamespace(cfg=CFG, say=pytest.fail)
+    seen = []
+
+    def run_path(path):
+        seen.append(sys.modules["train_gpt"])
+        return {"Trained": lambda: None, "demonstrate": lambda model, log: None}
+
+    monkeypatch.setattr(T.runpy, "run_path", run_path)
+    monkeypatch.delitem(sys.modules, "train_gpt")
+    if other:
+        monkeypatch.setitem(sys.modules, "train_gpt", other)
+    monkeypatch.setitem(sys.modules, T.__name__ + "_run", T)
+    monkeypatch.setattr(T, "__name__", T.__name__ + "_run")
+    T.demonstrate(log, ())
+    assert seen == [T] and sys.modules.get("train_gpt") is other
+
+
 X86 = """processor : 0
 vendor_id : AuthenticAMD
 model name\t: AMD EPYC \n
