@@ -31,7 +31,17 @@ except ImportError as error:
     sys.exit(f"error: {error}: pip install -r requirements.txt")
 
 FILES = ("log.txt", "metrics.jsonl", "run.json")
-P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record
+# Number of runs of a record -> largest p-value of the mean loss, and of the gain over the standing
+# record. With other numbers, or one limit for all, runs could be added until a test passes.
+P_VALUES = {4: 0.01, 8: 0.005, 16: 0.0025}
+# Records from before that rule: any number of runs, and the first limit. No others may join them.
+OLDER = {
+    "cpu/2026-11-21_Baseline",
+    "cpu/2026-11-21_HigherRates",
+    "cpu/2026-11-22_Record92",
+    "cpu/2026-11-24_FourLayers",
+    "fixed-data/2026-11-28_First",
+}
 STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
 CLOCK_MS = 5  # at most, between the times of a step in log.txt and in metrics.jsonl
@@ -352,12 +362,29 @@ def check_runs(runs: list[Run]):
         need(one.train_losses != other.train_losses, f"seeds repeat: {same}")
 
 
-def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
-    """What record.json says of runs that keep all rules but those of rank, by their logs."""
+def is_older(folder: Path) -> bool:
+    """Whether the record in `folder` is from before the rules of check_number."""
+    return f"{folder.parent.name}/{folder.name}" in OLDER
+
+
+def check_number(runs: list[Run]):
+    """The number of runs is one of P_VALUES, and each run reports its choices."""
+    numbers = ", ".join(map(str, P_VALUES))
+    fixed = "a record has one of these numbers, so that no run is added until a test passes"
+    need(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
+    for run in runs:
+        need(run.facts.get("choices"), f"{run.folder.name}: run.json has no choices")
+
+
+def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> dict:
+    """What record.json says of runs that keep all rules but those of rank, by their logs. `older`:
+    see is_older."""
     for run in runs:
         with about(run.folder.name):
             check_run(track, run, pinned)
     check_runs(runs)
+    if not older:
+        check_number(runs)
     runs = sorted(runs, key=lambda run: run.facts["seed"])
     losses, seconds = [run.loss for run in runs], [run.seconds for run in runs]
     facts = runs[0].facts
@@ -365,7 +392,8 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     for name, values, digits in (("loss", losses, 6), ("seconds", seconds, 3)):
         result[f"mean_{name}"] = round(float(np.mean(values)), digits)
         result[f"sd_{name}"] = round(float(np.std(values, ddof=1)), digits)
-    result |= size_of(facts) if track.parameters else proof(track, losses)
+    limit = P_VALUES[4 if older else len(runs)]
+    result |= size_of(facts) if track.parameters else proof(track, losses, limit)
     if facts["devices"]["platform"] == "gpu":
         result["gpu_seconds"] = round(result["mean_seconds"] * facts["devices"]["count"], 3)
     return result | {
@@ -381,8 +409,9 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     }
 
 
-def proof(track: Track, losses: list[float]) -> dict:
-    """By how much, and how surely, the mean loss is below the target; Refused if it is not."""
+def proof(track: Track, losses: list[float], limit: float) -> dict:
+    """By how much, and how surely, the mean loss is below the target; Refused if it is not, or if
+    the p-value is not below `limit`."""
     mean = np.mean(losses)
     p_value = scipy.stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     p_value = float(f"{p_value:.3g}")
@@ -393,7 +422,7 @@ def proof(track: Track, losses: list[float]) -> dict:
         need(margin >= STEP_MARGIN, reason)
     else:
         reason = f"p = {p_value} that the mean loss is not below {track.target}"
-        need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}: more seeds, or a lower loss")
+        need(p_value < limit, f"{reason}, not < {limit}: more seeds, or a lower loss")
     return {"p_value": p_value, "margin": margin}
 
 
@@ -416,6 +445,11 @@ class Record(NamedTuple):
     fields: dict  # record.json
     result: dict  # its "result": the answer of `judge`
     runs: list[Run]
+
+    @property
+    def limit(self) -> float:
+        """The largest p-value that it may have."""
+        return P_VALUES[4 if is_older(self.folder) else len(self.runs)]
 
     @property
     def ranked_by(self) -> str:
@@ -448,8 +482,8 @@ def check_beats(record: Record, other: Record):
         key = {"seconds": "seconds", "loss": "losses"}[record.ranked_by]
         samples = record.result[key], other.result[key]
         p_value = scipy.stats.ttest_ind(*samples, equal_var=False, alternative="less").pvalue
-        reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {P_VALUE}"
-        need(p_value < P_VALUE, reason)
+        reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {record.limit}"
+        need(p_value < record.limit, reason)
     changed = essence(record.runs[0]) != essence(other.runs[0])
     need(changed, "nothing was changed since the standing record, neither source nor config")
 
@@ -462,7 +496,7 @@ def check_record(folder: Path, pinned: dict) -> Record:
         need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
         need(fields.get("by") and fields.get("what"), "record.json lacks `by` or `what`")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        result = judge(TRACKS[fields["track"]], runs, pinned)
+        result = judge(TRACKS[fields["track"]], runs, pinned, is_older(folder))
         for key in result.keys() | fields["result"].keys():
             agree(f"{key} in record.json", fields["result"].get(key), result.get(key))
         cost = price(fields.get("rate"), result)

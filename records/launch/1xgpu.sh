@@ -7,7 +7,7 @@
 # A run that is stopped writes one; checkpoint_every=N in SETTINGS writes one every N steps, too. For
 # other SETTINGS take another NAME.
 # PYTHON: one that has the packages, in place of ~/env, which is made. To try all of it on a CPU:
-#   PRESET=tiny TRACK=cpu SETTINGS=target=3.95 RUNS=2 PYTHON=python3 bash records/launch/1xgpu.sh
+#   PRESET=tiny TRACK=cpu SETTINGS=target=3.95 PYTHON=python3 bash records/launch/1xgpu.sh
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh` may be another shell
 set -euo pipefail
 cd "$(dirname "$0")/../.."

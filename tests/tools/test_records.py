@@ -49,7 +49,7 @@ RTX = H100 | {"kind": "NVIDIA GeForce RTX 4090", "count": 1}
 
 def runs_of(folder: Path, losses=(), seconds=10.0, spread=0.01, cfg=TINY, **changes):
     """Runs with seeds 0, 1, ...; the times differ by `spread`. Losses are good by default."""
-    losses = losses or (GOOD, GOOD + 0.005, GOOD + 0.01)
+    losses = losses or [GOOD + 0.005 * seed for seed in range(4)]
     return [
         write_run(folder, seed, as_json(cfg), loss, seconds + spread * seed, **changes)
         for seed, loss in enumerate(losses)
@@ -237,7 +237,7 @@ FEARED = {
         "sha256 in run.json, of the source in log.txt"),
     "another source in one run": (other_source, {}, "source_sha256 of "),
     "a left-out seed": (lambda record, run: shutil.rmtree(run), {},
-        "seeds (to choose seeds is to choose losses): [1, 2], not [0, 1]"),
+        "seeds (to choose seeds is to choose losses): [1, 2, 3], not [0, 1, 2]"),
     "one run under two seeds": (seed_without_effect, {}, "have the same training losses"),
     "a shortened validation": (in_all, {"val_tokens": 4096}, "tokens: 4096, not 98304"),
     "an easier target": (in_all, {"target": 4.5}, "target (see --set target=): 4.5, not 3.95"),
@@ -325,28 +325,32 @@ def test_no_number_of_a_config_makes_a_plan_that_is_longer_than_the_log(records,
 def test_runs_are_made_one_after_the_other(records, tmp_path, capsys):
     """By whole seconds in their names, and by the time for which they trained, here 10 s."""
     for seconds, resumed, reason in ((9, False, "began while "), (9, True, ""), (10, False, "")):
-        runs = runs_of(tmp_path / f"{seconds}{resumed}", losses=(GOOD, GOOD + 0.001), day=3)
+        runs = runs_of(tmp_path / f"{seconds}{resumed}", day=3)
         if resumed:  # meanwhile the other was made: nobody knows when
             resume(None, runs[0])
         began(None, runs[1], f"20260103-0000{seconds:02}")
         runs = [*runs[0].parent.iterdir()]
+        assert len(runs) == 4
         line = refused_to_add(records, capsys, runs)
         assert (reason or "not faster than the standing record") in line
 
 
 def test_losses_and_times_that_are_not_good_enough(records, tmp_path, capsys):
-    near = [TARGET + x for x in (-0.01, -0.1, 0)]
+    near = [TARGET + x for x in (-0.01, -0.1, 0, 0)]
     for i, (changes, reason) in enumerate(
         (
-            ({"losses": [TARGET + 0.01] * 3}, f"mean loss {TARGET + 0.01:.4f} is above the target"),
+            ({"losses": [TARGET + 0.01] * 4}, f"mean loss {TARGET + 0.01:.4f} is above the target"),
             (
                 {"losses": near},
                 rf"p = 0\.\d+ that the mean loss is not below {TARGET}, not < 0\.01",
             ),
             ({"losses": [GOOD]}, "one run has no p-value"),
             ({"seconds": 0.0}, "step 1: the clock went backwards, or stood"),
-            ({"seconds": 8.5}, r"not faster than the standing record: 8\.51 against 8\.01"),
-            ({"seconds": 7.0, "spread": 0.9}, r"beyond chance: 7\.9 against 8\.01, p = 0\.\d+ \(W"),
+            ({"seconds": 8.5}, r"not faster than the standing record: 8\.515 against 8\.015"),
+            (
+                {"seconds": 6.5, "spread": 0.9},
+                r"beyond chance: 7\.85 against 8\.\d+, p = 0\.\d+ \(W",
+            ),
             ({"seconds": 5.0, "source": BETTER}, "nothing was changed since the standing record"),
             ({"seconds": 5.0, "day": 1}, "it must beat what stood: add it anew"),
         )
@@ -373,6 +377,50 @@ def test_variables_that_change_nothing_make_no_record_and_break_none(records, tm
     assert add(records, runs, "Mixed") == 0 and tool(records, "check") == 0
 
 
+@pytest.mark.parametrize(
+    "count,deviation,reason",
+    [
+        (2, 1, "number of runs: 2, not 4, 8, 16: a record has one of these numbers, so that"),
+        (3, 1, "number of runs: 3, not"),
+        (5, 1, "number of runs: 5, not"),
+        (4, 5.0, ""),  # p is 0.004, by Student's t with 3 degrees of freedom; the others as much
+        (4, 3.0, "not < 0.01: more seeds"),  # 0.013
+        (8, 3.4, "not < 0.005: more seeds"),  # 0.006
+        (8, 3.8, ""),  # 0.003
+        (16, 3.1, "not < 0.0025: more seeds"),  # 0.004
+        (16, 3.4, ""),  # 0.002
+    ],
+)
+def test_a_record_has_one_of_three_numbers_of_runs(tmp_path, capsys, count, deviation, reason):
+    """Each with a limit of its own, for p must not be below one by trying again and again."""
+    root = empty(tmp_path / "records")
+    losses = np.linspace(-1, 1, count) * 0.01
+    losses += TARGET - deviation * np.std(losses, ddof=1) / np.sqrt(count)
+    runs = runs_of(tmp_path / "runs", losses.tolist())
+    if reason:
+        assert reason in refused_to_add(root, capsys, runs)
+    else:
+        assert add(root, runs, "Right") == 0 and tool(root, "check") == 0
+
+
+def test_only_records_from_before_the_rule_have_other_numbers_of_runs(tmp_path, capsys):
+    root = empty(tmp_path / "records")
+    assert add(root, runs_of(tmp_path / "runs"), "First") == 0
+    (record,) = (root / "cpu").iterdir()
+    shutil.rmtree(next(record.glob("*-s3-*")))
+    assert "number of runs: 3" in refusal(root, capsys)
+    assert len(C.OLDER) == 5, "nobody joins them"
+    assert all((ROOT / "records" / name / "record.json").exists() for name in C.OLDER)
+
+
+def test_runs_that_do_not_report_the_same_choices_are_no_record(records, tmp_path, capsys):
+    runs = runs_of(tmp_path / "a", day=3, seconds=5.0, choices={})
+    assert "run.json has no choices" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", day=3, seconds=5.0)
+    in_one(None, runs[1], choices={"kernels": "plain", "compiler_options": {"a": "b"}})
+    assert "choices of " in refused_to_add(records, capsys, runs)
+
+
 def test_classes_of_hardware_do_not_compete(records, tmp_path):
     host = {"cpu": " A  slow CPU ", "cores": 2, "platform": "Linux"}
     assert add(records, runs_of(tmp_path, seconds=99.0, host=host), "Slow") == 0
@@ -397,7 +445,12 @@ def test_new_tokens_are_entered_once_and_never_change(records, tmp_path, capsys)
 
 
 def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
-    same = {"cfg": SPEEDRUN, "data": FINEWEB, "losses": (3.270, 3.271, 3.272), "devices": V6E}
+    same = {
+        "cfg": SPEEDRUN,
+        "data": FINEWEB,
+        "losses": (3.270, 3.271, 3.272, 3.271),
+        "devices": V6E,
+    }
     for i, (track, changes, reason) in enumerate(
         (
             ("v6e-8", {"devices": V6E | {"count": 4}}, "not the hardware of this track, count: 4"),
@@ -412,8 +465,8 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
             ("steps", {}, "tokens of every step"),
             (
                 "steps",
-                {"cfg": COUNTING, "losses": (3.278, 3.279, 3.278)},
-                "0.0029, less than 0.004",
+                {"cfg": COUNTING, "losses": (3.278, 3.279, 3.278, 3.279)},
+                "0.0030, less than 0.004",
             ),
         )
     ):
@@ -422,7 +475,7 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
     assert add(records, runs_of(tmp_path / "a", **same), "A", "v6e-8", "--pin") == 0
     runs = runs_of(tmp_path / "b", **(same | {"devices": H100}))
     assert add(records, runs, "B", "8xh100") == 0
-    counting = same | {"cfg": COUNTING, "losses": (3.2770, 3.2775, 3.2776)}
+    counting = same | {"cfg": COUNTING, "losses": (3.2770, 3.2775, 3.2776, 3.2777)}
     assert add(records, runs_of(tmp_path / "c", **counting), "C", "steps") == 0
     again = runs_of(tmp_path / "d", seconds=1.0, source=BETTER, **counting)
     assert "record: 20 against 20" in refused_to_add(records, capsys, again, "steps")
@@ -441,13 +494,13 @@ def test_fixed_data_ranks_losses_of_small_models_whatever_the_passes_and_the_har
     without = {"cfg": many["cfg"]}  # as logs were before they said it
     said = refused_to_add(records, capsys, runs_of(tmp_path / "b", **without), "fixed-data")
     assert "'parameters' is missing" in said
-    first = many | {"losses": (3.50, 3.51, 3.52), "seconds": 20.0}
+    first = many | {"losses": (3.50, 3.51, 3.52, 3.51), "seconds": 20.0}
     assert add(records, runs_of(tmp_path / "c", **first), "First", "fixed-data") == 0
     other = {"source": BETTER, "day": 2, "devices": H100, "seconds": 900.0}
-    noise = many | other | {"losses": (3.49, 3.50, 3.52)}
+    noise = many | other | {"losses": (3.49, 3.50, 3.52, 3.51)}
     said = refused_to_add(records, capsys, runs_of(tmp_path / "d", **noise), "fixed-data")
-    assert "not better than the standing record beyond chance: 3.503333 against 3.51" in said
-    better = many | other | {"losses": (3.40, 3.41, 3.42)}
+    assert "not better than the standing record beyond chance: 3.505 against 3.51" in said
+    better = many | other | {"losses": (3.40, 3.41, 3.42, 3.41)}
     assert add(records, runs_of(tmp_path / "e", **better), "Second", "fixed-data") == 0
     assert tool(records, "render") == 0 and tool(records, "check") == 0
     page = (records / "README.md").read_text()
@@ -465,7 +518,7 @@ def test_who_is_first_on_a_machine_that_people_have_has_a_record(tmp_path, capsy
     small = replace(SPEEDRUN, ngram_rows=SPEEDRUN.ngram_rows // 16)
     command = f"python train_gpt.py speedrun --set ngram_rows={small.ngram_rows}"
     more = {"fineweb_train_000002.bin": shard("more", 200_001_024)}
-    same = {"cfg": small, "losses": (3.270, 3.271, 3.272)}
+    same = {"cfg": small, "losses": (3.270, 3.271, 3.272, 3.271)}
     found = []
     for track, devices, data in (
         ("v6e-1", V6E | {"count": 1}, FINEWEB),
@@ -494,7 +547,12 @@ def test_who_is_first_on_a_machine_that_people_have_has_a_record(tmp_path, capsy
 def test_a_record_on_gpus_names_card_and_gpu_seconds_and_its_price(tmp_path, capsys):
     """The price is what the clock of a run costs at the rate that its submitter names."""
     root = empty(tmp_path / "records")
-    same = {"cfg": SPEEDRUN, "data": FINEWEB, "losses": (3.270, 3.271, 3.272), "seconds": 400.0}
+    same = {
+        "cfg": SPEEDRUN,
+        "data": FINEWEB,
+        "losses": (3.270, 3.271, 3.272, 3.271),
+        "seconds": 400.0,
+    }
     runs = runs_of(tmp_path / "a", devices=A100, **same)
     for rate in ("0", "-2", "nan", "inf"):
         said = refused_to_add(root, capsys, runs, "1xgpu", "--pin", f"--rate={rate}")
@@ -506,7 +564,7 @@ def test_a_record_on_gpus_names_card_and_gpu_seconds_and_its_price(tmp_path, cap
     fields = json.loads(path.read_text())
     assert (fields["rate"], fields["price"]) == (1.8, 0.2) and fields["result"][
         "gpu_seconds"
-    ] == 400.01
+    ] == 400.015
     capsys.readouterr()
     assert tool(root) == 0
     out = capsys.readouterr().out
@@ -556,17 +614,18 @@ def test_a_run_that_was_resumed_and_says_so_is_marked(tmp_path, capsys):
     assert json.loads(next(root.glob("cpu/*/record.json")).read_text())["result"]["resumed"] == [
         runs[1].name
     ]
-    assert tool(root) == 0 and "| 3 (1 resumed) |" in capsys.readouterr().out
+    assert tool(root) == 0 and "| 4 (1 resumed) |" in capsys.readouterr().out
 
 
 def test_numbers_are_those_of_scipy(original):
     first = json.loads((original / "cpu/2026-01-01_First/record.json").read_text())["result"]
-    assert first["losses"] == [GOOD, round(GOOD + 0.005, 6), round(GOOD + 0.01, 6)]
-    # Student's t with two degrees of freedom has a closed form.
-    t = (0.005 - 0.05) / (0.005 / np.sqrt(3))
-    assert first["p_value"] == pytest.approx(0.5 + t / (2 * np.sqrt(2 + t * t)), rel=1e-2)
-    assert first["seeds"] == [0, 1, 2]
-    assert first["mean_seconds"] == 10.01 and first["sd_seconds"] == 0.01
+    assert first["losses"] == [round(GOOD + 0.005 * seed, 6) for seed in range(4)]
+    # Student's t with three degrees of freedom has a closed form.
+    u = (0.0075 - 0.05) / np.std(first["losses"])  # t / sqrt(3)
+    want = 0.5 + (u / (1 + u * u) + np.arctan(u)) / np.pi
+    assert first["p_value"] == pytest.approx(want, rel=1e-2)
+    assert first["mean_seconds"] == 10.015 and first["sd_seconds"] == 0.013
+    assert first["seeds"] == [0, 1, 2, 3]
     assert first["command"] == "python train_gpt.py tiny" and first["date"] == "2026-01-01"
 
 
@@ -582,9 +641,9 @@ def test_the_standings_begin_with_the_standing_record(original, capsys):
     assert tool(original) == 0
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(f"### `cpu`: A CPU, 2 cores, tokens `{BUILTIN_NAME}`")
-    assert lines[at + 4].startswith("| 2 | 8.01 s ± 0.01 | 12 | ")
+    assert lines[at + 4].startswith("| 2 | 8.02 s ± 0.01 | 12 | ")
     assert "| [Second](cpu/2026-01-02_Second): is Second | A. Stranger |" in lines[at + 4]
-    assert lines[at + 5].startswith("| 1 | 10.01 s ± 0.01 | 12 | ")
+    assert lines[at + 5].startswith("| 1 | 10.02 s ± 0.01 | 12 | ")
     assert L.table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |\n"
 
 
@@ -701,7 +760,7 @@ def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
 def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
     root = empty(tmp_path / "records")
     source = stub(tmp_path / "a.py", GOOD, 10)
-    words = "--runs", "2", "--out", str(tmp_path / "a")
+    words = "--runs", "4", "--out", str(tmp_path / "a")
     assert L.main(["compare", str(source), str(source), *words]) == 0
     assert add(root, sorted((tmp_path / "a/base").iterdir()), "Stub") == 0
     (record,) = (root / "cpu").iterdir()
@@ -710,14 +769,14 @@ def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"seed 0: loss {GOOD:.4f}, recorded {GOOD:.4f}; 10.00 s on A CPU")
     assert said[0].endswith("equal to the last digit") and said[-1] == "reproduced"
-    said = refusal(root, capsys, "reproduce", record, "--runs", 3)
-    assert "--runs 3: the record has 1 to 2" in said
+    said = refusal(root, capsys, "reproduce", record, "--runs", 5)
+    assert "--runs 5: the record has 1 to 4" in said
 
 
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
     root = empty(tmp_path / "records")
     source = stub(tmp_path / "a.py", GOOD + 0.04, 10).read_text()
-    runs = runs_of(tmp_path / "runs", (GOOD - 0.1, GOOD - 0.09, GOOD - 0.08), source=source)
+    runs = runs_of(tmp_path / "runs", [GOOD - x for x in (0.1, 0.09, 0.08, 0.09)], source=source)
     assert add(root, runs, "Lucky") == 0
     (record,) = (root / "cpu").iterdir()
     words = f"loss {GOOD + 0.04:.4f} is not within .* recorded mean {GOOD - 0.09:.4f}"
@@ -823,7 +882,7 @@ def test_it_needs_no_jax_and_nobody_who_reads(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_strangers_path_from_training_to_the_table(tmp_path):
-    """In a clone without records: two seeds of a small `tiny`, add, check, render, reproduce."""
+    """In a clone without records: four seeds of a small `tiny`, add, check, render, reproduce."""
     clone = tmp_path / "clone"
     for part in ("data", "records"):
         ours = shutil.ignore_patterns(*C.TRACKS, "*.bin")
@@ -857,7 +916,7 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     short = "steps=16 momentum_warmup=2 momentum_cooldown=1 table_change=4".split()
     short += "sample_tokens=0 val_every=0 width=32 mlp_width=64 ngram_rows=2048".split()
     short += ["loss_chunk=512", "target=9.5"]  # the track's target, which is not the preset's
-    for seed in "01":
+    for seed in "0123":
         run("train_gpt.py", "--set", *short, "--seed", seed)
     runs = sorted((clone / "logs").iterdir())
     board = "records/leaderboard.py"
