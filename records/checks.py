@@ -75,9 +75,16 @@ def about(what):
         raise Refused(f"{what}: {reason}") from None
 
 
+def need_no_link(path: Path):
+    """Refuse a symbolic link: it could lead to a file of whoever checks it."""
+    need(not path.is_symlink(), f"{path.name} is a symbolic link")
+
+
 def read(path: Path, parse: Callable = json.loads):
-    """What `parse` makes of the text in a file; Refused if it is none (a pipe, say, has no end)."""
+    """What `parse` makes of the text in a file; Refused if it is no regular file (a pipe, say, has
+    no end)."""
     with about(path.name):
+        need_no_link(path)
         need(path.is_file(), "cannot be read (No such file)")
         return parse(path.read_bytes().decode())
 
@@ -491,6 +498,8 @@ def check_beats(record: Record, other: Record):
 def check_record(folder: Path, pinned: dict) -> Record:
     """The record in `folder`, derived anew and held against all rules but those of rank."""
     with about(f"{folder.parent.name}/{folder.name}"):
+        for path in (folder, *folder.rglob("*")):
+            need_no_link(path)
         fields = read_json(folder / "record.json")
         known = fields["track"] == folder.parent.name in TRACKS
         need(known, f"it is in the folder of no track, or of another than its {fields['track']}")

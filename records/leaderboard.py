@@ -30,6 +30,7 @@ import checks as C
 import numpy as np
 import scipy
 from checks import Record, Refused, Run, about, need
+from redact import copy_redacted
 
 HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
@@ -39,14 +40,27 @@ PRESETS = "plain", "tiny", "speedrun", "pointer"  # words of train_gpt.py that a
 
 
 def add(root: Path, args) -> str:
-    """Collect runs into a new record; nothing is written unless it is valid."""
+    """Collect redacted copies of runs into a new record; nothing is written unless it is valid."""
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = set()
+        for path in args.runs:
+            run = C.read_run(Path(os.path.realpath(path)))
+            copy = Path(folder, run.folder.name)
+            need(not copy.exists(), f"{path} is named twice")
+            kinds |= copy_redacted(run.folder, copy)
+        added = add_runs(root, args, [C.read_run(copy) for copy in sorted(Path(folder).iterdir())])
+    redacted = f" (redacted: {', '.join(sorted(kinds))})" if kinds else ""
+    return f"added {added}{redacted}; next: python records/leaderboard.py render"
+
+
+def add_runs(root: Path, args, runs: list[Run]) -> Path:
+    """Make a record of these runs; returns its folder."""
     named = re.fullmatch("[A-Za-z0-9-]+", args.name)
     need(named, f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
     before = C.all_valid(root)
     need(args.by.strip() and args.what.strip(), "--by and --what: they are part of the standings")
-    runs = [C.read_run(Path(os.path.realpath(path))) for path in args.runs]
     fields = {"track": args.track, "name": args.name, "by": args.by, "what": args.what}
     with about(f"{args.track}/{args.name}"):
         if args.pin:  # what is there is not changed; FineWeb has shards that nobody has read yet
@@ -64,13 +78,11 @@ def add(root: Path, args) -> str:
     C.check_ranks([*before, record])
     record.folder.mkdir(parents=True)
     for run in runs:
-        (record.folder / run.folder.name).mkdir()
-        for name in C.FILES:
-            shutil.copy(run.folder / name, record.folder / run.folder.name)
+        shutil.copytree(run.folder, record.folder / run.folder.name)
     (record.folder / "record.json").write_text(json.dumps(fields, indent=1) + "\n")
     if args.pin:
         (root / "tokens.json").write_text(json.dumps(pinned, indent=1, sort_keys=True) + "\n")
-    return f"added {record.folder}; next: python records/leaderboard.py render"
+    return record.folder
 
 
 def table(rows: list[dict]) -> str:

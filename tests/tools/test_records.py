@@ -629,6 +629,70 @@ def test_numbers_are_those_of_scipy(original):
     assert first["command"] == "python train_gpt.py tiny" and first["date"] == "2026-01-01"
 
 
+def test_add_redacts_homes_hosts_and_secrets_in_its_copy(tmp_path, capsys, monkeypatch):
+    """In all that a log says, but not in the source; the runs stay as they are."""
+    root = empty(tmp_path / "records")
+    monkeypatch.setenv("HOME", "/srv/people/mary")
+    source = SOURCE + "# /home/jane/x\n"
+    environment = {"JAX_PLATFORMS": "cpu", "LD_LIBRARY_PATH": "/scratch/jane/lib:/Users/j.d/lib"}
+    environment |= {"JAX_API_KEY": "abc", "TPU_WORKER_HOSTNAMES": "tpu-0,tpu-1"}
+    environment |= {"JAX_COORDINATOR_ADDRESS": "tpu-0:99", "PYTHON_TOKEN": "1"}
+    config = as_json(replace(TINY, data="/home/jane/data"))
+    runs = []
+    for seed in range(4):
+        command = f"python train_gpt.py tiny --seed {seed} --coordinator tpu-0.example.com:8476"
+        command += " --out '/home/jane/my runs' --cache=/root/cache --data /srv/people/mary/d"
+        facts = {"environment": environment, "command": command, "source": source}
+        runs.append(write_run(tmp_path / "runs", seed, config, GOOD + seed / 1000, **facts))
+    resume(None, runs[1])
+    before = {path: path.read_bytes() for run in runs for path in run.iterdir()}
+    assert add(root, runs, "Private") == 0
+    assert "redacted: home, host, secret, user" in capsys.readouterr().out
+    assert tool(root, "check") == 0
+    assert {path: path.read_bytes() for run in runs for path in run.iterdir()} == before
+    for copy in (root / "cpu/2026-01-01_Private").glob("*-s*-*"):
+        facts = json.loads((copy / "run.json").read_text())
+        home, host = "<redacted:home>", "<redacted:host>"
+        assert facts["environment"] == {
+            "JAX_PLATFORMS": "cpu",
+            "LD_LIBRARY_PATH": f"/scratch/<redacted:user>/lib:{home}/lib",
+            "JAX_API_KEY": "<redacted:secret>",
+            "TPU_WORKER_HOSTNAMES": host,
+            "JAX_COORDINATOR_ADDRESS": host,
+            "PYTHON_TOKEN": "<redacted:secret>",
+        }
+        assert facts["config"]["data"] == f"{home}/data"
+        words = f"--coordinator {host} --out '{home}/my runs' --cache={home}/cache --data {home}/d"
+        assert facts["command"].endswith(words)
+        text = (copy / "log.txt").read_text()
+        assert text.startswith(source)
+        rest = text.removeprefix(source) + (copy / "metrics.jsonl").read_text()
+        assert not re.search("jane|mary|j\\.d|tpu-|abc|root", rest)
+
+
+def test_a_run_with_nothing_to_redact_is_copied_byte_for_byte(original, tmp_path):
+    (run,) = runs_of(tmp_path, [GOOD])
+    (copy,) = (original / "cpu/2026-01-01_First").glob(run.name)
+    for name in C.FILES:
+        assert (copy / name).read_bytes() == (run / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["record.json", "RUN", "RUN/log.txt", "README.md"])
+def test_symbolic_links_are_refused(records, tmp_path, capsys, name):
+    """They could lead to files of the reviewer."""
+    (record,) = (records / "cpu").glob("*_First")
+    (run,) = record.glob("*-s0-*")
+    path = record / name.replace("RUN", run.name)
+    elsewhere = tmp_path / "elsewhere"
+    if path.exists():
+        path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert f"{path.name} is a symbolic link" in refusal(records, capsys)
+    if name == "RUN/log.txt":
+        runs = [run, *record.glob("*-s[123]-*")]
+        assert "log.txt is a symbolic link" in refused_to_add(records, capsys, runs)
+
+
 # ---- The page ----------------------------------------------------------------------------------
 
 
