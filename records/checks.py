@@ -533,9 +533,8 @@ def check_ranks(records: list[Record]):
                     check_beats(record, before)
 
 
-def all_valid(root: Path) -> list[Record]:
-    """The records; Refused if one of them is not valid."""
-    pinned = read_json(root / "tokens.json")
+def record_folders(root: Path) -> set[Path]:
+    """The folders of all records; Refused if one is in the wrong place."""
     folders = {path for track in TRACKS for path in root.glob(f"{track}/*/")}
     for name, depth in (("record.json", 3), ("run.json", 4)):  # runs need a record
         for path in sorted(root.rglob(name)):
@@ -545,6 +544,12 @@ def all_valid(root: Path) -> list[Record]:
                 continue
             need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
             folders.add(path.parents[depth - 3])
-    records = [check_record(folder, pinned) for folder in sorted(folders)]
+    return folders
+
+
+def all_valid(root: Path) -> list[Record]:
+    """The records; Refused if one of them is not valid."""
+    pinned = read_json(root / "tokens.json")
+    records = [check_record(folder, pinned) for folder in sorted(record_folders(root))]
     check_ranks(records)
     return records

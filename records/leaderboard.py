@@ -4,6 +4,7 @@
     python records/leaderboard.py add RUN_DIR... --track T --name NAME --by WHO --what TEXT
     python records/leaderboard.py check          # everything is derived anew from the logs
     python records/leaderboard.py render         # the tables in records/README.md
+    python records/leaderboard.py diff records/T/DATE_NAME
     python records/leaderboard.py reproduce records/T/DATE_NAME
     python records/leaderboard.py compare BASE.py CAND.py --runs N -- ARGS
 
@@ -12,6 +13,7 @@ A refusal is one line with its reason and exit status 1, a wrong command line on
 """
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -166,6 +168,61 @@ def render(root: Path, args) -> str:
         need(not args.check, "README.md is stale: run python records/leaderboard.py render")
         page.write_bytes(fresh.encode())  # what cannot be encoded leaves the page alone
     return f"{page} is up to date, {len(records)} records"
+
+
+def record_before(root: Path, folder: Path, runs: list[Run]) -> Record | None:
+    """The standing record in the competition of these runs, which are in `folder`; if that is the
+    standing record or an earlier one, the record before it. None if there is none."""
+    track = C.read_json(folder / "record.json")["track"]
+    need(track in C.TRACKS, f"{folder.name}: there is no track {track}")
+    result = {
+        "hardware": runs[0].hardware,
+        "stream": C.stream_name(C.TRACKS[track], runs[0].facts["data"]),
+        "date": f"{max(run.began for run in runs):%Y-%m-%d}",
+        "steps": runs[0].facts["steps"],
+        "mean_seconds": np.mean([run.seconds for run in runs]),
+        "mean_loss": np.mean([run.loss for run in runs]),
+    }
+    record = Record(folder, {"track": track}, result, runs)
+    pinned = C.read_json(root / "tokens.json")
+    folders = sorted(C.record_folders(root))
+    records = [C.check_record(path, pinned) for path in folders if path != folder]
+    if folder in folders:
+        chain = C.chains([*records, record])[record.competition]
+        chain = chain[: chain.index(record)]
+    else:
+        chain = C.chains(records).get(record.competition)
+    return chain[-1] if chain else None
+
+
+def visible(text: str) -> str:
+    """A text in which characters that a terminal obeys, instead of showing them, are escaped."""
+    shown = [x if x.isprintable() or x in "\n\t" else ascii(x)[1:-1] for x in text]
+    return "".join(shown)
+
+
+def diff(root: Path, args) -> str:
+    """The source of a record as a unified diff against the source of the record before it. The
+    record need be neither valid nor among the others."""
+    folder = Path(args.record).resolve()
+    with about(folder.name):
+        need((folder / "record.json").is_file(), "record.json: cannot be read (No such file)")
+        runs = [C.read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+        need(runs, "it has no runs")
+        need(len({run.source for run in runs}) == 1, "its runs have several sources")
+    before = record_before(root, folder, runs)
+    if before:
+        name = f"{before.fields['track']}/{before.folder.name}"
+        source = before.runs[0].source
+        print(f"compared with {name}", file=sys.stderr)
+    else:
+        name = "train_gpt.py"
+        source = (HERE.parent / name).read_bytes()
+        first = f"{folder.name} is the first of its class"
+        print(f"{first}: compared with {name} of this repository", file=sys.stderr)
+    old, new = (visible(text.decode()).splitlines() for text in (source, runs[0].source))
+    names = name, f"{folder.parent.name}/{folder.name}"
+    return "\n".join(difflib.unified_diff(old, new, *names, lineterm=""))
 
 
 def git(*words: str, stdin=b"") -> bytes:
@@ -351,6 +408,8 @@ def main(argv=None) -> int:
     commands.add_parser("check", help="derive everything anew from the logs")
     one = commands.add_parser("render", help="bring the tables of README.md up to date")
     one.add_argument("--check", action="store_true", help="only say whether they are stale")
+    one = commands.add_parser("diff", help="what a record changes in the source")
+    one.add_argument("record", metavar="RECORD", help="its folder; it may be a new one")
     one = commands.add_parser("reproduce", help="run a record's source again")
     one.add_argument("record", metavar="RECORD")
     one.add_argument("--runs", type=int, default=1, metavar="N", help="its first N seeds")
@@ -367,11 +426,13 @@ def main(argv=None) -> int:
     if args.arguments and args.do != "compare":
         parser.error("only compare takes arguments after --")
     root = Path(args.records).resolve()
-    do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
+    do = {"add": add, "render": render, "diff": diff, "reproduce": reproduce, "compare": compare}
     do |= {"check": lambda root, args: f"valid records: {len(C.all_valid(root))}"}
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}
     try:
-        print(do[args.do](root, args))
+        said = do[args.do](root, args)
+        if said:  # no line if sources do not differ
+            print(said)
     except (Refused, OSError, ImportError, UnicodeError) as error:
         print("refused:", " ".join(str(error).split()), file=sys.stderr)
         return 1

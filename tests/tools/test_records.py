@@ -182,7 +182,7 @@ def set_clock_back(record: Path, run: Path):
 def other_source(record: Path, run: Path):
     """The run has another source, with its hash."""
     in_log(record, run, "a trainer", "a cheater")
-    source = SOURCE.replace("a trainer", "a cheater")
+    source = (run / "log.txt").read_text().split(f"\n{RULE}\n")[0]
     edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
 
 
@@ -691,6 +691,48 @@ def test_symbolic_links_are_refused(records, tmp_path, capsys, name):
     if name == "RUN/log.txt":
         runs = [run, *record.glob("*-s[123]-*")]
         assert "log.txt is a symbolic link" in refused_to_add(records, capsys, runs)
+
+
+CHANGE = """--- cpu/2026-01-01_First
++++ cpu/2026-01-02_Second
+@@ -1,3 +1,4 @@
+ import sys
+ {}
+ print('a trainer')
++better = True
+""".format("")
+
+
+def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
+    """Against the standing record; of that against the one before it. Nothing else is on stdout."""
+
+    def diff(folder):
+        assert tool(records, "diff", folder) == 0
+        return capsys.readouterr()
+
+    capsys.readouterr()
+    first, second = sorted((records / "cpu").iterdir())
+    assert diff(second) == (CHANGE, "compared with cpu/2026-01-01_First\n")
+    shown = diff(first)
+    ours = (ROOT / "train_gpt.py").read_text().splitlines()
+    assert "is the first of its class: compared with train_gpt.py of this rep" in shown.err
+    assert len(re.findall("^-(?!-- )", shown.out, re.M)) > len(ours) - 3
+    shutil.copytree(records, tmp_path / "theirs")  # of a pull request, say
+    source = BETTER.replace("True", "1\x1b[8m")  # which hides what follows on a terminal
+    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=source)
+    assert add(tmp_path / "theirs", runs, "Third") == 0
+    capsys.readouterr()
+    new = tmp_path / "theirs/cpu/2026-01-03_Third"
+    shown = diff(new)
+    assert shown.err == "compared with cpu/2026-01-02_Second\n"
+    assert shown.out.splitlines()[-2:] == ["-better = True", r"+better = 1\x1b[8m"]
+    edit_json(new / "record.json", result={})  # it need not be valid
+    assert diff(shutil.copytree(new, records / "cpu" / new.name)) == shown
+    in_log(new, next(new.glob("*-s2-*")), "better = 1", "better = 2")
+    assert "sha256 in run.json, of the source" in refusal(records, capsys, "diff", new)
+    other_source(new, next(new.glob("*-s2-*")))
+    assert "its runs have several sources" in refusal(records, capsys, "diff", new)
+    assert "record.json: cannot be read" in refusal(records, capsys, "diff", tmp_path)
 
 
 # ---- The page ----------------------------------------------------------------------------------
