@@ -5,6 +5,7 @@ this repository are checked too: they were written by older trainers.
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -863,20 +864,141 @@ def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
     )
 
 
-def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
-    root = empty(tmp_path / "records")
-    source = stub(tmp_path / "a.py", GOOD, 10)
-    words = "--runs", "4", "--out", str(tmp_path / "a")
-    assert L.main(["compare", str(source), str(source), *words]) == 0
-    assert add(root, sorted((tmp_path / "a/base").iterdir()), "Stub") == 0
-    (record,) = (root / "cpu").iterdir()
+@pytest.fixture
+def reproducible(tmp_path, monkeypatch):
+    """A function that adds a record of a stub's runs; recheck.py is not run, but answers `loss`."""
+
+    def recheck(run, *words):
+        if not words:
+            return 1e3, record.reason
+        checkpoint, *more = words
+        assert checkpoint.parts[-2:] == ("checkpoints", "12") and not more
+        return record.loss, ""
+
+    def record(seconds: str) -> Path:
+        source = stub(tmp_path / "a.py", GOOD, seconds).read_text()
+        runs = runs_of(tmp_path / "runs", [GOOD + x / 1000 for x in range(4)], 1.0, source=source)
+        assert add(record.root, runs, "Stub") == 0
+        (folder,) = (record.root / "cpu").iterdir()
+        return folder
+
+    record.root, record.loss, record.reason = empty(tmp_path / "records"), GOOD, ""
+    monkeypatch.setattr(L, "recheck", recheck)
+    return record
+
+
+def test_reproduce_runs_the_records_own_source(reproducible, capsys, tmp_path):
+    record, root = reproducible("0.1"), reproducible.root
     capsys.readouterr()
-    assert tool(root, "reproduce", record, "--runs", "2") == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"seed 0: loss {GOOD:.4f}, recorded {GOOD:.4f}; 10.00 s on A CPU")
-    assert said[0].endswith("equal to the last digit") and said[-1] == "reproduced"
+    words = "--runs", "2", "--yes", "--out", tmp_path / "kept"
+    assert tool(root, "reproduce", record, *words) == 0
+    out, err = capsys.readouterr()
+    first, loss, second, again, end = out.splitlines()
+    assert first.startswith(f"seed 0: loss {GOOD:.4f}, recorded {GOOD:.4f}; 0.10 s on A CPU, 2 co")
+    assert first.endswith("equal to the last digit") and end == "reproduced"
+    assert loss.startswith(f"seed 0: this repository's code computes a loss of {GOOD:.4f} from")
+    assert second.startswith(f"seed 1: loss {GOOD + 0.001:.4f}, recorded {GOOD + 0.001:.4f}; 0.10")
+    form = r"seed 0 again: its process took \d+\.\d\d s with .*, it reports 0\.10 s of training"
+    assert re.fullmatch(form, again)
+    assert err.splitlines()[:2] == [
+        "command: python train_gpt.py tiny",
+        "environment: JAX_PLATFORMS=cpu",
+    ]
+    ends = {}
+    for path in (tmp_path / "kept").rglob("run.json"):
+        words = json.loads(path.read_text())["command"].split(" --out ")[0]
+        ends[path.parent.relative_to(tmp_path / "kept").parts[0]] = words
+    of_run = "python train_gpt.py tiny --seed"
+    wanted = [f"{of_run} 0 --set checkpoint_end=always", f"{of_run} 1", f"{of_run} 0"]
+    assert [ends[name] for name in sorted(ends)] == wanted
     said = refusal(root, capsys, "reproduce", record, "--runs", 5)
     assert "--runs 5: the record has 1 to 4" in said
+
+
+def test_reproduce_believes_neither_a_loss_nor_a_time(reproducible, capsys):
+    """Of a source that invents them: of a longer time than its process took, at least."""
+    record, root = reproducible("99"), reproducible.root
+    capsys.readouterr()
+    assert tool(root, "reproduce", record, "--yes") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"refused: seed 0 again: not reproduced: .* so not 99\.00 s$", said)
+    reproducible.loss = GOOD + 0.01
+    assert tool(root, "reproduce", record, "--yes") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"loss of {GOOD + 0.01:.4f} from the last checkpoint, the run reports {GOOD:.4f}" in said
+    reproducible.reason = "it has other settings"
+    assert tool(root, "reproduce", record, "--yes") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "seed 0: its loss could not be computed again: it has other settings" in said
+
+
+@pytest.mark.parametrize("answer", [None, "\n", "n\n", "y\n"])
+def test_reproduce_asks_before_it_runs(reproducible, capsys, monkeypatch, answer):
+    """If there is a terminal to ask on."""
+
+    def train_with(*_):
+        raise C.Refused("it runs")
+
+    record = reproducible("0.1")
+    stream = io.StringIO(answer or "")
+    stream.isatty = lambda: answer is not None
+    monkeypatch.setattr(sys, "stdin", stream)
+    monkeypatch.setattr(L, "train_with", train_with)
+    capsys.readouterr()
+    assert tool(reproducible.root, "reproduce", record) == 1
+    err = capsys.readouterr().err
+    if answer is None:
+        assert err.count("\n") == 1 and "then add --yes" in err
+    else:
+        assert "command: python train_gpt.py tiny\n" in err and "run it? [y/N] " in err
+        assert err.endswith("it runs\n" if answer == "y\n" else "refused: not confirmed\n")
+
+
+FAKE = """#!{python}
+import json, os, subprocess, sys
+words, home = sys.argv[1:], os.environ["FAKE_HOME"]
+with open(home + "/calls", "a") as file:
+    print(json.dumps([os.path.basename(sys.argv[0]), *words]), file=file)
+if words[0] != "import":
+    sys.exit(subprocess.run(words[words.index({python!r}) :]).returncode)
+"""
+
+
+@pytest.mark.parametrize("program", ["bwrap", "docker", None])
+def test_a_sandbox_has_no_network_and_writes_only_where_runs_go(
+    reproducible, tmp_path, monkeypatch, capsys, program
+):
+    """By stand-ins for both, which write down how they are called and run the command."""
+    record = reproducible("0.1")
+    if program:
+        (tmp_path / program).write_text(FAKE.format(python=sys.executable))
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_HOME", str(tmp_path))
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    monkeypatch.setattr(L, "git", lambda *_, **__: b"")
+    out = tmp_path / "kept"
+    status = tool(reproducible.root, "reproduce", record, "--yes", "--sandbox", "--out", out)
+    if not program:
+        assert status == 1
+        assert "install one of them" in capsys.readouterr().err.splitlines()[-1]
+        return
+    assert status == 0, capsys.readouterr().err
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    calls = [" ".join(call) for call in calls if call[1] != "import"]
+    assert len(calls) == 2
+    for call in calls:
+        assert f" {sys.executable} train_gpt.py tiny --seed 0 " in call
+        if program == "bwrap":
+            assert " --unshare-net " in call and " --ro-bind / / " in call
+            writable = re.findall(r" --bind (\S+) (\S+)", call)
+        else:
+            assert " --network none --read-only " in call and " --volume /usr:/usr:ro " in call
+            volumes = re.findall(r" --volume ([^:]+):(\S+)", call)
+            writable = [(path, place) for path, place in volumes if not place.endswith(":ro")]
+            assert " --env JAX_COMPILATION_CACHE_DIR " in call and "TOKEN" not in call
+        assert all(path == place for path, place in writable)
+        assert [Path(path).name for path, _ in writable] == ["cache", "work", "kept"]
 
 
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
@@ -886,7 +1008,8 @@ def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsy
     assert add(root, runs, "Lucky") == 0
     (record,) = (root / "cpu").iterdir()
     words = f"loss {GOOD + 0.04:.4f} is not within .* recorded mean {GOOD - 0.09:.4f}"
-    assert re.search(f"not reproduced: {words}", refusal(root, capsys, "reproduce", record))
+    assert tool(root, "reproduce", record, "--yes") == 1
+    assert re.search(f"not reproduced: {words}", capsys.readouterr().err.splitlines()[-1])
     assert "No such file" in refusal(root, capsys, "reproduce", "nothing")
 
 
@@ -1034,5 +1157,6 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     page = (clone / "records/README.md").read_text()
     assert re.search(r"\| 1 \| \d+\.\d\d s ± \d.* \| 16 \| .*\[Mine\]", page)
     (record,) = (path for path in (clone / "records/cpu").iterdir() if path.is_dir())
-    said = run(board, "reproduce", record)
+    said = run(board, "reproduce", record, "--yes")
+    assert "this repository's code computes a loss of " in said
     assert "training losses equal to the last digit" in said and "reproduced" in said
