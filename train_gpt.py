@@ -4737,12 +4737,21 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """What Linux calls the CPU; elsewhere its architecture."""
-    with contextlib.suppress(OSError):
+    """The model of the CPU. Linux on ARM has numbers for it: the designer, and each kind of core.
+    The architecture if the system reports neither."""
+    machine = platform.machine()
+    try:
+        if sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            brand = subprocess.run(command, capture_output=True, text=True).stdout
+            return brand.strip() or machine
         text = Path("/proc/cpuinfo").read_text()
-        if line := re.search(r"^model name\s*: (.+?)\s*$", text, re.M):
-            return line[1]
-    return platform.machine()
+    except OSError:
+        return machine
+    if line := re.search(r"^model name\s*: (.+?)\s*$", text, re.M):
+        return line[1]
+    numbers = re.findall(r"^CPU (?:implementer|part)\s*: (\S+)", text, re.M)
+    return " ".join([machine, *sorted({*numbers})])
 
 
 def source_sha256() -> str:
@@ -5080,6 +5089,7 @@ def peak_memory() -> int:
 def demonstrate(log: RunLog, model: tuple):
     """What a trained model makes of the validation text, by records/sample.py if that is there."""
     tool = Path(__file__).resolve().parent / "records/sample.py"
+    before = sys.modules.get("train_gpt")
     sys.modules["train_gpt"] = sys.modules[__name__]  # the tool imports it: not a second time
     try:
         if log.cfg.encoding == "ids":
@@ -5090,6 +5100,10 @@ def demonstrate(log: RunLog, model: tuple):
             sample["demonstrate"](trained, log)
     except Exception as error:  # the run has ended well
         log.say(f"warning: there is no sample: {error!r}")
+    finally:
+        del sys.modules["train_gpt"]
+        if before:
+            sys.modules["train_gpt"] = before
 
 
 # ---- Signals and hosts: several processes that run the same programs ---------------------------
@@ -5630,10 +5644,12 @@ def show(cfg: Config) -> str:
 
 
 def command_for(script, *words) -> str:
-    """What to type in a shell, in this folder, to run `script` with `words` by this Python."""
-    python = Path(sys.executable).name  # there may be no `python`, but a python3
-    if not shutil.which(python):
-        python = sys.executable
+    """The shell command that runs `script` with `words` in this folder, with this Python."""
+    name = Path(sys.executable).name
+    found = shutil.which(name) or ""
+    # Links are not followed: a virtual environment's Python is a link to one with other packages.
+    same = os.path.abspath(found) == os.path.abspath(sys.executable)
+    python = name if same else sys.executable
     return shlex.join([python, os.path.relpath(script), *map(str, words)])
 
 

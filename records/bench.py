@@ -41,15 +41,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+
+import train_gpt as T  # first: it reports in one line that jax is missing
+
+# isort: split
 
 import jax
 import numpy as np
 from lines import describe, keep_lines
 from preflight import peak_flops
 from scipy.optimize import curve_fit
-
-import train_gpt as T
 
 BATCHES = 4  # lie on the devices and are taken in turn
 CHUNKS = 5  # stretches of calls that are timed; their median counts

@@ -17,17 +17,31 @@ import json
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import scipy  # its parts are imported where they are used first
+try:
+    import numpy as np
+    import scipy  # its parts are imported where they are used first
+except ImportError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt")
 
 FILES = ("log.txt", "metrics.jsonl", "run.json")
-P_VALUE = 0.01  # of the mean loss, and of the gain in time over the standing record
+# Number of runs of a record -> largest p-value of the mean loss, and of the gain over the standing
+# record. With other numbers, or one limit for all, runs could be added until a test passes.
+P_VALUES = {4: 0.01, 8: 0.005, 16: 0.0025}
+# Records from before that rule: any number of runs, and the first limit. No others may join them.
+OLDER = {
+    "cpu/2026-11-21_Baseline",
+    "cpu/2026-11-21_HigherRates",
+    "cpu/2026-11-22_Record92",
+    "cpu/2026-11-24_FourLayers",
+    "fixed-data/2026-11-28_First",
+}
 STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
 CLOCK_MS = 5  # at most, between the times of a step in log.txt and in metrics.jsonl
@@ -61,9 +75,16 @@ def about(what):
         raise Refused(f"{what}: {reason}") from None
 
 
+def need_no_link(path: Path):
+    """Refuse a symbolic link: it could lead to a file of whoever checks it."""
+    need(not path.is_symlink(), f"{path.name} is a symbolic link")
+
+
 def read(path: Path, parse: Callable = json.loads):
-    """What `parse` makes of the text in a file; Refused if it is none (a pipe, say, has no end)."""
+    """What `parse` makes of the text in a file; Refused if it is no regular file (a pipe, say, has
+    no end)."""
     with about(path.name):
+        need_no_link(path)
         need(path.is_file(), "cannot be read (No such file)")
         return parse(path.read_bytes().decode())
 
@@ -163,6 +184,8 @@ def read_run(folder: Path) -> Run:
     with about(folder.name):
         facts = read_json(folder / "run.json")
         metrics = read(folder / "metrics.jsonl", lambda text: [*map(json.loads, text.splitlines())])
+        renamed = f"its folder must be named {facts['run_id']}, as in run.json"
+        need(facts["run_id"] == folder.name, renamed)
         with about("the date and time in its name"):
             began = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S")
         source, *sections = read(folder / "log.txt", RULE.split)
@@ -170,7 +193,6 @@ def read_run(folder: Path) -> Run:
         command = next((line[9:] for line in heads[0] if line.startswith("command: ")), "")
         source = source.removesuffix("\n").encode()
         run = Run(folder, source, *launch(command), facts, metrics, began)
-        need(facts["run_id"] == folder.name, f"run.json is of another run, {facts['run_id']}")
         check_heads(run, heads)
         lines = [STEP.fullmatch(line) for body in sections[1::2] for line in body.split("\n")]
         check_steps(run, [line for line in lines if line])
@@ -313,9 +335,15 @@ def check_run(track: Track, run: Run, pinned: dict):
 
 
 def essence(run: Run) -> dict:
-    """What makes the run what it is, apart from its seed and its machine."""
-    facts = {name: run.facts[name] for name in ("source_sha256", "versions", "environment")}
-    return facts | {"config": run.facts["config"] | FREE}
+    """What makes the run what it is, apart from its seed and its machine. Variables that cannot
+    change a result are left out: those of Python, and one that jax sets itself."""
+    facts = {name: run.facts[name] for name in ("source_sha256", "versions")}
+    environment = {
+        name: value
+        for name, value in run.facts["environment"].items()
+        if not name.startswith("PYTHON") and name != "TPU_SKIP_MDS_QUERY"
+    }
+    return facts | {"environment": environment, "config": run.facts["config"] | FREE}
 
 
 def check_runs(runs: list[Run]):
@@ -341,12 +369,29 @@ def check_runs(runs: list[Run]):
         need(one.train_losses != other.train_losses, f"seeds repeat: {same}")
 
 
-def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
-    """What record.json says of runs that keep all rules but those of rank, by their logs."""
+def is_older(folder: Path) -> bool:
+    """Whether the record in `folder` is from before the rules of check_number."""
+    return f"{folder.parent.name}/{folder.name}" in OLDER
+
+
+def check_number(runs: list[Run]):
+    """The number of runs is one of P_VALUES, and each run reports its choices."""
+    numbers = ", ".join(map(str, P_VALUES))
+    fixed = "a record has one of these numbers, so that no run is added until a test passes"
+    need(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
+    for run in runs:
+        need(run.facts.get("choices"), f"{run.folder.name}: run.json has no choices")
+
+
+def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> dict:
+    """What record.json says of runs that keep all rules but those of rank, by their logs. `older`:
+    see is_older."""
     for run in runs:
         with about(run.folder.name):
             check_run(track, run, pinned)
     check_runs(runs)
+    if not older:
+        check_number(runs)
     runs = sorted(runs, key=lambda run: run.facts["seed"])
     losses, seconds = [run.loss for run in runs], [run.seconds for run in runs]
     facts = runs[0].facts
@@ -354,7 +399,8 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     for name, values, digits in (("loss", losses, 6), ("seconds", seconds, 3)):
         result[f"mean_{name}"] = round(float(np.mean(values)), digits)
         result[f"sd_{name}"] = round(float(np.std(values, ddof=1)), digits)
-    result |= size_of(facts) if track.parameters else proof(track, losses)
+    limit = P_VALUES[4 if older else len(runs)]
+    result |= size_of(facts) if track.parameters else proof(track, losses, limit)
     if facts["devices"]["platform"] == "gpu":
         result["gpu_seconds"] = round(result["mean_seconds"] * facts["devices"]["count"], 3)
     return result | {
@@ -370,8 +416,9 @@ def judge(track: Track, runs: list[Run], pinned: dict) -> dict:
     }
 
 
-def proof(track: Track, losses: list[float]) -> dict:
-    """By how much, and how surely, the mean loss is below the target; Refused if it is not."""
+def proof(track: Track, losses: list[float], limit: float) -> dict:
+    """By how much, and how surely, the mean loss is below the target; Refused if it is not, or if
+    the p-value is not below `limit`."""
     mean = np.mean(losses)
     p_value = scipy.stats.ttest_1samp(losses, track.target, alternative="less").pvalue
     p_value = float(f"{p_value:.3g}")
@@ -382,7 +429,7 @@ def proof(track: Track, losses: list[float]) -> dict:
         need(margin >= STEP_MARGIN, reason)
     else:
         reason = f"p = {p_value} that the mean loss is not below {track.target}"
-        need(p_value < P_VALUE, f"{reason}, not < {P_VALUE}: more seeds, or a lower loss")
+        need(p_value < limit, f"{reason}, not < {limit}: more seeds, or a lower loss")
     return {"p_value": p_value, "margin": margin}
 
 
@@ -405,6 +452,11 @@ class Record(NamedTuple):
     fields: dict  # record.json
     result: dict  # its "result": the answer of `judge`
     runs: list[Run]
+
+    @property
+    def limit(self) -> float:
+        """The largest p-value that it may have."""
+        return P_VALUES[4 if is_older(self.folder) else len(self.runs)]
 
     @property
     def ranked_by(self) -> str:
@@ -437,8 +489,8 @@ def check_beats(record: Record, other: Record):
         key = {"seconds": "seconds", "loss": "losses"}[record.ranked_by]
         samples = record.result[key], other.result[key]
         p_value = scipy.stats.ttest_ind(*samples, equal_var=False, alternative="less").pvalue
-        reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {P_VALUE}"
-        need(p_value < P_VALUE, reason)
+        reason = f"{slow} beyond chance: {both}, p = {p_value:.2g} (Welch), not < {record.limit}"
+        need(p_value < record.limit, reason)
     changed = essence(record.runs[0]) != essence(other.runs[0])
     need(changed, "nothing was changed since the standing record, neither source nor config")
 
@@ -446,12 +498,14 @@ def check_beats(record: Record, other: Record):
 def check_record(folder: Path, pinned: dict) -> Record:
     """The record in `folder`, derived anew and held against all rules but those of rank."""
     with about(f"{folder.parent.name}/{folder.name}"):
+        for path in (folder, *folder.rglob("*")):
+            need_no_link(path)
         fields = read_json(folder / "record.json")
         known = fields["track"] == folder.parent.name in TRACKS
         need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
         need(fields.get("by") and fields.get("what"), "record.json lacks `by` or `what`")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-        result = judge(TRACKS[fields["track"]], runs, pinned)
+        result = judge(TRACKS[fields["track"]], runs, pinned, is_older(folder))
         for key in result.keys() | fields["result"].keys():
             agree(f"{key} in record.json", fields["result"].get(key), result.get(key))
         cost = price(fields.get("rate"), result)
@@ -479,9 +533,8 @@ def check_ranks(records: list[Record]):
                     check_beats(record, before)
 
 
-def all_valid(root: Path) -> list[Record]:
-    """The records; Refused if one of them is not valid."""
-    pinned = read_json(root / "tokens.json")
+def record_folders(root: Path) -> set[Path]:
+    """The folders of all records; Refused if one is in the wrong place."""
     folders = {path for track in TRACKS for path in root.glob(f"{track}/*/")}
     for name, depth in (("record.json", 3), ("run.json", 4)):  # runs need a record
         for path in sorted(root.rglob(name)):
@@ -491,6 +544,12 @@ def all_valid(root: Path) -> list[Record]:
                 continue
             need(right, f"{place}: it is not where records are, in TRACK/DATE_NAME")
             folders.add(path.parents[depth - 3])
-    records = [check_record(folder, pinned) for folder in sorted(folders)]
+    return folders
+
+
+def all_valid(root: Path) -> list[Record]:
+    """The records; Refused if one of them is not valid."""
+    pinned = read_json(root / "tokens.json")
+    records = [check_record(folder, pinned) for folder in sorted(record_folders(root))]
     check_ranks(records)
     return records

@@ -21,11 +21,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
+import train_gpt as T  # first: it reports in one line that jax is missing
+
+# isort: split
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import train_gpt as T
 
 FILE = T.train.__code__.co_filename
 TREE = ast.parse(T.SOURCE)

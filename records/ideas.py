@@ -14,13 +14,16 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from leaderboard import table
-from scipy.stats import sem
-
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
 
 from train_gpt import IDEAS, PLAIN_HAS, PRESETS, Parser, need, override, report_errors
+
+# isort: split
+
+import numpy as np
+from leaderboard import table
+from scipy.stats import sem
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "records/ideas.jsonl"

@@ -4,14 +4,17 @@
     python records/leaderboard.py add RUN_DIR... --track T --name NAME --by WHO --what TEXT
     python records/leaderboard.py check          # everything is derived anew from the logs
     python records/leaderboard.py render         # the tables in records/README.md
+    python records/leaderboard.py diff records/T/DATE_NAME
     python records/leaderboard.py reproduce records/T/DATE_NAME
     python records/leaderboard.py compare BASE.py CAND.py --runs N -- ARGS
 
-The rules are in README.md. Only `reproduce` and `compare` execute sources; nothing here needs jax.
+The rules are in README.md. Only `reproduce` and `compare` execute sources, see .github/SECURITY.md.
+The others do not need jax.
 A refusal is one line with its reason and exit status 1, a wrong command line one line and 2.
 """
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -22,27 +25,49 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 
 import checks as C
 import numpy as np
 import scipy
 from checks import Record, Refused, Run, about, need
+from redact import SECRET, copy_redacted
+from sandbox import sandbox
 
 HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
 REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
+LOSS_OFF = 0.002  # at most, between the losses that two programs compute of one model
+NOT_COMPUTED = "its loss could not be computed again: "
+PLACES = "--data", "--val", "--start", "--cache"  # options of train_gpt.py that take paths
+PRESETS = "plain", "tiny", "speedrun", "pointer"  # words of train_gpt.py that are no paths
 
 
 def add(root: Path, args) -> str:
-    """Collect runs into a new record; nothing is written unless it is valid."""
+    """Collect redacted copies of runs into a new record; nothing is written unless it is valid."""
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = set()
+        for path in args.runs:
+            run = C.read_run(Path(os.path.realpath(path)))
+            copy = Path(folder, run.folder.name)
+            need(not copy.exists(), f"{path} is named twice")
+            kinds |= copy_redacted(run.folder, copy)
+        added = add_runs(root, args, [C.read_run(copy) for copy in sorted(Path(folder).iterdir())])
+    redacted = f" (redacted: {', '.join(sorted(kinds))})" if kinds else ""
+    return f"added {added}{redacted}; next: python records/leaderboard.py render"
+
+
+def add_runs(root: Path, args, runs: list[Run]) -> Path:
+    """Make a record of these runs; returns its folder."""
     named = re.fullmatch("[A-Za-z0-9-]+", args.name)
     need(named, f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
     before = C.all_valid(root)
     need(args.by.strip() and args.what.strip(), "--by and --what: they are part of the standings")
-    runs = [C.read_run(Path(os.path.realpath(path))) for path in args.runs]
     fields = {"track": args.track, "name": args.name, "by": args.by, "what": args.what}
     with about(f"{args.track}/{args.name}"):
         if args.pin:  # what is there is not changed; FineWeb has shards that nobody has read yet
@@ -60,13 +85,11 @@ def add(root: Path, args) -> str:
     C.check_ranks([*before, record])
     record.folder.mkdir(parents=True)
     for run in runs:
-        (record.folder / run.folder.name).mkdir()
-        for name in C.FILES:
-            shutil.copy(run.folder / name, record.folder / run.folder.name)
+        shutil.copytree(run.folder, record.folder / run.folder.name)
     (record.folder / "record.json").write_text(json.dumps(fields, indent=1) + "\n")
     if args.pin:
         (root / "tokens.json").write_text(json.dumps(pinned, indent=1, sort_keys=True) + "\n")
-    return f"added {record.folder}; next: python records/leaderboard.py render"
+    return record.folder
 
 
 def table(rows: list[dict]) -> str:
@@ -152,6 +175,61 @@ def render(root: Path, args) -> str:
     return f"{page} is up to date, {len(records)} records"
 
 
+def record_before(root: Path, folder: Path, runs: list[Run]) -> Record | None:
+    """The standing record in the competition of these runs, which are in `folder`; if that is the
+    standing record or an earlier one, the record before it. None if there is none."""
+    track = C.read_json(folder / "record.json")["track"]
+    need(track in C.TRACKS, f"{folder.name}: there is no track {track}")
+    result = {
+        "hardware": runs[0].hardware,
+        "stream": C.stream_name(C.TRACKS[track], runs[0].facts["data"]),
+        "date": f"{max(run.began for run in runs):%Y-%m-%d}",
+        "steps": runs[0].facts["steps"],
+        "mean_seconds": np.mean([run.seconds for run in runs]),
+        "mean_loss": np.mean([run.loss for run in runs]),
+    }
+    record = Record(folder, {"track": track}, result, runs)
+    pinned = C.read_json(root / "tokens.json")
+    folders = sorted(C.record_folders(root))
+    records = [C.check_record(path, pinned) for path in folders if path != folder]
+    if folder in folders:
+        chain = C.chains([*records, record])[record.competition]
+        chain = chain[: chain.index(record)]
+    else:
+        chain = C.chains(records).get(record.competition)
+    return chain[-1] if chain else None
+
+
+def visible(text: str) -> str:
+    """A text in which characters that a terminal obeys, instead of showing them, are escaped."""
+    shown = [x if x.isprintable() or x in "\n\t" else ascii(x)[1:-1] for x in text]
+    return "".join(shown)
+
+
+def diff(root: Path, args) -> str:
+    """The source of a record as a unified diff against the source of the record before it. The
+    record need be neither valid nor among the others."""
+    folder = Path(args.record).resolve()
+    with about(folder.name):
+        need((folder / "record.json").is_file(), "record.json: cannot be read (No such file)")
+        runs = [C.read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+        need(runs, "it has no runs")
+        need(len({run.source for run in runs}) == 1, "its runs have several sources")
+    before = record_before(root, folder, runs)
+    if before:
+        name = f"{before.fields['track']}/{before.folder.name}"
+        source = before.runs[0].source
+        print(f"compared with {name}", file=sys.stderr)
+    else:
+        name = "train_gpt.py"
+        source = (HERE.parent / name).read_bytes()
+        first = f"{folder.name} is the first of its class"
+        print(f"{first}: compared with {name} of this repository", file=sys.stderr)
+    old, new = (visible(text.decode()).splitlines() for text in (source, runs[0].source))
+    names = name, f"{folder.parent.name}/{folder.name}"
+    return "\n".join(difflib.unified_diff(old, new, *names, lineterm=""))
+
+
 def git(*words: str, stdin=b"") -> bytes:
     """What git says about this clone; nothing if it is none, or if there is no git."""
     if not ((HERE.parent / ".git").exists() and shutil.which("git")):
@@ -196,12 +274,16 @@ def lay_out(source: bytes, home: Path):
         (home / "data" / folder.name).symlink_to(folder, target_is_directory=True)
 
 
-def train_with(home: Path, words: list[str], out: Path, environment=None) -> Run:
-    """Run home/train_gpt.py with these arguments; its lines go to stderr, its run into `out`."""
+def train_with(home: Path, words: list[str], out: Path, environment=None, box=None) -> Run:
+    """Run home/train_gpt.py with these arguments; its lines go to stderr, its run into `out`. It
+    runs in the sandbox of `box` if there is one, and gets no secrets of the environment."""
     out.mkdir(parents=True, exist_ok=True)
     before = set(out.iterdir())
     command = [sys.executable, "train_gpt.py", *words, "--out", str(out.resolve())]
-    env = os.environ | (environment or {})
+    env = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+    env |= environment or {}
+    if box:
+        command = box(command, env)
     status = subprocess.run(command, cwd=home, env=env, stdout=2).returncode
     need(status == 0, f"train_gpt.py ended with status {status}, see above")
     found = set(out.iterdir()) - before
@@ -209,39 +291,143 @@ def train_with(home: Path, words: list[str], out: Path, environment=None) -> Run
     return C.read_run(*found)
 
 
-def reproduce(root: Path, args) -> str:
-    """Run a record's own source again, and print its loss and time. Refused if the loss is not in
-    the interval in which 99% of further runs of the recorded mean and deviation are."""
-    record = C.check_record(Path(args.record).resolve(), C.read_json(root / "tokens.json"))
+def confirm(args, run: Run, environment: dict[str, str]):
+    """Show the command and the environment in which it will run, and ask; Refused if the answer is
+    not yes, or if there is no terminal to ask on."""
+    can_ask = args.yes or (sys.stdin is not None and sys.stdin.isatty())
+    need(can_ask, "reproduce runs a source that was submitted: read it (diff), then add --yes")
+    lines = [f"command: {shlex.join(['python', 'train_gpt.py', *run.words])}"]
+    lines += [f"environment: {name}={value}" for name, value in environment.items()]
+    rights = "in a sandbox" if args.sandbox else "with all your rights (see --sandbox)"
+    lines.append(f"this runs a source that was submitted, {rights}; `diff` shows what it changes")
+    print("\n".join(map(visible, lines)), file=sys.stderr)
+    if not args.yes:
+        print("run it? [y/N] ", end="", file=sys.stderr, flush=True)
+        need(sys.stdin.readline().strip().lower() in ("y", "yes"), "not confirmed")
+
+
+def recheck(run: Run, *words) -> tuple[float, str]:
+    """(the number that records/recheck.py prints for a run of a record, the reason if it prints
+    none)."""
+    command = [sys.executable, HERE / "recheck.py", run.folder / "run.json", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.splitlines() or ["recheck.py was killed"])[-1]
+        return math.nan, reason.removeprefix("error: ")
+    return float(done.stdout.splitlines()[-1]), ""
+
+
+def why_no_checkpoint(run: Run, out: Path) -> str:
+    """Why a reproduced run cannot leave a checkpoint in `out` that this repository can read; "" if
+    it can."""
+    if "checkpoint_end" not in run.facts["config"]:
+        return "its source does not have the setting checkpoint_end"
+    size, reason = recheck(run)
+    free = shutil.disk_usage(out).free
+    if not reason and size > 0.9 * free:
+        return f"a checkpoint takes {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {out}"
+    return reason
+
+
+def compare_losses(old: Run, new: Run, data: list[str]) -> str:
+    """A line about the loss that this repository computes from the last checkpoint of the run
+    `new`; Refused if the run has reported another one."""
+    checkpoint = new.folder / "checkpoints" / str(new.facts["steps"])
+    loss, reason = recheck(old, checkpoint, *data)
+    if reason:
+        return f"{NOT_COMPUTED}{reason}"
+    found = f"this repository's code computes a loss of {loss:.4f} from the last checkpoint"
+    causes = "its source has another model (see diff), or reports a wrong loss"
+    differs = f"{found}, the run reports {new.loss:.4f}: {causes}"
+    need(abs(loss - new.loss) <= LOSS_OFF, f"not reproduced: {differs}")
+    return f"{found}, the run reports {new.loss:.4f}"
+
+
+def check_reproduced(record: Record, old: Run, new: Run) -> str:
+    """A line about a run that was made again. Refused if it is another run, or if its loss is not
+    in the interval in which 99% of further runs of the recorded mean and deviation are."""
+    other = "other tokens than the record's (another Python has another demo corpus)"
+    need(new.facts["data"] == old.facts["data"], other)
+    free = C.FREE | {"checkpoint_end": ""}
+    configs = [run.facts["config"] | free for run in (new, old)]
+    C.agree("config of the command, of the record", *configs)
+    n = len(record.runs)
     mean = record.result["mean_loss"]
+    reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
+    miss = f"{new.loss:.4f} is not within {reach:.4f} of the recorded mean {mean:.4f}"
+    need(abs(new.loss - mean) <= reach, f"not reproduced: loss {miss}")
+    pairs = zip(new.train_losses, old.train_losses, strict=True)
+    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    digits = "equal to the last digit" if equal is None else f"equal for {equal} steps"
+    loss = f"loss {new.loss:.4f}, recorded {old.loss:.4f}"
+    seconds = f"{new.seconds:.2f} s on {new.hardware}, recorded {old.seconds:.2f} s"
+    return f"{loss}; {seconds}; training losses {digits}"
+
+
+def reproduce(root: Path, args) -> str:
+    """Run a record's own source again, and print what comes out. What it reports itself is held
+    against what this repository computes from its last checkpoint, and against the time of a
+    process whose programs were compiled by another one."""
+    record = C.check_record(Path(args.record).resolve(), C.read_json(root / "tokens.json"))
     n = len(record.runs)
     need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
-    reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
-    need_tools(record.folder, runs[0].source)
-    environment = {x: y for x, y in runs[0].facts["environment"].items() if x in REPEATED}
+    first = runs[0]
+    need_tools(record.folder, first.source)
+    recorded = first.facts["environment"].items()
+    environment = {x: y for x, y in recorded if x in REPEATED and "<redacted:" not in y}
     data = ["--data", str(Path(args.data).resolve())] if args.data else []
+    confirm(args, first, environment)
     with tempfile.TemporaryDirectory() as temporary:
-        home = Path(temporary, "source")
-        out = Path(args.out or Path(temporary, "runs"))
-        lay_out(runs[0].source, home)
+        home, cache, work = (Path(temporary, name) for name in ("source", "cache", "work"))
+        out = Path(args.out or Path(temporary, "runs")).resolve()
+        for folder in (cache, work, out):
+            folder.mkdir(parents=True, exist_ok=True)
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "TMPDIR": str(work)}
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        box = sandbox(home, [cache, work, out]) if args.sandbox else None
+        lay_out(first.source, home)
+        reason = why_no_checkpoint(first, out)
+        keep = [] if reason else ["--set", "checkpoint_end=always"]
         for seed, old in enumerate(runs):
             with about(f"seed {seed}"):
                 words = [*old.words, *data, "--seed", str(seed)]
-                new = train_with(home, words, out, environment)
-                other = "other tokens than the record's (another Python has another demo corpus)"
-                need(new.facts["data"] == old.facts["data"], other)
-                configs = [run.facts["config"] | C.FREE for run in (new, old)]
-                C.agree("config of the command, of the record", *configs)
-                pairs = zip(new.train_losses, old.train_losses, strict=True)
-                equal = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-                digits = "equal to the last digit" if equal is None else f"equal for {equal} steps"
-                loss = f"loss {new.loss:.4f}, recorded {old.loss:.4f}"
-                time = f"{new.seconds:.2f} s on {new.hardware}, recorded {old.seconds:.2f} s"
-                print(f"seed {seed}: {loss}; {time}; training losses {digits}", flush=True)
-                miss = f"{new.loss:.4f} is not within {reach:.4f} of the recorded mean {mean:.4f}"
-                need(abs(new.loss - mean) <= reach, f"not reproduced: loss {miss}")
+                if seed == 0:  # one checkpoint is enough: it can have 70 GB
+                    words += keep
+                new = train_with(home, words, out, environment, box)
+                print(f"seed {seed}: {check_reproduced(record, old, new)}", flush=True)
+                if seed == 0:
+                    line = f"{NOT_COMPUTED}{reason}" if reason else compare_losses(old, new, data)
+                    print(f"seed 0: {line}", flush=True)
+        with about("seed 0 again"):
+            words = [*first.words, *data, "--seed", "0"]
+            began = time.monotonic()
+            new = train_with(home, words, out / "again", environment, box)
+            took = time.monotonic() - began
+            check_reproduced(record, first, new)
+            process = f"its process took {took:.2f} s with programs that were compiled before"
+            print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training")
+            need(new.seconds <= took, f"not reproduced: {process}, so not {new.seconds:.2f} s")
     return "reproduced"
+
+
+def absolute(words: list[str]) -> list[str]:
+    """Arguments of train_gpt.py in which texts and folders that exist here have absolute paths: the
+    sources run in another folder."""
+    found = []
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+        before, path = re.fullmatch("(--[a-z-]+=|data=|)(.*)", word, re.S).groups()
+        if option == "--set":
+            is_place = before == "data="
+        else:
+            is_place = option in PLACES or not (path in PRESETS or path.isdecimal())
+        if is_place and path and Path(path).exists():
+            path = os.path.abspath(path)
+        found.append(before + path)
+    return found
 
 
 def side_of(text: str, arguments: list[str]) -> tuple[bytes, list[str]]:
@@ -272,7 +458,7 @@ def compare(root: Path, args) -> str:
             pair = {}
             for name in ("base", "cand") if seed % 2 == 0 else ("cand", "base"):
                 home = Path(temporary, f"source-{name}")
-                words = [*sides[name][1], "--seed", str(seed)]
+                words = [*absolute(sides[name][1]), "--seed", str(seed)]
                 with about(f"{name}, seed {seed}"):
                     pair[name] = train_with(home, words, Path(args.out or temporary, name))
             base, cand = pair["base"], pair["cand"]
@@ -316,13 +502,17 @@ def main(argv=None) -> int:
     commands.add_parser("check", help="derive everything anew from the logs")
     one = commands.add_parser("render", help="bring the tables of README.md up to date")
     one.add_argument("--check", action="store_true", help="only say whether they are stale")
+    one = commands.add_parser("diff", help="what a record changes in the source")
+    one.add_argument("record", metavar="RECORD", help="its folder; it may be a new one")
     one = commands.add_parser("reproduce", help="run a record's source again")
     one.add_argument("record", metavar="RECORD")
     one.add_argument("--runs", type=int, default=1, metavar="N", help="its first N seeds")
     one.add_argument("--data", metavar="DIR", help="folder with the token shards")
     one.add_argument("--out", metavar="DIR", help="keep the runs there")
+    one.add_argument("--sandbox", action="store_true", help="in bubblewrap or docker")
+    one.add_argument("--yes", action="store_true", help="do not ask before it runs")
     one = commands.add_parser("compare", help="alternate two sources on this machine")
-    one.epilog = "What stands after -- is given to both; paths in it must be absolute."
+    one.epilog = "What stands after -- is given to both."
     one.add_argument("base", metavar="BASE.py", help='or "BASE.py ARG ...", or a record')
     one.add_argument("cand", metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
     one.add_argument("--runs", type=int, default=5, metavar="N", help="pairs")
@@ -332,11 +522,13 @@ def main(argv=None) -> int:
     if args.arguments and args.do != "compare":
         parser.error("only compare takes arguments after --")
     root = Path(args.records).resolve()
-    do = {"add": add, "render": render, "reproduce": reproduce, "compare": compare}
+    do = {"add": add, "render": render, "diff": diff, "reproduce": reproduce, "compare": compare}
     do |= {"check": lambda root, args: f"valid records: {len(C.all_valid(root))}"}
     do |= {None: lambda root, args: standings(root, C.all_valid(root))}
     try:
-        print(do[args.do](root, args))
+        said = do[args.do](root, args)
+        if said:  # no line if sources do not differ
+            print(said)
     except (Refused, OSError, ImportError, UnicodeError) as error:
         print("refused:", " ".join(str(error).split()), file=sys.stderr)
         return 1

@@ -7,11 +7,14 @@ import sys
 from html import escape
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+# Where train_gpt.py is; curves need neither it nor jax.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import leaderboard
 import numpy as np
-from leaderboard import Parser
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # where train_gpt.py is; curves need neither it nor jax
 
 INK, GREY, BLUE, ORANGE = "#1f2328", "#59636e", "#0969da", "#bc4c00"
 GREEN, PURPLE, PINK = "#1a7f37", "#8250df", "#bf3989"
@@ -240,7 +243,7 @@ def draw_curves(runs: dict[Path, list[np.ndarray]], over: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(prog="pictures.py", description=(__doc__ or "").split("\n")[0])
+    parser = leaderboard.Parser(prog="pictures.py", description=(__doc__ or "").split("\n")[0])
     options = "RUN... [--over steps|tokens|seconds] [--out FILE.svg]: draw losses of runs"
     curves = parser.add_subparsers(dest="do").add_parser("curves", help=options)
     curves.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder or metrics.jsonl")

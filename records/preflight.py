@@ -35,12 +35,15 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+
+import train_gpt as T  # first: it reports in one line that jax is missing
+
+# isort: split
 
 import jax
 from jax.experimental import topologies
-
-import train_gpt as T
 
 # What makers say: GPUs by their names in TARGET, what all of a capability have, slices of TPUs.
 SHEETS = json.loads((Path(__file__).parent / "hardware.json").read_text())

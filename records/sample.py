@@ -8,9 +8,9 @@ import codecs
 import dataclasses
 import functools
 import gzip
+import hashlib
 import io
 import json
-import lzma
 import math
 import os
 import select
@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where train_gpt.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))  # where shards.py is
+
+import train_gpt as T  # first: it reports in one line that jax is missing
+
+# isort: split
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-import train_gpt as T
-from data.shards import decoded, opened, text_encoding
+from shards import decoded, opened, text_encoding
 
 
 class Trained(NamedTuple):
@@ -44,12 +47,26 @@ class Trained(NamedTuple):
     step: int  # how many it was trained
 
 
+def merges_folder(saved: T.Saved) -> Path:
+    """The folder with the merges of the run's tokens: the run's own, or if it has none there, the
+    folder of its shards if these are still the same."""
+    run_dir = saved.folder.parents[1]
+    if saved.cfg.encoding != "bpe" or (run_dir / T.MERGES).exists():
+        return run_dir
+    data = T.data_place(saved.cfg.data)
+    for name, facts in saved.meta["data"].items():
+        path = data / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != facts["sha256"]:
+            return run_dir
+    return data
+
+
 def load(saved: T.Saved) -> Trained:
     """The model of a checkpoint, on the devices of its run or on those that are here."""
     here = T.first_alike(T.all_devices())
     count = min(saved.cfg.devices or here, here)
     cfg, mesh = T.make_mesh(dataclasses.replace(saved.cfg, devices=count))
-    words = T.token_bytes(cfg, saved.folder.parents[1])
+    words = T.token_bytes(cfg, merges_folder(saved))
     kernels, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     params = T.load_state(mesh, saved, ("params",))["params"]
     copies = T.start_copies(cfg, mesh)(params, np.uint32(cfg.seed))
@@ -186,11 +203,18 @@ def opening(model: Trained, loss: float | None) -> tuple[str, list[int]]:
         return f"no validation text in {place}: a new one; to continue another: --prompt TEXT", []
     tokens = [i for i in tokens if i < len(words)]
     text = b"".join(words[i] for i in tokens)
-    sizes = {"gzip": 8 * len(gzip.compress(text)), "xz": 8 * len(lzma.compress(text, preset=9))}
+    sizes = {"gzip": 8 * len(gzip.compress(text))}
+    missing = ""
+    try:
+        import lzma  # some Pythons are built without it
+    except ImportError:
+        missing = ", xz not known (this Python has no lzma)"
+    else:
+        sizes["xz"] = 8 * len(lzma.compress(text, preset=9))
     if loss is not None:  # there is none before the first validation
         sizes = {"the model": loss * cfg.val_tokens / math.log(2)} | sizes
     each = ", ".join(f"{name} {size / len(text):.3f}" for name, size in sizes.items())
-    heading = f"bits per byte of the validation text: {each}"
+    heading = f"bits per byte of the validation text: {each}{missing}"
     return f"{heading}\na sample after the first words of that text:", tokens[:48]
 
 
@@ -300,7 +324,7 @@ def main(argv=None):
         given = getattr(args, name)
         T.need(given is None or given >= least, f"--{name.replace('_', '-')} is at least {least}")
     saved = chosen(Path(args.run_dir).expanduser(), lambda line: T.tell(line, sys.stderr))
-    encode = text_encoding(saved.cfg.encoding, saved.folder.parents[1]).encode_ordinary
+    encode = text_encoding(saved.cfg.encoding, merges_folder(saved)).encode_ordinary
     if args.score:
         asked = questions(Path(args.score), saved.cfg.bos, encode)
         T.tell(score(load(saved), asked, T.tell))

@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
+
 import costs as C
 import jax
 from costs import NAMED, OWNER, TREE, Step, Watch, amount
@@ -88,9 +90,14 @@ def ideas(asked: T.Config, step: Step, costs: dict, chip: str) -> Iterator[Idea]
 # ---- Text and tables ----------------------------------------------------------------------------
 
 
+def as_html(text: str) -> str:
+    """Text as HTML: <, > and & are escaped."""
+    return html.escape(text, quote=False)
+
+
 def escaped(text: str) -> str:
     """Text as HTML, what stands in backquotes as code."""
-    return re.sub("`([^`\n]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return re.sub("`([^`\n]+)`", r"<code>\1</code>", as_html(text))
 
 
 def prose(lines: list[str]) -> str:
@@ -189,10 +196,10 @@ class Page:
         parts = []
         start = 0
         for first, last, name in sorted(self.names[line]):
-            parts.append(html.escape(text[start:first].decode(), quote=False))
+            parts.append(as_html(text[start:first].decode()))
             parts.append(link(DEFINED[name], text[first:last].decode()))
             start = last
-        rest = html.escape(text[start:].decode(), quote=False)
+        rest = as_html(text[start:].decode())
         return "".join(parts) + re.sub("(^|(?<=  ))#.*", r"<i>\g<0></i>", rest)
 
     def beside(self, line: int) -> str:
@@ -212,7 +219,7 @@ class Page:
             parts.append(f"<b>{' · '.join(words)}</b> ")
         seen = [*self.watch.seen.get(line, ())]
         more = [f"and {len(seen) - 4} more"] if len(seen) > 4 else []
-        parts.append(" | ".join(seen[:4] + more))
+        parts.append(as_html(" | ".join(seen[:4] + more)))
         name = OWNER.get(line)
         users = [x for x in self.users[name] if x in self.shown]
         if users and DEFINED[name] == line:
@@ -244,7 +251,7 @@ class Page:
                 yield self.folded(line, last)
             elif HEADS.match(text):
                 level = 3 if text.startswith("# -") else 2
-                yield f"<h{level} id=L{line}>{text.strip('#- ')}</h{level}>"
+                yield f"<h{level} id=L{line}>{as_html(text.strip('#- '))}</h{level}>"
             elif line in self.prose:
                 indent = len(text) - len(text.lstrip())
                 words = ast.literal_eval("\n".join(LINES[line - 1 : last]).lstrip()).splitlines()
@@ -262,7 +269,7 @@ class Page:
 
     def folded(self, first: int, last: int) -> str:
         """Lines that the step does not touch."""
-        body = [html.escape(text, quote=False) for text in LINES[first - 1 : last]]
+        body = [as_html(text) for text in LINES[first - 1 : last]]
         names = [name for name, line in DEFINED.items() if first <= line <= last]
         for line in (DEFINED[name] for name in names):
             body[line - first] = f"<b id=L{line}>{body[line - first]}</b>"
@@ -277,7 +284,7 @@ class Page:
         for line in sorted(self.shown):
             if HEADS.match(LINES[line - 1]):
                 kind = "<li>" if LINES[line - 1].startswith("# -") else "<li class=part>"
-                items.append(kind + link(line, LINES[line - 1].strip("#- ")))
+                items.append(kind + link(line, as_html(LINES[line - 1].strip("#- "))))
         return f"<p>From the loop down: {stops}</p><ul>{''.join(items)}</ul>"
 
     def sum_table(self) -> str:
@@ -293,7 +300,7 @@ class Page:
             what = f"lines of {', '.join(C.FORMULA)}: {kind}"
             rows.append([what, amount(flops, "FLOP") + share])
         for name, flops in left_out.most_common():
-            rows.append([f"which it leaves out: {name}", amount(flops, "FLOP")])
+            rows.append([f"which it leaves out: {as_html(name)}", amount(flops, "FLOP")])
         return table(["what", "FLOPs"], rows)
 
     def idea_table(self, found: list[Idea]) -> str:
@@ -316,18 +323,20 @@ class Page:
         step = self.step
         rows = []
         for line, code, each in dearest(self.costs):
-            code = f"<code>{html.escape(code)}</code>"
+            code = f"<code>{as_html(code)}</code>"
             rows.append([OWNER.get(line, ""), link(line, line), link(line, code), *each])
         facts = {
             "sha": C.SHA,
-            "preset": step.cfg.preset,
+            "preset": as_html(step.cfg.preset),
             "devices": step.mesh.size,
             "number": step.number + 1,
             "programs": ", ".join(step.programs),
             "tokens": f"{step.stage.batch_tokens:,}",
             "flops": amount(self.whole("FLOP"), "FLOP"),
             "bytes": amount(self.whole("B"), "B"),
-            "time": f"{C.sums(self.costs)[2]:.3g} ms on {devices}" if devices else "not measured",
+            "time": f"{C.sums(self.costs)[2]:.3g} ms on {as_html(devices)}"
+            if devices
+            else "not measured",
             "index": self.index(),
             "dearest": table(["function", "line", "code", "FLOPs", "bytes", "time"], rows),
             "sums": self.sum_table(),

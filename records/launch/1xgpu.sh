@@ -2,10 +2,13 @@
 # A record on one GPU, from a bare machine to a folder that `leaderboard.py check` accepts. In a clone:
 #   BY="Your Name" RATE=2.49 SETTINGS=ngram_rows=22675456 bash records/launch/1xgpu.sh
 # RATE: dollars an hour of the machine. SETTINGS: of --set, such as those that a refusal names. RUNS:
-# seeds, 4 by default. What is there already stays, so start it again after an interruption; for
+# runs, 4 by default (8 or 16 for closer calls). Nothing is deleted: start it again after an
+# interruption, and it resumes an interrupted run that has a checkpoint, or starts that seed again.
+# A run that is stopped writes one; checkpoint_every=N in SETTINGS writes one every N steps, too. For
 # other SETTINGS take another NAME.
 # PYTHON: one that has the packages, in place of ~/env, which is made. To try all of it on a CPU:
-#   PRESET=tiny TRACK=cpu SETTINGS=target=3.95 RUNS=2 PYTHON=python3 bash records/launch/1xgpu.sh
+#   PRESET=tiny TRACK=cpu SETTINGS=target=3.95 PYTHON=python3 bash records/launch/1xgpu.sh
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # `sh` may be another shell
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PRESET=${PRESET:-speedrun} TRACK=${TRACK:-1xgpu} RUNS=${RUNS:-4} NAME=${NAME:-First}
@@ -47,16 +50,22 @@ fi
 
 for ((seed = 0; seed < RUNS; seed++)); do
   if grep -qs '"finished": true' "$OUT"/*-s"$seed"-*/run.json; then continue; fi
-  rm -rf "$OUT"/*-s"$seed"-*  # of a run that was cut short
   say "seed $seed of $RUNS; the first one compiles for some minutes"
-  $PYTHON train_gpt.py "$PRESET" --out "$OUT" --seed "$seed" --set "${settings[@]}"
-  tar czf results.tar.gz "$OUT"  # what must not be lost when the machine goes
+  checkpoint=$(ls -d "$OUT"/*-s"$seed"-*/checkpoints/[0-9]* 2>/dev/null | tail -n 1) || true
+  if [ "$checkpoint" ]; then
+    $PYTHON train_gpt.py --resume "${checkpoint%/checkpoints/*}"
+  else
+    $PYTHON train_gpt.py "$PRESET" --out "$OUT" --seed "$seed" --set "${settings[@]}"
+  fi
+  tar czf results.tar.gz --exclude=checkpoints "$OUT"  # all that a record needs
 done
 
 say "the record"
-$PYTHON records/leaderboard.py add "$OUT"/*/ --track "$TRACK" --name "$NAME" --by "${BY:-me}" --pin \
+finished=($(grep -l '"finished": true' "$OUT"/*/run.json))
+$PYTHON records/leaderboard.py add "${finished[@]%/run.json}" \
+  --track "$TRACK" --name "$NAME" --by "${BY:-me}" --pin \
   ${RATE:+--rate "$RATE"} --what "${WHAT:-The preset $PRESET with ${settings[*]}.}"
 $PYTHON records/leaderboard.py render
 $PYTHON records/leaderboard.py check
-tar czf results.tar.gz "$OUT" records/"$TRACK" records/README.md records/tokens.json
+tar czf results.tar.gz --exclude=checkpoints "$OUT" records/"$TRACK" records/README.md records/tokens.json
 say "done: fetch results.tar.gz, then delete the machine"

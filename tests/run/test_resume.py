@@ -372,8 +372,10 @@ def test_a_checkpoint_without_its_run_serves_a_sample_and_a_new_run_only(copy, t
     assert T.checkpoint_to_resume(backup, pytest.fail).folder == backup
     assert T.main(["--resume", str(alone)]) == 2
     start = T.command_for(T.__file__, "--start", alone)
-    assert f"{alone} is not in the folder of its run: copy it there, " in capsys.readouterr().err
-    assert start
+    words = (
+        f"{alone} is not in the folder of its run: copy it there, or start a new run with them: "
+    )
+    assert words + start in capsys.readouterr().err
 
 
 def test_file_names_of_a_checkpoint_do_not_leave_its_folder(copy):
@@ -390,17 +392,24 @@ def test_file_names_of_a_checkpoint_do_not_leave_its_folder(copy):
     assert "../../params.x.0.npy is incomplete" in said[0]
 
 
-def test_commands_that_are_printed_can_be_typed_in(tmp_path, monkeypatch):
-    """Where there is only python3, where no Python is on the path, and in another folder."""
-    monkeypatch.setattr(sys, "executable", "/opt/env/bin/python3")
-    monkeypatch.setattr(shutil, "which", {"python3": "/usr/bin/python3"}.get)
+def test_commands_that_are_printed_run_this_python(tmp_path, monkeypatch):
+    """Also if its name leads to another Python or to none, and in another folder. The Python of a
+    virtual environment is a link to another one, which has other packages."""
+    bin, env = tmp_path / "bin", tmp_path / "env/bin"
+    for folder in (bin, env):
+        folder.mkdir(parents=True)
+    (bin / "python3").touch(mode=0o755)
+    (env / "python3").symlink_to(bin / "python3")
+    monkeypatch.setattr(sys, "executable", f"{env}/python3")
     run = "my logs/*"
+    monkeypatch.setenv("PATH", f"{env}:{bin}")
     assert T.command_for("train_gpt.py", run) == "python3 train_gpt.py 'my logs/*'"
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for path in (f"{bin}:{env}", "/nowhere"):
+        monkeypatch.setenv("PATH", path)
+        assert T.command_for("train_gpt.py", run) == f"{env}/python3 train_gpt.py 'my logs/*'"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "repo").mkdir()
     written = T.command_for(tmp_path / "repo/train_gpt.py", run)
-    assert written == "/opt/env/bin/python3 repo/train_gpt.py 'my logs/*'"
+    assert written == f"{env}/python3 repo/train_gpt.py 'my logs/*'"
 
 
 def test_how_a_run_is_computed_may_change_when_it_goes_on(copy, monkeypatch, capsys):

@@ -289,6 +289,70 @@ def test_a_run_on_ids_without_bytes_ends_without_a_sample(train, run, tmp_path):
     assert train_losses(folder) == train_losses(raw)
 
 
+@pytest.mark.parametrize("other", [None, object()])
+def test_a_sample_leaves_no_other_module_behind(other, monkeypatch):
+    """Of this name there may be another one, or none, as where the trainer is the main module."""
+    log = SimpleNamespace(cfg=CFG, say=pytest.fail)
+    seen = []
+
+    def run_path(path):
+        seen.append(sys.modules["train_gpt"])
+        return {"Trained": lambda: None, "demonstrate": lambda model, log: None}
+
+    monkeypatch.setattr(T.runpy, "run_path", run_path)
+    monkeypatch.delitem(sys.modules, "train_gpt")
+    if other:
+        monkeypatch.setitem(sys.modules, "train_gpt", other)
+    monkeypatch.setitem(sys.modules, T.__name__ + "_run", T)
+    monkeypatch.setattr(T, "__name__", T.__name__ + "_run")
+    T.demonstrate(log, ())
+    assert seen == [T] and sys.modules.get("train_gpt") is other
+
+
+X86 = """processor : 0
+vendor_id : AuthenticAMD
+model name\t: AMD EPYC \n
+processor : 1
+model name\t: AMD EPYC \n
+"""
+# Those of a Raspberry Pi 5 and of a phone whose cores differ, without other lines.
+ARM = "CPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd0b\n"
+BIG_LITTLE = ARM + "CPU implementer\t: 0x41\nCPU part\t: 0xd05\n" + ARM
+
+
+@pytest.mark.parametrize(
+    "system,answer,want",
+    [
+        ("linux", X86, "AMD EPYC"),
+        ("linux", ARM, "aarch64 0x41 0xd0b"),
+        ("linux", BIG_LITTLE, "aarch64 0x41 0xd05 0xd0b"),
+        ("linux", "processor : 0\n", "aarch64"),
+        ("linux", None, "aarch64"),
+        ("darwin", "Apple M2 Pro\n", "Apple M2 Pro"),
+        ("darwin", "", "aarch64"),
+        ("darwin", None, "aarch64"),
+    ],
+)
+def test_cpus_of_different_kinds_have_different_names(system, answer, want, monkeypatch):
+    """They are classes of records. `answer`: of /proc/cpuinfo or sysctl; None: it is not there."""
+
+    def read_text(path):
+        if answer is None:
+            raise FileNotFoundError(path)
+        assert str(path) == "/proc/cpuinfo"
+        return answer
+
+    def run(command, **_):
+        assert command == ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return SimpleNamespace(stdout=read_text("/proc/cpuinfo"))
+
+    monkeypatch.setattr(T.sys, "platform", system)
+    monkeypatch.setattr(T.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(T.Path, "read_text", read_text)
+    monkeypatch.setattr(T.subprocess, "run", run)
+    assert T.cpu_name() == want
+
+
 def test_what_fails_in_a_sample_fails_no_run(train, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(T.runpy, "run_path", lambda path: {})

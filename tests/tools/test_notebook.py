@@ -190,39 +190,50 @@ def test_from_top_to_bottom(clone, monkeypatch):
 # Writes down its command, and leaves a finished run where the trainer would.
 PYTHON = """#!/bin/bash
 echo "$*" >> calls
-out=$(sed -n 's/.*--out \\([^ ]*\\) --seed \\([0-9]*\\).*/\\1\\/x-s\\2-x/p' <<<"$*")
-[ -z "$out" ] || { mkdir -p "$out"; echo '"finished": true' > "$out/run.json"; }
+run=$(sed -n 's/.*--out \\([^ ]*\\) --seed \\([0-9]*\\).*/\\1\\/x-s\\2-x/p' <<<"$*")
+if [ "$2" = --resume ]; then run=$3; fi
+[ -z "$run" ] || { mkdir -p "$run"; echo '"finished": true' > "$run/run.json"; }
 echo it fits
 """
 
 
 def test_the_script_for_one_gpu_runs_what_is_not_there_and_no_more(clone):
-    """And its commands are accepted by the tools that they name."""
+    """By any shell, and its commands are accepted by the tools that they name. Of interrupted runs
+    it goes on with the newest that has a checkpoint, or begins anew, and deletes none."""
     (clone / "records/launch/1xgpu.sh").write_bytes(SCRIPT.read_bytes())
     python = clone / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
     env = os.environ | {"PYTHON": str(python), "SETTINGS": "ngram_rows=22675456 steps=1250"}
-    env |= {"RUNS": "2", "RATE": "2.49", "BY": "A. Stranger"}
-    (clone / "logs/First/x-s0-cut").mkdir(parents=True)  # of a run that was cut short
+    env |= {"RUNS": "3", "RATE": "2.49", "BY": "A. Stranger"}
+    logs = clone / "logs/First"
+    stopped = logs / "x-s0-cut", logs / "x-s2-a/checkpoints/20", logs / "x-s2-b/checkpoints/3"
+    for folder in (*stopped, logs / "x-s2-c/checkpoints/.20", logs / "x-s20-d/checkpoints/9"):
+        folder.mkdir(parents=True)
+    before = {*logs.rglob("*")}
     (clone / "records/1xgpu").mkdir()
     for name in ("README.md", "tokens.json"):
         (clone / "records" / name).touch()
-    for trained in (["0", "1"], []):
-        words = ["bash", "records/launch/1xgpu.sh"]
+    for shell, first in (("sh", True), ("bash", False)):
+        words = [shell, "records/launch/1xgpu.sh"]
         subprocess.run(words, cwd=clone, env=env, check=True, capture_output=True)
         shown, tokens, *runs, add, render, check = (clone / "calls").read_text().splitlines()
         (clone / "calls").unlink()
-        assert [run.split(" --set ")[0].split()[-1] for run in runs] == trained
+        *new, resumed = runs if first else [""]
+        assert [run.split(" --set ")[0].split()[-1] for run in new] == ["0", "1"] * first
+        assert resumed == "train_gpt.py --resume logs/First/x-s2-b" * first
         assert tokens == "data/cached_fineweb10B.py 9"
         assert (render, check) == ("records/leaderboard.py render", "records/leaderboard.py check")
-        for command in (shown, *(f"{run} --show" for run in runs)):
+        for command in (shown, *(f"{run} --show" for run in new)):
             assert T.main(shlex.split(command)[1:]) == 0
-        assert "add logs/First/x-s0-x/ logs/First/x-s1-x/ --track 1xgpu --name First " in add
+        done = "logs/First/x-s0-x logs/First/x-s1-x logs/First/x-s2-b"
+        assert f"add {done} --track 1xgpu --name First " in add
         assert add.split(" --what ")[0].endswith("--by A. Stranger --pin --rate 2.49")
-    assert not (clone / "logs/First/x-s0-cut").exists()
+    assert before < {*logs.rglob("*")}
     env["SETTINGS"] = "ngram_rows=32768"  # runs of two recipes are no record
     other = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
     assert other.returncode == 2 and "ngram_rows=22675456 steps=1250: take another" in other.stderr
     with tarfile.open(clone / "results.tar.gz") as archive:
-        assert "records/1xgpu" in archive.getnames()
+        names = {*archive.getnames()}
+    assert "records/1xgpu" in names and "logs/First/x-s2-b/run.json" in names
+    assert "logs/First/x-s2-b/checkpoints" not in names  # they can have 70 GB

@@ -5,6 +5,7 @@ this repository are checked too: they were written by older trainers.
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -49,7 +50,7 @@ RTX = H100 | {"kind": "NVIDIA GeForce RTX 4090", "count": 1}
 
 def runs_of(folder: Path, losses=(), seconds=10.0, spread=0.01, cfg=TINY, **changes):
     """Runs with seeds 0, 1, ...; the times differ by `spread`. Losses are good by default."""
-    losses = losses or (GOOD, GOOD + 0.005, GOOD + 0.01)
+    losses = losses or [GOOD + 0.005 * seed for seed in range(4)]
     return [
         write_run(folder, seed, as_json(cfg), loss, seconds + spread * seed, **changes)
         for seed, loss in enumerate(losses)
@@ -182,7 +183,7 @@ def set_clock_back(record: Path, run: Path):
 def other_source(record: Path, run: Path):
     """The run has another source, with its hash."""
     in_log(record, run, "a trainer", "a cheater")
-    source = SOURCE.replace("a trainer", "a cheater")
+    source = (run / "log.txt").read_text().split(f"\n{RULE}\n")[0]
     edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
 
 
@@ -237,7 +238,7 @@ FEARED = {
         "sha256 in run.json, of the source in log.txt"),
     "another source in one run": (other_source, {}, "source_sha256 of "),
     "a left-out seed": (lambda record, run: shutil.rmtree(run), {},
-        "seeds (to choose seeds is to choose losses): [1, 2], not [0, 1]"),
+        "seeds (to choose seeds is to choose losses): [1, 2, 3], not [0, 1, 2]"),
     "one run under two seeds": (seed_without_effect, {}, "have the same training losses"),
     "a shortened validation": (in_all, {"val_tokens": 4096}, "tokens: 4096, not 98304"),
     "an easier target": (in_all, {"target": 4.5}, "target (see --set target=): 4.5, not 3.95"),
@@ -325,28 +326,32 @@ def test_no_number_of_a_config_makes_a_plan_that_is_longer_than_the_log(records,
 def test_runs_are_made_one_after_the_other(records, tmp_path, capsys):
     """By whole seconds in their names, and by the time for which they trained, here 10 s."""
     for seconds, resumed, reason in ((9, False, "began while "), (9, True, ""), (10, False, "")):
-        runs = runs_of(tmp_path / f"{seconds}{resumed}", losses=(GOOD, GOOD + 0.001), day=3)
+        runs = runs_of(tmp_path / f"{seconds}{resumed}", day=3)
         if resumed:  # meanwhile the other was made: nobody knows when
             resume(None, runs[0])
         began(None, runs[1], f"20260103-0000{seconds:02}")
         runs = [*runs[0].parent.iterdir()]
+        assert len(runs) == 4
         line = refused_to_add(records, capsys, runs)
         assert (reason or "not faster than the standing record") in line
 
 
 def test_losses_and_times_that_are_not_good_enough(records, tmp_path, capsys):
-    near = [TARGET + x for x in (-0.01, -0.1, 0)]
+    near = [TARGET + x for x in (-0.01, -0.1, 0, 0)]
     for i, (changes, reason) in enumerate(
         (
-            ({"losses": [TARGET + 0.01] * 3}, f"mean loss {TARGET + 0.01:.4f} is above the target"),
+            ({"losses": [TARGET + 0.01] * 4}, f"mean loss {TARGET + 0.01:.4f} is above the target"),
             (
                 {"losses": near},
                 rf"p = 0\.\d+ that the mean loss is not below {TARGET}, not < 0\.01",
             ),
             ({"losses": [GOOD]}, "one run has no p-value"),
             ({"seconds": 0.0}, "step 1: the clock went backwards, or stood"),
-            ({"seconds": 8.5}, r"not faster than the standing record: 8\.51 against 8\.01"),
-            ({"seconds": 7.0, "spread": 0.9}, r"beyond chance: 7\.9 against 8\.01, p = 0\.\d+ \(W"),
+            ({"seconds": 8.5}, r"not faster than the standing record: 8\.515 against 8\.015"),
+            (
+                {"seconds": 6.5, "spread": 0.9},
+                r"beyond chance: 7\.85 against 8\.\d+, p = 0\.\d+ \(W",
+            ),
             ({"seconds": 5.0, "source": BETTER}, "nothing was changed since the standing record"),
             ({"seconds": 5.0, "day": 1}, "it must beat what stood: add it anew"),
         )
@@ -360,6 +365,61 @@ def test_losses_and_times_that_are_not_good_enough(records, tmp_path, capsys):
     assert "File exists" in refusal(records, capsys, "add", *again, *about)
     edit_json(records / "cpu/2026-01-03_Flags/record.json", beats="2026-01-01_First")
     assert "2026-01-01_First, not 2026-01-02_Second" in refusal(records, capsys)
+
+
+def test_variables_that_change_nothing_make_no_record_and_break_none(records, tmp_path, capsys):
+    """How Python prints and caches, and what jax sets when it is imported."""
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    same = {"day": 3, "seconds": 5.0}
+    runs = runs_of(tmp_path / "a", environment=environment, source=BETTER, **same)
+    assert "nothing was changed" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", source=BETTER + "#\n", **same)
+    in_one(None, runs[1], environment=environment)
+    assert add(records, runs, "Mixed") == 0 and tool(records, "check") == 0
+
+
+@pytest.mark.parametrize(
+    "count,deviation,reason",
+    [
+        (2, 1, "number of runs: 2, not 4, 8, 16: a record has one of these numbers, so that"),
+        (3, 1, "number of runs: 3, not"),
+        (5, 1, "number of runs: 5, not"),
+        (4, 5.0, ""),  # p is 0.004, by Student's t with 3 degrees of freedom; the others as much
+        (4, 3.0, "not < 0.01: more seeds"),  # 0.013
+        (8, 3.4, "not < 0.005: more seeds"),  # 0.006
+        (8, 3.8, ""),  # 0.003
+        (16, 3.1, "not < 0.0025: more seeds"),  # 0.004
+        (16, 3.4, ""),  # 0.002
+    ],
+)
+def test_a_record_has_one_of_three_numbers_of_runs(tmp_path, capsys, count, deviation, reason):
+    """Each with a limit of its own, for p must not be below one by trying again and again."""
+    root = empty(tmp_path / "records")
+    losses = np.linspace(-1, 1, count) * 0.01
+    losses += TARGET - deviation * np.std(losses, ddof=1) / np.sqrt(count)
+    runs = runs_of(tmp_path / "runs", losses.tolist())
+    if reason:
+        assert reason in refused_to_add(root, capsys, runs)
+    else:
+        assert add(root, runs, "Right") == 0 and tool(root, "check") == 0
+
+
+def test_only_records_from_before_the_rule_have_other_numbers_of_runs(tmp_path, capsys):
+    root = empty(tmp_path / "records")
+    assert add(root, runs_of(tmp_path / "runs"), "First") == 0
+    (record,) = (root / "cpu").iterdir()
+    shutil.rmtree(next(record.glob("*-s3-*")))
+    assert "number of runs: 3" in refusal(root, capsys)
+    assert len(C.OLDER) == 5, "nobody joins them"
+    assert all((ROOT / "records" / name / "record.json").exists() for name in C.OLDER)
+
+
+def test_runs_that_do_not_report_the_same_choices_are_no_record(records, tmp_path, capsys):
+    runs = runs_of(tmp_path / "a", day=3, seconds=5.0, choices={})
+    assert "run.json has no choices" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", day=3, seconds=5.0)
+    in_one(None, runs[1], choices={"kernels": "plain", "compiler_options": {"a": "b"}})
+    assert "choices of " in refused_to_add(records, capsys, runs)
 
 
 def test_classes_of_hardware_do_not_compete(records, tmp_path):
@@ -386,7 +446,12 @@ def test_new_tokens_are_entered_once_and_never_change(records, tmp_path, capsys)
 
 
 def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
-    same = {"cfg": SPEEDRUN, "data": FINEWEB, "losses": (3.270, 3.271, 3.272), "devices": V6E}
+    same = {
+        "cfg": SPEEDRUN,
+        "data": FINEWEB,
+        "losses": (3.270, 3.271, 3.272, 3.271),
+        "devices": V6E,
+    }
     for i, (track, changes, reason) in enumerate(
         (
             ("v6e-8", {"devices": V6E | {"count": 4}}, "not the hardware of this track, count: 4"),
@@ -401,8 +466,8 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
             ("steps", {}, "tokens of every step"),
             (
                 "steps",
-                {"cfg": COUNTING, "losses": (3.278, 3.279, 3.278)},
-                "0.0029, less than 0.004",
+                {"cfg": COUNTING, "losses": (3.278, 3.279, 3.278, 3.279)},
+                "0.0030, less than 0.004",
             ),
         )
     ):
@@ -411,7 +476,7 @@ def test_tracks_fix_the_hardware_and_the_tokens(records, tmp_path, capsys):
     assert add(records, runs_of(tmp_path / "a", **same), "A", "v6e-8", "--pin") == 0
     runs = runs_of(tmp_path / "b", **(same | {"devices": H100}))
     assert add(records, runs, "B", "8xh100") == 0
-    counting = same | {"cfg": COUNTING, "losses": (3.2770, 3.2775, 3.2776)}
+    counting = same | {"cfg": COUNTING, "losses": (3.2770, 3.2775, 3.2776, 3.2777)}
     assert add(records, runs_of(tmp_path / "c", **counting), "C", "steps") == 0
     again = runs_of(tmp_path / "d", seconds=1.0, source=BETTER, **counting)
     assert "record: 20 against 20" in refused_to_add(records, capsys, again, "steps")
@@ -430,13 +495,13 @@ def test_fixed_data_ranks_losses_of_small_models_whatever_the_passes_and_the_har
     without = {"cfg": many["cfg"]}  # as logs were before they said it
     said = refused_to_add(records, capsys, runs_of(tmp_path / "b", **without), "fixed-data")
     assert "'parameters' is missing" in said
-    first = many | {"losses": (3.50, 3.51, 3.52), "seconds": 20.0}
+    first = many | {"losses": (3.50, 3.51, 3.52, 3.51), "seconds": 20.0}
     assert add(records, runs_of(tmp_path / "c", **first), "First", "fixed-data") == 0
     other = {"source": BETTER, "day": 2, "devices": H100, "seconds": 900.0}
-    noise = many | other | {"losses": (3.49, 3.50, 3.52)}
+    noise = many | other | {"losses": (3.49, 3.50, 3.52, 3.51)}
     said = refused_to_add(records, capsys, runs_of(tmp_path / "d", **noise), "fixed-data")
-    assert "not better than the standing record beyond chance: 3.503333 against 3.51" in said
-    better = many | other | {"losses": (3.40, 3.41, 3.42)}
+    assert "not better than the standing record beyond chance: 3.505 against 3.51" in said
+    better = many | other | {"losses": (3.40, 3.41, 3.42, 3.41)}
     assert add(records, runs_of(tmp_path / "e", **better), "Second", "fixed-data") == 0
     assert tool(records, "render") == 0 and tool(records, "check") == 0
     page = (records / "README.md").read_text()
@@ -454,7 +519,7 @@ def test_who_is_first_on_a_machine_that_people_have_has_a_record(tmp_path, capsy
     small = replace(SPEEDRUN, ngram_rows=SPEEDRUN.ngram_rows // 16)
     command = f"python train_gpt.py speedrun --set ngram_rows={small.ngram_rows}"
     more = {"fineweb_train_000002.bin": shard("more", 200_001_024)}
-    same = {"cfg": small, "losses": (3.270, 3.271, 3.272)}
+    same = {"cfg": small, "losses": (3.270, 3.271, 3.272, 3.271)}
     found = []
     for track, devices, data in (
         ("v6e-1", V6E | {"count": 1}, FINEWEB),
@@ -483,7 +548,12 @@ def test_who_is_first_on_a_machine_that_people_have_has_a_record(tmp_path, capsy
 def test_a_record_on_gpus_names_card_and_gpu_seconds_and_its_price(tmp_path, capsys):
     """The price is what the clock of a run costs at the rate that its submitter names."""
     root = empty(tmp_path / "records")
-    same = {"cfg": SPEEDRUN, "data": FINEWEB, "losses": (3.270, 3.271, 3.272), "seconds": 400.0}
+    same = {
+        "cfg": SPEEDRUN,
+        "data": FINEWEB,
+        "losses": (3.270, 3.271, 3.272, 3.271),
+        "seconds": 400.0,
+    }
     runs = runs_of(tmp_path / "a", devices=A100, **same)
     for rate in ("0", "-2", "nan", "inf"):
         said = refused_to_add(root, capsys, runs, "1xgpu", "--pin", f"--rate={rate}")
@@ -495,7 +565,7 @@ def test_a_record_on_gpus_names_card_and_gpu_seconds_and_its_price(tmp_path, cap
     fields = json.loads(path.read_text())
     assert (fields["rate"], fields["price"]) == (1.8, 0.2) and fields["result"][
         "gpu_seconds"
-    ] == 400.01
+    ] == 400.015
     capsys.readouterr()
     assert tool(root) == 0
     out = capsys.readouterr().out
@@ -530,6 +600,7 @@ def test_rules_that_the_tool_repeats_are_those_of_the_presets():
     for name, preset in (("cpu", "tiny"), ("v6e-8", "speedrun"), ("steps", "speedrun")):
         assert C.TRACKS[name].val_tokens == T.PRESETS[preset].val_tokens
     assert C.TRACKS["v6e-8"].target == T.PRESETS["speedrun"].target
+    assert {*L.PRESETS} == {*T.PRESETS}
     for cfg in (*T.PRESETS.values(), COUNTING, TINY):
         plan = C.planned(as_json(cfg))
         assert plan[-1] == (cfg.steps, True, cfg.tokens_after(cfg.steps))
@@ -544,18 +615,125 @@ def test_a_run_that_was_resumed_and_says_so_is_marked(tmp_path, capsys):
     assert json.loads(next(root.glob("cpu/*/record.json")).read_text())["result"]["resumed"] == [
         runs[1].name
     ]
-    assert tool(root) == 0 and "| 3 (1 resumed) |" in capsys.readouterr().out
+    assert tool(root) == 0 and "| 4 (1 resumed) |" in capsys.readouterr().out
 
 
 def test_numbers_are_those_of_scipy(original):
     first = json.loads((original / "cpu/2026-01-01_First/record.json").read_text())["result"]
-    assert first["losses"] == [GOOD, round(GOOD + 0.005, 6), round(GOOD + 0.01, 6)]
-    # Student's t with two degrees of freedom has a closed form.
-    t = (0.005 - 0.05) / (0.005 / np.sqrt(3))
-    assert first["p_value"] == pytest.approx(0.5 + t / (2 * np.sqrt(2 + t * t)), rel=1e-2)
-    assert first["seeds"] == [0, 1, 2]
-    assert first["mean_seconds"] == 10.01 and first["sd_seconds"] == 0.01
+    assert first["losses"] == [round(GOOD + 0.005 * seed, 6) for seed in range(4)]
+    # Student's t with three degrees of freedom has a closed form.
+    u = (0.0075 - 0.05) / np.std(first["losses"])  # t / sqrt(3)
+    want = 0.5 + (u / (1 + u * u) + np.arctan(u)) / np.pi
+    assert first["p_value"] == pytest.approx(want, rel=1e-2)
+    assert first["mean_seconds"] == 10.015 and first["sd_seconds"] == 0.013
+    assert first["seeds"] == [0, 1, 2, 3]
     assert first["command"] == "python train_gpt.py tiny" and first["date"] == "2026-01-01"
+
+
+def test_add_redacts_homes_hosts_and_secrets_in_its_copy(tmp_path, capsys, monkeypatch):
+    """In all that a log says, but not in the source; the runs stay as they are."""
+    root = empty(tmp_path / "records")
+    monkeypatch.setenv("HOME", "/srv/people/mary")
+    source = SOURCE + "# /home/jane/x\n"
+    environment = {"JAX_PLATFORMS": "cpu", "LD_LIBRARY_PATH": "/scratch/jane/lib:/Users/j.d/lib"}
+    environment |= {"JAX_API_KEY": "abc", "TPU_WORKER_HOSTNAMES": "tpu-0,tpu-1"}
+    environment |= {"JAX_COORDINATOR_ADDRESS": "tpu-0:99", "PYTHON_TOKEN": "1"}
+    config = as_json(replace(TINY, data="/home/jane/data"))
+    runs = []
+    for seed in range(4):
+        command = f"python train_gpt.py tiny --seed {seed} --coordinator tpu-0.example.com:8476"
+        command += " --out '/home/jane/my runs' --cache=/root/cache --data /srv/people/mary/d"
+        facts = {"environment": environment, "command": command, "source": source}
+        runs.append(write_run(tmp_path / "runs", seed, config, GOOD + seed / 1000, **facts))
+    resume(None, runs[1])
+    before = {path: path.read_bytes() for run in runs for path in run.iterdir()}
+    assert add(root, runs, "Private") == 0
+    assert "redacted: home, host, secret, user" in capsys.readouterr().out
+    assert tool(root, "check") == 0
+    assert {path: path.read_bytes() for run in runs for path in run.iterdir()} == before
+    for copy in (root / "cpu/2026-01-01_Private").glob("*-s*-*"):
+        facts = json.loads((copy / "run.json").read_text())
+        home, host = "<redacted:home>", "<redacted:host>"
+        assert facts["environment"] == {
+            "JAX_PLATFORMS": "cpu",
+            "LD_LIBRARY_PATH": f"/scratch/<redacted:user>/lib:{home}/lib",
+            "JAX_API_KEY": "<redacted:secret>",
+            "TPU_WORKER_HOSTNAMES": host,
+            "JAX_COORDINATOR_ADDRESS": host,
+            "PYTHON_TOKEN": "<redacted:secret>",
+        }
+        assert facts["config"]["data"] == f"{home}/data"
+        words = f"--coordinator {host} --out '{home}/my runs' --cache={home}/cache --data {home}/d"
+        assert facts["command"].endswith(words)
+        text = (copy / "log.txt").read_text()
+        assert text.startswith(source)
+        rest = text.removeprefix(source) + (copy / "metrics.jsonl").read_text()
+        assert not re.search("jane|mary|j\\.d|tpu-|abc|root", rest)
+
+
+def test_a_run_with_nothing_to_redact_is_copied_byte_for_byte(original, tmp_path):
+    (run,) = runs_of(tmp_path, [GOOD])
+    (copy,) = (original / "cpu/2026-01-01_First").glob(run.name)
+    for name in C.FILES:
+        assert (copy / name).read_bytes() == (run / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["record.json", "RUN", "RUN/log.txt", "README.md"])
+def test_symbolic_links_are_refused(records, tmp_path, capsys, name):
+    """They could lead to files of the reviewer."""
+    (record,) = (records / "cpu").glob("*_First")
+    (run,) = record.glob("*-s0-*")
+    path = record / name.replace("RUN", run.name)
+    elsewhere = tmp_path / "elsewhere"
+    if path.exists():
+        path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert f"{path.name} is a symbolic link" in refusal(records, capsys)
+    if name == "RUN/log.txt":
+        runs = [run, *record.glob("*-s[123]-*")]
+        assert "log.txt is a symbolic link" in refused_to_add(records, capsys, runs)
+
+
+CHANGE = """--- cpu/2026-01-01_First
++++ cpu/2026-01-02_Second
+@@ -1,3 +1,4 @@
+ import sys
+ {}
+ print('a trainer')
++better = True
+""".format("")
+
+
+def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
+    """Against the standing record; of that against the one before it. Nothing else is on stdout."""
+
+    def diff(folder):
+        assert tool(records, "diff", folder) == 0
+        return capsys.readouterr()
+
+    capsys.readouterr()
+    first, second = sorted((records / "cpu").iterdir())
+    assert diff(second) == (CHANGE, "compared with cpu/2026-01-01_First\n")
+    shown = diff(first)
+    ours = (ROOT / "train_gpt.py").read_text().splitlines()
+    assert "is the first of its class: compared with train_gpt.py of this rep" in shown.err
+    assert len(re.findall("^-(?!-- )", shown.out, re.M)) > len(ours) - 3
+    shutil.copytree(records, tmp_path / "theirs")  # of a pull request, say
+    source = BETTER.replace("True", "1\x1b[8m")  # which hides what follows on a terminal
+    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=source)
+    assert add(tmp_path / "theirs", runs, "Third") == 0
+    capsys.readouterr()
+    new = tmp_path / "theirs/cpu/2026-01-03_Third"
+    shown = diff(new)
+    assert shown.err == "compared with cpu/2026-01-02_Second\n"
+    assert shown.out.splitlines()[-2:] == ["-better = True", r"+better = 1\x1b[8m"]
+    edit_json(new / "record.json", result={})  # it need not be valid
+    assert diff(shutil.copytree(new, records / "cpu" / new.name)) == shown
+    in_log(new, next(new.glob("*-s2-*")), "better = 1", "better = 2")
+    assert "sha256 in run.json, of the source" in refusal(records, capsys, "diff", new)
+    other_source(new, next(new.glob("*-s2-*")))
+    assert "its runs have several sources" in refusal(records, capsys, "diff", new)
+    assert "record.json: cannot be read" in refusal(records, capsys, "diff", tmp_path)
 
 
 # ---- The page ----------------------------------------------------------------------------------
@@ -570,9 +748,9 @@ def test_the_standings_begin_with_the_standing_record(original, capsys):
     assert tool(original) == 0
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(f"### `cpu`: A CPU, 2 cores, tokens `{BUILTIN_NAME}`")
-    assert lines[at + 4].startswith("| 2 | 8.01 s ± 0.01 | 12 | ")
+    assert lines[at + 4].startswith("| 2 | 8.02 s ± 0.01 | 12 | ")
     assert "| [Second](cpu/2026-01-02_Second): is Second | A. Stranger |" in lines[at + 4]
-    assert lines[at + 5].startswith("| 1 | 10.01 s ± 0.01 | 12 | ")
+    assert lines[at + 5].startswith("| 1 | 10.02 s ± 0.01 | 12 | ")
     assert L.table([{"a": "x|y"}]) == "| a |\n| --- |\n| x\\|y |\n"
 
 
@@ -645,6 +823,21 @@ def test_compare_alternates_and_says_ratio_and_difference(tmp_path, capsys):
     assert command.startswith("python train_gpt.py tiny --set val_every=5 --seed 0 --out ")
 
 
+def test_compare_finds_texts_and_folders_that_are_named_from_here(tmp_path, monkeypatch):
+    """The sources run in other folders. Presets, numbers and settings stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a book.txt", "val.txt", "runs", "tiny", "3", "steps=3"):
+        Path(name).touch()
+    words = "a?book.txt tiny --data a?book.txt nosuch runs --val=val.txt --seed 3 --start runs"
+    words += " --set steps=3 data=val.txt --cache=runs"
+    words = [word.replace("?", " ") for word in words.split()]
+    here = str(tmp_path)
+    want = f"{here}/a?book.txt tiny --data {here}/a?book.txt nosuch {here}/runs "
+    want += f"--val={here}/val.txt --seed 3 --start {here}/runs --set steps=3 "
+    want += f"data={here}/val.txt --cache={here}/runs"
+    assert L.absolute(words) == [word.replace("?", " ") for word in want.split()]
+
+
 def test_a_side_is_a_file_with_or_without_settings_or_a_record(original, tmp_path):
     source = stub(tmp_path / "a file.py", 3.90, 10)
     assert L.side_of(str(source), ["tiny"]) == (source.read_bytes(), ["tiny"])
@@ -671,30 +864,152 @@ def test_compare_says_in_a_line_what_went_wrong(tmp_path, capsys):
     )
 
 
-def test_reproduce_runs_the_records_own_source(tmp_path, capsys):
-    root = empty(tmp_path / "records")
-    source = stub(tmp_path / "a.py", GOOD, 10)
-    words = "--runs", "2", "--out", str(tmp_path / "a")
-    assert L.main(["compare", str(source), str(source), *words]) == 0
-    assert add(root, sorted((tmp_path / "a/base").iterdir()), "Stub") == 0
-    (record,) = (root / "cpu").iterdir()
+@pytest.fixture
+def reproducible(tmp_path, monkeypatch):
+    """A function that adds a record of a stub's runs; recheck.py is not run, but answers `loss`."""
+
+    def recheck(run, *words):
+        if not words:
+            return 1e3, record.reason
+        checkpoint, *more = words
+        assert checkpoint.parts[-2:] == ("checkpoints", "12") and not more
+        return record.loss, ""
+
+    def record(seconds: str) -> Path:
+        source = stub(tmp_path / "a.py", GOOD, seconds).read_text()
+        runs = runs_of(tmp_path / "runs", [GOOD + x / 1000 for x in range(4)], 1.0, source=source)
+        assert add(record.root, runs, "Stub") == 0
+        (folder,) = (record.root / "cpu").iterdir()
+        return folder
+
+    record.root, record.loss, record.reason = empty(tmp_path / "records"), GOOD, ""
+    monkeypatch.setattr(L, "recheck", recheck)
+    return record
+
+
+def test_reproduce_runs_the_records_own_source(reproducible, capsys, tmp_path):
+    record, root = reproducible("0.1"), reproducible.root
     capsys.readouterr()
-    assert tool(root, "reproduce", record, "--runs", "2") == 0
+    words = "--runs", "2", "--yes", "--out", tmp_path / "kept"
+    assert tool(root, "reproduce", record, *words) == 0
+    out, err = capsys.readouterr()
+    first, loss, second, again, end = out.splitlines()
+    assert first.startswith(f"seed 0: loss {GOOD:.4f}, recorded {GOOD:.4f}; 0.10 s on A CPU, 2 co")
+    assert first.endswith("equal to the last digit") and end == "reproduced"
+    assert loss.startswith(f"seed 0: this repository's code computes a loss of {GOOD:.4f} from")
+    assert second.startswith(f"seed 1: loss {GOOD + 0.001:.4f}, recorded {GOOD + 0.001:.4f}; 0.10")
+    form = r"seed 0 again: its process took \d+\.\d\d s with .*, it reports 0\.10 s of training"
+    assert re.fullmatch(form, again)
+    assert err.splitlines()[:2] == [
+        "command: python train_gpt.py tiny",
+        "environment: JAX_PLATFORMS=cpu",
+    ]
+    ends = {}
+    for path in (tmp_path / "kept").rglob("run.json"):
+        words = json.loads(path.read_text())["command"].split(" --out ")[0]
+        ends[path.parent.relative_to(tmp_path / "kept").parts[0]] = words
+    of_run = "python train_gpt.py tiny --seed"
+    wanted = [f"{of_run} 0 --set checkpoint_end=always", f"{of_run} 1", f"{of_run} 0"]
+    assert [ends[name] for name in sorted(ends)] == wanted
+    said = refusal(root, capsys, "reproduce", record, "--runs", 5)
+    assert "--runs 5: the record has 1 to 4" in said
+
+
+def test_reproduce_believes_neither_a_loss_nor_a_time(reproducible, capsys):
+    """Of a source that invents them: of a longer time than its process took, at least."""
+    record, root = reproducible("99"), reproducible.root
+    capsys.readouterr()
+    assert tool(root, "reproduce", record, "--yes") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"refused: seed 0 again: not reproduced: .* so not 99\.00 s$", said)
+    reproducible.loss = GOOD + 0.01
+    assert tool(root, "reproduce", record, "--yes") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"loss of {GOOD + 0.01:.4f} from the last checkpoint, the run reports {GOOD:.4f}" in said
+    reproducible.reason = "it has other settings"
+    assert tool(root, "reproduce", record, "--yes") == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"seed 0: loss {GOOD:.4f}, recorded {GOOD:.4f}; 10.00 s on A CPU")
-    assert said[0].endswith("equal to the last digit") and said[-1] == "reproduced"
-    said = refusal(root, capsys, "reproduce", record, "--runs", 3)
-    assert "--runs 3: the record has 1 to 2" in said
+    assert "seed 0: its loss could not be computed again: it has other settings" in said
+
+
+@pytest.mark.parametrize("answer", [None, "\n", "n\n", "y\n"])
+def test_reproduce_asks_before_it_runs(reproducible, capsys, monkeypatch, answer):
+    """If there is a terminal to ask on."""
+
+    def train_with(*_):
+        raise C.Refused("it runs")
+
+    record = reproducible("0.1")
+    stream = io.StringIO(answer or "")
+    stream.isatty = lambda: answer is not None
+    monkeypatch.setattr(sys, "stdin", stream)
+    monkeypatch.setattr(L, "train_with", train_with)
+    capsys.readouterr()
+    assert tool(reproducible.root, "reproduce", record) == 1
+    err = capsys.readouterr().err
+    if answer is None:
+        assert err.count("\n") == 1 and "then add --yes" in err
+    else:
+        assert "command: python train_gpt.py tiny\n" in err and "run it? [y/N] " in err
+        assert err.endswith("it runs\n" if answer == "y\n" else "refused: not confirmed\n")
+
+
+FAKE = """#!{python}
+import json, os, subprocess, sys
+words, home = sys.argv[1:], os.environ["FAKE_HOME"]
+with open(home + "/calls", "a") as file:
+    print(json.dumps([os.path.basename(sys.argv[0]), *words]), file=file)
+if words[0] != "import":
+    sys.exit(subprocess.run(words[words.index({python!r}) :]).returncode)
+"""
+
+
+@pytest.mark.parametrize("program", ["bwrap", "docker", None])
+def test_a_sandbox_has_no_network_and_writes_only_where_runs_go(
+    reproducible, tmp_path, monkeypatch, capsys, program
+):
+    """By stand-ins for both, which write down how they are called and run the command."""
+    record = reproducible("0.1")
+    if program:
+        (tmp_path / program).write_text(FAKE.format(python=sys.executable))
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_HOME", str(tmp_path))
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    monkeypatch.setattr(L, "git", lambda *_, **__: b"")
+    out = tmp_path / "kept"
+    status = tool(reproducible.root, "reproduce", record, "--yes", "--sandbox", "--out", out)
+    if not program:
+        assert status == 1
+        assert "install one of them" in capsys.readouterr().err.splitlines()[-1]
+        return
+    assert status == 0, capsys.readouterr().err
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    calls = [" ".join(call) for call in calls if call[1] != "import"]
+    assert len(calls) == 2
+    for call in calls:
+        assert f" {sys.executable} train_gpt.py tiny --seed 0 " in call
+        if program == "bwrap":
+            assert " --unshare-net " in call and " --ro-bind / / " in call
+            writable = re.findall(r" --bind (\S+) (\S+)", call)
+        else:
+            assert " --network none --read-only " in call and " --volume /usr:/usr:ro " in call
+            volumes = re.findall(r" --volume ([^:]+):(\S+)", call)
+            writable = [(path, place) for path, place in volumes if not place.endswith(":ro")]
+            assert " --env JAX_COMPILATION_CACHE_DIR " in call and "TOKEN" not in call
+        assert all(path == place for path, place in writable)
+        assert [Path(path).name for path, _ in writable] == ["cache", "work", "kept"]
 
 
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
     root = empty(tmp_path / "records")
     source = stub(tmp_path / "a.py", GOOD + 0.04, 10).read_text()
-    runs = runs_of(tmp_path / "runs", (GOOD - 0.1, GOOD - 0.09, GOOD - 0.08), source=source)
+    runs = runs_of(tmp_path / "runs", [GOOD - x for x in (0.1, 0.09, 0.08, 0.09)], source=source)
     assert add(root, runs, "Lucky") == 0
     (record,) = (root / "cpu").iterdir()
     words = f"loss {GOOD + 0.04:.4f} is not within .* recorded mean {GOOD - 0.09:.4f}"
-    assert re.search(f"not reproduced: {words}", refusal(root, capsys, "reproduce", record))
+    assert tool(root, "reproduce", record, "--yes") == 1
+    assert re.search(f"not reproduced: {words}", capsys.readouterr().err.splitlines()[-1])
     assert "No such file" in refusal(root, capsys, "reproduce", "nothing")
 
 
@@ -751,6 +1066,10 @@ def test_what_cannot_be_added_or_printed_is_one_line(records, tmp_path, capsys):
         began(None, runs[0], run_id)
         runs = [*(tmp_path / run_id).iterdir()]
         assert "the date and time in its name: cannot" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "renamed", day=3)
+    copy = runs[0].rename(runs[0].with_name("my-best"))
+    said = refused_to_add(records, capsys, [copy, *runs[1:]])
+    assert f"my-best: its folder must be named {runs[0].name}, as in run.json" in said
     runs = runs_of(tmp_path / "data", data=["builtin_val_000000.bin"], day=3)
     assert "cannot be read (" in refused_to_add(records, capsys, runs, "cpu", "--pin")
     runs = runs_of(tmp_path / "a", day=3, seconds=5.0)
@@ -792,7 +1111,7 @@ def test_it_needs_no_jax_and_nobody_who_reads(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_strangers_path_from_training_to_the_table(tmp_path):
-    """In a clone without records: two seeds of a small `tiny`, add, check, render, reproduce."""
+    """In a clone without records: four seeds of a small `tiny`, add, check, render, reproduce."""
     clone = tmp_path / "clone"
     for part in ("data", "records"):
         ours = shutil.ignore_patterns(*C.TRACKS, "*.bin")
@@ -826,7 +1145,7 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     short = "steps=16 momentum_warmup=2 momentum_cooldown=1 table_change=4".split()
     short += "sample_tokens=0 val_every=0 width=32 mlp_width=64 ngram_rows=2048".split()
     short += ["loss_chunk=512", "target=9.5"]  # the track's target, which is not the preset's
-    for seed in "01":
+    for seed in "0123":
         run("train_gpt.py", "--set", *short, "--seed", seed)
     runs = sorted((clone / "logs").iterdir())
     board = "records/leaderboard.py"
@@ -838,5 +1157,6 @@ def test_a_strangers_path_from_training_to_the_table(tmp_path):
     page = (clone / "records/README.md").read_text()
     assert re.search(r"\| 1 \| \d+\.\d\d s ± \d.* \| 16 \| .*\[Mine\]", page)
     (record,) = (path for path in (clone / "records/cpu").iterdir() if path.is_dir())
-    said = run(board, "reproduce", record)
+    said = run(board, "reproduce", record, "--yes")
+    assert "this repository's code computes a loss of " in said
     assert "training losses equal to the last digit" in said and "reproduced" in said

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import threading
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from types import SimpleNamespace
 
 import jax
@@ -53,7 +55,8 @@ def saved(params, tmp_path, monkeypatch):
     monkeypatch.setattr(T, "load_state", load_state)
     monkeypatch.setattr(T, "lower", lower)
     cfg = replace(CFG, devices=1)
-    return SimpleNamespace(cfg=cfg, step=CFG.steps, folder=tmp_path / "checkpoints" / "8")
+    folder = tmp_path / "checkpoints" / "8"
+    return SimpleNamespace(cfg=cfg, step=CFG.steps, folder=folder, meta={"data": {}})
 
 
 @pytest.fixture
@@ -228,6 +231,35 @@ def test_without_a_prompt_it_compares_with_gzip_and_xz_and_continues_the_validat
     assert "a sample" in heading and text.startswith(bytes(own[:40].tolist()).decode())
     saved.meta["val_loss"] = None  # stopped before its first validation
     assert command().startswith("bits per byte of the validation text: gzip ")
+
+
+def test_a_python_without_lzma_compares_with_gzip(saved, shards, monkeypatch):
+    """As built on a machine without liblzma."""
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    cfg = replace(saved.cfg, data=str(shards))
+    model = SimpleNamespace(cfg=cfg, words=[bytes([i]) for i in range(BOS)])
+    heading, _ = sample.opening(model, 3.5)
+    assert re.search(
+        r": the model \S+, gzip \d\S+, xz not known \(this Python has no lzma\)", heading
+    )
+
+
+def test_a_run_without_merges_takes_those_beside_the_same_shards(saved, shards, tmp_path):
+    """Merges of other tokens would make other words."""
+    data = shutil.copytree(shards, tmp_path / "data")
+    (data / "merges.json").write_text('["7468"]')
+    names = "small_train_000001.bin", "small_val_000000.bin"
+    facts = {
+        name: {"bytes": path.stat().st_size, "sha256": sha256(path.read_bytes()).hexdigest()}
+        for name, path in ((name, data / name) for name in names)
+    }
+    saved.cfg, saved.meta = replace(saved.cfg, encoding="bpe", data=str(data)), {"data": facts}
+    assert sample.merges_folder(saved) == data
+    (data / names[1]).write_bytes((data / names[0]).read_bytes())
+    assert sample.merges_folder(saved) == tmp_path
+    shutil.copy(shards / names[1], data)
+    (tmp_path / "merges.json").write_text("[]")
+    assert sample.merges_folder(saved) == tmp_path
 
 
 def test_without_the_validation_text_it_begins_a_new_one(saved, seen, tmp_path, command):

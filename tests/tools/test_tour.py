@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import costs as C
 import pytest
@@ -133,6 +135,35 @@ def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
     for kernel in ("normed_product", "attend"):  # it leads to what the step takes for it
         assert f"kernels.<a href=#L{tour.DEFINED[PLAIN_NAMES[kernel]]}>{kernel}</a>" in page
     holds_together(page)
+
+
+class Elements(HTMLParser):
+    """The names of the elements of a page, and its text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.names, self.text = set(), ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.names.add(tag)
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_text_makes_no_elements_of_the_page(monkeypatch):
+    """Such as the dtype of a random key, the name of a function, of a section and of a device."""
+    step, costs = step_of("plain")
+    (line,) = lines_with("hidden_btf = activation(")
+    (head,) = lines_with("# ---- Loader: ")
+    lines = [*tour.LINES[: head - 1], "# ---- Loader: <x0> ----", *tour.LINES[head:]]
+    monkeypatch.setattr(tour, "LINES", lines)
+    monkeypatch.setattr(C, "by_formula", lambda _: (Counter(gradient=1), Counter({"<x1>": 1})))
+    watch = SimpleNamespace(seen={line: ["key key<x2> [1]"]}, ran={head + 3})
+    page = Elements(tour.Page(step, costs, watch).html([], "2 x <x3>"))
+    assert all(f"<x{i}>" in page.text for i in range(4))
+    assert not {name for name in page.names if re.match(r"x\d", name)}
 
 
 @pytest.mark.parametrize(
