@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,8 @@ EVERY_IDEA = """data=data/builtin encoding=bpe vocab=2176 real_tokens=2048 bos=2
     stages.2.row_tokens=256 stages.*.doc_cap=96 stages.*.windows=(16,48) stages.2.windows=(32,96)
     stages.0.candidates=(512,) stages.1.candidates=(512,) stages.2.candidates=(640,704)
     val_tokens=8192 val_batch=4096 val_row=512 val_windows=32,128"""
+# Compile in a tenth of the time; both versions do.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SHORT = "steps=24 sample_tokens=0 checkpoint_end=always"
 RUNS = {
     "tiny": f"tiny --set {SHORT} val_tokens=8192",
@@ -98,7 +101,8 @@ def runs(path: Path, more: list[str]) -> dict[str, str]:
             out = Path(f"{name}-{devices}")
             argv = [sys.executable, path, *words.split(), f"devices={devices}", *more]
             argv[3:3] = ["--out", str(out), "--cache", "off"]
-            subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+            env = os.environ | {"XLA_FLAGS": QUICK}
+            subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=env)
             (run,) = out.iterdir()
             lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
             losses = [line.get("train_loss", line.get("val_loss")) for line in lines]
