@@ -3934,6 +3934,20 @@ def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
     return facts
 
 
+HASHES = "hashes.json"  # beside shards of FineWeb, by data/cached_fineweb10B.py: their SHA-256
+
+
+def provenance(folder: Path, shards: dict[str, dict]) -> str:
+    """Whether `shards` in `folder`, as check_tokens describes them, are as published: "verified" if
+    all of them have the hashes that were stored when they were downloaded, else "unverified"."""
+    try:
+        published = json.loads((folder / HASHES).read_text())["sha256"]
+        same = [published[name] == facts["sha256"] for name, facts in shards.items()]
+    except (OSError, ValueError, LookupError, TypeError):  # of a missing or damaged file
+        return "unverified"
+    return "verified" if all(same) else "unverified"
+
+
 def run_tool(name: str, *args) -> str:
     """What data/`name` beside this file prints; UserError, without words, if it says an error. The
     tools import this file, so they are processes of their own."""

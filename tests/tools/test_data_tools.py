@@ -10,6 +10,7 @@ import sys
 import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
@@ -175,9 +176,17 @@ def test_a_python_without_sources_is_named(tmp_path, monkeypatch):
 @pytest.fixture
 def hub(tmp_path_factory, monkeypatch):
     """A stand-in for huggingface_hub with shards of 50 tokens; `hub.asked` lists the downloads."""
+    place = "kjj0/fineweb10B-gpt2", "dataset", "889765ea1f903759787add96995d81171b632d0c"
 
-    def hf_hub_download(repo, name, *, repo_type, local_dir):
-        assert (repo, repo_type) == ("kjj0/fineweb10B-gpt2", "dataset")
+    def get_paths_info(repo, paths, *, repo_type, revision):
+        assert (repo, repo_type, revision) == place
+        if hub.offline:
+            raise ConnectionError("offline")
+        lfs = types.SimpleNamespace(sha256=hub.sha256)
+        return [types.SimpleNamespace(path=path, lfs=lfs) for path in paths]
+
+    def hf_hub_download(repo, name, *, repo_type, revision, local_dir):
+        assert (repo, repo_type, revision) == place
         hub.asked.append(name)
         with shards.locked(Path(local_dir).parent, fcntl.LOCK_NB) as free:
             assert not free, "another download can run beside this one"
@@ -191,6 +200,8 @@ def hub(tmp_path_factory, monkeypatch):
     shard = tmp_path_factory.mktemp("hub") / "shard"
     shards.write_shard(shard, np.arange(50, dtype=np.uint16))
     hub = types.SimpleNamespace(hf_hub_download=hf_hub_download, asked=[], error=None, lost_bytes=0)
+    hub.HfApi = lambda: types.SimpleNamespace(get_paths_info=get_paths_info)
+    hub.sha256, hub.offline = sha256(shard.read_bytes()).hexdigest(), False
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     return hub
 
@@ -203,7 +214,7 @@ def test_the_download_gets_what_is_missing_or_damaged(tmp_path, hub, capsys, mon
     def asked(*argv):
         hub.asked.clear()
         cached_fineweb10B.main([*argv, "--dir=~/new/fineweb10B"])
-        assert all(len(T.open_shard(path)) == 50 for path in folder.iterdir())
+        assert all(len(T.open_shard(path)) == 50 for path in folder.glob("*.bin"))
         return hub.asked
 
     assert asked("2") == names[:3]
@@ -245,7 +256,7 @@ def test_a_refusal_says_what_is_there_and_what_is_missing(tmp_path, hub, monkeyp
     assert line.startswith("error: fineweb_train_000002.bin cannot be downloaded: check the ne")
     assert "2 of 5 shards are whole, the others take 0.6 GB, 1.2 GB are free in" in line
     assert "begins this shard anew" in line and line.endswith("(OSError: [Errno 28] No space left)")
-    names = ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    names = ["fineweb_train_000001.bin", "fineweb_val_000000.bin", "hashes.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -268,3 +279,45 @@ def test_a_download_waits_for_a_running_one_and_gets_nothing_twice(tmp_path, hub
             shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
         second.result()
     assert len(hub.asked) == 2
+
+
+def test_shards_have_the_published_hashes_and_runs_can_tell(tmp_path, hub, capsys):
+    """Those that were there before are checked once, and fetched again if they are others."""
+
+    def fetch(count="1") -> list[str]:
+        hub.asked.clear()
+        cached_fineweb10B.main([count, "--dir", str(tmp_path)])
+        return hub.asked
+
+    def provenance() -> str:
+        streams = [T.TokenStream(tmp_path, split, 0) for split in ("train", "val")]
+        cfg = types.SimpleNamespace(real_tokens=100, encoding="gpt2")
+        shards = T.shards_until(cfg, streams[0], 9) | T.shards_until(cfg, streams[1], 9)
+        return T.provenance(tmp_path, shards)
+
+    train, val = (tmp_path / f"fineweb_{name}.bin" for name in ("train_000001", "val_000000"))
+    shards.write_shard(train, np.arange(50, dtype=np.uint16))
+    shards.write_shard(val, np.arange(60, dtype=np.uint16))  # not as published
+    hub.offline = True
+    assert fetch() == [] and provenance() == "unverified"
+    assert "all whole; not verified, as their hashes cannot be" in capsys.readouterr().out
+    hub.offline = False
+    assert fetch() == [val.name] and provenance() == "verified"
+    assert capsys.readouterr().out.endswith("training shards, all whole\n")
+    hub.offline = True
+    assert fetch() == []
+    shards.write_shard(train, np.arange(50, dtype=np.uint16)[::-1])
+    assert provenance() == "unverified"
+    (tmp_path / "hashes.json").write_text("[]")
+    assert provenance() == "unverified"
+
+
+def test_a_shard_with_another_hash_is_not_kept(tmp_path, hub):
+    hub.sha256 = "0" * 64
+    with pytest.raises(T.UserError, match="its SHA-256 is .*, published is 0000"):
+        cached_fineweb10B.main(["1", "--dir", str(tmp_path)])
+    assert [*tmp_path.iterdir()] == []
+    hub.offline = True
+    with pytest.raises(T.UserError, match="ConnectionError: offline"):
+        cached_fineweb10B.main(["1", "--dir", str(tmp_path)])
+    assert [*tmp_path.iterdir()] == []

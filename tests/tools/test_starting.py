@@ -1,4 +1,4 @@
-"""How the tools in records/ start: with other modules on the path, and without jax."""
+"""How the tools in records/ and the download start: beside other modules, and without jax."""
 
 import os
 import subprocess
@@ -7,17 +7,17 @@ import sys
 import pytest
 from conftest import ROOT
 
-TOOLS = sorted(
-    path for path in (ROOT / "records").glob("*.py") if '__name__ == "__main__"' in path.read_text()
-)
+TOOLS = [path for path in (ROOT / "records").glob("*.py") if "__main__" in path.read_text()]
+TOOLS.append(ROOT / "data/cached_fineweb10B.py")
 LOAD = """
 import runpy, sys
-path, modules = [*sys.path], {*sys.modules}
-for tool in sys.argv[1:]:
+root, *tools = sys.argv[1:]
+path = [*sys.path]
+for tool in tools:
     runpy.run_path(tool, run_name="tool")
     sys.path[:] = path
     for name, module in [*sys.modules.items()]:
-        if "/records/" in (getattr(module, "__file__", "") or ""):
+        if (getattr(module, "__file__", "") or "").startswith(root):
             del sys.modules[name]
 """
 
@@ -30,7 +30,7 @@ def test_tools_find_their_modules_whatever_else_is_on_the_path(tmp_path):
     for name in ("checks", "shards", "train_gpt"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('the wrong module')")
     env = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", LOAD, *TOOLS]
+    command = [sys.executable, "-c", LOAD, ROOT, *TOOLS]
     done = subprocess.run(command, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
 
