@@ -11,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from shards import locked, work_folder
 
 # Importing shards has put the folder of train_gpt.py on the path.

@@ -36,6 +36,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from shards import encode_documents, encoding_of, opened, text_encoding, work_folder, write_shard
 
 import train_gpt as T  # importing shards has put its folder on the path
