@@ -77,6 +77,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -3948,19 +3949,91 @@ def provenance(folder: Path, shards: dict[str, dict]) -> str:
     return "verified" if all(same) else "unverified"
 
 
+@contextlib.contextmanager
+def children_end_first() -> Iterator:
+    """Within this context, SIGINT, SIGHUP and SIGTERM raise SystemExit before they end the process,
+    so that subprocess.run ends its child. Signals that are handled or ignored stay as they are."""
+    received = []
+
+    def receive(number, frame):
+        received.append(number)
+        raise SystemExit
+
+    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
+    unhandled = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():  # only that can set handlers
+        unhandled = []
+    for number in unhandled:
+        signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
+        for number in received:
+            signal.raise_signal(number)
+
+
+LESS_TEXT = "use less text, or make the tokens on a machine with more memory"
+LESS_TEXT += " (data/tokenize_text.py TEXT --out DIR) and name DIR as --data"
+
+
 def run_tool(name: str, *args) -> str:
-    """What data/`name` beside this file prints; UserError, without words, if it says an error. The
-    tools import this file, so they are processes of their own."""
+    """Run data/`name` in a process of its own, since the tools import this file, and return its
+    stdout. UserError if the tool is missing or was killed. If it failed, the message is empty: the
+    tool has printed why."""
     tool = Path(__file__).resolve().parent / "data" / name
     need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
-    done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
+    with children_end_first():
+        done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
+    killed = f"data/{name} was killed (signal {-done.returncode})"
+    if done.returncode == -signal.SIGKILL:
+        killed += f", probably for lack of memory: {LESS_TEXT}"
+    need(done.returncode >= 0, killed)
     need(done.returncode == 0, "")
     return done.stdout
 
 
+def can_write(folder: Path) -> bool:
+    """Whether files can be written to `folder`, or the folder can be made if it does not exist."""
+    places = folder, *folder.parents
+    existing = next(place for place in places if os.path.exists(place))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK)
+
+
+def user_cache() -> Path | None:
+    """The cache folder: in $XDG_CACHE_HOME if that is set, else in ~/.cache. For a user without a
+    home, a folder in the directory for temporary files; None if other users have access to it."""
+    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if place != "~/.cache":
+        return Path(place, "train_gpt")
+    user = os.getuid()
+    with contextlib.suppress(OSError):
+        folder = Path(tempfile.gettempdir(), f"train_gpt-{user}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        is_private = found.st_uid == user and stat.S_IMODE(found.st_mode) & 0o077 == 0
+        if stat.S_ISDIR(found.st_mode) and is_private:
+            return folder
+    return None
+
+
+def demo_folder() -> Path:
+    """The folder of the demo corpus: beside this file, or in the user's cache if this file is in a
+    read-only folder."""
+    folders = [Path(__file__).resolve().parent / PRESETS["tiny"].data]
+    if cache := user_cache():
+        folders.append(cache / "builtin")
+    found = (folder for folder in folders if os.path.exists(folder) or can_write(folder))
+    return next(found, folders[0])
+
+
 def data_place(data: str) -> Path:
-    """The folder or text `data`, under the current folder or beside this file."""
+    """The folder or text `data`, under the current folder or beside this file. See demo_folder for
+    the demo corpus."""
     here = Path(os.path.expanduser(data))
+    if not here.exists() and data == PRESETS["tiny"].data:
+        return demo_folder()
     return here if here.exists() else Path(__file__).resolve().parent / data
 
 
@@ -3976,19 +4049,20 @@ def fitted(texts: list[str], val: list[str], names: list, given: list[str]) -> t
         return names[0], [f"data={folder.resolve()}"], "its shards"
     apart = ["--val", *map(data_place, val)] if val else []
     printed = run_tool("tokenize_text.py", *paths, *apart, "--for", *names, "--set", *given)
-    name, settings, validation = json.loads(printed)
+    last_line = printed.splitlines()[-1]  # a sitecustomize may print others
+    name, settings, validation = json.loads(last_line)
     return name, settings, validation
 
 
 def data_folder(cfg: Config, say: Callable = print) -> Path:
     """Where the shards are, of one data set; the demo corpus is made on first use."""
     folder = data_place(cfg.data)
-    demo = Path(__file__).resolve().parent / PRESETS["tiny"].data
-    if folder.resolve() == demo.resolve():
+    if folder.resolve() == demo_folder().resolve():
         files = "*_train_*.bin", "*_val_*.bin", MERGES
-        if not all(any(demo.glob(name)) for name in files):
+        if not all(any(folder.glob(name)) for name in files):
+            need(can_write(folder), f"{folder} cannot be written for the demo corpus: name a text")
             say(f"making the demo corpus in {folder}")
-            run_tool("builtin_corpus.py")
+            run_tool("builtin_corpus.py", folder)
     cure = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
     if cfg.data == Config.data:
         cure = "run data/cached_fineweb10B.py, or name one"
@@ -4089,6 +4163,10 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     if saved:  # nothing can fail anymore: now the run's files may change
         log.begin(saved)
     log.write_facts(compile_seconds=seconds)
+    if all(name.startswith("fineweb_") for name in data.shards):
+        line = f"FineWeb shards: {provenance(data.folder, data.shards)}"
+        log.write("log.txt", line)
+        say(line)
     if cfg.encoding == "bpe":  # so that a sample needs nothing but the run's folder
         merges = (data.folder / MERGES).read_text()
         log.write(MERGES, merges)
@@ -5885,21 +5963,14 @@ def check_resume(args, asked: Asked):
     need(not anew, f"--resume takes the config of the run: {drop}; {instead}")
 
 
-def user_cache() -> Path:
-    """The folder for what can be made again: in $XDG_CACHE_HOME, else in the user's .cache."""
-    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if place == "~/.cache":  # of a user without a home, as in some containers
-        place = "/tmp"
-    return Path(place, "train_gpt")
-
-
 def keep_programs(cache: str | None):
     """Let jax keep compiled programs in the folder `cache`, or nowhere if that is "off". If it is
-    None, where jax is told to, or in the user's cache."""
+    None, where jax is told to, or in the user's cache, if there is one."""
     if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = None
         if cache != "off":
             folder = Path(cache).expanduser() if cache else user_cache()
+        if folder:
             trim_cache(folder)
         jax.config.update("jax_compilation_cache_dir", folder and str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from shards import BYTE_BPE_PATTERN, byte_bpe, encode_documents, write_shard, write_whole
 
 # Importing shards has put the folder of train_gpt.py on the path.

@@ -32,6 +32,14 @@ LINE_BEGINS = re.compile(r"\S\n(?=\S)")
 PIECE = 200_000  # characters that are encoded at a time
 WIDE = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)}  # begins as UTF-16's mark does
 WIDE |= {"utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+OTHER_FORMATS = {  # what a file begins with: (its format, what to do with it)
+    b"\x1f\x8b": ("gzip", "rename it to end in .gz"),
+    b"%PDF-": ("PDF", "extract its text first"),
+    b"PK\3\4": ("zip (or .docx, .epub, .odt)", "extract its text first"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "decompress it first"),
+    b"\xfd7zXZ": ("xz", "decompress it first"),
+    b"BZh91AY": ("bzip2", "decompress it first"),
+}
 SAME = bytes([*range(0x80), *range(0xA0, 0x100)])  # in Latin-1 and cp1252, which has quotes besides
 
 
@@ -46,31 +54,60 @@ def opened(path: Path, mode: str = "rb", **how) -> Iterator:
 
 
 def encoding_of(file, name, see=lambda block: None) -> str:
-    """The encoding of an open text file: UTF-8, or UTF-16 or 32 with a mark; else, with a warning,
-    Latin-1, or cp1252 if it has more. UserError if `name` is no text. `see` gets all bytes."""
-    head = file.read(4)
+    """The encoding of an open text file: UTF-16 or UTF-32 if it begins with a byte order mark;
+    UTF-8 if most lines that are not ASCII are valid UTF-8; else cp1252, or Latin-1 if the file has
+    bytes that cp1252 does not define. Warns if any line is invalid. UserError if the file is not
+    text. `see` gets all bytes of the file, then a tag for ways of reading it that were added later,
+    so that a hash of all of these changes when a text is read differently."""
+    head = file.read(8)
+    for magic, (what, cure) in OTHER_FORMATS.items():
+        need(not head.startswith(magic), f"{name} is a {what} file, not text: {cure}")
     wide = next((name for name, marks in WIDE.items() if head.startswith(marks)), "")
     file.seek(0)
-    first = lines = 0  # the first one that is not UTF-8; how many came before the block
+    is_valid = True
     odd = set()
     while block := b"".join(file.readlines(2**24)):
         see(block)
         zeros = f"{name}: no text, but bytes of zero (UTF-16 needs its mark)"
         need(wide or b"\0" not in block, zeros)
+        odd |= {*block.translate(None, SAME)}
         try:
-            if not (wide or first):
+            if is_valid and not wide:
                 block.decode()
         except UnicodeDecodeError as error:
-            if error.reason != "unexpected end of data":  # a last character that was cut off
-                first = lines + block.count(b"\n", 0, error.start) + 1
-        lines += block.count(b"\n")
-        odd |= {*block.translate(None, SAME)}
-    if not first:
+            is_valid = error.reason == "unexpected end of data"  # a last character that is cut off
+    if is_valid:
         return wide or "utf-8-sig"
+    valid, invalid, lines = count_lines(file)
+    if valid > invalid:
+        see(b"invalid bytes are replaced")
+        which = ", ".join(f"{line:,}" for line in lines) + ", ..." * (invalid > len(lines))
+        damage = f"lines with invalid UTF-8: {invalid:,} ({which})"
+        tell(f"warning: {name}: {damage}: invalid bytes are replaced by U+FFFD", sys.stderr)
+        return "utf-8-sig"
     found = "cp1252" if odd and not odd & {*b"\x81\x8d\x8f\x90\x9d"} else "Latin-1"
+    see(b"cp1252" * (found == "cp1252"))  # Latin-1 is the older one
     read = f"not UTF-8: read as {found}; if it is not: iconv -f ENCODING -t utf-8 {name}"
-    tell(f"warning: {name}, line {first}: {read}", sys.stderr)
+    tell(f"warning: {name}, line {lines[0]}: {read}", sys.stderr)
     return found
+
+
+def count_lines(file) -> tuple[int, int, list[int]]:
+    """(Count of lines that are valid UTF-8 but not ASCII, count of lines that are not valid UTF-8,
+    numbers of the first few of the latter)."""
+    file.seek(0)
+    valid = invalid = 0
+    first = []
+    for number, line in enumerate(file, 1):
+        if line.isascii():
+            continue
+        if line.decode(errors="ignore").encode() == line:
+            valid += 1
+        else:
+            invalid += 1
+            if len(first) < 5:
+                first.append(number)
+    return valid, invalid, first
 
 
 def decoded(file, name) -> str:

@@ -4,9 +4,11 @@
 
 A TEXT is a file, or a folder of files: .txt or .md, in which a line <|endoftext|> separates
 documents, or .jsonl, in which every line is an object with a document under the key "text" (if that
-is no string, null say, the line is passed over); or one of these with .gz behind it. Files are
-UTF-8, or UTF-16 with its mark; what is neither is read as cp1252 or Latin-1, with a warning. Every
-document is encoded on its own, with <|endoftext|> in front.
+is no string, null say, the line is passed over); or one of these with .gz behind it. A file that is
+named itself needs no suffix. In folders, runs and tokens are skipped, and links are followed. Of
+files with the same contents only the first is read. Files are UTF-8, or UTF-16 with its mark; a
+file that is mostly neither is read as cp1252 or Latin-1, with a warning. Every document is encoded
+on its own, with <|endoftext|> in front.
 
 Validation is on the texts that --val names, of which nothing is trained on. Without it, where names
 have the word `train` and others `val`, `valid` or `validation`, else `test`, it is on these others;
@@ -32,21 +34,28 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 from shards import encode_documents, encoding_of, opened, text_encoding, work_folder, write_shard
 
 import train_gpt as T  # importing shards has put its folder on the path
 from train_gpt import DESCRIPTION, MERGES, Config, TokenStream, UserError, need, override, tell
 
 MARKER = "<|endoftext|>"
+RUN = "run.json"  # is in the folder of each run
+WRITE_ELSEWHERE = "make them with data/tokenize_text.py TEXT --out DIR, and name DIR as --data"
 SUFFIXES = ".txt", ".md", ".jsonl"
 # What systems and archives leave beside texts; FOLDER/* names that, too.
 LEFT_BESIDE = re.compile(r"\._.*|\.DS_Store|__MACOSX|Thumbs\.db|desktop\.ini|@eaDir", re.IGNORECASE)
 SHARD_TOKENS = 100_000_000
 SHORT = 100_000_000  # bytes of text that are too few for the 50,000 words of gpt2
+LAST_TENTH = "the last tenth of all (--val TEXT names another)"
+OF_FOLDER = "its shards"
 VAL_TOKENS = 10_500_000  # the preset `speedrun` validates on 10,485,760
 BATCH_CHARS = 50_000_000  # are encoded between two lines of progress, on all cores
 # Times as much decay as a preset has, at most: of matrices what was tried, of others with what an
@@ -61,12 +70,42 @@ def kind(path: Path) -> str:
     return Path(path.stem if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
+def texts_in(folder: Path) -> list[Path]:
+    """The files in `folder` and below it that have one of SUFFIXES, sorted. Skips hidden files and
+    folders, names that match LEFT_BESIDE, folders of tokens and folders of runs. Follows links to
+    folders, but reads no folder twice. Warns if a folder cannot be read."""
+
+    def warn(error):
+        unreadable = f"{error.filename} cannot be read ({error.strerror}): skipped"
+        tell(f"warning: {unreadable}", sys.stderr)
+
+    def is_skipped(name):
+        return name.startswith(".") or LEFT_BESIDE.fullmatch(name)
+
+    texts = []
+    seen = {*folder.resolve().parents}
+    to_walk = [folder]
+    for top in to_walk:  # first `folder`, then the links that were found
+        for place, folders, files in os.walk(top, onerror=warn):
+            here = Path(place)
+            folders[:] = sorted(name for name in folders if not is_skipped(name))
+            if here.resolve() in seen or here.suffix == ".tokens" or RUN in files:
+                folders.clear()
+                continue
+            seen.add(here.resolve())
+            to_walk += [here / name for name in folders if (here / name).is_symlink()]
+            paths = [here / name for name in files if not is_skipped(name)]
+            texts += [path for path in paths if kind(path) in SUFFIXES and path.is_file()]
+    return sorted(texts)
+
+
 def files_of(texts: list[Path]) -> list[Path]:
-    """The files of texts and of folders of texts, less hidden ones; UserError if one has none."""
+    """The files of texts, which are files or folders. UserError if a text has none."""
     files = []
     for text in texts:
-        paths = sorted(text.rglob("*")) if text.is_dir() else [text]
-        of_text = [path for path in paths if is_text(path, text)]
+        of_text = [text] if text.is_file() and kind(text) in ("", *SUFFIXES) else []
+        if text.is_dir():
+            of_text = texts_in(text)
         lacking = "no text" if text.exists() else "there is no such text"
         cure = 'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of them'
         need(of_text, f"{text}: {lacking}: {cure}; each may be a .gz")
@@ -97,7 +136,7 @@ def split(texts: list[Path], val: list[Path]) -> tuple[list[Path], list[Path], s
     trained on where others say train. UserError if a file would be in both."""
     files = files_of(texts)
     held = []
-    validation = "the last tenth of all (--val TEXT names another)"
+    validation = LAST_TENTH
     parts = parts_of(files)
     kind = "val" if parts["val"] else "test"
     by_name = parts["train"] and parts[kind]
@@ -121,28 +160,54 @@ def split(texts: list[Path], val: list[Path]) -> tuple[list[Path], list[Path], s
     return files, held, validation
 
 
-def is_text(path: Path, folder: Path) -> bool:
-    """Whether `path` is a file of a text, and neither it nor a folder of it in `folder` hidden, or
-    LEFT_BESIDE."""
-    below = path.relative_to(folder).parts
-    passed_over = any(part.startswith(".") or LEFT_BESIDE.fullmatch(part) for part in below)
-    return kind(path) in SUFFIXES and path.is_file() and not passed_over
-
-
 def meant(texts: list[Path]) -> list[Path]:
-    """Those of several `texts` that are not LEFT_BESIDE others, by systems or as tokens by this."""
-    of_this = [text for text in texts if text.suffix == ".tokens" and text.is_dir()]
-    return [x for x in texts if x not in of_this and not LEFT_BESIDE.fullmatch(x.name)] or texts
+    """Several `texts` without the names that FOLDER/* adds: names that match LEFT_BESIDE, folders
+    of tokens, and folders that have runs but no text."""
+    if len(texts) == 1:
+        return texts
+
+    def is_meant(text):
+        is_ours = text.is_dir() and (text.suffix == ".tokens" or any(text.rglob(RUN)))
+        return not LEFT_BESIDE.fullmatch(text.name) and not (is_ours and not texts_in(text))
+
+    return [text for text in texts if is_meant(text)] or texts
 
 
-def examine(path: Path) -> tuple[str, int, str]:
-    """(hash of what is in the file and how it is read, its bytes, the encoding of its text)."""
-    sha256 = hashlib.sha256(kind(path).encode())
+class File(NamedTuple):
+    """A file of a text."""
+
+    path: Path
+    contents: str  # hash of the decompressed contents
+    digest: str  # hash of the decompressed contents and of how they are read
+    size: int  # of the decompressed contents, in bytes
+    encoding: str
+
+
+def examine(path: Path) -> File:
+    """The File at `path`. UserError if it cannot be read or is not text."""
+    contents = hashlib.sha256()
+    digest = hashlib.sha256(kind(path).encode())
+
+    def see(block):
+        contents.update(block)
+        digest.update(block)
+
     with opened(path) as file:
-        encoding = encoding_of(file, path, sha256.update)
+        encoding = encoding_of(file, path, see)
         size = file.tell()
-    sha256.update(b"cp1252" * (encoding == "cp1252"))  # was once read as Latin-1
-    return sha256.hexdigest(), size, encoding
+    return File(path, contents.hexdigest(), digest.hexdigest(), size, encoding)
+
+
+def without_copies(files: list[Path]) -> list[File]:
+    """The files, except those with the same contents as an earlier file. Warns if there are any."""
+    kept = {}
+    copies = []
+    for file in map(examine, files):
+        if kept.setdefault(file.contents if file.size else file.path, file) is not file:
+            copies.append(file.path)
+    if copies:
+        tell(f"warning: skipped copies of other texts: {named(copies)}", sys.stderr)
+    return [*kept.values()]
 
 
 def documents(path: Path, encoding: str) -> Iterator[str]:
@@ -180,8 +245,9 @@ def text_of(line: str, place: str):
         raise UserError(reason) from None
 
 
-def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
-    """All documents of the files, one after the other, as uint16."""
+def tokenize(encoding, files: list[File], texts: list[Path]) -> np.ndarray:
+    """All documents of the files of these texts, one after the other, as uint16. UserError if there
+    are none."""
     tokens = bytearray()
     seen = 0
 
@@ -190,28 +256,23 @@ def tokenize(encoding, files: list[Iterable[str]]) -> np.ndarray:
         seen += len(text)
         return seen // BATCH_CHARS
 
-    documents_of_all = (text for file in files for text in file if text)
+    of_files = (documents(file.path, file.encoding) for file in files)
+    documents_of_all = (text for of_file in of_files for text in of_file if text)
     for number, batch in itertools.groupby(documents_of_all, batch_of):
         for document in encode_documents(encoding, [*batch]):
             tokens += document.tobytes()
         if number:
             tell(f"{len(tokens) // 2:,} tokens", sys.stderr)
+    need(tokens, f"no text in {', '.join(map(str, texts))}")
     return np.frombuffer(tokens, np.uint16)
 
 
-def place(text: Path, digest: str) -> Path:
-    """Where the tokens of these contents lie, or may: beside the text, else in the user's cache."""
+def places(text: Path, digest: str) -> list[Path]:
+    """The folders where the tokens of these contents can be, in order of preference: beside the
+    text, then in the user's cache if there is one."""
     text = Path(os.path.abspath(text))
-    folders = text.parent, T.user_cache()
-    places = [folder / f"{text.name}.tokens" / digest[:16] for folder in folders]
-    usable = [out for out in places if (out / DESCRIPTION).exists()]
-    for out in places:
-        existing = next(folder for folder in out.parents if folder.exists())
-        if existing.is_dir() and os.access(existing, os.W_OK):
-            usable.append(out)
-    cure = "make them with data/tokenize_text.py and --out, and name that folder as --data"
-    need(usable, f"tokens cannot be written to {' nor to '.join(map(str, folders))}: {cure}")
-    return usable[0]
+    folders = [folder for folder in (text.parent, T.user_cache()) if folder]
+    return [folder / f"{text.name}.tokens" / digest[:16] for folder in folders]
 
 
 def described(folder: Path) -> tuple[dict, TokenStream, TokenStream]:
@@ -251,49 +312,64 @@ def write(out: Path, train: np.ndarray, val: np.ndarray, about: dict, merges: st
                 raise
 
 
+def write_first(outs: list[Path], *parts) -> Path:
+    """Call `write` for each of these folders until one succeeds. Returns that folder. UserError if
+    all of them fail."""
+    for number, out in enumerate(outs, 1):
+        try:
+            write(out, *parts)
+            return out
+        except OSError as error:
+            cannot = f"tokens cannot be written to {out} ({error})"
+            need(outs[number:], f"{cannot}: {WRITE_ELSEWHERE}")
+            tell(f"warning: {cannot}: they go to {outs[number]}", sys.stderr)
+
+
 def tokens_of(args, cfg: Config | None, run: Path) -> tuple[Path, str]:
     """(The folder with the tokens of the texts, made if need be: of a `run` with `cfg`, if any; and
     what validation is on.)"""
     files, held, validation = split(args.texts, args.val)
-    all_files = [path.resolve() for path in files + held]
-    out = args.out and args.out.resolve()
-    if out:
-        need(
-            not out.exists(),
-            f"--out {args.out} is there already: name another folder, or delete it",
-        )
-        out.parent.mkdir(parents=True, exist_ok=True)
-    digests, sizes, encodings = zip(*map(examine, all_files), strict=True)
-    for path, digest in zip(held, digests[len(files) :], strict=True):
-        same = f"{path} has the contents of a text to train on: it cannot validate that"
-        need(digest not in digests[: len(files)], same)
-    name = "bytes" if args.presets == ["tiny"] or sum(sizes) < SHORT else "gpt2"
+    if args.out:
+        exists = f"--out {args.out} is there already: name another folder, or delete it"
+        need(not args.out.exists(), exists)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    files = without_copies(files)
+    held = without_copies(held)
+    of_train = {file.contents for file in files if file.size}
+    for file in held:
+        same = f"{file.path} has the contents of a text to train on: it cannot validate that"
+        need(file.contents not in of_train, same)
+    size = sum(file.size for file in files + held)
+    name = "bytes" if args.presets == ["tiny"] or size < SHORT else "gpt2"
     name = values_of(args.set).get("encoding", args.encoding) or name
     if cfg:
         name = cfg.encoding
     merges = (run / MERGES).read_text() if name == "bpe" else ""
-    contents = f"{name} {merges} {len(files)} {digests}"
-    digest = hashlib.sha256(contents.encode()).hexdigest()
-    out = out or place(args.texts[0], digest)
-    if not args.out:
+    digests = tuple(file.digest for file in files + held)
+    digest = hashlib.sha256(f"{name} {merges} {len(files)} {digests}".encode()).hexdigest()
+    outs = [args.out.resolve()] if args.out else places(args.texts[0], digest)
+    for out in outs:
         with contextlib.suppress(UserError):
             described(out)
             return out, validation
-        shutil.rmtree(out, ignore_errors=True)  # of what is not whole
+    usable = [out for out in outs if T.can_write(out)]
+    cannot = f"tokens cannot be written to {' nor to '.join(map(str, outs))}"
+    need(usable, f"{cannot}: {WRITE_ELSEWHERE}")
+    for out in usable:
+        shutil.rmtree(out, ignore_errors=True)  # what is not whole
     encoding = text_encoding(name, run)
     bos = encoding.eot_token
-    tell(f"making tokens of {sum(sizes):,} bytes of text: {name}", sys.stderr)
-    texts = list(map(documents, all_files, encodings))
-    train = tokenize(encoding, texts[: len(files)])
-    val = tokenize(encoding, texts[len(files) :])
-    for tokens, of in ((train, args.texts), (val, held)):
-        need(len(tokens) or not of, f"no text in {', '.join(map(str, of))}")
-    if not held:
+    tell(f"making tokens of {size:,} bytes of text: {name}", sys.stderr)
+    train = tokenize(encoding, files, args.texts)
+    if held:
+        val = tokenize(encoding, held, [file.path for file in held])
+    else:
         size = min(len(train) // 10, VAL_TOKENS)
         need(size, f"{len(train)} tokens are too few for training and validation")
         train, val = train[:-size], train[-size:]
         val = val if val[0] == bos else np.insert(val, 0, bos)  # it may begin within a document
-    write(out, train, val, {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}, merges)
+    about = {"encoding": name, "real_tokens": encoding.n_vocab, "bos": bos}
+    out = write_first(usable, train, val, about, merges)
     tokens = f"{len(train):,} tokens for training, {len(val):,} for validation"
     tell(f"{args.out or out}: {tokens}", sys.stderr if args.presets else None)
     return out, validation
@@ -349,10 +425,10 @@ def for_passes(cfg: Config, number: int, steps: int, ngrams: bool) -> list[str]:
     return items
 
 
-def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], str]:
+def settings(cfg: Config, folder: Path, given: list[str], validation: str) -> tuple[list[str], str]:
     """(what `cfg` must --set before what is `given` to train on the tokens in `folder`; or [], then
     why not). Where passes through them are few, PASSES of LARGE presets or those that are given,
-    steps become fewer, of LARGE ones not below a fourth."""
+    steps become fewer, of LARGE ones not below a fourth. `validation` says what it is on."""
     about, train, val = described(folder)
     wanted = about | {"vocab": -(-about["real_tokens"] // 128) * 128, "target": 0.0}
     fixed = values_of(given)
@@ -369,6 +445,9 @@ def settings(cfg: Config, folder: Path, given: list[str]) -> tuple[list[str], st
     row = min(cfg.val_row, (len(val) - 1) // rows)
     row -= row % 128 if row > 128 else 0  # attention takes blocks of that on accelerators
     if len(val) <= cfg.val_tokens:
+        if row < 2 and validation not in (LAST_TENTH, OF_FOLDER):
+            few = f"{len(val):,} tokens are too few, {cfg.preset} needs {2 * rows + 1:,}"
+            return [], f"validation on {validation}: {few}: name a longer --val"
         if row < 2:
             return [], short
         batch = rows * row
@@ -422,13 +501,16 @@ def main(argv: list[str] | None = None) -> None:
     run, cfg = Path(name), None
     if name and name not in T.PRESETS:
         cfg = T.typed(Config, json.loads((run / "run.json").read_text())["config"])
-    folder, validation = args.texts[0], "its shards"
+    folder, validation = args.texts[0], OF_FOLDER
     if args.texts[1:] or not (folder / DESCRIPTION).exists():
-        folder, validation = tokens_of(args, cfg, run)
+        try:
+            folder, validation = tokens_of(args, cfg, run)
+        except MemoryError:
+            raise UserError(f"out of memory while making tokens: {T.LESS_TEXT}") from None
     else:
         need(not args.val, f"{folder} has its validation: --val goes with a text")
     for name in args.presets:
-        items, why = settings(cfg or T.PRESETS[name], folder, args.set)
+        items, why = settings(cfg or T.PRESETS[name], folder, args.set, validation)
         if items:
             print(json.dumps([name, [f"data={folder}", *items], validation]))
             break

@@ -150,7 +150,7 @@ def test_demo_corpus_is_made_where_it_is_missing_and_only_there(tmp_path, monkey
     cfg, demo = T.PRESETS["tiny"], tmp_path / "data/builtin"
     for _ in range(2):
         assert T.data_folder(cfg, said.append).resolve() == demo
-        assert made == [[sys.executable, tmp_path / "data/builtin_corpus.py"]]
+        assert made == [[sys.executable, tmp_path / "data/builtin_corpus.py", demo]]
     assert said == [f"making the demo corpus in {demo}"]
     (demo / T.MERGES).unlink()
     assert T.data_folder(cfg, said.append).resolve() == demo and len(made) == 2

@@ -5,8 +5,10 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import builtin_corpus  # conftest.py has put data/ on the path
 import cached_fineweb10B
+import jax
 import numpy as np
 import pytest
 import shards
@@ -50,10 +53,163 @@ def test_a_crash_while_writing_leaves_what_was_there(tmp_path, monkeypatch, cras
 
 @pytest.mark.parametrize("tool", ["tokenize_text", "builtin_corpus", "cached_fineweb10B"])
 def test_windows_is_told_in_one_line_what_to_use(tool):
-    code = f"import sys; sys.modules['fcntl'] = None; sys.path[0] = 'data'; import {tool}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    """Also by a Python that leaves the script's folder off the path."""
+    code = f"import runpy, sys; sys.modules['fcntl'] = None; runpy.run_path('data/{tool}.py')"
+    argv = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith("error: import of fcntl halted") and "use WSL" in done.stderr
+
+
+# ---- How train_gpt.py runs the tools, and its cache --------------------------------------------
+
+
+def test_tools_run_in_an_unusual_python(tmp_path, monkeypatch):
+    """One that leaves the script's folder off the path, has no lzma, and prints when it starts."""
+    code = "import sys; sys.modules |= {'lzma': None, '_lzma': None}; print('[welcome]')"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    text = tmp_path / "a.txt"
+    text.write_text("Roses are red. " * 900)
+    name, items, validation = T.fitted([str(text)], [], ["tiny"], ["steps=5"])
+    assert name == "tiny" and validation.startswith("the last tenth")
+    assert items[0].startswith(f"data={text}.tokens/")
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """A function that writes data/tool.py with a given source, beside a copy of train_gpt.py."""
+
+    def write(source):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data/tool.py").write_text(f"import os, signal, sys, time\n{source}")
+        monkeypatch.setattr(T, "__file__", str(tmp_path / "train_gpt.py"))
+
+    return write
+
+
+def test_a_tool_that_is_killed_is_reported(tool):
+    for number, reason in (
+        (9, r"9\), probably for lack of memory: use less text, or"),
+        (15, r"15\)$"),
+    ):
+        tool(f"os.kill(os.getpid(), {number})")
+        with pytest.raises(T.UserError, match=rf"^data/tool.py was killed \(signal {reason}"):
+            T.run_tool("tool.py")
+    tool("sys.exit(2)")
+    with pytest.raises(T.UserError, match="^$"):  # it has printed why
+        T.run_tool("tool.py")
+
+
+KILLS_TRAINERS = """
+import os, signal, sys, time
+from pathlib import Path
+import train_gpt as T
+
+T.__file__ = sys.argv[1]
+started = Path("pid")
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    trainer = os.fork()
+    if not trainer:
+        sys.exit(T.report_errors(lambda: T.run_tool("tool.py")))
+    while not started.exists():
+        time.sleep(0.01)
+    tool = int(started.read_text())
+    started.unlink()
+    os.kill(trainer, number)
+    _, status = os.waitpid(trainer, 0)
+    assert os.waitstatus_to_exitcode(status) == -number
+    try:
+        os.kill(tool, 0)
+    except ProcessLookupError:
+        print("both ended")
+"""
+
+
+def test_signals_that_end_the_trainer_end_its_tool(tmp_path, tool):
+    tool("open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid'); time.sleep(60)")
+    argv = [sys.executable, "-W", "ignore", "-c", KILLS_TRAINERS, T.__file__]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "both ended\n" * 3, "")
+
+
+def test_signal_handlers_are_as_before_after_a_tool_has_run(tool):
+    def of_user(number, frame):
+        pass
+
+    tool("print('done')")
+    before = {number: signal.getsignal(number) for number in T.STOPS}
+    try:
+        signal.signal(signal.SIGTERM, of_user)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert T.run_tool("tool.py") == "done\n"
+        assert signal.getsignal(signal.SIGTERM) is of_user
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(T.run_tool, "tool.py").result() == "done\n"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_the_demo_corpus_of_a_read_only_checkout_is_in_the_cache(tmp_path, tool, monkeypatch):
+    files = "x_train_000001.bin", "x_val_000000.bin", "merges.json"
+    tool(f"import pathlib; folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True)\n"
+         f"for name in {files}: (folder / name).touch()")  # fmt: skip
+    (tmp_path / "data/tool.py").rename(tmp_path / "data/builtin_corpus.py")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    access = os.access
+
+    def refused(path, mode):
+        return "data" not in str(path) and access(path, mode)
+
+    monkeypatch.setattr(os, "access", refused)
+    cfg, said, cache = T.PRESETS["tiny"], [], tmp_path / "cache/train_gpt/builtin"
+    for _ in range(2):
+        assert T.data_folder(cfg, said.append) == T.data_place(cfg.data) == cache
+    assert said == [f"making the demo corpus in {cache}"]
+    shutil.copytree(cache, tmp_path / "data/builtin")  # made before it was read-only
+    assert T.data_folder(cfg, said.append) == tmp_path / "data/builtin"
+    shutil.rmtree(tmp_path / "data/builtin")
+    monkeypatch.setattr(T, "user_cache", lambda: None)
+    with pytest.raises(
+        T.UserError, match="data/builtin cannot be written for the demo corpus: name a text"
+    ):
+        T.data_folder(cfg, said.append)
+
+
+def test_a_user_without_home_has_a_private_cache_or_none(tmp_path, monkeypatch, program_cache):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"train_gpt-{os.getuid()}"
+    for _ in range(2):
+        assert T.user_cache() == folder and folder.stat().st_mode & 0o777 == 0o700
+    T.keep_programs(None)
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    folder.chmod(0o770)
+    assert T.user_cache() is None
+    T.keep_programs(None)
+    assert jax.config.jax_compilation_cache_dir is None
+    folder.chmod(0o700)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    folder.rename(tmp_path / f"train_gpt-{uid + 1}")  # of another user
+    assert T.user_cache() is None
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    folder.symlink_to(tmp_path / f"train_gpt-{uid + 1}")
+    assert T.user_cache() is None
+    folder.unlink()
+    folder.touch()
+    assert T.user_cache() is None
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    assert T.user_cache() is None
 
 
 def test_text_comes_back_from_its_tokens(tmp_path):

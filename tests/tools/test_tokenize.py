@@ -1,6 +1,8 @@
 """data/tokenize_text.py: the trainer reads what the files hold, or one line says why not."""
 
+import errno
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -106,6 +108,10 @@ KINDS = r'name .txt or .md, or .jsonl with lines {"text": ...}, or a folder of t
     ("a.txt", b"12345678", "9 tokens are too few for training and validation"),
     ("a.txt", b"\x89PNG\0\0", "a.txt: no text, but bytes of zero"),
     ("a.txt", "UTF-16 without a mark".encode("utf-16-le"), "bytes of zero .UTF-16 needs its mark"),
+    ("a.txt", gzip.compress(b"text" * 99, mtime=0),
+     "a.txt is a gzip file, not text: rename it to end in .gz"),
+    ("a.txt", b"%PDF-1.7\n1 0 obj\n" * 9, "a.txt is a PDF file, not text: extract its text first"),
+    ("a.md", b"PK\3\4 no zeros" * 9, "a.md is a zip .* file, not text: extract its text"),
     ("a.txt.gz", b"plain", "a.txt.gz cannot be read: Not a gzipped file"),
     ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:20],
      "a.txt.gz cannot be read: Compressed file end"),
@@ -129,6 +135,8 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(tmp_path, na
 
 ODD = "naïve café\n" * 40
 QUOTES = "Windows\n“It’s 5 €” – " * 20
+RAIN = "水の山に雨。\n" * 50
+CAFE = "Un café à Orléans.\n" * 50
 
 
 @pytest.mark.parametrize("content, text, warns", [
@@ -141,6 +149,12 @@ QUOTES = "Windows\n“It’s 5 €” – " * 20
     (b"fine\n" + bytes(range(0xA0, 0x80, -1)), "fine\n" + "".join(map(chr, range(0xA0, 0x80, -1))),
      "line 2: not UTF-8: read as Latin-1"),  # of these cp1252 has not all
     ((ODD + "日").encode()[:-1], ODD + "\ufffd", ""),  # cut off somewhere in a character
+    (RAIN.encode() + b"\xff\n" + RAIN.encode(), RAIN + "\ufffd\n" + RAIN,
+     "lines with invalid UTF-8: 1 (51): invalid bytes are replaced by U+FFFD"),
+    (CAFE.encode() + b"caf\xe9\n" * 9, CAFE + "caf\ufffd\n" * 9,
+     "lines with invalid UTF-8: 9 (51, 52, 53, 54, 55, ...): invalid bytes are replaced"),
+    (b"fine \xc3\xa9\n" + CAFE.encode("cp1252"), "fine Ã©\n" + CAFE,
+     "line 2: not UTF-8: read as Latin-1"),
     (ODD.encode().replace(b"\n", b"\r\n"), ODD, ""),
 ])  # fmt: skip
 def test_text_of_any_encoding_is_read(tmp_path, capsys, content, text, warns):
@@ -149,7 +163,28 @@ def test_text_of_any_encoding_is_read(tmp_path, capsys, content, text, warns):
         held_out = jsonl(tmp_path / "val.jsonl", ["only this"])
         train, _ = tokenize(tmp_path / f"{name}.out", tmp_path / name, "--val", held_out)
         assert bytes(train[1:]).decode() == text
-        assert (f"{name}, {warns}" in capsys.readouterr().err) if warns else True
+        err = capsys.readouterr().err
+        assert f"{name}, {warns}" in err or f"{name}: {warns}" in err or not warns
+        assert ("warning" in err) == bool(warns)
+
+
+def test_the_hash_of_a_file_changes_only_with_how_it_is_read(tmp_path):
+    """Tokens that were made by earlier versions are found by it."""
+    valid, latin = CAFE.encode(), CAFE.encode("latin-1")
+    for content, tag in (
+        (valid, b""),
+        ((CAFE + "日").encode()[:-1], b""),
+        (CAFE.encode("utf-16"), b""),
+        (latin + b"\x81", b""),
+        (QUOTES.encode("cp1252"), b"cp1252"),
+        (valid + b"\xff\n", None),
+    ):
+        for name in ("a.txt", "b.md", "c.txt.gz"):
+            path = tmp_path / name
+            path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+            kind = b".md" if name == "b.md" else b".txt"
+            before = hashlib.sha256(kind + content + (tag or b"")).hexdigest()
+            assert (tokenize_text.examine(path).digest == before) == (tag is not None)
 
 
 def test_a_folder_is_its_texts_in_order_without_what_is_hidden(tmp_path):
@@ -179,6 +214,109 @@ def test_what_systems_leave_beside_texts_is_none(tmp_path, capsys):
     assert place_of(capsys, *sorted(folder.iterdir()))[0] == made  # whose folder is no text
     with pytest.raises(T.UserError, match="Thumbs.db: no text: name .txt"):
         tokenize(tmp_path / "none", folder / "Thumbs.db")
+
+
+def test_runs_and_tokens_inside_a_folder_of_texts_are_skipped(tmp_path, monkeypatch, capsys):
+    """As left there by `train_gpt.py .` and `train_gpt.py *`, whatever --out is."""
+    folder = tmp_path / "t"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.txt"):
+        (folder / name).write_text(f"Roses are {name}. " * 900)
+    monkeypatch.chdir(folder)
+    made = [place_of(capsys, "."), place_of(capsys, "a.txt", "sub")]
+    for run in ("logs/1", "sub/out/deep/2", "3"):
+        (folder / run / "checkpoints").mkdir(parents=True)
+        for name in ("run.json", "log.txt", "metrics.jsonl", "checkpoints/notes.txt"):
+            (folder / run / name).write_text("{}")
+    (folder / "sub/c.txt.tokens").mkdir()
+    (folder / "sub/c.txt.tokens/d.txt").write_text("no text")
+    assert place_of(capsys, ".") == place_of(capsys, "../t") == made[0]
+    assert sorted(path.name for path in Path().iterdir())[-3:] == ["a.txt.tokens", "logs", "sub"]
+    assert place_of(capsys, *sorted(os.listdir())[1:]) == made[1]
+    with pytest.raises(T.UserError, match="logs: no text"):
+        place_of(capsys, "logs")
+    with pytest.raises(T.UserError, match="logs/1: no text"):
+        place_of(capsys, "logs/1")
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    """Also those that lead back, or to a folder with other links."""
+    real, folder = tmp_path / "real", tmp_path / "t"
+    (real / "deep").mkdir(parents=True)
+    (folder / "own").mkdir(parents=True)
+    for path in (real / "a.txt", real / "deep/b.txt", folder / "own/c.txt", tmp_path / "out.txt"):
+        path.write_text(path.name)
+    for link, to in (
+        (folder / "books", real),
+        (folder / "again", real),
+        (folder / "a", folder / "own"),  # not in place of the folder itself
+        (folder / "up", tmp_path),
+        (real / "deep/back", real),
+        (real / "home", folder),
+        (folder / "gone", tmp_path / "none"),
+        (folder / "file.txt", tmp_path / "out.txt"),
+    ):
+        link.symlink_to(to)
+    files = tokenize_text.files_of([folder])
+    names = "again/a.txt", "again/deep/b.txt", "file.txt", "own/c.txt"
+    assert files == [folder / name for name in names]
+
+
+def test_a_folder_that_cannot_be_read_is_reported(tmp_path, monkeypatch, capsys):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def denied(path):
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    assert tokenize_text.files_of([tmp_path]) == [tmp_path / "a.txt"]
+    warning = f"warning: {tmp_path / 'closed'} cannot be read (Permission denied): skipped\n"
+    assert capsys.readouterr().err == warning
+
+
+def test_a_file_without_a_suffix_is_text_if_it_is_named(tmp_path):
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (folder / "enwik8").write_text("named " * 50)
+    (folder / "a.txt").write_text("with a suffix")
+    (folder / "val.gz").write_bytes(gzip.compress(b"validation"))
+    train, val = tokenize(tmp_path / "out", folder / "enwik8", "--val", folder / "val.gz")
+    assert (train, val) == (of_bytes(["named " * 50]), of_bytes(["validation"]))
+    assert tokenize_text.files_of([folder]) == [folder / "a.txt"]
+
+
+def test_a_link_is_read_as_its_own_name_has_it(tmp_path):
+    """As in the cache of the Hugging Face Hub, where all files are links to files named by hash."""
+    (tmp_path / "0a1b").write_bytes(gzip.compress(b'{"text": "linked"}\n'))
+    (tmp_path / "a.jsonl.gz").symlink_to("0a1b")
+    held = jsonl(tmp_path / "val.jsonl", ["only this"])
+    assert tokenize(tmp_path / "out", tmp_path / "a.jsonl.gz", "--val", held)[0] == of_bytes(
+        ["linked"]
+    )
+
+
+def test_a_text_that_is_there_twice_is_read_once(tmp_path, capsys):
+    """Or its copy might validate it."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    for name in ("book.txt", "copy.md", "val.txt", "empty.txt", "empty2.txt"):
+        (folder / name).write_text("" if "empty" in name else "Roses are red. " * 50)
+    (folder / "val.txt").write_text("Violets are blue. " * 50)
+    for name in ("book.txt", "val.txt"):
+        (folder / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes()))
+    train, val = tokenize(tmp_path / "out", folder)
+    assert len(train) + len(val) == 751 + 901 + 1  # a document is cut, which adds a BOS
+    copies = "skipped copies of other texts: book.txt.gz and 2 more"
+    assert f"warning: {copies}\n" in capsys.readouterr().err
+    with pytest.raises(T.UserError, match="val.txt has the contents of a text to train on"):
+        tokenize(tmp_path / "leak", folder, "--val", folder / "val.txt")
+    (folder / "val.txt.gz").unlink()
+    train, val = tokenize(tmp_path / "apart", folder, "--val", folder / "val.txt")
+    assert (len(train), len(val)) == (751, 901)
 
 
 def test_entries_without_a_text_are_passed_over_and_counted(tmp_path, capsys):
@@ -339,7 +477,56 @@ def test_tokens_go_to_the_cache_where_a_text_can_only_be_read(tmp_path, capsys, 
     assert made.parent == tmp_path / "home/.cache/train_gpt/a.txt.tokens"
     (tmp_path / "lost").write_text("no folder")
     monkeypatch.setenv("HOME", str(tmp_path / "lost"))
-    with pytest.raises(T.UserError, match="cannot be written to .*: make them with .* and --out"):
+    cannot = "cannot be written to .*: make them with .* --out DIR"
+    with pytest.raises(T.UserError, match=cannot):
+        place_of(capsys, text)
+    monkeypatch.setattr(T, "user_cache", lambda: None)
+    with pytest.raises(T.UserError, match=cannot):
+        place_of(capsys, text)
+
+
+def test_lack_of_memory_is_reported_with_advice_about_text(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("Roses are red. " * 900)
+
+    def tokenize(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(tokenize_text, "tokenize", tokenize)
+    with pytest.raises(T.UserError, match="^out of memory while making tokens: use less text, or"):
+        tokenize_text.main([str(tmp_path / "a.txt"), "--for", "tiny"])
+
+
+def test_tokens_go_to_the_cache_if_folders_cannot_be_renamed(tmp_path, capsys, monkeypatch):
+    """As on buckets that are mounted with gcsfuse."""
+    text = tmp_path / "bucket/a.txt"
+    text.parent.mkdir()
+    text.write_text("Roses are red. " * 900)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rename = os.rename
+
+    def refuse(source, target, **how):
+        if os.path.isdir(source) and "bucket" in str(target):
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+        rename(source, target, **how)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    tokenize_text.main([str(text), "--for", "tiny"])
+    done = capsys.readouterr()
+    made = Path(json.loads(done.out)[1][0].removeprefix("data="))
+    assert made.parent == tmp_path / "cache/train_gpt/a.txt.tokens"
+    assert re.search(
+        "warning: tokens cannot be written to .*bucket.*not supported.*: they go to", done.err
+    )
+    monkeypatch.setattr(tokenize_text, "tokenize", None)
+    assert place_of(capsys, text)[0] == made
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(T.UserError, match="tokens cannot be written to .*bucket/out.*: make them"):
+        tokenize(text.parent / "out", text)
+    monkeypatch.setattr(T, "user_cache", lambda: None)
+    with pytest.raises(
+        T.UserError, match="tokens cannot be written to .*bucket/a.txt.*: make them"
+    ):
         place_of(capsys, text)
 
 
@@ -375,6 +562,24 @@ def test_a_small_text_is_passed_through_as_often_as_the_steps_take(tmp_path, cap
     assert "passes=2" in items and 50 < int(dict(x.split("=") for x in items)["steps"]) < 62
     _, items = place_of(capsys, tmp_path / "a.txt", "--set", "steps=5")
     assert {"steps=5", "passes=1"} < {*items}
+
+
+def test_text_for_validation_that_is_too_short_is_named(tmp_path, capsys):
+    for name in ("a.txt", "train.txt"):
+        (tmp_path / name).write_text("Roses are red. " * 900)
+    for name in ("b.txt", "val.txt"):
+        (tmp_path / name).write_text("Violets.")
+    short = "9 tokens are too few, tiny needs 17: name a longer --val"
+    for argv, held in (
+        (["a.txt", "--val", "b.txt"], "b.txt"),
+        (["train.txt", "val.txt"], "val.txt"),
+    ):
+        argv = [str(tmp_path / word) if word.endswith("txt") else word for word in argv]
+        with pytest.raises(T.UserError, match=f"^validation on {held}.*: {short}"):
+            place_of(capsys, *argv)
+    (tmp_path / "c.txt").write_text("x" * 100)
+    with pytest.raises(T.UserError, match="has too few tokens for tiny: take more text"):
+        place_of(capsys, tmp_path / "c.txt")
 
 
 @pytest.mark.parametrize("given, recipe", [
