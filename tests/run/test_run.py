@@ -231,6 +231,24 @@ def test_a_row_with_few_divisors_is_warned_of(row, chunk, words):
         assert line.startswith(f"{odd}: {part}") and line.endswith(": choose a multiple of 128")
 
 
+def test_a_run_on_fineweb_reports_whether_its_shards_are_as_published(train, shards, tmp_path):
+    folder = tmp_path / "fineweb"
+    folder.mkdir()
+    hashes = {}
+    for path in shards.glob("*.bin"):
+        name = path.name.replace("small", "fineweb")
+        shutil.copy(path, folder / name)
+        hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    cfg = replace(CFG, checkpoint_every=0, checkpoint_end="never")
+    for published, word in ((None, "unverified"), ({}, "unverified"), (hashes, "verified")):
+        if published is not None:
+            (folder / T.HASHES).write_text(json.dumps({"sha256": published}))
+        said = []
+        run = trained(cfg, tmp_path / "logs", folder, say=said.append)
+        assert f"FineWeb shards: {word}" in said
+        assert f"\nFineWeb shards: {word}\n" in (run / "log.txt").read_text()
+
+
 def test_terminal_says_how_it_went(run, train, tmp_path):
     assert run.said[0].startswith(f"run {run.dir} on 2 x cpu; kernels: ")
     assert sum("val_loss:" in line for line in run.said) == 3
