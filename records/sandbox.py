@@ -1,6 +1,6 @@
 """A sandbox for submitted sources: only some folders can be written, and there is no network.
 
-`leaderboard.py reproduce --sandbox` uses it: bubblewrap (bwrap) if that is installed, else docker.
+`leaderboard.py reproduce --sandbox` runs bubblewrap (bwrap), or docker if there is no bwrap.
 """
 
 import functools
