@@ -55,8 +55,8 @@ def opened(path: Path, mode: str = "rb", **how) -> Iterator:
 
 def encoding_of(file, name, see=lambda block: None) -> str:
     """The encoding of an open text file: UTF-16 or UTF-32 if it begins with a byte order mark;
-    UTF-8 if most lines that are not ASCII are valid UTF-8; else cp1252, or Latin-1 if the file has
-    bytes that cp1252 does not define. Warns if any line is invalid. UserError if the file is not
+    UTF-8 if nearly all characters beyond ASCII are valid UTF-8; else cp1252, or Latin-1 if the file
+    has bytes that cp1252 does not define. Warns if any line is invalid. UserError if the file is not
     text. `see` gets all bytes of the file, then a tag for ways of reading it that were added later,
     so that a hash of all of these changes when a text is read differently."""
     head = file.read(8)
@@ -78,11 +78,11 @@ def encoding_of(file, name, see=lambda block: None) -> str:
             is_valid = error.reason == "unexpected end of data"  # a last character that is cut off
     if is_valid:
         return wide or "utf-8-sig"
-    valid, invalid, lines = count_lines(file)
-    if valid > invalid:
+    valid, invalid, lines = count_characters(file)
+    if valid > 10 * invalid:
         see(b"invalid bytes are replaced")
-        which = ", ".join(f"{line:,}" for line in lines) + ", ..." * (invalid > len(lines))
-        damage = f"lines with invalid UTF-8: {invalid:,} ({which})"
+        which = ", ".join(f"{line:,}" for line in lines[:5]) + ", ..." * (len(lines) > 5)
+        damage = f"lines with invalid UTF-8: {len(lines):,} ({which})"
         tell(f"warning: {name}: {damage}: invalid bytes are replaced by U+FFFD", sys.stderr)
         return "utf-8-sig"
     found = "cp1252" if odd and not odd & {*b"\x81\x8d\x8f\x90\x9d"} else "Latin-1"
@@ -92,22 +92,22 @@ def encoding_of(file, name, see=lambda block: None) -> str:
     return found
 
 
-def count_lines(file) -> tuple[int, int, list[int]]:
-    """(Count of lines that are valid UTF-8 but not ASCII, count of lines that are not valid UTF-8,
-    numbers of the first few of the latter)."""
+def count_characters(file) -> tuple[int, int, list[int]]:
+    """(Count of characters beyond ASCII that are valid UTF-8, count of invalid ones, numbers of the
+    lines that have these)."""
     file.seek(0)
     valid = invalid = 0
-    first = []
+    lines = []
     for number, line in enumerate(file, 1):
         if line.isascii():
             continue
-        if line.decode(errors="ignore").encode() == line:
-            valid += 1
-        else:
-            invalid += 1
-            if len(first) < 5:
-                first.append(number)
-    return valid, invalid, first
+        text = line.decode(errors="replace")
+        wrong = text.count("\ufffd") - line.count("\ufffd".encode())
+        valid += sum(character > "\x7f" for character in text) - wrong
+        invalid += wrong
+        if wrong:
+            lines.append(number)
+    return valid, invalid, lines
 
 
 def decoded(file, name) -> str:

@@ -153,6 +153,8 @@ CAFE = "Un café à Orléans.\n" * 50
      "lines with invalid UTF-8: 1 (51): invalid bytes are replaced by U+FFFD"),
     (CAFE.encode() + b"caf\xe9\n" * 9, CAFE + "caf\ufffd\n" * 9,
      "lines with invalid UTF-8: 9 (51, 52, 53, 54, 55, ...): invalid bytes are replaced"),
+    ("水の山".encode() * 9 + b"\xff" + "雨".encode(), "水の山" * 9 + "\ufffd雨",  # a single line
+     "lines with invalid UTF-8: 1 (1): invalid bytes are replaced by U+FFFD"),
     (b"fine \xc3\xa9\n" + CAFE.encode("cp1252"), "fine Ã©\n" + CAFE,
      "line 2: not UTF-8: read as Latin-1"),
     (ODD.encode().replace(b"\n", b"\r\n"), ODD, ""),
@@ -166,6 +168,13 @@ def test_text_of_any_encoding_is_read(tmp_path, capsys, content, text, warns):
         err = capsys.readouterr().err
         assert f"{name}, {warns}" in err or f"{name}: {warns}" in err or not warns
         assert ("warning" in err) == bool(warns)
+
+
+def test_a_wrong_setting_is_refused_before_tokens_are_made(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("Roses are red. " * 900)
+    monkeypatch.setattr(tokenize_text, "tokens_of", lambda *_: pytest.fail("makes tokens"))
+    with pytest.raises(T.UserError, match="unknown key 'lr'"):
+        tokenize_text.main([str(tmp_path / "a.txt"), "--for", "tiny", "--set", "lr=1"])
 
 
 def test_the_hash_of_a_file_changes_only_with_how_it_is_read(tmp_path):
