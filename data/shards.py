@@ -56,7 +56,7 @@ def opened(path: Path, mode: str = "rb", **how) -> Iterator:
 def encoding_of(file, name, see=lambda block: None) -> str:
     """The encoding of an open text file: UTF-16 or UTF-32 if it begins with a byte order mark;
     UTF-8 if nearly all characters beyond ASCII are valid UTF-8; else cp1252, or Latin-1 if the file
-    has bytes that cp1252 does not define. Warns of invalid lines. UserError if the file is not text.
+    has bytes that cp1252 does not define. Warns of invalid lines. UserError if it is not text.
     `see` gets all bytes of the file, then a tag for ways of reading it that were added later,
     so that a hash of all of these changes when a text is read differently."""
     head = file.read(8)
