@@ -501,10 +501,8 @@ def main(argv: list[str] | None = None) -> None:
     run, cfg = Path(name), None
     if name and name not in T.PRESETS:
         cfg = T.typed(Config, json.loads((run / "run.json").read_text())["config"])
-    if args.presets:
-        T.with_settings(
-            cfg or T.PRESETS[name], args.set
-        )  # a typo is refused before tokens are made
+    if args.presets:  # refuse a typo before tokens are made
+        T.with_settings(cfg or T.PRESETS[name], args.set)
     folder, validation = args.texts[0], OF_FOLDER
     if args.texts[1:] or not (folder / DESCRIPTION).exists():
         try:
