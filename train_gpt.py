@@ -4129,6 +4129,8 @@ def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Call
     cfg, mesh = make_mesh(recipe)
     check_memory(cfg, mesh)
     cfg = with_whole_loss(cfg, mesh, memory_limit(mesh))
+    if saved:
+        check_sizes(cfg, saved)
     data = open_data(cfg, say)
     kernels, reason = checked_kernels(cfg, mesh, say)
     warn_of_rows(cfg, kernels, say)
@@ -4698,7 +4700,8 @@ def find_checkpoint(place: Path, say: Callable = print, resumes: bool = False) -
             say(f"warning: {path} cannot be used ({error}): skipped")
             hint = f"{path} cannot be used ({error})"
     if checkpoint_steps(resolved / BEST):
-        hint = f"{resolved / BEST} has parameters, for a new run or a sample: name that folder"
+        best = f"{resolved / BEST} has parameters, for a new run or a sample: name that folder"
+        hint = f"{hint}; {best}" if paths else best
     raise UserError(f"no complete checkpoint in {place}: {hint}")
 
 
@@ -4728,9 +4731,11 @@ def check_source(run_dir: Path, sha256: str):
         size = log.read_bytes().index(f"\n{RULE}".encode())
     except (OSError, ValueError) as error:
         raise UserError(f"{changed}, and {log} does not have its source ({error})") from None
+    old = Path(__file__).with_name("old.py")  # beside data/ and records/
     extract = shlex.join(["head", "-c", str(size), str(log)])
-    again = command_for("old.py", "--resume", run_dir)
-    raise UserError(f"{changed}: its log has that, so first {extract} > old.py, then {again}")
+    extract += f" > {shlex.quote(os.path.relpath(old))}"
+    again = command_for(old, "--resume", run_dir)
+    raise UserError(f"{changed}: its log has that, so first {extract}, then {again}")
 
 
 def checkpoint_to_resume(place: Path, say: Callable) -> Saved:
@@ -4916,7 +4921,7 @@ def open_log(cfg: Config, facts: dict, out: Path, saved: Saved | None, say: Call
     UserError if the files cannot be written, or if the run has other data."""
     agree(facts, saved)
     if saved:
-        check_data(cfg, facts, saved)
+        check_data(cfg, facts["data"], saved)
         folder = saved.run_dir
         before = saved.meta
     else:
@@ -4958,12 +4963,22 @@ def new_run_id(cfg: Config) -> str:
 
 
 def check_data(cfg: Config, facts: dict, saved: Saved):
-    """UserError unless these tokens are those that the run began with."""
+    """UserError unless the shards that `facts` describe are those that the run began with."""
     folder = saved.run_dir
     place = saved.meta["config"]["data"]
     other = f"{cfg.data} does not hold the shards of {folder}: leave --data out if {place} does"
     instead = f"else train with its parameters: --start {folder} --data {cfg.data}"
-    need(saved.meta["data"] == facts["data"], f"{other}, {instead}")
+    need(saved.meta["data"] == facts, f"{other}, {instead}")
+
+
+def check_sizes(cfg: Config, saved: Saved):
+    """The same by the sizes of files alone, before a wrong folder is searched for tokens."""
+    sizes = {}
+    for name, of_shard in saved.meta["data"].items():
+        path = data_place(cfg.data) / name
+        size = path.stat().st_size if path.exists() else 0
+        sizes[name] = of_shard | {"bytes": size}
+    check_data(cfg, sizes, saved)
 
 
 def open_files(log: RunLog, saved: Saved | None):
@@ -5223,7 +5238,7 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
     """A function of the step: the one of STOPS that has asked for the end, or 0. A second one ends
     the process. Of several processes each has to stop at the same step: jax finds one that all can
     reach, from a SIGTERM to any of them. It also reports for how long the process was suspended
-    (Ctrl-Z) since the step before."""
+    (Ctrl-Z) since the step before; `timeout` sends SIGCONT to processes that were not."""
     alone = jax.process_count() == 1
     received = []  # (signal, time)
     agreed = []
@@ -5240,7 +5255,9 @@ def ask_to_stop(say: Callable = print) -> Callable[[int], int]:
             signal.raise_signal(signal.SIGTERM)
 
     def resumed(number, frame):
-        suspended.append(time.monotonic() - asked_at[0])
+        seconds = time.monotonic() - asked_at[0]
+        if seconds > 1:
+            suspended.append(seconds)
 
     def stop_signal(step: int) -> int:
         asked_at[0] = time.monotonic()
@@ -5760,14 +5777,19 @@ def tell(line, stream=None):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are UserErrors: one line, exit status 2. Of an unknown option it says
-    what is written here."""
+    """argparse whose errors are UserErrors: one line, exit status 2. An unknown option is refused
+    with the option or setting that it may stand for. The ~ in --out=~/runs, which shells do not
+    replace, is the home folder."""
 
     def error(self, message):
         raise UserError(f"{message} (see --help)")
 
     def parse_args(self, args=None, namespace=None):
-        known, others = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        in_home = [re.fullmatch("(--[a-z-]+=)(~.*)", str(word)) for word in words]
+        pairs = zip(words, in_home, strict=True)
+        words = [x[1] + os.path.expanduser(x[2]) if x else word for word, x in pairs]
+        known, others = self.parse_known_args(words, namespace)
         options = [word for word in others if word.startswith("-") and "set" in known]
         hints = [f"write {here}" for here in map(in_our_words, options) if here]
         if others:
@@ -5969,7 +5991,7 @@ def keep_programs(cache: str | None):
     if cache or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         folder = None
         if cache != "off":
-            folder = Path(cache).expanduser() if cache else user_cache()
+            folder = Path(cache) if cache else user_cache()
         if folder:
             trim_cache(folder)
         jax.config.update("jax_compilation_cache_dir", folder and str(folder))
@@ -6020,7 +6042,7 @@ def run(argv: list[str], command: str):
     if jax.default_backend() == "gpu":
         start_gpu()
     if not args.show:
-        train(cfg, Path(args.out).expanduser(), command, saved, say)
+        train(cfg, Path(args.out), command, saved, say)
         if not (asked.preset or asked.places or args.resume or args.start):
             say_what_else(say, cfg.devices)
     elif all_devices()[0].platform != "cpu":

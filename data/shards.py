@@ -87,7 +87,8 @@ def encoding_of(file, name, see=lambda block: None) -> str:
         return "utf-8-sig"
     found = "cp1252" if odd and not odd & {*b"\x81\x8d\x8f\x90\x9d"} else "Latin-1"
     see(b"cp1252" * (found == "cp1252"))  # Latin-1 is the older one
-    read = f"not UTF-8: read as {found}; if it is not: iconv -f ENCODING -t utf-8 {name}"
+    mixed = " (other lines are: is it a mixture?)" if valid > invalid / 10 else ""
+    read = f"not UTF-8{mixed}: read as {found}; if it is not: iconv -f ENCODING -t utf-8 {name}"
     tell(f"warning: {name}, line {lines[0]}: {read}", sys.stderr)
     return found
 

@@ -450,6 +450,9 @@ def settings(cfg: Config, folder: Path, given: list[str], validation: str) -> tu
             return [], f"validation on {validation}: {few}: name a longer --val"
         if row < 2:
             return [], short
+        asked = T.with_settings(cfg, given).val_tokens if "val_tokens" in fixed else 0
+        few = f"{len(val):,} tokens, too few for val_tokens={asked}: lower that, or name more text"
+        need(asked < len(val), f"validation on {validation} has {few}")
         batch = rows * row
         wanted |= {"val_row": row, "val_batch": batch}
         wanted["val_tokens"] = (len(val) - 1) // batch * batch

@@ -517,7 +517,10 @@ def main(argv=None) -> int:
     one.add_argument("cand", metavar="CAND.py", help='or "CAND.py ARG ...", or a record')
     one.add_argument("--runs", type=int, default=5, metavar="N", help="pairs")
     one.add_argument("--out", metavar="DIR", help="keep the runs in DIR/base and DIR/cand")
-    args = parser.parse_args(argv[:cut])
+    # Shells do not replace the ~ in --out=~/runs.
+    parts = [word.partition("=") for word in argv[:cut]]
+    words = [f"{name}{sign}{os.path.expanduser(value)}" for name, sign, value in parts]
+    args = parser.parse_args(words)
     args.arguments = argv[cut + 1 :]
     if args.arguments and args.do != "compare":
         parser.error("only compare takes arguments after --")

@@ -16,7 +16,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import documents, write_shard
+from conftest import ROOT, documents, write_shard
 from programs import CFG
 from training import (
     BRIEF,
@@ -300,7 +300,11 @@ def test_run_is_not_resumed_on_other_tokens(copy, shards, tmp_path):
     saved = back_to(copy, 4)
     before = content(copy)
     changed = saved._replace(meta=saved.meta | {"data": {}})
-    for data, of in ((other, saved), (shards, changed)):  # other ones, or these were others
+    small = shutil.copytree(shards, tmp_path / "small")  # too small for the run as well
+    write_shard(small / "small_train_000001.bin", documents(1, 30))
+    (small / "small_train_000002.bin").unlink()
+    places = (other, saved), (shards, changed), (small, saved)
+    for data, of in places:  # other shards, or the run's were others
         words = (
             f"{data} does not hold the shards of {copy}: leave --data out if {shards} does, else "
         )
@@ -333,12 +337,12 @@ def test_a_run_is_not_resumed_by_another_source(copy, capsys, renamed):
     assert T.main(["--resume", str(copy)]) == 2
     line = capsys.readouterr().err
     assert content(copy) == before
-    words = "train_gpt.py is not what .* began with: its log has that, so first (.*) > old.py, "
-    words += "then "
-    extract, again = re.search(f"{words}(.*)\n$", line).groups()
+    words = "train_gpt.py is not what .* began with: its log has that, so first (.*) > (.*), then "
+    extract, old, again = re.search(f"{words}(.*)\n$", line).groups()
+    assert T.Path(old).resolve() == ROOT / "old.py"  # beside data/, which it may need
     found = subprocess.run(extract, shell=True, stdout=subprocess.PIPE, check=True).stdout
     assert found.decode() == T.SOURCE
-    assert shlex.split(again)[1:] == ["old.py", "--resume", str(copy)]
+    assert shlex.split(again)[1:] == [old, "--resume", str(copy)]
 
 
 def test_a_config_of_another_version_is_read_where_that_is_possible(copy, monkeypatch, capsys):
@@ -533,6 +537,9 @@ def test_time_for_which_a_process_was_suspended_is_reported(monkeypatch):
     now[0] = 20.0
     os.kill(os.getpid(), signal.SIGCONT)
     assert asked(1) == 0 and asked(2) == 0
+    now[0] = 20.5  # `timeout` sends this signal to processes that run
+    os.kill(os.getpid(), signal.SIGCONT)
+    assert asked(3) == 0
     assert said == ["warning: suspended for up to 20 s, which training time includes"]
 
 
@@ -674,6 +681,10 @@ def test_a_run_is_not_resumed_from_its_best_which_has_parameters_only(
         words = f"{run}/best/1 holds parameters only: start a new run with them: {start}"
         assert words in capsys.readouterr().err
     assert content(run) == before
+    (run / "checkpoints/6/params.embed.0.npy").write_bytes(b"")
+    assert T.main(["--resume", str(run)]) == 2
+    words = f"params.embed.0.npy is incomplete); {run}/best has parameters, for a new run or a"
+    assert words in capsys.readouterr().err
     shutil.rmtree(run / "checkpoints")
     for option in ("--resume", "--start"):
         assert T.main([option, str(run)]) == 2

@@ -170,6 +170,23 @@ def test_text_of_any_encoding_is_read(tmp_path, capsys, content, text, warns):
         assert ("warning" in err) == bool(warns)
 
 
+def test_a_home_folder_is_found_in_an_option(tmp_path, monkeypatch):
+    """Shells do not replace the ~ of --out=~/tokens."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("Roses are red. " * 900)
+    tokenize_text.main([str(tmp_path / "a.txt"), "--out=~/tokens"])
+    assert (tmp_path / "tokens" / T.DESCRIPTION).exists()
+
+
+def test_more_validation_tokens_than_there_are_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("Roses are red. " * 9000)
+    (tmp_path / "b.txt").write_text("Violets. " * 60)
+    words = [str(tmp_path / "a.txt"), "--val", str(tmp_path / "b.txt"), "--for", "tiny"]
+    reason = r"validation on b.txt has 541 tokens, too few for val_tokens=4096: lower that, or name"
+    with pytest.raises(T.UserError, match=reason):
+        tokenize_text.main([*words, "--set", "val_tokens=4096"])
+
+
 def test_a_wrong_setting_is_refused_before_tokens_are_made(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("Roses are red. " * 900)
     monkeypatch.setattr(tokenize_text, "tokens_of", lambda *_: pytest.fail("makes tokens"))
