@@ -980,7 +980,7 @@ def segments_of(model: Model, rows: Rows):
     cfg = model.cfg
     tokens = rows.tokens[:, :-1]
     if not cfg.documents:
-        return jnp.zeros(tokens.shape, jnp.int32)
+        return jnp.ones(tokens.shape, jnp.int32)  # 0 is padding
     return segment_ids(tokens, cfg.bos, cfg.attention_cap if model.stage else 0)
 
 

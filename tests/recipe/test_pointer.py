@@ -177,7 +177,8 @@ def rows_of(tokens, ids=()) -> T.Rows:
 def test_shares_against_float64(t, trains, documents):
     """Rows of a block, of several, and of a part of one."""
     cfg = replace(CFG, documents=documents)
-    stage, cap = (cfg.stages[0], cfg.attention_cap) if trains else (None, 0)
+    stage = cfg.stages[0] if trains else None
+    cap = cfg.attention_cap if trains and documents else 0
     tokens, x, params = inputs(t)
     reach = cfg.pointer_reach[not trains]
     model = T.Model(params, cfg, T.PLAIN, stage, T.hyper_at(cfg, 0), None)
