@@ -6063,12 +6063,16 @@ def what_is_wrong(trial: Trial, cfg: Config, kernels: Kernels) -> str:
     """Return what is wrong with a kernel in a Trial, or "". Every error against the plain form in
     float32 must be within four times the largest error of the plain form in bfloat16, or within
     four roundings if that is more: kernels add up and round in another order. Each half of a head
-    has its own limit, so that an error in one head is not averaged away."""
+    has its own limit, so that an error in one head is not averaged away. Raise the device's error
+    if its memory is full: this is no fault of the kernel."""
     kernel, plain = (getattr(each, trial.field) for each in (kernels, PLAIN))
     try:
         results = trial_results(trial, kernel, cfg.dtype)
     except Exception as error:  # of any kind: a compiler may raise it
         text = " ".join(str(error).split())
+        on_chip = re.search("memory space [vs]mem|[Ss]hared memory", text)  # a core's own memory
+        if isinstance(error, MemoryError) or ("RESOURCE_EXHAUSTED" in text and not on_chip):
+            raise
         return f"{trial.field} cannot run ({text})"
     with jax.default_matmul_precision("highest"):
         expected = trial_results(trial, plain, jnp.float32)

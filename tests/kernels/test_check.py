@@ -288,6 +288,33 @@ def test_what_is_wrong_with_a_kernel_is_said(check, name, kernel, why):
     assert why in check(name, kernel)
 
 
+FULL = [
+    MemoryError("Unable to allocate 2 TiB"),
+    jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"
+    ),
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm."),
+]
+TOO_LARGE = [
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 65M of 64M vmem.",
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem",
+    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 245760, available: 232448",
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_device_without_free_memory_is_an_error_and_not_a_wrong_kernel(error):
+    """Another process may use the memory. Without the kernel the run would only be slower."""
+    with pytest.raises(type(error), match="memory|allocate"):
+        T.wrong_kernels(CFG, only("blend", raises(error)))
+
+
+@pytest.mark.parametrize("text", TOO_LARGE)
+def test_a_kernel_that_does_not_fit_a_core_cannot_run(check, text):
+    error = jax.errors.JaxRuntimeError(text)
+    assert check("blend", raises(error)) == f"blend cannot run ({text})"
+
+
 @pytest.fixture
 def tpu(monkeypatch):
     """(a mesh of one TPU, what is said) where add_rows and blend are wrong."""
