@@ -1,16 +1,22 @@
 """wrong_kernels and checked_kernels: kernels beside their plain forms, before a run."""
 
+import functools
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from programs import QUICK, mesh_of
+from programs import mesh_of, quick_compilation
 
 import train_gpt as T
 
-# The record with fewer and smaller rows, of heads that kernels for TPUs take.
+# The record with fewer and smaller rows, and heads for which there are TPU kernels. A block has 128
+# tokens, a micro-batch two rows.
 CFG = replace(
     T.PRESETS["speedrun"],
     width=256,
@@ -19,8 +25,9 @@ CFG = replace(
     vocab=384,
     real_tokens=384,
     bos=383,
-    stages=(T.Stage(1.0, 8 * 512, 512, 0, (64, 128)),),
+    stages=(T.Stage(1.0, 8 * 384, 384, 0, (64, 128)),),
     extension=0,
+    micro_tokens=2 * 384,
 )
 INTERPRETED = T.Kernels(
     T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu, T.product_8
@@ -28,9 +35,9 @@ INTERPRETED = T.Kernels(
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    real = jax.jit
-    monkeypatch.setattr(jax, "jit", lambda f: real(f, compiler_options=QUICK))
+def quick():
+    with quick_compilation():
+        yield
 
 
 def only(field: str, kernel) -> T.Kernels:
@@ -40,13 +47,33 @@ def only(field: str, kernel) -> T.Kernels:
 
 def test_every_field_of_kernels_is_tried_as_wide_as_in_the_run():
     pieces = [*T.trials(T.PRESETS["speedrun"])]
-    assert {field for field, *_ in pieces} == {*T.Kernels._fields}
+    assert {piece.field for piece in pieces} == {*T.Kernels._fields}
     shapes = {}
-    for field, _, large, _ in pieces:
-        shapes.setdefault(field, []).extend(large)
-    columns = {shape[2] for *_, (shape, *_), _ in pieces[:3]}  # short and narrow, paired, long
+    for piece in pieces:
+        shapes.setdefault(piece.field, []).extend(piece.shapes)
+    columns = {piece.shapes[0][2] for piece in pieces[:3]}  # short and narrow, paired, long
     assert columns == {6 * (2 * 64 + 64), 6 * (2 * 64 + 128), 6 * (2 * 128 + 128)}
     assert max(shape[1] for shape in shapes["blend"]) >= 2 * 1408
+
+
+SHORT_ROWS = {"stages.0.row_tokens": 256, "stages.0.batch_tokens": 8 * 256}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"devices": 1}, 2),  # the first stage has eight rows of 16,384 tokens
+        ({"devices": 8}, 1),
+        ({"devices": 1, "micro_tokens": 8 * 16_384}, 8),
+        ({"devices": 1, "micro_tokens": 16_384}, 1),
+        # A micro-batch of the first stage has eight rows, but trials have longer ones.
+        ({"devices": 1, "micro_tokens": 16_384, **SHORT_ROWS}, 16_384 // 3072),
+    ],
+)
+def test_trials_have_as_many_rows_as_a_micro_batch(changes, rows):
+    cfg = T.override(T.PRESETS["speedrun"], [f"{key}={value}" for key, value in changes.items()])
+    of_rows = [trial for trial in T.trials(cfg) if trial.field in ("attend", "add_rows", "blend")]
+    assert {shape[0] for trial in of_rows for shape in trial.shapes} == {rows}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +85,148 @@ def test_every_field_of_kernels_is_tried_as_wide_as_in_the_run():
 )
 def test_kernels_that_compute_what_they_should_are_not_wrong(field):
     assert T.wrong_kernels(CFG, only(field, getattr(INTERPRETED, field))) == {}
+
+
+@functools.cache
+def trial_of(name: str) -> T.Trial:
+    """The Trial of a field of Kernels, or of the attention of a narrow or long layer."""
+    if name in ("narrow", "long"):
+        i = {"narrow": 1, "long": 3}[name]
+        return next(T.trials(replace(CFG, layers=CFG.layers[i : i + 1])))
+    return next(trial for trial in T.trials(CFG) if trial.field == name)
+
+
+class Fault(NamedTuple):
+    """Stands for a kernel that equals the plain form in bfloat16, except for some numbers that are
+    half as large."""
+
+    result: int  # which array has them: 0 is the output, the others are gradients
+    where: Callable  # the indices along each axis of that array -> which numbers
+
+
+RESULTS = {}  # of the plain forms, computed once for all tests
+real_results = T.trial_results
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """A function of a name, as trial_of takes it, and of a kernel: what is wrong with it."""
+
+    def trial_results(trial, kernel, dtype):
+        plain = getattr(T.PLAIN, trial.field)
+        if isinstance(kernel, Fault):
+            results = [*trial_results(trial, plain, jnp.bfloat16)]
+            x = results[kernel.result]
+            where = np.broadcast_to(kernel.where(*np.ogrid[*map(slice, x.shape)]), x.shape)
+            results[kernel.result] = np.where(where, x / 2, x)
+            return results
+        if kernel is not plain:
+            return real_results(trial, kernel, dtype)
+        key = trial.run, dtype
+        if key not in RESULTS:
+            RESULTS[key] = real_results(trial, plain, dtype)
+        return RESULTS[key]
+
+    monkeypatch.setattr(T, "trial_results", trial_results)
+
+    def check(name: str, kernel) -> str:
+        trial = trial_of(name)
+        return T.what_is_wrong(trial, CFG, only(trial.field, kernel))
+
+    return check
+
+
+STARTS = [(0, 127), (0, 128), (0, 129), (0, 320), (1, 95), (1, 96), (1, 97), (1, 288)]
+PLACES = {  # in arrays [row, token, column]
+    "document starts": lambda *at: sum((at[0] == row) & (at[1] == t) for row, t in STARTS),
+    "first tokens of blocks": lambda row, token, *rest: token % 128 == 0,
+    "last tokens of blocks": lambda row, token, *rest: token % 128 == 127,
+    "one token of the second row": lambda row, token, *rest: (row == 1) & (token == 200),
+    "one head of a few tokens": lambda row, token, column: (token // 8 == 5) & (column // 64 == 0),
+    "a quarter of a half head": lambda row, token, column: column // 16 == 1,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("name", "results"),
+    [("narrow", (0, 1, 2)), ("long", (0, 1, 2)), ("blend", (0, 1, 2, 8))],
+)
+def test_numbers_that_are_half_as_large_are_found_wherever_they_are(check, name, results, place):
+    """In the output, and in the gradients of qkv and of x that is added to v, or of streams."""
+    for result in results:
+        wrong = check(name, Fault(result, PLACES[place]))
+        assert re.search(rf" has [\de.+]+ times the allowed error in result {result} at ", wrong)
+
+
+def early_documents(patch):
+    """Documents start one token too early, and so see the last token of the previous one."""
+    starts = T.document_starts
+    patch.setattr(T, "document_starts", lambda segments: jnp.maximum(starts(segments) - 1, 0))
+
+
+def key_of_the_row_before(patch):
+    """The first token of the second row gets a key of the first row."""
+    offset_key = T.offset_key
+
+    def wrong(r, c, k):
+        return offset_key(SimpleNamespace(last=r.last, i=r.i + 2 * r.row), c, k)
+
+    patch.setattr(T, "offset_key", wrong)
+
+
+def smaller_head(patch):
+    """The outputs of one head are too small in a quarter of its columns."""
+    finish_outputs = T.finish_outputs
+
+    def wrong(plan, r, slot):
+        finish_outputs(plan, r, slot)
+        r.y[0, :, 32:64] = r.y[0, :, 32:64] / 2
+
+    patch.setattr(T, "finish_outputs", wrong)
+
+
+def lost_gradients(patch):
+    """The last token of a block misses the gradient from the next block."""
+    grad = T.offset_key_grad
+
+    def wrong(plan, r, rows, old, slot, blocks):
+        return grad(plan, r, rows, old, slot, jnp.where(old == 0, 0, blocks))
+
+    patch.setattr(T, "offset_key_grad", wrong)
+
+
+def wider_window(patch):
+    """A token sees one token more."""
+    plan = T.Plan
+    patch.setattr(T, "Plan", lambda heads, block: plan(wider(heads), block))
+
+
+def wider(heads: T.Heads) -> T.Heads:
+    return replace(heads, window=heads.window + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "result"),
+    [
+        (early_documents, 0),
+        (key_of_the_row_before, 0),
+        (smaller_head, 0),
+        (lost_gradients, 1),
+        (wider_window, 0),
+    ],
+)
+def test_a_fault_in_the_code_of_a_kernel_is_found(check, monkeypatch, fault, result):
+    fault(monkeypatch)
+    assert f" in result {result} at (" in check("long", T.attend_tpu)
+
+
+def test_one_token_of_the_loss_and_one_row_of_a_table_are_found(check):
+    """The first axis has the tokens of all rows, or the ids."""
+    assert " in result 1 at (200,)" in check("cross_entropy", Fault(1, lambda t, d: t == 200))
+    assert " in result 2 at (200,)" in check("cross_entropy", Fault(2, lambda v, d: v == 200))
+    assert " in result 0 at (193,)" in check("add_rows", Fault(0, lambda v, d: v == 193))
 
 
 def with_zeros(out):
@@ -73,27 +242,77 @@ def without_gradient(x):
 without_gradient.defvjp(lambda x: (x, None), lambda _, grad: (jnp.zeros_like(grad),))
 
 
-def raises(*args):
-    raise NotImplementedError("Mosaic does not know this " + "x" * 600)
+def raises(error: Exception):
+    """A kernel that raises this."""
+
+    def kernel(*args):
+        raise error
+
+    return kernel
 
 
 @pytest.mark.parametrize(
-    ("field", "kernel", "why"),
+    ("name", "kernel", "why"),
     [
-        ("attend", lambda *x: with_zeros(T.ATTEND_PLAIN(*x)), "attend is off by 0."),
-        ("attend", lambda heads, x, more: T.ATTEND_PLAIN(heads, without_gradient(x), more), "off"),
-        ("blend", lambda x, *more: with_zeros(T.blend(x, *more)), "blend is off by 0."),
-        ("cross_entropy", lambda *x: [1.1 * y for y in T.cross_entropy(*x)], "is off by 0.2"),
-        ("add_rows", lambda grad, ids, rows: grad, "add_rows is off by 1"),
-        ("blend", lambda x, w, y: T.blend(x, w, y) * jnp.nan, "blend is off by nan"),
-        ("blend", raises, "blend cannot run (Mosaic does not know this " + "x" * 600 + ")"),
+        ("narrow", lambda *x: with_zeros(T.ATTEND_PLAIN(*x)), " in result 0 at "),
+        (
+            "narrow",
+            lambda n, x, more: T.ATTEND_PLAIN(n, without_gradient(x), more),
+            " in result 1 ",
+        ),
+        ("blend", lambda x, *more: with_zeros(T.blend(x, *more)), "blend has "),
+        (
+            "cross_entropy",
+            lambda *x: [1.1 * y for y in T.cross_entropy(*x)],
+            " in result 0 at ()",
+        ),
+        (
+            "add_rows",
+            lambda grad, ids, rows: grad,
+            "add_rows has 64 times the allowed error in result 0 at (0,)",
+        ),
+        (
+            "blend",
+            lambda x, w, y: T.blend(x, w, y) * jnp.nan,
+            "blend has nan times the allowed error",
+        ),
+        (
+            "blend",
+            raises(NotImplementedError("Mosaic does not know this " + "x" * 600)),
+            "blend cannot run (Mosaic does not know this " + "x" * 600 + ")",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_kernel_is_said(field, kernel, why):
-    """A block of zeros, no gradient, a sum that is off, numbers that are none, a compiler's no."""
-    one = replace(CFG, layers=CFG.layers[3:4])  # of one kind of attention
-    wrong = T.wrong_kernels(one, only(field, kernel))
-    assert wrong.keys() == {field} and why in wrong[field]
+def test_what_is_wrong_with_a_kernel_is_said(check, name, kernel, why):
+    """A block of zeros, no gradient, a wrong sum, NaNs, an error of the compiler."""
+    assert why in check(name, kernel)
+
+
+FULL = [
+    MemoryError("Unable to allocate 2 TiB"),
+    jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"
+    ),
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm."),
+]
+TOO_LARGE = [
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 65M of 64M vmem.",
+    "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem",
+    "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 245760, available: 232448",
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_device_without_free_memory_is_an_error_and_not_a_wrong_kernel(error):
+    """Another process may use the memory. Without the kernel the run would only be slower."""
+    with pytest.raises(type(error), match="memory|allocate"):
+        T.wrong_kernels(CFG, only("blend", raises(error)))
+
+
+@pytest.mark.parametrize("text", TOO_LARGE)
+def test_a_kernel_that_does_not_fit_a_core_cannot_run(check, text):
+    error = jax.errors.JaxRuntimeError(text)
+    assert check("blend", raises(error)) == f"blend cannot run ({text})"
 
 
 @pytest.fixture
