@@ -41,9 +41,13 @@ HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
 REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
 LOSS_OFF = 0.002  # at most, between the losses that two programs compute of one model
-NOT_COMPUTED = "its loss could not be computed again: "
+SAME_LOSS = 1e-6  # at most, between the final losses of runs whose training losses are all equal
 PLACES = "--data", "--val", "--start", "--cache"  # options of train_gpt.py that take paths
 PRESETS = "plain", "tiny", "speedrun", "pointer"  # words of train_gpt.py that are no paths
+
+
+class Unproven(Exception):
+    """A record was reproduced without its loss: the last line on stdout, with exit status 1."""
 
 
 def add(root: Path, args) -> str:
@@ -329,18 +333,36 @@ def why_no_checkpoint(run: Run, out: Path) -> str:
     return reason
 
 
-def compare_losses(old: Run, new: Run, data: list[str]) -> str:
-    """A line about the loss that this repository computes from the last checkpoint of the run
-    `new`; Refused if the run has reported another one."""
+def compute_loss(old: Run, new: Run, data: list[str]) -> tuple[float, str]:
+    """The loss that this repository computes from the last checkpoint of the run `new`, and "". If
+    it cannot be computed: the loss that the run reports, and the reason. Refused if there is no
+    checkpoint, or if the run has reported another loss."""
     checkpoint = new.folder / "checkpoints" / str(new.facts["steps"])
+    there = checkpoint.is_dir() and not checkpoint.is_symlink()
+    need(there, "not reproduced: the run left no checkpoint, though its command asks for one")
     loss, reason = recheck(old, checkpoint, *data)
     if reason:
-        return f"{NOT_COMPUTED}{reason}"
+        return new.loss, reason
     found = f"this repository's code computes a loss of {loss:.4f} from the last checkpoint"
+    print(f"seed 0: {found}, the run reports {new.loss:.4f}", flush=True)
     causes = "its source has another model (see diff), or reports a wrong loss"
     differs = f"{found}, the run reports {new.loss:.4f}: {causes}"
     need(abs(loss - new.loss) <= LOSS_OFF, f"not reproduced: {differs}")
-    return f"{found}, the run reports {new.loss:.4f}"
+    return loss, ""
+
+
+def check_mean(root: Path, record: Record, losses: list[float]):
+    """Refuse if the mean of the reproduced losses is above the track's target or, where there is no
+    target, above the mean loss of the record that stood before this record. The deviation of the
+    recorded losses, which can be invented, does not count here."""
+    track = C.TRACKS[record.fields["track"]]
+    limit = track.target
+    if track.parameters:
+        before = record_before(root, record.folder, record.runs)
+        limit = before.result["mean_loss"] if before else math.inf
+    mean = np.mean(losses)
+    above = f"the mean loss of {len(losses)} reproduced runs is {mean:.4f}, above {limit:.4f}"
+    need(mean <= limit, f"not reproduced: {above}: reproduce more seeds with --runs")
 
 
 def check_reproduced(record: Record, old: Run, new: Run) -> str:
@@ -359,6 +381,10 @@ def check_reproduced(record: Record, old: Run, new: Run) -> str:
     pairs = zip(new.train_losses, old.train_losses, strict=True)
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     digits = "equal to the last digit" if equal is None else f"equal for {equal} steps"
+    if equal is None:
+        final = f"final loss {new.loss:.7f}, recorded {old.loss:.7f}"
+        differs = f"not reproduced: all training losses are equal, but not the {final}"
+        need(abs(new.loss - old.loss) <= SAME_LOSS, differs)
     loss = f"loss {new.loss:.4f}, recorded {old.loss:.4f}"
     seconds = f"{new.seconds:.2f} s on {new.hardware}, recorded {old.seconds:.2f} s"
     return f"{loss}; {seconds}; training losses {digits}"
@@ -389,6 +415,7 @@ def reproduce(root: Path, args) -> str:
         lay_out(first.source, home)
         reason = why_no_checkpoint(first, out)
         keep = [] if reason else ["--set", "checkpoint_end=always"]
+        losses = []
         for seed, old in enumerate(runs):
             with about(f"seed {seed}"):
                 words = [*old.words, *data, "--seed", str(seed)]
@@ -396,9 +423,10 @@ def reproduce(root: Path, args) -> str:
                     words += keep
                 new = train_with(home, words, out, environment, box)
                 print(f"seed {seed}: {check_reproduced(record, old, new)}", flush=True)
-                if seed == 0:
-                    line = f"{NOT_COMPUTED}{reason}" if reason else compare_losses(old, new, data)
-                    print(f"seed 0: {line}", flush=True)
+                losses.append(new.loss)
+                if seed == 0 and keep:
+                    losses[0], reason = compute_loss(old, new, data)
+        check_mean(root, record, losses)
         with about("seed 0 again"):
             words = [*first.words, *data, "--seed", "0"]
             began = time.monotonic()
@@ -408,6 +436,8 @@ def reproduce(root: Path, args) -> str:
             process = f"its process took {took:.2f} s with programs that were compiled before"
             print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training")
             need(new.seconds <= took, f"not reproduced: {process}, so not {new.seconds:.2f} s")
+    if reason:
+        raise Unproven(f"reproduced, but its loss was not computed again: {reason}")
     return "reproduced"
 
 
@@ -532,6 +562,9 @@ def main(argv=None) -> int:
         said = do[args.do](root, args)
         if said:  # no line if sources do not differ
             print(said)
+    except Unproven as error:
+        print(" ".join(str(error).split()))
+        return 1
     except (Refused, OSError, ImportError, UnicodeError) as error:
         print("refused:", " ".join(str(error).split()), file=sys.stderr)
         return 1

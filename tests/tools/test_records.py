@@ -75,6 +75,15 @@ def refusal(root: Path, capsys, *words) -> str:
     return line
 
 
+def refusal_at_end(root: Path, capsys, *words) -> str:
+    """The last line of a command that prints other lines before it refuses."""
+    capsys.readouterr()
+    assert tool(root, *words) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("refused: ")
+    return line
+
+
 def refused_to_add(root: Path, capsys, runs, track="cpu", *words) -> str:
     """The same for a record that is not added; nothing is written."""
     before = sorted(root.rglob("*"))
@@ -790,12 +799,15 @@ seed, out = (args[args.index(name) + 1] for name in ("--seed", "--out"))
 loss = {loss} + int(seed) / 1000
 config, source = json.loads({config!r}), Path(__file__).read_text()
 command = " ".join(["python", *sys.argv])
-write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=command)
+run = write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=command)
+if "checkpoint_end=always" in args and {saves}:
+    (run / "checkpoints/12").mkdir(parents=True)
 """
 
 
-def stub(path: Path, loss: float, seconds, **changes) -> Path:
-    """A source that trains nothing, and writes a run in no time; `changes` of its config."""
+def stub(path: Path, loss: float, seconds, saves=True, **changes) -> Path:
+    """A source that trains nothing, and writes a run in no time; `changes` of its config. `saves`:
+    whether it leaves a checkpoint where its command asks for one."""
     config = json.dumps(as_json(TINY) | changes)
     path.write_text(STUB.format(tests=str(ROOT / "tests/helpers"), **locals()))
     return path
@@ -875,8 +887,8 @@ def reproducible(tmp_path, monkeypatch):
         assert checkpoint.parts[-2:] == ("checkpoints", "12") and not more
         return record.loss, ""
 
-    def record(seconds: str) -> Path:
-        source = stub(tmp_path / "a.py", GOOD, seconds).read_text()
+    def record(seconds: str, **changes) -> Path:
+        source = stub(tmp_path / "a.py", GOOD, seconds, **changes).read_text()
         runs = runs_of(tmp_path / "runs", [GOOD + x / 1000 for x in range(4)], 1.0, source=source)
         assert add(record.root, runs, "Stub") == 0
         (folder,) = (record.root / "cpu").iterdir()
@@ -928,8 +940,58 @@ def test_reproduce_believes_neither_a_loss_nor_a_time(reproducible, capsys):
     assert f"loss of {GOOD + 0.01:.4f} from the last checkpoint, the run reports {GOOD:.4f}" in said
     reproducible.reason = "it has other settings"
     assert tool(root, "reproduce", record, "--yes") == 1
-    said = capsys.readouterr().out.splitlines()
-    assert "seed 0: its loss could not be computed again: it has other settings" in said
+    assert "so not 99.00 s" in capsys.readouterr().err
+
+
+def test_a_loss_that_was_not_computed_again_is_not_plainly_reproduced(reproducible, capsys):
+    record, root = reproducible("0.1"), reproducible.root
+    reproducible.reason = "it has other settings"
+    capsys.readouterr()
+    assert tool(root, "reproduce", record, "--yes") == 1
+    out, err = capsys.readouterr()
+    end = "reproduced, but its loss was not computed again: it has other settings"
+    assert out.splitlines()[-1] == end and "refused" not in err
+
+
+def test_a_checkpoint_that_is_missing_is_a_refusal(reproducible, capsys):
+    record = reproducible("0.1", saves=False)
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "seed 0: not reproduced: the run left no checkpoint" in said
+
+
+def reproduce_losses(tmp_path, capsys, recorded, offset, *words) -> str:
+    """The last line about a record with the losses `recorded`, whose source reaches `offset` above
+    the target with seed 0, and 0.001 more with each further seed."""
+    root = empty(tmp_path / "records")
+    source = stub(tmp_path / "a.py", TARGET + offset, 0.1).read_text()
+    assert add(root, runs_of(tmp_path / "runs", recorded, 1.0, source=source), "Wide") == 0
+    (record,) = (root / "cpu").iterdir()
+    return refusal_at_end(root, capsys, "reproduce", record, "--yes", *words)
+
+
+def test_reproduced_losses_above_the_target_are_refused_whatever_the_deviation(
+    tmp_path, capsys, monkeypatch
+):
+    """Invented losses that vary much make the interval of 99% as wide as their author likes."""
+    monkeypatch.setattr(L, "recheck", lambda run, *words: (TARGET + 0.02, "") if words else (1, ""))
+    wide = [GOOD - x for x in (0.05, 0.1, 0.15, 0.2)]
+    said = reproduce_losses(tmp_path, capsys, wide, 0.02, "--runs", "2")
+    above = f"the mean loss of 2 reproduced runs is {TARGET + 0.0205:.4f}, above {TARGET:.4f}"
+    assert f"not reproduced: {above}" in said
+
+
+def test_equal_training_losses_with_another_final_loss_are_refused(reproducible, capsys):
+    record = reproducible("0.1")
+    run = next(record.glob("*-s0-*"))
+    in_metrics(None, run, val_loss=GOOD - 1e-5)
+    edit_json(run / "run.json", val_loss=GOOD - 1e-5)
+    fields = json.loads((record / "record.json").read_text())
+    pinned = json.loads((reproducible.root / "tokens.json").read_text())
+    runs = [C.read_run(path) for path in sorted(record.glob("*-s*-*"))]
+    fields["result"] = C.judge(C.TRACKS["cpu"], runs, pinned)
+    edit_json(record / "record.json", **fields)
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "all training losses are equal, but not the final loss" in said
 
 
 @pytest.mark.parametrize("answer", [None, "\n", "n\n", "y\n"])
