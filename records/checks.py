@@ -64,6 +64,18 @@ def agree(what: str, got, want):
     need(got == want, f"{what}: {got!s:.200}, not {want!s:.200}")
 
 
+def escaped(character: str) -> str:
+    """A character by its number, as in <U+001B>."""
+    return f"<U+{ord(character):04X}>"
+
+
+def visible(text: str) -> str:
+    """A text in which characters that a terminal obeys, instead of showing them, are escaped. Two
+    texts are never shown as the same, as what looks like an escape is escaped, too."""
+    text = text.replace("<U+", escaped("<") + "U+")
+    return "".join(x if x.isprintable() or x in "\n\t" else escaped(x) for x in text)
+
+
 @contextlib.contextmanager
 def about(what):
     """Begin the reasons of refusals inside with `what`; what cannot be read is refused."""

@@ -15,6 +15,7 @@ A refusal is one line with its reason and exit status 1, a wrong command line on
 
 import argparse
 import difflib
+import io
 import json
 import math
 import os
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
@@ -33,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 import checks as C
 import numpy as np
 import scipy
-from checks import Record, Refused, Run, about, need
+from checks import Record, Refused, Run, about, escaped, need, visible
 from redact import SECRET, copy_redacted
 from sandbox import sandbox
 
@@ -41,7 +43,11 @@ HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
 REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
 LOSS_OFF = 0.002  # at most, between the losses that two programs compute of one model
+MAIN = "refs/remotes/origin/main", "refs/heads/main"  # the first of them that a clone has
 SAME_LOSS = 1e-6  # at most, between the final losses of runs whose training losses are all equal
+LONG_LINE = 200  # characters; what is behind them is easily overlooked
+FAR = 200  # lines that differ from the standing record, above which `diff` looks for a nearer source
+VERSIONS = 400  # of train_gpt.py, at most, that it looks at
 PLACES = "--data", "--val", "--start", "--cache"  # options of train_gpt.py that take paths
 PRESETS = "plain", "tiny", "speedrun", "pointer"  # words of train_gpt.py that are no paths
 
@@ -204,34 +210,115 @@ def record_before(root: Path, folder: Path, runs: list[Run]) -> Record | None:
     return chain[-1] if chain else None
 
 
-def visible(text: str) -> str:
-    """A text in which characters that a terminal obeys, instead of showing them, are escaped."""
-    shown = [x if x.isprintable() or x in "\n\t" else ascii(x)[1:-1] for x in text]
-    return "".join(shown)
+def settings(runs: list[Run]) -> dict[str, object]:
+    """Config, command, environment and versions of runs, a name for each value, as in
+    `config.stages.0.share`."""
+    run = runs[0]
+    facts = {name: run.facts[name] for name in ("config", "environment", "versions")}
+    facts["config"] = facts["config"] | C.FREE
+    found = {"command": shlex.join(run.words)}
+    todo = [*facts.items()]
+    while todo:
+        name, value = todo.pop(0)
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            todo = [(f"{name}.{key}", part) for key, part in value.items()] + todo
+        else:
+            found[name] = value
+    return found
+
+
+def changed_settings(old: list[Run], new: list[Run]) -> list[str]:
+    """A line for each setting in which the runs of two records differ."""
+    old, new = settings(old), settings(new)
+    lines = []
+    for name in old | new:
+        sides = [repr(x[name]) if name in x else "nothing" for x in (old, new)]
+        if sides[0] != sides[1]:
+            lines.append(f"{name}: {sides[0]} -> {sides[1]}")
+    return lines
+
+
+def shown_lines(source: bytes) -> list[str]:
+    """The lines of a source as `diff` shows them: spaces and tabs at the end of a line are escaped,
+    and a long line begins with its length. Other lines are never shown as the same."""
+    lines = []
+    for line in visible(source.decode()).splitlines():
+        text = line.rstrip(" \t")
+        end = "".join(map(escaped, line[len(text) :]))
+        long = f"<{len(line)} characters>" if len(line) > LONG_LINE else ""
+        lines.append(f"{long}{text}{end}")
+    return lines
+
+
+def nearest_version(source: bytes, began: datetime) -> tuple[str, bytes] | None:
+    """(commit, content) of the version of train_gpt.py that has the most lines in common with
+    `source`: of the last VERSIONS on the main branch from before the runs of a record began, so
+    that the record itself is not among them. None if there are none."""
+    main = main_branch()
+    if not main:
+        return None
+    words = "--format=%h", f"--before={began}", f"-{VERSIONS}", main, "--", "train_gpt.py"
+    commits = git("log", *words).decode().split()
+    asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
+    answer = io.BytesIO(git("cat-file", "--batch", stdin=asked.encode()))
+    lines = set(source.splitlines())
+    best, fewest = None, math.inf
+    for commit in commits:
+        kind, size = answer.readline().split()[-2:]
+        if kind != b"blob":  # deleted in this commit
+            continue
+        content = answer.read(int(size))
+        answer.readline()
+        others = len(lines ^ set(content.splitlines()))
+        if others < fewest:
+            best, fewest = (commit, content), others
+    return best
+
+
+def differences(old: bytes, new: bytes, names: tuple[str, str]) -> tuple[list[str], int]:
+    """(the unified diff of two sources, the number of lines in it that differ)."""
+    lines = [*difflib.unified_diff(shown_lines(old), shown_lines(new), *names, lineterm="")]
+    return lines, sum(line[0] in "+-" for line in lines[2:])
 
 
 def diff(root: Path, args) -> str:
-    """The source of a record as a unified diff against the source of the record before it. The
-    record need be neither valid nor among the others."""
+    """The source of a record as a unified diff against the source of the record before it or, where
+    that is far, against the nearest version of train_gpt.py. What else the record changes is
+    printed on stderr. The record need be neither valid nor among the others."""
     folder = Path(args.record).resolve()
     with about(folder.name):
         need((folder / "record.json").is_file(), "record.json: cannot be read (No such file)")
         runs = [C.read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
         need(runs, "it has no runs")
         need(len({run.source for run in runs}) == 1, "its runs have several sources")
+    new = runs[0].source
+    label = f"{folder.parent.name}/{folder.name}"
     before = record_before(root, folder, runs)
     if before:
         name = f"{before.fields['track']}/{before.folder.name}"
-        source = before.runs[0].source
-        print(f"compared with {name}", file=sys.stderr)
+        old = before.runs[0].source
+        notes = changed_settings(before.runs, runs)
     else:
-        name = "train_gpt.py"
-        source = (HERE.parent / name).read_bytes()
-        first = f"{folder.name} is the first of its class"
-        print(f"{first}: compared with {name} of this repository", file=sys.stderr)
-    old, new = (visible(text.decode()).splitlines() for text in (source, runs[0].source))
-    names = name, f"{folder.parent.name}/{folder.name}"
-    return "\n".join(difflib.unified_diff(old, new, *names, lineterm=""))
+        name = "train_gpt.py of this repository"
+        old = (HERE.parent / "train_gpt.py").read_bytes()
+        notes = [f"{folder.name} is the first of its class"]
+    lines, count = differences(old, new, (name, label))
+    notes.append(f"lines that differ from {name}: {count:,}")
+    nearest = nearest_version(new, min(run.began for run in runs)) if count > FAR else None
+    if nearest:
+        commit, version = nearest
+        other = f"train_gpt.py of commit {commit}"
+        fewer, few = differences(version, new, (other, label))
+        notes.append(f"lines that differ from {other}, the nearest one: {few:,}")
+        if few < count:
+            name, old, lines = other, version, fewer
+    notes.append(f"compared with {name}")
+    print("\n".join(map(visible, notes)), file=sys.stderr)
+    if not lines and old != new:
+        return "the sources have other bytes, though their lines are the same: see the last line"
+    return "\n".join(lines)
 
 
 def git(*words: str, stdin=b"") -> bytes:
@@ -243,11 +330,23 @@ def git(*words: str, stdin=b"") -> bytes:
     return subprocess.run(command, input=stdin, capture_output=True).stdout
 
 
+def main_branch() -> str:
+    """The main branch of this clone, "" if it has none. Commits of other branches can be those of
+    whoever submits a record."""
+    for name in MAIN:
+        if git("rev-parse", "--verify", "--quiet", name):
+            return name
+    return ""
+
+
 def commits_with(source: bytes) -> list[str]:
-    """The commits of this clone in which train_gpt.py became `source`, or ceased to be it; the
+    """The commits on the main branch in which train_gpt.py became `source`, or ceased to be it; the
     oldest is last."""
+    main = main_branch()
+    if not main:
+        return []
     blob = git("hash-object", "--stdin", stdin=source).decode().strip()
-    found = git("log", "--format=%H", f"--find-object={blob}", "--", "train_gpt.py")
+    found = git("log", "--format=%H", f"--find-object={blob}", main, "--", "train_gpt.py")
     return found.decode().split()
 
 
@@ -256,18 +355,23 @@ def need_tools(folder: Path, source: bytes):
     history that is not here: in a ZIP, or a clone of few commits."""
     is_ours = folder.is_relative_to(HERE)
     is_today = source == (HERE.parent / "train_gpt.py").read_bytes()
-    history = git("rev-parse", "--is-shallow-repository") == b"false\n"
+    whole = git("rev-parse", "--is-shallow-repository") == b"false\n"
+    history = whole and main_branch()
     lacking = "its source needs the tools in data/ of its day: take a clone with its history, "
-    cure = "no ZIP and no --depth (git fetch --unshallow gets the rest), and install git"
+    cure = "no ZIP and no --depth (git fetch --unshallow gets the rest), with its branch main, "
+    cure += "and install git"
     need(history or is_today or not is_ours or commits_with(source), lacking + cure)
 
 
 def lay_out(source: bytes, home: Path):
     """Write `source` as home/train_gpt.py, with data/ beside it. Older sources run tools in data/
-    and get those of the commit that brought the source; token shards are those of this clone."""
+    and get those of the commit on the main branch that brought the source; token shards are those
+    of this clone. Refused if data/ or one of its tools is a link."""
+    today = HERE.parent / "data"
+    for path in (today, *today.glob("*.py")):
+        C.need_no_link(path)
     home.mkdir()
     (home / "train_gpt.py").write_bytes(source)
-    today = HERE.parent / "data"
     commits = commits_with(source)
     if not commits:
         (home / "data").symlink_to(today, target_is_directory=True)

@@ -722,10 +722,12 @@ def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
 
     capsys.readouterr()
     first, second = sorted((records / "cpu").iterdir())
-    assert diff(second) == (CHANGE, "compared with cpu/2026-01-01_First\n")
+    few = "lines that differ from cpu/2026-01-01_First: 1\ncompared with cpu/2026-01-01_First\n"
+    assert diff(second) == (CHANGE, few)
     shown = diff(first)
     ours = (ROOT / "train_gpt.py").read_text().splitlines()
-    assert "is the first of its class: compared with train_gpt.py of this rep" in shown.err
+    assert "is the first of its class\n" in shown.err
+    assert shown.err.endswith("compared with train_gpt.py of this repository\n")
     assert len(re.findall("^-(?!-- )", shown.out, re.M)) > len(ours) - 3
     shutil.copytree(records, tmp_path / "theirs")  # of a pull request, say
     source = BETTER.replace("True", "1\x1b[8m")  # which hides what follows on a terminal
@@ -734,8 +736,8 @@ def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
     capsys.readouterr()
     new = tmp_path / "theirs/cpu/2026-01-03_Third"
     shown = diff(new)
-    assert shown.err == "compared with cpu/2026-01-02_Second\n"
-    assert shown.out.splitlines()[-2:] == ["-better = True", r"+better = 1\x1b[8m"]
+    assert shown.err.endswith("compared with cpu/2026-01-02_Second\n")
+    assert shown.out.splitlines()[-2:] == ["-better = True", "+better = 1<U+001B>[8m"]
     edit_json(new / "record.json", result={})  # it need not be valid
     assert diff(shutil.copytree(new, records / "cpu" / new.name)) == shown
     in_log(new, next(new.glob("*-s2-*")), "better = 1", "better = 2")
@@ -743,6 +745,63 @@ def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
     other_source(new, next(new.glob("*-s2-*")))
     assert "its runs have several sources" in refusal(records, capsys, "diff", new)
     assert "record.json: cannot be read" in refusal(records, capsys, "diff", tmp_path)
+
+
+def test_no_two_texts_are_shown_as_the_same():
+    texts = "a\x1b", r"a\x1b", "a<U+001B>", "a<U+003C>U+001B>", "a\r", "a\u2028", "a\xa0", "a "
+    shown = {C.visible(text) for text in texts}
+    assert len(shown) == len(texts) and all(text.isprintable() for text in shown)
+    assert C.visible("x < y\t<U\n") == "x < y\t<U\n"
+    shown = L.shown_lines(b"a \n\n\t\nb\t \n" + b"c" * 201 + b"\nd\r\n")
+    assert shown[:4] == ["a<U+0020>", "", "<U+0009>", "b<U+0009><U+0020>"]
+    assert shown[4:] == [f"<201 characters>{'c' * 201}", "d<U+000D>"]
+
+
+def test_diff_says_what_else_a_record_changes_and_that_bytes_differ(records, tmp_path, capsys):
+    """In settings, on stderr; and where the only change of the source cannot be shown."""
+    cfg = replace(TINY, lr_anvil=0.5)
+    changes = {"source": BETTER.rstrip("\n"), "environment": {"XLA_FLAGS": "--x\x1b"}, "cfg": cfg}
+    changes |= {"versions": {"python": "3.11.9", "jax": "0.10.3", "jaxlib": "0.10.2"}}
+    assert add(records, runs_of(tmp_path, day=3, seconds=5.0, **changes), "Third") == 0
+    capsys.readouterr()
+    assert tool(records, "diff", records / "cpu/2026-01-03_Third") == 0
+    out, err = capsys.readouterr()
+    assert out == (
+        "the sources have other bytes, though their lines are the same: see the last line\n"
+    )
+    assert err.splitlines() == [
+        f"config.lr_anvil: {TINY.lr_anvil} -> 0.5",
+        "environment.JAX_PLATFORMS: 'cpu' -> nothing",
+        "versions.jax: '0.10.2' -> '0.10.3'",
+        r"environment.XLA_FLAGS: nothing -> '--x\x1b'",
+        "lines that differ from cpu/2026-01-02_Second: 0",
+        "compared with cpu/2026-01-02_Second",
+    ]
+
+
+def test_diff_of_a_far_source_is_against_the_nearest_version_on_the_main_branch(
+    records, clone, tmp_path, capsys, monkeypatch
+):
+    """From before the runs: neither the submitter's own commits nor the merged record's."""
+    monkeypatch.setattr(L, "FAR", 2)
+    new = "".join(f"x = {i}\n" for i in range(9))
+    commit(clone, f"{new}cheat = 1\n", "2025-02-01T00:00:00Z")
+    subprocess.run(["git", "checkout", "-q", "main"], cwd=clone, check=True)
+    commit(clone, new, "2025-03-01T00:00:00Z")
+    commit(clone, "last\n", "2025-04-01T00:00:00Z")
+    commit(clone, f"{new}cheat = 1\n", "2026-02-01T00:00:00Z")
+    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=f"{new}cheat = 1\n")
+    assert add(records, runs, "Third") == 0
+    capsys.readouterr()
+    assert tool(records, "diff", records / "cpu/2026-01-03_Third") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "+cheat = 1" and len(out.splitlines()) == 7
+    standing, nearest, compared = err.splitlines()
+    assert standing == "lines that differ from cpu/2026-01-02_Second: 14"
+    assert re.fullmatch(
+        "lines that differ from train_gpt.py of commit .*, the nearest one: 1", nearest
+    )
+    assert compared.startswith("compared with train_gpt.py of commit ")
 
 
 # ---- The page ----------------------------------------------------------------------------------
@@ -1086,6 +1145,46 @@ def test_an_older_source_finds_the_tools_of_its_day(tmp_path):
     assert (tmp_path / "old/train_gpt.py").read_bytes() == source
     L.lay_out(b"new", tmp_path / "new")
     assert (tmp_path / "new/data").resolve() == ROOT / "data"
+
+
+def commit(folder: Path, text: str, date: str):
+    """Commit `text` as train_gpt.py, and as the tool in data/ that it runs."""
+    for name in ("train_gpt.py", "data/tool.py"):
+        (folder / name).write_text(text)
+    when = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
+    who = "-c", "user.name=A", "-c", "user.email=a@b"
+    for words in (["add", "."], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", *words], cwd=folder, env=os.environ | when, check=True)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch) -> Path:
+    """A clone with two versions of train_gpt.py on its main branch, and a submitter's branch, which
+    is checked out."""
+    folder = tmp_path / "clone"
+    (folder / "data").mkdir(parents=True)
+    subprocess.run(["git", "init", "-qb", "main"], cwd=folder, check=True)
+    commit(folder, "first\n", "2025-01-01T00:00:00Z")
+    commit(folder, "second\n", "2025-01-02T00:00:00Z")
+    subprocess.run(["git", "checkout", "-qb", "theirs"], cwd=folder, check=True)
+    commit(folder, "submitted\n", "2025-01-03T00:00:00Z")
+    monkeypatch.setattr(L, "HERE", folder / "records")
+    return folder
+
+
+def test_tools_of_another_day_come_from_the_main_branch_only(clone, tmp_path):
+    (clone / "data/tool.py").write_text("of this clone")
+    for source, tool_text in (("first\n", "first\n"), ("submitted\n", "of this clone")):
+        L.lay_out(source.encode(), tmp_path / source.strip())
+        assert (tmp_path / source.strip() / "data/tool.py").read_text() == tool_text
+
+
+@pytest.mark.parametrize("name", ["data", "data/tool.py"])
+def test_a_link_in_place_of_the_tools_is_refused(clone, tmp_path, name):
+    (clone / name).rename(tmp_path / "elsewhere")
+    (clone / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(C.Refused, match=f"{Path(name).name} is a symbolic link"):
+        L.lay_out(b"first\n", tmp_path / "home")
 
 
 @pytest.mark.parametrize("history", ["none", "cut", "whole", "no git"])
