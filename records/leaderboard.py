@@ -72,8 +72,7 @@ def add(root: Path, args) -> str:
 
 def add_runs(root: Path, args, runs: list[Run]) -> Path:
     """Make a record of these runs; returns its folder."""
-    named = re.fullmatch("[A-Za-z0-9-]+", args.name)
-    need(named, f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
+    need(C.NAME.fullmatch(args.name), f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
     before = C.all_valid(root)
@@ -105,7 +104,7 @@ def add_runs(root: Path, args, runs: list[Run]) -> Path:
 def table(rows: list[dict]) -> str:
     """A Markdown table of rows with the same columns; no text leaves its cell."""
     lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    cells = [[" ".join(str(x).replace("|", "\\|").split()) for x in line] for line in lines]
+    cells = [[visible(" ".join(str(x).split())).replace("|", "\\|") for x in line] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
@@ -469,14 +468,18 @@ def check_mean(root: Path, record: Record, losses: list[float]):
     need(mean <= limit, f"not reproduced: {above}: reproduce more seeds with --runs")
 
 
-def check_reproduced(record: Record, old: Run, new: Run) -> str:
-    """A line about a run that was made again. Refused if it is another run, or if its loss is not
-    in the interval in which 99% of further runs of the recorded mean and deviation are."""
+def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:
+    """A line about a run that was made again. Refused if it is another run, if it does not keep the
+    rules of the track, or if its loss is not in the interval in which 99% of further runs of the
+    recorded mean and deviation are."""
     other = "other tokens than the record's (another Python has another demo corpus)"
     need(new.facts["data"] == old.facts["data"], other)
     free = C.FREE | {"checkpoint_end": ""}
     configs = [run.facts["config"] | free for run in (new, old)]
     C.agree("config of the command, of the record", *configs)
+    sizes = [run.facts.get("parameters") for run in (new, old)]
+    C.agree("parameters of the reproduced run, of the record", *sizes)
+    C.check_run(C.TRACKS[record.fields["track"]], new, pinned)
     n = len(record.runs)
     mean = record.result["mean_loss"]
     reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
@@ -498,7 +501,8 @@ def reproduce(root: Path, args) -> str:
     """Run a record's own source again, and print what comes out. What it reports itself is held
     against what this repository computes from its last checkpoint, and against the time of a
     process whose programs were compiled by another one."""
-    record = C.check_record(Path(args.record).resolve(), C.read_json(root / "tokens.json"))
+    pinned = C.read_json(root / "tokens.json")
+    record = C.check_record(Path(args.record).resolve(), pinned)
     n = len(record.runs)
     need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
@@ -526,7 +530,7 @@ def reproduce(root: Path, args) -> str:
                 if seed == 0:  # one checkpoint is enough: it can have 70 GB
                     words += keep
                 new = train_with(home, words, out, environment, box)
-                print(f"seed {seed}: {check_reproduced(record, old, new)}", flush=True)
+                print(f"seed {seed}: {check_reproduced(record, old, new, pinned)}", flush=True)
                 losses.append(new.loss)
                 if seed == 0 and keep:
                     losses[0], reason = compute_loss(old, new, data)
@@ -536,7 +540,7 @@ def reproduce(root: Path, args) -> str:
             began = time.monotonic()
             new = train_with(home, words, out / "again", environment, box)
             took = time.monotonic() - began
-            check_reproduced(record, first, new)
+            check_reproduced(record, first, new, pinned)
             process = f"its process took {took:.2f} s with programs that were compiled before"
             print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training")
             need(new.seconds <= took, f"not reproduced: {process}, so not {new.seconds:.2f} s")
@@ -667,10 +671,10 @@ def main(argv=None) -> int:
         if said:  # no line if sources do not differ
             print(said)
     except Unproven as error:
-        print(" ".join(str(error).split()))
+        print(visible(" ".join(str(error).split())))
         return 1
     except (Refused, OSError, ImportError, UnicodeError) as error:
-        print("refused:", " ".join(str(error).split()), file=sys.stderr)
+        print("refused:", visible(" ".join(str(error).split())), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

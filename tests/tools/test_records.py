@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import asdict, replace
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,9 +190,9 @@ def set_clock_back(record: Path, run: Path):
                 in_log(record, run, old, new)
 
 
-def other_source(record: Path, run: Path):
+def other_source(record: Path, run: Path, old="a trainer", new="a cheater"):
     """The run has another source, with its hash."""
-    in_log(record, run, "a trainer", "a cheater")
+    in_log(record, run, old, new)
     source = (run / "log.txt").read_text().split(f"\n{RULE}\n")[0]
     edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
 
@@ -423,6 +424,122 @@ def test_only_records_from_before_the_rule_have_other_numbers_of_runs(tmp_path, 
     assert all((ROOT / "records" / name / "record.json").exists() for name in C.OLDER)
 
 
+def test_an_older_record_cannot_be_altered(tmp_path, capsys):
+    """For it is exempt from newer rules."""
+    name = "cpu/2026-11-24_FourLayers"
+    copy = shutil.copytree(ROOT / "records" / name, tmp_path / name)
+    shutil.copy(ROOT / "records/tokens.json", tmp_path)
+    (copy / "README.md").write_text("Prose may be corrected.")
+    assert C.check_record(copy, C.read_json(tmp_path / "tokens.json"))
+    edit_json(copy / "record.json", what="Four layers.")
+    assert f"{name}: its files were changed" in refusal(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "text,reason",
+    [
+        ("x = 1\r", "line 4 of its source has U+000D: only printable ASCII, tabs and line ends"),
+        ("x = 1\f", "line 4 of its source has U+000C"),
+        ("\x1b[8m", "line 4 of its source has U+001B"),
+        ("s = 'caf\u00e9'", "line 4 of its source has U+00E9"),
+        ("a\u2028b", "line 4 of its source has U+2028"),
+        ("\tx = 1  # coding: rot13", ""),  # not in the first two lines
+    ],
+)
+def test_a_source_that_shows_other_than_what_python_reads_is_refused(
+    records, tmp_path, capsys, text, reason
+):
+    source = f"{SOURCE}{text}\n"
+    runs = []
+    for seed in range(4):
+        run = write_run(tmp_path, seed, as_json(TINY), GOOD + seed / 1000, 5 + seed / 100, day=3)
+        log = (run / "log.txt").read_text().removeprefix(SOURCE)
+        (run / "log.txt").write_bytes((source + log).encode())
+        edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
+        runs.append(run)
+    if reason:
+        assert reason in refused_to_add(records, capsys, runs)
+    else:
+        assert add(records, runs, "Plain") == 0
+
+
+def test_a_source_in_another_encoding_is_refused(records, tmp_path, capsys):
+    for i, cookie in enumerate(("# coding: utf-7", "#!/x\n# vim: fileencoding=rot13")):
+        runs = runs_of(tmp_path / str(i), seconds=5.0, day=3, source=f"{cookie}\n{SOURCE}")
+        said = refused_to_add(records, capsys, runs)
+        assert f"its source has another encoding: {cookie.splitlines()[-1]}" in said
+    runs = runs_of(tmp_path / "c", seconds=5.0, day=3, source=f"# -*- coding: UTF-8 -*-\n{SOURCE}")
+    assert add(records, runs, "Plain") == 0
+
+
+def test_a_run_from_the_future_is_refused(records, tmp_path, capsys, monkeypatch):
+    class Clock(datetime):
+        @classmethod
+        def now(cls):
+            return cls(2026, 1, 5)
+
+    monkeypatch.setattr(C, "datetime", Clock)
+    runs = runs_of(tmp_path / "a", seconds=5.0, source=BETTER + "#\n", day=7)
+    assert "it began in the future: check the clock" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", seconds=5.0, source=BETTER + "#\n", day=6)
+    assert add(records, runs, "Tomorrow") == 0
+
+
+def test_names_of_records_and_machines_and_hashes_are_plain(records, tmp_path, capsys):
+    host = {"cpu": "A CPU\u200b", "cores": 2, "platform": "Linux"}
+    said = refused_to_add(records, capsys, runs_of(tmp_path / "a", host=host))
+    assert "the name of its machine, A CPU<U+200B>, 2 cores, is not printable ASCII" in said
+    val = "builtin_val_000000.bin"
+    short = {val: {"bytes": 300_000, "sha256": "ab" * 31}}
+    same = {val: BUILTIN["builtin_train_000001.bin"]}
+    digits = "not 64 hexadecimal digits"
+    for other, reason in ((short, digits), (same, "two shards have the same hash")):
+        runs = runs_of(tmp_path / reason, data=BUILTIN | other)
+        assert reason in refused_to_add(records, capsys, runs, "cpu", "--pin")
+    (record,) = records.glob("cpu/*_First")
+    edit_json(record / "record.json", name="First\x1b")
+    record.rename(record.with_name("2026-01-01_First\x1b"))
+    assert "name First<U+001B> in record.json: letters, digits, hyphens" in refusal(records, capsys)
+
+
+def copy_losses(run: Path, other: Path, steps: int):
+    """Give another run the training losses of a run, for so many steps."""
+    lines = [(x / "metrics.jsonl").read_text().splitlines() for x in (run, other)]
+    for at, line in enumerate(lines[0]):
+        row = json.loads(line)
+        if "train_loss" in row and row["step"] <= steps:
+            in_metrics(None, other, at, train_loss=row["train_loss"])
+
+
+def test_a_run_that_repeats_half_of_another_one_is_refused(records, tmp_path, capsys):
+    """Of the same record, or of another one under another seed."""
+    same = {"seconds": 5.0, "day": 3, "source": BETTER + "#\n"}
+    runs = runs_of(tmp_path / "a", **same)
+    copy_losses(runs[0], runs[1], 7)
+    assert "the same training losses in 7 of 12 steps" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", [GOOD - 0.01 * seed for seed in range(4)], **same)
+    (other,) = records.glob("cpu/*_First/*-s2-*")
+    copy_losses(other, runs[0], 7)
+    said = refused_to_add(records, capsys, runs)
+    assert f"{other.name} and {runs[0].name} have the same training losses in 7 of 12" in said
+    runs = runs_of(tmp_path / "c", **same)
+    copy_losses(runs[0], runs[1], 6)
+    assert add(records, runs, "Half") == 0
+
+
+def test_a_reproduced_run_with_other_parameters_is_refused(reproducible, capsys):
+    """Whose author has typed the number that the track allows into the record's logs."""
+    record = reproducible("0.1", facts={"parameters": 2_000_000})
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "parameters of the reproduced run, of the record: 2000000, not 1000000" in said
+
+
+def test_a_reproduced_run_on_other_hardware_than_the_tracks_is_refused(reproducible, capsys):
+    record = reproducible("0.1", facts={"devices": A100})
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "not the hardware of this track, platform: gpu, not cpu" in said
+
+
 def test_runs_that_do_not_report_the_same_choices_are_no_record(records, tmp_path, capsys):
     runs = runs_of(tmp_path / "a", day=3, seconds=5.0, choices={})
     assert "run.json has no choices" in refused_to_add(records, capsys, runs)
@@ -501,9 +618,10 @@ def test_fixed_data_ranks_losses_of_small_models_whatever_the_passes_and_the_har
     large = many | {"parameters": 1_002_492}
     said = refused_to_add(records, capsys, runs_of(tmp_path / "a", **large), "fixed-data")
     assert "the model has 1,002,492 numbers, this track takes up to 1,002,491" in said
-    without = {"cfg": many["cfg"]}  # as logs were before they said it
-    said = refused_to_add(records, capsys, runs_of(tmp_path / "b", **without), "fixed-data")
-    assert "'parameters' is missing" in said
+    for size in (None, True, 0, "9"):
+        runs = runs_of(tmp_path / f"b{size}", **many | {"parameters": size})
+        said = refused_to_add(records, capsys, runs, "fixed-data")
+        assert f"parameters in run.json, {size!r}, is no count" in said
     first = many | {"losses": (3.50, 3.51, 3.52, 3.51), "seconds": 20.0}
     assert add(records, runs_of(tmp_path / "c", **first), "First", "fixed-data") == 0
     other = {"source": BETTER, "day": 2, "devices": H100, "seconds": 900.0}
@@ -730,11 +848,12 @@ def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
     assert shown.err.endswith("compared with train_gpt.py of this repository\n")
     assert len(re.findall("^-(?!-- )", shown.out, re.M)) > len(ours) - 3
     shutil.copytree(records, tmp_path / "theirs")  # of a pull request, say
-    source = BETTER.replace("True", "1\x1b[8m")  # which hides what follows on a terminal
-    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=source)
+    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=BETTER.replace("True", "1"))
     assert add(tmp_path / "theirs", runs, "Third") == 0
     capsys.readouterr()
     new = tmp_path / "theirs/cpu/2026-01-03_Third"
+    for run in new.glob("*-s*-*"):
+        other_source(new, run, "better = 1", "better = 1\x1b[8m")  # which hides what follows
     shown = diff(new)
     assert shown.err.endswith("compared with cpu/2026-01-02_Second\n")
     assert shown.out.splitlines()[-2:] == ["-better = True", "+better = 1<U+001B>[8m"]
@@ -858,15 +977,19 @@ seed, out = (args[args.index(name) + 1] for name in ("--seed", "--out"))
 loss = {loss} + int(seed) / 1000
 config, source = json.loads({config!r}), Path(__file__).read_text()
 command = " ".join(["python", *sys.argv])
-run = write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=command)
-if "checkpoint_end=always" in args and {saves}:
+asked = "checkpoint_end=always" in args
+config["checkpoint_end"] = "always" if asked else "auto"
+facts = {facts} | dict(source=source, command=command)
+run = write_run(Path(out), int(seed), config, loss, {seconds}, **facts)
+if asked and {saves}:
     (run / "checkpoints/12").mkdir(parents=True)
 """
 
 
-def stub(path: Path, loss: float, seconds, saves=True, **changes) -> Path:
-    """A source that trains nothing, and writes a run in no time; `changes` of its config. `saves`:
-    whether it leaves a checkpoint where its command asks for one."""
+def stub(path: Path, loss: float, seconds, saves=True, facts=(), **changes) -> Path:
+    """A source that trains nothing, and writes a run in no time; `changes` of its config, `facts`
+    in its run.json. `saves`: whether it leaves a checkpoint where its command asks for one."""
+    facts = dict(facts)
     config = json.dumps(as_json(TINY) | changes)
     path.write_text(STUB.format(tests=str(ROOT / "tests/helpers"), **locals()))
     return path
@@ -1235,8 +1358,9 @@ def test_what_cannot_be_added_or_printed_is_one_line(records, tmp_path, capsys):
     assert "cannot be read (" in refused_to_add(records, capsys, runs, "cpu", "--pin")
     runs = runs_of(tmp_path / "a", day=3, seconds=5.0)
     assert "--by and --what" in refused_to_add(records, capsys, runs, "cpu", "--what", " ")
-    edit_json(next(records.glob("cpu/*_First/record.json")), what="\ud800")
-    assert "can't encode" in refusal(records, capsys, "render")
+    edit_json(next(records.glob("cpu/*_First/record.json")), what="\ud800\x1b[8m")
+    assert tool(records, "render") == 0
+    assert ": <U+D800><U+001B>[8m | A. Stranger" in (records / "README.md").read_text()
     (records / "predicted/v6e-8/preflight.json").write_text("{}")
     assert "predicted/v6e-8/preflight.json: 'predicted' is m" in refusal(records, capsys, "render")
 
