@@ -34,15 +34,22 @@ FILES = ("log.txt", "metrics.jsonl", "run.json")
 # Number of runs of a record -> largest p-value of the mean loss, and of the gain over the standing
 # record. With other numbers, or one limit for all, runs could be added until a test passes.
 P_VALUES = {4: 0.01, 8: 0.005, 16: 0.0025}
-# Records from before some of the rules, and their digests: see check_new. They can have any number of
-# runs, with the first limit. No others may join them.
+# Records from before the rules of check_new, and their digests. They can have any number of runs,
+# with the first limit. No others may join them.
+# fmt: off
 OLDER = {
-    "cpu/2026-11-21_Baseline": "39592c32f371229bca6b7347f57447aba898174c4f1c76711d128593f7dcef73",
-    "cpu/2026-11-21_HigherRates": "c34b64061096ed45164442e6a5aa6bfb4fb27e8800fcf963d36b41841eebd444",
-    "cpu/2026-11-22_Record92": "1f6f4095c3f070b9631cd33a0a2e6420794b9c9af2376c7d8080aff4b9e43dbb",
-    "cpu/2026-11-24_FourLayers": "fbcd52778c4d6a9678849f8a9ca67966243a5c2fda5d33c679029471aa00b6f1",
-    "fixed-data/2026-11-28_First": "2980e5582c1902ef97bc01d8a3d8a35bdb3f28df5af0e8f770dbb60b366043ad",
+    "cpu/2026-11-21_Baseline":
+        "39592c32f371229bca6b7347f57447aba898174c4f1c76711d128593f7dcef73",
+    "cpu/2026-11-21_HigherRates":
+        "c34b64061096ed45164442e6a5aa6bfb4fb27e8800fcf963d36b41841eebd444",
+    "cpu/2026-11-22_Record92":
+        "1f6f4095c3f070b9631cd33a0a2e6420794b9c9af2376c7d8080aff4b9e43dbb",
+    "cpu/2026-11-24_FourLayers":
+        "fbcd52778c4d6a9678849f8a9ca67966243a5c2fda5d33c679029471aa00b6f1",
+    "fixed-data/2026-11-28_First":
+        "2980e5582c1902ef97bc01d8a3d8a35bdb3f28df5af0e8f770dbb60b366043ad",
 }
+# fmt: on
 STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
 ASCII = re.compile(r"[\n\t -~]*")  # printable, with tabs and line ends

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -36,7 +37,7 @@ import checks as C
 import numpy as np
 import scipy
 from checks import Record, Refused, Run, about, escaped, need, visible
-from redact import SECRET, copy_redacted
+from redact import MARKER, SECRET, copy_redacted, read_texts
 from sandbox import sandbox
 
 HERE = Path(__file__).resolve().parent
@@ -46,7 +47,7 @@ LOSS_OFF = 0.002  # at most, between the losses that two programs compute of one
 MAIN = "refs/remotes/origin/main", "refs/heads/main"  # the first of them that a clone has
 SAME_LOSS = 1e-6  # at most, between the final losses of runs whose training losses are all equal
 LONG_LINE = 200  # characters; what is behind them is easily overlooked
-FAR = 200  # lines that differ from the standing record, above which `diff` looks for a nearer source
+FAR = 200  # lines that differ, above which `diff` looks for a nearer source
 VERSIONS = 400  # of train_gpt.py, at most, that it looks at
 PLACES = "--data", "--val", "--start", "--cache"  # options of train_gpt.py that take paths
 PRESETS = "plain", "tiny", "speedrun", "pointer"  # words of train_gpt.py that are no paths
@@ -59,20 +60,32 @@ class Unproven(Exception):
 def add(root: Path, args) -> str:
     """Collect redacted copies of runs into a new record; nothing is written unless it is valid."""
     with tempfile.TemporaryDirectory() as folder:
-        kinds = set()
+        kinds, places, runs = set(), set(), []
         for path in args.runs:
             run = C.read_run(Path(os.path.realpath(path)))
             copy = Path(folder, run.folder.name)
             need(not copy.exists(), f"{path} is named twice")
-            kinds |= copy_redacted(run.folder, copy)
-        added = add_runs(root, args, [C.read_run(copy) for copy in sorted(Path(folder).iterdir())])
+            facts, _, log = read_texts(run.folder)
+            is_original = MARKER not in f"{json.dumps(facts)}{log}"
+            need(is_original, f"{path} has a {MARKER}...> in it: name the original runs, no copies")
+            replaced, left = copy_redacted(run.folder, copy)
+            kinds |= replaced
+            places |= left
+            runs.append(run)
+        copies = [C.read_run(copy) for copy in sorted(Path(folder).iterdir())]
+        added = add_runs(root, args, runs, copies)
+    if places:
+        print("paths and URLs in the record, are they private?", file=sys.stderr)
+        print("\n".join(map(visible, sorted(places))), file=sys.stderr)
     redacted = f" (redacted: {', '.join(sorted(kinds))})" if kinds else ""
     return f"added {added}{redacted}; next: python records/leaderboard.py render"
 
 
-def add_runs(root: Path, args, runs: list[Run]) -> Path:
-    """Make a record of these runs; returns its folder."""
-    need(C.NAME.fullmatch(args.name), f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
+def add_runs(root: Path, args, runs: list[Run], copies: list[Run]) -> Path:
+    """Make a record of the redacted copies of these runs; returns its folder. Both keep the rules:
+    redaction can make different runs equal."""
+    named = C.NAME.fullmatch(args.name)
+    need(named, f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
     before = C.all_valid(root)
@@ -84,16 +97,17 @@ def add_runs(root: Path, args, runs: list[Run]) -> Path:
             stream = C.stream_name(track, data)
             if stream == "fineweb" or stream not in pinned:
                 pinned[stream] = data | pinned.get(stream, {})
-        result = C.judge(track, runs, pinned)
+        C.judge(track, runs, pinned)
+        result = C.judge(track, copies, pinned)
     fields |= {"beats": None, "result": result}
     if args.rate is not None:
         fields |= {"rate": args.rate, "price": C.price(args.rate, result)}
-    record = Record(root / args.track / f"{result['date']}_{args.name}", fields, result, runs)
+    record = Record(root / args.track / f"{result['date']}_{args.name}", fields, result, copies)
     if standing := C.chains(before).get(record.competition):
         fields["beats"] = standing[-1].folder.name
     C.check_ranks([*before, record])
     record.folder.mkdir(parents=True)
-    for run in runs:
+    for run in copies:
         shutil.copytree(run.folder, record.folder / run.folder.name)
     (record.folder / "record.json").write_text(json.dumps(fields, indent=1) + "\n")
     if args.pin:
@@ -103,8 +117,13 @@ def add_runs(root: Path, args, runs: list[Run]) -> Path:
 
 def table(rows: list[dict]) -> str:
     """A Markdown table of rows with the same columns; no text leaves its cell."""
+
+    def cell(value) -> str:
+        text = visible(" ".join(str(value).split()))
+        return text.replace("|", "\\|")
+
     lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    cells = [[visible(" ".join(str(x).split())).replace("|", "\\|") for x in line] for line in lines]
+    cells = [[*map(cell, line)] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
@@ -404,7 +423,9 @@ def confirm(args, run: Run, environment: dict[str, str]):
     can_ask = args.yes or (sys.stdin is not None and sys.stdin.isatty())
     need(can_ask, "reproduce runs a source that was submitted: read it (diff), then add --yes")
     lines = [f"command: {shlex.join(['python', 'train_gpt.py', *run.words])}"]
-    lines += [f"environment: {name}={value}" for name, value in environment.items()]
+    for name, value in run.facts["environment"].items():
+        is_set = name in environment
+        lines.append(f"environment{'' if is_set else ', not set here'}: {name}={value}")
     rights = "in a sandbox" if args.sandbox else "with all your rights (see --sandbox)"
     lines.append(f"this runs a source that was submitted, {rights}; `diff` shows what it changes")
     print("\n".join(map(visible, lines)), file=sys.stderr)
@@ -497,6 +518,25 @@ def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:
     return f"{loss}; {seconds}; training losses {digits}"
 
 
+def workplace(folder: Path, out: Path, source: bytes, boxed: bool, environment: dict) -> Callable:
+    """A function (arguments of train_gpt.py) -> the run of `source`, which goes into `out`.
+    `folder`, which has its compilation cache and its temporary files, is made anew: nothing stays
+    but compiled programs."""
+    home, cache, work = (folder / name for name in ("source", "cache", "work"))
+    files = [path for path in cache.glob("*-cache") if path.is_file() and not path.is_symlink()]
+    programs = {path.name: path.read_bytes() for path in files}
+    if folder.exists():
+        shutil.rmtree(folder)
+    for path in (cache, work, out):
+        path.mkdir(parents=True, exist_ok=True)
+    for name, program in programs.items():
+        (cache / name).write_bytes(program)
+    lay_out(source, home)
+    env = environment | {"JAX_COMPILATION_CACHE_DIR": str(cache), "TMPDIR": str(work)}
+    box = sandbox(home, [cache, work, out]) if boxed else None
+    return lambda words: train_with(home, words, out, env, box)
+
+
 def reproduce(root: Path, args) -> str:
     """Run a record's own source again, and print what comes out. What it reports itself is held
     against what this repository computes from its last checkpoint, and against the time of a
@@ -509,18 +549,14 @@ def reproduce(root: Path, args) -> str:
     first = runs[0]
     need_tools(record.folder, first.source)
     recorded = first.facts["environment"].items()
-    environment = {x: y for x, y in recorded if x in REPEATED and "<redacted:" not in y}
+    environment = {x: y for x, y in recorded if x in REPEATED and MARKER not in y}
     data = ["--data", str(Path(args.data).resolve())] if args.data else []
     confirm(args, first, environment)
     with tempfile.TemporaryDirectory() as temporary:
-        home, cache, work = (Path(temporary, name) for name in ("source", "cache", "work"))
+        place = Path(temporary, "place")
         out = Path(args.out or Path(temporary, "runs")).resolve()
-        for folder in (cache, work, out):
-            folder.mkdir(parents=True, exist_ok=True)
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "TMPDIR": str(work)}
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        box = sandbox(home, [cache, work, out]) if args.sandbox else None
-        lay_out(first.source, home)
+        train = workplace(place, out, first.source, args.sandbox, environment)
         reason = why_no_checkpoint(first, out)
         keep = [] if reason else ["--set", "checkpoint_end=always"]
         losses = []
@@ -529,7 +565,7 @@ def reproduce(root: Path, args) -> str:
                 words = [*old.words, *data, "--seed", str(seed)]
                 if seed == 0:  # one checkpoint is enough: it can have 70 GB
                     words += keep
-                new = train_with(home, words, out, environment, box)
+                new = train(words)
                 print(f"seed {seed}: {check_reproduced(record, old, new, pinned)}", flush=True)
                 losses.append(new.loss)
                 if seed == 0 and keep:
@@ -537,12 +573,14 @@ def reproduce(root: Path, args) -> str:
         check_mean(root, record, losses)
         with about("seed 0 again"):
             words = [*first.words, *data, "--seed", "0"]
+            train = workplace(place, out / "again", first.source, args.sandbox, environment)
             began = time.monotonic()
-            new = train_with(home, words, out / "again", environment, box)
+            new = train(words)
             took = time.monotonic() - began
             check_reproduced(record, first, new, pinned)
             process = f"its process took {took:.2f} s with programs that were compiled before"
-            print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training")
+            share = f"{new.seconds / took:.0%} of it"
+            print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training, {share}")
             need(new.seconds <= took, f"not reproduced: {process}, so not {new.seconds:.2f} s")
     if reason:
         raise Unproven(f"reproduced, but its loss was not computed again: {reason}")

@@ -798,6 +798,51 @@ def test_add_redacts_homes_hosts_and_secrets_in_its_copy(tmp_path, capsys, monke
         assert not re.search("jane|mary|j\\.d|tpu-|abc|root", rest)
 
 
+def test_the_first_command_of_a_resumed_run_is_redacted(tmp_path, capsys):
+    """run.json has the last command alone, in which there may be nothing to redact."""
+    root = empty(tmp_path / "records")
+    runs = runs_of(tmp_path / "runs")
+    resume(None, runs[0])
+    (command,) = re.findall("command: (.*)", (runs[0] / "log.txt").read_text().split(RULE)[1])
+    private = f"{command} --cache /home/jane/x --coordinator tpu-0:1"
+    in_log(None, runs[0], f"command: {command}\n", f"command: {private}\n")
+    assert add(root, runs, "Private") == 0
+    (copy,) = root.glob(f"cpu/*/{runs[0].name}")
+    assert not re.search("jane|tpu-0", (copy / "log.txt").read_text())
+    for name in ("run.json", "metrics.jsonl"):
+        assert (copy / name).read_bytes() == (runs[0] / name).read_bytes()
+
+
+def test_secrets_of_all_spellings_and_logins_in_urls_are_redacted(tmp_path, capsys):
+    """What else could be private is printed."""
+    root = empty(tmp_path / "records")
+    hidden = "wandb_api_key", "Http_Auth", "MY_CREDENTIALS", "DB_PASS", "worker_hostname"
+    environment = dict.fromkeys(hidden, "hunter2") | {
+        "http_proxy": "http://mary:hunter2@proxy.example.com:80/x",
+        "XLA_FLAGS": "--xla_dump_to=/scratch/secret-project",
+    }
+    runs = runs_of(tmp_path / "runs", environment=environment)
+    assert add(root, runs, "Private") == 0
+    shown = capsys.readouterr().err.splitlines()
+    url = "http://<redacted:secret>@proxy.example.com:80/x"
+    assert shown[0].startswith("paths and URLs in the record")
+    assert shown[1:] == ["/mine", "/scratch/secret-project", url]
+    for path in root.glob("cpu/*/*/*"):
+        assert not re.search("hunter2|mary", path.read_text())
+
+
+def test_runs_that_only_redaction_makes_equal_are_no_record(tmp_path, capsys):
+    root = empty(tmp_path / "records")
+    runs = runs_of(tmp_path / "a")
+    for seed, run in enumerate(runs):
+        in_one(None, run, environment={"TF_KEY_FLAGS": f"--fast={seed}"})
+    assert "environment of " in refused_to_add(root, capsys, runs)
+    runs = runs_of(tmp_path / "b", environment={"TF_KEY_FLAGS": "<redacted:secret>"})
+    assert "has a <redacted:...> in it: name the original runs" in refused_to_add(
+        root, capsys, runs
+    )
+
+
 def test_a_run_with_nothing_to_redact_is_copied_byte_for_byte(original, tmp_path):
     (run,) = runs_of(tmp_path, [GOOD])
     (copy,) = (original / "cpu/2026-01-01_First").glob(run.name)
@@ -1092,7 +1137,8 @@ def test_reproduce_runs_the_records_own_source(reproducible, capsys, tmp_path):
     assert first.endswith("equal to the last digit") and end == "reproduced"
     assert loss.startswith(f"seed 0: this repository's code computes a loss of {GOOD:.4f} from")
     assert second.startswith(f"seed 1: loss {GOOD + 0.001:.4f}, recorded {GOOD + 0.001:.4f}; 0.10")
-    form = r"seed 0 again: its process took \d+\.\d\d s with .*, it reports 0\.10 s of training"
+    form = r"seed 0 again: its process took \d+\.\d\d s with .*, it reports 0\.10 s of training, "
+    form += r"\d+% of it"
     assert re.fullmatch(form, again)
     assert err.splitlines()[:2] == [
         "command: python train_gpt.py tiny",
@@ -1123,6 +1169,37 @@ def test_reproduce_believes_neither_a_loss_nor_a_time(reproducible, capsys):
     reproducible.reason = "it has other settings"
     assert tool(root, "reproduce", record, "--yes") == 1
     assert "so not 99.00 s" in capsys.readouterr().err
+
+
+def test_the_timed_process_finds_programs_and_nothing_else(tmp_path):
+    """The process before could have left the losses that it is to report."""
+    place = tmp_path / "place"
+    for name in ("cache/folder-cache", "work", "source"):
+        (place / name).mkdir(parents=True)
+    program = "cache/jit_step-0f-cache"
+    for name in (program, "cache/jit_step-0f-atime", "cache/x.json", "work/x.json", "source/x"):
+        (place / name).write_text(name)
+    (place / "cache/link-cache").symlink_to("x.json")
+    L.workplace(place, tmp_path / "out", b"a source", False, {})
+    left = {str(path.relative_to(place)) for path in place.rglob("*")}
+    assert left == {"cache", "work", "source", "source/train_gpt.py", "source/data", program}
+    assert (place / program).read_text() == program
+
+
+def test_reproduce_shows_variables_that_it_does_not_set(tmp_path, capsys, monkeypatch):
+    root = empty(tmp_path / "records")
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "LIBTPU_KEY": "secret"}
+    assert add(root, runs_of(tmp_path / "runs", environment=environment), "Variables") == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    (record,) = (root / "cpu").iterdir()
+    capsys.readouterr()
+    run = C.read_run(next(record.glob("*-s0-*")))
+    L.confirm(SimpleNamespace(yes=True, sandbox=False), run, {"JAX_PLATFORMS": "cpu"})
+    assert capsys.readouterr().err.splitlines()[1:4] == [
+        "environment: JAX_PLATFORMS=cpu",
+        "environment, not set here: JAX_ENABLE_X64=1",
+        "environment, not set here: LIBTPU_KEY=<redacted:secret>",
+    ]
 
 
 def test_a_loss_that_was_not_computed_again_is_not_plainly_reproduced(reproducible, capsys):
@@ -1242,7 +1319,8 @@ def test_a_sandbox_has_no_network_and_writes_only_where_runs_go(
             writable = [(path, place) for path, place in volumes if not place.endswith(":ro")]
             assert " --env JAX_COMPILATION_CACHE_DIR " in call and "TOKEN" not in call
         assert all(path == place for path, place in writable)
-        assert [Path(path).name for path, _ in writable] == ["cache", "work", "kept"]
+        out = "again" if call is calls[1] else "kept"
+        assert [Path(path).name for path, _ in writable] == ["cache", "work", out]
 
 
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
