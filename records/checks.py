@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -34,16 +34,28 @@ FILES = ("log.txt", "metrics.jsonl", "run.json")
 # Number of runs of a record -> largest p-value of the mean loss, and of the gain over the standing
 # record. With other numbers, or one limit for all, runs could be added until a test passes.
 P_VALUES = {4: 0.01, 8: 0.005, 16: 0.0025}
-# Records from before that rule: any number of runs, and the first limit. No others may join them.
+# Records from before the rules of check_new, and their digests. They can have any number of runs,
+# with the first limit. No others may join them.
+# fmt: off
 OLDER = {
-    "cpu/2026-11-21_Baseline",
-    "cpu/2026-11-21_HigherRates",
-    "cpu/2026-11-22_Record92",
-    "cpu/2026-11-24_FourLayers",
-    "fixed-data/2026-11-28_First",
+    "cpu/2026-11-21_Baseline":
+        "39592c32f371229bca6b7347f57447aba898174c4f1c76711d128593f7dcef73",
+    "cpu/2026-11-21_HigherRates":
+        "c34b64061096ed45164442e6a5aa6bfb4fb27e8800fcf963d36b41841eebd444",
+    "cpu/2026-11-22_Record92":
+        "1f6f4095c3f070b9631cd33a0a2e6420794b9c9af2376c7d8080aff4b9e43dbb",
+    "cpu/2026-11-24_FourLayers":
+        "fbcd52778c4d6a9678849f8a9ca67966243a5c2fda5d33c679029471aa00b6f1",
+    "fixed-data/2026-11-28_First":
+        "2980e5582c1902ef97bc01d8a3d8a35bdb3f28df5af0e8f770dbb60b366043ad",
 }
+# fmt: on
 STEP_MARGIN = 0.004  # (target - mean loss) * sqrt(runs), where steps are counted
 FREE = {"seed": 0, "data": ""}  # in which configs may differ and still are the same
+ASCII = re.compile(r"[\n\t -~]*")  # printable, with tabs and line ends
+NAME = re.compile(r"[A-Za-z0-9-]+")  # of a record
+HASH = re.compile(r"[0-9a-f]{64}")  # SHA-256
+COOKIE = re.compile(r"[ \t]*#.*?coding[:=][ \t]*([-\w.]+)")  # of a source, by PEP 263
 CLOCK_MS = 5  # at most, between the times of a step in log.txt and in metrics.jsonl
 RULE = re.compile(r"^={100}\n", re.M)
 STEP = re.compile(r"step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms step_avg:\S+ms")
@@ -62,6 +74,18 @@ def need(holds, reason: str):
 def agree(what: str, got, want):
     """Refuse unless both values are the same."""
     need(got == want, f"{what}: {got!s:.200}, not {want!s:.200}")
+
+
+def escaped(character: str) -> str:
+    """A character by its number, as in <U+001B>."""
+    return f"<U+{ord(character):04X}>"
+
+
+def visible(text: str) -> str:
+    """A text in which characters that a terminal obeys, instead of showing them, are escaped. Two
+    texts are never shown as the same, as what looks like an escape is escaped, too."""
+    text = text.replace("<U+", escaped("<") + "U+")
+    return "".join(x if x.isprintable() or x in "\n\t" else escaped(x) for x in text)
 
 
 @contextlib.contextmanager
@@ -299,6 +323,9 @@ def check_stream(track: Track, run: Run, pinned: dict):
     data = run.facts["data"]
     known = pinned.get(stream_name(track, data), {})
     names = [f"{track.corpus}_train_{i:06}.bin" for i in range(1, len(data))]
+    hashes = [shard["sha256"] for shard in data.values()]
+    need(all(map(HASH.fullmatch, hashes)), "the hash of a shard is not 64 hexadecimal digits")
+    need(len({*hashes}) == len(hashes), "two shards have the same hash")
     other = "token stream other than the rules'"
     agree(other, sorted(data), [*names, f"{track.corpus}_val_000000.bin"])
     for name, shard in data.items():
@@ -309,15 +336,23 @@ def check_stream(track: Track, run: Run, pinned: dict):
     need(once, f"trained on {taken} tokens, its shards hold {there}: read twice?")
 
 
+def parameters_of(run: Run) -> int:
+    """The number of parameters that a run reports; Refused if there is none."""
+    size = run.facts.get("parameters")
+    counted = type(size) is int and size > 0
+    need(counted, f"parameters in run.json, {size!r:.50}, is no count")
+    return size
+
+
 def check_run(track: Track, run: Run, pinned: dict):
     """The run keeps the rules of the track."""
     config = run.facts["config"]
     devices = run.facts["devices"]
     agree("wrong number of validation tokens", config["val_tokens"], track.val_tokens)
     if track.parameters:
-        size = run.facts["parameters"]
+        size = parameters_of(run)
         most = track.parameters
-        need(0 < size <= most, f"the model has {size:,} numbers, this track takes up to {most:,}")
+        need(size <= most, f"the model has {size:,} numbers, this track takes up to {most:,}")
     else:
         agree("wrong target (see --set target=)", config["target"], track.target)
         passes = config.get("passes", 1)  # older runs have none
@@ -364,23 +399,75 @@ def check_runs(runs: list[Run]):
         later = (other.began - one.began).total_seconds() > one.seconds - 1  # of whole seconds
         both = f"{other.folder.name} began while {one.folder.name} trained"
         need(later or one.facts["resumed"], f"{both}: runs are made one after the other")
-    for one, other in combinations(runs, 2):
+    check_repeats(runs)
+
+
+def check_repeats(runs: list[Run]):
+    """No two runs with different seeds have the same training losses in more than half of their
+    steps. Runs with the same seed may: a change that only saves time leaves the losses equal."""
+    losses = [np.array(run.train_losses) for run in runs]
+    for (one, a), (other, b) in combinations(zip(runs, losses, strict=True), 2):
+        if one.facts["seed"] == other.facts["seed"]:
+            continue
+        steps = min(len(a), len(b))
+        equal = np.sum(a[:steps] == b[:steps])
         same = f"{one.folder.name} and {other.folder.name} have the same training losses"
-        need(one.train_losses != other.train_losses, f"seeds repeat: {same}")
+        need(equal <= steps / 2, f"seeds repeat: {same} in {equal} of {steps} steps")
+
+
+def digest(folder: Path) -> str:
+    """The SHA-256 of the names and contents of all files in a record but its README.md."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "README.md":
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            total.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+    return total.hexdigest()
 
 
 def is_older(folder: Path) -> bool:
-    """Whether the record in `folder` is from before the rules of check_number."""
+    """Whether the record in `folder` is from before the rules of check_new."""
     return f"{folder.parent.name}/{folder.name}" in OLDER
 
 
-def check_number(runs: list[Run]):
-    """The number of runs is one of P_VALUES, and each run reports its choices."""
+def check_unchanged(folder: Path):
+    """An older record is what it was: the rules that it does not have to keep could be broken."""
+    if is_older(folder):
+        known = OLDER[f"{folder.parent.name}/{folder.name}"]
+        changed = "its files were changed: restore them, for it is exempt from newer rules"
+        need(digest(folder) == known, changed)
+
+
+def check_source(source: bytes):
+    """A source is printable ASCII, so that a reviewer sees what Python reads."""
+    lines = source.decode().split("\n")
+    for number, line in enumerate(lines, 1):
+        other = next((x for x in line if not ASCII.fullmatch(x)), None)
+        plain = "only printable ASCII, tabs and line ends are allowed"
+        reason = f"line {number} of its source has U+{ord(other or ' '):04X}: {plain}"
+        need(other is None, reason)
+    for line in lines[:2]:
+        cookie = COOKIE.match(line)
+        right = cookie is None or cookie[1].lower() in ("utf-8", "utf8", "ascii")
+        need(right, f"its source has another encoding: {line:.100}")
+
+
+def check_new(runs: list[Run]):
+    """The rules that older records need not keep. The number of runs is one of P_VALUES. Each run
+    reports its choices and the number of its parameters, and is not from the future. Source, CPU
+    and devices are printable ASCII."""
     numbers = ", ".join(map(str, P_VALUES))
     fixed = "a record has one of these numbers, so that no run is added until a test passes"
     need(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
+    check_source(runs[0].source)  # the others have the same source
+    plain = ASCII.fullmatch(runs[0].hardware)
+    need(plain, f"the name of its machine, {runs[0].hardware}, is not printable ASCII")
+    tomorrow = datetime.now().date() + timedelta(days=1)
     for run in runs:
-        need(run.facts.get("choices"), f"{run.folder.name}: run.json has no choices")
+        with about(run.folder.name):
+            need(run.facts.get("choices"), "run.json has no choices")
+            parameters_of(run)
+            need(run.began.date() <= tomorrow, "it began in the future: check the clock")
 
 
 def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> dict:
@@ -391,7 +478,7 @@ def judge(track: Track, runs: list[Run], pinned: dict, older: bool = False) -> d
             check_run(track, run, pinned)
     check_runs(runs)
     if not older:
-        check_number(runs)
+        check_new(runs)
     runs = sorted(runs, key=lambda run: run.facts["seed"])
     losses, seconds = [run.loss for run in runs], [run.seconds for run in runs]
     facts = runs[0].facts
@@ -500,9 +587,12 @@ def check_record(folder: Path, pinned: dict) -> Record:
     with about(f"{folder.parent.name}/{folder.name}"):
         for path in (folder, *folder.rglob("*")):
             need_no_link(path)
+        check_unchanged(folder)
         fields = read_json(folder / "record.json")
         known = fields["track"] == folder.parent.name in TRACKS
         need(known, f"it is in the folder of no track, or of another than its {fields['track']}")
+        named = NAME.fullmatch(fields["name"])
+        need(named, f"name {fields['name']} in record.json: letters, digits, hyphens")
         need(fields.get("by") and fields.get("what"), "record.json lacks `by` or `what`")
         runs = [read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
         result = judge(TRACKS[fields["track"]], runs, pinned, is_older(folder))
@@ -523,7 +613,9 @@ def chains(records: list[Record]) -> dict[tuple, list[Record]]:
 
 
 def check_ranks(records: list[Record]):
-    """Every record beats the one that stood before it in its competition, and says so."""
+    """Every record beats the one that stood before it in its competition, and says so. No run is a
+    copy of a run of another record with another seed."""
+    check_repeats([run for record in records for run in record.runs])
     for chain in chains(records).values():
         for before, record in pairwise([None, *chain]):
             with about(f"{record.fields['track']}/{record.folder.name}"):

@@ -15,6 +15,7 @@ A refusal is one line with its reason and exit status 1, a wrong command line on
 
 import argparse
 import difflib
+import io
 import json
 import math
 import os
@@ -26,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
@@ -33,36 +36,55 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leave
 import checks as C
 import numpy as np
 import scipy
-from checks import Record, Refused, Run, about, need
-from redact import SECRET, copy_redacted
+from checks import Record, Refused, Run, about, escaped, need, visible
+from redact import MARKER, SECRET, copy_redacted, read_texts
 from sandbox import sandbox
 
 HERE = Path(__file__).resolve().parent
 MARKERS = "<!-- leaderboard: begin, generated -->\n", "<!-- leaderboard: end -->\n"
 REPEATED = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS"  # `reproduce` sets them as they were
 LOSS_OFF = 0.002  # at most, between the losses that two programs compute of one model
-NOT_COMPUTED = "its loss could not be computed again: "
+MAIN = "refs/remotes/origin/main", "refs/heads/main"  # the first of them that a clone has
+SAME_LOSS = 1e-6  # at most, between the final losses of runs whose training losses are all equal
+LONG_LINE = 200  # characters; what is behind them is easily overlooked
+FAR = 200  # lines that differ, above which `diff` looks for a nearer source
+VERSIONS = 400  # of train_gpt.py, at most, that it looks at
 PLACES = "--data", "--val", "--start", "--cache"  # options of train_gpt.py that take paths
 PRESETS = "plain", "tiny", "speedrun", "pointer"  # words of train_gpt.py that are no paths
+
+
+class Unproven(Exception):
+    """A record was reproduced without its loss: the last line on stdout, with exit status 1."""
 
 
 def add(root: Path, args) -> str:
     """Collect redacted copies of runs into a new record; nothing is written unless it is valid."""
     with tempfile.TemporaryDirectory() as folder:
-        kinds = set()
+        kinds, places, runs = set(), set(), []
         for path in args.runs:
             run = C.read_run(Path(os.path.realpath(path)))
             copy = Path(folder, run.folder.name)
             need(not copy.exists(), f"{path} is named twice")
-            kinds |= copy_redacted(run.folder, copy)
-        added = add_runs(root, args, [C.read_run(copy) for copy in sorted(Path(folder).iterdir())])
+            facts, _, log = read_texts(run.folder)
+            is_original = MARKER not in f"{json.dumps(facts)}{log}"
+            need(is_original, f"{path} has a {MARKER}...> in it: name the original runs, no copies")
+            replaced, left = copy_redacted(run.folder, copy)
+            kinds |= replaced
+            places |= left
+            runs.append(run)
+        copies = [C.read_run(copy) for copy in sorted(Path(folder).iterdir())]
+        added = add_runs(root, args, runs, copies)
+    if places:
+        print("paths and URLs in the record, are they private?", file=sys.stderr)
+        print("\n".join(map(visible, sorted(places))), file=sys.stderr)
     redacted = f" (redacted: {', '.join(sorted(kinds))})" if kinds else ""
     return f"added {added}{redacted}; next: python records/leaderboard.py render"
 
 
-def add_runs(root: Path, args, runs: list[Run]) -> Path:
-    """Make a record of these runs; returns its folder."""
-    named = re.fullmatch("[A-Za-z0-9-]+", args.name)
+def add_runs(root: Path, args, runs: list[Run], copies: list[Run]) -> Path:
+    """Make a record of the redacted copies of these runs; returns its folder. Both keep the rules:
+    redaction can make different runs equal."""
+    named = C.NAME.fullmatch(args.name)
     need(named, f"--name {args.name}: it is part of a folder's: letters, digits, hyphens")
     track = C.TRACKS[args.track]
     pinned = C.read_json(root / "tokens.json")
@@ -75,16 +97,17 @@ def add_runs(root: Path, args, runs: list[Run]) -> Path:
             stream = C.stream_name(track, data)
             if stream == "fineweb" or stream not in pinned:
                 pinned[stream] = data | pinned.get(stream, {})
-        result = C.judge(track, runs, pinned)
+        C.judge(track, runs, pinned)
+        result = C.judge(track, copies, pinned)
     fields |= {"beats": None, "result": result}
     if args.rate is not None:
         fields |= {"rate": args.rate, "price": C.price(args.rate, result)}
-    record = Record(root / args.track / f"{result['date']}_{args.name}", fields, result, runs)
+    record = Record(root / args.track / f"{result['date']}_{args.name}", fields, result, copies)
     if standing := C.chains(before).get(record.competition):
         fields["beats"] = standing[-1].folder.name
     C.check_ranks([*before, record])
     record.folder.mkdir(parents=True)
-    for run in runs:
+    for run in copies:
         shutil.copytree(run.folder, record.folder / run.folder.name)
     (record.folder / "record.json").write_text(json.dumps(fields, indent=1) + "\n")
     if args.pin:
@@ -94,8 +117,13 @@ def add_runs(root: Path, args, runs: list[Run]) -> Path:
 
 def table(rows: list[dict]) -> str:
     """A Markdown table of rows with the same columns; no text leaves its cell."""
+
+    def cell(value) -> str:
+        text = visible(" ".join(str(value).split()))
+        return text.replace("|", "\\|")
+
     lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    cells = [[" ".join(str(x).replace("|", "\\|").split()) for x in line] for line in lines]
+    cells = [[*map(cell, line)] for line in lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
@@ -200,34 +228,115 @@ def record_before(root: Path, folder: Path, runs: list[Run]) -> Record | None:
     return chain[-1] if chain else None
 
 
-def visible(text: str) -> str:
-    """A text in which characters that a terminal obeys, instead of showing them, are escaped."""
-    shown = [x if x.isprintable() or x in "\n\t" else ascii(x)[1:-1] for x in text]
-    return "".join(shown)
+def settings(runs: list[Run]) -> dict[str, object]:
+    """Config, command, environment and versions of runs, a name for each value, as in
+    `config.stages.0.share`."""
+    run = runs[0]
+    facts = {name: run.facts[name] for name in ("config", "environment", "versions")}
+    facts["config"] = facts["config"] | C.FREE
+    found = {"command": shlex.join(run.words)}
+    todo = [*facts.items()]
+    while todo:
+        name, value = todo.pop(0)
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            todo = [(f"{name}.{key}", part) for key, part in value.items()] + todo
+        else:
+            found[name] = value
+    return found
+
+
+def changed_settings(old: list[Run], new: list[Run]) -> list[str]:
+    """A line for each setting in which the runs of two records differ."""
+    old, new = settings(old), settings(new)
+    lines = []
+    for name in old | new:
+        sides = [repr(x[name]) if name in x else "nothing" for x in (old, new)]
+        if sides[0] != sides[1]:
+            lines.append(f"{name}: {sides[0]} -> {sides[1]}")
+    return lines
+
+
+def shown_lines(source: bytes) -> list[str]:
+    """The lines of a source as `diff` shows them: spaces and tabs at the end of a line are escaped,
+    and a long line begins with its length. Other lines are never shown as the same."""
+    lines = []
+    for line in visible(source.decode()).splitlines():
+        text = line.rstrip(" \t")
+        end = "".join(map(escaped, line[len(text) :]))
+        long = f"<{len(line)} characters>" if len(line) > LONG_LINE else ""
+        lines.append(f"{long}{text}{end}")
+    return lines
+
+
+def nearest_version(source: bytes, began: datetime) -> tuple[str, bytes] | None:
+    """(commit, content) of the version of train_gpt.py that has the most lines in common with
+    `source`: of the last VERSIONS on the main branch from before the runs of a record began, so
+    that the record itself is not among them. None if there are none."""
+    main = main_branch()
+    if not main:
+        return None
+    words = "--format=%h", f"--before={began}", f"-{VERSIONS}", main, "--", "train_gpt.py"
+    commits = git("log", *words).decode().split()
+    asked = "".join(f"{commit}:train_gpt.py\n" for commit in commits)
+    answer = io.BytesIO(git("cat-file", "--batch", stdin=asked.encode()))
+    lines = set(source.splitlines())
+    best, fewest = None, math.inf
+    for commit in commits:
+        kind, size = answer.readline().split()[-2:]
+        if kind != b"blob":  # deleted in this commit
+            continue
+        content = answer.read(int(size))
+        answer.readline()
+        others = len(lines ^ set(content.splitlines()))
+        if others < fewest:
+            best, fewest = (commit, content), others
+    return best
+
+
+def differences(old: bytes, new: bytes, names: tuple[str, str]) -> tuple[list[str], int]:
+    """(the unified diff of two sources, the number of lines in it that differ)."""
+    lines = [*difflib.unified_diff(shown_lines(old), shown_lines(new), *names, lineterm="")]
+    return lines, sum(line[0] in "+-" for line in lines[2:])
 
 
 def diff(root: Path, args) -> str:
-    """The source of a record as a unified diff against the source of the record before it. The
-    record need be neither valid nor among the others."""
+    """The source of a record as a unified diff against the source of the record before it or, where
+    that is far, against the nearest version of train_gpt.py. What else the record changes is
+    printed on stderr. The record need be neither valid nor among the others."""
     folder = Path(args.record).resolve()
     with about(folder.name):
         need((folder / "record.json").is_file(), "record.json: cannot be read (No such file)")
         runs = [C.read_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
         need(runs, "it has no runs")
         need(len({run.source for run in runs}) == 1, "its runs have several sources")
+    new = runs[0].source
+    label = f"{folder.parent.name}/{folder.name}"
     before = record_before(root, folder, runs)
     if before:
         name = f"{before.fields['track']}/{before.folder.name}"
-        source = before.runs[0].source
-        print(f"compared with {name}", file=sys.stderr)
+        old = before.runs[0].source
+        notes = changed_settings(before.runs, runs)
     else:
-        name = "train_gpt.py"
-        source = (HERE.parent / name).read_bytes()
-        first = f"{folder.name} is the first of its class"
-        print(f"{first}: compared with {name} of this repository", file=sys.stderr)
-    old, new = (visible(text.decode()).splitlines() for text in (source, runs[0].source))
-    names = name, f"{folder.parent.name}/{folder.name}"
-    return "\n".join(difflib.unified_diff(old, new, *names, lineterm=""))
+        name = "train_gpt.py of this repository"
+        old = (HERE.parent / "train_gpt.py").read_bytes()
+        notes = [f"{folder.name} is the first of its class"]
+    lines, count = differences(old, new, (name, label))
+    notes.append(f"lines that differ from {name}: {count:,}")
+    nearest = nearest_version(new, min(run.began for run in runs)) if count > FAR else None
+    if nearest:
+        commit, version = nearest
+        other = f"train_gpt.py of commit {commit}"
+        fewer, few = differences(version, new, (other, label))
+        notes.append(f"lines that differ from {other}, the nearest one: {few:,}")
+        if few < count:
+            name, old, lines = other, version, fewer
+    notes.append(f"compared with {name}")
+    print("\n".join(map(visible, notes)), file=sys.stderr)
+    if not lines and old != new:
+        return "the sources have other bytes, though their lines are the same: see the last line"
+    return "\n".join(lines)
 
 
 def git(*words: str, stdin=b"") -> bytes:
@@ -239,11 +348,23 @@ def git(*words: str, stdin=b"") -> bytes:
     return subprocess.run(command, input=stdin, capture_output=True).stdout
 
 
+def main_branch() -> str:
+    """The main branch of this clone, "" if it has none. Commits of other branches can be those of
+    whoever submits a record."""
+    for name in MAIN:
+        if git("rev-parse", "--verify", "--quiet", name):
+            return name
+    return ""
+
+
 def commits_with(source: bytes) -> list[str]:
-    """The commits of this clone in which train_gpt.py became `source`, or ceased to be it; the
+    """The commits on the main branch in which train_gpt.py became `source`, or ceased to be it; the
     oldest is last."""
+    main = main_branch()
+    if not main:
+        return []
     blob = git("hash-object", "--stdin", stdin=source).decode().strip()
-    found = git("log", "--format=%H", f"--find-object={blob}", "--", "train_gpt.py")
+    found = git("log", "--format=%H", f"--find-object={blob}", main, "--", "train_gpt.py")
     return found.decode().split()
 
 
@@ -252,18 +373,23 @@ def need_tools(folder: Path, source: bytes):
     history that is not here: in a ZIP, or a clone of few commits."""
     is_ours = folder.is_relative_to(HERE)
     is_today = source == (HERE.parent / "train_gpt.py").read_bytes()
-    history = git("rev-parse", "--is-shallow-repository") == b"false\n"
+    whole = git("rev-parse", "--is-shallow-repository") == b"false\n"
+    history = whole and main_branch()
     lacking = "its source needs the tools in data/ of its day: take a clone with its history, "
-    cure = "no ZIP and no --depth (git fetch --unshallow gets the rest), and install git"
+    cure = "no ZIP and no --depth (git fetch --unshallow gets the rest), with its branch main, "
+    cure += "and install git"
     need(history or is_today or not is_ours or commits_with(source), lacking + cure)
 
 
 def lay_out(source: bytes, home: Path):
     """Write `source` as home/train_gpt.py, with data/ beside it. Older sources run tools in data/
-    and get those of the commit that brought the source; token shards are those of this clone."""
+    and get those of the commit on the main branch that brought the source; token shards are those
+    of this clone. Refused if data/ or one of its tools is a link."""
+    today = HERE.parent / "data"
+    for path in (today, *today.glob("*.py")):
+        C.need_no_link(path)
     home.mkdir()
     (home / "train_gpt.py").write_bytes(source)
-    today = HERE.parent / "data"
     commits = commits_with(source)
     if not commits:
         (home / "data").symlink_to(today, target_is_directory=True)
@@ -297,7 +423,9 @@ def confirm(args, run: Run, environment: dict[str, str]):
     can_ask = args.yes or (sys.stdin is not None and sys.stdin.isatty())
     need(can_ask, "reproduce runs a source that was submitted: read it (diff), then add --yes")
     lines = [f"command: {shlex.join(['python', 'train_gpt.py', *run.words])}"]
-    lines += [f"environment: {name}={value}" for name, value in environment.items()]
+    for name, value in run.facts["environment"].items():
+        is_set = name in environment
+        lines.append(f"environment{'' if is_set else ', not set here'}: {name}={value}")
     rights = "in a sandbox" if args.sandbox else "with all your rights (see --sandbox)"
     lines.append(f"this runs a source that was submitted, {rights}; `diff` shows what it changes")
     print("\n".join(map(visible, lines)), file=sys.stderr)
@@ -329,28 +457,50 @@ def why_no_checkpoint(run: Run, out: Path) -> str:
     return reason
 
 
-def compare_losses(old: Run, new: Run, data: list[str]) -> str:
-    """A line about the loss that this repository computes from the last checkpoint of the run
-    `new`; Refused if the run has reported another one."""
+def compute_loss(old: Run, new: Run, data: list[str]) -> tuple[float, str]:
+    """The loss that this repository computes from the last checkpoint of the run `new`, and "". If
+    it cannot be computed: the loss that the run reports, and the reason. Refused if there is no
+    checkpoint, or if the run has reported another loss."""
     checkpoint = new.folder / "checkpoints" / str(new.facts["steps"])
+    there = checkpoint.is_dir() and not checkpoint.is_symlink()
+    need(there, "not reproduced: the run left no checkpoint, though its command asks for one")
     loss, reason = recheck(old, checkpoint, *data)
     if reason:
-        return f"{NOT_COMPUTED}{reason}"
+        return new.loss, reason
     found = f"this repository's code computes a loss of {loss:.4f} from the last checkpoint"
+    print(f"seed 0: {found}, the run reports {new.loss:.4f}", flush=True)
     causes = "its source has another model (see diff), or reports a wrong loss"
     differs = f"{found}, the run reports {new.loss:.4f}: {causes}"
     need(abs(loss - new.loss) <= LOSS_OFF, f"not reproduced: {differs}")
-    return f"{found}, the run reports {new.loss:.4f}"
+    return loss, ""
 
 
-def check_reproduced(record: Record, old: Run, new: Run) -> str:
-    """A line about a run that was made again. Refused if it is another run, or if its loss is not
-    in the interval in which 99% of further runs of the recorded mean and deviation are."""
+def check_mean(root: Path, record: Record, losses: list[float]):
+    """Refuse if the mean of the reproduced losses is above the track's target or, where there is no
+    target, above the mean loss of the record that stood before this record. The deviation of the
+    recorded losses, which can be invented, does not count here."""
+    track = C.TRACKS[record.fields["track"]]
+    limit = track.target
+    if track.parameters:
+        before = record_before(root, record.folder, record.runs)
+        limit = before.result["mean_loss"] if before else math.inf
+    mean = np.mean(losses)
+    above = f"the mean loss of {len(losses)} reproduced runs is {mean:.4f}, above {limit:.4f}"
+    need(mean <= limit, f"not reproduced: {above}: reproduce more seeds with --runs")
+
+
+def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:
+    """A line about a run that was made again. Refused if it is another run, if it does not keep the
+    rules of the track, or if its loss is not in the interval in which 99% of further runs of the
+    recorded mean and deviation are."""
     other = "other tokens than the record's (another Python has another demo corpus)"
     need(new.facts["data"] == old.facts["data"], other)
     free = C.FREE | {"checkpoint_end": ""}
     configs = [run.facts["config"] | free for run in (new, old)]
     C.agree("config of the command, of the record", *configs)
+    sizes = [run.facts.get("parameters") for run in (new, old)]
+    C.agree("parameters of the reproduced run, of the record", *sizes)
+    C.check_run(C.TRACKS[record.fields["track"]], new, pinned)
     n = len(record.runs)
     mean = record.result["mean_loss"]
     reach = scipy.stats.t.ppf(0.995, n - 1) * record.result["sd_loss"] * math.sqrt(1 + 1 / n)
@@ -359,55 +509,81 @@ def check_reproduced(record: Record, old: Run, new: Run) -> str:
     pairs = zip(new.train_losses, old.train_losses, strict=True)
     equal = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     digits = "equal to the last digit" if equal is None else f"equal for {equal} steps"
+    if equal is None:
+        final = f"final loss {new.loss:.7f}, recorded {old.loss:.7f}"
+        differs = f"not reproduced: all training losses are equal, but not the {final}"
+        need(abs(new.loss - old.loss) <= SAME_LOSS, differs)
     loss = f"loss {new.loss:.4f}, recorded {old.loss:.4f}"
     seconds = f"{new.seconds:.2f} s on {new.hardware}, recorded {old.seconds:.2f} s"
     return f"{loss}; {seconds}; training losses {digits}"
+
+
+def workplace(folder: Path, out: Path, source: bytes, boxed: bool, environment: dict) -> Callable:
+    """A function (arguments of train_gpt.py) -> the run of `source`, which goes into `out`.
+    `folder`, which has its compilation cache and its temporary files, is made anew: nothing stays
+    but compiled programs."""
+    home, cache, work = (folder / name for name in ("source", "cache", "work"))
+    files = [path for path in cache.glob("*-cache") if path.is_file() and not path.is_symlink()]
+    programs = {path.name: path.read_bytes() for path in files}
+    if folder.exists():
+        shutil.rmtree(folder)
+    for path in (cache, work, out):
+        path.mkdir(parents=True, exist_ok=True)
+    for name, program in programs.items():
+        (cache / name).write_bytes(program)
+    lay_out(source, home)
+    env = environment | {"JAX_COMPILATION_CACHE_DIR": str(cache), "TMPDIR": str(work)}
+    box = sandbox(home, [cache, work, out]) if boxed else None
+    return lambda words: train_with(home, words, out, env, box)
 
 
 def reproduce(root: Path, args) -> str:
     """Run a record's own source again, and print what comes out. What it reports itself is held
     against what this repository computes from its last checkpoint, and against the time of a
     process whose programs were compiled by another one."""
-    record = C.check_record(Path(args.record).resolve(), C.read_json(root / "tokens.json"))
+    pinned = C.read_json(root / "tokens.json")
+    record = C.check_record(Path(args.record).resolve(), pinned)
     n = len(record.runs)
     need(1 <= args.runs <= n, f"--runs {args.runs}: the record has 1 to {n}")
     runs = sorted(record.runs, key=lambda run: run.facts["seed"])[: args.runs]
     first = runs[0]
     need_tools(record.folder, first.source)
     recorded = first.facts["environment"].items()
-    environment = {x: y for x, y in recorded if x in REPEATED and "<redacted:" not in y}
+    environment = {x: y for x, y in recorded if x in REPEATED and MARKER not in y}
     data = ["--data", str(Path(args.data).resolve())] if args.data else []
     confirm(args, first, environment)
     with tempfile.TemporaryDirectory() as temporary:
-        home, cache, work = (Path(temporary, name) for name in ("source", "cache", "work"))
+        place = Path(temporary, "place")
         out = Path(args.out or Path(temporary, "runs")).resolve()
-        for folder in (cache, work, out):
-            folder.mkdir(parents=True, exist_ok=True)
-        environment |= {"JAX_COMPILATION_CACHE_DIR": str(cache), "TMPDIR": str(work)}
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        box = sandbox(home, [cache, work, out]) if args.sandbox else None
-        lay_out(first.source, home)
+        train = workplace(place, out, first.source, args.sandbox, environment)
         reason = why_no_checkpoint(first, out)
         keep = [] if reason else ["--set", "checkpoint_end=always"]
+        losses = []
         for seed, old in enumerate(runs):
             with about(f"seed {seed}"):
                 words = [*old.words, *data, "--seed", str(seed)]
                 if seed == 0:  # one checkpoint is enough: it can have 70 GB
                     words += keep
-                new = train_with(home, words, out, environment, box)
-                print(f"seed {seed}: {check_reproduced(record, old, new)}", flush=True)
-                if seed == 0:
-                    line = f"{NOT_COMPUTED}{reason}" if reason else compare_losses(old, new, data)
-                    print(f"seed 0: {line}", flush=True)
+                new = train(words)
+                print(f"seed {seed}: {check_reproduced(record, old, new, pinned)}", flush=True)
+                losses.append(new.loss)
+                if seed == 0 and keep:
+                    losses[0], reason = compute_loss(old, new, data)
+        check_mean(root, record, losses)
         with about("seed 0 again"):
             words = [*first.words, *data, "--seed", "0"]
+            train = workplace(place, out / "again", first.source, args.sandbox, environment)
             began = time.monotonic()
-            new = train_with(home, words, out / "again", environment, box)
+            new = train(words)
             took = time.monotonic() - began
-            check_reproduced(record, first, new)
+            check_reproduced(record, first, new, pinned)
             process = f"its process took {took:.2f} s with programs that were compiled before"
-            print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training")
+            share = f"{new.seconds / took:.0%} of it"
+            print(f"seed 0 again: {process}, it reports {new.seconds:.2f} s of training, {share}")
             need(new.seconds <= took, f"not reproduced: {process}, so not {new.seconds:.2f} s")
+    if reason:
+        raise Unproven(f"reproduced, but its loss was not computed again: {reason}")
     return "reproduced"
 
 
@@ -532,8 +708,11 @@ def main(argv=None) -> int:
         said = do[args.do](root, args)
         if said:  # no line if sources do not differ
             print(said)
+    except Unproven as error:
+        print(visible(" ".join(str(error).split())))
+        return 1
     except (Refused, OSError, ImportError, UnicodeError) as error:
-        print("refused:", " ".join(str(error).split()), file=sys.stderr)
+        print("refused:", visible(" ".join(str(error).split())), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

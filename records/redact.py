@@ -1,6 +1,6 @@
 """Copies of runs without names of people and machines, and without secrets: records are public.
 
-Home folders, user names in paths, hosts and secrets are replaced by markers such as
+Home folders, user names in paths, hosts and secrets, also in URLs, are replaced by markers such as
 <redacted:home>, in run.json and log.txt alike, so a copy is as consistent as its run. The source at
 the head of log.txt is not changed, because its hash is checked.
 """
@@ -16,20 +16,26 @@ RULE = re.compile(r"^={100}\n", re.M)  # after the source in log.txt
 END = r"(?=[/\s:;,'\"]|$)"  # of a part of a path
 HOME = rf"/(?:home|Users)/([^/\s:;,'\"]+)|/root{END}"
 # Variables of the environment, by their names.
-SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD")
-HOST = re.compile("HOSTNAME|ADDRESS")
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|AUTH|CRED", re.I)
+HOST = re.compile("HOSTNAME|ADDRESS", re.I)
+MARKER = "<redacted:"
+LOGIN = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")  # USER:PASSWORD in a URL
+PLACE = re.compile(r"[a-z]+://[^\s'\",]+|(?<![\w.:/>-])/[\w.-][^\s'\",:;]*")  # URL or absolute path
 COORDINATOR = re.compile(r"(--coordinator[= ]+)\S+")
 
 
 class Redactor:
-    """Redacts the fields of run.json and the lines of log.txt of one run."""
+    """Redacts the fields of run.json and the lines of log.txt of one run.
 
-    def __init__(self, facts: dict):
+    facts: run.json. log: log.txt without the source; a resumed run has other commands there.
+    """
+
+    def __init__(self, facts: dict, log: str):
         self.kinds = set()  # of what has been replaced
         own = str(Path.home())
         homes = HOME if own == "/" else f"{HOME}|{re.escape(own)}{END}"
         self.homes = re.compile(homes)
-        text = json.dumps(facts, ensure_ascii=False)
+        text = json.dumps(facts, ensure_ascii=False) + log
         users = {match[1] for match in self.homes.finditer(text) if match[1]}
         with contextlib.suppress(OSError, KeyError):  # this user may have no name
             users.add(getpass.getuser())
@@ -42,7 +48,8 @@ class Redactor:
         return f"<redacted:{kind}>"
 
     def text(self, text: str) -> str:
-        """A text without home folders and user names."""
+        """A text without home folders, user names, and logins in URLs."""
+        text = LOGIN.sub(lambda _: self.marker("secret"), text)
         text = self.homes.sub(lambda _: self.marker("home"), text)
         return self.users.sub(lambda _: self.marker("user"), text) if self.users else text
 
@@ -66,7 +73,8 @@ class Redactor:
         return self.text(value) if isinstance(value, str) else value
 
     def line(self, line: str) -> str:
-        """A line of log.txt behind the source: many are NAME: FIELD."""
+        """A line of log.txt behind the source: many are NAME: FIELD. If there is nothing to redact
+        in the field, the line is as it was."""
         name, colon, value = line.partition(": ")
         if name == "command":
             return f"{name}{colon}{self.field(name, value)}"
@@ -74,23 +82,30 @@ class Redactor:
             value = json.loads(value)
         except ValueError:
             return self.text(line)
-        return f"{name}{colon}{json.dumps(self.field(name, value))}"
+        redacted = self.field(name, value)
+        return line if redacted == value else f"{name}{colon}{json.dumps(redacted)}"
 
 
-def copy_redacted(run_dir: Path, copy: Path) -> set[str]:
-    """Copy the files of a run that a record has; returns the kinds of what was replaced."""
+def read_texts(run_dir: Path) -> tuple[dict, str, str]:
+    """(run.json, the source in log.txt, the rest of log.txt)."""
     facts = json.loads((run_dir / "run.json").read_text("utf-8"))
-    redactor = Redactor(facts)
+    log = (run_dir / "log.txt").read_bytes().decode()
+    end = RULE.search(log).start()
+    return facts, log[:end], log[end:]
+
+
+def copy_redacted(run_dir: Path, copy: Path) -> tuple[set[str], set[str]]:
+    """Copy the files of a run that a record has; returns the kinds of what was replaced, and the
+    absolute paths and URLs that the copy still has, for its owner to look at."""
+    facts, source, log = read_texts(run_dir)
+    redactor = Redactor(facts, log)
     new = {name: redactor.field(name, value) for name, value in facts.items()}
     copy.mkdir()
     shutil.copy(run_dir / "metrics.jsonl", copy)
     if new == facts:
         shutil.copy(run_dir / "run.json", copy)
-        shutil.copy(run_dir / "log.txt", copy)
-        return set()
-    (copy / "run.json").write_text(json.dumps(new, indent=1) + "\n", "utf-8")
-    log = (run_dir / "log.txt").read_bytes().decode()
-    end = RULE.search(log).start()
-    lines = map(redactor.line, log[end:].split("\n"))
-    (copy / "log.txt").write_bytes((log[:end] + "\n".join(lines)).encode())
-    return redactor.kinds
+    else:
+        (copy / "run.json").write_text(json.dumps(new, indent=1) + "\n", "utf-8")
+    log = "\n".join(map(redactor.line, log.split("\n")))
+    (copy / "log.txt").write_bytes((source + log).encode())
+    return redactor.kinds, {*PLACE.findall(log)}

@@ -63,6 +63,7 @@ def write_run(
         "host": {"cpu": "A CPU", "cores": 2, "platform": "Linux"},
         "environment": {"JAX_PLATFORMS": "cpu"},
         "choices": {"kernels": "plain: this is a CPU", "compiler_options": {}},
+        "parameters": 1_000_000,
         "data": BUILTIN,
         "steps": steps,
         "tokens": metrics[-1]["tokens"],

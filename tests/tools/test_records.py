@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import asdict, replace
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,15 @@ def refusal(root: Path, capsys, *words) -> str:
     capsys.readouterr()
     assert tool(root, *(words or ["check"])) == 1
     (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("refused: ")
+    return line
+
+
+def refusal_at_end(root: Path, capsys, *words) -> str:
+    """The last line of a command that prints other lines before it refuses."""
+    capsys.readouterr()
+    assert tool(root, *words) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("refused: ")
     return line
 
@@ -180,9 +190,9 @@ def set_clock_back(record: Path, run: Path):
                 in_log(record, run, old, new)
 
 
-def other_source(record: Path, run: Path):
+def other_source(record: Path, run: Path, old="a trainer", new="a cheater"):
     """The run has another source, with its hash."""
-    in_log(record, run, "a trainer", "a cheater")
+    in_log(record, run, old, new)
     source = (run / "log.txt").read_text().split(f"\n{RULE}\n")[0]
     edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
 
@@ -414,6 +424,122 @@ def test_only_records_from_before_the_rule_have_other_numbers_of_runs(tmp_path, 
     assert all((ROOT / "records" / name / "record.json").exists() for name in C.OLDER)
 
 
+def test_an_older_record_cannot_be_altered(tmp_path, capsys):
+    """For it is exempt from newer rules."""
+    name = "cpu/2026-11-24_FourLayers"
+    copy = shutil.copytree(ROOT / "records" / name, tmp_path / name)
+    shutil.copy(ROOT / "records/tokens.json", tmp_path)
+    (copy / "README.md").write_text("Prose may be corrected.")
+    assert C.check_record(copy, C.read_json(tmp_path / "tokens.json"))
+    edit_json(copy / "record.json", what="Four layers.")
+    assert f"{name}: its files were changed" in refusal(tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "text,reason",
+    [
+        ("x = 1\r", "line 4 of its source has U+000D: only printable ASCII, tabs and line ends"),
+        ("x = 1\f", "line 4 of its source has U+000C"),
+        ("\x1b[8m", "line 4 of its source has U+001B"),
+        ("s = 'caf\u00e9'", "line 4 of its source has U+00E9"),
+        ("a\u2028b", "line 4 of its source has U+2028"),
+        ("\tx = 1  # coding: rot13", ""),  # not in the first two lines
+    ],
+)
+def test_a_source_that_shows_other_than_what_python_reads_is_refused(
+    records, tmp_path, capsys, text, reason
+):
+    source = f"{SOURCE}{text}\n"
+    runs = []
+    for seed in range(4):
+        run = write_run(tmp_path, seed, as_json(TINY), GOOD + seed / 1000, 5 + seed / 100, day=3)
+        log = (run / "log.txt").read_text().removeprefix(SOURCE)
+        (run / "log.txt").write_bytes((source + log).encode())
+        edit_json(run / "run.json", source_sha256=sha256(source.encode()).hexdigest())
+        runs.append(run)
+    if reason:
+        assert reason in refused_to_add(records, capsys, runs)
+    else:
+        assert add(records, runs, "Plain") == 0
+
+
+def test_a_source_in_another_encoding_is_refused(records, tmp_path, capsys):
+    for i, cookie in enumerate(("# coding: utf-7", "#!/x\n# vim: fileencoding=rot13")):
+        runs = runs_of(tmp_path / str(i), seconds=5.0, day=3, source=f"{cookie}\n{SOURCE}")
+        said = refused_to_add(records, capsys, runs)
+        assert f"its source has another encoding: {cookie.splitlines()[-1]}" in said
+    runs = runs_of(tmp_path / "c", seconds=5.0, day=3, source=f"# -*- coding: UTF-8 -*-\n{SOURCE}")
+    assert add(records, runs, "Plain") == 0
+
+
+def test_a_run_from_the_future_is_refused(records, tmp_path, capsys, monkeypatch):
+    class Clock(datetime):
+        @classmethod
+        def now(cls):
+            return cls(2026, 1, 5)
+
+    monkeypatch.setattr(C, "datetime", Clock)
+    runs = runs_of(tmp_path / "a", seconds=5.0, source=BETTER + "#\n", day=7)
+    assert "it began in the future: check the clock" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", seconds=5.0, source=BETTER + "#\n", day=6)
+    assert add(records, runs, "Tomorrow") == 0
+
+
+def test_names_of_records_and_machines_and_hashes_are_plain(records, tmp_path, capsys):
+    host = {"cpu": "A CPU\u200b", "cores": 2, "platform": "Linux"}
+    said = refused_to_add(records, capsys, runs_of(tmp_path / "a", host=host))
+    assert "the name of its machine, A CPU<U+200B>, 2 cores, is not printable ASCII" in said
+    val = "builtin_val_000000.bin"
+    short = {val: {"bytes": 300_000, "sha256": "ab" * 31}}
+    same = {val: BUILTIN["builtin_train_000001.bin"]}
+    digits = "not 64 hexadecimal digits"
+    for other, reason in ((short, digits), (same, "two shards have the same hash")):
+        runs = runs_of(tmp_path / reason, data=BUILTIN | other)
+        assert reason in refused_to_add(records, capsys, runs, "cpu", "--pin")
+    (record,) = records.glob("cpu/*_First")
+    edit_json(record / "record.json", name="First\x1b")
+    record.rename(record.with_name("2026-01-01_First\x1b"))
+    assert "name First<U+001B> in record.json: letters, digits, hyphens" in refusal(records, capsys)
+
+
+def copy_losses(run: Path, other: Path, steps: int):
+    """Give another run the training losses of a run, for so many steps."""
+    lines = [(x / "metrics.jsonl").read_text().splitlines() for x in (run, other)]
+    for at, line in enumerate(lines[0]):
+        row = json.loads(line)
+        if "train_loss" in row and row["step"] <= steps:
+            in_metrics(None, other, at, train_loss=row["train_loss"])
+
+
+def test_a_run_that_repeats_half_of_another_one_is_refused(records, tmp_path, capsys):
+    """Of the same record, or of another one under another seed."""
+    same = {"seconds": 5.0, "day": 3, "source": BETTER + "#\n"}
+    runs = runs_of(tmp_path / "a", **same)
+    copy_losses(runs[0], runs[1], 7)
+    assert "the same training losses in 7 of 12 steps" in refused_to_add(records, capsys, runs)
+    runs = runs_of(tmp_path / "b", [GOOD - 0.01 * seed for seed in range(4)], **same)
+    (other,) = records.glob("cpu/*_First/*-s2-*")
+    copy_losses(other, runs[0], 7)
+    said = refused_to_add(records, capsys, runs)
+    assert f"{other.name} and {runs[0].name} have the same training losses in 7 of 12" in said
+    runs = runs_of(tmp_path / "c", **same)
+    copy_losses(runs[0], runs[1], 6)
+    assert add(records, runs, "Half") == 0
+
+
+def test_a_reproduced_run_with_other_parameters_is_refused(reproducible, capsys):
+    """Whose author has typed the number that the track allows into the record's logs."""
+    record = reproducible("0.1", facts={"parameters": 2_000_000})
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "parameters of the reproduced run, of the record: 2000000, not 1000000" in said
+
+
+def test_a_reproduced_run_on_other_hardware_than_the_tracks_is_refused(reproducible, capsys):
+    record = reproducible("0.1", facts={"devices": A100})
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "not the hardware of this track, platform: gpu, not cpu" in said
+
+
 def test_runs_that_do_not_report_the_same_choices_are_no_record(records, tmp_path, capsys):
     runs = runs_of(tmp_path / "a", day=3, seconds=5.0, choices={})
     assert "run.json has no choices" in refused_to_add(records, capsys, runs)
@@ -492,9 +618,10 @@ def test_fixed_data_ranks_losses_of_small_models_whatever_the_passes_and_the_har
     large = many | {"parameters": 1_002_492}
     said = refused_to_add(records, capsys, runs_of(tmp_path / "a", **large), "fixed-data")
     assert "the model has 1,002,492 numbers, this track takes up to 1,002,491" in said
-    without = {"cfg": many["cfg"]}  # as logs were before they said it
-    said = refused_to_add(records, capsys, runs_of(tmp_path / "b", **without), "fixed-data")
-    assert "'parameters' is missing" in said
+    for size in (None, True, 0, "9"):
+        runs = runs_of(tmp_path / f"b{size}", **many | {"parameters": size})
+        said = refused_to_add(records, capsys, runs, "fixed-data")
+        assert f"parameters in run.json, {size!r}, is no count" in said
     first = many | {"losses": (3.50, 3.51, 3.52, 3.51), "seconds": 20.0}
     assert add(records, runs_of(tmp_path / "c", **first), "First", "fixed-data") == 0
     other = {"source": BETTER, "day": 2, "devices": H100, "seconds": 900.0}
@@ -671,6 +798,51 @@ def test_add_redacts_homes_hosts_and_secrets_in_its_copy(tmp_path, capsys, monke
         assert not re.search("jane|mary|j\\.d|tpu-|abc|root", rest)
 
 
+def test_the_first_command_of_a_resumed_run_is_redacted(tmp_path, capsys):
+    """run.json has the last command alone, in which there may be nothing to redact."""
+    root = empty(tmp_path / "records")
+    runs = runs_of(tmp_path / "runs")
+    resume(None, runs[0])
+    (command,) = re.findall("command: (.*)", (runs[0] / "log.txt").read_text().split(RULE)[1])
+    private = f"{command} --cache /home/jane/x --coordinator tpu-0:1"
+    in_log(None, runs[0], f"command: {command}\n", f"command: {private}\n")
+    assert add(root, runs, "Private") == 0
+    (copy,) = root.glob(f"cpu/*/{runs[0].name}")
+    assert not re.search("jane|tpu-0", (copy / "log.txt").read_text())
+    for name in ("run.json", "metrics.jsonl"):
+        assert (copy / name).read_bytes() == (runs[0] / name).read_bytes()
+
+
+def test_secrets_of_all_spellings_and_logins_in_urls_are_redacted(tmp_path, capsys):
+    """What else could be private is printed."""
+    root = empty(tmp_path / "records")
+    hidden = "wandb_api_key", "Http_Auth", "MY_CREDENTIALS", "DB_PASS", "worker_hostname"
+    environment = dict.fromkeys(hidden, "hunter2") | {
+        "http_proxy": "http://mary:hunter2@proxy.example.com:80/x",
+        "XLA_FLAGS": "--xla_dump_to=/scratch/secret-project",
+    }
+    runs = runs_of(tmp_path / "runs", environment=environment)
+    assert add(root, runs, "Private") == 0
+    shown = capsys.readouterr().err.splitlines()
+    url = "http://<redacted:secret>@proxy.example.com:80/x"
+    assert shown[0].startswith("paths and URLs in the record")
+    assert shown[1:] == ["/mine", "/scratch/secret-project", url]
+    for path in root.glob("cpu/*/*/*"):
+        assert not re.search("hunter2|mary", path.read_text())
+
+
+def test_runs_that_only_redaction_makes_equal_are_no_record(tmp_path, capsys):
+    root = empty(tmp_path / "records")
+    runs = runs_of(tmp_path / "a")
+    for seed, run in enumerate(runs):
+        in_one(None, run, environment={"TF_KEY_FLAGS": f"--fast={seed}"})
+    assert "environment of " in refused_to_add(root, capsys, runs)
+    runs = runs_of(tmp_path / "b", environment={"TF_KEY_FLAGS": "<redacted:secret>"})
+    assert "has a <redacted:...> in it: name the original runs" in refused_to_add(
+        root, capsys, runs
+    )
+
+
 def test_a_run_with_nothing_to_redact_is_copied_byte_for_byte(original, tmp_path):
     (run,) = runs_of(tmp_path, [GOOD])
     (copy,) = (original / "cpu/2026-01-01_First").glob(run.name)
@@ -713,20 +885,23 @@ def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
 
     capsys.readouterr()
     first, second = sorted((records / "cpu").iterdir())
-    assert diff(second) == (CHANGE, "compared with cpu/2026-01-01_First\n")
+    few = "lines that differ from cpu/2026-01-01_First: 1\ncompared with cpu/2026-01-01_First\n"
+    assert diff(second) == (CHANGE, few)
     shown = diff(first)
     ours = (ROOT / "train_gpt.py").read_text().splitlines()
-    assert "is the first of its class: compared with train_gpt.py of this rep" in shown.err
+    assert "is the first of its class\n" in shown.err
+    assert shown.err.endswith("compared with train_gpt.py of this repository\n")
     assert len(re.findall("^-(?!-- )", shown.out, re.M)) > len(ours) - 3
     shutil.copytree(records, tmp_path / "theirs")  # of a pull request, say
-    source = BETTER.replace("True", "1\x1b[8m")  # which hides what follows on a terminal
-    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=source)
+    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=BETTER.replace("True", "1"))
     assert add(tmp_path / "theirs", runs, "Third") == 0
     capsys.readouterr()
     new = tmp_path / "theirs/cpu/2026-01-03_Third"
+    for run in new.glob("*-s*-*"):
+        other_source(new, run, "better = 1", "better = 1\x1b[8m")  # which hides what follows
     shown = diff(new)
-    assert shown.err == "compared with cpu/2026-01-02_Second\n"
-    assert shown.out.splitlines()[-2:] == ["-better = True", r"+better = 1\x1b[8m"]
+    assert shown.err.endswith("compared with cpu/2026-01-02_Second\n")
+    assert shown.out.splitlines()[-2:] == ["-better = True", "+better = 1<U+001B>[8m"]
     edit_json(new / "record.json", result={})  # it need not be valid
     assert diff(shutil.copytree(new, records / "cpu" / new.name)) == shown
     in_log(new, next(new.glob("*-s2-*")), "better = 1", "better = 2")
@@ -734,6 +909,63 @@ def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
     other_source(new, next(new.glob("*-s2-*")))
     assert "its runs have several sources" in refusal(records, capsys, "diff", new)
     assert "record.json: cannot be read" in refusal(records, capsys, "diff", tmp_path)
+
+
+def test_no_two_texts_are_shown_as_the_same():
+    texts = "a\x1b", r"a\x1b", "a<U+001B>", "a<U+003C>U+001B>", "a\r", "a\u2028", "a\xa0", "a "
+    shown = {C.visible(text) for text in texts}
+    assert len(shown) == len(texts) and all(text.isprintable() for text in shown)
+    assert C.visible("x < y\t<U\n") == "x < y\t<U\n"
+    shown = L.shown_lines(b"a \n\n\t\nb\t \n" + b"c" * 201 + b"\nd\r\n")
+    assert shown[:4] == ["a<U+0020>", "", "<U+0009>", "b<U+0009><U+0020>"]
+    assert shown[4:] == [f"<201 characters>{'c' * 201}", "d<U+000D>"]
+
+
+def test_diff_says_what_else_a_record_changes_and_that_bytes_differ(records, tmp_path, capsys):
+    """In settings, on stderr; and where the only change of the source cannot be shown."""
+    cfg = replace(TINY, lr_anvil=0.5)
+    changes = {"source": BETTER.rstrip("\n"), "environment": {"XLA_FLAGS": "--x\x1b"}, "cfg": cfg}
+    changes |= {"versions": {"python": "3.11.9", "jax": "0.10.3", "jaxlib": "0.10.2"}}
+    assert add(records, runs_of(tmp_path, day=3, seconds=5.0, **changes), "Third") == 0
+    capsys.readouterr()
+    assert tool(records, "diff", records / "cpu/2026-01-03_Third") == 0
+    out, err = capsys.readouterr()
+    assert out == (
+        "the sources have other bytes, though their lines are the same: see the last line\n"
+    )
+    assert err.splitlines() == [
+        f"config.lr_anvil: {TINY.lr_anvil} -> 0.5",
+        "environment.JAX_PLATFORMS: 'cpu' -> nothing",
+        "versions.jax: '0.10.2' -> '0.10.3'",
+        r"environment.XLA_FLAGS: nothing -> '--x\x1b'",
+        "lines that differ from cpu/2026-01-02_Second: 0",
+        "compared with cpu/2026-01-02_Second",
+    ]
+
+
+def test_diff_of_a_far_source_is_against_the_nearest_version_on_the_main_branch(
+    records, clone, tmp_path, capsys, monkeypatch
+):
+    """From before the runs: neither the submitter's own commits nor the merged record's."""
+    monkeypatch.setattr(L, "FAR", 2)
+    new = "".join(f"x = {i}\n" for i in range(9))
+    commit(clone, f"{new}cheat = 1\n", "2025-02-01T00:00:00Z")
+    subprocess.run(["git", "checkout", "-q", "main"], cwd=clone, check=True)
+    commit(clone, new, "2025-03-01T00:00:00Z")
+    commit(clone, "last\n", "2025-04-01T00:00:00Z")
+    commit(clone, f"{new}cheat = 1\n", "2026-02-01T00:00:00Z")
+    runs = runs_of(tmp_path / "runs", day=3, seconds=5.0, source=f"{new}cheat = 1\n")
+    assert add(records, runs, "Third") == 0
+    capsys.readouterr()
+    assert tool(records, "diff", records / "cpu/2026-01-03_Third") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "+cheat = 1" and len(out.splitlines()) == 7
+    standing, nearest, compared = err.splitlines()
+    assert standing == "lines that differ from cpu/2026-01-02_Second: 14"
+    assert re.fullmatch(
+        "lines that differ from train_gpt.py of commit .*, the nearest one: 1", nearest
+    )
+    assert compared.startswith("compared with train_gpt.py of commit ")
 
 
 # ---- The page ----------------------------------------------------------------------------------
@@ -790,12 +1022,19 @@ seed, out = (args[args.index(name) + 1] for name in ("--seed", "--out"))
 loss = {loss} + int(seed) / 1000
 config, source = json.loads({config!r}), Path(__file__).read_text()
 command = " ".join(["python", *sys.argv])
-write_run(Path(out), int(seed), config, loss, {seconds}, source=source, command=command)
+asked = "checkpoint_end=always" in args
+config["checkpoint_end"] = "always" if asked else "auto"
+facts = {facts} | dict(source=source, command=command)
+run = write_run(Path(out), int(seed), config, loss, {seconds}, **facts)
+if asked and {saves}:
+    (run / "checkpoints/12").mkdir(parents=True)
 """
 
 
-def stub(path: Path, loss: float, seconds, **changes) -> Path:
-    """A source that trains nothing, and writes a run in no time; `changes` of its config."""
+def stub(path: Path, loss: float, seconds, saves=True, facts=(), **changes) -> Path:
+    """A source that trains nothing, and writes a run in no time; `changes` of its config, `facts`
+    in its run.json. `saves`: whether it leaves a checkpoint where its command asks for one."""
+    facts = dict(facts)
     config = json.dumps(as_json(TINY) | changes)
     path.write_text(STUB.format(tests=str(ROOT / "tests/helpers"), **locals()))
     return path
@@ -875,8 +1114,8 @@ def reproducible(tmp_path, monkeypatch):
         assert checkpoint.parts[-2:] == ("checkpoints", "12") and not more
         return record.loss, ""
 
-    def record(seconds: str) -> Path:
-        source = stub(tmp_path / "a.py", GOOD, seconds).read_text()
+    def record(seconds: str, **changes) -> Path:
+        source = stub(tmp_path / "a.py", GOOD, seconds, **changes).read_text()
         runs = runs_of(tmp_path / "runs", [GOOD + x / 1000 for x in range(4)], 1.0, source=source)
         assert add(record.root, runs, "Stub") == 0
         (folder,) = (record.root / "cpu").iterdir()
@@ -898,7 +1137,8 @@ def test_reproduce_runs_the_records_own_source(reproducible, capsys, tmp_path):
     assert first.endswith("equal to the last digit") and end == "reproduced"
     assert loss.startswith(f"seed 0: this repository's code computes a loss of {GOOD:.4f} from")
     assert second.startswith(f"seed 1: loss {GOOD + 0.001:.4f}, recorded {GOOD + 0.001:.4f}; 0.10")
-    form = r"seed 0 again: its process took \d+\.\d\d s with .*, it reports 0\.10 s of training"
+    form = r"seed 0 again: its process took \d+\.\d\d s with .*, it reports 0\.10 s of training, "
+    form += r"\d+% of it"
     assert re.fullmatch(form, again)
     assert err.splitlines()[:2] == [
         "command: python train_gpt.py tiny",
@@ -928,8 +1168,89 @@ def test_reproduce_believes_neither_a_loss_nor_a_time(reproducible, capsys):
     assert f"loss of {GOOD + 0.01:.4f} from the last checkpoint, the run reports {GOOD:.4f}" in said
     reproducible.reason = "it has other settings"
     assert tool(root, "reproduce", record, "--yes") == 1
-    said = capsys.readouterr().out.splitlines()
-    assert "seed 0: its loss could not be computed again: it has other settings" in said
+    assert "so not 99.00 s" in capsys.readouterr().err
+
+
+def test_the_timed_process_finds_programs_and_nothing_else(tmp_path):
+    """The process before could have left the losses that it is to report."""
+    place = tmp_path / "place"
+    for name in ("cache/folder-cache", "work", "source"):
+        (place / name).mkdir(parents=True)
+    program = "cache/jit_step-0f-cache"
+    for name in (program, "cache/jit_step-0f-atime", "cache/x.json", "work/x.json", "source/x"):
+        (place / name).write_text(name)
+    (place / "cache/link-cache").symlink_to("x.json")
+    L.workplace(place, tmp_path / "out", b"a source", False, {})
+    left = {str(path.relative_to(place)) for path in place.rglob("*")}
+    assert left == {"cache", "work", "source", "source/train_gpt.py", "source/data", program}
+    assert (place / program).read_text() == program
+
+
+def test_reproduce_shows_variables_that_it_does_not_set(tmp_path, capsys, monkeypatch):
+    root = empty(tmp_path / "records")
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "LIBTPU_KEY": "secret"}
+    assert add(root, runs_of(tmp_path / "runs", environment=environment), "Variables") == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    (record,) = (root / "cpu").iterdir()
+    capsys.readouterr()
+    run = C.read_run(next(record.glob("*-s0-*")))
+    L.confirm(SimpleNamespace(yes=True, sandbox=False), run, {"JAX_PLATFORMS": "cpu"})
+    assert capsys.readouterr().err.splitlines()[1:4] == [
+        "environment: JAX_PLATFORMS=cpu",
+        "environment, not set here: JAX_ENABLE_X64=1",
+        "environment, not set here: LIBTPU_KEY=<redacted:secret>",
+    ]
+
+
+def test_a_loss_that_was_not_computed_again_is_not_plainly_reproduced(reproducible, capsys):
+    record, root = reproducible("0.1"), reproducible.root
+    reproducible.reason = "it has other settings"
+    capsys.readouterr()
+    assert tool(root, "reproduce", record, "--yes") == 1
+    out, err = capsys.readouterr()
+    end = "reproduced, but its loss was not computed again: it has other settings"
+    assert out.splitlines()[-1] == end and "refused" not in err
+
+
+def test_a_checkpoint_that_is_missing_is_a_refusal(reproducible, capsys):
+    record = reproducible("0.1", saves=False)
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "seed 0: not reproduced: the run left no checkpoint" in said
+
+
+def reproduce_losses(tmp_path, capsys, recorded, offset, *words) -> str:
+    """The last line about a record with the losses `recorded`, whose source reaches `offset` above
+    the target with seed 0, and 0.001 more with each further seed."""
+    root = empty(tmp_path / "records")
+    source = stub(tmp_path / "a.py", TARGET + offset, 0.1).read_text()
+    assert add(root, runs_of(tmp_path / "runs", recorded, 1.0, source=source), "Wide") == 0
+    (record,) = (root / "cpu").iterdir()
+    return refusal_at_end(root, capsys, "reproduce", record, "--yes", *words)
+
+
+def test_reproduced_losses_above_the_target_are_refused_whatever_the_deviation(
+    tmp_path, capsys, monkeypatch
+):
+    """Invented losses that vary much make the interval of 99% as wide as their author likes."""
+    monkeypatch.setattr(L, "recheck", lambda run, *words: (TARGET + 0.02, "") if words else (1, ""))
+    wide = [GOOD - x for x in (0.05, 0.1, 0.15, 0.2)]
+    said = reproduce_losses(tmp_path, capsys, wide, 0.02, "--runs", "2")
+    above = f"the mean loss of 2 reproduced runs is {TARGET + 0.0205:.4f}, above {TARGET:.4f}"
+    assert f"not reproduced: {above}" in said
+
+
+def test_equal_training_losses_with_another_final_loss_are_refused(reproducible, capsys):
+    record = reproducible("0.1")
+    run = next(record.glob("*-s0-*"))
+    in_metrics(None, run, val_loss=GOOD - 1e-5)
+    edit_json(run / "run.json", val_loss=GOOD - 1e-5)
+    fields = json.loads((record / "record.json").read_text())
+    pinned = json.loads((reproducible.root / "tokens.json").read_text())
+    runs = [C.read_run(path) for path in sorted(record.glob("*-s*-*"))]
+    fields["result"] = C.judge(C.TRACKS["cpu"], runs, pinned)
+    edit_json(record / "record.json", **fields)
+    said = refusal_at_end(reproducible.root, capsys, "reproduce", record, "--yes")
+    assert "all training losses are equal, but not the final loss" in said
 
 
 @pytest.mark.parametrize("answer", [None, "\n", "n\n", "y\n"])
@@ -998,7 +1319,8 @@ def test_a_sandbox_has_no_network_and_writes_only_where_runs_go(
             writable = [(path, place) for path, place in volumes if not place.endswith(":ro")]
             assert " --env JAX_COMPILATION_CACHE_DIR " in call and "TOKEN" not in call
         assert all(path == place for path, place in writable)
-        assert [Path(path).name for path, _ in writable] == ["cache", "work", "kept"]
+        out = "again" if call is calls[1] else "kept"
+        assert [Path(path).name for path, _ in writable] == ["cache", "work", out]
 
 
 def test_reproduce_refuses_a_loss_that_the_source_does_not_reach(tmp_path, capsys):
@@ -1024,6 +1346,46 @@ def test_an_older_source_finds_the_tools_of_its_day(tmp_path):
     assert (tmp_path / "old/train_gpt.py").read_bytes() == source
     L.lay_out(b"new", tmp_path / "new")
     assert (tmp_path / "new/data").resolve() == ROOT / "data"
+
+
+def commit(folder: Path, text: str, date: str):
+    """Commit `text` as train_gpt.py, and as the tool in data/ that it runs."""
+    for name in ("train_gpt.py", "data/tool.py"):
+        (folder / name).write_text(text)
+    when = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
+    who = "-c", "user.name=A", "-c", "user.email=a@b"
+    for words in (["add", "."], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", *words], cwd=folder, env=os.environ | when, check=True)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch) -> Path:
+    """A clone with two versions of train_gpt.py on its main branch, and a submitter's branch, which
+    is checked out."""
+    folder = tmp_path / "clone"
+    (folder / "data").mkdir(parents=True)
+    subprocess.run(["git", "init", "-qb", "main"], cwd=folder, check=True)
+    commit(folder, "first\n", "2025-01-01T00:00:00Z")
+    commit(folder, "second\n", "2025-01-02T00:00:00Z")
+    subprocess.run(["git", "checkout", "-qb", "theirs"], cwd=folder, check=True)
+    commit(folder, "submitted\n", "2025-01-03T00:00:00Z")
+    monkeypatch.setattr(L, "HERE", folder / "records")
+    return folder
+
+
+def test_tools_of_another_day_come_from_the_main_branch_only(clone, tmp_path):
+    (clone / "data/tool.py").write_text("of this clone")
+    for source, tool_text in (("first\n", "first\n"), ("submitted\n", "of this clone")):
+        L.lay_out(source.encode(), tmp_path / source.strip())
+        assert (tmp_path / source.strip() / "data/tool.py").read_text() == tool_text
+
+
+@pytest.mark.parametrize("name", ["data", "data/tool.py"])
+def test_a_link_in_place_of_the_tools_is_refused(clone, tmp_path, name):
+    (clone / name).rename(tmp_path / "elsewhere")
+    (clone / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(C.Refused, match=f"{Path(name).name} is a symbolic link"):
+        L.lay_out(b"first\n", tmp_path / "home")
 
 
 @pytest.mark.parametrize("history", ["none", "cut", "whole", "no git"])
@@ -1074,8 +1436,9 @@ def test_what_cannot_be_added_or_printed_is_one_line(records, tmp_path, capsys):
     assert "cannot be read (" in refused_to_add(records, capsys, runs, "cpu", "--pin")
     runs = runs_of(tmp_path / "a", day=3, seconds=5.0)
     assert "--by and --what" in refused_to_add(records, capsys, runs, "cpu", "--what", " ")
-    edit_json(next(records.glob("cpu/*_First/record.json")), what="\ud800")
-    assert "can't encode" in refusal(records, capsys, "render")
+    edit_json(next(records.glob("cpu/*_First/record.json")), what="\ud800\x1b[8m")
+    assert tool(records, "render") == 0
+    assert ": <U+D800><U+001B>[8m | A. Stranger" in (records / "README.md").read_text()
     (records / "predicted/v6e-8/preflight.json").write_text("{}")
     assert "predicted/v6e-8/preflight.json: 'predicted' is m" in refusal(records, capsys, "render")
 
