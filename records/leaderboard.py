@@ -10,7 +10,8 @@
 
 The rules are in README.md. Only `reproduce` and `compare` execute sources, see .github/SECURITY.md.
 The others do not need jax.
-A refusal is one line with its reason and exit status 1, a wrong command line one line and 2.
+A refusal is one line with its reason and exit status 1, a wrong command line one line and 2. The
+exit status is also 1 if `reproduce` could not compute a loss again: its last line says why.
 """
 
 import argparse
@@ -485,8 +486,11 @@ def check_mean(root: Path, record: Record, losses: list[float]):
         before = record_before(root, record.folder, record.runs)
         limit = before.result["mean_loss"] if before else math.inf
     mean = np.mean(losses)
-    above = f"the mean loss of {len(losses)} reproduced runs is {mean:.4f}, above {limit:.4f}"
-    need(mean <= limit, f"not reproduced: {above}: reproduce more seeds with --runs")
+    seeds = f"{len(losses)} of {len(record.runs)} seeds"
+    above = f"the mean reproduced loss ({seeds}) is {mean:.4f}, above {limit:.4f}"
+    need(
+        mean <= limit, f"not reproduced: {above}: reproduce more seeds (--runs), if there are more"
+    )
 
 
 def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:

@@ -1218,25 +1218,56 @@ def test_a_checkpoint_that_is_missing_is_a_refusal(reproducible, capsys):
     assert "seed 0: not reproduced: the run left no checkpoint" in said
 
 
-def reproduce_losses(tmp_path, capsys, recorded, offset, *words) -> str:
-    """The last line about a record with the losses `recorded`, whose source reaches `offset` above
+def reproduce_wide(tmp_path, offset: float, *words) -> int:
+    """The exit status for a record of losses that vary much, whose source reaches `offset` above
     the target with seed 0, and 0.001 more with each further seed."""
     root = empty(tmp_path / "records")
     source = stub(tmp_path / "a.py", TARGET + offset, 0.1).read_text()
-    assert add(root, runs_of(tmp_path / "runs", recorded, 1.0, source=source), "Wide") == 0
+    wide = [GOOD - x for x in (0.05, 0.1, 0.15, 0.2)]
+    assert add(root, runs_of(tmp_path / "runs", wide, 1.0, source=source), "Wide") == 0
     (record,) = (root / "cpu").iterdir()
-    return refusal_at_end(root, capsys, "reproduce", record, "--yes", *words)
+    return tool(root, "reproduce", record, "--yes", *words)
 
 
+@pytest.mark.parametrize(
+    "offset,count,reason",
+    [
+        (0.02, 2, f"(2 of 4 seeds) is {TARGET + 0.0205:.4f}, above {TARGET:.4f}: reproduce "),
+        (0.001, 1, f"(1 of 4 seeds) is {TARGET + 0.001:.4f}, above {TARGET:.4f}"),
+        (-0.002, 4, ""),  # the last one is above the target, as an honest one can be
+    ],
+)
 def test_reproduced_losses_above_the_target_are_refused_whatever_the_deviation(
-    tmp_path, capsys, monkeypatch
+    tmp_path, capsys, monkeypatch, offset, count, reason
 ):
     """Invented losses that vary much make the interval of 99% as wide as their author likes."""
-    monkeypatch.setattr(L, "recheck", lambda run, *words: (TARGET + 0.02, "") if words else (1, ""))
-    wide = [GOOD - x for x in (0.05, 0.1, 0.15, 0.2)]
-    said = reproduce_losses(tmp_path, capsys, wide, 0.02, "--runs", "2")
-    above = f"the mean loss of 2 reproduced runs is {TARGET + 0.0205:.4f}, above {TARGET:.4f}"
-    assert f"not reproduced: {above}" in said
+    computed = TARGET + offset
+    monkeypatch.setattr(L, "recheck", lambda run, *words: (computed, "") if words else (1, ""))
+    assert reproduce_wide(tmp_path, offset, "--runs", count) == (1 if reason else 0)
+    assert reason in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_computed_loss_counts_and_not_the_reported_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        L, "recheck", lambda run, *words: (TARGET + 0.001, "") if words else (1, "")
+    )
+    assert reproduce_wide(tmp_path, -0.0005) == 1
+    assert f"is {TARGET + 0.001:.4f}, above {TARGET:.4f}" in capsys.readouterr().err
+
+
+def test_without_a_target_the_standing_record_is_the_limit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(L, "recheck", lambda run, *words: (3.6, "") if words else (1, ""))
+    root = empty(tmp_path / "records")
+    cfg = replace(TINY, passes=9, target=0.0)
+    first = runs_of(tmp_path / "a", [3.50, 3.51, 3.52, 3.51], cfg=cfg)
+    assert add(root, first, "First", "fixed-data") == 0
+    source = stub(tmp_path / "a.py", 3.6, 0.1, passes=9, target=0.0).read_text()
+    same = {"cfg": cfg, "source": source, "day": 2}
+    wide = runs_of(tmp_path / "b", [2.9, 3.1, 3.2, 3.1], **same)
+    assert add(root, wide, "Wide", "fixed-data") == 0
+    (record,) = root.glob("fixed-data/*_Wide")
+    said = refusal_at_end(root, capsys, "reproduce", record, "--yes")
+    assert "the mean reproduced loss (1 of 4 seeds) is 3.6000, above 3.5100" in said
 
 
 def test_equal_training_losses_with_another_final_loss_are_refused(reproducible, capsys):
