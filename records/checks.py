@@ -82,10 +82,10 @@ def escaped(character: str) -> str:
 
 
 def visible(text: str) -> str:
-    """A text in which characters that a terminal obeys, instead of showing them, are escaped. Two
-    texts are never shown as the same, as what looks like an escape is escaped, too."""
+    """A text as one line, in which characters that a terminal obeys, instead of showing them, are
+    escaped. Two texts are never shown as the same, as what looks like an escape is escaped, too."""
     text = text.replace("<U+", escaped("<") + "U+")
-    return "".join(x if x.isprintable() or x in "\n\t" else escaped(x) for x in text)
+    return "".join(x if x.isprintable() else escaped(x) for x in text)
 
 
 @contextlib.contextmanager
@@ -460,8 +460,9 @@ def check_new(runs: list[Run]):
     fixed = "a record has one of these numbers, so that no run is added until a test passes"
     need(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
     check_source(runs[0].source)  # the others have the same source
-    plain = ASCII.fullmatch(runs[0].hardware)
-    need(plain, f"the name of its machine, {runs[0].hardware}, is not printable ASCII")
+    machine = runs[0].hardware
+    plain = machine.isascii() and machine.isprintable()
+    need(plain, f"the name of its machine, {machine}, is not printable ASCII")
     tomorrow = datetime.now().date() + timedelta(days=1)
     for run in runs:
         with about(run.folder.name):

@@ -260,11 +260,11 @@ def changed_settings(old: list[Run], new: list[Run]) -> list[str]:
 
 
 def shown_lines(source: bytes) -> list[str]:
-    """The lines of a source as `diff` shows them: spaces and tabs at the end of a line are escaped,
-    and a long line begins with its length. Other lines are never shown as the same."""
+    """The lines of a source as `diff` shows them: spaces at the end of a line are escaped, and a
+    long line begins with its length. Different lines are never shown as the same."""
     lines = []
-    for line in visible(source.decode()).splitlines():
-        text = line.rstrip(" \t")
+    for line in map(visible, source.decode().removesuffix("\n").split("\n")):
+        text = line.rstrip(" ")
         end = "".join(map(escaped, line[len(text) :]))
         long = f"<{len(line)} characters>" if len(line) > LONG_LINE else ""
         lines.append(f"{long}{text}{end}")
@@ -336,7 +336,7 @@ def diff(root: Path, args) -> str:
     notes.append(f"compared with {name}")
     print("\n".join(map(visible, notes)), file=sys.stderr)
     if not lines and old != new:
-        return "the sources have other bytes, though their lines are the same: see the last line"
+        return "the sources have the same lines, but only one of them has a line end at its end"
     return "\n".join(lines)
 
 

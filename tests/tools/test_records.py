@@ -489,6 +489,10 @@ def test_names_of_records_and_machines_and_hashes_are_plain(records, tmp_path, c
     host = {"cpu": "A CPU\u200b", "cores": 2, "platform": "Linux"}
     said = refused_to_add(records, capsys, runs_of(tmp_path / "a", host=host))
     assert "the name of its machine, A CPU<U+200B>, 2 cores, is not printable ASCII" in said
+    same = {"cfg": SPEEDRUN, "data": FINEWEB, "losses": (3.270, 3.271, 3.272, 3.271)}
+    runs = runs_of(tmp_path / "tab", devices=A100 | {"kind": "A\tB"}, **same)
+    said = refused_to_add(records, capsys, runs, "1xgpu", "--pin")
+    assert "the name of its machine, 1 x A B, is not printable ASCII" in said
     val = "builtin_val_000000.bin"
     short = {val: {"bytes": 300_000, "sha256": "ab" * 31}}
     same = {val: BUILTIN["builtin_train_000001.bin"]}
@@ -912,10 +916,21 @@ def test_diff_shows_what_a_record_has_changed(records, tmp_path, capsys):
 
 
 def test_no_two_texts_are_shown_as_the_same():
-    texts = "a\x1b", r"a\x1b", "a<U+001B>", "a<U+003C>U+001B>", "a\r", "a\u2028", "a\xa0", "a "
+    texts = (
+        "a\n",
+        "a\t",
+        "a\x1b",
+        r"a\x1b",
+        "a<U+001B>",
+        "a<U+003C>U+001B>",
+        "a\r",
+        "a\u2028",
+        "a\xa0",
+        "a ",
+    )
     shown = {C.visible(text) for text in texts}
     assert len(shown) == len(texts) and all(text.isprintable() for text in shown)
-    assert C.visible("x < y\t<U\n") == "x < y\t<U\n"
+    assert C.visible("x < y <U") == "x < y <U"
     shown = L.shown_lines(b"a \n\n\t\nb\t \n" + b"c" * 201 + b"\nd\r\n")
     assert shown[:4] == ["a<U+0020>", "", "<U+0009>", "b<U+0009><U+0020>"]
     assert shown[4:] == [f"<201 characters>{'c' * 201}", "d<U+000D>"]
@@ -931,7 +946,7 @@ def test_diff_says_what_else_a_record_changes_and_that_bytes_differ(records, tmp
     assert tool(records, "diff", records / "cpu/2026-01-03_Third") == 0
     out, err = capsys.readouterr()
     assert out == (
-        "the sources have other bytes, though their lines are the same: see the last line\n"
+        "the sources have the same lines, but only one of them has a line end at its end\n"
     )
     assert err.splitlines() == [
         f"config.lr_anvil: {TINY.lr_anvil} -> 0.5",
