@@ -402,6 +402,12 @@ def check_runs(runs: list[Run]):
     check_repeats(runs)
 
 
+def equal_steps(losses: np.ndarray, others: np.ndarray) -> tuple[int, int]:
+    """(number of steps with equal losses, number of steps that both have)."""
+    steps = min(len(losses), len(others))
+    return int(np.sum(losses[:steps] == others[:steps])), steps
+
+
 def check_repeats(runs: list[Run]):
     """No two runs with different seeds have the same training losses in more than half of their
     steps. Runs with the same seed may: a change that only saves time leaves the losses equal."""
@@ -409,8 +415,7 @@ def check_repeats(runs: list[Run]):
     for (one, a), (other, b) in combinations(zip(runs, losses, strict=True), 2):
         if one.facts["seed"] == other.facts["seed"]:
             continue
-        steps = min(len(a), len(b))
-        equal = np.sum(a[:steps] == b[:steps])
+        equal, steps = equal_steps(a, b)
         same = f"{one.folder.name} and {other.folder.name} have the same training losses"
         need(equal <= steps / 2, f"seeds repeat: {same} in {equal} of {steps} steps")
 

@@ -259,6 +259,21 @@ def changed_settings(old: list[Run], new: list[Run]) -> list[str]:
     return lines
 
 
+def equal_losses(old: list[Run], new: list[Run]) -> list[str]:
+    """A line for each seed with which the runs of two records have training losses in common: one
+    record may be a copy of the other with other times."""
+    lines = []
+    before = {run.facts["seed"]: run for run in old}
+    for run in new:
+        seed = run.facts["seed"]
+        if seed in before:
+            losses = [np.array(x.train_losses) for x in (before[seed], run)]
+            equal, steps = C.equal_steps(*losses)
+            if equal:
+                lines.append(f"seed {seed}: {equal} of {steps} training losses are equal")
+    return lines
+
+
 def shown_lines(source: bytes) -> list[str]:
     """The lines of a source as `diff` shows them: spaces at the end of a line are escaped, and a
     long line begins with its length. Different lines are never shown as the same."""
@@ -318,7 +333,7 @@ def diff(root: Path, args) -> str:
     if before:
         name = f"{before.fields['track']}/{before.folder.name}"
         old = before.runs[0].source
-        notes = changed_settings(before.runs, runs)
+        notes = changed_settings(before.runs, runs) + equal_losses(before.runs, runs)
     else:
         name = "train_gpt.py of this repository"
         old = (HERE.parent / "train_gpt.py").read_bytes()
