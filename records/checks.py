@@ -82,10 +82,10 @@ def escaped(character: str) -> str:
 
 
 def visible(text: str) -> str:
-    """A text in which characters that a terminal obeys, instead of showing them, are escaped. Two
-    texts are never shown as the same, as what looks like an escape is escaped, too."""
+    """A text as one line, in which characters that a terminal obeys, instead of showing them, are
+    escaped. Two texts are never shown as the same, as what looks like an escape is escaped, too."""
     text = text.replace("<U+", escaped("<") + "U+")
-    return "".join(x if x.isprintable() or x in "\n\t" else escaped(x) for x in text)
+    return "".join(x if x.isprintable() else escaped(x) for x in text)
 
 
 @contextlib.contextmanager
@@ -402,6 +402,12 @@ def check_runs(runs: list[Run]):
     check_repeats(runs)
 
 
+def equal_steps(losses: np.ndarray, others: np.ndarray) -> tuple[int, int]:
+    """(number of steps with equal losses, number of steps that both have)."""
+    steps = min(len(losses), len(others))
+    return int(np.sum(losses[:steps] == others[:steps])), steps
+
+
 def check_repeats(runs: list[Run]):
     """No two runs with different seeds have the same training losses in more than half of their
     steps. Runs with the same seed may: a change that only saves time leaves the losses equal."""
@@ -409,8 +415,7 @@ def check_repeats(runs: list[Run]):
     for (one, a), (other, b) in combinations(zip(runs, losses, strict=True), 2):
         if one.facts["seed"] == other.facts["seed"]:
             continue
-        steps = min(len(a), len(b))
-        equal = np.sum(a[:steps] == b[:steps])
+        equal, steps = equal_steps(a, b)
         same = f"{one.folder.name} and {other.folder.name} have the same training losses"
         need(equal <= steps / 2, f"seeds repeat: {same} in {equal} of {steps} steps")
 
@@ -460,8 +465,9 @@ def check_new(runs: list[Run]):
     fixed = "a record has one of these numbers, so that no run is added until a test passes"
     need(len(runs) in P_VALUES, f"number of runs: {len(runs)}, not {numbers}: {fixed}")
     check_source(runs[0].source)  # the others have the same source
-    plain = ASCII.fullmatch(runs[0].hardware)
-    need(plain, f"the name of its machine, {runs[0].hardware}, is not printable ASCII")
+    machine = runs[0].hardware
+    plain = machine.isascii() and machine.isprintable()
+    need(plain, f"the name of its machine, {machine}, is not printable ASCII")
     tomorrow = datetime.now().date() + timedelta(days=1)
     for run in runs:
         with about(run.folder.name):

@@ -10,7 +10,8 @@
 
 The rules are in README.md. Only `reproduce` and `compare` execute sources, see .github/SECURITY.md.
 The others do not need jax.
-A refusal is one line with its reason and exit status 1, a wrong command line one line and 2.
+A refusal is one line with its reason and exit status 1, a wrong command line one line and 2. The
+exit status is also 1 if `reproduce` could not compute a loss again: its last line says why.
 """
 
 import argparse
@@ -258,12 +259,27 @@ def changed_settings(old: list[Run], new: list[Run]) -> list[str]:
     return lines
 
 
-def shown_lines(source: bytes) -> list[str]:
-    """The lines of a source as `diff` shows them: spaces and tabs at the end of a line are escaped,
-    and a long line begins with its length. Other lines are never shown as the same."""
+def equal_losses(old: list[Run], new: list[Run]) -> list[str]:
+    """A line for each seed with which the runs of two records have training losses in common: one
+    record may be a copy of the other with other times."""
     lines = []
-    for line in visible(source.decode()).splitlines():
-        text = line.rstrip(" \t")
+    before = {run.facts["seed"]: run for run in old}
+    for run in new:
+        seed = run.facts["seed"]
+        if seed in before:
+            losses = [np.array(x.train_losses) for x in (before[seed], run)]
+            equal, steps = C.equal_steps(*losses)
+            if equal:
+                lines.append(f"seed {seed}: {equal} of {steps} training losses are equal")
+    return lines
+
+
+def shown_lines(source: bytes) -> list[str]:
+    """The lines of a source as `diff` shows them: spaces at the end of a line are escaped, and a
+    long line begins with its length. Different lines are never shown as the same."""
+    lines = []
+    for line in map(visible, source.decode().removesuffix("\n").split("\n")):
+        text = line.rstrip(" ")
         end = "".join(map(escaped, line[len(text) :]))
         long = f"<{len(line)} characters>" if len(line) > LONG_LINE else ""
         lines.append(f"{long}{text}{end}")
@@ -317,7 +333,7 @@ def diff(root: Path, args) -> str:
     if before:
         name = f"{before.fields['track']}/{before.folder.name}"
         old = before.runs[0].source
-        notes = changed_settings(before.runs, runs)
+        notes = changed_settings(before.runs, runs) + equal_losses(before.runs, runs)
     else:
         name = "train_gpt.py of this repository"
         old = (HERE.parent / "train_gpt.py").read_bytes()
@@ -335,7 +351,7 @@ def diff(root: Path, args) -> str:
     notes.append(f"compared with {name}")
     print("\n".join(map(visible, notes)), file=sys.stderr)
     if not lines and old != new:
-        return "the sources have other bytes, though their lines are the same: see the last line"
+        return "the sources have the same lines, but only one of them has a line end at its end"
     return "\n".join(lines)
 
 
@@ -485,8 +501,11 @@ def check_mean(root: Path, record: Record, losses: list[float]):
         before = record_before(root, record.folder, record.runs)
         limit = before.result["mean_loss"] if before else math.inf
     mean = np.mean(losses)
-    above = f"the mean loss of {len(losses)} reproduced runs is {mean:.4f}, above {limit:.4f}"
-    need(mean <= limit, f"not reproduced: {above}: reproduce more seeds with --runs")
+    seeds = f"{len(losses)} of {len(record.runs)} seeds"
+    above = f"the mean reproduced loss ({seeds}) is {mean:.4f}, above {limit:.4f}"
+    need(
+        mean <= limit, f"not reproduced: {above}: reproduce more seeds (--runs), if there are more"
+    )
 
 
 def check_reproduced(record: Record, old: Run, new: Run, pinned: dict) -> str:
