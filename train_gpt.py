@@ -6136,16 +6136,21 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     try:
         for key, program in every.items():
             built[key] = pool.submit(build, key, lower(program, mesh))
-            for future in built.values():
-                if future.done():
-                    future.result()  # raises what has gone wrong so far
-        for future in as_completed(built.values()):
-            future.result()
+            raise_first_error(built.values())
+        for _ in as_completed(built.values()):
+            raise_first_error(built.values())
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     results = {key: future.result() for key, future in built.items()}
     seconds = {every[key].name: taken for key, (_, taken) in results.items()}
     return {key: program for key, (program, _) in results.items()}, seconds
+
+
+def raise_first_error(futures):
+    """Raise the exception of the first of these futures that has ended with one, if any."""
+    for future in futures:
+        if future.done():
+            future.result()
 
 
 # Names of collectives in the compiler's options. The last two are for more than eight chips (read
