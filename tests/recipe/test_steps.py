@@ -461,6 +461,7 @@ class Log:
 
     def __init__(self, clock, folder):
         self.clock, self.folder, self.losses, self.cfg = clock, folder, [], CFG
+        self.facts = {}
 
     def trained(self, result, loss):
         self.losses.append(loss)
@@ -510,8 +511,11 @@ def part_one(tmp_path_factory, shards):
         return lax.psum_scatter(total.astype(dtype), T.AXIS, tiled=True)
 
     assert not alone & {name for names in LATER.values() for name in names}
-    checks = "check_memory", "memory_limit", "check_tokens", "warm_up", "demonstrate"
+    checks = "check_memory", "memory_limit", "warn_of_rows", "warm_up", "demonstrate"
+    checks += "signal_handlers", "set_handlers"
     stand_ins = dict.fromkeys(checks, lambda *_: None) | {
+        "check_tokens": lambda *_: {"small_train.bin": {}},
+        "sizes_chosen": lambda *_: {},
         "data_folder": lambda cfg, say: Path(cfg.data),
         "checked_kernels": lambda cfg, mesh, say: (part.PLAIN, "plain"),
         "compile_all": compile_all,
