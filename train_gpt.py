@@ -482,13 +482,17 @@ def schedule(cfg: Config) -> Schedule:
     by_stage, scales_by_stage = zip(*rotations, strict=True)
     freqs = np.stack(by_stage)[stage]
     scales = np.stack(scales_by_stage)[stage]
+    weights = np.ones((cfg.steps, 1))
+    plain = (1.0, 1.0)
+    if any((*s.weights, *s.weights_end) != plain for s in cfg.stages):
+        weights = loss_weights(cfg)  # ahead: "Losses on more than the next token"
     hyper = Hyper(
         lr=learning_rate(cfg, step),
         momentum=momentum,
         adam_count=step // cfg.adam_every + 1,
         freqs=freqs,
         scales=scales,
-        weights=loss_weights(cfg),  # ahead: "Losses on more than the next token"
+        weights=weights,
         **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
     )
     softmax = in_parts(cfg, "candidates")
