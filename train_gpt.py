@@ -14,17 +14,17 @@ Tests compare losses, gradients and updates with the original's.
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
     python train_gpt.py speedrun --show    # parameters, stages, tokens, FLOPs; no training
 
-To learn how it works, read Part I from the top, and of Part II what you want to know:
+To learn how it works, read Part I from the top, and the sections of Part II that interest you:
 
-    The numbers of a run          every setting, the presets
-    PART I, the core              a GPT and its training, in plain JAX: what `plain` runs. Where an
-                                  idea joins in, a title in quotes names its section in Part II
-    PART II, the ideas            of the record, each by itself: `--set without=NAME` leaves one out
-    PART III, the data            from shards to batches, made ahead of use
+    PART I, the core              a GPT and its training in plain JAX: the model, loss, optimizers,
+                                  the training loop; then settings, schedule and batches. A title
+                                  in quotes refers to the section of Part II with an optional idea
+    PART II, the ideas            of the record, one section each: `--set without=NAME` disables one
+    PART III, the data            reading shards, prefetching batches, checks of the data
     PART IV, around a run         set-up, devices, memory, checkpoints, log, signals,
-                                  several hosts, settings, command line: look it up
-    PART V, fast on hardware      compilation, collectives as compilers want them, kernels that
-                                  equal functions of Parts I and II (`--set kernels=plain`: none)
+                                  several hosts, settings, command line: for reference
+    PART V, fast on hardware      compilation, communication, and kernels that replace functions of
+                                  Parts I and II (`--set kernels=plain` disables them)
 
 A step of training, in lines of `train`:
 
@@ -127,737 +127,19 @@ def need(holds, reason: str):
 
 
 # ================================================================================================
-# THE NUMBERS OF A RUN
-# ================================================================================================
-
-Kind = TypeVar("Kind")
-Positive = Annotated[Kind, "positive"]  # above 0, as all numbers in it
-Machine = Annotated[Kind, "machine"]  # of the machine, not the recipe: --resume may --set it
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer: its attention, what it adds to the stream, how many MLPs follow. The tuple of all
-    layers is the wiring of the model. Gates are numbers for each token, which small MLPs make
-    (coefficients)."""
-
-    attends: str = ""  # with the "short" or the "long" window of the stage; "": no attention
-    paired: bool = False  # two heads attend as one, half as far (pair_heads)
-    narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
-    values: bool = False  # a table of token values of its own, added to v by a gate
-    xsa: bool = False  # the part of a head's output along its own v is taken out (record 82)
-    gated: bool = False  # each head's output times a gate (record 85)
-    x0: bool = False  # the embedding is added, by a gate
-    ngram: bool = False  # the n-gram vector is added, by a gate; by layer 0 before all else
-    skip: int = 0  # the output of the layer so many before is added, by a gate; 0: of none
-    reads: int = 0  # attention reads the output of the layer so many before; 0: the stream
-    looks: bool = False  # from here on gates come from the stream; before, from the embedding
-    mudd: bool = False  # of the last layer alone: each token weights what it adds (mudd_layer)
-    mlps: int = 1  # side by side, on the same input
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stretch of the run with one shape of batch; all sizes in tokens."""
-
-    share: float  # of the scheduled steps; 0, for the last stage alone: it has Config.extension
-    batch_tokens: Positive[int]  # per step, over all devices
-    row_tokens: Positive[int]  # length of a row
-    doc_cap: int  # documents are cut at this length; 0: rows are cut from the plain stream
-    windows: Positive[tuple[int, int]]  # short, long: how many tokens before itself a token sees
-    lr_factor: float = 1.0
-    # Weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
-    # and at its end. Between they change linearly.
-    weights: tuple[float, ...] = (1.0,)
-    weights_end: tuple[float, ...] = (1.0,)
-    # Each entry of these two holds for an equal part of the stage. " interact" is the prefix of the
-    # token " interaction", and predicted for a small part of the loss.
-    prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix, a token
-    candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
-
-    @property
-    def rows(self) -> int:
-        """Rows of one global batch."""
-        return self.batch_tokens // self.row_tokens
-
-
-@dataclass(frozen=True)
-class Config:
-    """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields. The
-    defaults are record 92, but for normalised ids in the hashes of n-grams (pull request 375).
-    Fewer n-grams are different then: by published figures that makes up for half of the table. The
-    record's own: ngram_rows=84602880, ngram_ids=raw."""
-
-    preset: str = "speedrun"
-    without: str = ""  # ideas that are left out, see IDEAS; "all": all
-    # ---- The recipe: what decides the loss ----
-    seed: int = 0
-    # model; layers are counted from 0
-    layers: tuple[Layer, ...] = (  # seven of eleven attend (record 92)
-        Layer("short", paired=True, x0=True, ngram=True),
-        Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-        Layer("short", paired=True, values=True, x0=True),
-        Layer("long", xsa=True, gated=True),
-        Layer(x0=True, ngram=True, looks=True),
-        Layer("short", paired=True, x0=True, ngram=True),
-        Layer(skip=3),  # the output of layer 3
-        Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10 to read
-        Layer("short", narrow=True, values=True, mlps=2),
-        Layer(ngram=True),
-        Layer("long", values=True, gated=True, reads=3, mudd=True),  # the output of layer 7
-    )
-    width: Positive[int] = 768
-    heads: Positive[int] = 6
-    kv_heads: int = 0  # of keys and values, which queries share in groups; 0: as many
-    mlp_width: Positive[int] = 2816  # 11/3 of the width
-    vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
-    real_tokens: int = 50257  # ids at or above this are refused
-    bos: int = 50256  # stands before every document; attention does not cross it
-    # bpe: with merges beside the data. ids: of your own tokenizer; they have no bytes, so there are
-    # no prefixes, n-grams hash ids as they are, and no text is sampled.
-    encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
-    ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
-    ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
-    ngram_drop: float = 0.0  # dropout: share of the looked-up rows that training sets to zero
-    sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
-    documents: bool = True  # attention stays inside a document
-    still: bool = True  # half of a head's dimensions do not rotate; short layers go without them
-    qk_norm: bool = True  # queries and keys are normed
-    key_offset: bool = True  # long layers match keys of the token before, see key_offset
-    qk_heads: int = 2  # heads whose q (or k) are one matrix for ANVIL; 0: all heads
-    o_start: float = 1.0  # size of output projections at the start, relative to those of values
-    down_start: float = 0.0  # and of the down-projections of MLPs, relative to those up
-    squared_relu: bool = True  # of MLPs; else GELU
-    smear: bool = True  # a little of the token before is added to each embedding
-    lambdas: bool = True  # learned weights on q, k and v, on o, and on what each layer adds
-    value_gates: bool = True  # how much of the value tables a head takes
-    gate_width: int = 64  # hidden units of the MLPs that make gates; 0: gates are learned numbers
-    mudd_width: Positive[int] = 64  # of those that make the weights of MUDD
-    rope_base: Positive[float] = 1024.0
-    attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: short layers, long ones
-    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
-    pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_chances; 0: none
-    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
-    # of activations, matmuls and the n-gram table
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    # schedule: batch, windows and document length grow, at the end the batch shrinks again
-    start: str = ""  # a checkpoint, with whose parameters the run starts, in place of random ones
-    steps: Positive[int] = 1194
-    extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
-    # fmt: off
-    stages: tuple[Stage, ...] = (
-        #     share       batch    row     cap  windows     lr: about the root of the batch's growth
-        #     loss weights: of the next tokens, from and to; of the prefix; candidates
-        Stage(320 / 1174, 131_072, 16_384, 896, (128, 384), 1.0,
-              (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
-        Stage(361 / 1174, 262_144, 32_768, 2048, (384, 896), 1.52,
-              (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
-        Stage(426 / 1174, 393_216, 49_152, 3072, (640, 1408), 1.73,
-              candidates=(14_336, 14_336, 24_576)),
-        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(327_680 / 393_216)),
-        Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
-    )
-    # fmt: on
-    passes: Positive[int] = 1  # times that training tokens may be read; a record reads them once
-    # In training attention does not cross multiples of this, counted from a document's beginning.
-    attention_cap: Positive[int] = 2560
-    tied: float = 1.0  # head and embedding are one matrix for this share of the schedule; 0: never
-    cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
-    lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
-    # optimizers; param_table has the factors of each parameter
-    muon: bool = True  # a matrix's update is orthogonalized; else its direction stays (as_large)
-    lr_anvil: float = 0.023
-    decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
-    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, and beta of the average
-    momentum_warmup: Positive[int] = 240  # over this many steps
-    momentum_cooldown: int = 50  # and back, over the last steps
-    # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
-    rails_step: int = 514
-    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast one
-    slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight; 0: none
-    equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns; 0: none
-    cautious: bool = True  # weights decay only where the update (a slow average of it) shrinks them
-    lr_adam: float = 0.008
-    decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
-    adam_eps: Positive[float] = 1e-10
-    # betas of mixing weights, and of gates and other scalars
-    scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: Positive[int] = 2  # steps whose gradients one Adam step sums; they wait till then
-    # n-gram and value tables: an update sums the gradients of so many steps, before table_change
-    # and from that step on
-    table_every: tuple[int, int] = (2, 4)
-    table_change: int = 336
-    tail: int = 298  # last steps, over which head, embedding and all matrices are averaged
-    tail_average: int = 250  # the same of value tables, and a second average of v, o and MLPs
-    # validation: the first val_tokens of the validation split, each predicted once
-    val_tokens: Positive[int] = 10_485_760
-    val_every: int = 0  # steps; 0: only at the end
-    val_batch: Positive[int] = 2_097_152
-    val_row: Positive[int] = 262_144
-    val_windows: Positive[tuple[int, int]] = (768, 2560)
-    target: float = 3.28  # nats per token; 0: none
-    data: str = "data/fineweb10B"
-    # ---- The machine: what decides only the speed, and what a run leaves behind ----
-    devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
-    # Of Part V. auto: all that serve, but for normed_product, which multiplies in eight bits;
-    # plain: none; attend,blend: these.
-    kernels: Machine[str] = "auto"
-    sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
-    micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
-    rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
-    recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
-    # tokens whose logits exist at once; more if the softmax is a sample
-    loss_chunk: Machine[Positive[int]] = 4800
-    # all tokens of a micro-batch at once; auto: if they fit, on TPUs and with kernels on GPUs
-    whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
-    prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
-    checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
-    checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
-    keep_best: Machine[bool] = False  # the parameters that had the lowest validation loss
-    log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
-    log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
-    sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
-
-    @property
-    def head_width(self) -> int:
-        """Width of one attention head."""
-        return self.width // self.heads
-
-    @property
-    def shared(self) -> bool:
-        """Whether several heads of queries have the same keys and values."""
-        return self.kv_heads not in (0, self.heads)
-
-    def layers_with(self, what: str) -> tuple[int, ...]:
-        """The layers in which Layer.`what` is set: the order of banks, tables and gates."""
-        return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
-
-    @property
-    def aimed(self) -> bool:
-        """Whether a loss has candidates or prefixes."""
-        return any(any(stage.prefix + stage.candidates) for stage in self.stages)
-
-    @property
-    def signed(self) -> bool:
-        """Whether n-grams have signs."""
-        return bool(self.ngram_rows and self.sign_rows)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """compute_dtype as a dtype."""
-        return jnp.dtype(self.compute_dtype)
-
-    @functools.cached_property
-    def boundaries(self) -> tuple[int, ...]:
-        """First step of each stage, then the number of steps."""
-        ends = np.cumsum([stage.share for stage in self.stages]) * (self.steps - self.extension)
-        return (0, *map(round, ends[:-1].tolist()), self.steps)
-
-    def tokens_after(self, step: int) -> int:
-        """Tokens that the first `step` steps train on."""
-        spans = zip(self.stages, itertools.pairwise(self.boundaries), strict=True)
-        return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
-
-
-# fmt: off
-PRESETS = {
-    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
-    # embedding and head. Part IV makes it, behind `override`.
-    "plain": None,
-    # The model of `speedrun` at toy size, for a minute on two cores. One stage: to compile another
-    # shape of batch would take as long as a tenth of the run.
-    "tiny": Config(
-        preset="tiny",
-        layers=(
-            Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
-            Layer(skip=1, looks=True),
-            Layer("short", paired=True, values=True, x0=True),
-            Layer("long", values=True, gated=True, reads=2, mudd=True),
-        ),
-        width=128, heads=2, mlp_width=256, gate_width=32, mudd_width=32, ngram_rows=262_144,
-        encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
-        compute_dtype="float32",
-        steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
-        momentum_warmup=88, momentum_cooldown=18, rails_step=188, table_change=128,
-        tail=110, tail_average=92,
-        lr_adam=0.016,
-        val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
-        micro_tokens=256,  # fits a core's caches
-        data="data/builtin", sample_tokens=80,
-    ),
-    "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 have 320, 361, 374 +
-    # 52, 67 and 20 steps; here 282, 317, 330 + 52, 59 and 20: about 988 / 1122 of the record's,
-    # except for the 52 and the 20, which are the same.
-    "pointer": Config(
-        preset="pointer", pointer_width=128, steps=1060,
-        stages=tuple(
-            dataclasses.replace(stage, share=count / 1040)
-            for stage, count in zip(Config.stages, (282, 317, 382, 59, 0), strict=True)
-        ),
-    ),
-}
-# fmt: on
-LARGE = "speedrun", "pointer"  # presets for accelerators
-
-
-# ================================================================================================
 # PART I: THE CORE
 # ================================================================================================
 
-# ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
-
-
-class Hyper(NamedTuple):
-    """What changes from step to step without a new program: float32 arrays, sent with a batch.
-    (What changes shapes, as rows, windows and the number of candidates do, is static.)"""
-
-    lr: np.ndarray  # factor on every learning rate
-    momentum: np.ndarray  # how far an update goes from the gradient to its average (Nesterov)
-    adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
-    freqs: np.ndarray  # [2, pairs that turn] radians a position, of short and of long layers
-    scales: np.ndarray  # [2] of q k^T, likewise
-    weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
-    # Of ideas; None where they are off.
-    fast_beta: np.ndarray | None = None  # rails: beta of the fast average,
-    fast_weight: np.ndarray | None = None  # its weight; the slow average has the rest
-    table_count: np.ndarray | None = None  # table updates, as adam_count
-    prefix: np.ndarray | None = None  # weight of the loss on the next token's prefix
-    average_rates: np.ndarray | None = None  # [4] of AVERAGES; 0: not updated
-    drop_seed: np.ndarray | None = None  # random number of the step, for ngram_dropout
-
-
-class Schedule(NamedTuple):
-    """What holds at each step: arrays with a row for every step."""
-
-    stage: np.ndarray  # number of its stage
-    candidates: np.ndarray  # ids that a row's softmax runs over; 0: the whole vocabulary
-    adam: np.ndarray  # whether it ends with an Adam step
-    tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
-    tied: np.ndarray  # whether head and embedding are one matrix when it updates them
-    programs: list[list[Gradients | Update]]  # keys of those that a step runs, in order
-    hyper: Hyper  # in float64
-
-
-class Gradients(NamedTuple):
-    """The key of a program with which steps begin; its name, as a str, is grads0 and so on."""
-
-    number: int  # in the order of the run
-    stage: int
-    candidates: int  # ids that a row's softmax runs over; 0: the whole vocabulary
-
-    def __str__(self) -> str:
-        return f"grads{self.number}"
-
-
-class Update(NamedTuple):
-    """The key of a program that updates parameters, by name adam_tied or tables2-2-2-2."""
-
-    kind: str  # of which parameters: Param.updated_by
-    steps: int  # whose gradients it sums
-    tied: bool = False  # head and embedding are one matrix
-    stages: tuple[int, ...] = ()  # of tables: of each summed step; it says how many n-grams wait
-
-    def __str__(self) -> str:
-        tied = "_tied" if self.tied else ""
-        return self.kind + tied + "-".join(map(str, self.stages))
-
-
-@functools.cache
-def schedule(cfg: Config) -> Schedule:
-    """The Schedule of a run: when the learning rate falls, and which programs a step runs."""
-    step = np.arange(cfg.steps)
-    stage = steps_in_stages(cfg).stage
-    momentum = momentum_at(cfg, step)
-    adam_due = (step + 1) % cfg.adam_every == 0
-    tables = np.zeros_like(step)
-    if updated(cfg, "tables"):  # seldom: "When tables learn"
-        tables = table_updates(cfg, step)
-    tied = np.zeros(cfg.steps, bool)
-    if cfg.tied:  # tied: "When tables learn"
-        tied = step <= last_tied_step(cfg)
-    rotations = [rotation(cfg)]
-    if len(cfg.stages) > 1:  # windows: "Rotation that follows the windows"
-        rotations = yarn(cfg)
-    by_stage, scales_by_stage = zip(*rotations, strict=True)
-    freqs = np.stack(by_stage)[stage]
-    scales = np.stack(scales_by_stage)[stage]
-    weights = np.ones((cfg.steps, 1))
-    plain = (1.0, 1.0)
-    if any((*s.weights, *s.weights_end) != plain for s in cfg.stages):
-        weights = loss_weights(cfg)  # ahead: "Losses on more than the next token"
-    hyper = Hyper(
-        lr=learning_rate(cfg, step),
-        momentum=momentum,
-        adam_count=step // cfg.adam_every + 1,
-        freqs=freqs,
-        scales=scales,
-        weights=weights,
-        **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
-    )
-    softmax = in_parts(cfg, "candidates")
-    keys = []
-    numbers = {}  # (stage, candidates) -> number of the program
-    for i in range(cfg.steps):
-        shape = int(stage[i]), int(softmax[i])
-        number = numbers.setdefault(shape, len(numbers))
-        of_step = [Gradients(number, *shape), Update("anvil", 1)]
-        if adam_due[i]:
-            is_tied = bool(tied[i])
-            of_step.append(Update("adam", cfg.adam_every, is_tied))
-        if tables[i]:
-            summed = stage[i + 1 - tables[i] : i + 1].tolist()
-            of_step.append(Update("tables", len(summed), stages=tuple(summed)))
-        keys.append(of_step)
-    return Schedule(stage, softmax, adam_due, tables, tied, keys, hyper)
-
-
-def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """The factor on every learning rate at each step. Larger batches bear larger rates: a stage's
-    factor is about the root of its batch's growth. The rate falls early, but not far: the record
-    averages its last weights besides."""
-    scheduled = cfg.steps - cfg.extension
-    constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
-    fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
-    fallen = np.where(step < scheduled, fallen, 1.0)
-    factors = np.array([s.lr_factor for s in cfg.stages])
-    of_stage = factors[steps_in_stages(cfg).stage]
-    return of_stage * (1 - fallen) + cfg.lr_floor * fallen
-
-
-def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """The momentum at each step: it rises, as early gradients turn too fast to be averaged for
-    long, and falls again, as the last steps are to settle."""
-    low, high = cfg.momentum
-    risen = np.minimum(step / cfg.momentum_warmup, 1)
-    turn = cfg.steps - cfg.momentum_cooldown
-    fallen = np.maximum(step - turn, 0) / max(cfg.momentum_cooldown, 1)
-    return low + (high - low) * np.minimum(risen, 1 - fallen)
-
-
-class StepsInStages(NamedTuple):
-    """Where in its stage each step is: int [steps] each."""
-
-    stage: np.ndarray  # number of the stage
-    number: np.ndarray  # of the step in its stage
-    length: np.ndarray  # steps of the stage
-
-
-def steps_in_stages(cfg: Config) -> StepsInStages:
-    """The StepsInStages of a run."""
-    lengths = np.diff(cfg.boundaries)
-    stages = np.arange(len(cfg.stages))
-    stage = np.repeat(stages, lengths)
-    first = np.array(cfg.boundaries)[stage]  # step of the stage
-    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
-
-
-def in_parts(cfg: Config, name: str) -> np.ndarray:
-    """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
-    entries = []
-    steps = steps_in_stages(cfg)
-    for stage, number, length in zip(*steps, strict=True):
-        of_stage = getattr(cfg.stages[stage], name)
-        entries.append(of_stage[number * len(of_stage) // length])
-    return np.array(entries)
-
-
-def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """(frequencies float32 [2, pairs that turn], scales of q k^T [2]) at the start, of short and of
-    long layers (RoPE, Su et al. 2021)."""
-    pairs = cfg.head_width // 2
-    if cfg.still:  # half of the dimensions do not rotate
-        pairs = cfg.head_width // 4
-    freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, pairs, dtype=np.float32)
-    return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
-
-
-def hyper_at(cfg: Config, step: int) -> Hyper:
-    """The Hyper of `step`."""
-    columns = schedule(cfg).hyper
-    return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
-
-
-# ---- Batches: what a step gets of the data, from the outside in --------------------------------
-
-
-class Aims(NamedTuple):
-    """What a batch is to predict. Where a softmax runs over candidates, targets and prefixes are
-    positions among those of their row; else they are ids."""
-
-    candidates: np.ndarray  # int32 [b, candidates] ids, ascending; none: every id is one
-    targets: np.ndarray  # int32 [b, t] the next token; -1 in a whole row that only pads a batch
-    prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
-
-
-class Rows(NamedTuple):
-    """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
-
-    tokens: jax.Array  # uint16 [b, t+1]
-    # Of n-grams, see "A table of hashed n-grams"; None without them.
-    hashed: jax.Array | None  # uint16 [b, t]: what hashes see of the first t tokens
-    slots: jax.Array | None  # int32 [b, 2, t]: which of the fetched rows a token's two n-grams have
-    aims: Aims
-
-
-class Batch(NamedTuple):
-    """What a step needs beside the state."""
-
-    rows: Rows
-    requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
-    hyper: Hyper
-
-
-class LoaderState(NamedTuple):
-    """Where a run stands in its data; a checkpoint holds one."""
-
-    cursor: int  # in the stream
-    offsets: tuple[int, ...]  # how far each row of this process is in its walk, see `candidates`
-
-
-def train_batches(
-    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
-):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
-    tables of the vocabulary are made here, so that the clock counts them."""
-    by_id = None
-    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next token, and a sampled softmax"
-        by_id = vocabulary(cfg, words)
-    for number in range(step, cfg.steps):
-        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
-        yield put_batch(cfg, mesh, number, rows, requests), state
-
-
-def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, by_id, step: int, state: LoaderState):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. `by_id`:
-    the Vocabulary, where ideas need one."""
-    stage = cfg.stages[schedule(cfg).stage[step]]
-    tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
-    offsets = state.offsets
-    if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
-        count = schedule(cfg).candidates[step]
-        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = batch_aims(tokens, offsets, count, by_id.prefix_v, always)
-    else:
-        aims = next_tokens(tokens[:, 1:].astype(np.int32))
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
-    return rows, requests, LoaderState(cursor, offsets)
-
-
-def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
-    stand in for them, as arrays of the right shape."""
-    no_candidates = np.empty((len(targets), 0), np.int32)
-    return Aims(no_candidates, targets, prefixes=targets)
-
-
-def rows_of(cfg: Config, mesh: Mesh, by_id, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
-        return hashed_rows(cfg, mesh, by_id, tokens, aims)
-    return Rows(tokens, None, None, aims), None
-
-
-def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
-    """Rows and requests on the devices, with the Hyper of `step`."""
-    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
-    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
-    return Batch(*cut, hyper)
-
-
-def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
-    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
-
-
-# ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
-
-
-@dataclass(frozen=True)
-class Param:
-    """A row of the parameter table."""
-
-    shape: tuple[int, ...]
-    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the start
-    optimizer: str  # how: anvil, adam, or rows (one second moment for each row of a table)
-    updated_by: str  # when: anvil (every step), adam, or tables (seldom)
-    lr: float
-    decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
-    betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
-    scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (kind, how far it moves there), see MOVES
-    rescaled: bool = False  # when averaged, the weights get back the norm they had
-    sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
-    dtype: str = "float32"  # of the parameter itself, of which copies are made
-
-
-def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
-    """What its optimizer keeps of a parameter: kind -> shape."""
-    if row.optimizer == "adam":
-        return {"first": row.shape, "second": row.shape}
-    if row.optimizer == "rows":
-        return {"second": row.shape[:1]}
-    kept = {"fast": row.shape}
-    if cfg.slow_rate:  # rails: see two_rails
-        kept["slow"] = row.shape
-    if cfg.equalize_rate:  # equalize: a number for each row or column of a matrix
-        kept["equaliser"] = row.shape[0], max(row.shape[1:])
-    return kept
-
-
-NGRAMS = "ngram_table"
-
-
-@functools.cache
-def param_table(cfg: Config) -> dict[str, Param]:
-    """Name -> Param: every parameter, its size, its start and how it learns.
-
-    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape.
-    A bank is one array in the state and in the copies; in the model it is a list of its matrices
-    (gather_banks), from which attention_weights and mlp_weights take those of a layer:
-        qk_bank [(n + kv_heads) / qk_heads per attention, qk_heads h, d]: parts of q, then of k;
-            x W^T. kv_heads=0 counts as n. With qk_heads=0 it is [2 per attention, d, d]
-        vo_bank [2 per attention, d, d]: v, then o; x W^T. If heads share keys and values
-            (kv_heads), it is [1 per attention, d, d] with o, and v_bank has v
-        mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
-    Down-projections start at zero, as output projections may (o_start): a layer begins by adding
-    nothing. An orthogonalized update has unit singular values whatever the shape, so it changes an
-    output element less as the output grows; sqrt(f / d) makes up for that in the up-projections
-    (Jordan et al. 2024). The down-projections get twice as much; the original found that by trial
-    (record 48).
-    """
-    d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
-    kv = cfg.kv_heads or n
-    attentions = len(cfg.layers_with("attends"))
-    mlps = sum(layer.mlps for layer in cfg.layers)
-    of_qk = cfg.qk_heads or n  # heads of which q or k is one matrix
-    qk_matrices = attentions * (n + kv) // of_qk
-    up = math.sqrt(max(1, f / d))
-    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps  # in the order of in_pairs
-    mlp_rates = (up, 2 * up) * mlps
-    mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
-    # Rate, decay and betas of the record; it does not say how they were found.
-    head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
-    vo_starts = (1.0, cfg.o_start) * attentions
-    if cfg.shared:  # v is smaller than o then, and in a bank of its own
-        vo_starts = (cfg.o_start,) * attentions
-    table = {
-        "head": head,
-        "embed": head,
-        "qk_bank": by_anvil(cfg, (qk_matrices, of_qk * h, d)),
-        "vo_bank": by_anvil(cfg, (len(vo_starts), d, d), vo_starts),
-        "mlp_bank": dataclasses.replace(mlp_bank, init=functools.partial(in_pairs, mlp_bank.init)),
-    }
-    if cfg.shared:
-        table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
-    table |= params_of_ideas(cfg)  # "Parameters of ideas"
-    if cfg.tail or cfg.tail_average:  # averages: "Averages of the last weights"
-        table = with_averages(cfg, table)
-    return {name: row for name, row in table.items() if math.prod(row.shape)}
-
-
-def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> Param:
-    """A row of param_table; `rates` are factors on lr_adam and decay_adam, `fields` others of
-    Param."""
-    lr, decay = rates
-    rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
-    kinds = {"optimizer": "adam", "updated_by": "adam"}
-    return Param(shape, start, **(rates | kinds | fields))
-
-
-def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
-    """The row of a bank; of each matrix the size of its start, and the factor on its rate."""
-    start = functools.partial(uniform, 0.5 / math.sqrt(cfg.width), starts)
-    rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
-    return Param(shape, start, "anvil", "anvil", **rates)
-
-
-def in_pairs(init: Callable, key, shape):
-    """The start of a bank of pairs. All first matrices are drawn, then all second ones, as they
-    once lay in the bank: seeds keep their numbers."""
-    halves = init(key, shape).reshape(2, -1, *shape[1:])
-    return halves.swapaxes(0, 1).reshape(shape)
-
-
-def normal(std: float) -> Callable:
-    """An initializer: normal with this standard deviation."""
-    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
-
-
-def uniform(std: float, sizes: float | tuple[float, ...], key, shape):
-    """The start of a bank: uniform with this standard deviation, times the size of each matrix."""
-    bound = math.sqrt(3) * std
-    values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-    return values * jnp.float32(sizes).reshape(-1, 1, 1)
-
-
-def updated(cfg: Config, kind: str) -> list[str]:
-    """The parameters that an Update of this kind changes."""
-    return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
-
-
-def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
-    what the optimizers keep (moments) and AVERAGES. All but the n-gram table is float32."""
-    state = {}
-    for name, row in param_table(cfg).items():
-        shapes = {"params": row.shape} | moments(cfg, row)
-        shapes |= {average: row.shape for average, _ in row.averages}
-        for kind, shape in shapes.items():
-            dtype = row.dtype if kind == "params" else "float32"
-            state.setdefault(kind, {})[name] = leaf(shape, jnp.dtype(dtype), row)
-    return state
-
-
-def init_state(cfg: Config, seed):
-    """The training state before the first step."""
-    key = jax.random.key(seed)
-
-    def zeros(shape, dtype, row):
-        return jnp.zeros(shape, dtype)
-
-    state = map_state(cfg, zeros)
-    for name, row in param_table(cfg).items():
-        if callable(row.init):
-            # A key from the name: adding a parameter does not change the others.
-            digest = hashlib.sha256(name.encode()).digest()
-            salt = int.from_bytes(digest[:4], "little")
-            start = row.init(jax.random.fold_in(key, salt), row.shape)
-        else:
-            start = jnp.full(row.shape, row.init, jnp.float32)
-        state["params"][name] = start.astype(row.dtype)
-    if cfg.tied:  # "When tables learn, and as long as head and embedding are one matrix"
-        state = tie(state)
-    return state
-
-
-def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
-    """What the model computes with: large parameters in cfg.dtype, small ones as they are. `gather`
-    returns whole tables; banks stay sharded, and each step gathers them. The n-gram table has no
-    copy: with several devices, none of them ever holds all of it. Each value table is an array of
-    its own, because a TPU is predicted to look up rows twice as fast in a table that fits its
-    VMEM (records/NOTES.md)."""
-    copies = {}
-    for name, x in params.items():
-        row = param_table(cfg)[name]
-        if name == NGRAMS:
-            continue
-        copies[name] = x.astype(cfg.dtype) if row.sharded else x
-        if row.sharded and row.optimizer != "anvil":
-            rows = row.shape[0]  # without those that pad it for the devices
-            copies[name] = gather(copies[name])[:rows]
-        if name == "value_tables":
-            copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
-    return copies
-
-
-def gradients_like(copies: dict) -> dict:
-    """`copies`, or their shapes, with one shape for all value tables, one under the other: that of
-    their gradient."""
-    tables = copies.get("value_tables")
-    if tables is None:
-        return copies
-    return copies | {"value_tables": jax.eval_shape(jnp.concatenate, tables)}
+# What is compiled, and when it runs:
+#     grads0, grads1, ...  every step, one for each shape of a batch (grads_step): n-gram rows come
+#                          from other devices, banks are gathered; forward, loss, gradients
+#     anvil                every step (update_step): banks, by Muon with a second, slower momentum;
+#                          in `plain` by Muon alone
+#     adam                 every 2nd step: head, embedding, small ones; in `plain` every step
+#     tables               every 2nd step, later every 4th: value and n-gram tables
+#     finish, eval         at the end: averages of the last weights; the validation loss
+# An update of head, embedding and value tables sums the gradients over devices, changes a shard on
+# each, and gathers the result. Banks are gathered, and their gradients summed, by grads0, ...
 
 
 # ---- Model: rows of tables -> features, from the top down --------------------------------------
@@ -1213,80 +495,20 @@ def rope(x_btnh, cos_tnh, sin_tnh):
     return jnp.concatenate([left * cos + right * sin, right * cos - left * sin], axis=-1)
 
 
-SCORE_BYTES = 2**28  # of float32 scores that attend_plain has at once
-
-
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Attention, [b, t, n, h]: token t attends to itself and to those of the `window` tokens before
-    it that have its segment id. `window` is static, `scale` may be traced. The reference, for any
-    hardware: the scores of a band, softmax in float32. Up to SCORE_BYTES of scores exist at once;
-    beyond that, blocks are computed in groups, one group after the other, and the backward pass
-    computes their scores again."""
+    """Return causal attention [b, t, n, h] within a window: the reference for every other form.
 
-    def attend(block: Band):
-        scores = jnp.einsum("tnh,snh->nts", block.q, block.k, preferred_element_type=jnp.float32)
-        scores = jnp.where(block.mask, scores * scale, -jnp.inf)
-        probs = jax.nn.softmax(scores, axis=-1).astype(v_btnh.dtype)
-        return jnp.einsum("nts,snh->tnh", probs, block.v)
-
-    blocks = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
-    count, _, queries, keys = blocks.mask.shape
-    heads = q_btnh.shape[2]
-    together = max(1, SCORE_BYTES // (4 * heads * queries * keys))
-    if count <= together:
-        y = jax.vmap(attend)(blocks)
-    else:
-        y = lax.map(jax.checkpoint(attend), blocks, batch_size=together)
-    return y.reshape(v_btnh.shape)
-
-
-class Band(NamedTuple):
-    """Blocks of queries, each with all keys that its window can reach."""
-
-    q: jax.Array  # [blocks, size, n, h]
-    k: jax.Array  # [blocks, s, n, h]
-    v: jax.Array  # the same
-    mask: jax.Array  # [blocks, 1, size, s]: which keys a query sees
-
-
-def band_block(t: int, window: int) -> int:
-    """Tokens of a block of queries: the least divisor of t that holds the window, t at most."""
-    return next((n for n in range(max(window, 1), t) if t % n == 0), t)
-
-
-def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
-    """The Band of rows: `size` is that of band_block, s twice as much, the block and the one before
-    it. So the cost grows with t * window. Where size = t there is none before, and s = t."""
-    b, t = segments_bt.shape
-    size = band_block(t, window)
-
-    def blocks(x):
-        return x.reshape(b, t // size, size, *x.shape[2:])
-
-    def with_past(x):
-        x = blocks(x)
-        if size == t:
-            return x
-        # What stands before the first block is of no segment.
-        padding = [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2)
-        past = jnp.pad(x[:, :-1], padding, constant_values=-1)
-        return jnp.concatenate([past, x], axis=2)
-
-    def merged(x):
-        return x.reshape(b * (t // size), *x.shape[2:])
-
-    query_segments = merged(blocks(segments_bt))
-    key_segments = merged(with_past(segments_bt))
-    s = key_segments.shape[1]
-    back_ts = jnp.arange(s - size, s)[:, None] - jnp.arange(s)[None, :]
+    Token t attends to itself and to the `window` tokens before it, if they are in its segment.
+    Scores and softmax are float32. `window` is static, `scale` may be traced. All t x t scores
+    exist at once: attend_band returns the same and is used where no kernel is."""
+    t = jnp.arange(q_btnh.shape[1])
+    back_ts = t[:, None] - t[None]  # distance from query t to key s
     near_ts = (back_ts >= 0) & (back_ts <= window)
-    mask = near_ts[None] & (query_segments[:, :, None] == key_segments[:, None, :])
-    return Band(
-        q=merged(blocks(q_btnh)),
-        k=merged(with_past(k_btnh)),
-        v=merged(with_past(v_btnh)),
-        mask=mask[:, None],
-    )
+    mask_bts = near_ts[None] & (segments_bt[:, :, None] == segments_bt[:, None, :])
+    scores = jnp.einsum("btnh,bsnh->bnts", q_btnh, k_btnh, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask_bts[:, None], scores * scale, -jnp.inf)
+    probs = jax.nn.softmax(scores, axis=-1).astype(v_btnh.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", probs, v_btnh)
 
 
 # ---- Loss: features -> summed cross-entropy ----------------------------------------------------
@@ -1414,6 +636,303 @@ def chunk_count(tokens: int, most: int) -> int:
     """The fewest equal chunks of at most `most` tokens."""
     fewest = -(-tokens // most)
     return next(n for n in range(fewest, tokens + 1) if tokens % n == 0)
+
+
+# ---- Optimizers --------------------------------------------------------------------------------
+
+
+class AdamRates(NamedTuple):
+    """The rates of one Adam update."""
+
+    lr: jax.Array
+    decay: float  # it takes lr * lr * decay of a weight
+    count: jax.Array  # its number, from 1
+    betas: tuple[float, float]
+    eps: float
+    cautious: bool  # whether decay is, see descend
+
+
+def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
+    """The AdamRates of an update that sums so many steps. One of tables that sums twice as many
+    forgets as much as two: betas squared, decay doubled (record 92)."""
+    span, count = 1, hyper.adam_count
+    if row.updated_by == "tables":
+        span, count = steps / cfg.table_every[0], hyper.table_count
+    betas = tuple(beta**span for beta in row.betas)
+    return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious)
+
+
+def adam(param, mean, square, grad, rates: AdamRates):
+    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
+    the original, eps is added to the root before bias correction."""
+    b1, b2 = rates.betas
+    mean = b1 * mean + (1 - b1) * grad
+    square = b2 * square + (1 - b2) * jnp.square(grad)
+    correction = jnp.sqrt(1 - b2**rates.count) / (1 - b1**rates.count)
+    update = rates.lr * correction * mean / (jnp.sqrt(square) + rates.eps)
+    decay = rates.lr * rates.lr * rates.decay
+    return descend(param, update, decay, rates.cautious), mean, square
+
+
+def descend(param, update, decay, cautious: bool):
+    """`param` less `update`. Weights decay by the share `decay`, if cautiously only where the
+    update shrinks them (record 50), so never where it is zero."""
+    decays = update * param > 0 if cautious else 1.0
+    return param - update - decay * decays * param
+
+
+def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> tuple:
+    """One ANVIL step on a bank, all float32 (record 92): `old`, "params" and its moments by kind,
+    -> new ones, in the same order. Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal
+    matrix in place of a matrix's momentum: all directions learn at one rate. ANVIL has two_rails
+    for momentum, and equalizes; without these ideas it is Muon. Banks are [matrices, rows, cols],
+    "equaliser" [matrices, neurons]: those of this device. Weights decay only where the slow average
+    shrinks them or is zero (cautious, after Liang et al. 2024; record 43)."""
+    param = old["params"]
+    if cfg.slow_rate:  # rails: "ANVIL beside Muon"
+        update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
+        averages = fast, slow
+    else:
+        average = old["fast"] + (1 - hyper.momentum) * (grad - old["fast"])
+        update = grad + hyper.momentum * (average - grad)  # Nesterov's
+        averages = (average,)
+    if cfg.muon:
+        update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
+    else:
+        update = as_large(update)
+    squares = ()
+    if cfg.equalize_rate:  # equalize: "ANVIL beside Muon"
+        update, square = equalize(update, old["equaliser"], cfg.equalize_rate)
+        squares = (square,)
+    lr = hyper.lr * row.lr
+    decays = averages[-1] * param >= 0 if cfg.cautious else 1.0
+    update += lr * row.decay * decays * param
+    matrices = len(param)
+    numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)  # of this device's, or padding
+    scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
+    rate = lr * scale[:, None, None]
+    return param - rate * update, *averages, *squares
+
+
+# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
+# singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
+ANVIL_MAPS = (
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+def orthogonalize(x, dtype):
+    """About the nearest (semi-)orthogonal matrices to a bank [matrices, rows, cols], in `dtype`.
+    ANVIL_MAPS bring all singular values near 1, with the Gram matrix of the shorter side."""
+    x = x.astype(dtype)
+    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
+    x = (x / (size * 1.05 + 1e-6)).astype(dtype)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+
+    def closer(x, abc):
+        a, b, c = abc
+        gram = x @ x.mT
+        return a * x + (b * gram + c * (gram @ gram)) @ x, None
+
+    # As a loop: the compiler for TPUs took twice as long to compile six copies of its matmuls.
+    x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
+    return x.mT if tall else x
+
+
+# ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
+
+
+@dataclass(frozen=True)
+class Param:
+    """A row of the parameter table."""
+
+    shape: tuple[int, ...]
+    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the start
+    optimizer: str  # how: anvil, adam, or rows (one second moment for each row of a table)
+    updated_by: str  # when: anvil (every step), adam, or tables (seldom)
+    lr: float
+    decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
+    betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
+    scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
+    averages: tuple[tuple[str, float], ...] = ()  # (kind, how far it moves there), see MOVES
+    rescaled: bool = False  # when averaged, the weights get back the norm they had
+    sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
+    dtype: str = "float32"  # of the parameter itself, of which copies are made
+
+
+def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
+    """What its optimizer keeps of a parameter: kind -> shape."""
+    if row.optimizer == "adam":
+        return {"first": row.shape, "second": row.shape}
+    if row.optimizer == "rows":
+        return {"second": row.shape[:1]}
+    kept = {"fast": row.shape}
+    if cfg.slow_rate:  # rails: see two_rails
+        kept["slow"] = row.shape
+    if cfg.equalize_rate:  # equalize: a number for each row or column of a matrix
+        kept["equaliser"] = row.shape[0], max(row.shape[1:])
+    return kept
+
+
+NGRAMS = "ngram_table"
+
+
+@functools.cache
+def param_table(cfg: Config) -> dict[str, Param]:
+    """Name -> Param: every parameter, its size, its start and how it learns.
+
+    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape.
+    A bank is one array in the state and in the copies; in the model it is a list of its matrices
+    (gather_banks), from which attention_weights and mlp_weights take those of a layer:
+        qk_bank [(n + kv_heads) / qk_heads per attention, qk_heads h, d]: parts of q, then of k;
+            x W^T. kv_heads=0 counts as n. With qk_heads=0 it is [2 per attention, d, d]
+        vo_bank [2 per attention, d, d]: v, then o; x W^T. If heads share keys and values
+            (kv_heads), it is [1 per attention, d, d] with o, and v_bank has v
+        mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
+    Down-projections start at zero, as output projections may (o_start): a layer begins by adding
+    nothing. An orthogonalized update has unit singular values whatever the shape, so it changes an
+    output element less as the output grows; sqrt(f / d) makes up for that in the up-projections
+    (Jordan et al. 2024). The down-projections get twice as much; the original found that by trial
+    (record 48).
+    """
+    d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
+    kv = cfg.kv_heads or n
+    attentions = len(cfg.layers_with("attends"))
+    mlps = sum(layer.mlps for layer in cfg.layers)
+    of_qk = cfg.qk_heads or n  # heads of which q or k is one matrix
+    qk_matrices = attentions * (n + kv) // of_qk
+    up = math.sqrt(max(1, f / d))
+    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps  # in the order of in_pairs
+    mlp_rates = (up, 2 * up) * mlps
+    mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
+    # Rate, decay and betas of the record; it does not say how they were found.
+    head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
+    vo_starts = (1.0, cfg.o_start) * attentions
+    if cfg.shared:  # v is smaller than o then, and in a bank of its own
+        vo_starts = (cfg.o_start,) * attentions
+    table = {
+        "head": head,
+        "embed": head,
+        "qk_bank": by_anvil(cfg, (qk_matrices, of_qk * h, d)),
+        "vo_bank": by_anvil(cfg, (len(vo_starts), d, d), vo_starts),
+        "mlp_bank": dataclasses.replace(mlp_bank, init=functools.partial(in_pairs, mlp_bank.init)),
+    }
+    if cfg.shared:
+        table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
+    table |= params_of_ideas(cfg)  # "Parameters of ideas"
+    if cfg.tail or cfg.tail_average:  # averages: "Averages of the last weights"
+        table = with_averages(cfg, table)
+    return {name: row for name, row in table.items() if math.prod(row.shape)}
+
+
+def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> Param:
+    """A row of param_table; `rates` are factors on lr_adam and decay_adam, `fields` others of
+    Param."""
+    lr, decay = rates
+    rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
+    kinds = {"optimizer": "adam", "updated_by": "adam"}
+    return Param(shape, start, **(rates | kinds | fields))
+
+
+def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
+    """The row of a bank; of each matrix the size of its start, and the factor on its rate."""
+    start = functools.partial(uniform, 0.5 / math.sqrt(cfg.width), starts)
+    rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
+    return Param(shape, start, "anvil", "anvil", **rates)
+
+
+def in_pairs(init: Callable, key, shape):
+    """The start of a bank of pairs. All first matrices are drawn, then all second ones, as they
+    once lay in the bank: seeds keep their numbers."""
+    halves = init(key, shape).reshape(2, -1, *shape[1:])
+    return halves.swapaxes(0, 1).reshape(shape)
+
+
+def normal(std: float) -> Callable:
+    """An initializer: normal with this standard deviation."""
+    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
+
+
+def uniform(std: float, sizes: float | tuple[float, ...], key, shape):
+    """The start of a bank: uniform with this standard deviation, times the size of each matrix."""
+    bound = math.sqrt(3) * std
+    values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+    return values * jnp.float32(sizes).reshape(-1, 1, 1)
+
+
+def updated(cfg: Config, kind: str) -> list[str]:
+    """The parameters that an Update of this kind changes."""
+    return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
+
+
+def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
+    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
+    what the optimizers keep (moments) and AVERAGES. All but the n-gram table is float32."""
+    state = {}
+    for name, row in param_table(cfg).items():
+        shapes = {"params": row.shape} | moments(cfg, row)
+        shapes |= {average: row.shape for average, _ in row.averages}
+        for kind, shape in shapes.items():
+            dtype = row.dtype if kind == "params" else "float32"
+            state.setdefault(kind, {})[name] = leaf(shape, jnp.dtype(dtype), row)
+    return state
+
+
+def init_state(cfg: Config, seed):
+    """The training state before the first step."""
+    key = jax.random.key(seed)
+
+    def zeros(shape, dtype, row):
+        return jnp.zeros(shape, dtype)
+
+    state = map_state(cfg, zeros)
+    for name, row in param_table(cfg).items():
+        if callable(row.init):
+            # A key from the name: adding a parameter does not change the others.
+            digest = hashlib.sha256(name.encode()).digest()
+            salt = int.from_bytes(digest[:4], "little")
+            start = row.init(jax.random.fold_in(key, salt), row.shape)
+        else:
+            start = jnp.full(row.shape, row.init, jnp.float32)
+        state["params"][name] = start.astype(row.dtype)
+    if cfg.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+        state = tie(state)
+    return state
+
+
+def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
+    """What the model computes with: large parameters in cfg.dtype, small ones as they are. `gather`
+    returns whole tables; banks stay sharded, and each step gathers them. The n-gram table has no
+    copy: with several devices, none of them ever holds all of it. Each value table is an array of
+    its own, because a TPU is predicted to look up rows twice as fast in a table that fits its
+    VMEM (records/NOTES.md)."""
+    copies = {}
+    for name, x in params.items():
+        row = param_table(cfg)[name]
+        if name == NGRAMS:
+            continue
+        copies[name] = x.astype(cfg.dtype) if row.sharded else x
+        if row.sharded and row.optimizer != "anvil":
+            rows = row.shape[0]  # without those that pad it for the devices
+            copies[name] = gather(copies[name])[:rows]
+        if name == "value_tables":
+            copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
+    return copies
+
+
+def gradients_like(copies: dict) -> dict:
+    """`copies`, or their shapes, with one shape for all value tables, one under the other: that of
+    their gradient."""
+    tables = copies.get("value_tables")
+    if tables is None:
+        return copies
+    return copies | {"value_tables": jax.eval_shape(jnp.concatenate, tables)}
 
 
 # ---- The step: what every device does ----------------------------------------------------------
@@ -1545,6 +1064,66 @@ def rows_together(cfg: Config, b: int, t: int) -> int:
     return next((k for k in divisors if k * t <= cfg.micro_tokens), 1)
 
 
+def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
+    """(state, compute copies of what changed, norms of gradients by parameter if cfg.log_norms)
+    after an update of `due`: name -> this device's gradients of the steps since the last update, a
+    tuple. Each device updates its shard of every large parameter (ZeRO). For head, embedding and
+    value tables it first receives its shard of the summed gradients (reduce-scatter), and then all
+    devices gather the updated shards, rounded to the compute dtype. The gradients of banks have
+    already been summed over devices by grads_step, and copies of banks stay sharded: each step
+    gathers them (gather_banks). The n-gram table has an exchange of its own, and no copy. Large
+    gradients cross the network in the compute dtype, as in the original."""
+    new = {kind: dict(entries) for kind, entries in state.items()}
+    norms = {}
+    for name, grads in due.items():
+        row = param_table(cfg)[name]
+        kinds = "params", *moments(cfg, row)
+        old = {kind: state[kind][name] for kind in kinds}
+        if row.optimizer == "anvil":
+            grad = sum_over_devices(cfg, row, grads)
+            square = jnp.sum(grad * grad)
+            after = anvil(cfg, row, old, grad, hyper)
+        elif row.optimizer == "adam":
+            rates = adam_rates(cfg, row, hyper, len(grads))
+            if name == "value_tables":  # "Value tables"
+                grads = value_gradients(cfg, grads, kernels.add_rows)
+            grad = sum_over_devices(cfg, row, grads)
+            square = jnp.sum(grad * grad)
+            after = adam(*old.values(), grad, rates)
+        else:  # "A table of hashed n-grams"
+            rates = adam_rates(cfg, row, hyper, len(grads))
+            *after, square = update_rows(cfg, *old.values(), grads, rates, kernels.add_rows)
+        for kind, x in zip(kinds, after, strict=True):
+            new[kind][name] = x
+        if row.averages:  # "Averages of the last weights"
+            follow(new, name, row, hyper)
+        if cfg.log_norms:
+            if row.sharded:
+                square = lax.psum(square, AXIS)
+            norms[name] = jnp.sqrt(square)
+    copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
+    return new, copies, norms
+
+
+def sum_over_devices(cfg: Config, row: Param, grads: tuple):
+    """The sum, float32, of the gradients of several steps of a parameter, over all devices: this
+    device's shard of it, or all where the parameter is not sharded."""
+    if row.sharded and row.optimizer != "anvil":
+        return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
+    grad = sum(x.astype(jnp.float32) for x in grads)
+    if row.sharded:  # grads_step has summed it over devices
+        return grad
+    return lax.psum(grad, AXIS)
+
+
+def finish_step(cfg: Config, state):
+    """(the state with the weights to validate, their compute copies), after the last step."""
+    params = state["params"]
+    if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
+        params = move_to_averages(cfg, state)
+    return state | {"params": params}, compute_copies(cfg, params, GATHER)
+
+
 # ---- Validation --------------------------------------------------------------------------------
 
 
@@ -1599,375 +1178,6 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
     results = np.array(jax.device_get(results), np.float64)
     total, dropped = results.sum(axis=0)
     return float(total) / cfg.val_tokens, int(dropped)
-
-
-# ---- Optimizers --------------------------------------------------------------------------------
-
-
-def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """(state, compute copies of what changed, norms of gradients by parameter if cfg.log_norms)
-    after an update of `due`: name -> this device's gradients of the steps since the last update, a
-    tuple. Each device updates its shard of every large parameter (ZeRO). For head, embedding and
-    value tables it first receives its shard of the summed gradients (reduce-scatter), and then all
-    devices gather the updated shards, rounded to the compute dtype. The gradients of banks have
-    already been summed over devices by grads_step, and copies of banks stay sharded: each step
-    gathers them (gather_banks). The n-gram table has an exchange of its own, and no copy. Large
-    gradients cross the network in the compute dtype, as in the original."""
-    new = {kind: dict(entries) for kind, entries in state.items()}
-    norms = {}
-    for name, grads in due.items():
-        row = param_table(cfg)[name]
-        kinds = "params", *moments(cfg, row)
-        old = {kind: state[kind][name] for kind in kinds}
-        if row.optimizer == "anvil":
-            grad = sum_over_devices(cfg, row, grads)
-            square = jnp.sum(grad * grad)
-            after = anvil(cfg, row, old, grad, hyper)
-        elif row.optimizer == "adam":
-            rates = adam_rates(cfg, row, hyper, len(grads))
-            if name == "value_tables":  # "Value tables"
-                grads = value_gradients(cfg, grads, kernels.add_rows)
-            grad = sum_over_devices(cfg, row, grads)
-            square = jnp.sum(grad * grad)
-            after = adam(*old.values(), grad, rates)
-        else:  # "A table of hashed n-grams"
-            rates = adam_rates(cfg, row, hyper, len(grads))
-            *after, square = update_rows(cfg, *old.values(), grads, rates, kernels.add_rows)
-        for kind, x in zip(kinds, after, strict=True):
-            new[kind][name] = x
-        if row.averages:  # "Averages of the last weights"
-            follow(new, name, row, hyper)
-        if cfg.log_norms:
-            if row.sharded:
-                square = lax.psum(square, AXIS)
-            norms[name] = jnp.sqrt(square)
-    copies = compute_copies(cfg, {name: new["params"][name] for name in due}, GATHER)
-    return new, copies, norms
-
-
-def sum_over_devices(cfg: Config, row: Param, grads: tuple):
-    """The sum, float32, of the gradients of several steps of a parameter, over all devices: this
-    device's shard of it, or all where the parameter is not sharded."""
-    if row.sharded and row.optimizer != "anvil":
-        return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
-    grad = sum(x.astype(jnp.float32) for x in grads)
-    if row.sharded:  # grads_step has summed it over devices
-        return grad
-    return lax.psum(grad, AXIS)
-
-
-class AdamRates(NamedTuple):
-    """The rates of one Adam update."""
-
-    lr: jax.Array
-    decay: float  # it takes lr * lr * decay of a weight
-    count: jax.Array  # its number, from 1
-    betas: tuple[float, float]
-    eps: float
-    cautious: bool  # whether decay is, see descend
-
-
-def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
-    """The AdamRates of an update that sums so many steps. One of tables that sums twice as many
-    forgets as much as two: betas squared, decay doubled (record 92)."""
-    span, count = 1, hyper.adam_count
-    if row.updated_by == "tables":
-        span, count = steps / cfg.table_every[0], hyper.table_count
-    betas = tuple(beta**span for beta in row.betas)
-    return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious)
-
-
-def adam(param, mean, square, grad, rates: AdamRates):
-    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
-    the original, eps is added to the root before bias correction."""
-    b1, b2 = rates.betas
-    mean = b1 * mean + (1 - b1) * grad
-    square = b2 * square + (1 - b2) * jnp.square(grad)
-    correction = jnp.sqrt(1 - b2**rates.count) / (1 - b1**rates.count)
-    update = rates.lr * correction * mean / (jnp.sqrt(square) + rates.eps)
-    decay = rates.lr * rates.lr * rates.decay
-    return descend(param, update, decay, rates.cautious), mean, square
-
-
-def descend(param, update, decay, cautious: bool):
-    """`param` less `update`. Weights decay by the share `decay`, if cautiously only where the
-    update shrinks them (record 50), so never where it is zero."""
-    decays = update * param > 0 if cautious else 1.0
-    return param - update - decay * decays * param
-
-
-def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> tuple:
-    """One ANVIL step on a bank, all float32 (record 92): `old`, "params" and its moments by kind,
-    -> new ones, in the same order. Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal
-    matrix in place of a matrix's momentum: all directions learn at one rate. ANVIL has two_rails
-    for momentum, and equalizes; without these ideas it is Muon. Banks are [matrices, rows, cols],
-    "equaliser" [matrices, neurons]: those of this device. Weights decay only where the slow average
-    shrinks them or is zero (cautious, after Liang et al. 2024; record 43)."""
-    param = old["params"]
-    if cfg.slow_rate:  # rails: "ANVIL beside Muon"
-        update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
-        averages = fast, slow
-    else:
-        average = old["fast"] + (1 - hyper.momentum) * (grad - old["fast"])
-        update = grad + hyper.momentum * (average - grad)  # Nesterov's
-        averages = (average,)
-    if cfg.muon:
-        update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
-    else:
-        update = as_large(update)
-    squares = ()
-    if cfg.equalize_rate:  # equalize: "ANVIL beside Muon"
-        update, square = equalize(update, old["equaliser"], cfg.equalize_rate)
-        squares = (square,)
-    lr = hyper.lr * row.lr
-    decays = averages[-1] * param >= 0 if cfg.cautious else 1.0
-    update += lr * row.decay * decays * param
-    matrices = len(param)
-    numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)  # of this device's, or padding
-    scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
-    rate = lr * scale[:, None, None]
-    return param - rate * update, *averages, *squares
-
-
-# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
-# singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
-ANVIL_MAPS = (
-    (3.923798038567, -6.095026865488, 3.905234618423),
-    (3.278126713798, -3.328923386476, 0.989127286973),
-    (3.505298394150, -5.137358782410, 1.968325560615),
-    (2.815058591845, -3.685181239622, 1.417196497642),
-    (2.245503932403, -2.443826979899, 0.963091710461),
-    (2.256537145403, -2.166840097229, 0.929501253245),
-)
-
-
-def orthogonalize(x, dtype):
-    """About the nearest (semi-)orthogonal matrices to a bank [matrices, rows, cols], in `dtype`.
-    ANVIL_MAPS bring all singular values near 1, with the Gram matrix of the shorter side."""
-    x = x.astype(dtype)
-    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
-    x = (x / (size * 1.05 + 1e-6)).astype(dtype)
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-
-    def closer(x, abc):
-        a, b, c = abc
-        gram = x @ x.mT
-        return a * x + (b * gram + c * (gram @ gram)) @ x, None
-
-    # As a loop: the compiler for TPUs took twice as long to compile six copies of its matmuls.
-    x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
-    return x.mT if tall else x
-
-
-# ---- Layout: how state and copies lie on the devices --------------------------------------------
-
-# A layout is a tree of shapes, dtypes and shardings, in place of the arrays that are to lie so.
-# `born` makes arrays directly in their layout, so that no device ever holds more than its shards.
-
-
-def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
-    sharding = NamedSharding(mesh, P(*axes))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def born(make: Callable, layout) -> Callable:
-    """`make`, jitted; its results lie on the devices as `layout` tells."""
-    shardings = jax.tree.map(lambda x: x.sharding, layout)
-    return jax.jit(make, out_shardings=shardings)
-
-
-def abstract_state(cfg: Config, mesh: Mesh):
-    """How the training state lies on `mesh`."""
-
-    def leaf(shape, dtype, row):
-        if not row.sharded:
-            return abstract(mesh, shape, dtype)
-        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
-        return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
-
-    return map_state(cfg, leaf)
-
-
-def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state. Its numbers do not depend on how many devices there
-    are: rows of zeros come after them."""
-    layout = abstract_state(cfg, mesh)
-
-    def state(seed):
-        numbers = init_state(cfg, seed)
-        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), numbers, layout)
-
-    return born(state, layout)
-
-
-def pad_rows(x, rows: int):
-    """`x` with zeros after it, up to `rows` rows."""
-    lacking = rows - len(x)
-    if lacking == 0:
-        return x
-    other_axes = [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, [(0, lacking), *other_axes])
-
-
-def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """How first_copies lie on `mesh`: only banks are sharded."""
-    params = abstract_state(cfg, mesh)["params"]
-    shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
-    axes = dict.fromkeys(shapes, ())
-    axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
-
-    def like(name, x):
-        return abstract(mesh, x.shape, x.dtype, *axes[name])
-
-    return {name: jax.tree.map(functools.partial(like, name), x) for name, x in shapes.items()}
-
-
-def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> first_copies."""
-
-    def copies(params, seed):
-        return first_copies(cfg, params, seed)
-
-    return born(copies, abstract_copies(cfg, mesh))
-
-
-def first_copies(cfg: Config, params, seed):
-    """The compute copies, and the signs of n-grams beside them, which no update changes."""
-    copies = compute_copies(cfg, params)
-    if cfg.signed:  # "A table of hashed n-grams"
-        copies["signs"] = sign_pool(cfg, seed)
-    return copies
-
-
-# ---- Programs: what each step takes and gives ---------------------------------------------
-
-# What is compiled, and when it runs:
-#     grads0, grads1, ...  every step, one for each shape of a batch (grads_step): n-gram rows come
-#                          from other devices, banks are gathered; forward, loss, gradients
-#     anvil                every step (update_step): banks, by Muon with a second, slower momentum;
-#                          in `plain` by Muon alone
-#     adam                 every 2nd step: head, embedding, small ones; in `plain` every step
-#     tables               every 2nd step, later every 4th: value and n-gram tables
-#     finish, eval         at the end: averages of the last weights; the validation loss
-# An update of head, embedding and value tables sums the gradients over devices, changes a shard on
-# each, and gathers the result. Banks are gathered, and their gradients summed, by grads0, ...
-
-
-class Program(NamedTuple):
-    """A function of this file, and what it takes to compile it for a mesh."""
-
-    step: Callable
-    args: tuple  # shapes, dtypes and shardings of its arguments
-    out: tuple  # how its results lie on the mesh
-    donates: tuple = ()  # numbers of the arguments whose memory its results may take
-    options: dict = {}  # for the compiler
-    name: str = ""  # its key, as text
-
-
-@functools.cache
-def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
-    """All programs of a run: gradients, then updates, by first use; "finish" (averages, copies) and
-    "eval"."""
-    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
-    state = abstract_state(cfg, mesh)
-    copies = abstract_copies(cfg, mesh)
-    table = state["params"].get(NGRAMS)
-    numbers = hyper_at(cfg, 0)
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), numbers)
-    built = {}
-    of_steps = schedule(cfg).programs
-    keys = dict.fromkeys(itertools.chain(*of_steps))
-    for key in keys:
-        if isinstance(key, Gradients):
-            stage = cfg.stages[key.stage]
-            batch = abstract_batch(cfg, mesh, (stage.rows, stage.row_tokens), key.candidates, hyper)
-            step = functools.partial(grads_step, cfg, kernels, stage)
-            built[key] = Program(step, (copies, table, batch), (P(AXIS), P(), P()))
-    for key in keys:
-        if isinstance(key, Update):
-            update = update_step
-            if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
-                update = tied_update
-            step = functools.partial(update, cfg, kernels)
-            due = abstract_waiting(cfg, mesh, kernels, copies, key)
-            changed = specs({name: copies[name] for name in due if name != NGRAMS})
-            out = specs(state), changed, P()
-            built[key] = Program(step, (state, due, hyper), out, donates=(0,))
-    changed = specs({name: x for name, x in copies.items() if name != "signs"})
-    step = functools.partial(finish_step, cfg)
-    built["finish"] = Program(step, (state,), (specs(state), changed), donates=(0,))
-    batch = abstract_batch(cfg, mesh, (cfg.val_batch // cfg.val_row, cfg.val_row), 0, hyper)
-    step = functools.partial(eval_step, cfg, kernels)
-    built["eval"] = Program(step, (copies, table, batch), (P(), P()))
-    options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    named = {}
-    for key, program in built.items():
-        named[key] = program._replace(options=options, name=str(key))
-    return named
-
-
-def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, hyper) -> Batch:
-    """The shapes, dtypes and shardings of a Batch of `size`, rows and tokens of a row, with `count`
-    candidates in each row."""
-    b, t = size
-
-    def by_rows(dtype, *shape):
-        return abstract(mesh, shape, dtype, AXIS)
-
-    targets = by_rows(jnp.int32, b, t)
-    aims = Aims(by_rows(jnp.int32, b, count), targets, targets)
-    rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, aims)
-    if not cfg.ngram_rows:
-        return Batch(rows, None, hyper)
-    # "A table of hashed n-grams"
-    rows = rows._replace(hashed=by_rows(jnp.uint16, b, t), slots=by_rows(jnp.int32, b, 2, t))
-    room = capacity(b * t, mesh.size)
-    return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
-
-
-def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, update: Update):
-    """The shapes, dtypes and shardings of the gradients that an Update takes: name -> one for each
-    step. A gradient [n, ...], of which each device has its own, is one array [devices * n, ...]
-    here; those of banks are cut like banks."""
-    due = {}
-    likes = gradients_like(copies)
-    for name in updated(cfg, update.kind):
-        if name == NGRAMS:  # "A table of hashed n-grams"
-            due[name] = abstract_requested(cfg, mesh, update)
-            continue
-        x = likes[name]
-        rows = x.shape[0]
-        if update.kind != "anvil":
-            rows *= mesh.size
-        gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
-        due[name] = (gradient,) * update.steps
-        if name == "value_tables":  # "Value tables"
-            stages = [cfg.stages[number] for number in update.stages]
-            looked_up = [abstract_looked_up(cfg, mesh, kernels, stage) for stage in stages]
-            due[name] = tuple(of_step or gradient for of_step in looked_up)
-    return due
-
-
-def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step."""
-    params = state["params"]
-    if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
-        params = move_to_averages(cfg, state)
-    return state | {"params": params}, compute_copies(cfg, params, GATHER)
-
-
-def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there."""
-    in_specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    out_specs = program.out
-    step = shard_map(
-        program.step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-    step.__name__ = program.name  # the name of its module, by which a trace lists what it executes
-    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
-    return step.lower(*program.args)
 
 
 # ---- Training: the clock and the loop ----------------------------------------------------------
@@ -2104,6 +1314,544 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     missing = log.facts.get("missing")
     need(not missing, f"the run has ended well, but {missing}")
     return log.folder
+
+
+# ---- Settings: every number of a run, and the presets ----------------------------------------
+
+Kind = TypeVar("Kind")
+Positive = Annotated[Kind, "positive"]  # above 0, as all numbers in it
+Machine = Annotated[Kind, "machine"]  # of the machine, not the recipe: --resume may --set it
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its attention, what it adds to the stream, how many MLPs follow. The tuple of all
+    layers is the wiring of the model. Gates are numbers for each token, which small MLPs make
+    (coefficients)."""
+
+    attends: str = ""  # with the "short" or the "long" window of the stage; "": no attention
+    paired: bool = False  # two heads attend as one, half as far (pair_heads)
+    narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
+    values: bool = False  # a table of token values of its own, added to v by a gate
+    xsa: bool = False  # the part of a head's output along its own v is taken out (record 82)
+    gated: bool = False  # each head's output times a gate (record 85)
+    x0: bool = False  # the embedding is added, by a gate
+    ngram: bool = False  # the n-gram vector is added, by a gate; by layer 0 before all else
+    skip: int = 0  # the output of the layer so many before is added, by a gate; 0: of none
+    reads: int = 0  # attention reads the output of the layer so many before; 0: the stream
+    looks: bool = False  # from here on gates come from the stream; before, from the embedding
+    mudd: bool = False  # of the last layer alone: each token weights what it adds (mudd_layer)
+    mlps: int = 1  # side by side, on the same input
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the run with one shape of batch; all sizes in tokens."""
+
+    share: float  # of the scheduled steps; 0, for the last stage alone: it has Config.extension
+    batch_tokens: Positive[int]  # per step, over all devices
+    row_tokens: Positive[int]  # length of a row
+    doc_cap: int  # documents are cut at this length; 0: rows are cut from the plain stream
+    windows: Positive[tuple[int, int]]  # short, long: how many tokens before itself a token sees
+    lr_factor: float = 1.0
+    # Weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
+    # and at its end. Between they change linearly.
+    weights: tuple[float, ...] = (1.0,)
+    weights_end: tuple[float, ...] = (1.0,)
+    # Each entry of these two holds for an equal part of the stage. " interact" is the prefix of the
+    # token " interaction", and predicted for a small part of the loss.
+    prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix, a token
+    candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
+
+    @property
+    def rows(self) -> int:
+        """Rows of one global batch."""
+        return self.batch_tokens // self.row_tokens
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields. The
+    defaults are record 92, but for normalised ids in the hashes of n-grams (pull request 375).
+    Fewer n-grams are different then: by published figures that makes up for half of the table. The
+    record's own: ngram_rows=84602880, ngram_ids=raw."""
+
+    preset: str = "speedrun"
+    without: str = ""  # ideas that are left out, see IDEAS; "all": all
+    # ---- The recipe: what decides the loss ----
+    seed: int = 0
+    # model; layers are counted from 0
+    layers: tuple[Layer, ...] = (  # seven of eleven attend (record 92)
+        Layer("short", paired=True, x0=True, ngram=True),
+        Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
+        Layer("short", paired=True, values=True, x0=True),
+        Layer("long", xsa=True, gated=True),
+        Layer(x0=True, ngram=True, looks=True),
+        Layer("short", paired=True, x0=True, ngram=True),
+        Layer(skip=3),  # the output of layer 3
+        Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10 to read
+        Layer("short", narrow=True, values=True, mlps=2),
+        Layer(ngram=True),
+        Layer("long", values=True, gated=True, reads=3, mudd=True),  # the output of layer 7
+    )
+    width: Positive[int] = 768
+    heads: Positive[int] = 6
+    kv_heads: int = 0  # of keys and values, which queries share in groups; 0: as many
+    mlp_width: Positive[int] = 2816  # 11/3 of the width
+    vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
+    real_tokens: int = 50257  # ids at or above this are refused
+    bos: int = 50256  # stands before every document; attention does not cross it
+    # bpe: with merges beside the data. ids: of your own tokenizer; they have no bytes, so there are
+    # no prefixes, n-grams hash ids as they are, and no text is sampled.
+    encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
+    ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
+    ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
+    ngram_drop: float = 0.0  # dropout: share of the looked-up rows that training sets to zero
+    sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
+    documents: bool = True  # attention stays inside a document
+    still: bool = True  # half of a head's dimensions do not rotate; short layers go without them
+    qk_norm: bool = True  # queries and keys are normed
+    key_offset: bool = True  # long layers match keys of the token before, see key_offset
+    qk_heads: int = 2  # heads whose q (or k) are one matrix for ANVIL; 0: all heads
+    o_start: float = 1.0  # size of output projections at the start, relative to those of values
+    down_start: float = 0.0  # and of the down-projections of MLPs, relative to those up
+    squared_relu: bool = True  # of MLPs; else GELU
+    smear: bool = True  # a little of the token before is added to each embedding
+    lambdas: bool = True  # learned weights on q, k and v, on o, and on what each layer adds
+    value_gates: bool = True  # how much of the value tables a head takes
+    gate_width: int = 64  # hidden units of the MLPs that make gates; 0: gates are learned numbers
+    mudd_width: Positive[int] = 64  # of those that make the weights of MUDD
+    rope_base: Positive[float] = 1024.0
+    attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: short layers, long ones
+    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
+    pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_chances; 0: none
+    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
+    # of activations, matmuls and the n-gram table
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # schedule: batch, windows and document length grow, at the end the batch shrinks again
+    start: str = ""  # a checkpoint, with whose parameters the run starts, in place of random ones
+    steps: Positive[int] = 1194
+    extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
+    # fmt: off
+    stages: tuple[Stage, ...] = (
+        #     share       batch    row     cap  windows     lr: about the root of the batch's growth
+        #     loss weights: of the next tokens, from and to; of the prefix; candidates
+        Stage(320 / 1174, 131_072, 16_384, 896, (128, 384), 1.0,
+              (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
+        Stage(361 / 1174, 262_144, 32_768, 2048, (384, 896), 1.52,
+              (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
+        Stage(426 / 1174, 393_216, 49_152, 3072, (640, 1408), 1.73,
+              candidates=(14_336, 14_336, 24_576)),
+        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(327_680 / 393_216)),
+        Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
+    )
+    # fmt: on
+    passes: Positive[int] = 1  # times that training tokens may be read; a record reads them once
+    # In training attention does not cross multiples of this, counted from a document's beginning.
+    attention_cap: Positive[int] = 2560
+    tied: float = 1.0  # head and embedding are one matrix for this share of the schedule; 0: never
+    cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
+    lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
+    # optimizers; param_table has the factors of each parameter
+    muon: bool = True  # a matrix's update is orthogonalized; else its direction stays (as_large)
+    lr_anvil: float = 0.023
+    decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
+    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, and beta of the average
+    momentum_warmup: Positive[int] = 240  # over this many steps
+    momentum_cooldown: int = 50  # and back, over the last steps
+    # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
+    rails_step: int = 514
+    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast one
+    slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight; 0: none
+    equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns; 0: none
+    cautious: bool = True  # weights decay only where the update (a slow average of it) shrinks them
+    lr_adam: float = 0.008
+    decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
+    adam_eps: Positive[float] = 1e-10
+    # betas of mixing weights, and of gates and other scalars
+    scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
+    adam_every: Positive[int] = 2  # steps whose gradients one Adam step sums; they wait till then
+    # n-gram and value tables: an update sums the gradients of so many steps, before table_change
+    # and from that step on
+    table_every: tuple[int, int] = (2, 4)
+    table_change: int = 336
+    tail: int = 298  # last steps, over which head, embedding and all matrices are averaged
+    tail_average: int = 250  # the same of value tables, and a second average of v, o and MLPs
+    # validation: the first val_tokens of the validation split, each predicted once
+    val_tokens: Positive[int] = 10_485_760
+    val_every: int = 0  # steps; 0: only at the end
+    val_batch: Positive[int] = 2_097_152
+    val_row: Positive[int] = 262_144
+    val_windows: Positive[tuple[int, int]] = (768, 2560)
+    target: float = 3.28  # nats per token; 0: none
+    data: str = "data/fineweb10B"
+    # ---- The machine: what decides only the speed, and what a run leaves behind ----
+    devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
+    # Of Part V. auto: all that serve, but for normed_product, which multiplies in eight bits;
+    # plain: none; attend,blend: these.
+    kernels: Machine[str] = "auto"
+    sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
+    micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
+    rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
+    recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
+    # tokens whose logits exist at once; more if the softmax is a sample
+    loss_chunk: Machine[Positive[int]] = 4800
+    # all tokens of a micro-batch at once; auto: if they fit, on TPUs and with kernels on GPUs
+    whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
+    prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
+    checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
+    checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
+    keep_best: Machine[bool] = False  # the parameters that had the lowest validation loss
+    log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
+    log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
+    sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def shared(self) -> bool:
+        """Whether several heads of queries have the same keys and values."""
+        return self.kv_heads not in (0, self.heads)
+
+    def layers_with(self, what: str) -> tuple[int, ...]:
+        """The layers in which Layer.`what` is set: the order of banks, tables and gates."""
+        return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
+
+    @property
+    def aimed(self) -> bool:
+        """Whether a loss has candidates or prefixes."""
+        return any(any(stage.prefix + stage.candidates) for stage in self.stages)
+
+    @property
+    def signed(self) -> bool:
+        """Whether n-grams have signs."""
+        return bool(self.ngram_rows and self.sign_rows)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """compute_dtype as a dtype."""
+        return jnp.dtype(self.compute_dtype)
+
+    @functools.cached_property
+    def boundaries(self) -> tuple[int, ...]:
+        """First step of each stage, then the number of steps."""
+        ends = np.cumsum([stage.share for stage in self.stages]) * (self.steps - self.extension)
+        return (0, *map(round, ends[:-1].tolist()), self.steps)
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens that the first `step` steps train on."""
+        spans = zip(self.stages, itertools.pairwise(self.boundaries), strict=True)
+        return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
+
+
+# fmt: off
+PRESETS = {
+    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
+    # embedding and head. Part IV makes it, behind `override`.
+    "plain": None,
+    # The model of `speedrun` at toy size, for a minute on two cores. One stage: to compile another
+    # shape of batch would take as long as a tenth of the run.
+    "tiny": Config(
+        preset="tiny",
+        layers=(
+            Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
+            Layer(skip=1, looks=True),
+            Layer("short", paired=True, values=True, x0=True),
+            Layer("long", values=True, gated=True, reads=2, mudd=True),
+        ),
+        width=128, heads=2, mlp_width=256, gate_width=32, mudd_width=32, ngram_rows=262_144,
+        encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
+        compute_dtype="float32",
+        steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
+        momentum_warmup=88, momentum_cooldown=18, rails_step=188, table_change=128,
+        tail=110, tail_average=92,
+        lr_adam=0.016,
+        val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
+        micro_tokens=256,  # fits a core's caches
+        data="data/builtin", sample_tokens=80,
+    ),
+    "speedrun": Config(),
+    # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 have 320, 361, 374 +
+    # 52, 67 and 20 steps; here 282, 317, 330 + 52, 59 and 20: about 988 / 1122 of the record's,
+    # except for the 52 and the 20, which are the same.
+    "pointer": Config(
+        preset="pointer", pointer_width=128, steps=1060,
+        stages=tuple(
+            dataclasses.replace(stage, share=count / 1040)
+            for stage, count in zip(Config.stages, (282, 317, 382, 59, 0), strict=True)
+        ),
+    ),
+}
+# fmt: on
+LARGE = "speedrun", "pointer"  # presets for accelerators
+
+
+# ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
+
+
+class Hyper(NamedTuple):
+    """What changes from step to step without a new program: float32 arrays, sent with a batch.
+    (What changes shapes, as rows, windows and the number of candidates do, is static.)"""
+
+    lr: np.ndarray  # factor on every learning rate
+    momentum: np.ndarray  # how far an update goes from the gradient to its average (Nesterov)
+    adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
+    freqs: np.ndarray  # [2, pairs that turn] radians a position, of short and of long layers
+    scales: np.ndarray  # [2] of q k^T, likewise
+    weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
+    # Of ideas; None where they are off.
+    fast_beta: np.ndarray | None = None  # rails: beta of the fast average,
+    fast_weight: np.ndarray | None = None  # its weight; the slow average has the rest
+    table_count: np.ndarray | None = None  # table updates, as adam_count
+    prefix: np.ndarray | None = None  # weight of the loss on the next token's prefix
+    average_rates: np.ndarray | None = None  # [4] of AVERAGES; 0: not updated
+    drop_seed: np.ndarray | None = None  # random number of the step, for ngram_dropout
+
+
+class Schedule(NamedTuple):
+    """What holds at each step: arrays with a row for every step."""
+
+    stage: np.ndarray  # number of its stage
+    candidates: np.ndarray  # ids that a row's softmax runs over; 0: the whole vocabulary
+    adam: np.ndarray  # whether it ends with an Adam step
+    tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
+    tied: np.ndarray  # whether head and embedding are one matrix when it updates them
+    programs: list[list[Gradients | Update]]  # keys of those that a step runs, in order
+    hyper: Hyper  # in float64
+
+
+class Gradients(NamedTuple):
+    """The key of a program with which steps begin; its name, as a str, is grads0 and so on."""
+
+    number: int  # in the order of the run
+    stage: int
+    candidates: int  # ids that a row's softmax runs over; 0: the whole vocabulary
+
+    def __str__(self) -> str:
+        return f"grads{self.number}"
+
+
+class Update(NamedTuple):
+    """The key of a program that updates parameters, by name adam_tied or tables2-2-2-2."""
+
+    kind: str  # of which parameters: Param.updated_by
+    steps: int  # whose gradients it sums
+    tied: bool = False  # head and embedding are one matrix
+    stages: tuple[int, ...] = ()  # of tables: of each summed step; it says how many n-grams wait
+
+    def __str__(self) -> str:
+        tied = "_tied" if self.tied else ""
+        return self.kind + tied + "-".join(map(str, self.stages))
+
+
+@functools.cache
+def schedule(cfg: Config) -> Schedule:
+    """The Schedule of a run: when the learning rate falls, and which programs a step runs."""
+    step = np.arange(cfg.steps)
+    stage = steps_in_stages(cfg).stage
+    momentum = momentum_at(cfg, step)
+    adam_due = (step + 1) % cfg.adam_every == 0
+    tables = np.zeros_like(step)
+    if updated(cfg, "tables"):  # seldom: "When tables learn"
+        tables = table_updates(cfg, step)
+    tied = np.zeros(cfg.steps, bool)
+    if cfg.tied:  # tied: "When tables learn"
+        tied = step <= last_tied_step(cfg)
+    rotations = [rotation(cfg)]
+    if len(cfg.stages) > 1:  # windows: "Rotation that follows the windows"
+        rotations = yarn(cfg)
+    by_stage, scales_by_stage = zip(*rotations, strict=True)
+    freqs = np.stack(by_stage)[stage]
+    scales = np.stack(scales_by_stage)[stage]
+    weights = np.ones((cfg.steps, 1))
+    plain = (1.0, 1.0)
+    if any((*s.weights, *s.weights_end) != plain for s in cfg.stages):
+        weights = loss_weights(cfg)  # ahead: "Losses on more than the next token"
+    hyper = Hyper(
+        lr=learning_rate(cfg, step),
+        momentum=momentum,
+        adam_count=step // cfg.adam_every + 1,
+        freqs=freqs,
+        scales=scales,
+        weights=weights,
+        **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
+    )
+    softmax = in_parts(cfg, "candidates")
+    keys = []
+    numbers = {}  # (stage, candidates) -> number of the program
+    for i in range(cfg.steps):
+        shape = int(stage[i]), int(softmax[i])
+        number = numbers.setdefault(shape, len(numbers))
+        of_step = [Gradients(number, *shape), Update("anvil", 1)]
+        if adam_due[i]:
+            is_tied = bool(tied[i])
+            of_step.append(Update("adam", cfg.adam_every, is_tied))
+        if tables[i]:
+            summed = stage[i + 1 - tables[i] : i + 1].tolist()
+            of_step.append(Update("tables", len(summed), stages=tuple(summed)))
+        keys.append(of_step)
+    return Schedule(stage, softmax, adam_due, tables, tied, keys, hyper)
+
+
+def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
+    """The factor on every learning rate at each step. Larger batches bear larger rates: a stage's
+    factor is about the root of its batch's growth. The rate falls early, but not far: the record
+    averages its last weights besides."""
+    scheduled = cfg.steps - cfg.extension
+    constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
+    fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
+    fallen = np.where(step < scheduled, fallen, 1.0)
+    factors = np.array([s.lr_factor for s in cfg.stages])
+    of_stage = factors[steps_in_stages(cfg).stage]
+    return of_stage * (1 - fallen) + cfg.lr_floor * fallen
+
+
+def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
+    """The momentum at each step: it rises, as early gradients turn too fast to be averaged for
+    long, and falls again, as the last steps are to settle."""
+    low, high = cfg.momentum
+    risen = np.minimum(step / cfg.momentum_warmup, 1)
+    turn = cfg.steps - cfg.momentum_cooldown
+    fallen = np.maximum(step - turn, 0) / max(cfg.momentum_cooldown, 1)
+    return low + (high - low) * np.minimum(risen, 1 - fallen)
+
+
+class StepsInStages(NamedTuple):
+    """Where in its stage each step is: int [steps] each."""
+
+    stage: np.ndarray  # number of the stage
+    number: np.ndarray  # of the step in its stage
+    length: np.ndarray  # steps of the stage
+
+
+def steps_in_stages(cfg: Config) -> StepsInStages:
+    """The StepsInStages of a run."""
+    lengths = np.diff(cfg.boundaries)
+    stages = np.arange(len(cfg.stages))
+    stage = np.repeat(stages, lengths)
+    first = np.array(cfg.boundaries)[stage]  # step of the stage
+    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
+
+
+def in_parts(cfg: Config, name: str) -> np.ndarray:
+    """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
+    entries = []
+    steps = steps_in_stages(cfg)
+    for stage, number, length in zip(*steps, strict=True):
+        of_stage = getattr(cfg.stages[stage], name)
+        entries.append(of_stage[number * len(of_stage) // length])
+    return np.array(entries)
+
+
+def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """(frequencies float32 [2, pairs that turn], scales of q k^T [2]) at the start, of short and of
+    long layers (RoPE, Su et al. 2021)."""
+    pairs = cfg.head_width // 2
+    if cfg.still:  # half of the dimensions do not rotate
+        pairs = cfg.head_width // 4
+    freqs = (1 / cfg.rope_base) ** np.linspace(0, 1, pairs, dtype=np.float32)
+    return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
+
+
+def hyper_at(cfg: Config, step: int) -> Hyper:
+    """The Hyper of `step`."""
+    columns = schedule(cfg).hyper
+    return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
+
+
+# ---- Batches: what a step gets of the data, from the outside in --------------------------------
+
+
+class Aims(NamedTuple):
+    """What a batch is to predict. Where a softmax runs over candidates, targets and prefixes are
+    positions among those of their row; else they are ids."""
+
+    candidates: np.ndarray  # int32 [b, candidates] ids, ascending; none: every id is one
+    targets: np.ndarray  # int32 [b, t] the next token; -1 in a whole row that only pads a batch
+    prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
+
+
+class Rows(NamedTuple):
+    """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
+
+    tokens: jax.Array  # uint16 [b, t+1]
+    # Of n-grams, see "A table of hashed n-grams"; None without them.
+    hashed: jax.Array | None  # uint16 [b, t]: what hashes see of the first t tokens
+    slots: jax.Array | None  # int32 [b, 2, t]: which of the fetched rows a token's two n-grams have
+    aims: Aims
+
+
+class Batch(NamedTuple):
+    """What a step needs beside the state."""
+
+    rows: Rows
+    requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
+    hyper: Hyper
+
+
+class LoaderState(NamedTuple):
+    """Where a run stands in its data; a checkpoint holds one."""
+
+    cursor: int  # in the stream
+    offsets: tuple[int, ...]  # how far each row of this process is in its walk, see `candidates`
+
+
+def train_batches(
+    cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
+):
+    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
+    tables of the vocabulary are made here, so that the clock counts them."""
+    by_id = None
+    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next token, and a sampled softmax"
+        by_id = vocabulary(cfg, words)
+    for number in range(step, cfg.steps):
+        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
+        yield put_batch(cfg, mesh, number, rows, requests), state
+
+
+def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, by_id, step: int, state: LoaderState):
+    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. `by_id`:
+    the Vocabulary, where ideas need one."""
+    stage = cfg.stages[schedule(cfg).stage[step]]
+    tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
+    offsets = state.offsets
+    if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
+        count = schedule(cfg).candidates[step]
+        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
+        aims, offsets = batch_aims(tokens, offsets, count, by_id.prefix_v, always)
+    else:
+        aims = next_tokens(tokens[:, 1:].astype(np.int32))
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
+    return rows, requests, LoaderState(cursor, offsets)
+
+
+def next_tokens(targets) -> Aims:
+    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
+    stand in for them, as arrays of the right shape."""
+    no_candidates = np.empty((len(targets), 0), np.int32)
+    return Aims(no_candidates, targets, prefixes=targets)
+
+
+def rows_of(cfg: Config, mesh: Mesh, by_id, tokens, aims: Aims):
+    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        return hashed_rows(cfg, mesh, by_id, tokens, aims)
+    return Rows(tokens, None, None, aims), None
+
+
+def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
+    """Rows and requests on the devices, with the Hyper of `step`."""
+    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+    hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
+    return Batch(*cut, hyper)
+
+
+def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
 # ================================================================================================
@@ -3630,13 +3378,6 @@ def as_large(x):
     return x * (orthogonal_size / (size + 1e-12))
 
 
-# ---- The plain forms of Kernels ------------------------------------------------------------------
-
-
-ATTEND_PLAIN = functools.partial(attend_heads, attend_plain)
-PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend, normed_product)
-
-
 # ================================================================================================
 # PART III: THE DATA
 # ================================================================================================
@@ -4337,7 +4078,7 @@ class Fitted(NamedTuple):
     kept: float  # for the way back
     kept_if_recomputed: float  # the same with recompute=1
     kept_in_validation: float
-    scores: float  # copies of the scores of attend_plain
+    scores: float  # copies of the scores of attend_band
     rows_added: float  # copies of n-gram rows at once in an update: joined, sorted, in float32
     # 1 if logits of a chunk, and gradients from the beginning, have memory of their own; else 0
     apart: float
@@ -4437,7 +4178,7 @@ def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> floa
 
 
 def plain_scores(cfg: Config, rows: int, t: int, window: int) -> int:
-    """Bytes of float32 scores that attend_plain has at once, of rows of t tokens."""
+    """Bytes of float32 scores that attend_band has at once, of rows of t tokens."""
     queries = band_block(t, window)
     keys = min(2 * queries, t)
     block = 4 * cfg.heads * queries * keys
@@ -6209,6 +5950,197 @@ def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
         jax.block_until_ready(program(*born(make, likes)()))
 
 
+# ---- Layout: how state and copies lie on the devices --------------------------------------------
+
+# A layout is a tree of shapes, dtypes and shardings, in place of the arrays that are to lie so.
+# `born` makes arrays directly in their layout, so that no device ever holds more than its shards.
+
+
+def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
+    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    sharding = NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def born(make: Callable, layout) -> Callable:
+    """`make`, jitted; its results lie on the devices as `layout` tells."""
+    shardings = jax.tree.map(lambda x: x.sharding, layout)
+    return jax.jit(make, out_shardings=shardings)
+
+
+def abstract_state(cfg: Config, mesh: Mesh):
+    """How the training state lies on `mesh`."""
+
+    def leaf(shape, dtype, row):
+        if not row.sharded:
+            return abstract(mesh, shape, dtype)
+        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
+        return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
+
+    return map_state(cfg, leaf)
+
+
+def start_state(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function seed -> training state. Its numbers do not depend on how many devices there
+    are: rows of zeros come after them."""
+    layout = abstract_state(cfg, mesh)
+
+    def state(seed):
+        numbers = init_state(cfg, seed)
+        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), numbers, layout)
+
+    return born(state, layout)
+
+
+def pad_rows(x, rows: int):
+    """`x` with zeros after it, up to `rows` rows."""
+    lacking = rows - len(x)
+    if lacking == 0:
+        return x
+    other_axes = [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, [(0, lacking), *other_axes])
+
+
+def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
+    """How first_copies lie on `mesh`: only banks are sharded."""
+    params = abstract_state(cfg, mesh)["params"]
+    shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
+    axes = dict.fromkeys(shapes, ())
+    axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+
+    def like(name, x):
+        return abstract(mesh, x.shape, x.dtype, *axes[name])
+
+    return {name: jax.tree.map(functools.partial(like, name), x) for name, x in shapes.items()}
+
+
+def start_copies(cfg: Config, mesh: Mesh) -> Callable:
+    """A jitted function (parameters, seed) -> first_copies."""
+
+    def copies(params, seed):
+        return first_copies(cfg, params, seed)
+
+    return born(copies, abstract_copies(cfg, mesh))
+
+
+def first_copies(cfg: Config, params, seed):
+    """The compute copies, and the signs of n-grams beside them, which no update changes."""
+    copies = compute_copies(cfg, params)
+    if cfg.signed:  # "A table of hashed n-grams"
+        copies["signs"] = sign_pool(cfg, seed)
+    return copies
+
+
+# ---- Programs: what each step takes and gives ---------------------------------------------
+
+
+class Program(NamedTuple):
+    """A function of this file, and what it takes to compile it for a mesh."""
+
+    step: Callable
+    args: tuple  # shapes, dtypes and shardings of its arguments
+    out: tuple  # how its results lie on the mesh
+    donates: tuple = ()  # numbers of the arguments whose memory its results may take
+    options: dict = {}  # for the compiler
+    name: str = ""  # its key, as text
+
+
+@functools.cache
+def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
+    """All programs of a run: gradients, then updates, by first use; "finish" (averages, copies) and
+    "eval"."""
+    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
+    state = abstract_state(cfg, mesh)
+    copies = abstract_copies(cfg, mesh)
+    table = state["params"].get(NGRAMS)
+    numbers = hyper_at(cfg, 0)
+    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), numbers)
+    built = {}
+    of_steps = schedule(cfg).programs
+    keys = dict.fromkeys(itertools.chain(*of_steps))
+    for key in keys:
+        if isinstance(key, Gradients):
+            stage = cfg.stages[key.stage]
+            batch = abstract_batch(cfg, mesh, (stage.rows, stage.row_tokens), key.candidates, hyper)
+            step = functools.partial(grads_step, cfg, kernels, stage)
+            built[key] = Program(step, (copies, table, batch), (P(AXIS), P(), P()))
+    for key in keys:
+        if isinstance(key, Update):
+            update = update_step
+            if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
+                update = tied_update
+            step = functools.partial(update, cfg, kernels)
+            due = abstract_waiting(cfg, mesh, kernels, copies, key)
+            changed = specs({name: copies[name] for name in due if name != NGRAMS})
+            out = specs(state), changed, P()
+            built[key] = Program(step, (state, due, hyper), out, donates=(0,))
+    changed = specs({name: x for name, x in copies.items() if name != "signs"})
+    step = functools.partial(finish_step, cfg)
+    built["finish"] = Program(step, (state,), (specs(state), changed), donates=(0,))
+    batch = abstract_batch(cfg, mesh, (cfg.val_batch // cfg.val_row, cfg.val_row), 0, hyper)
+    step = functools.partial(eval_step, cfg, kernels)
+    built["eval"] = Program(step, (copies, table, batch), (P(), P()))
+    options = compiler_options(cfg, mesh.devices.flat[0].platform)
+    named = {}
+    for key, program in built.items():
+        named[key] = program._replace(options=options, name=str(key))
+    return named
+
+
+def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, hyper) -> Batch:
+    """The shapes, dtypes and shardings of a Batch of `size`, rows and tokens of a row, with `count`
+    candidates in each row."""
+    b, t = size
+
+    def by_rows(dtype, *shape):
+        return abstract(mesh, shape, dtype, AXIS)
+
+    targets = by_rows(jnp.int32, b, t)
+    aims = Aims(by_rows(jnp.int32, b, count), targets, targets)
+    rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, aims)
+    if not cfg.ngram_rows:
+        return Batch(rows, None, hyper)
+    # "A table of hashed n-grams"
+    rows = rows._replace(hashed=by_rows(jnp.uint16, b, t), slots=by_rows(jnp.int32, b, 2, t))
+    room = capacity(b * t, mesh.size)
+    return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
+
+
+def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, update: Update):
+    """The shapes, dtypes and shardings of the gradients that an Update takes: name -> one for each
+    step. A gradient [n, ...], of which each device has its own, is one array [devices * n, ...]
+    here; those of banks are cut like banks."""
+    due = {}
+    likes = gradients_like(copies)
+    for name in updated(cfg, update.kind):
+        if name == NGRAMS:  # "A table of hashed n-grams"
+            due[name] = abstract_requested(cfg, mesh, update)
+            continue
+        x = likes[name]
+        rows = x.shape[0]
+        if update.kind != "anvil":
+            rows *= mesh.size
+        gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
+        due[name] = (gradient,) * update.steps
+        if name == "value_tables":  # "Value tables"
+            stages = [cfg.stages[number] for number in update.stages]
+            looked_up = [abstract_looked_up(cfg, mesh, kernels, stage) for stage in stages]
+            due[name] = tuple(of_step or gradient for of_step in looked_up)
+    return due
+
+
+def lower(program: Program, mesh: Mesh):
+    """A program lowered for the devices of `mesh`, which need not be there."""
+    in_specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
+    out_specs = program.out
+    step = shard_map(
+        program.step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    step.__name__ = program.name  # the name of its module, by which a trace lists what it executes
+    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
+    return step.lower(*program.args)
+
+
 # ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
 
 
@@ -6544,6 +6476,90 @@ def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, st
     need(alone, f"kernels that are {line}: {cure}")
     say(f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}")
     return kernels, f"{reason}; LEFT OUT: {line}"
+
+
+# ---- Attention for any hardware, and the plain forms of Kernels -------------------------------
+
+
+SCORE_BYTES = 2**28  # of the float32 scores that attend_band computes at a time
+
+
+def attend_band(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
+    """Return attend_plain's result [b, t, n, h], computing only the scores of a band.
+
+    Each block of queries attends to its own keys and those of the block before it, so the cost
+    grows with t * window. Blocks whose scores take up to SCORE_BYTES are computed together. If
+    there are more, groups of blocks follow one after the other, and the backward pass recomputes
+    their scores."""
+
+    def attend(block: Band):
+        scores = jnp.einsum("tnh,snh->nts", block.q, block.k, preferred_element_type=jnp.float32)
+        scores = jnp.where(block.mask, scores * scale, -jnp.inf)
+        probs = jax.nn.softmax(scores, axis=-1).astype(v_btnh.dtype)
+        return jnp.einsum("nts,snh->tnh", probs, block.v)
+
+    blocks = band(q_btnh, k_btnh, v_btnh, segments_bt, window)
+    count, _, queries, keys = blocks.mask.shape
+    heads = q_btnh.shape[2]
+    together = max(1, SCORE_BYTES // (4 * heads * queries * keys))
+    if count <= together:
+        y = jax.vmap(attend)(blocks)
+    else:
+        y = lax.map(jax.checkpoint(attend), blocks, batch_size=together)
+    return y.reshape(v_btnh.shape)
+
+
+class Band(NamedTuple):
+    """Blocks of queries, each with all keys that its window can reach."""
+
+    q: jax.Array  # [blocks, size, n, h]
+    k: jax.Array  # [blocks, s, n, h]
+    v: jax.Array  # the same
+    mask: jax.Array  # [blocks, 1, size, s]: which keys a query sees
+
+
+def band_block(t: int, window: int) -> int:
+    """Tokens of a block of queries: the least divisor of t that holds the window, t at most."""
+    return next((n for n in range(max(window, 1), t) if t % n == 0), t)
+
+
+def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
+    """The Band of rows: `size` is that of band_block, s twice as much, the block and the one before
+    it. So the cost grows with t * window. Where size = t there is none before, and s = t."""
+    b, t = segments_bt.shape
+    size = band_block(t, window)
+
+    def blocks(x):
+        return x.reshape(b, t // size, size, *x.shape[2:])
+
+    def with_past(x):
+        x = blocks(x)
+        if size == t:
+            return x
+        # What stands before the first block is of no segment.
+        padding = [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2)
+        past = jnp.pad(x[:, :-1], padding, constant_values=-1)
+        return jnp.concatenate([past, x], axis=2)
+
+    def merged(x):
+        return x.reshape(b * (t // size), *x.shape[2:])
+
+    query_segments = merged(blocks(segments_bt))
+    key_segments = merged(with_past(segments_bt))
+    s = key_segments.shape[1]
+    back_ts = jnp.arange(s - size, s)[:, None] - jnp.arange(s)[None, :]
+    near_ts = (back_ts >= 0) & (back_ts <= window)
+    mask = near_ts[None] & (query_segments[:, :, None] == key_segments[:, None, :])
+    return Band(
+        q=merged(blocks(q_btnh)),
+        k=merged(with_past(k_btnh)),
+        v=merged(with_past(v_btnh)),
+        mask=mask[:, None],
+    )
+
+
+ATTEND_PLAIN = functools.partial(attend_heads, attend_band)
+PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend, normed_product)
 
 
 # ---- For all hardware: the loss with its own gradient, document starts -------------------------

@@ -101,6 +101,7 @@ def check(got, arrays, window: int, atol: float):
 
 
 plain = jit(with_gradients(T.attend_plain), static_argnums=5)
+band = jit(with_gradients(T.attend_band), static_argnums=5)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +118,10 @@ plain = jit(with_gradients(T.attend_plain), static_argnums=5)
     ],
 )
 def test_plain_follows_the_contract_forward_and_backward(t, window, block):
-    """Of t * 2c scores, not t * t. float32 sums of up to 35 terms of size 1."""
+    """Both forms, float32 sums of up to 35 terms of size 1; the band has t * 2c scores, not t * t."""
     arrays = inputs(t, 8, 6)
     check(plain(*arrays, window, SCALE), arrays, window, atol=3e-6)
+    check(band(*arrays, window, SCALE), arrays, window, atol=3e-6)
     q, k, v, _, segments = arrays
     mask = jax.eval_shape(lambda *x: T.band(*x, window), q, k, v, segments)[3]
     assert mask.shape == (4 * t // block, 1, block, min(2 * block, t)) and mask.dtype == bool
@@ -130,14 +132,15 @@ def test_plain_in_groups_of_blocks_computes_the_same(monkeypatch):
     at a time."""
     arrays = inputs(32, 8, 6)
     monkeypatch.setattr(T, "SCORE_BYTES", 3 * 4 * 2 * 8 * 16)
-    run = with_gradients(T.attend_plain)
+    run = with_gradients(T.attend_band)
     check(jit(run, static_argnums=5)(*arrays, 7, SCALE), arrays, 7, atol=3e-6)
     assert "scan" in str(jax.make_jaxpr(run, static_argnums=5)(*arrays, 7, SCALE))
 
 
-def test_plain_keeps_16_bits_outside_and_32_inside():
+@pytest.mark.parametrize("attend", [T.attend_plain, T.attend_band])
+def test_plain_keeps_16_bits_outside_and_32_inside(attend):
     q, k, v, out_grad, segments = inputs(24, 8, 6, jnp.bfloat16)
-    out = jit(T.attend_plain, static_argnums=4)(q, k, v, segments, 6, 3.0)
+    out = jit(attend, static_argnums=4)(q, k, v, segments, 6, 3.0)
     assert out.dtype == jnp.bfloat16
     want, _ = reference(q, k, v, out_grad, segments, 6, 3.0)
     # probabilities and output are rounded to 8 bits, 2^-9 each; scores must not be: they reach 30

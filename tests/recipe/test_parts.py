@@ -15,9 +15,13 @@ TREE = ast.parse("\n".join(LINES))
 # Where the parts begin, at the rules above their titles; Part I with the head of the file.
 RULES = [i - 1 for i, line in enumerate(LINES) if re.match("# PART (II|III|IV|V): ", line)]
 FIRST = [0, *RULES, len(LINES)]
-CORE = LINES.index("# PART I: THE CORE")  # before it are head and numbers
+CORE = LINES.index("# PART I: THE CORE")  # the head of the file is before it
 RECIPE = "\n".join(LINES[: FIRST[3]])  # Parts I to III
-DEVICES_SECTION = re.search(r"# ---- Devices.*?(?=\n# ---- )", "\n".join(LINES), re.S)[0]
+
+
+def section(title: str) -> str:
+    """The source of the section of which the title begins so."""
+    return re.search(rf"# ---- {title}.*?(?=\n# (?:---- |====))", "\n".join(LINES), re.S)[0]
 
 
 def names_of(node) -> list[str]:
@@ -37,21 +41,26 @@ def part_of(node) -> int:
 DEFINITIONS = [node for node in TREE.body if not isinstance(node, ast.Import | ast.ImportFrom)]
 PARTS = {name: part_of(node) for node in DEFINITIONS for name in names_of(node)}
 
-# What is used of a later part: collectives as compilers want them, how much is computed at once,
-# what goes on around a run; and by what is done before the clock starts, what makes programs fast.
+# Uses of a later part: collectives and the order of work that XLA needs, the frame around a run,
+# and in Part IV the programs and kernels of Part V.
 LATER = {
     "grads_step": {"gather_banks"},
     "validation_model": {"gather_banks"},
     "sum_over_devices": {"reduce_scatter"},
-    "programs": {"compiler_options"},
     "settle": {"RunLog"},
     "sound": {"RunLog"},
     "train": {"prepare", "set_handlers", "demonstrate"},
-    "prepare": {"checked_kernels", "compile_all", "warm_up"},
-    "counted_programs": {"pick_kernels"},
-    "model_bytes": {"pick_kernels"},
-    "keeps_logits_narrow": {"pick_kernels"},
-    "sizes_chosen": {"loss_tokens"},
+    "abstract_requested": {"abstract"},
+    "abstract_looked_up": {"abstract"},
+    "prepare": {"checked_kernels", "compile_all", "start_copies", "start_state", "warm_up"},
+    "counted_programs": {"PLAIN", "pick_kernels", "programs"},
+    "model_bytes": {"PLAIN", "Program", "pick_kernels"},
+    "plain_scores": {"SCORE_BYTES", "band_block"},
+    "tables_bytes": {"Program"},
+    "keeps_logits_narrow": {"PLAIN", "pick_kernels"},
+    "load_state": {"abstract_state"},
+    "sizes_chosen": {"PLAIN", "loss_tokens"},
+    "warn_of_rows": {"PLAIN", "SCORE_BYTES", "band_block"},
     "run_facts": {"compiler_options"},
 }
 
@@ -121,16 +130,12 @@ HOOKS = {
     "next_batch": {"batch_aims"},
     "rows_of": {"hashed_rows"},
     "batch_loss": {"with_pointer"},
-    "first_copies": {"sign_pool"},
     "add_losses": {"mix_pointed"},
     "grads_step": {"dropped_ngrams", "exchange", "fetch_requests"},
     "validation_model": {"fetch_requests"},
     "eval_step": {"dropped_ngrams"},
     "update_step": {"follow", "value_gradients", "update_rows"},
     "anvil": {"as_large", "equalize", "two_rails"},
-    "programs": {"tied_update"},
-    "abstract_batch": {"capacity"},
-    "abstract_waiting": {"abstract_looked_up", "abstract_requested"},
     "finish_step": {"move_to_averages"},
 }
 

@@ -275,7 +275,7 @@ def watch(patch, seen: dict) -> T.Kernels:
     note("mudd_mix", lambda args, out: (keep("last", args[1]), keep("mixed", out)))
 
     def attending(q, k, v, *rest):
-        out = T.attend_plain(q, k, v, *rest)
+        out = T.attend_band(q, k, v, *rest)
         keep("products", (q, k, v, out))
         return out
 

@@ -38,7 +38,7 @@ from programs import (
     traced,
     val_batch,
 )
-from test_parts import DEVICES_SECTION, LATER, RECIPE
+from test_parts import LATER, RECIPE, section
 
 import train_gpt as T
 
@@ -479,15 +479,16 @@ class Log:
 
 @pytest.fixture(scope="module")
 def part_one(tmp_path_factory, shards):
-    """The training by the source of Parts I to III, of how arrays lie on devices and of the few
-    functions that `source` names, with stand-ins for what else `train` takes: on one device, plain
+    """Train with the source of Parts I to III, of four more sections and of the functions in
+    `source`, with stand-ins for everything else that `train` uses: on one device, with plain
     kernels, all rows at once."""
     part, folder = ModuleType("part_one"), tmp_path_factory.mktemp("logs")
     part.__file__ = T.__file__
     sys.modules["part_one"] = part
     exec(compile(RECIPE, "part_one", "exec"), vars(part))
     alone = set(vars(part))
-    exec(DEVICES_SECTION, vars(part))
+    for title in ("Devices", "Layout", "Programs", "Attention for any hardware"):
+        exec(f"from __future__ import annotations\n{section(title)}", vars(part))
     source = T.Prepared, T.prepare
     for each in source:
         exec("from __future__ import annotations\n" + inspect.getsource(each), vars(part))

@@ -45,9 +45,9 @@ def test_lines_add_up_to_flops_per_token(preset):
     assert counted["forward"] == pytest.approx(said / 3, rel=within)
     assert counted["gradient"] == pytest.approx(said * 2 / 3, rel=within)
     small = {"small_mlp", "gate"} if preset != "plain" else {"chunk_losses, again"}
-    large = {"attend_plain, again"} if preset in T.LARGE else set()
+    large = {"attend_band, again"} if preset in T.LARGE else set()
     large |= {"pointer_chances"} if preset == "pointer" else set()
-    assert {*left_out} == {"attend_plain", "orthogonalize"} | small | large
+    assert {*left_out} == {"attend_band", "orthogonalize"} | small | large
     flops, _, _ = C.sums(costs)
     assert flops == counted.total() + left_out.total()
 
@@ -64,8 +64,8 @@ def test_kernels_have_their_own_count():
         assert counted.total() == pytest.approx(said, rel=1e-12)
         found.append(left_out)
     plain, with_kernels = found
-    assert with_kernels["attend_plain"] == plain["times"] == plain["attend_tpu"] == 0
-    assert with_kernels["attend_tpu"] + with_kernels["times"] > plain["attend_plain"] > 0
+    assert with_kernels["attend_band"] == plain["times"] == plain["attend_tpu"] == 0
+    assert with_kernels["attend_tpu"] + with_kernels["times"] > plain["attend_band"] > 0
 
 
 def test_how_often_a_line_runs():
