@@ -118,7 +118,7 @@ band = jit(with_gradients(T.attend_band), static_argnums=5)
     ],
 )
 def test_plain_follows_the_contract_forward_and_backward(t, window, block):
-    """Both forms, float32 sums of up to 35 terms of size 1; the band has t * 2c scores, not t * t."""
+    """Both forms. float32 sums of up to 35 terms of size 1; the band has t * 2c scores."""
     arrays = inputs(t, 8, 6)
     check(plain(*arrays, window, SCALE), arrays, window, atol=3e-6)
     check(band(*arrays, window, SCALE), arrays, window, atol=3e-6)
