@@ -146,14 +146,13 @@ def need(holds, reason: str):
 
 
 class Kernels(NamedTuple):
-    """Functions that Part V may replace with faster ones, whose results are equal up to rounding
-    (normed_product may round its factors to eight bits). The plain forms are PLAIN."""
+    """Functions that Part V may replace with faster ones, whose results are equal up to rounding.
+    The plain forms are PLAIN."""
 
     attend: Callable  # attend_heads with an attention
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
     blend: Callable  # sums with weights of each token
-    normed_product: Callable  # of training alone
 
 
 class Model(NamedTuple):
@@ -303,7 +302,7 @@ def mlp(model: Model, i: int, x_btd):
     activation = squared_relu if model.cfg.squared_relu else jax.nn.gelu
     weights = mlp_weights(model.cfg, model.params, i)
     with jax.named_scope(f"mlp{i}"):
-        hidden_btf = activation(model.kernels.normed_product(norm(x_btd), weights.up))
+        hidden_btf = activation(norm(x_btd) @ weights.up.T)
         down_fd = weights.down
         if model.cfg.lambdas:  # "Value tables, smear, weights of branches"
             down_fd = mix((post_lambdas(model, i)[1], down_fd))
@@ -352,11 +351,6 @@ def mlp_weights(cfg: Config, params: dict, i: int) -> MlpWeights:
     up = jnp.concatenate([bank[2 * number] for number in numbers])
     down = jnp.concatenate([bank[2 * number + 1] for number in numbers])
     return MlpWeights(up, down)
-
-
-def normed_product(x_btd, w_fd):
-    """x W^T [b, t, f], where x comes out of `norm`."""
-    return x_btd @ w_fd.T
 
 
 def squared_relu(x):
@@ -1134,7 +1128,6 @@ def validation_model(cfg: Config, kernels: Kernels, copies, table, batch: Batch)
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         _, fetched = fetch_requests(table, batch)
     fetched, copies, _ = gather_banks(cfg, copies, fetched)
-    kernels = kernels._replace(normed_product=normed_product)
     return Model(copies | fetched, cfg, kernels, None, batch.hyper, copies.get("signs"))
 
 
@@ -1487,8 +1480,7 @@ class Config:
     data: str = "data/fineweb10B"
     # ---- The machine: what decides only the speed, and what a run leaves behind ----
     devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
-    # Of Part V. auto: all that serve, but for normed_product, which multiplies in eight bits;
-    # plain: none; attend,blend: these.
+    # Kernels of Part V: `auto` uses all that the devices support, `plain` none, `attend,blend` two.
     kernels: Machine[str] = "auto"
     sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
     micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
@@ -6247,11 +6239,8 @@ def serving_kernels(cfg: Config, device) -> tuple[Kernels, str]:
         chosen["cross_entropy"] = fused_cross_entropy
     why = unserved(cfg, device)
     if backend == "gpu" and not why and cfg.dtype == jnp.bfloat16:
-        product = normed_product
-        if "normed_product" in cfg.kernels and capability(device) >= 8.9:  # since Ada
-            chosen["normed_product"] = product = product_8
         if cfg.logit_cap[0]:
-            chosen["cross_entropy"] = functools.partial(fused_cross_entropy, product=product)
+            chosen["cross_entropy"] = functools.partial(fused_cross_entropy, in_rows=True)
     if backend == "tpu" and not why:
         chosen["add_rows"] = add_rows_tpu
         if cfg.layers_with("mudd"):
@@ -6326,6 +6315,9 @@ def unserved_attention(cfg: Config, device) -> str:
 # ---- The check: kernels against their plain forms, on the hardware of the run ------------------
 
 
+ROUNDING = float(jnp.finfo(jnp.bfloat16).eps) / 2  # relative error of one rounding
+
+
 class Trial(NamedTuple):
     """One comparison of a kernel with its plain form, on random arrays as wide as in the run."""
 
@@ -6333,7 +6325,6 @@ class Trial(NamedTuple):
     run: Callable  # a function of the kernel and of the arrays
     shapes: list[tuple]  # of the first arrays, in cfg.dtype
     wide_shapes: list[tuple]  # of the other arrays, in float32
-    rounding: float = float(jnp.finfo(jnp.bfloat16).eps) / 2  # relative error of one rounding
 
 
 def trials(cfg: Config) -> Iterator[Trial]:
@@ -6371,9 +6362,6 @@ def trials(cfg: Config) -> Iterator[Trial]:
     def run_add_rows(kernel, rows):  # it has no gradient
         return kernel(jnp.zeros((v, d)), ids_bt, [lax.stop_gradient(rows)])
 
-    def run_normed_product(kernel, x, w):
-        return kernel(norm(x), w)
-
     def run_blend(kernel, x, *rest):
         return kernel(x, rest[-1], rest[:-1])  # weights, sources
 
@@ -6385,8 +6373,6 @@ def trials(cfg: Config) -> Iterator[Trial]:
     yield Trial("add_rows", run_add_rows, [(b, t, d)], [])
     streams = [(b, t, d)] * 8  # x and seven sources
     yield Trial("blend", run_blend, streams, [(b, t, 7, 2 * n)])
-    factors = [(t, d), (cfg.mlp_width, d)]
-    yield Trial("normed_product", run_normed_product, factors, [], float(jnp.finfo(E4M3).eps) / 2)
 
 
 def trial_results(trial: Trial, kernel: Callable, dtype) -> list[np.ndarray]:
@@ -6439,7 +6425,7 @@ def what_is_wrong(trial: Trial, cfg: Config, kernels: Kernels) -> str:
     columns = cfg.head_width // 2
     for number, (x, exact, near) in enumerate(zip(results, expected, rounded, strict=True)):
         largest = np.max(token_errors(near, exact, columns), axis=0)
-        limits = 4 * np.maximum(largest, trial.rounding)
+        limits = 4 * np.maximum(largest, ROUNDING)
         off = np.max(token_errors(x, exact, columns) / limits, axis=1)
         token = np.argmax(off)  # the first NaN, if there is one
         if not off[token] <= 1:
@@ -6559,7 +6545,7 @@ def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
 
 
 ATTEND_PLAIN = functools.partial(attend_heads, attend_band)
-PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend, normed_product)
+PLAIN = Kernels(ATTEND_PLAIN, cross_entropy, scatter_rows, blend)
 
 
 # ---- For all hardware: the loss with its own gradient, document starts -------------------------
@@ -6652,28 +6638,27 @@ def logit_gradients(grad_tv, x_td, head_vd):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
-def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, product=None):
+def fused_cross_entropy(x_td, head_vd, targets, weights, cfg, pointed=None, in_rows=False):
     """cross_entropy, whose gradient is formed together with it, chunk by chunk. On the way back the
     logits would have to be either kept or computed again. Only the weighted sum has a gradient,
     with respect to x and head, which have one dtype, and pointed. Without gradients, in validation,
     it is the plain form.
 
-    `product`: on NVIDIA GPUs, the normed_product that makes the logits, whose rows a kernel takes
-    (loss_rows). Without it, and with a pointer, whose gradient needs the losses first, XLA does
-    all (token_losses, loss_gradients)."""
+    `in_rows`: a kernel for NVIDIA GPUs processes the logits row by row (loss_rows). Without it, and
+    with a pointer, whose gradient needs the losses first, XLA does everything (token_losses,
+    loss_gradients)."""
     return cross_entropy(x_td, head_vd, targets, weights, cfg, pointed)
 
 
-def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed, product):
+def fused_cross_entropy_forward(x_td, head_vd, targets, weights, cfg: Config, pointed, in_rows):
     """(fused_cross_entropy, its gradients for a cotangent of 1), where jax differentiates it."""
-    in_rows = product is not None and pointed is None
+    in_rows = in_rows and pointed is None
 
     def add(carry, chunk):
         totals, head_grad_vd = carry
         x_td, targets, weights, pointed = chunk
         if in_rows:
-            logits_tv = product(x_td, head_vd)
-            losses, grad_tv = loss_rows(logits_tv, targets, weights, cfg)
+            losses, grad_tv = loss_rows(x_td @ head_vd.T, targets, weights, cfg)
             x_grad_td, grad_vd = logit_gradients(grad_tv, x_td, head_vd)
             pointed_grad = None
         else:
@@ -6699,7 +6684,7 @@ def loss_tokens(cfg: Config) -> int:
     return most if cfg.whole_loss == "always" else min(cfg.loss_chunk, most)
 
 
-def fused_cross_entropy_backward(cfg: Config, product, gradients, cotangents):
+def fused_cross_entropy_backward(cfg: Config, in_rows, gradients, cotangents):
     """Gradients for x, head and pointed; targets and weights have none."""
     x_grad_td, pointed_grad, head_grad_vd, head_vd = gradients
     slope, _ = cotangents  # of the weighted sum
@@ -7858,37 +7843,10 @@ def attend_gpu(tiles: Tiles, q_btnh, k_btnh, v_btnh, segments_bt, window: int, s
     return attend_gpu_arrays(tiles, arrays)
 
 
-# ---- Products and loss for NVIDIA GPUs ---------------------------------------------------------
+# ---- Loss for NVIDIA GPUs ----------------------------------------------------------------------
 
-# Matmuls are a library's there, so their results go to memory, in bfloat16. By their data sheets
-# GPUs since Ada (2022) multiply numbers of eight bits at twice the rate. By times on an H100, that
-# pays where an operand is narrow: rounding the hidden layer of an MLP took as long as it saved. The
-# original multiplies MLPs and logits in eight bits. Whether it costs loss is not known to 0.001, so
-# a run must ask for it:
-#     --set kernels=attend,cross_entropy,normed_product
-
-E4M3 = jnp.float8_e4m3fn  # three bits of mantissa; beyond 448 all is nan
-
-
-@jax.custom_vjp
-def product_8(x_td, w_fd):
-    """normed_product of factors that are rounded to E4M3: w by its largest number, x by the largest
-    power of two with which sqrt(width) fits, as no number of norm(x) is above that. Its gradients
-    are those of the plain form."""
-    fits = float(jnp.finfo(E4M3).max)
-    largest = jnp.max(jnp.abs(w_fd)).astype(jnp.float32)
-    w_scale = fits / jnp.maximum(largest, 1e-30)
-    x_scale = 2.0 ** math.floor(math.log2(fits / math.sqrt(w_fd.shape[1])))
-    x_8 = (x_td * x_scale).astype(E4M3)
-    w_8 = (w_fd.astype(jnp.float32) * w_scale).astype(E4M3)
-    scaled = jnp.matmul(x_8, w_8.T, preferred_element_type=x_td.dtype)
-    return (scaled.astype(jnp.float32) / (x_scale * w_scale)).astype(x_td.dtype)
-
-
-product_8.defvjp(
-    lambda x_td, w_fd: (product_8(x_td, w_fd), (x_td, w_fd)),
-    lambda kept, grad: jax.vjp(normed_product, *kept)[1](grad),
-)
+# On GPUs XLA calls a library for matmuls, so the logits are written to memory, in bfloat16. A
+# kernel turns them into losses and gradients in place.
 
 # A step of loss_rows takes one token, and so many of its logits at once.
 LOSS_TILES = Tiles(1, 2048, warps=8, stages=2)

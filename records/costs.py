@@ -360,8 +360,7 @@ class Step(NamedTuple):
 # ---- What follows from them ----------------------------------------------------------------------
 
 # Whose products flops_per_token counts.
-FORMULA = "attention", "mlp", "normed_product", "chunk_losses", "token_losses", "logit_gradients"
-FORMULA += ("pointer_inputs",)
+FORMULA = "attention", "mlp", "chunk_losses", "token_losses", "logit_gradients", "pointer_inputs"
 
 
 def sums(costs: dict[int, Cost]) -> list[float]:

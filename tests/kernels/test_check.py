@@ -29,9 +29,7 @@ CFG = replace(
     extension=0,
     micro_tokens=2 * 384,
 )
-INTERPRETED = T.Kernels(
-    T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu, T.product_8
-)
+INTERPRETED = T.Kernels(T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu)
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ def gpu(capability: str = "9.0", kind: str = "NVIDIA H100 80GB HBM3", **more):
 
 
 def names(kernels: T.Kernels) -> set[str]:
-    """What is not the plain form, by name; of a GPU the attention, and the product of the loss."""
+    """Names of the functions that are not plain forms; "loss in rows" and attend_gpu on GPUs."""
     found = set()
     for part, plain in zip(kernels, T.PLAIN, strict=True):
         if part is plain:
@@ -40,14 +40,15 @@ def names(kernels: T.Kernels) -> set[str]:
         if function is T.attend_heads:
             part = part.args[0].func
         elif function is T.fused_cross_entropy:
-            found.add(f"loss of {part.keywords['product'].__name__}")
+            assert part.keywords == {"in_rows": True}
+            found.add("loss in rows")
             continue
         found.add(part.__name__)
     return found
 
 
 EVERYWHERE = {"fused_cross_entropy"}
-ON_GPU = {"loss of normed_product"}  # and attention
+ON_GPU = {"loss in rows"}  # and attention
 ON_TPU = {"fused_cross_entropy", "add_rows_tpu", "blend_tpu"}  # and attention
 
 
@@ -143,18 +144,6 @@ def test_where_a_condition_fails_all_is_plain_and_the_log_says_which(cfg, device
         assert names(kernels) == EVERYWHERE and said.startswith(ONLY_LOSS)
 
 
-def test_products_of_eight_bits_are_those_of_gpus_that_have_them_and_are_asked_for():
-    """In the loss as in the MLPs; the log says it."""
-    asked = "attend,cross_entropy,normed_product"
-    kernels, reason = T.pick_kernels(replace(RECORD, kernels=asked), gpu())
-    assert names(kernels) == {"attend_gpu", "loss of product_8", "product_8"}
-    assert reason.startswith(f"{asked}; asked for: {asked}; auto: ")
-    for device in (gpu("8.0"), tpu()):
-        kernels, reason = T.pick_kernels(replace(RECORD, kernels=asked), device)
-        assert kernels.normed_product is T.normed_product
-        assert reason.startswith(f"attend,cross_entropy; asked for: {asked}")
-
-
 APART = "tiles do not hold {} heads {} wide one by one, and of half in twos"
 
 
@@ -234,7 +223,7 @@ def test_gradients_of_the_record_can_be_traced_with_all_kernels(number):
     cfg, mesh = RECORD, mesh_of(8)
     kernels, _ = T.serving_kernels(cfg, tpu())
     pairs = zip(kernels._fields, kernels, T.PLAIN, strict=True)
-    assert [name for name, x, plain in pairs if x is plain] == ["normed_product"]  # of GPUs alone
+    assert not [name for name, x, plain in pairs if x is plain]
     for key, program in T.programs(cfg, mesh, kernels).items():
         if isinstance(key, T.Gradients) and key.number == number:
             grads, *_ = traced(program, mesh).out_info
@@ -260,11 +249,7 @@ def recording(called: set) -> T.Kernels:
         called.add("blend")
         return sources[0]
 
-    def normed_product(x, w):
-        called.add("normed_product")
-        return x @ w.T
-
-    return T.Kernels(attend, cross_entropy, add_rows, blend, normed_product)
+    return T.Kernels(attend, cross_entropy, add_rows, blend)
 
 
 # Every idea of the record in three layers, of widths that all kernels take.
@@ -313,7 +298,7 @@ def test_the_log_names_no_kernel_that_the_model_does_not_call(idea):
         chosen = T.kernel_names(kernels)
         assert said.split("; ")[0] == chosen
         assert {*chosen.split(",")} - {"plain"} <= called, (device.platform, chosen)
-    of_all = {"attend", "cross_entropy", "add_rows", "normed_product"}
+    of_all = {"attend", "cross_entropy", "add_rows"}
     assert called == (of_all if idea in ("mudd", "all") else of_all | {"blend"})
 
 

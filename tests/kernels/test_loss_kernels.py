@@ -48,7 +48,7 @@ def sums_and_gradients(function, inputs, chunk: int = 20):
 
 FORMS = {
     "default": T.fused_cross_entropy,
-    "cuda": functools.partial(T.fused_cross_entropy, product=T.normed_product),
+    "cuda": functools.partial(T.fused_cross_entropy, in_rows=True),
 }
 
 
@@ -135,22 +135,6 @@ def test_a_loss_that_is_no_number_is_seen():
     assert np.isnan(run(x, head.at[2, 3].set(np.nan))).all()
 
 
-def test_a_product_of_eight_bits_is_off_by_its_roundings_and_has_the_plain_gradients():
-    """Of numbers as large as norm lets them be, too; E4M3 has no infinity, only nan."""
-    rng = np.random.default_rng(8)
-    x = T.norm(jnp.asarray(rng.standard_normal((64, 768)), jnp.bfloat16))
-    x = x.at[0].set(0).at[0, 7].set(768**0.5)  # a row of one number
-    w = jnp.asarray(rng.standard_normal((96, 768)) ** 3, jnp.bfloat16)
-    results = {}
-    for product in (T.product_8, T.normed_product):
-        y, transpose = jax.vjp(product, x, w)
-        results[product] = y, *transpose(y * 0 + 1)
-    (y, *grads), (plain, *plain_grads) = results.values()
-    assert y.dtype == jnp.bfloat16 and 0.01 < distance(y, plain) < 0.04  # seen: 0.036
-    for grad, want in zip(grads, plain_grads, strict=True):
-        np.testing.assert_array_equal(grad, want)
-
-
 @cuda_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a100-40", "rtx4090", "h100", "b200"])
@@ -176,11 +160,3 @@ def test_the_loss_of_the_record_compiles_for_gpus(name):
     text = jax.jit(run).lower(*shapes).compile().as_text()
     assert text.count('"__gpu$xla.gpu.triton"') == 1
     assert not re.search(rf"= bf16\[{t},{v}\]\S* copy\(", text)  # 4 GB there and back
-
-
-@pytest.mark.parametrize("width", [768, 900, 2048])
-def test_eight_bits_hold_whatever_norm_gives(width):
-    """All of a token in one feature is as large as it gets; beyond its largest E4M3 is nan."""
-    x = T.norm(jnp.zeros((4, width), jnp.bfloat16).at[:, 3].set(100))
-    w = jnp.ones((8, width), jnp.bfloat16)
-    np.testing.assert_allclose(T.product_8(x, w), np.asarray(x @ w.T, np.float32), rtol=0.07)

@@ -223,9 +223,7 @@ def test_a_whole_run_ends_at_the_losses_of_the_plain_forms(shards):
     )
     mesh = mesh_of(1)
     words = [bytes([i]) for i in range(cfg.bos)]
-    in_simulator = T.Kernels(
-        T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu, T.PLAIN.normed_product
-    )
+    in_simulator = T.Kernels(T.attend_tpu, T.fused_cross_entropy, T.add_rows_tpu, T.blend_tpu)
 
     def losses(kernels):
         with quick_compilation():

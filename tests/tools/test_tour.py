@@ -20,7 +20,7 @@ import train_gpt as T
 
 PRESETS = {"plain", "tiny", "speedrun"}
 PAGES = [ROOT / f"records/pictures/{preset}.html" for preset in tour.PAGES]
-PLAIN_NAMES = {"normed_product": "normed_product", "attend": "attend_heads"}
+PLAIN_NAMES = {"cross_entropy": "cross_entropy", "attend": "attend_heads"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 
 
@@ -132,7 +132,7 @@ def test_a_page_by_the_command(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("wrote adam.html\n| `plain`: in | line |")
     page = Path("adam.html").read_text()
     assert len(page) < 10**6 and "(programs adam;" in page
-    for kernel in ("normed_product", "attend"):  # it leads to what the step takes for it
+    for kernel in PLAIN_NAMES:  # it leads to what the step takes for it
         assert f"kernels.<a href=#L{tour.DEFINED[PLAIN_NAMES[kernel]]}>{kernel}</a>" in page
     holds_together(page)
 
