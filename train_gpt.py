@@ -130,138 +130,133 @@ def need(holds, reason: str):
 # PART I: THE CORE
 # ================================================================================================
 
-# What is compiled, and when it runs:
-#     grads0, grads1, ...  every step, one for each shape of a batch (grads_step): n-gram rows come
-#                          from other devices, banks are gathered; forward, loss, gradients
-#     anvil                every step (update_step): banks, by Muon with a second, slower momentum;
-#                          in `plain` by Muon alone
-#     adam                 every 2nd step: head, embedding, small ones; in `plain` every step
-#     tables               every 2nd step, later every 4th: value and n-gram tables
+# A run consists of a few programs, which are compiled before the clock starts:
+#     grads0, grads1, ...  every step, one program per shape of a batch (grads_step): forward pass,
+#                          loss, backward pass
+#     anvil                every step (update_step): the matrices of all layers, by Muon in `plain`
+#                          and by ANVIL, an extension of Muon, in the record
+#     adam                 every second step (every step in `plain`): embedding, head and small
+#                          parameters
+#     tables               seldom, and not in `plain`: tables of token and n-gram vectors
 #     finish, eval         at the end: averages of the last weights; the validation loss
-# An update of head, embedding and value tables sums the gradients over devices, changes a shard on
-# each, and gathers the result. Banks are gathered, and their gradients summed, by grads0, ...
+# Each parameter has a master in the training state, and most have a copy in bfloat16 that the model
+# computes with. Masters are sharded across devices, and so are the copies of matrices.
 
-
-# ---- Model: rows of tables -> features, from the top down --------------------------------------
+# ---- Model: token ids -> hidden states ---------------------------------------------------------
 
 
 class Kernels(NamedTuple):
     """Functions that Part V may replace with faster ones, whose results are equal up to rounding.
     The plain forms are PLAIN."""
 
-    attend: Callable  # attend_heads with an attention
+    attend: Callable  # attend_heads with some form of attention
     cross_entropy: Callable
     add_rows: Callable  # scatter_rows: the gradient of a lookup
-    blend: Callable  # sums with weights of each token
+    blend: Callable  # sums with weights per token
 
 
 class Model(NamedTuple):
-    """What all layers share of a pass over a batch."""
+    """Everything that all layers share while a batch passes through the model."""
 
-    # The compute copies: large ones in cfg.dtype, small ones in float32; a bank is a list of its
-    # matrices (gather_banks), and value_tables is a list of tables.
+    # Compute copies by name. A bank (all matrices of one shape) is a list of its matrices here.
     params: dict
     cfg: Config
     kernels: Kernels
-    stage: Stage | None  # whose windows and losses it has; None: those of validation
-    hyper: Hyper
-    signs: jax.Array | None  # see sign_pool
-    segments_bt: jax.Array | None = None  # attention does not cross from one number to another
+    stage: Stage | None  # the stage of training, with its windows and losses; None in validation
+    hyper: Hyper  # numbers that change from step to step, such as the learning rate
+    signs: jax.Array | None  # random signs of n-grams (sign_pool)
+    segments_bt: jax.Array | None = None  # attention stays within a segment (segment_ids)
 
 
 class Inputs(NamedTuple):
-    """What any layer may read besides the stream."""
+    """Arrays that any layer may read besides the residual stream."""
 
-    x0: jax.Array  # [b, t, d] the normed embeddings
-    start: jax.Array  # [b, t, d] the stream before the first layer
-    values: tuple[jax.Array, ...]  # [b, t, d] rows of the value tables, one for each layer with one
-    ngram: jax.Array | None  # [b, t, d] n-gram vectors
-
-
-class Output(NamedTuple):
-    """What a layer hands on."""
-
-    x: jax.Array  # [b, t, d] the stream
-    mlp_input: jax.Array | None = None  # [b, t, d] what its MLP has seen, normed: for mudd_mix
+    x0: jax.Array  # [b, t, d] normed embeddings
+    start: jax.Array  # [b, t, d] the residual stream before the first layer
+    looked_up: dict  # rows of tables by name (look_up); for layers with a value table
+    ngram: jax.Array | None = None  # [b, t, d] n-gram vectors
 
 
 def forward(model: Model, looked_up: dict, rows: Rows):
-    """The model: the normed embeddings, of those that look_up has found, layers that add to them, a
-    norm: [b, t, d]. Layer says what each adds, and from where it reads."""
+    """Run the model: return the final hidden states [b, t, d], normed.
+
+    `looked_up` holds the embedding of each token, and its rows of other tables (see look_up). An
+    `if` with a title in quotes adds an idea of the record; without these lines the model is a plain
+    GPT."""
     cfg = model.cfg
     model = model._replace(segments_bt=segments_of(model, rows))
-    (x0,) = looked_up["embed"]
+    x0 = looked_up["embed"]
     if cfg.smear:  # "Value tables, smear, weights of branches"
         x0 = smear(x0, model.params["smear_gate"], model.params["smear_lambda"][0])
     x0 = norm(x0)
+    x = x0
     gates = {}
-    if any(cfg.layers_with(kind) for kind in GATES):  # "Gates, and what else small MLPs give out"
+    if cfg.has_gates:  # "Gates, and what else small MLPs give out"
         gates = coefficients(model, "gate", 0, x0)
-    start = x0
     ngram = None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
-        (ngrams,) = looked_up[NGRAMS]
-        if cfg.ngram_drop and model.stage:
-            ngrams = ngram_dropout(model, ngrams, rows.tokens)
-        ngram = signed_sum(model.signs, ngrams, rows.hashed)
-    if cfg.layers[0].ngram:
-        start = mix((1.0, x0), (gates["ngram", 0], ngram))
-    inputs = Inputs(x0, start, looked_up.get("value_tables", ()), ngram)
-    outputs = []
+        ngram = ngram_vectors(model, looked_up, rows)
+    if cfg.layers[0].ngram:  # "A table of hashed n-grams"
+        x = mix((1.0, x0), (gates["ngram", 0], ngram))
+    inputs = Inputs(x0, x, looked_up, ngram)
+    outputs = []  # the residual stream after each layer
 
-    def block(i: int, x) -> Output:
-        if cfg.layers[i].mudd:  # "MUDD"
-            return mudd_layer(model, x, outputs, inputs, gates)
+    def block(i: int, x):
         return layer_output(model, i, x, outputs, inputs, gates)
 
-    if cfg.recompute:  # keep only what goes from layer to layer
+    if cfg.recompute:  # keep only the residual stream for the backward pass
         block = jax.checkpoint(block, static_argnums=0)
-    x = start
     for i, layer in enumerate(cfg.layers):
-        if layer.looks:  # from here on another small MLP makes the gates
+        if layer.looks:  # "Gates, and what else small MLPs give out"
             number = sum(earlier.looks for earlier in cfg.layers[: i + 1])
             gates |= coefficients(model, "gate", number, x)
-        outputs.append(block(i, x))
-        x = outputs[-1].x
-    if cfg.layers[-1].mudd:
-        x = mudd_mix(model, x, mudd_sources(cfg, inputs, outputs))
+        if layer.mudd:  # "MUDD": it replaces the last layer
+            break
+        x = block(i, x)
+        outputs.append(x)
+    if cfg.layers[-1].mudd:  # "MUDD"
+        x = mudd_end(model, x, outputs, inputs, gates)
     return norm(x)
 
 
-def layer_output(model: Model, i: int, x, outputs: list[Output], inputs: Inputs, gates) -> Output:
-    """Layer `i`: the stream `x` [b, t, d] with attention and MLP added, each to the norm of what it
-    reads. `outputs` are those of earlier layers, `gates` those of `coefficients`."""
+def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: dict):
+    """Apply layer `i` to the residual stream `x` [b, t, d]: attention, then MLP, each added to the
+    stream and each with a norm before it.
+
+    `outputs` holds the stream after each earlier layer, `gates` factors per token
+    (coefficients)."""
     cfg, params = model.cfg, model.params
     layer = cfg.layers[i]
-    source = outputs[i - layer.reads].x if layer.reads else x  # what attention reads
-    before_attention, before_mlp = 1.0, 1.0  # weights of the stream
-    if cfg.lambdas:
-        before_attention = params["resid_lambdas"][i, 0]
-        before_mlp = params["resid_lambdas"][i, 1]
-    terms = [(before_attention, x)]
-    if layer.skip:  # as in the record, the stream has no weight here
-        weight = params["skip_lambda"][cfg.layers_with("skip").index(i)]
-        amount = jax.nn.sigmoid(weight) * gates["skip", i]
-        terms = [(1.0, x), (amount, outputs[i - layer.skip].x)]
-    if layer.x0:
+    terms = [(1.0, x)]  # of a sum of which bfloat16 rounds only the result
+    if cfg.lambdas:  # "Value tables, smear, weights of branches"
+        terms = [(params["resid_lambdas"][i, 0], x)]
+    if layer.skip:  # "Gates, and what else small MLPs give out": here without the factor on x
+        learned = params["skip_lambda"][cfg.layers_with("skip").index(i)]
+        weight = jax.nn.sigmoid(learned) * gates["skip", i]
+        terms = [(1.0, x), (weight, outputs[i - layer.skip])]
+    if layer.x0:  # "Gates, and what else small MLPs give out"
         terms.append((gates["x0", i], inputs.x0))
-    if layer.ngram and i:  # layer 0 has it already
+    if layer.ngram and i > 0:  # "A table of hashed n-grams"; forward does this for layer 0
         terms.append((gates["ngram", i], inputs.ngram))
+    source = x
+    if layer.reads:  # "MUDD": attention reads the output of an earlier layer
+        source = outputs[i - layer.reads]
     added = None
     if layer.values:  # "Value tables, smear, weights of branches"
-        added = gated_values(model, i, source, inputs.values)
+        added = gated_values(model, i, source, inputs.looked_up)
     x = mix(*terms)
     if layer.attends:
         x = x + attention(model, i, source, added, gates)
-    terms = [(before_mlp, x)]
+    terms = [(1.0, x)]
+    if cfg.lambdas:  # "Value tables, smear, weights of branches"
+        terms = [(params["resid_lambdas"][i, 1], x)]
     if layer.mlps:
         terms.append((1.0, mlp(model, i, x)))
-    return Output(mix(*terms))
+    return mix(*terms)
 
 
 def segments_of(model: Model, rows: Rows):
-    """The segment_ids of a batch: of training with its cap, and without documents one segment for
-    each row."""
+    """Return the segment ids [b, t] of a batch. Without documents each row is one segment."""
     cfg = model.cfg
     tokens = rows.tokens[:, :-1]
     if not cfg.documents:
@@ -270,26 +265,33 @@ def segments_of(model: Model, rows: Rows):
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
-    """Which tokens may attend to each other: int32 [b, t], rising along a row. A segment begins at
-    every BOS and, with a cap, after every `cap` tokens from there on: so training cuts documents of
-    up to 3072 tokens (doc_cap) at 2560 (record 92). Validation has no cap."""
+    """Return segment ids [b, t], int32, rising along each row; attention stays within a segment.
+
+    A segment starts at every BOS token and, if `cap` is set, every `cap` tokens after it. Training
+    uses 2560, with documents of up to 3072 tokens (record 92); validation uses no cap."""
     t = jnp.arange(tokens_bt.shape[1])[None]
-    since_bos = t - lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)
-    return jnp.cumsum(since_bos % (cap or t.size) == 0, axis=1, dtype=jnp.int32)
+    last_bos = lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)  # 0 before the first BOS
+    is_start = (t - last_bos) % (cap or t.size) == 0
+    return jnp.cumsum(is_start, axis=1, dtype=jnp.int32)
 
 
 def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
-    """What the attention of layer `i` adds to the stream, from norm(x): [b, t, d]. `added` and the
-    gates of its heads: see HeadInputs."""
+    """Return the attention output of layer `i`, [b, t, d], to be added to the residual stream.
+
+    `added` and the gates of heads are described in HeadInputs."""
     cfg, hyper, params = model.cfg, model.hyper, model.params
     heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
-    kind = 1 if cfg.layers[i].attends == "long" else 0
-    xsa = gates.get(("xsa", i))
-    gated = gates.get(("gated", i))
-    inputs = HeadInputs(added, xsa, gated, model.segments_bt, hyper.freqs[kind], hyper.scales[kind])
+    kind = 1 if cfg.layers[i].attends == "long" else 0  # index of rotation and scale in Hyper
+    inputs = HeadInputs(
+        added=added,
+        xsa_btn=gates.get(("xsa", i)),
+        gates_btn=gates.get(("gated", i)),
+        segments_bt=model.segments_bt,
+        freqs=hyper.freqs[kind],
+        scale=hyper.scales[kind],
+    )
     with jax.named_scope(f"attention{i}"):
-        weights = attention_weights(cfg, params, i, heads)
-        w_qkv, w_o = weights.qkv, weights.o
+        w_qkv, w_o = attention_weights(cfg, params, i, heads)
         if cfg.lambdas:  # "Value tables, smear, weights of branches"
             w_qkv = mix((params["qkv_lambda"][i], w_qkv))
             w_o = mix((post_lambdas(model, i)[0] * params["o_lambda"][i], w_o))
@@ -298,31 +300,25 @@ def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
 
 
 def mlp(model: Model, i: int, x_btd):
-    """What the MLPs of layer `i` add to the stream, from norm(x): [b, t, d]."""
+    """Return the MLP output of layer `i`, [b, t, d], to be added to the residual stream."""
     activation = squared_relu if model.cfg.squared_relu else jax.nn.gelu
-    weights = mlp_weights(model.cfg, model.params, i)
+    up_fd, down_fd = mlp_weights(model.cfg, model.params, i)
     with jax.named_scope(f"mlp{i}"):
-        hidden_btf = activation(norm(x_btd) @ weights.up.T)
-        down_fd = weights.down
+        hidden_btf = activation(norm(x_btd) @ up_fd.T)
         if model.cfg.lambdas:  # "Value tables, smear, weights of branches"
             down_fd = mix((post_lambdas(model, i)[1], down_fd))
         return hidden_btf @ down_fd
 
 
-class AttentionWeights(NamedTuple):
-    """The matrices of one attention, in the dtype of the copies."""
+def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> tuple:
+    """Return (q, k and v projections [columns, d], used as x W^T; output projection [d, n v_width],
+    used as y W^T) of layer `i`, cut out of the banks (param_table).
 
-    qkv: jax.Array  # [columns of q, k and v, d]: x W^T
-    o: jax.Array  # [d, columns of v of all heads of queries]: y W^T
-
-
-def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> AttentionWeights:
-    """The weights of layer `i`, out of the banks (param_table). Where a layer's heads are narrower
-    than those of a bank, only the first rows, or columns, of each head are used."""
+    Layers with narrow heads use only the first rows, or columns, of each head."""
     n, d = cfg.heads, cfg.width
     kv = heads.kv or n
     number = cfg.layers_with("attends").index(i)
-    count = (n + kv) // (cfg.qk_heads or n)  # matrices of q and k in a layer
+    count = (n + kv) // (cfg.qk_heads or n)  # matrices of q and k per layer
     qk = jnp.concatenate(params["qk_bank"][count * number : count * (number + 1)])
     qk = qk.reshape(n + kv, -1, d)[:, : heads.qk_width]
     if cfg.shared:
@@ -332,25 +328,18 @@ def attention_weights(cfg: Config, params: dict, i: int, heads: Heads) -> Attent
     v = v.reshape(kv, -1, d)[:, : heads.v_width]
     o = o.reshape(d, n, -1)[..., : heads.v_width]
     qk, v = qk.reshape(-1, d), v.reshape(-1, d)
-    return AttentionWeights(jnp.concatenate([qk, v]), o.reshape(d, -1))
+    return jnp.concatenate([qk, v]), o.reshape(d, -1)
 
 
-class MlpWeights(NamedTuple):
-    """The matrices of a layer's MLPs, in the dtype of the copies."""
-
-    up: jax.Array  # [f, d]: x W^T
-    down: jax.Array  # [f, d]: h W
-
-
-def mlp_weights(cfg: Config, params: dict, i: int) -> MlpWeights:
-    """The weights of layer `i`, out of the bank (param_table); two MLPs are one of twice the
-    width."""
+def mlp_weights(cfg: Config, params: dict, i: int) -> tuple:
+    """Return (up-projection, used as x W^T; down-projection, used as h W) of layer `i`, [f, d]
+    each. The matrices of two parallel MLPs are joined to one MLP of twice the width."""
     first = sum(layer.mlps for layer in cfg.layers[:i])
     numbers = range(first, first + cfg.layers[i].mlps)
     bank = params["mlp_bank"]
     up = jnp.concatenate([bank[2 * number] for number in numbers])
     down = jnp.concatenate([bank[2 * number + 1] for number in numbers])
-    return MlpWeights(up, down)
+    return up, down
 
 
 def squared_relu(x):
@@ -359,9 +348,10 @@ def squared_relu(x):
 
 
 def mix(*terms):
-    """Weighted sum of (float32 weight, array): added in float32, returned in the arrays' dtype. So
-    the gradients of the weights, which are sums over all tokens, are float32 too: a bfloat16 sum of
-    so many terms would lose most of its digits."""
+    """Weighted sum of (weight, array) pairs, summed in float32 and cast to the first array's dtype.
+
+    Gradients of the weights are sums over all tokens, so they must be float32 too: in bfloat16 they
+    would lose most of their digits."""
     _, first = terms[0]
     total = 0.0
     for weight, x in terms:
@@ -370,34 +360,36 @@ def mix(*terms):
 
 
 def norm(x, features: int | None = None):
-    """RMS norm over the last axis, without gain, statistics in float32; of it the first few
-    `features`, or all."""
+    """RMS norm over the last axis, without gain; statistics in float32. With `features` only so
+    many of the normed features are returned."""
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    return (x[..., :features] * lax.rsqrt(square + 2.0**-23)).astype(x.dtype)
+    epsilon = 2.0**-23  # of float32
+    return (x[..., :features] * lax.rsqrt(square + epsilon)).astype(x.dtype)
 
 
-# ---- Attention: the heads, and the reference for every kernel of Part V -----------------------
+# ---- Attention: the heads of a layer, and the reference for all kernels ------------------------
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What is static about the attention of one layer."""
+    """Static properties of the heads of one layer."""
 
     count: int
-    qk_width: int  # of the queries and keys of one head
-    v_width: int  # of its values and outputs
-    window: int  # in tokens; with `paired` in half tokens
-    paired: bool = False  # see pair_heads
-    offset: bool = False  # see key_offset
-    normed: bool = True  # queries and keys
-    kv: int = 0  # of keys and values, which queries share (Ainslie et al. 2023); 0: as many
+    qk_width: int  # width of queries and keys per head
+    v_width: int  # width of values and outputs per head
+    window: int  # how many earlier tokens a token attends to; half as many if `paired`
+    paired: bool = False  # two heads attend as one (pair_heads)
+    offset: bool = False  # half of each key is the previous token's (key_offset)
+    normed: bool = True  # queries and keys are normed
+    kv: int = 0  # heads of keys and values (Ainslie et al. 2023); 0 means as many as queries have
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """The Heads of layer `i`; `windows` are those of short and long layers. Queries and keys of
-    long layers are as wide as a head, and half of their dimensions do not rotate; those of short
-    layers have just the half that rotates (record 92). Narrow layers halve values and outputs
-    too."""
+    """Return the Heads of layer `i`. `windows` are the windows of short and long layers.
+
+    Queries and keys of long layers have the full head width, and half of their dimensions do not
+    rotate. Short layers keep only the rotating half (record 92). Narrow layers also halve values
+    and outputs."""
     layer = cfg.layers[i]
     h = cfg.head_width
     is_long = layer.attends == "long"
@@ -414,20 +406,21 @@ def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
 
 
 class HeadInputs(NamedTuple):
-    """What the heads of a layer get beside their queries, keys and values."""
+    """Inputs of the heads of one layer, in addition to their queries, keys and values."""
 
-    added: tuple | None  # (x_btd, gates_btn): x times gates, added to v; narrow heads take halves
+    added: tuple | None  # (x_btd, gates_btn): gates times x is added to v (value tables)
     xsa_btn: jax.Array | None  # gates of exclude_self
     gates_btn: jax.Array | None  # factors on the outputs of heads
     segments_bt: jax.Array
-    freqs: jax.Array  # of the rotation
-    scale: jax.Array  # of q k^T
+    freqs: jax.Array  # rotation in radians per token, [rotating pairs]
+    scale: jax.Array  # factor on q k^T
 
 
 def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
-    """What is added to v, QK norm, rotation, attention, XSA and gates of one layer: [b, t, n
-    v_width]. `qkv` holds side by side q, k [kv qk_width] and v [kv v_width]. `attend` has the
-    contract of attend_plain. The plain form of Kernels.attend; a kernel may do it all at once."""
+    """Return the outputs of all heads of a layer, [b, t, n v_width], with QK norm and rotation.
+
+    `qkv` holds queries, keys and values of all heads side by side. `attend` is attend_plain or an
+    equal function. This is the plain form of Kernels.attend; a kernel may do all of it at once."""
     b, t, _ = qkv.shape
     n, h = heads.count, heads.qk_width
     kv = heads.kv or n
@@ -435,9 +428,9 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     q = q.reshape(b, t, n, -1)
     k = k.reshape(b, t, kv, -1)
     v = v.reshape(b, t, kv, -1)
-    if kv < n:
+    if kv < n:  # several heads of queries share keys and values
         k, v = (jnp.repeat(x, n // kv, axis=2) for x in (k, v))
-    if inputs.added is not None:
+    if inputs.added is not None:  # "Value tables, smear, weights of branches"
         added_btd, added_gates_btn = inputs.added
         added = added_btd.reshape(b, t, n, -1)[..., : heads.v_width]
         v = mix((1.0, v), (added_gates_btn[..., None], added))
@@ -447,23 +440,26 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
         k = key_offset(k)
     cos, sin = rope_tables(inputs.freqs, positions(t, heads), h)
     q, k = rope(q, cos, sin), rope(k, cos, sin)
-    if heads.paired:
-        segments_b2t = jnp.repeat(inputs.segments_bt, 2, axis=1)
-        pairs = map(pair_heads, (q, k, v))
-        y = attend(*pairs, segments_b2t, heads.window, inputs.scale).reshape(v.shape)
-    else:
-        y = attend(q, k, v, inputs.segments_bt, heads.window, inputs.scale)
-    if inputs.xsa_btn is not None:
+    attended = q, k, v
+    segments_bt = inputs.segments_bt
+    if heads.paired:  # "Heads: key offset, pairs, XSA"
+        attended = map(pair_heads, attended)
+        segments_bt = jnp.repeat(segments_bt, 2, axis=1)
+    y = attend(*attended, segments_bt, heads.window, inputs.scale)
+    y = y.reshape(v.shape)
+    if inputs.xsa_btn is not None:  # "Heads: key offset, pairs, XSA"
         y = exclude_self(y, v, inputs.xsa_btn)
-    if inputs.gates_btn is not None:
+    if inputs.gates_btn is not None:  # "Gates, and what else small MLPs give out"
         y = mix((inputs.gates_btn[..., None], y))
     return y.reshape(b, t, -1)
 
 
 def positions(t: int, heads: Heads):
-    """Positions for the rotation, int [t, 1]; of paired heads [t, n]: 2t for even heads, 2t + 1 for
-    odd ones, although pair_heads puts the first half of the heads at 2t and the second at 2t + 1.
-    Bug-compatible: the original reshapes differently for rotation and for attention."""
+    """Return positions for the rotation, int [t, 1], or [t, n] for paired heads.
+
+    A pair of heads attends over 2t positions: even heads have the positions 2t, odd heads 2t + 1.
+    pair_heads, though, puts the first half of the heads at 2t and the second half at 2t + 1. The
+    original has the same mismatch, and so its results can be reproduced."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -471,10 +467,12 @@ def positions(t: int, heads: Heads):
 
 
 def rope_tables(freqs, positions_tn, width: int):
-    """cos and sin, float32 [t, n or 1, width/2]: the first pairs turn with `freqs`. In long layers
-    as many more do not turn: they carry content regardless of position."""
+    """Return cos and sin of all angles, float32 [t, n or 1, width / 2].
+
+    A head has width / 2 pairs of dimensions. The first pairs rotate with `freqs`. The rest, in long
+    layers half of them, have angle 0: they match content regardless of position."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
-    others = width // 2 - freqs.shape[0]  # pairs of angle 0
+    others = width // 2 - freqs.shape[0]
     padding = [(0, 0), (0, 0), (0, others)]
     cos = jnp.cos(angles)
     sin = jnp.sin(angles)
@@ -482,7 +480,8 @@ def rope_tables(freqs, positions_tn, width: int):
 
 
 def rope(x_btnh, cos_tnh, sin_tnh):
-    """Rotate the pairs (i, i + h/2) of every head by minus the angle of their position."""
+    """Rotate the pairs (i, i + h/2) of every head by minus the angle of their position (RoPE, Su et
+    al. 2021)."""
     left, right = jnp.split(x_btnh, 2, axis=-1)
     cos = cos_tnh.astype(x_btnh.dtype)[None]
     sin = sin_tnh.astype(x_btnh.dtype)[None]
@@ -490,11 +489,12 @@ def rope(x_btnh, cos_tnh, sin_tnh):
 
 
 def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
-    """Return causal attention [b, t, n, h] within a window: the reference for every other form.
+    """Return causal attention within a window, [b, t, n, h]: the reference for every other form.
 
     Token t attends to itself and to the `window` tokens before it, if they are in its segment.
     Scores and softmax are float32. `window` is static, `scale` may be traced. All t x t scores
-    exist at once: attend_band returns the same and is used where no kernel is."""
+    exist at once; attend_band (Part V) returns the same without computing all of them, and is used
+    if no kernel serves."""
     t = jnp.arange(q_btnh.shape[1])
     back_ts = t[:, None] - t[None]  # distance from query t to key s
     near_ts = (back_ts >= 0) & (back_ts <= window)
@@ -505,79 +505,72 @@ def attend_plain(q_btnh, k_btnh, v_btnh, segments_bt, window: int, scale):
     return jnp.einsum("bnts,bsnh->btnh", probs, v_btnh)
 
 
-# ---- Loss: features -> summed cross-entropy ----------------------------------------------------
+# ---- Loss: hidden states -> summed cross-entropy -----------------------------------------------
 
 
 def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
-    """(weighted sum of a batch's losses, which training lowers; plain sum of those on the next
-    token, which is reported), differentiable in all `params` and in the rows that are `looked_up`.
-    It is the sum over a row's tokens, averaged over rows, as in the original: it grows with the
-    length of rows. Muon and Adam do not see constant factors. Where that length changes, though,
-    their moments still have the old size."""
-    model = model._replace(params=params)
+    """Return (weighted training loss, unweighted next-token loss for the log), both float32 sums.
+
+    Differentiable with respect to `params` and to the table rows in `looked_up`. As in the
+    original, the loss is summed over the tokens of a row and averaged over rows, so it grows with
+    the row length. Muon and Adam are invariant to constant factors, but after a change of row
+    length their moments are still on the old scale."""
+    model = model._replace(params=model.params | params)
     x_btd = forward(model, looked_up, rows)
-    ahead, of_prefix = loss_weights_of(model)
-    targets, weights = targets_ahead(rows.aims, ahead, of_prefix)
-    per_row = x_btd, targets, weights
+    per_token = x_btd, *targets_ahead(model, rows.aims)
     if model.cfg.pointer_width:  # "A pointer to earlier tokens"
-        per_row = with_pointer(model, rows, *per_row)
-    if "head" in looked_up:  # candidates: each row has a head of its own, see table_ids
-        (heads_bvd,) = looked_up["head"]
-    else:  # all have the same, as if they were one row
-        heads_bvd = params["head"][None]
-        per_row = [x.reshape(1, -1, x.shape[-1]) for x in per_row]
+        per_token = with_pointer(model, rows, *per_token)
+    if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
+        heads_bvd = looked_up["head"]  # one head per row, over the candidates of the row
+    else:  # all rows share one head, and are joined to one long row
+        heads_bvd = model.params["head"][None]
+        per_token = [x.reshape(1, -1, x.shape[-1]) for x in per_token]
     sums = []
-    for x_td, targets, weights, *pointed, head_vd in zip(*per_row, heads_bvd, strict=True):
+    for head_vd, x_td, targets, weights, *pointed in zip(heads_bvd, *per_token, strict=True):
         loss = model.kernels.cross_entropy
         sums.append(loss(x_td, head_vd, targets, weights, model.cfg, *pointed))
     weighted, plain = zip(*sums, strict=True)
     return sum(weighted), sum(plain)
 
 
-def loss_weights_of(model: Model) -> tuple:
-    """Weights of a token's losses: (float32 [k] of those on the next token, the one after it, ...;
-    that of the loss on the prefix, None: there is none)."""
-    stage, hyper = model.stage, model.hyper
-    if not stage:  # validation
-        return jnp.ones(1), None
-    ahead = hyper.weights[: len(stage.weights)] / stage.rows
-    if not any(stage.prefix):
-        return ahead, None
-    return ahead, hyper.prefix / stage.rows
+def targets_ahead(model: Model, aims: Aims) -> tuple:
+    """Return targets [b, t, targets] (int) and their loss weights (float32, same shape).
 
-
-def targets_ahead(aims: Aims, weights, prefix_weight=None):
-    """Aims of [b, t] tokens -> targets int [b, t, targets] and their weights, float32. Target j of
-    token i is token i + j + 1 (record 53), even of the next document; `weights` has one for each j.
-    `prefix_weight` adds the next token's prefix, where there is one (record 88). The weight is 0
-    beyond the end of a row, and in a row of targets -1, which only fills up a validation batch."""
+    Target j of token i is token i + j + 1, also across document boundaries; in `plain` j is only 0.
+    The next token's prefix may be one more target. Weights are 0 past the end of a row, and in
+    padding rows of a validation batch, which have targets of -1."""
+    ahead = jnp.ones(1)  # weight of each j
+    stage = model.stage
+    if stage:  # else this is validation
+        ahead = model.hyper.weights[: len(stage.weights)] / stage.rows
     tokens = jnp.arange(aims.targets.shape[1])
-    is_filling_b1 = aims.targets[:, :1] < 0
+    is_padding_b1 = aims.targets[:, :1] < 0
     targets = []
-    weights_of = []
-    for j in range(weights.shape[0]):
+    weights = []
+    for j in range(ahead.shape[0]):
         next_bt = jnp.maximum(aims.targets[:, j:], 0)
         targets.append(jnp.pad(next_bt, ((0, 0), (0, j))))
-        counts_bt = (tokens[None] < tokens.size - j) & ~is_filling_b1
-        weights_of.append(counts_bt * weights[j])
-    if prefix_weight is not None:
+        counts_bt = (tokens[None] < tokens.size - j) & ~is_padding_b1
+        weights.append(counts_bt * ahead[j])
+    if stage and any(stage.prefix):  # "Losses on more than the next token"
         targets.append(jnp.maximum(aims.prefixes, 0))
-        weights_of.append((aims.prefixes >= 0) * prefix_weight)
-    return jnp.stack(targets, axis=-1), jnp.stack(weights_of, axis=-1)
+        weights.append((aims.prefixes >= 0) * (model.hyper.prefix / stage.rows))
+    return jnp.stack(targets, axis=-1), jnp.stack(weights, axis=-1)
 
 
 def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
-    """(weighted sum of all losses, plain sum of those on the next token), float32, in nats.
-    Features [t, d], head [v, d], targets int and weights float [t, targets]; a token whose first
-    weight is 0 is not in the plain sum. For `pointed` see mix_pointed. The backward pass computes
-    each chunk's logits again. (Where logits are capped fused_cross_entropy trains, which equals
-    this.)"""
+    """Return (weighted sum of all losses, unweighted sum of next-token losses), float32, in nats.
+
+    Shapes: features [t, d], head [v, d], targets (int) and weights (float) [t, targets]. Tokens
+    whose first weight is 0 are excluded from the unweighted sum. `pointed`: see mix_pointed. Logits
+    are recomputed chunk by chunk in the backward pass. Training uses fused_cross_entropy instead
+    when logits are capped; both give the same result."""
 
     @jax.checkpoint
     def add(sums, chunk):
-        x_td, targets, *rest = chunk
-        losses = chunk_losses(x_td, wide_vd, targets, cfg)
-        return add_losses(sums, losses, *rest), None
+        chunk_td, chunk_targets, *weights_and_pointed = chunk
+        losses = chunk_losses(chunk_td, wide_vd, chunk_targets, cfg)
+        return add_losses(sums, losses, *weights_and_pointed), None
 
     wide_vd = head_vd.astype(jnp.float32)  # so that its gradient is summed over chunks in float32
     zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
@@ -587,21 +580,17 @@ def cross_entropy(x_td, head_vd, targets, weights, cfg: Config, pointed=None):
 
 
 def chunk_losses(x_td, head_vd, targets, cfg: Config):
-    """Losses float32 [t, targets] of a chunk: log(sum(exp(capped logits))) - the target's.
-    Capped logits are below a, so exp cannot overflow and needs no maximum."""
+    """Return the losses of a chunk of tokens, float32 [t, targets]."""
     w_vd = head_vd.astype(x_td.dtype)
     logits_tv = jnp.matmul(x_td, w_vd.T, preferred_element_type=jnp.float32)
     logits_tv = cap_logits(logits_tv, cfg)
-    if cfg.logit_cap[0]:
-        sum_t = jnp.sum(jnp.exp(logits_tv), axis=1)
-        log_sum_t = jnp.log(sum_t)
-    else:
-        log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
+    log_sum_t = jax.nn.logsumexp(logits_tv, axis=1)
     return log_sum_t[:, None] - jnp.take_along_axis(logits_tv, targets, axis=1)
 
 
 def cap_logits(z, cfg: Config):
-    """Logits a * sigmoid((z + b) / c), in (0, a), in float32 (records 9, 18, 54)."""
+    """Return logits in float32, capped to (0, a) by a * sigmoid((z + b) / c) (records 9, 18, 54);
+    uncapped if a = 0."""
     a, b, c = cfg.logit_cap
     z = z.astype(jnp.float32)
     if not a:
@@ -610,7 +599,7 @@ def cap_logits(z, cfg: Config):
 
 
 def add_losses(sums, losses, weights, pointed=None):
-    """The two sums of cross_entropy, with those of a chunk."""
+    """Add the losses [t, targets] of a chunk to the two sums of cross_entropy."""
     weighted, plain = sums
     if pointed is not None:  # "A pointer to earlier tokens"
         losses = mix_pointed(losses, pointed)
@@ -619,46 +608,51 @@ def add_losses(sums, losses, weights, pointed=None):
 
 
 def in_chunks(cfg: Config, ids: int, *arrays):
-    """Arrays [t, ...], or None, as [chunks, t', ...]: the fewest equal chunks that have no more
-    logits, of a softmax over `ids` ids, than cfg.loss_chunk tokens have over the vocabulary."""
+    """Reshape arrays [t, ...] to [chunks, t / chunks, ...]; None stays None.
+
+    Uses the fewest chunks for which one chunk's logits over `ids` ids are no larger than the logits
+    of cfg.loss_chunk tokens over the whole vocabulary."""
     tokens = len(arrays[0])
     chunks = chunk_count(tokens, cfg.loss_chunk * cfg.vocab // ids)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
 
 
 def chunk_count(tokens: int, most: int) -> int:
-    """The fewest equal chunks of at most `most` tokens."""
+    """Return the smallest number of equal chunks that have at most `most` tokens each."""
     fewest = -(-tokens // most)
     return next(n for n in range(fewest, tokens + 1) if tokens % n == 0)
 
 
-# ---- Optimizers --------------------------------------------------------------------------------
+# ---- Optimizers: Adam and Muon -----------------------------------------------------------------
 
 
 class AdamRates(NamedTuple):
-    """The rates of one Adam update."""
+    """Rates of one Adam update."""
 
     lr: jax.Array
-    decay: float  # it takes lr * lr * decay of a weight
-    count: jax.Array  # its number, from 1
+    decay: float  # weight decay: an update subtracts lr * lr * decay times the weight
+    count: jax.Array  # number of the update, from 1
     betas: tuple[float, float]
     eps: float
-    cautious: bool  # whether decay is, see descend
+    cautious: bool  # weight decay only where the update shrinks the weight (descend)
 
 
 def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
-    """The AdamRates of an update that sums so many steps. One of tables that sums twice as many
-    forgets as much as two: betas squared, decay doubled (record 92)."""
+    """Return the AdamRates of an update of the gradients of `steps` steps.
+
+    An update of tables over twice as many steps forgets as much as two updates would: its betas are
+    squared and its weight decay is doubled (record 92)."""
     span, count = 1, hyper.adam_count
-    if row.updated_by == "tables":
+    if row.updated_by == "tables":  # "When tables learn"
         span, count = steps / cfg.table_every[0], hyper.table_count
     betas = tuple(beta**span for beta in row.betas)
     return AdamRates(hyper.lr * row.lr, row.decay * span, count, betas, cfg.adam_eps, cfg.cautious)
 
 
-def adam(param, mean, square, grad, rates: AdamRates):
-    """One Adam step (Kingma & Ba 2015), all float32: (new param, new mean, new mean square). As in
-    the original, eps is added to the root before bias correction."""
+def adam(param, mean, square, grad, rates: AdamRates) -> tuple:
+    """Take one Adam step (Kingma & Ba 2015), all float32: return (param, mean, mean square).
+
+    As in the original, eps is added to the root before the bias correction."""
     b1, b2 = rates.betas
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
@@ -669,46 +663,47 @@ def adam(param, mean, square, grad, rates: AdamRates):
 
 
 def descend(param, update, decay, cautious: bool):
-    """`param` less `update`. Weights decay by the share `decay`, if cautiously only where the
-    update shrinks them (record 50), so never where it is zero."""
+    """Return `param` minus `update`, minus `decay` times the weights. Cautious weight decay is
+    applied only where the update shrinks the weight (record 50), so not where the update is 0."""
     decays = update * param > 0 if cautious else 1.0
     return param - update - decay * decays * param
 
 
-def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> tuple:
-    """One ANVIL step on a bank, all float32 (record 92): `old`, "params" and its moments by kind,
-    -> new ones, in the same order. Muon (Jordan et al. 2024, record 4) puts the nearest orthogonal
-    matrix in place of a matrix's momentum: all directions learn at one rate. ANVIL has two_rails
-    for momentum, and equalizes; without these ideas it is Muon. Banks are [matrices, rows, cols],
-    "equaliser" [matrices, neurons]: those of this device. Weights decay only where the slow average
-    shrinks them or is zero (cautious, after Liang et al. 2024; record 43)."""
+def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
+    """Take one step of ANVIL on a bank (record 92), all float32: return the new arrays of `old`,
+    which holds "params" and the moments.
+
+    Without its ideas ANVIL is Muon (Jordan et al. 2024, record 4): the momentum of each matrix is
+    replaced with the nearest orthogonal matrix, so that all directions learn at the same rate.
+    Banks are [matrices, rows, cols], this device's shard. Weight decay is applied only where the
+    average of the gradient shrinks the weight or is 0 (cautious, after Liang et al. 2024; record
+    43)."""
     param = old["params"]
-    if cfg.slow_rate:  # rails: "ANVIL beside Muon"
-        update, fast, slow = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
-        averages = fast, slow
+    if cfg.slow_rate:  # "ANVIL beside Muon"
+        update, fast, average = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
+        new = {"fast": fast, "slow": average}
     else:
         average = old["fast"] + (1 - hyper.momentum) * (grad - old["fast"])
-        update = grad + hyper.momentum * (average - grad)  # Nesterov's
-        averages = (average,)
+        update = grad + hyper.momentum * (average - grad)  # Nesterov momentum
+        new = {"fast": average}
     if cfg.muon:
         update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     else:
-        update = as_large(update)
-    squares = ()
-    if cfg.equalize_rate:  # equalize: "ANVIL beside Muon"
-        update, square = equalize(update, old["equaliser"], cfg.equalize_rate)
-        squares = (square,)
+        update = as_large(update)  # "ANVIL beside Muon"
+    if cfg.equalize_rate:  # "ANVIL beside Muon"
+        update, new["equaliser"] = equalize(update, old["equaliser"], cfg.equalize_rate)
     lr = hyper.lr * row.lr
-    decays = averages[-1] * param >= 0 if cfg.cautious else 1.0
+    decays = average * param >= 0 if cfg.cautious else 1.0
     update += lr * row.decay * decays * param
+    # Each matrix of the bank has a factor on its rate. Numbers past the end are padding.
     matrices = len(param)
-    numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)  # of this device's, or padding
+    numbers = matrices * lax.axis_index(AXIS) + jnp.arange(matrices)
     scale = jnp.float32(row.scale).at[numbers].get(mode="clip")
     rate = lr * scale[:, None, None]
-    return param - rate * update, *averages, *squares
+    return {"params": param - rate * update, **new}
 
 
-# Coefficients (a, b, c) of X <- aX + (bA + cAA)X, A = XX^T, applied in turn: each brings the
+# Coefficients (a, b, c) of X <- aX + (bA + cAA)X with A = XX^T. Applied in turn, each brings the
 # singular values closer to 1 (after Polar Express, Amsel et al. 2025; these six: record 92).
 ANVIL_MAPS = (
     (3.923798038567, -6.095026865488, 3.905234618423),
@@ -721,11 +716,11 @@ ANVIL_MAPS = (
 
 
 def orthogonalize(x, dtype):
-    """About the nearest (semi-)orthogonal matrices to a bank [matrices, rows, cols], in `dtype`.
-    ANVIL_MAPS bring all singular values near 1, with the Gram matrix of the shorter side."""
+    """Return approximately the nearest (semi-)orthogonal matrices to a bank [matrices, rows, cols],
+    in `dtype`. It multiplies only with the Gram matrix of the shorter side."""
     x = x.astype(dtype)
-    size = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
-    x = (x / (size * 1.05 + 1e-6)).astype(dtype)
+    norms = jnp.linalg.norm(x.astype(jnp.float32), axis=(1, 2), keepdims=True)
+    x = (x / (norms * 1.05 + 1e-6)).astype(dtype)  # singular values below 1, after rounding too
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
 
@@ -734,100 +729,97 @@ def orthogonalize(x, dtype):
         gram = x @ x.mT
         return a * x + (b * gram + c * (gram @ gram)) @ x, None
 
-    # As a loop: the compiler for TPUs took twice as long to compile six copies of its matmuls.
+    # A loop, because the compiler for TPUs took twice as long for six copies of its matmuls.
     x, _ = lax.scan(closer, x, jnp.asarray(ANVIL_MAPS, dtype))
     return x.mT if tall else x
 
 
-# ---- Parameters: one table, from which init, state, shardings and listing are mapped -----------
+# ---- Parameters: one table, from which initial values, state and shardings are derived ----------
 
 
 @dataclass(frozen=True)
 class Param:
-    """A row of the parameter table."""
+    """An entry of the parameter table."""
 
     shape: tuple[int, ...]
-    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the start
-    optimizer: str  # how: anvil, adam, or rows (one second moment for each row of a table)
-    updated_by: str  # when: anvil (every step), adam, or tables (seldom)
+    init: Callable | float | np.ndarray  # a function (key, shape) -> float32 array, or the values
+    optimizer: str  # anvil, adam, or rows (one second moment per row of a table)
+    updated_by: str  # program that updates it: anvil (every step), adam, or tables (seldom)
     lr: float
-    decay: float = 0.0  # a step takes lr * lr * decay of a weight, see anvil and descend
-    betas: tuple[float, float] = (0.0, 0.0)  # adam, rows
-    scale: tuple[float, ...] = ()  # anvil: factor on the learning rate of each matrix of the bank
-    averages: tuple[tuple[str, float], ...] = ()  # (kind, how far it moves there), see MOVES
-    rescaled: bool = False  # when averaged, the weights get back the norm they had
-    sharded: bool = True  # cut along axis 0 over the devices; small ones live whole on each
-    dtype: str = "float32"  # of the parameter itself, of which copies are made
+    decay: float = 0.0  # weight decay: a step subtracts lr * lr * decay times the weight
+    betas: tuple[float, float] = (0.0, 0.0)  # of adam and rows
+    scale: tuple[float, ...] = ()  # for anvil: factor on the learning rate per matrix of the bank
+    averages: tuple[tuple[str, float], ...] = ()  # (kind of average, share of the way to it)
+    rescaled: bool = False  # averaging keeps the norm of the weights
+    sharded: bool = True  # across devices along axis 0; small parameters are replicated
+    dtype: str = "float32"  # of the parameter itself, not of its copy
 
 
 def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
-    """What its optimizer keeps of a parameter: kind -> shape."""
+    """Return the arrays that its optimizer keeps for a parameter: kind -> shape."""
     if row.optimizer == "adam":
         return {"first": row.shape, "second": row.shape}
     if row.optimizer == "rows":
         return {"second": row.shape[:1]}
     kept = {"fast": row.shape}
-    if cfg.slow_rate:  # rails: see two_rails
+    if cfg.slow_rate:  # "ANVIL beside Muon": a second momentum
         kept["slow"] = row.shape
-    if cfg.equalize_rate:  # equalize: a number for each row or column of a matrix
+    if cfg.equalize_rate:  # "ANVIL beside Muon": one number per row or column of a matrix
         kept["equaliser"] = row.shape[0], max(row.shape[1:])
     return kept
 
 
-NGRAMS = "ngram_table"
+NGRAMS = "ngram_table"  # name of a parameter that only some functions handle
 
 
 @functools.cache
 def param_table(cfg: Config) -> dict[str, Param]:
-    """Name -> Param: every parameter, its size, its start and how it learns.
+    """Return name -> Param for every parameter: its shape, initial value and optimizer.
 
-    Equal-shaped matrices are stacked into banks, so that ANVIL is one batched call for each shape.
-    A bank is one array in the state and in the copies; in the model it is a list of its matrices
-    (gather_banks), from which attention_weights and mlp_weights take those of a layer:
-        qk_bank [(n + kv_heads) / qk_heads per attention, qk_heads h, d]: parts of q, then of k;
-            x W^T. kv_heads=0 counts as n. With qk_heads=0 it is [2 per attention, d, d]
+    Matrices of equal shape are stacked into banks, so that ANVIL is one batched call per shape:
+        qk_bank [(n + kv_heads) / qk_heads per attention, qk_heads h, d]: q, then k; x W^T.
+            kv_heads=0 stands for n, and qk_heads=0 for one matrix for all heads
         vo_bank [2 per attention, d, d]: v, then o; x W^T. If heads share keys and values
-            (kv_heads), it is [1 per attention, d, d] with o, and v_bank has v
+            (kv_heads), it has only o, and v_bank has v [1 per attention, kv_heads h, d]
         mlp_bank [2 per MLP, f, d]: up-projection (x W^T), then down-projection (h W)
-    Down-projections start at zero, as output projections may (o_start): a layer begins by adding
-    nothing. An orthogonalized update has unit singular values whatever the shape, so it changes an
-    output element less as the output grows; sqrt(f / d) makes up for that in the up-projections
-    (Jordan et al. 2024). The down-projections get twice as much; the original found that by trial
-    (record 48).
+    Down-projections start at zero, as output projections may (o_start), so each layer begins by
+    adding nothing. An orthogonalized update has unit singular values whatever its shape, so it
+    changes an output element less the wider the output is; sqrt(f / d) makes up for that in
+    up-projections (Jordan et al. 2024). Down-projections get twice that rate, which the original
+    found by trial (record 48).
     """
     d, f, n, h = cfg.width, cfg.mlp_width, cfg.heads, cfg.head_width
     kv = cfg.kv_heads or n
     attentions = len(cfg.layers_with("attends"))
     mlps = sum(layer.mlps for layer in cfg.layers)
-    of_qk = cfg.qk_heads or n  # heads of which q or k is one matrix
-    qk_matrices = attentions * (n + kv) // of_qk
-    up = math.sqrt(max(1, f / d))
-    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps  # in the order of in_pairs
-    mlp_rates = (up, 2 * up) * mlps
+    per_matrix = cfg.qk_heads or n  # heads per matrix of q or k
+    qk_matrices = attentions * (n + kv) // per_matrix
+    up_rate = math.sqrt(max(1, f / d))
+    mlp_starts = (1.0,) * mlps + (cfg.down_start,) * mlps  # in the order in which in_pairs draws
+    mlp_rates = (up_rate, 2 * up_rate) * mlps  # in the order of the bank
     mlp_bank = by_anvil(cfg, (2 * mlps, f, d), mlp_starts, mlp_rates)
-    # Rate, decay and betas of the record; it does not say how they were found.
+    # Rate, weight decay and betas of the record, which gives no reason for them.
     head = by_adam(cfg, (cfg.vocab, d), normal(0.005), (1, 150), (0.5, 0.95))
     vo_starts = (1.0, cfg.o_start) * attentions
-    if cfg.shared:  # v is smaller than o then, and in a bank of its own
+    if cfg.shared:  # v has fewer rows than o, and a bank of its own
         vo_starts = (cfg.o_start,) * attentions
     table = {
         "head": head,
         "embed": head,
-        "qk_bank": by_anvil(cfg, (qk_matrices, of_qk * h, d)),
+        "qk_bank": by_anvil(cfg, (qk_matrices, per_matrix * h, d)),
         "vo_bank": by_anvil(cfg, (len(vo_starts), d, d), vo_starts),
         "mlp_bank": dataclasses.replace(mlp_bank, init=functools.partial(in_pairs, mlp_bank.init)),
     }
     if cfg.shared:
         table["v_bank"] = by_anvil(cfg, (attentions, kv * h, d))
-    table |= params_of_ideas(cfg)  # "Parameters of ideas"
-    if cfg.tail or cfg.tail_average:  # averages: "Averages of the last weights"
-        table = with_averages(cfg, table)
+    table = with_ideas(cfg, table)  # "Parameters of ideas"
+    # A model without attention or MLPs has no rows in some banks.
     return {name: row for name, row in table.items() if math.prod(row.shape)}
 
 
 def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> Param:
-    """A row of param_table; `rates` are factors on lr_adam and decay_adam, `fields` others of
-    Param."""
+    """Return the Param of a parameter that Adam updates. `rates` are factors on lr_adam and
+    decay_adam, `fields` are other fields of Param."""
     lr, decay = rates
     rates = {"lr": lr * cfg.lr_adam, "decay": decay * cfg.decay_adam, "betas": betas}
     kinds = {"optimizer": "adam", "updated_by": "adam"}
@@ -835,51 +827,52 @@ def by_adam(cfg: Config, shape, start, rates: tuple, betas: tuple, **fields) -> 
 
 
 def by_anvil(cfg: Config, shape, starts=1.0, scale: tuple = ()) -> Param:
-    """The row of a bank; of each matrix the size of its start, and the factor on its rate."""
-    start = functools.partial(uniform, 0.5 / math.sqrt(cfg.width), starts)
+    """Return the Param of a bank. `starts` are factors on the initial values of each matrix,
+    `scale` factors on its learning rate."""
+    std = 0.5 / math.sqrt(cfg.width)  # as in the original
+    start = functools.partial(uniform, std, starts)
     rates = {"lr": cfg.lr_anvil, "decay": cfg.decay_anvil, "scale": scale or (1.0,) * shape[0]}
     return Param(shape, start, "anvil", "anvil", **rates)
 
 
 def in_pairs(init: Callable, key, shape):
-    """The start of a bank of pairs. All first matrices are drawn, then all second ones, as they
-    once lay in the bank: seeds keep their numbers."""
+    """Draw a bank of pairs of matrices: all first matrices, then all second ones. (Another order
+    would change the numbers that a seed gives.)"""
     halves = init(key, shape).reshape(2, -1, *shape[1:])
     return halves.swapaxes(0, 1).reshape(shape)
 
 
 def normal(std: float) -> Callable:
-    """An initializer: normal with this standard deviation."""
+    """Return an initializer: normal with this standard deviation."""
     return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
 
 
-def uniform(std: float, sizes: float | tuple[float, ...], key, shape):
-    """The start of a bank: uniform with this standard deviation, times the size of each matrix."""
+def uniform(std: float, factors: float | tuple[float, ...], key, shape):
+    """Draw a bank: uniform with this standard deviation, times a factor per matrix."""
     bound = math.sqrt(3) * std
     values = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-    return values * jnp.float32(sizes).reshape(-1, 1, 1)
+    return values * jnp.float32(factors).reshape(-1, 1, 1)
 
 
 def updated(cfg: Config, kind: str) -> list[str]:
-    """The parameters that an Update of this kind changes."""
+    """Return the names of the parameters that an Update of this kind changes."""
     return [name for name, row in param_table(cfg).items() if row.updated_by == kind]
 
 
 def map_state(cfg: Config, leaf: Callable) -> dict[str, dict]:
-    """The training state as a tree: kind -> name -> leaf(shape, dtype, Param). Kinds are "params",
-    what the optimizers keep (moments) and AVERAGES. All but the n-gram table is float32."""
+    """Return the training state as a tree, kind -> name -> leaf(shape, dtype, Param). Kinds are
+    "params", the moments and the averages."""
     state = {}
     for name, row in param_table(cfg).items():
-        shapes = {"params": row.shape} | moments(cfg, row)
-        shapes |= {average: row.shape for average, _ in row.averages}
+        state.setdefault("params", {})[name] = leaf(row.shape, jnp.dtype(row.dtype), row)
+        shapes = moments(cfg, row) | {average: row.shape for average, _ in row.averages}
         for kind, shape in shapes.items():
-            dtype = row.dtype if kind == "params" else "float32"
-            state.setdefault(kind, {})[name] = leaf(shape, jnp.dtype(dtype), row)
+            state.setdefault(kind, {})[name] = leaf(shape, jnp.dtype("float32"), row)
     return state
 
 
 def init_state(cfg: Config, seed):
-    """The training state before the first step."""
+    """Return the training state before the first step."""
     key = jax.random.key(seed)
 
     def zeros(shape, dtype, row):
@@ -888,7 +881,7 @@ def init_state(cfg: Config, seed):
     state = map_state(cfg, zeros)
     for name, row in param_table(cfg).items():
         if callable(row.init):
-            # A key from the name: adding a parameter does not change the others.
+            # The key depends on the name only, so a new parameter does not change the others.
             digest = hashlib.sha256(name.encode()).digest()
             salt = int.from_bytes(digest[:4], "little")
             start = row.init(jax.random.fold_in(key, salt), row.shape)
@@ -901,11 +894,13 @@ def init_state(cfg: Config, seed):
 
 
 def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
-    """What the model computes with: large parameters in cfg.dtype, small ones as they are. `gather`
-    returns whole tables; banks stay sharded, and each step gathers them. The n-gram table has no
-    copy: with several devices, none of them ever holds all of it. Each value table is an array of
-    its own, because a TPU is predicted to look up rows twice as fast in a table that fits its
-    VMEM (records/NOTES.md)."""
+    """Return the arrays that the model computes with: large parameters in cfg.dtype, small ones as
+    they are.
+
+    `gather` turns a shard into the full table. Banks stay sharded: each step gathers them. The
+    n-gram table has no copy, so that with several devices each needs memory only for its shard.
+    Value tables become one array per layer, because a TPU is predicted to look up rows twice as
+    fast in a table that fits its VMEM (records/NOTES.md)."""
     copies = {}
     for name, x in params.items():
         row = param_table(cfg)[name]
@@ -913,131 +908,136 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
             continue
         copies[name] = x.astype(cfg.dtype) if row.sharded else x
         if row.sharded and row.optimizer != "anvil":
-            rows = row.shape[0]  # without those that pad it for the devices
-            copies[name] = gather(copies[name])[:rows]
+            full = gather(copies[name])
+            copies[name] = full[: row.shape[0]]  # without padding rows
         if name == "value_tables":
             copies[name] = jnp.split(copies[name], len(cfg.layers_with("values")))
     return copies
 
 
-def gradients_like(copies: dict) -> dict:
-    """`copies`, or their shapes, with one shape for all value tables, one under the other: that of
-    their gradient."""
-    tables = copies.get("value_tables")
-    if tables is None:
-        return copies
-    return copies | {"value_tables": jax.eval_shape(jnp.concatenate, tables)}
+# ---- The step: what every device runs ----------------------------------------------------------
 
-
-# ---- The step: what every device does ----------------------------------------------------------
-
-# What these two functions compute. (Part V has versions that suit XLA.)
-#     gather_banks    lax.all_gather of every bank, and a function that applies lax.psum_scatter to
-#                     the gradients of banks. `fetched`, the first input of the model, is returned
-#                     unchanged: the gathers start when it is there
-#     reduce_scatter  lax.psum_scatter of a sum
+# Banks are sharded across devices, and so are their optimizer steps (ZeRO, Rajbhandari et al.
+# 2019). In plain JAX a step would gather their copies before the forward pass, and sum and scatter
+# their gradients after the backward pass:
+#     bank = lax.all_gather(shard, AXIS, tiled=True)
+#     shard_of_gradient = lax.psum_scatter(gradient, AXIS, tiled=True)
+# gather_banks (Part V) does the same in an order that lets XLA overlap both with computation.
+# Tables are gathered only after their updates. reduce_scatter (Part V) sums their gradients.
 
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
-    """(gradients of this device's rows in the dtypes of `copies`, mean loss over all devices, their
-    dropped n-grams). `table` is this device's shard of the n-gram table. Gradients of banks are
-    shards of the sum over all devices, see gather_banks; those of looked-up rows are added up in an
-    array of the shape of their table, or wait as they are (see rows_wait); those of n-grams go to
-    the owners, see update_rows."""
-    requested, fetched = None, {}
+    """Return (gradients, mean loss over all devices, dropped n-grams) for this device's rows.
+
+    Gradients of banks are shards of the sum over all devices. Other gradients are this device's
+    own, as large as the copies and with their dtypes; update_step sums them. `table` is this
+    device's shard of the n-gram table, of which only the rows that the batch needs are fetched."""
+    fetched = {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         requested, fetched = fetch_requests(table, batch)
+    # `fetched` passes through, because the gathering starts when it is complete.
     fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
-    model = Model({}, cfg, kernels, stage, batch.hyper, copies.get("signs"))
     params = {name: x for name, x in copies.items() if name != "signs"} | fetched
-    # All but tables, of which only looked-up rows have gradients.
-    weights = {name: x for name, x in params.items() if name not in table_ids(cfg, batch.rows)}
-    loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
-    waits = rows_wait(cfg, kernels, *batch.rows.aims.targets.shape)
+    model = Model(params, cfg, kernels, stage, batch.hyper, copies.get("signs"))
+    total, grads = summed_gradients(model, batch.rows)
+    grads = {name: in_copy_dtype(cfg, name, grad) for name, grad in grads.items()}
+    dropped = jnp.float32(0)
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        dropped = dropped_ngrams(batch.rows.slots)
+    numbers = lax.psum(jnp.stack([total / stage.batch_tokens, dropped]), AXIS)
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        numbers, grads[NGRAMS] = send_to_owners(requested, grads[NGRAMS], numbers)
+    grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})
+    loss, dropped = numbers
+    return grads, loss, dropped
 
-    def add(sums, rows: Rows):
-        total, grad_sums = sums
-        ids = table_ids(cfg, rows)
+
+def in_copy_dtype(cfg: Config, name: str, grad):
+    """Cast a gradient to the dtype of the parameter's copy: bfloat16 halves its memory and its
+    communication."""
+    dtype = cfg.dtype if param_table(cfg)[name].sharded else jnp.float32
+    return jax.tree.map(lambda x: x.astype(dtype), grad)
+
+
+def summed_gradients(model: Model, rows: Rows):
+    """Return (summed next-token loss, gradients by name, float32) of this device's rows.
+
+    Rows are processed in micro-batches, one after the other. A lookup has a gradient only for the
+    rows of the table that it returned: add_rows adds them to the table's gradient. Several tables
+    that share ids, in a list, have one gradient: the tables are stacked in it."""
+    cfg, params = model.cfg, model.params
+    lookups = table_ids(cfg, rows)
+    weights = {name: x for name, x in params.items() if name not in lookups}
+    loss_and_grads = jax.value_and_grad(batch_loss, argnums=(0, 1), has_aux=True)
+
+    def zeros_of(*shape):
+        return jnp.zeros(shape, jnp.float32)
+
+    def add(sums, micro_batch: Rows):
+        total, grads = sums
+        ids = table_ids(cfg, micro_batch)
         looked_up = look_up(params, ids)
-        (_, loss), (grads, row_grads) = loss_and_grads(weights, looked_up, model, rows)
-        of_weights = {name: grad_sums[name] for name in weights}
-        new = jax.tree.map(lambda so_far, x: so_far + x.astype(jnp.float32), of_weights, grads)
-        for name, ids_of_rows in ids.items():
-            if name in waits:
-                new[name] = ids_of_rows, row_grads[name]
-                continue
-            ascending = name == "head" and len(ids_of_rows) == 1  # candidates of a single row
-            new[name] = kernels.add_rows(grad_sums[name], ids_of_rows, row_grads[name], ascending)
+        (_, loss), (new, row_grads) = loss_and_grads(weights, looked_up, model, micro_batch)
+        so_far = {name: grads[name] for name in weights}
+        new = jax.tree.map(lambda total, x: total + x.astype(jnp.float32), so_far, new)
+        for name, table_rows in row_grads.items():
+            # Candidates of a single row are in ascending order, which makes adding faster.
+            ascending = name == "head" and len(ids[name]) == 1
+            new[name] = model.kernels.add_rows(grads[name], ids[name], table_rows, ascending)
         return total + loss, new
 
-    likes = gradients_like(params)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), likes)
-    batches = micro_batches(cfg, batch.rows)
-    total, grads = sum_batches(add, (jnp.zeros((), jnp.float32), zeros), batches)
-    for name in params:  # not as a set: its order differs, but cached programs must be the same
-        if name not in waits:
-            grads[name] = jax.tree.map(lambda x, y: x.astype(y.dtype), grads[name], likes[name])
-    to_owners, dropped = None, jnp.float32(0)
-    if cfg.ngram_rows:
-        to_owners = grads.pop(NGRAMS).reshape(*requested.shape, -1)
-        dropped = dropped_ngrams(batch.rows.slots)
-    numbers = jnp.stack([total / stage.batch_tokens, dropped])
-    # For XLA: the exchange begins after this sum, or the loss would wait for the exchange.
-    numbers, to_owners = lax.optimization_barrier((lax.psum(numbers, AXIS), to_owners))
-    grads |= scatter_banks({name: grads[name] for name in updated(cfg, "anvil")})
-    if cfg.ngram_rows:
-        grads[NGRAMS] = requested, exchange(to_owners)
-    return grads, *numbers
-
-
-def rows_wait(cfg: Config, kernels: Kernels, b: int, t: int) -> set[str]:
-    """The tables of which the gradients of looked-up rows wait as they are, as those of n-grams do.
-    The update adds up those of all steps, so that no step fills an array as large as the table.
-    This serves a device whose b rows of t tokens are one micro-batch, and no more than a table has
-    rows. A kernel for add_rows writes sums without filling an array: there each step adds."""
-    one_batch = rows_together(cfg, b, t) == b and b * t <= cfg.vocab
-    serves = one_batch and kernels.add_rows is scatter_rows
-    return {"value_tables"} if serves and cfg.layers_with("values") else set()
+    zeros = jax.tree.map(lambda x: zeros_of(*x.shape), weights)
+    for name in lookups:
+        tables = jax.tree.leaves(params[name])
+        zeros[name] = zeros_of(sum(map(len, tables)), tables[0].shape[1])
+    return sum_batches(add, (zeros_of(), zeros), micro_batches(cfg, rows))
 
 
 def table_ids(cfg: Config, rows: Rows) -> dict[str, jax.Array]:
-    """Which rows of each table a batch looks up: name -> ids of any shape."""
+    """Return the ids that a batch looks up: name of a table -> ids of any shape."""
     tokens = rows.tokens[:, :-1].astype(jnp.int32)
     ids = {"embed": tokens}
-    if cfg.layers_with("values"):
+    if cfg.layers_with("values"):  # "Value tables, smear, weights of branches"
         ids["value_tables"] = tokens
-    if cfg.ngram_rows:  # places among the rows that the device has fetched
+    if cfg.ngram_rows:  # "A table of hashed n-grams": numbers of the rows that were fetched
         ids[NGRAMS] = rows.slots
-    if rows.aims.candidates.size:  # else the whole head takes part, and is no table
+    if rows.aims.candidates.size:  # "Losses on more than the next token, and a sampled softmax"
         ids["head"] = rows.aims.candidates
     return ids
 
 
-def look_up(tables: dict, ids: dict) -> dict[str, tuple]:
-    """Name -> the rows [..., d] at `ids` [...] of each table under that name: of one, or of all in
-    a list, as value_tables is."""
+def look_up(tables: dict, ids: dict) -> dict:
+    """Return name -> rows [..., d] of a table at `ids` [...]; a list if the name has a list of
+    tables, as value_tables has."""
     looked_up = {}
     for name, wanted in ids.items():
-        named = tables[name] if isinstance(tables[name], list) else [tables[name]]
-        looked_up[name] = tuple(x.at[wanted].get(mode="promise_in_bounds") for x in named)
+        get = functools.partial(rows_at, ids=wanted)
+        looked_up[name] = jax.tree.map(get, tables[name])
     return looked_up
 
 
+def rows_at(table, ids):
+    """Return the rows of a table at `ids`, which must be in bounds."""
+    return table.at[ids].get(mode="promise_in_bounds")
+
+
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """The gradient of a lookup: add token i's row to row ids[i] of `grad_vd`, the gradient so far.
-    That may hold n tables [v / n, d], one under the other, which share the ids [...]; `rows` holds
-    an array [..., d] for each. (A GPU adds in no fixed order: last bits may differ.)"""
-    size = grad_vd.shape[0] // len(rows)  # rows of a table
-    for n, x in enumerate(rows):
-        wanted = grad_vd.at[ids + n * size]
+    """Add the gradient of a lookup to `grad_vd`: rows [..., d] at ids [...].
+
+    `rows` may be a list, for tables that share the ids and are stacked in `grad_vd`. (A GPU adds in
+    no fixed order: the last bits may differ between runs.)"""
+    tables = jax.tree.leaves(rows)
+    size = grad_vd.shape[0] // len(tables)  # rows per table
+    for number, x in enumerate(tables):
+        wanted = grad_vd.at[ids + number * size]
         x = x.astype(grad_vd.dtype)
         grad_vd = wanted.add(x, mode="promise_in_bounds", indices_are_sorted=ascending)
     return grad_vd
 
 
 def sum_batches(add: Callable, zeros, batches):
-    """The carry after add(carry, batch) -> carry of each of the `batches`, which are stacked. A
-    loop over a single one would keep XLA from leaving out the zeros."""
+    """Fold add(carry, batch) -> carry over stacked `batches`. There is no loop for a single batch,
+    so that XLA can remove the addition of zeros."""
     if len(jax.tree.leaves(batches)[0]) == 1:
         only = jax.tree.map(lambda x: x[0], batches)
         return add(zeros, only)
@@ -1046,48 +1046,44 @@ def sum_batches(add: Callable, zeros, batches):
 
 
 def micro_batches(cfg: Config, rows: Rows):
-    """A device's Rows [b, ...] as [micro-batches, rows of each, ...]."""
+    """Reshape a device's Rows [b, ...] to [micro-batches, rows per micro-batch, ...]."""
     b, t = rows.tokens[:, 1:].shape
     together = rows_together(cfg, b, t)
     return jax.tree.map(lambda x: x.reshape(b // together, together, *x.shape[1:]), rows)
 
 
 def rows_together(cfg: Config, b: int, t: int) -> int:
-    """How many of its b rows of t tokens a device takes at a time: as many as fit, or one."""
+    """Return how many of its b rows of t tokens a device processes at a time: the largest divisor
+    of b that fits cfg.micro_tokens, or 1."""
     divisors = (k for k in range(b, 1, -1) if b % k == 0)
     return next((k for k in divisors if k * t <= cfg.micro_tokens), 1)
 
 
 def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """(state, compute copies of what changed, norms of gradients by parameter if cfg.log_norms)
-    after an update of `due`: name -> this device's gradients of the steps since the last update, a
-    tuple. Each device updates its shard of every large parameter (ZeRO). For head, embedding and
-    value tables it first receives its shard of the summed gradients (reduce-scatter), and then all
-    devices gather the updated shards, rounded to the compute dtype. The gradients of banks have
-    already been summed over devices by grads_step, and copies of banks stay sharded: each step
-    gathers them (gather_banks). The n-gram table has an exchange of its own, and no copy. Large
-    gradients cross the network in the compute dtype, as in the original."""
-    new = {kind: dict(entries) for kind, entries in state.items()}
+    """Update the parameters in `due`: return (state, their new compute copies, norms of their
+    gradients if cfg.log_norms).
+
+    `due` has, by name, a tuple of this device's gradients of the steps since the last update. Each
+    device updates its shard of every large parameter. For head, embedding and value tables it first
+    receives its shard of the summed gradients, and then all devices gather the updated shards,
+    rounded to the compute dtype. Gradients of banks have already been summed over devices by
+    grads_step, and copies of banks stay sharded. The n-gram table has its own exchange, and no
+    copy. As in the original, large gradients are sent in the compute dtype."""
+    new = {kind: dict(arrays) for kind, arrays in state.items()}
     norms = {}
     for name, grads in due.items():
         row = param_table(cfg)[name]
-        kinds = "params", *moments(cfg, row)
-        old = {kind: state[kind][name] for kind in kinds}
-        if row.optimizer == "anvil":
+        old = {kind: state[kind][name] for kind in ("params", *moments(cfg, row))}
+        if row.optimizer == "rows":  # "A table of hashed n-grams"
+            rates = adam_rates(cfg, row, hyper, len(grads))
+            arrays = old["params"], old["second"]
+            *arrays, square = update_rows(cfg, *arrays, grads, rates, kernels.add_rows)
+            changed = dict(zip(old, arrays, strict=True))
+        else:
             grad = sum_over_devices(cfg, row, grads)
             square = jnp.sum(grad * grad)
-            after = anvil(cfg, row, old, grad, hyper)
-        elif row.optimizer == "adam":
-            rates = adam_rates(cfg, row, hyper, len(grads))
-            if name == "value_tables":  # "Value tables"
-                grads = value_gradients(cfg, grads, kernels.add_rows)
-            grad = sum_over_devices(cfg, row, grads)
-            square = jnp.sum(grad * grad)
-            after = adam(*old.values(), grad, rates)
-        else:  # "A table of hashed n-grams"
-            rates = adam_rates(cfg, row, hyper, len(grads))
-            *after, square = update_rows(cfg, *old.values(), grads, rates, kernels.add_rows)
-        for kind, x in zip(kinds, after, strict=True):
+            changed = optimize(cfg, row, old, grad, hyper, len(grads))
+        for kind, x in changed.items():
             new[kind][name] = x
         if row.averages:  # "Averages of the last weights"
             follow(new, name, row, hyper)
@@ -1099,19 +1095,29 @@ def update_step(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
     return new, copies, norms
 
 
+def optimize(cfg: Config, row: Param, old: dict, grad, hyper: Hyper, steps: int) -> dict:
+    """Take one step of the parameter's optimizer with a gradient summed over `steps` steps: return
+    the new arrays of `old`, "params" and moments."""
+    if row.optimizer == "anvil":
+        return anvil(cfg, row, old, grad, hyper)
+    rates = adam_rates(cfg, row, hyper, steps)
+    param, first, second = adam(old["params"], old["first"], old["second"], grad, rates)
+    return {"params": param, "first": first, "second": second}
+
+
 def sum_over_devices(cfg: Config, row: Param, grads: tuple):
-    """The sum, float32, of the gradients of several steps of a parameter, over all devices: this
-    device's shard of it, or all where the parameter is not sharded."""
+    """Return the sum, float32, of the gradients of several steps over all devices: this device's
+    shard of it, or all of it for a parameter that is replicated."""
     if row.sharded and row.optimizer != "anvil":
         return reduce_scatter(grads, cfg.dtype).astype(jnp.float32)
     grad = sum(x.astype(jnp.float32) for x in grads)
-    if row.sharded:  # grads_step has summed it over devices
+    if row.sharded:  # a bank, which grads_step has summed over devices
         return grad
     return lax.psum(grad, AXIS)
 
 
 def finish_step(cfg: Config, state):
-    """(the state with the weights to validate, their compute copies), after the last step."""
+    """Return (the state with the weights to validate, their compute copies) after the last step."""
     params = state["params"]
     if cfg.tail or cfg.tail_average:  # "Averages of the last weights"
         params = move_to_averages(cfg, state)
@@ -1122,8 +1128,8 @@ def finish_step(cfg: Config, state):
 
 
 def validation_model(cfg: Config, kernels: Kernels, copies, table, batch: Batch) -> Model:
-    """The Model with which a device validates its rows of a batch (records/sample.py also uses it):
-    its parameters are whole, with the rows of the n-gram table that its tokens look up."""
+    """Return the Model with which a device validates its rows of a batch: all parameters, with the
+    rows of the n-gram table that the batch needs. (records/sample.py uses it too.)"""
     fetched = {}
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         _, fetched = fetch_requests(table, batch)
@@ -1132,12 +1138,12 @@ def validation_model(cfg: Config, kernels: Kernels, copies, table, batch: Batch)
 
 
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
-    """(summed loss on the next token of a batch of validation rows, in nats; dropped n-grams)."""
+    """Return (next-token loss summed over a batch of validation rows, in nats; dropped n-grams)."""
     model = validation_model(cfg, kernels, copies, table, batch)
 
     def loss(rows: Rows):
         looked_up = look_up(model.params, table_ids(cfg, rows))
-        _, plain = batch_loss(model.params, looked_up, model, rows)
+        _, plain = batch_loss({}, looked_up, model, rows)
         return plain
 
     batches = micro_batches(cfg, batch.rows)
@@ -1149,24 +1155,9 @@ def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     return total, dropped
 
 
-def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, by_id) -> Iterator:
-    """Yield a Batch for each val_batch of the first val_tokens of the validation split, after
-    `step` steps. `by_id`: the Vocabulary, if there are n-grams."""
-    for tokens, counts in read_validation(cfg, mesh, stream):
-        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
-        yield batch_of(cfg, mesh, step, by_id, tokens, targets)
-
-
-def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
-    """The Batch with which the model of after `step` steps reads this process's rows of tokens
-    uint16 [b, t+1] and has the targets int32 [b, t]; -1: none."""
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
-    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
-
-
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
-    """(mean loss in nats over the validation tokens, their dropped n-grams). `loss` is the program
-    for that, with the model; `batches` are validation_batches."""
+    """Return (mean loss in nats per validation token, dropped n-grams). `loss` is the compiled
+    eval_step with its parameters, `batches` are from validation_batches."""
     results = [loss(batch) for batch in batches]
     results = np.array(jax.device_get(results), np.float64)
     total, dropped = results.sum(axis=0)
@@ -1176,80 +1167,59 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
 # ---- Training: the clock and the loop ----------------------------------------------------------
 
 
-class Clock:
-    """Milliseconds of training, carried over a resume; the loader works while it is `running`."""
-
-    def __init__(self, elapsed_ms: float = 0.0):
-        self.total = elapsed_ms
-        self.since = 0.0
-        self.running = threading.Event()
-
-    def start(self):
-        """Start counting; a running clock goes on."""
-        if not self.running.is_set():
-            self.since = time.perf_counter()
-            self.running.set()
-
-    def stop(self):
-        """Stop counting."""
-        self.total = self.ms()
-        self.running.clear()
-
-    def ms(self) -> float:
-        """Training time so far."""
-        if not self.running.is_set():
-            return self.total
-        return self.total + 1000 * (time.perf_counter() - self.since)
-
-
 class StepResult(NamedTuple):
-    """What a step has returned: arrays that devices may still compute."""
+    """Results of a step. The arrays may still be computed on the devices."""
 
-    step: int  # its number, from 1
+    step: int  # number of the step, from 1
     loss: jax.Array
-    dropped: jax.Array  # n-grams
-    norms: dict[str, jax.Array]  # of gradients, by parameter; empty without cfg.log_norms
-    number_of_pass: int  # through the training tokens, from 1
+    dropped: jax.Array  # dropped n-grams
+    norms: dict[str, jax.Array]  # norms of gradients by parameter; empty without cfg.log_norms
+    number_of_pass: int  # epoch of the training tokens, from 1
 
 
 def settle(log: RunLog, result: StepResult | None):
-    """Wait for a step, and log it."""
+    """Wait for a step and log it."""
     if result:
         loss = sound(log, result.step, float(result.loss))
         log.trained(result, loss)
 
 
 def sound(log: RunLog, step: int, loss: float) -> float:
-    """`loss`; UserError if it is no number, or twice that of guessing: the run diverges."""
+    """Return `loss`. Raise UserError if it is NaN, or twice the loss of a uniform guess: the run
+    diverges."""
     most = 2 * math.log(log.cfg.vocab)
-    cure = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < most, f"the loss of step {step} is {loss:.4g}: {cure}")
+    hint = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
+    need(loss < most, f"the loss of step {step} is {loss:.4g}: {hint}")
     return loss
 
 
 def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
-    """Run the whole thing, or what is left after the checkpoint `saved`; returns the run's folder.
-    Outside the clock: `prepare`, validation, the last checkpoint. Inside: every training step, all
-    loading of its data, and checkpoints on the way. A checkpoint, and the stop after a signal, come
-    at the next step before which no gradients wait for an update."""
+    """Train from the start, or from the checkpoint `saved`, to the end; return the run's folder.
+
+    The clock covers every training step, data loading and intermediate checkpoints; setup
+    (`prepare`), validation and the final checkpoint are excluded. Checkpoints, and the stop after a
+    signal, happen at the next step at which no gradients are being accumulated."""
     ready = prepare(cfg, out, command, saved, say)
     cfg, mesh, log, compiled = ready.cfg, ready.mesh, ready.log, ready.compiled
     state, copies, loader = ready.state, ready.copies, ready.loader
     first = saved.step if saved else 0
     last_saved = first
     save_every = cfg.checkpoint_every or cfg.steps
-    waiting = {}  # gradients that no update has taken yet
-    newest = None  # the StepResult that is not in the log yet
+    waiting = {}  # accumulated gradients: name -> one per step since the last update
+    newest = None  # StepResult that has not been logged yet
 
     def pause():
+        nonlocal newest
         settle(log, newest)
+        newest = None
         jax.block_until_ready((state, copies))
         log.clock.stop()
 
     def validate_after(step: int):
         pause()
         program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
-        batches = validation_batches(cfg, mesh, step, *ready.validation)
+        stream, by_id = ready.validation
+        batches = validation_batches(cfg, mesh, step, stream, by_id)
         loss, dropped = evaluate(cfg, program, batches)
         is_best = log.validated(step, sound(log, step, loss), dropped)
         if is_best and cfg.keep_best and step > 0:
@@ -1257,11 +1227,10 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 
     with contextlib.closing(ready.batches) as batches:
         for step in range(first, cfg.steps):
-            is_new = step > first or not saved  # else the disk has this state, and its loss
+            is_new = step > first or not saved  # otherwise this state and its loss are on disk
             if is_new and cfg.val_every and step % cfg.val_every == 0:
                 validate_after(step)
-                newest = None
-            # 0: none. jax counts steps from where this process has begun.
+            # 0 if there was no signal. JAX counts steps from the start of this process.
             signalled = ready.stop_signal(step - first)
             if signalled and not waiting:
                 pause()
@@ -1279,7 +1248,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
             gradients, *updates = schedule(cfg).programs[step]
             grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
             waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-            del grads  # or those that an update has taken would lie beside the next program
+            del grads  # otherwise gradients stay in memory after an update has consumed them
             all_norms = {}
             for update in updates:
                 due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
@@ -1287,11 +1256,11 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
                 copies |= changed
                 all_norms |= norms
                 del due
-            settle(log, newest)  # waits for the step before, while this one runs
+            settle(log, newest)  # log the previous step while this one runs
             number_of_pass = ready.stream.pass_at(loader.cursor)
             newest = StepResult(step + 1, loss, dropped, all_norms, number_of_pass)
 
-    waiting.clear()  # gradients of parameters whose last update has been
+    waiting.clear()  # gradients of parameters that are not updated again
     state, changed = compiled["finish"](state)
     copies |= changed
     validate_after(cfg.steps)
@@ -1299,7 +1268,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     if cfg.checkpoint_end == "always" or (cfg.checkpoint_end == "auto" and is_small):
         log.save(cfg.steps, state, loader)
     log.ended()
-    set_handlers(ready.handlers)  # nothing is left to be saved: a signal ends the process at once
+    set_handlers(ready.handlers)  # nothing is left to save: a signal ends the process at once
     if cfg.sample_tokens:
         table = state["params"].get(NGRAMS)
         trained = cfg, mesh, ready.kernels, copies, table, ready.words, cfg.steps
@@ -1516,6 +1485,11 @@ class Config:
     def aimed(self) -> bool:
         """Whether a loss has candidates or prefixes."""
         return any(any(stage.prefix + stage.candidates) for stage in self.stages)
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether any layer has gates (GATES)."""
+        return any(map(self.layers_with, ("xsa", "gated", "x0", "ngram", "skip")))
 
     @property
     def signed(self) -> bool:
@@ -1754,6 +1728,19 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
     return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
 
 
+def keys_of_steps(cfg: Config) -> list[Gradients | Update]:
+    """Return the keys of all programs that training steps run, in the order of their first use."""
+    return list(dict.fromkeys(itertools.chain(*schedule(cfg).programs)))
+
+
+def batch_shape(cfg: Config, key: Gradients | str) -> tuple[int, int, int]:
+    """Return (rows, tokens per row, candidates per row) of the batches of a program."""
+    if key == "eval":
+        return cfg.val_batch // cfg.val_row, cfg.val_row, 0
+    stage = cfg.stages[key.stage]
+    return stage.rows, stage.row_tokens, key.candidates
+
+
 # ---- Batches: what a step gets of the data, from the outside in --------------------------------
 
 
@@ -1841,6 +1828,21 @@ def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch
     return Batch(*cut, hyper)
 
 
+def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, by_id) -> Iterator:
+    """Yield the Batches of the first val_tokens of the validation split, for the model after `step`
+    steps. `by_id` is the Vocabulary, or None without n-grams."""
+    for tokens, counts in read_validation(cfg, mesh, stream):
+        targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
+        yield batch_of(cfg, mesh, step, by_id, tokens, targets)
+
+
+def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
+    """Return the Batch of this process's rows for the model after `step` steps. Tokens are uint16
+    [b, t+1], targets int32 [b, t]; rows of -1 only pad the batch."""
+    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
+    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
+
+
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
@@ -1912,6 +1914,14 @@ PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # with
 # Each function below collects from the sections of the ideas that are on.
 
 
+def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
+    """Return the parameter table with the parameters of ideas and all averages."""
+    table = table | params_of_ideas(cfg)
+    if cfg.tail or cfg.tail_average:
+        table = with_averages(cfg, table)
+    return table
+
+
 def params_of_ideas(cfg: Config) -> dict[str, Param]:
     """The rows that ideas add to param_table."""
     rows = {}
@@ -1923,7 +1933,7 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
         rows |= smear_params(cfg)
     if cfg.lambdas:
         rows |= lambda_params(cfg)
-    if any(cfg.layers_with(kind) for kind in GATES):
+    if cfg.has_gates:
         rows |= gate_params(cfg)
     if cfg.layers[-1].mudd:
         rows |= mudd_params(cfg)
@@ -2691,23 +2701,18 @@ def capacity(batch_tokens: int, devices: int) -> int:
     return min(2 * tokens, math.ceil(most / 8) * 8)  # a multiple of 8, but no more than there are
 
 
-def abstract_requested(cfg: Config, mesh: Mesh, update: Update) -> tuple:
-    """The shapes, dtypes and shardings of the n-gram gradients that wait for an Update of tables:
-    for each step the rows that were requested of each device, and their gradients."""
-    waiting = []
-    for stage in update.stages:
-        size = capacity(cfg.stages[stage].batch_tokens, mesh.size)
-        shape = mesh.size**2, size
-        ids = abstract(mesh, shape, jnp.int32, AXIS)
-        grads = abstract(mesh, (*shape, cfg.width), cfg.dtype, AXIS)
-        waiting.append((ids, grads))
-    return tuple(waiting)
-
-
 def sign_pool(cfg: Config, seed):
     """The random signs of n-grams, int8 [sign_rows, d]: drawn once, never trained."""
     key = jax.random.fold_in(jax.random.key(seed), 92)
     return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
+
+
+def ngram_vectors(model: Model, looked_up: dict, rows: Rows):
+    """Return the n-gram vector of each token, [b, t, d]."""
+    ngrams = looked_up[NGRAMS]
+    if model.cfg.ngram_drop and model.stage:
+        ngrams = ngram_dropout(model, ngrams, rows.tokens)
+    return signed_sum(model.signs, ngrams, rows.hashed)
 
 
 def signed_sum(signs, ngrams, hashed_bt):
@@ -2775,6 +2780,17 @@ def fetch(table, requested):
     device; len(table): padding."""
     rows = table.at[requested].get(mode="clip")
     return exchange(rows).reshape(-1, table.shape[1])
+
+
+def send_to_owners(requested, grads, numbers) -> tuple:
+    """Send the gradients of the rows that this device has fetched to the devices that own them:
+    return (`numbers`, (ids, gradients) that arrive for this device's shard).
+
+    The barrier delays the exchange until the sum over devices `numbers` is there, or the loss would
+    wait for the exchange."""
+    grads = grads.reshape(*requested.shape, -1)
+    numbers, grads = lax.optimization_barrier((numbers, grads))
+    return numbers, (requested, exchange(grads))
 
 
 def dropped_ngrams(slots):
@@ -2850,7 +2866,7 @@ def sum_requests(ids, grads, count, size: int, add_rows: Callable):
     is_new = jnp.diff(ids, prepend=-1) != 0
     group = jnp.cumsum(is_new) - 1  # which of the different ids it is
     zeros = jnp.zeros(grads.shape, jnp.float32)
-    sums = add_rows(zeros, group, [grads], ascending=True)
+    sums = add_rows(zeros, group, grads, ascending=True)
     different = jax.ops.segment_min(ids, group, len(ids), indices_are_sorted=True)
     groups = jnp.sum(is_new & (places < count))
     return jnp.where(places < groups, different, size + places), sums
@@ -2904,32 +2920,6 @@ def value_params(cfg: Config) -> dict[str, Param]:
     return rows
 
 
-def abstract_looked_up(cfg: Config, mesh: Mesh, kernels: Kernels, stage: Stage) -> tuple | None:
-    """The shapes, dtypes and shardings of the ids that a step of this stage looks up in the value
-    tables, and of the rows' gradients; None where these are added up."""
-    b, t = stage.rows, stage.row_tokens
-    if not rows_wait(cfg, kernels, b // mesh.size, t):
-        return None
-    ids = abstract(mesh, (b, t), jnp.int32, AXIS)
-    row = abstract(mesh, (b, t, cfg.width), cfg.dtype, AXIS)
-    return ids, (row,) * len(cfg.layers_with("values"))
-
-
-def value_gradients(cfg: Config, grads: tuple, add_rows: Callable) -> tuple:
-    """Arrays [layers * v, d] whose sum is that of the gradients of the value tables of several
-    steps. What such a step has is one, and stays as it is, or what scatter_rows takes: (ids, rows
-    for each layer). All of these together become one, float32."""
-    arrays = [grad for grad in grads if not isinstance(grad, tuple)]
-    waited = [grad for grad in grads if isinstance(grad, tuple)]
-    if waited:
-        rows = len(cfg.layers_with("values")) * cfg.vocab
-        total = jnp.zeros((rows, cfg.width), jnp.float32)
-        for ids, rows_of_layers in waited:
-            total = add_rows(total, ids, rows_of_layers)
-        arrays.append(total)
-    return tuple(arrays)
-
-
 def smear_params(cfg: Config) -> dict[str, Param]:
     """The weights of the gate [1, features], and how much it lets through at most."""
     _, betas = cfg.scalar_betas
@@ -2955,12 +2945,12 @@ def lambda_params(cfg: Config) -> dict[str, Param]:
     }
 
 
-def gated_values(model: Model, i: int, x_btd, values):
+def gated_values(model: Model, i: int, x_btd, looked_up: dict):
     """What layer `i` adds to its v, a pair (HeadInputs.added): the tokens' rows of its value table,
     and a gate for each head. A gate is twice the sigmoid of a weighted sum. This runs over the
     first features of the normed input, and of the row (value residual of Zhou et al. 2024)."""
     number = model.cfg.layers_with("values").index(i)
-    values_btd = values[number]
+    values_btd = looked_up["value_tables"][number]
     if not model.cfg.value_gates:
         ones = jnp.ones((*x_btd.shape[:2], model.cfg.heads))
         return values_btd, ones
@@ -3182,7 +3172,22 @@ def mudd_mix_starts(cfg: Config) -> dict[str, float]:
     return starts
 
 
-def mudd_layer(model: Model, x, outputs: list[Output], inputs: Inputs, gates) -> Output:
+def mudd_end(model: Model, x, outputs: list, inputs: Inputs, gates: dict):
+    """Apply the last layer to the residual stream `x`, and what follows it: return the stream
+    [b, t, d]."""
+
+    def layer(x):
+        return mudd_layer(model, x, outputs, inputs, gates)
+
+    if model.cfg.recompute:
+        layer = jax.checkpoint(layer)
+    before_last = x
+    x, mlp_input = layer(x)
+    arrays = {"x": before_last, "mlp_input": mlp_input}
+    return mudd_mix(model, x, mudd_sources(model.cfg, inputs, outputs, arrays))
+
+
+def mudd_layer(model: Model, x, outputs: list, inputs: Inputs, gates) -> tuple:
     """The last layer, layer_output with weights of each token, `mu`: a small MLP makes them of the
     stream `x` (record 81)."""
     i = len(model.cfg.layers) - 1
@@ -3191,9 +3196,9 @@ def mudd_layer(model: Model, x, outputs: list[Output], inputs: Inputs, gates) ->
     source = x
     arrays = {"start": inputs.start, "x": x}
     if layer.reads:
-        source = outputs[i - layer.reads].x
+        source = outputs[i - layer.reads]
         arrays = {"start": inputs.start, "source": source, "x": x}
-    added = mudd_values(model, mu, arrays, inputs.values)
+    added = mudd_values(model, mu, arrays, inputs.looked_up)
     # keep * (x + the arrays that are added to the stream before attention) + attention + start +
     # n-gram vector; the terms that have the same array are one.
     keep = mu["keep_attention"]
@@ -3209,17 +3214,17 @@ def mudd_layer(model: Model, x, outputs: list[Output], inputs: Inputs, gates) ->
         terms.append((mu["ngram"], inputs.ngram))
     x = mix(*terms)
     after_mlp = mix((mu["keep_mlp"], x), (mu["mlp"], mlp(model, i, x)))
-    return Output(after_mlp, mlp_input=norm(x))
+    return after_mlp, norm(x)
 
 
-def mudd_values(model: Model, mu: dict, arrays: dict, values: tuple) -> tuple:
+def mudd_values(model: Model, mu: dict, arrays: dict, looked_up: dict) -> tuple:
     """What mudd_layer adds to v (HeadInputs.added): a weighted sum of `arrays`, and of the tokens'
     rows of the layer's value table, if it has one. Those have a weight for each half of heads."""
     sources = list(arrays.values())
     weights = [mu[f"v_{name}"] for name in arrays]
     by_half = [weights]
     if model.cfg.layers[-1].values:
-        sources.append(values[-1])
+        sources.append(looked_up["value_tables"][-1])
         by_half = [weights + [mu["values_left"]], weights + [mu["values_right"]]]
     by_half = [jnp.concatenate(half, axis=-1) for half in by_half]
     added_btd = model.kernels.blend(None, jnp.stack(by_half, axis=-1), tuple(sources))
@@ -3227,18 +3232,18 @@ def mudd_values(model: Model, mu: dict, arrays: dict, values: tuple) -> tuple:
     return added_btd, ones
 
 
-def mudd_sources(cfg: Config, inputs: Inputs, outputs: list[Output]) -> tuple:
+def mudd_sources(cfg: Config, inputs: Inputs, outputs: list, arrays: dict) -> tuple:
     """What mudd_mix adds, in the order of mudd_mix_starts."""
     last = len(cfg.layers) - 1
-    before_last = outputs[last - 1].x if last else inputs.start
-    sources = {"start": inputs.start, "x": before_last, "mlp_input": outputs[last].mlp_input}
+    sources = {"start": inputs.start, **arrays}
     if cfg.layers[last].reads:
-        source = outputs[last - cfg.layers[last].reads].x
+        source = outputs[last - cfg.layers[last].reads]
         sources["source"] = source
         sources["normed_source"] = norm(source)
     for i in cfg.layers_with("skip"):
-        sources[f"skip{i}"] = outputs[i - cfg.layers[i].skip].x
-    for i, value in zip(cfg.layers_with("values"), inputs.values, strict=True):
+        sources[f"skip{i}"] = outputs[i - cfg.layers[i].skip]
+    values = inputs.looked_up.get("value_tables", ())
+    for i, value in zip(cfg.layers_with("values"), values, strict=True):
         sources[f"values{i}"] = value
     return tuple(sources[name] for name in mudd_mix_starts(cfg))
 
@@ -3396,6 +3401,33 @@ def own_rows(mesh: Mesh, count: int) -> range:
     end = first + sum(is_own)
     of_device = count // mesh.size
     return range(first * of_device, end * of_device)
+
+
+class Clock:
+    """Training time in milliseconds, continued when a run is resumed. The loader works only while
+    the clock is `running`, so that all loading is counted."""
+
+    def __init__(self, elapsed_ms: float = 0.0):
+        self.total = elapsed_ms
+        self.since = 0.0
+        self.running = threading.Event()
+
+    def start(self):
+        """Start counting, unless the clock is running."""
+        if not self.running.is_set():
+            self.since = time.perf_counter()
+            self.running.set()
+
+    def stop(self):
+        """Stop counting."""
+        self.total = self.ms()
+        self.running.clear()
+
+    def ms(self) -> float:
+        """Return the training time so far."""
+        if not self.running.is_set():
+            return self.total
+        return self.total + 1000 * (time.perf_counter() - self.since)
 
 
 STALL_SECONDS = 10  # a batch that takes longer is reported
@@ -4096,50 +4128,70 @@ def device_bytes(tree) -> int:
     return size
 
 
-def counted_programs(cfg: Config, mesh: Mesh) -> dict:
-    """`programs`, as to arguments and results. Of all kernels that of add_rows alone changes these:
-    rows_wait."""
-    kernels, _ = pick_kernels(cfg, mesh.devices.flat[0])
-    return programs(cfg, mesh, PLAIN._replace(add_rows=kernels.add_rows))
+def gradient_bytes(cfg: Config, mesh: Mesh, name: str, stage: int) -> int:
+    """Return the bytes on a device of a parameter's gradient of one step."""
+    if name == NGRAMS:
+        rows = mesh.size * capacity(cfg.stages[stage].batch_tokens, mesh.size)
+        return rows * (4 + cfg.width * cfg.dtype.itemsize)  # ids and vectors
+    return device_bytes(abstract_copies(cfg, mesh)[name])
+
+
+def due_bytes(cfg: Config, mesh: Mesh, update: Update) -> dict[str, list[int]]:
+    """Return the bytes on a device of the accumulated gradients that an update takes: name -> one
+    number per step."""
+    stages = update.stages or (0,) * update.steps
+    names = updated(cfg, update.kind)
+    return {name: [gradient_bytes(cfg, mesh, name, stage) for stage in stages] for name in names}
+
+
+def held_bytes(cfg: Config, mesh: Mesh, key) -> int:
+    """Return the bytes on a device of state, copies and accumulated gradients while the program
+    with this `key` runs. The gradients that it returns are not counted."""
+    waiting = {}  # name -> the most that is accumulated
+    for update in keys_of_steps(cfg):
+        if isinstance(update, Update):
+            for name, sizes in due_bytes(cfg, mesh, update).items():
+                size = sum(sizes if isinstance(key, Update) else sizes[:-1])
+                waiting[name] = max(size, waiting.get(name, 0))
+    arrays = abstract_state(cfg, mesh), abstract_copies(cfg, mesh)
+    return device_bytes(arrays) + sum(waiting.values())
 
 
 def resident_bytes(cfg: Config, mesh: Mesh, key) -> int:
-    """Bytes of state, copies and waiting gradients on a device beside the arguments of the program
-    with this `key` in `programs`."""
-    every = counted_programs(cfg, mesh)
-    arrays = {"state": every["finish"].args, "copies": every["eval"].args[0]}
-    for update, program in every.items():
-        due = program.args[1] if isinstance(update, Update) else {}
-        for name, grads in due.items():
-            waiting = grads if isinstance(key, Update) else grads[:-1]  # the newest are an output
-            largest = arrays.get(name, ())
-            if device_bytes(waiting) > device_bytes(largest):
-                arrays[name] = waiting
-    first, second, *_ = *every[key].args, ()  # copies and table, or the state and what is due
-    return device_bytes(arrays) - device_bytes((first, second))
+    """Return held_bytes without the arguments of the program with this `key`."""
+    state = abstract_state(cfg, mesh)
+    arguments = device_bytes(state)
+    if isinstance(key, Update):
+        arguments += sum(map(sum, due_bytes(cfg, mesh, key).values()))
+    elif key != "finish":
+        table = state["params"].get(NGRAMS)
+        arguments = device_bytes((abstract_copies(cfg, mesh), table))
+    return held_bytes(cfg, mesh, key) - arguments
 
 
 def expected_bytes(cfg: Config, mesh: Mesh) -> dict[str, float]:
-    """Name of each program -> the bytes that it needs of a device: arguments, what it makes on the
-    way, and what lies beside it. About, and slightly more than what compilers for TPUs and GPUs
-    say of `speedrun` (records/NOTES.md)."""
+    """Return name of each program -> the bytes of a device's memory that it needs, together with
+    everything else that is in memory. Slightly more than compilers for TPUs and GPUs report for
+    `speedrun` (records/NOTES.md)."""
     sizes = {}
-    for key, program in counted_programs(cfg, mesh).items():
-        size = resident_bytes(cfg, mesh, key) + device_bytes(program.args)
+    for key in [*keys_of_steps(cfg), "finish", "eval"]:
+        size = held_bytes(cfg, mesh, key)
         if isinstance(key, Gradients) or key == "eval":
-            size += model_bytes(cfg, mesh, program, trains=key != "eval")
-        if isinstance(key, Update) and key.kind == "tables":
-            size += tables_bytes(cfg, mesh, program)
-        sizes[program.name] = size
+            size += device_bytes(abstract_batch(cfg, mesh, *batch_shape(cfg, key)))
+            size += model_bytes(cfg, mesh, key)
+        elif key != "finish" and key.kind == "tables":
+            size += tables_bytes(cfg, mesh, key)
+        sizes[str(key)] = size
     return sizes
 
 
-def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> float:
-    """Bytes that gradients, or else validation, make on the way: activations, fetched n-grams."""
+def model_bytes(cfg: Config, mesh: Mesh, key: Gradients | str) -> float:
+    """Return the bytes of temporary arrays of a program of gradients, or of "eval": activations and
+    fetched n-grams."""
+    trains = key != "eval"
     vector = cfg.width * cfg.dtype.itemsize
     numbers = fitted_numbers(mesh)
-    copies, _, batch = program.args
-    b, t = batch.rows.aims.targets.shape
+    b, t, count = batch_shape(cfg, key)
     rows = b // mesh.size
     together = rows_together(cfg, rows, t)
     kept = numbers.kept_in_validation
@@ -4154,14 +4206,13 @@ def model_bytes(cfg: Config, mesh: Mesh, program: Program, trains: bool) -> floa
         windows = max(stage.windows for stage in cfg.stages) if trains else cfg.val_windows
         size += numbers.scores * plain_scores(cfg, together, t, max(windows))
     if trains:
-        count = batch.rows.aims.candidates.shape[1]  # of which each row has its own
-        whole = t * count or together * t * cfg.vocab
+        whole = t * count or together * t * cfg.vocab  # each row has its own candidates
         logits = numbers.apart * min(whole, cfg.loss_chunk * cfg.vocab)
         if cfg.whole_loss == "always" and kernels.cross_entropy is not PLAIN.cross_entropy:
             logits = max(logits, numbers.whole_logits * whole)
         narrow = keeps_logits_narrow(cfg, mesh.devices.flat[0])
         size += logits * (cfg.dtype.itemsize if narrow else 4)
-        size += numbers.apart * (device_bytes(copies) + fetched * vector)
+        size += numbers.apart * (device_bytes(abstract_copies(cfg, mesh)) + fetched * vector)
     if trains and together < rows:  # gradients are summed in float32
         dense = [row.shape for name, row in param_table(cfg).items() if name != NGRAMS]
         sums = sum(map(math.prod, dense)) + fetched * cfg.width
@@ -4178,14 +4229,15 @@ def plain_scores(cfg: Config, rows: int, t: int, window: int) -> int:
     return min(blocks * block, max(block, SCORE_BYTES))
 
 
-def tables_bytes(cfg: Config, mesh: Mesh, program: Program) -> float:
-    """Bytes that an update of tables makes on the way."""
+def tables_bytes(cfg: Config, mesh: Mesh, update: Update) -> float:
+    """Return the bytes of temporary arrays of an update of tables."""
     vector = cfg.width * cfg.dtype.itemsize
-    _, due, _ = program.args
-    requested = [requests.size for requests, _ in due.get(NGRAMS, ())]
-    rows = min(sum(requested) // mesh.size, cfg.rows_at_once)
-    size = fitted_numbers(mesh).rows_added * rows * vector
-    if "value_tables" in due:  # their sum, in float32
+    rows = 0
+    if cfg.ngram_rows:
+        tokens = [cfg.stages[stage].batch_tokens for stage in update.stages]
+        rows = sum(mesh.size * capacity(each, mesh.size) for each in tokens)
+    size = fitted_numbers(mesh).rows_added * min(rows, cfg.rows_at_once) * vector
+    if cfg.layers_with("values"):  # the sum of their gradients, in float32
         size += 4 * len(cfg.layers_with("values")) * cfg.vocab * cfg.width
     return size
 
@@ -5872,7 +5924,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     pool = ThreadPoolExecutor(cpu_cores())
     try:
         for key, program in every.items():
-            built[key] = pool.submit(build, key, lower(program, mesh))
+            built[key] = pool.submit(build, key, program.traced.lower())
             raise_first_error(built.values())
         for _ in as_completed(built.values()):
             raise_first_error(built.values())
@@ -5913,7 +5965,7 @@ def compiler_options(cfg: Config, backend: str) -> dict[str, bool]:
 
 
 def compile_one(cfg: Config, mesh: Mesh, key, lowered):
-    """The executable of a program from `lower`. UserError if it cannot be had: with what can be
+    """The executable of a lowered program. UserError if it cannot be had: with what can be
     done about memory, an option or a kernel, and with all that the compiler says."""
     try:
         return lowered.compile()
@@ -5942,50 +5994,50 @@ def warm_up(cfg: Config, mesh: Mesh, kernels: Kernels, compiled: dict):
         jax.block_until_ready(program(*born(make, likes)()))
 
 
-# ---- Layout: how state and copies lie on the devices --------------------------------------------
+# ---- Layout: how arrays are distributed over the devices ----------------------------------------
 
-# A layout is a tree of shapes, dtypes and shardings, in place of the arrays that are to lie so.
-# `born` makes arrays directly in their layout, so that no device ever holds more than its shards.
+# A layout is a pytree of shapes, dtypes and shardings. It describes arrays that need not exist.
 
 
 def abstract(mesh: Mesh, shape, dtype, *axes) -> jax.ShapeDtypeStruct:
-    """An array on `mesh` by its shape, dtype and sharding; no memory is touched."""
+    """Return the layout of an array, sharded over `axes` of the mesh."""
     sharding = NamedSharding(mesh, P(*axes))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def born(make: Callable, layout) -> Callable:
-    """`make`, jitted; its results lie on the devices as `layout` tells."""
+    """Return `make`, jitted so that its results are created in this layout: no device ever holds
+    more than its shards."""
     shardings = jax.tree.map(lambda x: x.sharding, layout)
     return jax.jit(make, out_shardings=shardings)
 
 
 def abstract_state(cfg: Config, mesh: Mesh):
-    """How the training state lies on `mesh`."""
+    """Return the layout of the training state."""
 
     def leaf(shape, dtype, row):
         if not row.sharded:
             return abstract(mesh, shape, dtype)
-        rows = -(-shape[0] // mesh.size) * mesh.size  # those of zeros make it divisible
+        rows = -(-shape[0] // mesh.size) * mesh.size  # padded to a multiple of the devices
         return abstract(mesh, (rows, *shape[1:]), dtype, AXIS)
 
     return map_state(cfg, leaf)
 
 
 def start_state(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function seed -> training state. Its numbers do not depend on how many devices there
-    are: rows of zeros come after them."""
+    """Return a jitted function seed -> training state. Its numbers do not depend on the number of
+    devices, except for the rows of zeros that pad parameters."""
     layout = abstract_state(cfg, mesh)
 
     def state(seed):
-        numbers = init_state(cfg, seed)
-        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), numbers, layout)
+        unpadded = init_state(cfg, seed)
+        return jax.tree.map(lambda x, padded: pad_rows(x, len(padded)), unpadded, layout)
 
     return born(state, layout)
 
 
 def pad_rows(x, rows: int):
-    """`x` with zeros after it, up to `rows` rows."""
+    """Return `x` with zeros after it, up to `rows` rows."""
     lacking = rows - len(x)
     if lacking == 0:
         return x
@@ -5994,99 +6046,138 @@ def pad_rows(x, rows: int):
 
 
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
-    """How first_copies lie on `mesh`: only banks are sharded."""
+    """Return the layout of first_copies: banks are sharded, everything else is replicated."""
     params = abstract_state(cfg, mesh)["params"]
     shapes = jax.eval_shape(functools.partial(first_copies, cfg), params, 0)
-    axes = dict.fromkeys(shapes, ())
-    axes |= dict.fromkeys(updated(cfg, "anvil"), (AXIS,))
+    banks = updated(cfg, "anvil")
 
-    def like(name, x):
-        return abstract(mesh, x.shape, x.dtype, *axes[name])
+    def like(path, x):
+        is_bank = path[0].key in banks
+        return abstract(mesh, x.shape, x.dtype, *((AXIS,) if is_bank else ()))
 
-    return {name: jax.tree.map(functools.partial(like, name), x) for name, x in shapes.items()}
+    return jax.tree.map_with_path(like, shapes)
 
 
 def start_copies(cfg: Config, mesh: Mesh) -> Callable:
-    """A jitted function (parameters, seed) -> first_copies."""
-
-    def copies(params, seed):
-        return first_copies(cfg, params, seed)
-
-    return born(copies, abstract_copies(cfg, mesh))
+    """Return a jitted function (parameters, seed) -> first_copies."""
+    return born(functools.partial(first_copies, cfg), abstract_copies(cfg, mesh))
 
 
 def first_copies(cfg: Config, params, seed):
-    """The compute copies, and the signs of n-grams beside them, which no update changes."""
+    """Return the compute copies, and with them the signs of n-grams, which no update changes."""
     copies = compute_copies(cfg, params)
     if cfg.signed:  # "A table of hashed n-grams"
         copies["signs"] = sign_pool(cfg, seed)
     return copies
 
 
-# ---- Programs: what each step takes and gives ---------------------------------------------
+# ---- Programs: arguments and results of each step ------------------------------------------------
 
 
-class Program(NamedTuple):
-    """A function of this file, and what it takes to compile it for a mesh."""
+@dataclass(frozen=True)
+class Program:
+    """A step function, and everything that is needed to compile it for a mesh. The devices of the
+    mesh need not exist."""
 
+    name: str  # shown in the log and in traces
+    mesh: Mesh
     step: Callable
-    args: tuple  # shapes, dtypes and shardings of its arguments
-    out: tuple  # how its results lie on the mesh
-    donates: tuple = ()  # numbers of the arguments whose memory its results may take
-    options: dict = {}  # for the compiler
-    name: str = ""  # its key, as text
+    get_args: Callable  # returns the layout of the arguments
+    out: tuple  # PartitionSpec of each result; one for all arrays if the result is a pytree
+    donates: tuple = ()  # numbers of the arguments whose memory the results may take
+    options: dict = dataclasses.field(default_factory=dict)  # for the compiler
+
+    @functools.cached_property
+    def args(self) -> tuple:
+        """The layout of the arguments."""
+        return self.get_args()
+
+    @functools.cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The step as JAX traces it, once: that takes seconds."""
+        in_specs = jax.tree.map(lambda x: x.sharding.spec, self.args)
+        specs = {"mesh": self.mesh, "in_specs": in_specs, "out_specs": self.out}
+        step = shard_map(self.step, check_vma=False, **specs)
+        step.__name__ = self.name
+        step = jax.jit(step, donate_argnums=self.donates, compiler_options=self.options)
+        return step.trace(*self.args)
+
+    @property
+    def results(self) -> tuple:
+        """The layout of the results."""
+
+        def with_sharding(spec, result):
+            return jax.tree.map(lambda x: abstract(self.mesh, x.shape, x.dtype, *spec), result)
+
+        return jax.tree.map(with_sharding, self.out, self.traced.out_info)
 
 
 @functools.cache
 def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Update | str, Program]:
-    """All programs of a run: gradients, then updates, by first use; "finish" (averages, copies) and
-    "eval"."""
-    specs = functools.partial(jax.tree.map, lambda x: x.sharding.spec)
+    """Return all programs of a run by key: gradients, then updates, in the order of their first
+    use, then "finish" and "eval". Nothing is traced yet."""
     state = abstract_state(cfg, mesh)
     copies = abstract_copies(cfg, mesh)
-    table = state["params"].get(NGRAMS)
-    numbers = hyper_at(cfg, 0)
-    hyper = jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), numbers)
+    options = compiler_options(cfg, mesh.devices.flat[0].platform)
     built = {}
-    of_steps = schedule(cfg).programs
-    keys = dict.fromkeys(itertools.chain(*of_steps))
-    for key in keys:
+
+    def add(key, step: Callable, get_args: Callable, out: tuple, donates=()):
+        built[key] = Program(str(key), mesh, step, get_args, out, donates, options)
+
+    def specs(layout):
+        return jax.tree.map(lambda x: x.sharding.spec, layout)
+
+    def model_args(key) -> tuple:
+        batch = abstract_batch(cfg, mesh, *batch_shape(cfg, key))
+        return copies, state["params"].get(NGRAMS), batch
+
+    of_stage = {}  # a program of gradients for each stage
+    for key in keys_of_steps(cfg):
         if isinstance(key, Gradients):
-            stage = cfg.stages[key.stage]
-            batch = abstract_batch(cfg, mesh, (stage.rows, stage.row_tokens), key.candidates, hyper)
-            step = functools.partial(grads_step, cfg, kernels, stage)
-            built[key] = Program(step, (copies, table, batch), (P(AXIS), P(), P()))
-    for key in keys:
+            step = functools.partial(grads_step, cfg, kernels, cfg.stages[key.stage])
+            add(key, step, functools.partial(model_args, key), (P(AXIS), P(), P()))
+            of_stage[key.stage] = built[key]
+    for key in keys_of_steps(cfg):
         if isinstance(key, Update):
             update = update_step
             if key.tied:  # "When tables learn, and as long as head and embedding are one matrix"
                 update = tied_update
             step = functools.partial(update, cfg, kernels)
-            due = abstract_waiting(cfg, mesh, kernels, copies, key)
-            changed = specs({name: copies[name] for name in due if name != NGRAMS})
-            out = specs(state), changed, P()
-            built[key] = Program(step, (state, due, hyper), out, donates=(0,))
-    changed = specs({name: x for name, x in copies.items() if name != "signs"})
+            get_args = functools.partial(update_args, cfg, mesh, key, of_stage)
+            changed = {name: copies[name] for name in updated(cfg, key.kind) if name != NGRAMS}
+            add(key, step, get_args, (specs(state), specs(changed), P()), donates=(0,))
+    changed = {name: x for name, x in copies.items() if name != "signs"}
     step = functools.partial(finish_step, cfg)
-    built["finish"] = Program(step, (state,), (specs(state), changed), donates=(0,))
-    batch = abstract_batch(cfg, mesh, (cfg.val_batch // cfg.val_row, cfg.val_row), 0, hyper)
+    add("finish", step, lambda: (state,), (specs(state), specs(changed)), donates=(0,))
     step = functools.partial(eval_step, cfg, kernels)
-    built["eval"] = Program(step, (copies, table, batch), (P(), P()))
-    options = compiler_options(cfg, mesh.devices.flat[0].platform)
-    named = {}
-    for key, program in built.items():
-        named[key] = program._replace(options=options, name=str(key))
-    return named
+    add("eval", step, functools.partial(model_args, "eval"), (P(), P()))
+    return built
 
 
-def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, hyper) -> Batch:
-    """The shapes, dtypes and shardings of a Batch of `size`, rows and tokens of a row, with `count`
-    candidates in each row."""
-    b, t = size
+def update_args(cfg: Config, mesh: Mesh, update: Update, of_stage: dict) -> tuple:
+    """Return the layout of the arguments of an update. The accumulated gradients are results of the
+    programs in `of_stage`, stage -> one of its Programs."""
+    any_stage = min(of_stage)  # only gradients of the n-gram table differ between stages
+    stages = update.stages or (any_stage,) * update.steps
+    grads = [of_stage[stage].results[0] for stage in stages]
+    due = {}
+    for name in updated(cfg, update.kind):
+        due[name] = tuple(of_step[name] for of_step in grads)
+    return abstract_state(cfg, mesh), due, abstract_hyper(cfg, mesh)
+
+
+def abstract_hyper(cfg: Config, mesh: Mesh) -> Hyper:
+    """Return the layout of a Hyper."""
+    return jax.tree.map(lambda x: abstract(mesh, x.shape, x.dtype), hyper_at(cfg, 0))
+
+
+def abstract_batch(cfg: Config, mesh: Mesh, b: int, t: int, count: int) -> Batch:
+    """Return the layout of a Batch of b rows of t tokens, with `count` candidates per row."""
 
     def by_rows(dtype, *shape):
         return abstract(mesh, shape, dtype, AXIS)
 
+    hyper = abstract_hyper(cfg, mesh)
     targets = by_rows(jnp.int32, b, t)
     aims = Aims(by_rows(jnp.int32, b, count), targets, targets)
     rows = Rows(by_rows(jnp.uint16, b, t + 1), None, None, aims)
@@ -6096,41 +6187,6 @@ def abstract_batch(cfg: Config, mesh: Mesh, size: tuple[int, int], count: int, h
     rows = rows._replace(hashed=by_rows(jnp.uint16, b, t), slots=by_rows(jnp.int32, b, 2, t))
     room = capacity(b * t, mesh.size)
     return Batch(rows, by_rows(jnp.int32, mesh.size, mesh.size, room), hyper)
-
-
-def abstract_waiting(cfg: Config, mesh: Mesh, kernels: Kernels, copies: dict, update: Update):
-    """The shapes, dtypes and shardings of the gradients that an Update takes: name -> one for each
-    step. A gradient [n, ...], of which each device has its own, is one array [devices * n, ...]
-    here; those of banks are cut like banks."""
-    due = {}
-    likes = gradients_like(copies)
-    for name in updated(cfg, update.kind):
-        if name == NGRAMS:  # "A table of hashed n-grams"
-            due[name] = abstract_requested(cfg, mesh, update)
-            continue
-        x = likes[name]
-        rows = x.shape[0]
-        if update.kind != "anvil":
-            rows *= mesh.size
-        gradient = abstract(mesh, (rows, *x.shape[1:]), x.dtype, AXIS)
-        due[name] = (gradient,) * update.steps
-        if name == "value_tables":  # "Value tables"
-            stages = [cfg.stages[number] for number in update.stages]
-            looked_up = [abstract_looked_up(cfg, mesh, kernels, stage) for stage in stages]
-            due[name] = tuple(of_step or gradient for of_step in looked_up)
-    return due
-
-
-def lower(program: Program, mesh: Mesh):
-    """A program lowered for the devices of `mesh`, which need not be there."""
-    in_specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-    out_specs = program.out
-    step = shard_map(
-        program.step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-    step.__name__ = program.name  # the name of its module, by which a trace lists what it executes
-    step = jax.jit(step, donate_argnums=program.donates, compiler_options=program.options)
-    return step.lower(*program.args)
 
 
 # ---- Collectives: what Part I says plainly, arranged for XLA -----------------------------------
@@ -6360,7 +6416,7 @@ def trials(cfg: Config) -> Iterator[Trial]:
         return weighted
 
     def run_add_rows(kernel, rows):  # it has no gradient
-        return kernel(jnp.zeros((v, d)), ids_bt, [lax.stop_gradient(rows)])
+        return kernel(jnp.zeros((v, d)), ids_bt, lax.stop_gradient(rows))
 
     def run_blend(kernel, x, *rest):
         return kernel(x, rest[-1], rest[:-1])  # weights, sources
@@ -7598,10 +7654,10 @@ def add_rows_tpu(table_vd, ids, rows, ascending: bool = False):
     """scatter_rows in one TPU kernel, with sums rounded to the dtype of `rows`. A step multiplies
     each table's rows of a block by the one-hot matrix [tile, block] of a meeting."""
     v, d = table_vd.shape
+    rows = [flat(x) for x in jax.tree.leaves(rows)]
     tables = len(rows)
     block = math.gcd(ids.size, BLOCK)
     ids = ids.reshape(-1).astype(jnp.int32)
-    rows = [flat(x) for x in rows]
     if not ascending:
         order = jnp.arange(ids.size, dtype=jnp.int32)
         ids, order = lax.sort((ids, order), num_keys=1, is_stable=False)

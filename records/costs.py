@@ -349,11 +349,7 @@ class Step(NamedTuple):
         """Line -> Cost of running each program once."""
         costs = defaultdict(Cost)
         for program in self.programs.values():
-            specs = jax.tree.map(lambda x: x.sharding.spec, program.args)
-            how = {"mesh": self.mesh, "in_specs": specs, "out_specs": program.out}
-            step = jax.shard_map(program.step, **how, check_vma=False)
-            traced = jax.jit(step).trace(*program.args)
-            add_costs(traced.jaxpr.jaxpr, costs, 1, Place(0, "forward"))
+            add_costs(program.traced.jaxpr.jaxpr, costs, 1, Place(0, "forward"))
         return costs
 
 

@@ -143,8 +143,9 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
     length = min(model.cfg.val_row, -(-length // 128) * 128)  # kernels take multiples of 128
     cfg = dataclasses.replace(model.cfg, val_row=length, val_batch=rows * length)
     step = functools.partial(read, cfg, model.kernels, result)
-    program = T.programs(cfg, mesh, model.kernels)["eval"]._replace(step=step, out=T.P())
-    compiled = T.compile_one(cfg, mesh, "eval", T.lower(program, mesh))
+    program = T.programs(cfg, mesh, model.kernels)["eval"]
+    program = dataclasses.replace(program, step=step, out=T.P())
+    compiled = T.compile_one(cfg, mesh, "eval", program.traced.lower())
     vocabulary = T.vocabulary(cfg, model.words)
 
     def results(pairs):

@@ -171,14 +171,14 @@ def test_rows_that_ngram_dropout_masks_have_no_gradient_and_others_a_larger_one(
     tokens = np.random.default_rng(0).integers(0, BOS, (2, ROW + 1)).astype(np.uint16)
     hashed = tokens[:, :-1]
     params, signs = random_params(), T.sign_pool(cfg, 0)
-    looked_up = {"embed": (params["embed"][tokens[:, :-1]],)}
-    looked_up["value_tables"] = (np.zeros((2, ROW, cfg.width), np.float32),) * 3
+    looked_up = {"embed": params["embed"][tokens[:, :-1]]}
+    looked_up["value_tables"] = [np.zeros((2, ROW, cfg.width), np.float32)] * 3
     ngrams = np.random.default_rng(1).normal(size=(2, 2, ROW, cfg.width)).astype(np.float32)
 
     def output(ngrams, stage):
         model = T.Model(params, cfg, T.PLAIN, stage, T.hyper_at(cfg, 0), signs)
         rows = T.Rows(tokens, hashed, None, None)
-        y = T.forward(model, looked_up | {T.NGRAMS: (ngrams,)}, rows)
+        y = T.forward(model, looked_up | {T.NGRAMS: ngrams}, rows)
         return jax.numpy.sum(y[..., 0] ** 3)
 
     model = T.Model({}, cfg, T.PLAIN, cfg.stages[0], T.hyper_at(cfg, 0), signs)

@@ -95,7 +95,7 @@ def golden_outcome(case: str, loss: str):
             seen["alpha"] = jnp.exp(-losses[:, -1])
             return LOSSES[loss](x, head, targets, weights, cfg, pointed)
 
-        found = {"head": (params["head"][aims.candidates],)} if aims.candidates.size else {}
+        found = {"head": params["head"][aims.candidates]} if aims.candidates.size else {}
         model = T.Model({}, cfg, T.PLAIN._replace(cross_entropy=telling), stage, hyper, None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(T, "segment_ids", lambda *_: jnp.asarray(segments))

@@ -441,17 +441,6 @@ def spread(cfg: T.Config, step: int, grads: dict, mesh) -> dict:
                 requests[owner, device, : len(own)] = own % share
                 parts[owner, device, : len(own)] = x[own] / min(n, 2)
             arrays = requests.reshape(n * n, size), parts.reshape(n * n, size, -1)
-        elif name in T.rows_wait(cfg, T.PLAIN, stage.rows // n, stage.row_tokens):
-            planes = x.reshape(-1, cfg.vocab, cfg.width)
-            ids = np.zeros((n, stage.batch_tokens // n), np.int32)
-            rows = np.zeros((len(planes), *ids.shape, cfg.width), x.dtype)
-            read = np.flatnonzero(np.any(planes, axis=(0, 2)))
-            for device in range(n):
-                own = read[device::n]
-                ids[device, : len(own)] = own
-                rows[:, device, : len(own)] = planes[:, own]
-            shape = stage.rows, stage.row_tokens
-            arrays = ids.reshape(shape), tuple(rows.reshape(-1, *shape, cfg.width))
         else:
             parts = np.zeros((n, *shape), x.dtype)
             for i in range(n):
@@ -470,7 +459,7 @@ def program(cfg: T.Config, devices: int, name: str):
 
     mesh, kernels = mesh_of(devices), T.PLAIN._replace(cross_entropy=telling)
     with quick_compilation():
-        return T.lower(by_name(T.programs(cfg, mesh, kernels))[name], mesh).compile()
+        return by_name(T.programs(cfg, mesh, kernels))[name].traced.lower().compile()
 
 
 class Training:

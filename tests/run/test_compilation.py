@@ -292,7 +292,7 @@ def test_a_module_has_the_name_of_its_program():
     updates = [program for program in every if program.name.startswith(("anvil", "tables"))]
     assert len(updates) > 1
     for program in updates:
-        assert f"module @jit_{program.name} " in T.lower(program, mesh).as_text().replace('"', "")
+        assert f"module @jit_{program.name} " in program.traced.lower().as_text().replace('"', "")
 
 
 LOWERED = """
@@ -300,7 +300,7 @@ import hashlib, programs, training
 import train_gpt as T
 cfg, mesh = T.override(training.BRIEF, ["compute_dtype=bfloat16"]), programs.mesh_of(1)
 for program in T.programs(cfg, mesh, T.PLAIN).values():
-    print(program.name, hashlib.sha256(T.lower(program, mesh).as_text().encode()).hexdigest())
+    print(program.name, hashlib.sha256(program.traced.lower().as_text().encode()).hexdigest())
 """
 
 

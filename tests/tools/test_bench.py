@@ -43,7 +43,7 @@ def built():
     """{name: (program, executable)} of the steps of ONE."""
     every = by_name(T.programs(ONE, mesh_of(1), T.PLAIN))
     with quick_compilation():
-        return {x: (every[x], T.lower(every[x], mesh_of(1)).compile()) for x in every}
+        return {x: (every[x], every[x].traced.lower().compile()) for x in every}
 
 
 @pytest.mark.slow

@@ -278,7 +278,7 @@ def test_losses_are_those_of_a_validation(saved, shards):
     with quick_compilation():
         model = sample.load(saved)
         cfg, mesh = model.cfg, model.mesh
-        lowered = T.lower(T.programs(cfg, mesh, model.kernels)["eval"], mesh)
+        lowered = T.programs(cfg, mesh, model.kernels)["eval"].traced.lower()
         loss = partial(T.compile_one(cfg, mesh, "eval", lowered), model.copies, model.table)
         losses_of = sample.reader(model, sample.summed_losses, 16, cfg.val_row)
     stream = T.TokenStream(shards, "val", BOS)
