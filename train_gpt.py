@@ -1167,8 +1167,7 @@ def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, 
 def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
     """The Batch with which the model of after `step` steps reads this process's rows of tokens
     uint16 [b, t+1] and has the targets int32 [b, t]; -1: none."""
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
-    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
+    return put_batch(cfg, mesh, max(step - 1, 0), by_id, tokens, next_tokens(targets))
 
 
 def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int]:
@@ -1319,49 +1318,48 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # ---- Settings: every number of a run, and the presets ----------------------------------------
 
 Kind = TypeVar("Kind")
-Positive = Annotated[Kind, "positive"]  # above 0, as all numbers in it
-Machine = Annotated[Kind, "machine"]  # of the machine, not the recipe: --resume may --set it
+Positive = Annotated[Kind, "positive"]  # `--set` refuses numbers that are not above 0
+Machine = Annotated[Kind, "machine"]  # about the machine, not the recipe: `--resume` can change it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its attention, what it adds to the stream, how many MLPs follow. The tuple of all
-    layers is the wiring of the model. Gates are numbers for each token, which small MLPs make
-    (coefficients)."""
+    """Wiring of one layer: its attention, the terms it adds to the residual stream, its MLPs.
 
-    attends: str = ""  # with the "short" or the "long" window of the stage; "": no attention
-    paired: bool = False  # two heads attend as one, half as far (pair_heads)
-    narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
-    values: bool = False  # a table of token values of its own, added to v by a gate
-    xsa: bool = False  # the part of a head's output along its own v is taken out (record 82)
-    gated: bool = False  # each head's output times a gate (record 85)
-    x0: bool = False  # the embedding is added, by a gate
-    ngram: bool = False  # the n-gram vector is added, by a gate; by layer 0 before all else
-    skip: int = 0  # the output of the layer so many before is added, by a gate; 0: of none
-    reads: int = 0  # attention reads the output of the layer so many before; 0: the stream
-    looks: bool = False  # from here on gates come from the stream; before, from the embedding
-    mudd: bool = False  # of the last layer alone: each token weights what it adds (mudd_layer)
-    mlps: int = 1  # side by side, on the same input
+    Gates are per-token factors computed by small MLPs (see `coefficients`)."""
+
+    attends: str = ""  # "short" or "long": which window of the stage; "" for no attention
+    paired: bool = False  # two heads attend as one, over half the window (see pair_heads)
+    narrow: bool = False  # values and outputs of a head have half the head's width
+    values: bool = False  # adds this layer's table of token values to v, through a gate
+    xsa: bool = False  # removes each head's output component along its own value (record 82)
+    gated: bool = False  # multiplies each head's output by a gate (record 85)
+    x0: bool = False  # adds the token embedding, through a gate
+    ngram: bool = False  # adds the n-gram vector, through a gate; in layer 0 before anything else
+    skip: int = 0  # adds the output from this many layers back, through a gate; 0 disables it
+    reads: int = 0  # attention reads the output from this many layers back; 0 reads the stream
+    looks: bool = False  # from this layer on, gates are computed from the stream, not embeddings
+    mudd: bool = False  # last layer only: per-token weights for each term it adds (see mudd_layer)
+    mlps: int = 1  # number of parallel MLPs
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the run with one shape of batch; all sizes in tokens."""
+    """A phase of training with one batch shape. All sizes are in tokens."""
 
-    share: float  # of the scheduled steps; 0, for the last stage alone: it has Config.extension
-    batch_tokens: Positive[int]  # per step, over all devices
-    row_tokens: Positive[int]  # length of a row
-    doc_cap: int  # documents are cut at this length; 0: rows are cut from the plain stream
-    windows: Positive[tuple[int, int]]  # short, long: how many tokens before itself a token sees
+    share: float  # fraction of the schedule; 0 for a final stage of Config.extension steps
+    batch_tokens: Positive[int]  # global batch size per step
+    row_tokens: Positive[int]  # sequence length
+    doc_cap: int  # maximum document length; 0 ignores document boundaries when cutting rows
+    windows: Positive[tuple[int, int]]  # attention windows of short and long layers
     lr_factor: float = 1.0
-    # Weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
-    # and at its end. Between they change linearly.
+    # Loss weights for predicting the next token, the one after it, and so on. They change linearly
+    # from `weights` at the start of the stage to `weights_end` at its end.
     weights: tuple[float, ...] = (1.0,)
     weights_end: tuple[float, ...] = (1.0,)
-    # Each entry of these two holds for an equal part of the stage. " interact" is the prefix of the
-    # token " interaction", and predicted for a small part of the loss.
-    prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix, a token
-    candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
+    # The stage is split into equal parts, one per entry of these two fields.
+    prefix: tuple[float, ...] = (0.0,)  # loss weight for the next token's prefix token (record 88)
+    candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0 uses the full vocabulary
 
     @property
     def rows(self) -> int:
@@ -1371,140 +1369,137 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields. The
-    defaults are record 92, but for normalised ids in the hashes of n-grams (pull request 375).
-    Fewer n-grams are different then: by published figures that makes up for half of the table. The
-    record's own: ngram_rows=84602880, ngram_ids=raw."""
+    """Every setting of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
+
+    The defaults are record 92, except for the n-gram table: it hashes normalised ids (pull request
+    375), so there are fewer distinct n-grams, and has half as many rows. Published results say that
+    one makes up for the other. The record itself: ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
-    without: str = ""  # ideas that are left out, see IDEAS; "all": all
-    # ---- The recipe: what decides the loss ----
+    without: str = ""  # comma-separated names from IDEAS to disable; "all" disables all of them
+    # ---- The recipe: settings that determine the loss ----
     seed: int = 0
-    # model; layers are counted from 0
-    layers: tuple[Layer, ...] = (  # seven of eleven attend (record 92)
+    # Model. Layers are counted from 0.
+    layers: tuple[Layer, ...] = (  # seven of eleven have attention (record 92)
         Layer("short", paired=True, x0=True, ngram=True),
         Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
         Layer("short", paired=True, values=True, x0=True),
         Layer("long", xsa=True, gated=True),
         Layer(x0=True, ngram=True, looks=True),
         Layer("short", paired=True, x0=True, ngram=True),
-        Layer(skip=3),  # the output of layer 3
-        Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10 to read
+        Layer(skip=3),  # adds the output of layer 3
+        Layer(x0=True, mlps=0),  # only adds the embedding; layer 10 reads the result
         Layer("short", narrow=True, values=True, mlps=2),
         Layer(ngram=True),
-        Layer("long", values=True, gated=True, reads=3, mudd=True),  # the output of layer 7
+        Layer("long", values=True, gated=True, reads=3, mudd=True),  # reads the output of layer 7
     )
     width: Positive[int] = 768
     heads: Positive[int] = 6
-    kv_heads: int = 0  # of keys and values, which queries share in groups; 0: as many
+    kv_heads: int = 0  # key/value heads, shared by groups of query heads; 0 means one per head
     mlp_width: Positive[int] = 2816  # 11/3 of the width
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
-    real_tokens: int = 50257  # ids at or above this are refused
-    bos: int = 50256  # stands before every document; attention does not cross it
-    # bpe: with merges beside the data. ids: of your own tokenizer; they have no bytes, so there are
-    # no prefixes, n-grams hash ids as they are, and no text is sampled.
+    real_tokens: int = 50257  # size of the tokenizer's vocabulary; larger ids are refused
+    bos: int = 50256  # id of the token that starts each document
+    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer: token
+    # bytes are unknown, so prefixes, normalised n-grams and text samples are unavailable.
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
-    ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
-    ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
-    ngram_drop: float = 0.0  # dropout: share of the looked-up rows that training sets to zero
-    sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
-    documents: bool = True  # attention stays inside a document
-    still: bool = True  # half of a head's dimensions do not rotate; short layers go without them
-    qk_norm: bool = True  # queries and keys are normed
-    key_offset: bool = True  # long layers match keys of the token before, see key_offset
-    qk_heads: int = 2  # heads whose q (or k) are one matrix for ANVIL; 0: all heads
-    o_start: float = 1.0  # size of output projections at the start, relative to those of values
-    down_start: float = 0.0  # and of the down-projections of MLPs, relative to those up
-    squared_relu: bool = True  # of MLPs; else GELU
-    smear: bool = True  # a little of the token before is added to each embedding
-    lambdas: bool = True  # learned weights on q, k and v, on o, and on what each layer adds
-    value_gates: bool = True  # how much of the value tables a head takes
-    gate_width: int = 64  # hidden units of the MLPs that make gates; 0: gates are learned numbers
-    mudd_width: Positive[int] = 64  # of those that make the weights of MUDD
+    ngram_rows: int = 42_301_440  # rows of the hash table, half for bigrams; 0 disables n-grams
+    ngram_ids: Literal["normalised", "raw"] = "normalised"  # "normalised" ignores case, accents
+    ngram_drop: float = 0.0  # dropout: fraction of looked-up n-gram rows that training sets to 0
+    sign_rows: int = 8192  # rows of random signs to tell colliding n-grams apart; 0 disables them
+    documents: bool = True  # attention does not cross document boundaries
+    still: bool = True  # half of a head's dimensions do not rotate; short layers leave them out
+    qk_norm: bool = True  # normalizes queries and keys
+    key_offset: bool = True  # long layers match keys of the previous token (see key_offset)
+    qk_heads: int = 2  # heads per matrix of qk_bank, which ANVIL updates separately; 0 means all
+    o_start: float = 1.0  # initial scale of attention output projections, relative to values
+    down_start: float = 0.0  # initial scale of MLP down-projections, relative to up-projections
+    squared_relu: bool = True  # MLP activation; False means GELU
+    smear: bool = True  # adds a gated part of the previous token's embedding to each embedding
+    lambdas: bool = True  # learned factors on q, k, v, o and on the terms that a layer adds
+    value_gates: bool = True  # per-head gates on the value tables
+    gate_width: int = 64  # hidden width of gate MLPs; with 0, gates are learned constants
+    mudd_width: Positive[int] = 64  # hidden width of the MLPs that compute MUDD weights
     rope_base: Positive[float] = 1024.0
-    attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: short layers, long ones
-    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
-    pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_chances; 0: none
-    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
-    # of activations, matmuls and the n-gram table
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    # schedule: batch, windows and document length grow, at the end the batch shrinks again
-    start: str = ""  # a checkpoint, with whose parameters the run starts, in place of random ones
+    attn_scales: tuple[float, float] = (0.13, 0.085)  # initial scale of q k^T: short, long layers
+    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); zeros: z
+    pointer_width: int = 0  # query/key width of the copy pointer (pointer_chances); 0 disables
+    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block sizes: training, validation
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # activations and the n-gram table
+    # Schedule. Batch, windows and document length grow; at the end the batch shrinks again.
+    start: str = ""  # checkpoint with the initial parameters; "" means random initialization
     steps: Positive[int] = 1194
-    extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
+    extension: int = 20  # final steps after the schedule: lowest learning rate, widest windows
     # fmt: off
-    stages: tuple[Stage, ...] = (
-        #     share       batch    row     cap  windows     lr: about the root of the batch's growth
-        #     loss weights: of the next tokens, from and to; of the prefix; candidates
-        Stage(320 / 1174, 131_072, 16_384, 896, (128, 384), 1.0,
-              (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
-        Stage(361 / 1174, 262_144, 32_768, 2048, (384, 896), 1.52,
-              (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
-        Stage(426 / 1174, 393_216, 49_152, 3072, (640, 1408), 1.73,
-              candidates=(14_336, 14_336, 24_576)),
-        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(327_680 / 393_216)),
-        Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
+    stages: tuple[Stage, ...] = (  # lr_factor grows about as the square root of the batch
+        Stage(share=320 / 1174, batch_tokens=131_072, row_tokens=16_384, doc_cap=896,
+              windows=(128, 384), lr_factor=1.0, candidates=(10_240,),
+              weights=(1.0, 0.5, 0.25), weights_end=(1.0, 0.5, 0.0), prefix=(0.25,)),
+        Stage(share=361 / 1174, batch_tokens=262_144, row_tokens=32_768, doc_cap=2048,
+              windows=(384, 896), lr_factor=1.52, candidates=(10_240,),
+              weights=(1.0, 0.5), weights_end=(1.0, 0.0), prefix=(0.2, 0.15, 0.1, 0.05)),
+        Stage(share=426 / 1174, batch_tokens=393_216, row_tokens=49_152, doc_cap=3072,
+              windows=(640, 1408), lr_factor=1.73, candidates=(14_336, 14_336, 24_576)),
+        Stage(share=67 / 1174, batch_tokens=327_680, row_tokens=40_960, doc_cap=3072,
+              windows=(640, 1408), lr_factor=1.73 * math.sqrt(327_680 / 393_216)),
+        Stage(share=0.0, batch_tokens=131_072, row_tokens=16_384, doc_cap=3072,
+              windows=(768, 1664)),
     )
     # fmt: on
-    passes: Positive[int] = 1  # times that training tokens may be read; a record reads them once
-    # In training attention does not cross multiples of this, counted from a document's beginning.
-    attention_cap: Positive[int] = 2560
-    tied: float = 1.0  # head and embedding are one matrix for this share of the schedule; 0: never
-    cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
-    lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
-    # optimizers; param_table has the factors of each parameter
-    muon: bool = True  # a matrix's update is orthogonalized; else its direction stays (as_large)
+    passes: Positive[int] = 1  # maximum epochs over the training tokens; records use 1
+    attention_cap: Positive[int] = 2560  # training: longer documents are split for attention
+    tied: float = 1.0  # fraction of the schedule with head and embedding tied; 0 means never
+    cooldown: float = 0.8  # final fraction of the schedule with a linearly falling learning rate
+    lr_floor: float = 0.3  # factor on learning rates at its end; weight averaging does the rest
+    # Optimizers. param_table has the factors for each parameter.
+    muon: bool = True  # orthogonalizes updates of matrices; False only scales them (as_large)
     lr_anvil: float = 0.023
-    decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
-    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, and beta of the average
-    momentum_warmup: Positive[int] = 240  # over this many steps
-    momentum_cooldown: int = 50  # and back, over the last steps
-    # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
-    rails_step: int = 514
-    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast one
-    slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight; 0: none
-    equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns; 0: none
-    cautious: bool = True  # weights decay only where the update (a slow average of it) shrinks them
+    decay_anvil: float = 2.25  # each step removes lr * lr * decay_anvil * Param.scale of a weight
+    momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (see momentum_at)
+    momentum_warmup: Positive[int] = 240  # first steps, in which momentum rises
+    momentum_cooldown: int = 50  # last steps, in which it falls again
+    rails_step: int = 514  # from here on, updates combine a fast and a slow average (see two_rails)
+    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta of the fast average, and its weight
+    slow_rate: float = 0.02  # 1 - beta of the slow average; 0 disables it
+    equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
+    cautious: bool = True  # weight decay only where the update, too, shrinks the weight
     lr_adam: float = 0.008
-    decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
+    decay_adam: float = 0.005  # each step removes lr * lr * decay_adam of a weight
     adam_eps: Positive[float] = 1e-10
-    # betas of mixing weights, and of gates and other scalars
+    # Adam betas of mixing weights; Adam betas of gates and other scalars.
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: Positive[int] = 2  # steps whose gradients one Adam step sums; they wait till then
-    # n-gram and value tables: an update sums the gradients of so many steps, before table_change
-    # and from that step on
-    table_every: tuple[int, int] = (2, 4)
-    table_change: int = 336
-    tail: int = 298  # last steps, over which head, embedding and all matrices are averaged
-    tail_average: int = 250  # the same of value tables, and a second average of v, o and MLPs
-    # validation: the first val_tokens of the validation split, each predicted once
+    adam_every: Positive[int] = 2  # steps whose gradients are summed for one Adam update
+    table_every: tuple[int, int] = (2, 4)  # same for n-gram and value tables: at first, later
+    table_change: int = 336  # step at which the second number of table_every takes over
+    tail: int = 298  # last steps over which head, embedding and matrices are averaged; 0 disables
+    tail_average: int = 250  # same for value tables, and a second average of v, o and MLPs
+    # Validation: on the first val_tokens of the validation split, each predicted once.
     val_tokens: Positive[int] = 10_485_760
-    val_every: int = 0  # steps; 0: only at the end
+    val_every: int = 0  # steps between validations; 0 means only at the end
     val_batch: Positive[int] = 2_097_152
     val_row: Positive[int] = 262_144
     val_windows: Positive[tuple[int, int]] = (768, 2560)
-    target: float = 3.28  # nats per token; 0: none
+    target: float = 3.28  # loss to reach, in nats per token; 0 disables it
     data: str = "data/fineweb10B"
-    # ---- The machine: what decides only the speed, and what a run leaves behind ----
-    devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
-    # Of Part V. auto: all that serve, but for normed_product, which multiplies in eight bits;
-    # plain: none; attend,blend: these.
+    # ---- The machine: settings that affect only speed and output ----
+    devices: Machine[int] = 0  # 0 uses all; with more devices than rows, rows are shortened
+    # "auto" uses all kernels that suit the run, except normed_product (8-bit multiplication);
+    # "plain" uses none, "attend,blend" only these two.
     kernels: Machine[str] = "auto"
-    sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
-    micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
-    rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
-    recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
-    # tokens whose logits exist at once; more if the softmax is a sample
-    loss_chunk: Machine[Positive[int]] = 4800
-    # all tokens of a micro-batch at once; auto: if they fit, on TPUs and with kernels on GPUs
+    sparse_cores: Machine[bool] = True  # SparseCores of TPUs move data while other work runs
+    micro_tokens: Machine[Positive[int]] = 49_152  # tokens per micro-batch; longer rows are cut
+    rows_at_once: Machine[Positive[int]] = 2**19  # n-gram rows that an update processes at a time
+    recompute: Machine[bool] = False  # recomputes layers in the backward pass, to save memory
+    loss_chunk: Machine[Positive[int]] = 4800  # tokens per chunk of a full-vocabulary loss
+    # Computes the loss without chunks. "auto": on TPUs and GPUs with kernels, if memory suffices.
     whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
-    prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
-    checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
-    checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
-    keep_best: Machine[bool] = False  # the parameters that had the lowest validation loss
-    log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
-    log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
-    sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
+    prefetch: Machine[Positive[int]] = 4  # batches to keep ready on the devices
+    checkpoint_every: Machine[int] = 0  # steps between checkpoints; 0 means only at the end
+    checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # "auto" means up to 10 GB
+    keep_best: Machine[bool] = False  # also saves the parameters with the lowest validation loss
+    log_every: Machine[Positive[int]] = 10  # steps between terminal lines; log.txt has every step
+    log_norms: Machine[bool] = False  # logs gradient norms per parameter (costs some time)
+    sample_tokens: Machine[int] = 0  # length of a text sample at the end; 0 disables it
 
     @property
     def head_width(self) -> int:
@@ -1513,21 +1508,21 @@ class Config:
 
     @property
     def shared(self) -> bool:
-        """Whether several heads of queries have the same keys and values."""
+        """Whether query heads share keys and values."""
         return self.kv_heads not in (0, self.heads)
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """The layers in which Layer.`what` is set: the order of banks, tables and gates."""
+        """Layers with Layer.`what` set, in the order in which banks, tables and gates have them."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
     def aimed(self) -> bool:
-        """Whether a loss has candidates or prefixes."""
+        """Whether any loss uses candidates or prefixes."""
         return any(any(stage.prefix + stage.candidates) for stage in self.stages)
 
     @property
     def signed(self) -> bool:
-        """Whether n-grams have signs."""
+        """Whether n-gram vectors are multiplied by random signs."""
         return bool(self.ngram_rows and self.sign_rows)
 
     @property
@@ -1537,23 +1532,21 @@ class Config:
 
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """First step of each stage, then the number of steps."""
+        """First step of each stage, followed by the number of steps of the run."""
         ends = np.cumsum([stage.share for stage in self.stages]) * (self.steps - self.extension)
         return (0, *map(round, ends[:-1].tolist()), self.steps)
 
     def tokens_after(self, step: int) -> int:
-        """Tokens that the first `step` steps train on."""
+        """Number of tokens in the first `step` batches."""
         spans = zip(self.stages, itertools.pairwise(self.boundaries), strict=True)
         return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
 
 
 # fmt: off
 PRESETS = {
-    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
-    # embedding and head. Part IV makes it, behind `override`.
-    "plain": None,
-    # The model of `speedrun` at toy size, for a minute on two cores. One stage: to compile another
-    # shape of batch would take as long as a tenth of the run.
+    "plain": None,  # a plain GPT: `tiny` without all IDEAS except PLAIN_HAS (set after `override`)
+    # The model of `speedrun` at toy size: a minute on two cores. It has one stage, since compiling
+    # for another batch shape would take a tenth of that.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -1565,18 +1558,19 @@ PRESETS = {
         width=128, heads=2, mlp_width=256, gate_width=32, mudd_width=32, ngram_rows=262_144,
         encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
         compute_dtype="float32",
-        steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
+        steps=440, extension=0,
+        stages=(Stage(share=1.0, batch_tokens=1024, row_tokens=128, doc_cap=0, windows=(32, 128)),),
         momentum_warmup=88, momentum_cooldown=18, rails_step=188, table_change=128,
         tail=110, tail_average=92,
         lr_adam=0.016,
         val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
-        micro_tokens=256,  # fits a core's caches
+        micro_tokens=256,  # fits in the cache of a core
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 have 320, 361, 374 +
-    # 52, 67 and 20 steps; here 282, 317, 330 + 52, 59 and 20: about 988 / 1122 of the record's,
-    # except for the 52 and the 20, which are the same.
+    # `speedrun` with the copy pointer, in fewer steps. Record 92 has stages of 320, 361, 374 + 52,
+    # 67 and 20 steps; these have 282, 317, 330 + 52, 59 and 20: a factor of 988 / 1122, except for
+    # the 52 and 20, which are unchanged.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -1589,58 +1583,56 @@ PRESETS = {
 LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
-# ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
+# ---- Schedule: the programs and the numbers of every step --------------------------------------
 
 
 class Hyper(NamedTuple):
-    """What changes from step to step without a new program: float32 arrays, sent with a batch.
-    (What changes shapes, as rows, windows and the number of candidates do, is static.)"""
+    """Numbers that change from step to step without a new program; float32, sent with each batch.
+
+    (Numbers that change shapes, such as rows, windows and candidates, are compiled in.)"""
 
     lr: np.ndarray  # factor on every learning rate
-    momentum: np.ndarray  # how far an update goes from the gradient to its average (Nesterov)
-    adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
-    freqs: np.ndarray  # [2, pairs that turn] radians a position, of short and of long layers
-    scales: np.ndarray  # [2] of q k^T, likewise
-    weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
-    # Of ideas; None where they are off.
-    fast_beta: np.ndarray | None = None  # rails: beta of the fast average,
-    fast_weight: np.ndarray | None = None  # its weight; the slow average has the rest
-    table_count: np.ndarray | None = None  # table updates, as adam_count
-    prefix: np.ndarray | None = None  # weight of the loss on the next token's prefix
-    average_rates: np.ndarray | None = None  # [4] of AVERAGES; 0: not updated
-    drop_seed: np.ndarray | None = None  # random number of the step, for ngram_dropout
+    momentum: np.ndarray  # Nesterov momentum of `anvil`
+    adam_count: np.ndarray  # Adam updates so far, plus one, for the bias correction
+    freqs: np.ndarray  # [2, rotating pairs] radians per token, in short and in long layers
+    scales: np.ndarray  # [2] scale of q k^T, in short and in long layers
+    weights: np.ndarray  # [k] loss weights of the next token, the one after it, and so on
+    # Fields of ideas: None if the idea is disabled.
+    fast_beta: np.ndarray | None = None  # beta of the fast average (see two_rails)
+    fast_weight: np.ndarray | None = None  # weight of the fast average (see two_rails)
+    table_count: np.ndarray | None = None  # table updates so far, plus one
+    prefix: np.ndarray | None = None  # loss weight of the next token's prefix
+    average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 keeps an average as it is
+    drop_seed: np.ndarray | None = None  # random number for ngram_dropout
 
 
 class Schedule(NamedTuple):
-    """What holds at each step: arrays with a row for every step."""
+    """What every step does: arrays and a list with one entry per step."""
 
-    stage: np.ndarray  # number of its stage
-    candidates: np.ndarray  # ids that a row's softmax runs over; 0: the whole vocabulary
-    adam: np.ndarray  # whether it ends with an Adam step
-    tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
-    tied: np.ndarray  # whether head and embedding are one matrix when it updates them
-    programs: list[list[Gradients | Update]]  # keys of those that a step runs, in order
-    hyper: Hyper  # in float64
+    stage: np.ndarray  # number of the stage
+    candidates: np.ndarray  # size of the sampled softmax; 0 means the full vocabulary
+    programs: list[list[Gradients | Update]]  # keys of the programs that it runs, in order
+    hyper: Hyper  # before rounding to float32
 
 
 class Gradients(NamedTuple):
-    """The key of a program with which steps begin; its name, as a str, is grads0 and so on."""
+    """Key of a program that computes the gradients of a batch. `str` gives its name, grads0 etc."""
 
-    number: int  # in the order of the run
+    number: int  # in the order of their first steps
     stage: int
-    candidates: int  # ids that a row's softmax runs over; 0: the whole vocabulary
+    candidates: int  # size of the sampled softmax; 0 means the full vocabulary
 
     def __str__(self) -> str:
         return f"grads{self.number}"
 
 
 class Update(NamedTuple):
-    """The key of a program that updates parameters, by name adam_tied or tables2-2-2-2."""
+    """Key of a program that updates parameters. `str` gives its name, such as tables2-2-2-2."""
 
-    kind: str  # of which parameters: Param.updated_by
-    steps: int  # whose gradients it sums
-    tied: bool = False  # head and embedding are one matrix
-    stages: tuple[int, ...] = ()  # of tables: of each summed step; it says how many n-grams wait
+    kind: str  # updates the parameters with this Param.updated_by
+    steps: int  # number of steps whose gradients it sums
+    tied: bool = False  # adam: head and embedding are one matrix
+    stages: tuple[int, ...] = ()  # tables: the stage of each of these steps, for array sizes
 
     def __str__(self) -> str:
         tied = "_tied" if self.tied else ""
@@ -1649,69 +1641,94 @@ class Update(NamedTuple):
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """The Schedule of a run: when the learning rate falls, and which programs a step runs."""
+    """Return the Schedule of a run."""
+    stage = steps_in_stages(cfg).stage
+    sampled = in_parts(cfg, "candidates")
+    shapes = list(zip(stage.tolist(), sampled.tolist(), strict=True))
+    return Schedule(stage, sampled, programs_of_steps(cfg, shapes), hyper_of_steps(cfg))
+
+
+def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
+    """Return the keys of the programs that each step runs, in order: Gradients, then Updates.
+
+    `shapes` has (stage, candidates) of each step; equal shapes share a program."""
+    adam_due, tables = updates_due(cfg)
+    last_tied = -1
+    if cfg.tied:  # "When tables learn"
+        last_tied = last_tied_step(cfg)
+    numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+    of_steps = []
+    for i, shape in enumerate(shapes):
+        keys = [Gradients(numbers[shape], *shape), Update("anvil", 1)]
+        if adam_due[i]:
+            keys.append(Update("adam", cfg.adam_every, tied=i <= last_tied))
+        if tables[i]:
+            stages = [stage for stage, _ in shapes[i + 1 - tables[i] : i + 1]]
+            keys.append(Update("tables", len(stages), stages=tuple(stages)))
+        of_steps.append(keys)
+    return of_steps
+
+
+def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return (whether each step ends with an Adam update, how many steps its table update sums).
+
+    Both have shape [steps]; 0 means no table update."""
+    step = np.arange(cfg.steps)
+    adam_due = (step + 1) % cfg.adam_every == 0
+    tables = np.zeros_like(step)
+    if updated(cfg, "tables"):  # "When tables learn"
+        tables = table_updates(cfg, step)
+    return adam_due, tables
+
+
+def hyper_at(cfg: Config, step: int) -> Hyper:
+    """Return the Hyper of a step."""
+    columns = schedule(cfg).hyper
+    return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
+
+
+def hyper_of_steps(cfg: Config) -> Hyper:
+    """Return a Hyper of arrays [steps, ...], not yet rounded to float32."""
     step = np.arange(cfg.steps)
     stage = steps_in_stages(cfg).stage
     momentum = momentum_at(cfg, step)
-    adam_due = (step + 1) % cfg.adam_every == 0
-    tables = np.zeros_like(step)
-    if updated(cfg, "tables"):  # seldom: "When tables learn"
-        tables = table_updates(cfg, step)
-    tied = np.zeros(cfg.steps, bool)
-    if cfg.tied:  # tied: "When tables learn"
-        tied = step <= last_tied_step(cfg)
-    rotations = [rotation(cfg)]
-    if len(cfg.stages) > 1:  # windows: "Rotation that follows the windows"
+    rotations = [rotation(cfg)]  # one per stage
+    if len(cfg.stages) > 1:  # "Rotation that follows the windows"
         rotations = yarn(cfg)
-    by_stage, scales_by_stage = zip(*rotations, strict=True)
-    freqs = np.stack(by_stage)[stage]
-    scales = np.stack(scales_by_stage)[stage]
+    freqs, scales = map(np.stack, zip(*rotations, strict=True))
     weights = np.ones((cfg.steps, 1))
-    plain = (1.0, 1.0)
-    if any((*s.weights, *s.weights_end) != plain for s in cfg.stages):
-        weights = loss_weights(cfg)  # ahead: "Losses on more than the next token"
-    hyper = Hyper(
+    if any(s.weights + s.weights_end != (1.0, 1.0) for s in cfg.stages):
+        weights = loss_weights(cfg)  # "Losses on more than the next token"
+    return Hyper(
         lr=learning_rate(cfg, step),
         momentum=momentum,
         adam_count=step // cfg.adam_every + 1,
-        freqs=freqs,
-        scales=scales,
+        freqs=freqs[stage],
+        scales=scales[stage],
         weights=weights,
-        **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
+        **hyper_of_ideas(cfg, momentum, *updates_due(cfg)),  # "Parameters of ideas"
     )
-    softmax = in_parts(cfg, "candidates")
-    keys = []
-    numbers = {}  # (stage, candidates) -> number of the program
-    for i in range(cfg.steps):
-        shape = int(stage[i]), int(softmax[i])
-        number = numbers.setdefault(shape, len(numbers))
-        of_step = [Gradients(number, *shape), Update("anvil", 1)]
-        if adam_due[i]:
-            is_tied = bool(tied[i])
-            of_step.append(Update("adam", cfg.adam_every, is_tied))
-        if tables[i]:
-            summed = stage[i + 1 - tables[i] : i + 1].tolist()
-            of_step.append(Update("tables", len(summed), stages=tuple(summed)))
-        keys.append(of_step)
-    return Schedule(stage, softmax, adam_due, tables, tied, keys, hyper)
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """The factor on every learning rate at each step. Larger batches bear larger rates: a stage's
-    factor is about the root of its batch's growth. The rate falls early, but not far: the record
-    averages its last weights besides."""
+    """Return the factor on every learning rate at each step.
+
+    It is the stage's lr_factor until the cooldown, in which it falls linearly to lr_floor. The
+    record does not go lower since it also averages the last weights."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
     fallen = np.where(step < scheduled, fallen, 1.0)
-    factors = np.array([s.lr_factor for s in cfg.stages])
+    factors = np.array([stage.lr_factor for stage in cfg.stages])
     of_stage = factors[steps_in_stages(cfg).stage]
     return of_stage * (1 - fallen) + cfg.lr_floor * fallen
 
 
 def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """The momentum at each step: it rises, as early gradients turn too fast to be averaged for
-    long, and falls again, as the last steps are to settle."""
+    """Return the momentum at each step.
+
+    It rises at first, since early gradients change direction too fast for a long average, and falls
+    at the end to let the weights settle."""
     low, high = cfg.momentum
     risen = np.minimum(step / cfg.momentum_warmup, 1)
     turn = cfg.steps - cfg.momentum_cooldown
@@ -1719,36 +1736,10 @@ def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
     return low + (high - low) * np.minimum(risen, 1 - fallen)
 
 
-class StepsInStages(NamedTuple):
-    """Where in its stage each step is: int [steps] each."""
-
-    stage: np.ndarray  # number of the stage
-    number: np.ndarray  # of the step in its stage
-    length: np.ndarray  # steps of the stage
-
-
-def steps_in_stages(cfg: Config) -> StepsInStages:
-    """The StepsInStages of a run."""
-    lengths = np.diff(cfg.boundaries)
-    stages = np.arange(len(cfg.stages))
-    stage = np.repeat(stages, lengths)
-    first = np.array(cfg.boundaries)[stage]  # step of the stage
-    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
-
-
-def in_parts(cfg: Config, name: str) -> np.ndarray:
-    """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
-    entries = []
-    steps = steps_in_stages(cfg)
-    for stage, number, length in zip(*steps, strict=True):
-        of_stage = getattr(cfg.stages[stage], name)
-        entries.append(of_stage[number * len(of_stage) // length])
-    return np.array(entries)
-
-
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """(frequencies float32 [2, pairs that turn], scales of q k^T [2]) at the start, of short and of
-    long layers (RoPE, Su et al. 2021)."""
+    """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2].
+
+    The axis of 2 is for short and long layers (RoPE, Su et al. 2021)."""
     pairs = cfg.head_width // 2
     if cfg.still:  # half of the dimensions do not rotate
         pairs = cfg.head_width // 4
@@ -1756,101 +1747,115 @@ def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
 
 
-def hyper_at(cfg: Config, step: int) -> Hyper:
-    """The Hyper of `step`."""
-    columns = schedule(cfg).hyper
-    return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
+class StepsInStages(NamedTuple):
+    """Position of every step in its stage; int [steps] each."""
+
+    stage: np.ndarray  # number of the stage
+    number: np.ndarray  # number of the step within its stage
+    length: np.ndarray  # steps of the stage
 
 
-# ---- Batches: what a step gets of the data, from the outside in --------------------------------
+def steps_in_stages(cfg: Config) -> StepsInStages:
+    """Return the StepsInStages of a run."""
+    lengths = np.diff(cfg.boundaries)
+    stage = np.repeat(np.arange(len(cfg.stages)), lengths)
+    first = np.array(cfg.boundaries)[stage]  # first step of the stage
+    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
+
+
+def in_parts(cfg: Config, name: str) -> np.ndarray:
+    """Return the entry of Stage.`name` at each step; each covers an equal part of its stage."""
+    entries = []
+    for stage, number, length in zip(*steps_in_stages(cfg), strict=True):
+        of_stage = getattr(cfg.stages[stage], name)
+        entries.append(of_stage[number * len(of_stage) // length])
+    return np.array(entries)
+
+
+# ---- Batches: what a step reads -----------------------------------------------------------------
 
 
 class Aims(NamedTuple):
-    """What a batch is to predict. Where a softmax runs over candidates, targets and prefixes are
-    positions among those of their row; else they are ids."""
+    """What a batch predicts: int32 arrays.
 
-    candidates: np.ndarray  # int32 [b, candidates] ids, ascending; none: every id is one
-    targets: np.ndarray  # int32 [b, t] the next token; -1 in a whole row that only pads a batch
-    prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
+    Targets and prefixes are ids or, with a sampled softmax, positions in their row's candidates."""
+
+    candidates: np.ndarray  # [b, candidates] ids, ascending; [b, 0] with the full vocabulary
+    targets: np.ndarray  # [b, t] next tokens; all -1 in padding rows of a validation batch
+    prefixes: np.ndarray  # [b, t] the next token's prefix token; -1 if none, or no candidate
 
 
 class Rows(NamedTuple):
-    """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
+    """Rows of a batch, sharded across devices; each process makes its own."""
 
-    tokens: jax.Array  # uint16 [b, t+1]
-    # Of n-grams, see "A table of hashed n-grams"; None without them.
-    hashed: jax.Array | None  # uint16 [b, t]: what hashes see of the first t tokens
-    slots: jax.Array | None  # int32 [b, 2, t]: which of the fetched rows a token's two n-grams have
+    tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
+    hashed: jax.Array | None  # uint16 [b, t]: ids as n-gram hashes read them; None without n-grams
+    slots: jax.Array | None  # int32 [b, 2, t]: positions of n-gram rows in what is fetched
     aims: Aims
 
 
 class Batch(NamedTuple):
-    """What a step needs beside the state."""
+    """Inputs of a step apart from the training state."""
 
     rows: Rows
-    requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
+    requests: jax.Array | None  # int32 [devices, devices, size]: n-gram rows to fetch (`request`)
     hyper: Hyper
 
 
 class LoaderState(NamedTuple):
-    """Where a run stands in its data; a checkpoint holds one."""
+    """Position of a run in its data; checkpoints contain it."""
 
-    cursor: int  # in the stream
-    offsets: tuple[int, ...]  # how far each row of this process is in its walk, see `candidates`
+    cursor: int  # position in the token stream
+    offsets: tuple[int, ...]  # for each row of this process: position in its walk (`candidates`)
 
 
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
-    tables of the vocabulary are made here, so that the clock counts them."""
-    by_id = None
-    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next token, and a sampled softmax"
-        by_id = vocabulary(cfg, words)
+    """Yield (Batch, LoaderState after it) for each step from `step` to the end of the run.
+
+    The tables of the vocabulary are made here so that the clock counts that work."""
+    vocab = None
+    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next", "A table of hashed n-grams"
+        vocab = vocabulary(cfg, words)
     for number in range(step, cfg.steps):
-        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
-        yield put_batch(cfg, mesh, number, rows, requests), state
+        batch, state = next_batch(cfg, mesh, stream, vocab, number, state)
+        yield batch, state
 
 
-def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, by_id, step: int, state: LoaderState):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. `by_id`:
-    the Vocabulary, where ideas need one."""
+def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, state: LoaderState):
+    """Return (Batch of `step`, next LoaderState), which depend on these arguments only.
+
+    `vocab` is a Vocabulary, or None if no enabled idea needs it."""
     stage = cfg.stages[schedule(cfg).stage[step]]
     tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
-    offsets = state.offsets
+    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
     if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
         count = schedule(cfg).candidates[step]
-        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = batch_aims(tokens, offsets, count, by_id.prefix_v, always)
-    else:
-        aims = next_tokens(tokens[:, 1:].astype(np.int32))
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
-    return rows, requests, LoaderState(cursor, offsets)
+        always = [cfg.real_tokens] if cfg.pointer_width else []  # id of `<copy>` (see mix_pointed)
+        aims, offsets = batch_aims(tokens, offsets, count, vocab.prefix_v, always)
+    batch = put_batch(cfg, mesh, step, vocab, tokens, aims)
+    return batch, LoaderState(cursor, offsets)
 
 
 def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
-    stand in for them, as arrays of the right shape."""
+    """Return Aims with these targets [b, t], and no candidates."""
     no_candidates = np.empty((len(targets), 0), np.int32)
-    return Aims(no_candidates, targets, prefixes=targets)
+    return Aims(no_candidates, targets, prefixes=targets)  # unread, but has the right shape
 
 
-def rows_of(cfg: Config, mesh: Mesh, by_id, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> Batch:
+    """Return the Batch of `step`, on the devices, from this process's tokens, uint16 [b, t + 1]."""
+    rows, requests = Rows(tokens, None, None, aims), None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
-        return hashed_rows(cfg, mesh, by_id, tokens, aims)
-    return Rows(tokens, None, None, aims), None
-
-
-def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
-    """Rows and requests on the devices, with the Hyper of `step`."""
-    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+        rows, requests = hashed_rows(cfg, mesh, vocab, tokens, aims)
+    rows, requests = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
     hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
-    return Batch(*cut, hyper)
+    return Batch(rows, requests, hyper)
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    """Put an array on the devices of `mesh`. For a sharded array, pass this process's part."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
@@ -2614,7 +2619,7 @@ def normal_form(word: bytes) -> str:
 
 
 def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
-    """rows_of where there are n-grams: (Rows, requests) of this process's rows, in numpy."""
+    """(Rows, requests) of this process's rows if there are n-grams, in numpy."""
     hashed = by_id.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     return Rows(tokens, hashed, slots, aims), requests

@@ -109,7 +109,9 @@ def sections(part: int) -> dict[str, str]:
 
 # All that Part I, the core, uses of Part II, the ideas.
 HOOKS = {
-    "schedule": {"hyper_of_ideas", "last_tied_step", "loss_weights", "table_updates", "yarn"},
+    "programs_of_steps": {"last_tied_step"},
+    "updates_due": {"table_updates"},
+    "hyper_of_steps": {"hyper_of_ideas", "loss_weights", "yarn"},
     "param_table": {"params_of_ideas", "with_averages"},
     "init_state": {"tie"},
     "forward": {
@@ -128,7 +130,7 @@ HOOKS = {
     "attend_heads": {"exclude_self", "key_offset", "pair_heads"},
     "train_batches": {"vocabulary"},
     "next_batch": {"batch_aims"},
-    "rows_of": {"hashed_rows"},
+    "put_batch": {"hashed_rows"},
     "batch_loss": {"with_pointer"},
     "add_losses": {"mix_pointed"},
     "grads_step": {"dropped_ngrams", "exchange", "fetch_requests"},
