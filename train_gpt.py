@@ -3391,19 +3391,19 @@ def as_large(x):
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
-    """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart. If the number of rows has changed, they begin again, evenly apart from where
-    the first one was."""
+    """Return the first LoaderState of a run, or the one from a checkpoint (`offsets` of all rows).
+
+    Walks through the candidates start evenly spaced: at the beginning, and if a checkpoint has
+    another number of rows."""
     rows = cfg.stages[0].rows  # the same in all stages
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
         offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
-    here = own_rows(mesh, rows)
-    return LoaderState(cursor, tuple(offsets[row] for row in here))
+    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
-    """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
+    """Return which of `count` rows this process has. Its devices are adjacent in the mesh."""
     is_own = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     first = is_own.index(True)
     end = first + sum(is_own)
@@ -3411,13 +3411,15 @@ def own_rows(mesh: Mesh, count: int) -> range:
     return range(first * of_device, end * of_device)
 
 
-STALL_SECONDS = 10  # a batch that takes longer is reported
+STALL_SECONDS = 10  # a longer wait for a batch is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, which a thread makes up to `depth` ahead. It begins one only while the clock
-    is `running`, or loading would take time that nobody counts. `late` gets a line when an item
-    takes long. The thread ends when this generator is closed."""
+    """Yield `items`; a thread makes up to `depth` of them ahead of use.
+
+    It starts an item only while the clock is `running`, since otherwise the clock would not count
+    that work. `late` is called with a message when an item takes long. Closing this generator ends
+    the thread."""
     ready = queue.Queue(depth)
     closed = threading.Event()
 
@@ -3427,7 +3429,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             while not closed.is_set():
                 if running.wait(0.1):
                     ready.put(next(supply))
-        except BaseException as error:  # StopIteration too: the main thread raises or ends
+        except BaseException as error:  # also StopIteration: the main thread raises it or ends
             ready.put(error)
 
     threading.Thread(target=make, daemon=True).start()
@@ -3436,7 +3438,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             try:
                 item = ready.get(timeout=STALL_SECONDS)
             except queue.Empty:
-                late("waiting for the loader: is the disk of the data slow?")
+                late("waiting for the loader: is the disk with the data slow?")
                 continue
             if isinstance(item, StopIteration):
                 return
@@ -3445,54 +3447,59 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             yield item
     finally:
         closed.set()
-        while not ready.empty():  # or the thread would wait for room
+        while not ready.empty():  # otherwise the thread might wait for room
             ready.get()
 
 
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
-SHARD_MAGIC = 20240520  # the llm.c token file format: this,
-SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
+# A shard is a file in the format of llm.c: a header of 256 int32 (magic number, version, number of
+# tokens, zeros), then the tokens as uint16.
+SHARD_NAME = re.compile(r"([^.].*)_(train|val)_\d+\.bin")  # data set, split; no hidden files
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
 HEADER_BYTES = 1024
 
 
 class Documents(NamedTuple):
-    """The documents of a shard in the order in which they are read; positions in the shard."""
+    """Documents of a shard in reading order; int arrays of positions in the shard.
 
-    places: np.ndarray  # where each would begin if they stood in this order
-    starts: np.ndarray  # where it does begin
-    stops: np.ndarray  # and end
+    Documents of 5, 2 and 3 tokens that are read in the order third, first, second have
+    starts 7, 0, 5; stops 10, 5, 7; places 0, 3, 8."""
+
+    places: np.ndarray  # start of each document if the shard were sorted in reading order
+    starts: np.ndarray  # first token of each document
+    stops: np.ndarray  # end of each document (exclusive)
 
 
 class TokenStream:
-    """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
-    A cursor is a position in it, counted from the first token of the first shard.
+    """The tokens of one split: its shards in the order of their names, repeated `passes` times.
 
-    The first pass reads a shard as it stands. Each later one reads its documents, or rows that are
-    cut at other places, in an order of its own, which follows from `seed` and the number of the
-    shard in the stream: a cursor says all. What is kept of an order is of two shards."""
+    A cursor is a position in this stream. The first epoch reads shards from beginning to end. Later
+    epochs read a shard's documents in random order, or without doc_cap its rows, cut at other
+    places. The order depends only on `seed` and the shard's number in the stream, so a cursor is
+    enough to resume."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1, seed: int = 0):
-        shard_name = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
-        paths = (path for path in folder.glob("*.bin") if shard_name.fullmatch(path.name))
-        self.paths = sorted(paths)
+        names = {path: SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")}
+        self.paths = sorted(path for path, name in names.items() if name and name[2] == split)
         need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * passes
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.seed = seed
-        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
+        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps two shards
         self.rows = functools.lru_cache(2)(self.draw_rows)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def pass_at(self, cursor: int) -> int:
-        """The number, from 1, of the pass that has the token before `cursor`."""
+        """Return the epoch, counted from 1, of the token before `cursor`."""
         return -(-cursor // int(self.ends[len(self.paths) - 1]))
 
     def find_documents(self, number: int) -> Documents:
-        """The Documents of shard `number`."""
+        """Return the Documents of shard `number` of the stream."""
         tokens = self.shards[number]
         starts = np.flatnonzero(tokens == self.bos)
         stops = np.append(starts, len(tokens))[1:]
@@ -3504,33 +3511,35 @@ class TokenStream:
         return Documents(places, starts[order], stops[order])
 
     def draw_rows(self, number: int, t: int) -> np.ndarray:
-        """Where in shard `number` its rows of t tokens begin, in the order in which they are read:
-        so the rows of a batch are of several documents."""
+        """Return where the rows of t tokens start in shard `number`, in random order.
+
+        So a batch has rows from several documents."""
         random = np.random.default_rng([self.seed, number])
         first = int(random.integers(t))
-        count = max(len(self.shards[number]) - 1 - first, 0) // t  # the last has a last target
+        count = max(len(self.shards[number]) - 1 - first, 0) // t  # leaves room for a last target
         return first + t * random.permutation(count)
 
     def row_at(self, cursor: int, t: int) -> int:
-        """Where the row of t tokens begins that is read when it is the turn of `cursor`."""
+        """Return where in the stream the row of t tokens starts that is read at `cursor`."""
         number, base = self.shard_at(cursor)
         if number < len(self.paths):
             return cursor
         starts = self.rows(number, t)
         row = (cursor - base) // t
-        if row >= len(starts):  # what is left over at the end of a shard
+        if row >= len(starts):  # the remainder at the end of a shard
             return cursor
         return base + int(starts[row])
 
     def shard_at(self, cursor: int) -> tuple[int, int]:
-        """(number of the shard that holds `cursor`, its first position)."""
+        """Return (number of the shard with the token at `cursor`, position where it starts)."""
         number = int(np.searchsorted(self.ends, cursor, side="right"))
-        end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
-        need(number < len(self.shards), f"{end}: download more shards or use fewer steps")
+        if number == len(self.shards):
+            end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
+            raise UserError(f"{end}: download more shards or use fewer steps")
         return number, int(self.ends[number]) - len(self.shards[number])
 
     def read(self, cursor: int, count: int) -> np.ndarray:
-        """`count` tokens from `cursor` on, uint16, across shard borders."""
+        """Return `count` tokens from `cursor` on, uint16; they may be in several shards."""
         parts = [np.empty(0, np.uint16)]
         while count:
             number, start = self.shard_at(cursor)
@@ -3542,21 +3551,23 @@ class TokenStream:
 
 
 def open_shard(path) -> np.memmap:
-    """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
+    """Return the tokens of a shard as a uint16 memory map. Raise UserError if it is incomplete."""
     try:
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
         if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
             raise ValueError(f"{len(tokens)} tokens follow a header {header}")
     except (OSError, ValueError) as error:
-        refusal = f"{path} is no whole token shard ({error})"
-        raise UserError(f"{refusal}: delete it, and download or tokenize it again") from None
+        fix = "delete it, then download or tokenize it again"
+        raise UserError(f"{path} is not a complete token shard ({error}): {fix}") from None
     return tokens
 
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """The plan of a global batch of `stage`, from the cursor alone. Rows follow each other wherever
-    documents begin, unless these are cut: neighbours share one token, and no token is left out."""
+    """Return ([(row, start, stop)], next cursor): the pieces of the stream that fill a batch.
+
+    Without doc_cap, rows ignore document boundaries: they follow each other, sharing one token with
+    the next row (its first input is the last target), and leave no token out."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
     t = stage.row_tokens
@@ -3566,7 +3577,7 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
-    """The rows `here` of a plan, uint16 [rows, t+1]."""
+    """Return the rows `here` of a plan, uint16 [rows, t + 1]."""
     parts = {row: [] for row in here}
     for row, start, stop in pieces:
         if row in parts:
@@ -3575,21 +3586,23 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
 
 
 def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
-    """(this process's rows of a global batch of `stage`, uint16 [b, t+1]; next cursor). Every
-    process plans the whole batch, from where documents begin, and reads its own rows."""
+    """Return (this process's rows of a global batch, uint16 [b, t + 1]; next cursor).
+
+    Every process plans the whole batch, but reads only its own rows."""
     pieces, next_cursor = plan_rows(stream, cursor, stage)
     return read_rows(stream, pieces, own_rows(mesh, stage.rows)), next_cursor
 
 
 def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
-    """Yield (this process's rows, uint16 [b, t+1]; which of them count, bool [b, 1]) for each batch
-    of a validation: others only fill up the last one."""
+    """Yield (this process's rows, uint16 [b, t + 1]; whether each counts, bool [b, 1]) per batch.
+
+    Rows that do not count are padding of the last batch."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
     t = cfg.val_row
     pieces = [(row, row * t, (row + 1) * t + 1) for row in range(rows)]
     for path in stream.paths:
-        open_shard(path)  # once more: where a file was cut short meanwhile, its map reads zeros
+        open_shard(path)  # check again: the memory map of a truncated file reads zeros
     for first in range(0, rows, of_batch):
         numbers = [first + row for row in own_rows(mesh, of_batch)]
         tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
@@ -3598,251 +3611,121 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
-MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-# Beside shards of own text, or of an own tokenizer: encoding, real_tokens and bos, in JSON. What
-# data/tokenize_text.py writes there, and sets for a run.
-DESCRIPTION = "dataset.json"
+# JSON files next to shards:
+MERGES = "merges.json"  # for encoding=bpe, also in its runs: the bytes of merged tokens, in hex
+HASHES = "hashes.json"  # for FineWeb: the SHA-256 of each shard (data/cached_fineweb10B.py)
 
 
-def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`; of ids none. UserError if they cannot be had."""
-    words = [bytes([i]) for i in range(256)]
-    cure = f"make the data in {folder} again, or set encoding=ids if its tokens have no bytes"
-    try:
-        if cfg.encoding == "ids":
-            words = []
-        elif cfg.encoding == "gpt2":
-            cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken  # which downloads their ranks on first use
+class Data(NamedTuple):
+    """The data of a run, after all checks."""
 
-            gpt2 = tiktoken.get_encoding("gpt2")
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
-        elif cfg.encoding == "bpe":
-            merges = json.loads((folder / MERGES).read_text())
-            words += [bytes.fromhex(merged) for merged in merges]
-            differ = b"" not in words and len({*words}) == len(words)
-            if not differ or len(words) < cfg.bos:
-                raise ValueError(f"{MERGES} is not of these shards")
-    except Exception as error:  # of tiktoken, of the network, of a damaged file
-        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-        lacking = f"no bytes for {cfg.encoding} tokens ({first_line})"
-        raise UserError(f"{lacking}: {cure}") from None
-    return words[: cfg.bos]
+    folder: Path
+    train: TokenStream
+    val: TokenStream
+    words: list[bytes]  # bytes of every token id (see token_bytes)
+    shards: dict[str, dict]  # size and hash of each shard (see check_tokens)
+
+
+def open_data(cfg: Config, say: Callable) -> Data:
+    """Return the Data of a run. Raise UserError if some of it is missing or wrong."""
+    folder = data_folder(cfg, say)
+    stream = TokenStream(folder, "train", cfg.bos, cfg.passes, cfg.seed)
+    val_stream = TokenStream(folder, "val", cfg.bos)
+    shards = check_tokens(cfg, stream, val_stream)
+    return Data(folder, stream, val_stream, token_bytes(cfg, folder), shards)
+
+
+def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
+    """Return size and hash of every shard that the run will read.
+
+    Raise UserError if tokens are missing, or cannot be from the tokenizer of the config."""
+    for split in (stream, val_stream):
+        if not np.any(split.shards[0] == cfg.bos):
+            raise wrong_tokens(cfg, split.paths[0], f"no document begins with bos={cfg.bos}")
+    if len(val_stream) <= cfg.val_tokens:
+        found = f"{val_stream.paths[0].parent} holds {len(val_stream):,} validation tokens"
+        raise UserError(f"{found}, {cfg.val_tokens + 1:,} are needed: lower --set val_tokens=")
+    end = cursor_after(cfg, stream, cfg.steps)
+    return shards_until(cfg, stream, end) | shards_until(cfg, val_stream, cfg.val_tokens)
+
+
+def wrong_tokens(cfg: Config, path: Path, problem: str) -> UserError:
+    """Return the error for a shard that is not in the encoding of the config."""
+    fix = "set encoding (ids for your own tokenizer), vocab, real_tokens and bos, or tokenize again"
+    return UserError(f"{path}: {problem}, so its encoding is not {cfg.encoding}: {fix}")
 
 
 def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
-    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
+    """Return the cursor after `steps` steps. Raise UserError if there are too few tokens."""
     cursor = 0
     for step in range(steps):
         stage = cfg.stages[schedule(cfg).stage[step]]
         try:
             _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
-                stream.shard_at(cursor)  # holds the last target
+                stream.shard_at(cursor)  # has the last target
         except UserError:
-            last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
-            cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
-            raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
-    # The loader shall find them again inside the clock, which counts all work on data.
+            found = f"{stream.paths[0].parent}: {len(stream):,} training tokens"
+            fix = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
+            raise UserError(f"{found} last for {step} of {cfg.steps} steps: {fix}") from None
+    # The clock counts all work on data, so the loader must find documents and rows again.
     stream.documents.cache_clear()
     stream.rows.cache_clear()
     return cursor
 
 
-def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
-    """Size and hash of every shard that the run will read; all tokens must be there and known."""
-    for split in (stream, val_stream):
-        begins = np.any(split.shards[0] == cfg.bos)
-        none = f"{split.paths[0]}: no document begins with bos={cfg.bos}"
-        need(begins, f"{none}: {other_tokens(cfg)}")
-    count = len(val_stream)
-    few = f"holds {count:,} validation tokens, {cfg.val_tokens + 1:,} are needed"
-    folder = val_stream.paths[0].parent
-    need(count > cfg.val_tokens, f"{folder} {few}: lower --set val_tokens=")
-    end = cursor_after(cfg, stream, cfg.steps)
-    return shards_until(cfg, stream, end) | shards_until(cfg, val_stream, cfg.val_tokens)
-
-
-def other_tokens(cfg: Config) -> str:
-    """What is wrong with tokens that cannot be those of the config, and what to set."""
-    settings = "set encoding (ids: of your own tokenizer), vocab, real_tokens and bos"
-    return f"not made with {cfg.encoding}: {settings}, or tokenize it again"
-
-
 def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
-    """File name -> size and hash of the shards that are read before the cursor `end`; UserError if
-    one of their ids is none of the vocabulary."""
+    """Return file name -> size and hash of each shard that is read before the cursor `end`.
+
+    Raise UserError if one has an id beyond the vocabulary."""
     last, _ = stream.shard_at(min(end, len(stream) - 1))
     facts = {}
     for path, tokens in zip(stream.paths, stream.shards[: last + 1], strict=False):
         largest = tokens.max()
-        unknown = f"{path}: token id {largest} >= {cfg.real_tokens}"
-        need(largest < cfg.real_tokens, f"{unknown}: {other_tokens(cfg)}")
+        if largest >= cfg.real_tokens:
+            raise wrong_tokens(cfg, path, f"token id {largest} >= {cfg.real_tokens}")
         with open(path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         facts[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
     return facts
 
 
-HASHES = "hashes.json"  # beside shards of FineWeb, by data/cached_fineweb10B.py: their SHA-256
-
-
 def provenance(folder: Path, shards: dict[str, dict]) -> str:
-    """Whether `shards` in `folder`, as check_tokens describes them, are as published: "verified" if
-    all of them have the hashes that were stored when they were downloaded, else "unverified"."""
+    """Return "verified" if all `shards` (see check_tokens) have the hashes from their download.
+
+    Otherwise, or if no hashes were stored, return "unverified"."""
     try:
         published = json.loads((folder / HASHES).read_text())["sha256"]
         same = [published[name] == facts["sha256"] for name, facts in shards.items()]
-    except (OSError, ValueError, LookupError, TypeError):  # of a missing or damaged file
+    except (OSError, ValueError, LookupError, TypeError):  # the file is missing or damaged
         return "unverified"
     return "verified" if all(same) else "unverified"
 
 
-@contextlib.contextmanager
-def children_end_first() -> Iterator:
-    """Within this context, SIGINT, SIGHUP and SIGTERM raise SystemExit before they end the process,
-    so that subprocess.run ends its child. Signals that are handled or ignored stay as they are."""
-    received = []
+def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
+    """Return the bytes of every id before BOS; an empty list for encoding=ids.
 
-    def receive(number, frame):
-        received.append(number)
-        raise SystemExit
-
-    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-    unhandled = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():  # only that can set handlers
-        unhandled = []
-    for number in unhandled:
-        signal.signal(number, receive)
+    Raise UserError if GPT-2's cannot be loaded, or if the merges in `folder` do not fit."""
+    words = [bytes([i]) for i in range(256)]
+    fix = f"make the data in {folder} again, or set encoding=ids if its tokens have no bytes"
     try:
-        yield
-    finally:
-        for number in unhandled:
-            signal.signal(number, signal.SIG_DFL)
-        for number in received:
-            signal.raise_signal(number)
+        if cfg.encoding == "ids":
+            words = []
+        elif cfg.encoding == "gpt2":
+            fix = "pip install -r requirements.txt, and connect to the network once"
+            import tiktoken  # downloads its file of tokens on first use
 
-
-LESS_TEXT = "use less text, or make the tokens on a machine with more memory"
-LESS_TEXT += " (data/tokenize_text.py TEXT --out DIR) and name DIR as --data"
-
-
-def run_tool(name: str, *args) -> str:
-    """Run data/`name` in a process of its own, since the tools import this file, and return its
-    stdout. UserError if the tool is missing or was killed. If it failed, the message is empty: the
-    tool has printed why."""
-    tool = Path(__file__).resolve().parent / "data" / name
-    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
-    with children_end_first():
-        done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
-    killed = f"data/{name} was killed (signal {-done.returncode})"
-    if done.returncode == -signal.SIGKILL:
-        killed += f", probably for lack of memory: {LESS_TEXT}"
-    need(done.returncode >= 0, killed)
-    need(done.returncode == 0, "")
-    return done.stdout
-
-
-def can_write(folder: Path) -> bool:
-    """Whether files can be written to `folder`, or the folder can be made if it does not exist."""
-    places = folder, *folder.parents
-    existing = next(place for place in places if os.path.exists(place))
-    return os.path.isdir(existing) and os.access(existing, os.W_OK)
-
-
-def user_cache() -> Path | None:
-    """The cache folder: in $XDG_CACHE_HOME if that is set, else in ~/.cache. For a user without a
-    home, a folder in the directory for temporary files; None if other users have access to it."""
-    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if place != "~/.cache":
-        return Path(place, "train_gpt")
-    user = os.getuid()
-    with contextlib.suppress(OSError):
-        folder = Path(tempfile.gettempdir(), f"train_gpt-{user}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        is_private = found.st_uid == user and stat.S_IMODE(found.st_mode) & 0o077 == 0
-        if stat.S_ISDIR(found.st_mode) and is_private:
-            return folder
-    return None
-
-
-def demo_folder() -> Path:
-    """The folder of the demo corpus: beside this file, or in the user's cache if this file is in a
-    read-only folder."""
-    folders = [Path(__file__).resolve().parent / PRESETS["tiny"].data]
-    if cache := user_cache():
-        folders.append(cache / "builtin")
-    found = (folder for folder in folders if os.path.exists(folder) or can_write(folder))
-    return next(found, folders[0])
-
-
-def data_place(data: str) -> Path:
-    """The folder or text `data`, under the current folder or beside this file. See demo_folder for
-    the demo corpus."""
-    here = Path(os.path.expanduser(data))
-    if not here.exists() and data == PRESETS["tiny"].data:
-        return demo_folder()
-    return here if here.exists() else Path(__file__).resolve().parent / data
-
-
-def fitted(texts: list[str], val: list[str], names: list, given: list[str]) -> tuple:
-    """Make tokens of `texts`, and of those for validation, unless this is one folder of shards.
-    Returns the first preset, or run, of `names` for which there is enough text, what to --set
-    besides what is `given`, and what validation is on."""
-    paths = [data_place(text) for text in texts]
-    folder = paths[0]
-    has_shards = any(folder.glob("*.bin"))
-    if has_shards and not (folder / DESCRIPTION).exists():
-        need(not val, f"{folder} has shards for validation: --val goes with a text")
-        return names[0], [f"data={folder.resolve()}"], "its shards"
-    apart = ["--val", *map(data_place, val)] if val else []
-    printed = run_tool("tokenize_text.py", *paths, *apart, "--for", *names, "--set", *given)
-    last_line = printed.splitlines()[-1]  # a sitecustomize may print others
-    name, settings, validation = json.loads(last_line)
-    return name, settings, validation
-
-
-def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Where the shards are, of one data set; the demo corpus is made on first use."""
-    folder = data_place(cfg.data)
-    if folder.resolve() == demo_folder().resolve():
-        files = "*_train_*.bin", "*_val_*.bin", MERGES
-        if not all(any(folder.glob(name)) for name in files):
-            need(can_write(folder), f"{folder} cannot be written for the demo corpus: name a text")
-            say(f"making the demo corpus in {folder}")
-            run_tool("builtin_corpus.py", folder)
-    cure = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
-    if cfg.data == Config.data:
-        cure = "run data/cached_fineweb10B.py, or name one"
-    need(folder.is_dir(), f"no folder {folder}: {cure}")
-    shard_name = re.compile(r"([^.].*)_(train|val)_\d+\.bin")
-    shards = [shard for shard in map(shard_name.fullmatch, os.listdir(folder)) if shard]
-    sets = sorted({shard[1] for shard in shards})
-    several = f"{folder} holds several data sets ({', '.join(sets)})"
-    need(len(sets) < 2, f"{several}: give each its own folder")
-    return folder
-
-
-class Data(NamedTuple):
-    """The data of a run, all of it checked."""
-
-    folder: Path
-    train: TokenStream
-    val: TokenStream
-    words: list[bytes]  # what ids stand for, see token_bytes
-    shards: dict[str, dict]  # see check_tokens
-
-
-def open_data(cfg: Config, say: Callable) -> Data:
-    """The Data that a run reads; UserError if not all of it is there."""
-    folder = data_folder(cfg, say)
-    stream = TokenStream(folder, "train", cfg.bos, cfg.passes, cfg.seed)
-    val_stream = TokenStream(folder, "val", cfg.bos)
-    shards = check_tokens(cfg, stream, val_stream)
-    words = token_bytes(cfg, folder)
-    return Data(folder, stream, val_stream, words, shards)
+            gpt2 = tiktoken.get_encoding("gpt2")
+            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+        elif cfg.encoding == "bpe":
+            merges = json.loads((folder / MERGES).read_text())
+            words += [bytes.fromhex(merged) for merged in merges]
+            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+                raise ValueError(f"{MERGES} does not belong to these shards")
+    except Exception as error:  # from tiktoken, the network or a damaged file
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"no bytes for {cfg.encoding} tokens ({first_line}): {fix}") from None
+    return words[: cfg.bos]
 
 
 # ================================================================================================
@@ -5471,6 +5354,141 @@ def unknown_key(key: str, fields: dict) -> str:
 
 
 PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
+
+
+# ---- Data folders: where shards are, and the tools that make them --------------------------------
+
+# Next to shards of a text or of another tokenizer: encoding, real_tokens and bos, in JSON.
+# data/tokenize_text.py writes it, and returns them as settings.
+DESCRIPTION = "dataset.json"
+
+
+def fitted(texts: list[str], val: list[str], names: list, given: list[str]) -> tuple:
+    """Return (preset or run, settings, description of the validation data) for `texts`.
+
+    Tokenizes them, and `val` if it has texts, unless `texts` is one folder of shards. The preset or
+    run is the first of `names` with enough text; the settings add to those `given`."""
+    paths = [data_place(text) for text in texts]
+    folder = paths[0]
+    has_shards = any(folder.glob("*.bin"))
+    if has_shards and not (folder / DESCRIPTION).exists():
+        need(not val, f"{folder} has shards for validation: --val goes with a text")
+        return names[0], [f"data={folder.resolve()}"], "its shards"
+    apart = ["--val", *map(data_place, val)] if val else []
+    printed = run_tool("tokenize_text.py", *paths, *apart, "--for", *names, "--set", *given)
+    last_line = printed.splitlines()[-1]  # a sitecustomize may print others
+    name, settings, validation = json.loads(last_line)
+    return name, settings, validation
+
+
+def data_folder(cfg: Config, say: Callable = print) -> Path:
+    """Return the folder of the run's shards; make the demo corpus if that is missing."""
+    folder = data_place(cfg.data)
+    if folder.resolve() == demo_folder().resolve():
+        files = "*_train_*.bin", "*_val_*.bin", MERGES
+        if not all(any(folder.glob(name)) for name in files):
+            need(can_write(folder), f"{folder} cannot be written for the demo corpus: name a text")
+            say(f"making the demo corpus in {folder}")
+            run_tool("builtin_corpus.py", folder)
+    fix = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
+    if cfg.data == Config.data:
+        fix = "run data/cached_fineweb10B.py, or name one"
+    need(folder.is_dir(), f"no folder {folder}: {fix}")
+    shards = filter(None, map(SHARD_NAME.fullmatch, os.listdir(folder)))
+    sets = sorted({shard[1] for shard in shards})
+    several = f"{folder} holds several data sets ({', '.join(sets)})"
+    need(len(sets) < 2, f"{several}: give each its own folder")
+    return folder
+
+
+def data_place(data: str) -> Path:
+    """Return the folder or text `data`: in the current folder or next to this file.
+
+    The demo corpus may also be in the cache (see demo_folder)."""
+    here = Path(os.path.expanduser(data))
+    if not here.exists() and data == PRESETS["tiny"].data:
+        return demo_folder()
+    return here if here.exists() else Path(__file__).resolve().parent / data
+
+
+def demo_folder() -> Path:
+    """Return the folder of the demo corpus: next to this file or, if read-only, in the cache."""
+    folders = [Path(__file__).resolve().parent / PRESETS["tiny"].data]
+    if cache := user_cache():
+        folders.append(cache / "builtin")
+    found = (folder for folder in folders if os.path.exists(folder) or can_write(folder))
+    return next(found, folders[0])
+
+
+def can_write(folder: Path) -> bool:
+    """Return whether files can be written to `folder`, which need not exist yet."""
+    existing = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK)
+
+
+def user_cache() -> Path | None:
+    """Return the cache folder, in $XDG_CACHE_HOME or ~/.cache.
+
+    For a user without a home, it is a temporary folder; None if others can access that."""
+    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if place != "~/.cache":
+        return Path(place, "train_gpt")
+    folder = Path(tempfile.gettempdir(), f"train_gpt-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_private = found.st_uid == os.getuid() and found.st_mode & 0o077 == 0
+    return folder if is_private and stat.S_ISDIR(found.st_mode) else None
+
+
+LESS_TEXT = "use less text, or make the tokens on a machine with more memory"
+LESS_TEXT += " (data/tokenize_text.py TEXT --out DIR) and name DIR as --data"
+
+
+def run_tool(name: str, *args) -> str:
+    """Run data/`name` in another process, since the tools import this file; return its stdout.
+
+    Raise UserError if it is missing or was killed. If it fails, it prints the reason itself, so the
+    error has no message."""
+    tool = Path(__file__).resolve().parent / "data" / name
+    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+    with children_end_first():
+        done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
+    killed = f"data/{name} was killed (signal {-done.returncode})"
+    if done.returncode == -signal.SIGKILL:
+        killed += f", probably for lack of memory: {LESS_TEXT}"
+    need(done.returncode >= 0, killed)
+    need(done.returncode == 0, "")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def children_end_first() -> Iterator:
+    """Make signals that would end this process end a child in subprocess.run before.
+
+    Within this context SIGINT, SIGHUP and SIGTERM raise SystemExit, unless they are handled or
+    ignored; after it they take effect."""
+    received = []
+
+    def receive(number, frame):
+        received.append(number)
+        raise SystemExit
+
+    numbers = [signal.SIGINT, signal.SIGHUP, signal.SIGTERM]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # only the main thread can set handlers
+    unhandled = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
+        for number in received:
+            signal.raise_signal(number)
 
 
 # ---- Command line ------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ LATER = {
     "train": {"prepare", "set_handlers", "demonstrate"},
     "abstract_requested": {"abstract"},
     "abstract_looked_up": {"abstract"},
+    "open_data": {"data_folder"},
     "prepare": {"checked_kernels", "compile_all", "start_copies", "start_state", "warm_up"},
     "counted_programs": {"PLAIN", "pick_kernels", "programs"},
     "model_bytes": {"PLAIN", "Program", "pick_kernels"},

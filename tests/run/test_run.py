@@ -501,7 +501,9 @@ def test_a_validation_shard_that_is_cut_under_the_run_ends_it(shards, tmp_path, 
         if line.startswith("step:1/"):
             os.truncate(shard, T.HEADER_BYTES + 2 * tokens)
 
-    with pytest.raises(T.UserError, match=f"{shard} is no whole token shard .{tokens} tokens foll"):
+    with pytest.raises(
+        T.UserError, match=f"{shard} is not a complete token shard .{tokens} tokens foll"
+    ):
         trained(replace(CFG, checkpoint_every=0), tmp_path / "logs", data, say=say)
     assert facts(next((tmp_path / "logs").iterdir()))["finished"] is False
 
