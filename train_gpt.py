@@ -1335,7 +1335,7 @@ class Layer:
     xsa: bool = False  # removes each head's output component along its own value (record 82)
     gated: bool = False  # multiplies each head's output by a gate (record 85)
     x0: bool = False  # adds the token embedding, through a gate
-    ngram: bool = False  # adds the n-gram vector, through a gate; in layer 0 before anything else
+    ngram: bool = False  # adds the n-gram vector, through a gate; layer 0 adds it first
     skip: int = 0  # adds the output from this many layers back, through a gate; 0 disables it
     reads: int = 0  # attention reads the output from this many layers back; 0 reads the stream
     looks: bool = False  # from this layer on, gates are computed from the stream, not embeddings
@@ -1352,7 +1352,7 @@ class Stage:
     row_tokens: Positive[int]  # sequence length
     doc_cap: int  # maximum document length; 0 ignores document boundaries when cutting rows
     windows: Positive[tuple[int, int]]  # attention windows of short and long layers
-    lr_factor: float = 1.0
+    lr_factor: float = 1.0  # factor on learning rates
     # Loss weights for predicting the next token, the one after it, and so on. They change linearly
     # from `weights` at the start of the stage to `weights_end` at its end.
     weights: tuple[float, ...] = (1.0,)
@@ -1371,12 +1371,12 @@ class Stage:
 class Config:
     """Every setting of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
 
-    The defaults are record 92, except for the n-gram table: it hashes normalised ids (pull request
-    375), so there are fewer distinct n-grams, and has half as many rows. Published results say that
-    one makes up for the other. The record itself: ngram_rows=84602880 ngram_ids=raw."""
+    The defaults are record 92, except that the n-gram table hashes normalised ids (pull request
+    375) and has half the rows: published results say that fewer distinct n-grams make up for that.
+    The record's own values: ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
-    without: str = ""  # comma-separated names from IDEAS to disable; "all" disables all of them
+    without: str = ""  # names from IDEAS to disable, separated by commas; "all" disables all
     # ---- The recipe: settings that determine the loss ----
     seed: int = 0
     # Model. Layers are counted from 0.
@@ -1422,9 +1422,10 @@ class Config:
     mudd_width: Positive[int] = 64  # hidden width of the MLPs that compute MUDD weights
     rope_base: Positive[float] = 1024.0
     attn_scales: tuple[float, float] = (0.13, 0.085)  # initial scale of q k^T: short, long layers
-    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); zeros: z
+    # a, b, c: a logit z becomes a * sigmoid((z + b) / c). Three zeros disable this.
+    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)
     pointer_width: int = 0  # query/key width of the copy pointer (pointer_chances); 0 disables
-    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # block sizes: training, validation
+    pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # activations and the n-gram table
     # Schedule. Batch, windows and document length grow; at the end the batch shrinks again.
     start: str = ""  # checkpoint with the initial parameters; "" means random initialization
@@ -1450,37 +1451,37 @@ class Config:
     attention_cap: Positive[int] = 2560  # training: longer documents are split for attention
     tied: float = 1.0  # fraction of the schedule with head and embedding tied; 0 means never
     cooldown: float = 0.8  # final fraction of the schedule with a linearly falling learning rate
-    lr_floor: float = 0.3  # factor on learning rates at its end; weight averaging does the rest
+    lr_floor: float = 0.3  # factor on learning rates after the cooldown; averaging does the rest
     # Optimizers. param_table has the factors for each parameter.
     muon: bool = True  # orthogonalizes updates of matrices; False only scales them (as_large)
-    lr_anvil: float = 0.023
+    lr_anvil: float = 0.023  # base learning rate of ANVIL
     decay_anvil: float = 2.25  # each step removes lr * lr * decay_anvil * Param.scale of a weight
     momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (see momentum_at)
-    momentum_warmup: Positive[int] = 240  # first steps, in which momentum rises
-    momentum_cooldown: int = 50  # last steps, in which it falls again
+    momentum_warmup: Positive[int] = 240  # number of steps at the start over which momentum rises
+    momentum_cooldown: int = 50  # number of steps at the end over which momentum falls
     rails_step: int = 514  # from here on, updates combine a fast and a slow average (see two_rails)
     rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta of the fast average, and its weight
-    slow_rate: float = 0.02  # 1 - beta of the slow average; 0 disables it
+    slow_rate: float = 0.02  # 1 - beta of the slow average, with the remaining weight; 0 disables
     equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
     cautious: bool = True  # weight decay only where the update, too, shrinks the weight
-    lr_adam: float = 0.008
+    lr_adam: float = 0.008  # base learning rate of Adam
     decay_adam: float = 0.005  # each step removes lr * lr * decay_adam of a weight
     adam_eps: Positive[float] = 1e-10
     # Adam betas of mixing weights; Adam betas of gates and other scalars.
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: Positive[int] = 2  # steps whose gradients are summed for one Adam update
-    table_every: tuple[int, int] = (2, 4)  # same for n-gram and value tables: at first, later
-    table_change: int = 336  # step at which the second number of table_every takes over
+    adam_every: Positive[int] = 2  # steps per Adam update, which sums their gradients
+    table_every: tuple[int, int] = (2, 4)  # steps per update of tables: at first, later
+    table_change: int = 336  # step from which the second number of table_every applies
     tail: int = 298  # last steps over which head, embedding and matrices are averaged; 0 disables
-    tail_average: int = 250  # same for value tables, and a second average of v, o and MLPs
+    tail_average: int = 250  # last steps for value tables, and for a second average of v, o, MLPs
     # Validation: on the first val_tokens of the validation split, each predicted once.
     val_tokens: Positive[int] = 10_485_760
     val_every: int = 0  # steps between validations; 0 means only at the end
-    val_batch: Positive[int] = 2_097_152
-    val_row: Positive[int] = 262_144
-    val_windows: Positive[tuple[int, int]] = (768, 2560)
+    val_batch: Positive[int] = 2_097_152  # tokens per validation batch
+    val_row: Positive[int] = 262_144  # tokens per validation row
+    val_windows: Positive[tuple[int, int]] = (768, 2560)  # of short and long layers
     target: float = 3.28  # loss to reach, in nats per token; 0 disables it
-    data: str = "data/fineweb10B"
+    data: str = "data/fineweb10B"  # folder of token shards
     # ---- The machine: settings that affect only speed and output ----
     devices: Machine[int] = 0  # 0 uses all; with more devices than rows, rows are shortened
     # "auto" uses all kernels that suit the run, except normed_product (8-bit multiplication);
@@ -1512,7 +1513,7 @@ class Config:
         return self.kv_heads not in (0, self.heads)
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """Layers with Layer.`what` set, in the order in which banks, tables and gates have them."""
+        """Layers with Layer.`what` set. Banks, tables and gates are stored in this order."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
@@ -1587,9 +1588,9 @@ LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
 class Hyper(NamedTuple):
-    """Numbers that change from step to step without a new program; float32, sent with each batch.
+    """Numbers that change from step to step, sent with each batch as float32.
 
-    (Numbers that change shapes, such as rows, windows and candidates, are compiled in.)"""
+    Whatever changes array shapes is compiled in instead: rows, windows, number of candidates."""
 
     lr: np.ndarray  # factor on every learning rate
     momentum: np.ndarray  # Nesterov momentum of `anvil`
@@ -1616,9 +1617,9 @@ class Schedule(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Key of a program that computes the gradients of a batch. `str` gives its name, grads0 etc."""
+    """Key of a program that computes gradients; its `str` is the program's name, such as grads0."""
 
-    number: int  # in the order of their first steps
+    number: int  # position in the order in which the run first uses these programs
     stage: int
     candidates: int  # size of the sampled softmax; 0 means the full vocabulary
 
@@ -1627,12 +1628,12 @@ class Gradients(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Key of a program that updates parameters. `str` gives its name, such as tables2-2-2-2."""
+    """Key of a program that updates parameters; its `str` is, for example, tables2-2-2-2."""
 
     kind: str  # updates the parameters with this Param.updated_by
-    steps: int  # number of steps whose gradients it sums
-    tied: bool = False  # adam: head and embedding are one matrix
-    stages: tuple[int, ...] = ()  # tables: the stage of each of these steps, for array sizes
+    steps: int  # number of steps; it sums their gradients
+    tied: bool = False  # head and embedding are one matrix (adam)
+    stages: tuple[int, ...] = ()  # of each of the steps, which determines array sizes (tables)
 
     def __str__(self) -> str:
         tied = "_tied" if self.tied else ""
@@ -1641,7 +1642,7 @@ class Update(NamedTuple):
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """Return the Schedule of a run."""
+    """Return the Schedule of a run, for all its steps."""
     stage = steps_in_stages(cfg).stage
     sampled = in_parts(cfg, "candidates")
     shapes = list(zip(stage.tolist(), sampled.tolist(), strict=True))
@@ -1713,8 +1714,8 @@ def hyper_of_steps(cfg: Config) -> Hyper:
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
     """Return the factor on every learning rate at each step.
 
-    It is the stage's lr_factor until the cooldown, in which it falls linearly to lr_floor. The
-    record does not go lower since it also averages the last weights."""
+    It is the stage's lr_factor until the cooldown, then falls linearly to lr_floor. It need not go
+    lower, since the last weights are averaged."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
@@ -1772,11 +1773,11 @@ def in_parts(cfg: Config, name: str) -> np.ndarray:
     return np.array(entries)
 
 
-# ---- Batches: what a step reads -----------------------------------------------------------------
+# ---- Batches: the input of a step ---------------------------------------------------------------
 
 
 class Aims(NamedTuple):
-    """What a batch predicts: int32 arrays.
+    """Prediction targets of a batch, int32.
 
     Targets and prefixes are ids or, with a sampled softmax, positions in their row's candidates."""
 
@@ -1790,7 +1791,7 @@ class Rows(NamedTuple):
 
     tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
     hashed: jax.Array | None  # uint16 [b, t]: ids as n-gram hashes read them; None without n-grams
-    slots: jax.Array | None  # int32 [b, 2, t]: positions of n-gram rows in what is fetched
+    slots: jax.Array | None  # int32 [b, 2, t]: positions of its n-grams among fetched rows
     aims: Aims
 
 
