@@ -1218,8 +1218,7 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     def validate_after(step: int):
         pause()
         program = functools.partial(compiled["eval"], copies, state["params"].get(NGRAMS))
-        stream, by_id = ready.validation
-        batches = validation_batches(cfg, mesh, step, stream, by_id)
+        batches = validation_batches(cfg, mesh, step, *ready.validation)
         loss, dropped = evaluate(cfg, program, batches)
         is_best = log.validated(step, sound(log, step, loss), dropped)
         if is_best and cfg.keep_best and step > 0:
@@ -1281,49 +1280,48 @@ def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
 # ---- Settings: every number of a run, and the presets ----------------------------------------
 
 Kind = TypeVar("Kind")
-Positive = Annotated[Kind, "positive"]  # above 0, as all numbers in it
-Machine = Annotated[Kind, "machine"]  # of the machine, not the recipe: --resume may --set it
+Positive = Annotated[Kind, "positive"]  # `--set` refuses numbers that are not above 0
+Machine = Annotated[Kind, "machine"]  # about the machine, not the recipe: `--resume` can change it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its attention, what it adds to the stream, how many MLPs follow. The tuple of all
-    layers is the wiring of the model. Gates are numbers for each token, which small MLPs make
-    (coefficients)."""
+    """Wiring of one layer: its attention, the terms it adds to the residual stream, its MLPs.
 
-    attends: str = ""  # with the "short" or the "long" window of the stage; "": no attention
-    paired: bool = False  # two heads attend as one, half as far (pair_heads)
-    narrow: bool = False  # v and the output of a head are half as wide as a head (q, k: heads_of)
-    values: bool = False  # a table of token values of its own, added to v by a gate
-    xsa: bool = False  # the part of a head's output along its own v is taken out (record 82)
-    gated: bool = False  # each head's output times a gate (record 85)
-    x0: bool = False  # the embedding is added, by a gate
-    ngram: bool = False  # the n-gram vector is added, by a gate; by layer 0 before all else
-    skip: int = 0  # the output of the layer so many before is added, by a gate; 0: of none
-    reads: int = 0  # attention reads the output of the layer so many before; 0: the stream
-    looks: bool = False  # from here on gates come from the stream; before, from the embedding
-    mudd: bool = False  # of the last layer alone: each token weights what it adds (mudd_layer)
-    mlps: int = 1  # side by side, on the same input
+    Gates are per-token factors computed by small MLPs (see `coefficients`)."""
+
+    attends: str = ""  # "short" or "long": which window of the stage; "" for no attention
+    paired: bool = False  # two heads attend as one, over half the window (see pair_heads)
+    narrow: bool = False  # values and outputs of a head have half the head's width
+    values: bool = False  # adds this layer's table of token values to v, through a gate
+    xsa: bool = False  # removes each head's output component along its own value (record 82)
+    gated: bool = False  # multiplies each head's output by a gate (record 85)
+    x0: bool = False  # adds the token embedding, through a gate
+    ngram: bool = False  # adds the n-gram vector, through a gate; layer 0 adds it first
+    skip: int = 0  # adds the output from this many layers back, through a gate; 0 disables it
+    reads: int = 0  # attention reads the output from this many layers back; 0 reads the stream
+    looks: bool = False  # from this layer on, gates are computed from the stream, not embeddings
+    mudd: bool = False  # last layer only: per-token weights for each term it adds (see mudd_layer)
+    mlps: int = 1  # number of parallel MLPs
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the run with one shape of batch; all sizes in tokens."""
+    """A phase of training with one batch shape. All sizes are in tokens."""
 
-    share: float  # of the scheduled steps; 0, for the last stage alone: it has Config.extension
-    batch_tokens: Positive[int]  # per step, over all devices
-    row_tokens: Positive[int]  # length of a row
-    doc_cap: int  # documents are cut at this length; 0: rows are cut from the plain stream
-    windows: Positive[tuple[int, int]]  # short, long: how many tokens before itself a token sees
-    lr_factor: float = 1.0
-    # Weights of the losses on the next token, the one after it, ...: at the beginning of the stage,
-    # and at its end. Between they change linearly.
+    share: float  # fraction of the schedule; 0 for a final stage of Config.extension steps
+    batch_tokens: Positive[int]  # global batch size per step
+    row_tokens: Positive[int]  # sequence length
+    doc_cap: int  # maximum document length; 0 ignores document boundaries when cutting rows
+    windows: Positive[tuple[int, int]]  # attention windows of short and long layers
+    lr_factor: float = 1.0  # factor on learning rates
+    # Loss weights for predicting the next token, the one after it, and so on. They change linearly
+    # from `weights` at the start of the stage to `weights_end` at its end.
     weights: tuple[float, ...] = (1.0,)
     weights_end: tuple[float, ...] = (1.0,)
-    # Each entry of these two holds for an equal part of the stage. " interact" is the prefix of the
-    # token " interaction", and predicted for a small part of the loss.
-    prefix: tuple[float, ...] = (0.0,)  # weight of the loss on the next token's prefix, a token
-    candidates: tuple[int, ...] = (0,)  # ids that a row's softmax runs over; 0: the vocabulary
+    # The stage is split into equal parts, one per entry of these two fields.
+    prefix: tuple[float, ...] = (0.0,)  # loss weight for the next token's prefix token (record 88)
+    candidates: tuple[int, ...] = (0,)  # size of the sampled softmax; 0 uses the full vocabulary
 
     @property
     def rows(self) -> int:
@@ -1333,139 +1331,137 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Every number of a run. A preset is one of these; `--set KEY=VALUE` replaces fields. The
-    defaults are record 92, but for normalised ids in the hashes of n-grams (pull request 375).
-    Fewer n-grams are different then: by published figures that makes up for half of the table. The
-    record's own: ngram_rows=84602880, ngram_ids=raw."""
+    """Every setting of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
+
+    The defaults are record 92, except that the n-gram table hashes normalised ids (pull request
+    375) and has half the rows: published results say that fewer distinct n-grams make up for that.
+    The record's own values: ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
-    without: str = ""  # ideas that are left out, see IDEAS; "all": all
-    # ---- The recipe: what decides the loss ----
+    without: str = ""  # names from IDEAS to disable, separated by commas; "all" disables all
+    # ---- The recipe: settings that determine the loss ----
     seed: int = 0
-    # model; layers are counted from 0
-    layers: tuple[Layer, ...] = (  # seven of eleven attend (record 92)
+    # Model. Layers are counted from 0.
+    layers: tuple[Layer, ...] = (  # seven of eleven have attention (record 92)
         Layer("short", paired=True, x0=True, ngram=True),
         Layer("short", narrow=True, values=True, xsa=True, x0=True, ngram=True),
         Layer("short", paired=True, values=True, x0=True),
         Layer("long", xsa=True, gated=True),
         Layer(x0=True, ngram=True, looks=True),
         Layer("short", paired=True, x0=True, ngram=True),
-        Layer(skip=3),  # the output of layer 3
-        Layer(x0=True, mlps=0),  # only adds the embedding, for layer 10 to read
+        Layer(skip=3),  # adds the output of layer 3
+        Layer(x0=True, mlps=0),  # only adds the embedding; layer 10 reads the result
         Layer("short", narrow=True, values=True, mlps=2),
         Layer(ngram=True),
-        Layer("long", values=True, gated=True, reads=3, mudd=True),  # the output of layer 7
+        Layer("long", values=True, gated=True, reads=3, mudd=True),  # reads the output of layer 7
     )
     width: Positive[int] = 768
     heads: Positive[int] = 6
-    kv_heads: int = 0  # of keys and values, which queries share in groups; 0: as many
+    kv_heads: int = 0  # key/value heads, shared by groups of query heads; 0 means one per head
     mlp_width: Positive[int] = 2816  # 11/3 of the width
     vocab: int = 50304  # rows of the embedding table: real_tokens padded to a multiple of 128
-    real_tokens: int = 50257  # ids at or above this are refused
-    bos: int = 50256  # stands before every document; attention does not cross it
-    # bpe: with merges beside the data. ids: of your own tokenizer; they have no bytes, so there are
-    # no prefixes, n-grams hash ids as they are, and no text is sampled.
+    real_tokens: int = 50257  # size of the tokenizer's vocabulary; larger ids are refused
+    bos: int = 50256  # id of the token that starts each document
+    # Tokenizer. "bpe" needs its merges next to the shards. "ids" is any other tokenizer: token
+    # bytes are unknown, so prefixes, normalised n-grams and text samples are unavailable.
     encoding: Literal["gpt2", "bytes", "bpe", "ids"] = "gpt2"
-    ngram_rows: int = 42_301_440  # of the hash table: half for bigrams, half for trigrams
-    ngram_ids: Literal["normalised", "raw"] = "normalised"  # hashed ones: less case and accents
-    ngram_drop: float = 0.0  # dropout: share of the looked-up rows that training sets to zero
-    sign_rows: int = 8192  # rows of random signs that tell apart n-grams of one hash
-    documents: bool = True  # attention stays inside a document
-    still: bool = True  # half of a head's dimensions do not rotate; short layers go without them
-    qk_norm: bool = True  # queries and keys are normed
-    key_offset: bool = True  # long layers match keys of the token before, see key_offset
-    qk_heads: int = 2  # heads whose q (or k) are one matrix for ANVIL; 0: all heads
-    o_start: float = 1.0  # size of output projections at the start, relative to those of values
-    down_start: float = 0.0  # and of the down-projections of MLPs, relative to those up
-    squared_relu: bool = True  # of MLPs; else GELU
-    smear: bool = True  # a little of the token before is added to each embedding
-    lambdas: bool = True  # learned weights on q, k and v, on o, and on what each layer adds
-    value_gates: bool = True  # how much of the value tables a head takes
-    gate_width: int = 64  # hidden units of the MLPs that make gates; 0: gates are learned numbers
-    mudd_width: Positive[int] = 64  # of those that make the weights of MUDD
+    ngram_rows: int = 42_301_440  # rows of the hash table, half for bigrams; 0 disables n-grams
+    ngram_ids: Literal["normalised", "raw"] = "normalised"  # "normalised" ignores case, accents
+    ngram_drop: float = 0.0  # dropout: fraction of looked-up n-gram rows that training sets to 0
+    sign_rows: int = 8192  # rows of random signs to tell colliding n-grams apart; 0 disables them
+    documents: bool = True  # attention does not cross document boundaries
+    still: bool = True  # half of a head's dimensions do not rotate; short layers leave them out
+    qk_norm: bool = True  # normalizes queries and keys
+    key_offset: bool = True  # long layers match keys of the previous token (see key_offset)
+    qk_heads: int = 2  # heads per matrix of qk_bank, which ANVIL updates separately; 0 means all
+    o_start: float = 1.0  # initial scale of attention output projections, relative to values
+    down_start: float = 0.0  # initial scale of MLP down-projections, relative to up-projections
+    squared_relu: bool = True  # MLP activation; False means GELU
+    smear: bool = True  # adds a gated part of the previous token's embedding to each embedding
+    lambdas: bool = True  # learned factors on q, k, v, o and on the terms that a layer adds
+    value_gates: bool = True  # per-head gates on the value tables
+    gate_width: int = 64  # hidden width of gate MLPs; with 0, gates are learned constants
+    mudd_width: Positive[int] = 64  # hidden width of the MLPs that compute MUDD weights
     rope_base: Positive[float] = 1024.0
-    attn_scales: tuple[float, float] = (0.13, 0.085)  # of q k^T at first: short layers, long ones
-    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)  # a * sigmoid((z + b) / c); 0,0,0: z
-    pointer_width: int = 0  # of queries and keys of the copy pointer, see pointer_chances; 0: none
+    attn_scales: tuple[float, float] = (0.13, 0.085)  # initial scale of q k^T: short, long layers
+    # a, b, c: a logit z becomes a * sigmoid((z + b) / c). Three zeros disable this.
+    logit_cap: tuple[float, float, float] = (23.0, 5.0, 7.5)
+    pointer_width: int = 0  # query/key width of the copy pointer (pointer_chances); 0 disables
     pointer_reach: Positive[tuple[int, int]] = (2048, 8192)  # its blocks: training, validation
-    # of activations, matmuls and the n-gram table
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    # schedule: batch, windows and document length grow, at the end the batch shrinks again
-    start: str = ""  # a checkpoint, with whose parameters the run starts, in place of random ones
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # activations and the n-gram table
+    # Schedule. Batch, windows and document length grow; at the end the batch shrinks again.
+    start: str = ""  # checkpoint with the initial parameters; "" means random initialization
     steps: Positive[int] = 1194
-    extension: int = 20  # of these, after the schedule: at the lowest rate, with wider windows
+    extension: int = 20  # final steps after the schedule: lowest learning rate, widest windows
     # fmt: off
-    stages: tuple[Stage, ...] = (
-        #     share       batch    row     cap  windows     lr: about the root of the batch's growth
-        #     loss weights: of the next tokens, from and to; of the prefix; candidates
-        Stage(320 / 1174, 131_072, 16_384, 896, (128, 384), 1.0,
-              (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), (0.25,), (10_240,)),
-        Stage(361 / 1174, 262_144, 32_768, 2048, (384, 896), 1.52,
-              (1.0, 0.5), (1.0, 0.0), (0.2, 0.15, 0.1, 0.05), (10_240,)),
-        Stage(426 / 1174, 393_216, 49_152, 3072, (640, 1408), 1.73,
-              candidates=(14_336, 14_336, 24_576)),
-        Stage(67 / 1174, 327_680, 40_960, 3072, (640, 1408), 1.73 * math.sqrt(327_680 / 393_216)),
-        Stage(0.0, 131_072, 16_384, 3072, (768, 1664)),
+    stages: tuple[Stage, ...] = (  # lr_factor grows about as the square root of the batch
+        Stage(share=320 / 1174, batch_tokens=131_072, row_tokens=16_384, doc_cap=896,
+              windows=(128, 384), lr_factor=1.0, candidates=(10_240,),
+              weights=(1.0, 0.5, 0.25), weights_end=(1.0, 0.5, 0.0), prefix=(0.25,)),
+        Stage(share=361 / 1174, batch_tokens=262_144, row_tokens=32_768, doc_cap=2048,
+              windows=(384, 896), lr_factor=1.52, candidates=(10_240,),
+              weights=(1.0, 0.5), weights_end=(1.0, 0.0), prefix=(0.2, 0.15, 0.1, 0.05)),
+        Stage(share=426 / 1174, batch_tokens=393_216, row_tokens=49_152, doc_cap=3072,
+              windows=(640, 1408), lr_factor=1.73, candidates=(14_336, 14_336, 24_576)),
+        Stage(share=67 / 1174, batch_tokens=327_680, row_tokens=40_960, doc_cap=3072,
+              windows=(640, 1408), lr_factor=1.73 * math.sqrt(327_680 / 393_216)),
+        Stage(share=0.0, batch_tokens=131_072, row_tokens=16_384, doc_cap=3072,
+              windows=(768, 1664)),
     )
     # fmt: on
-    passes: Positive[int] = 1  # times that training tokens may be read; a record reads them once
-    # In training attention does not cross multiples of this, counted from a document's beginning.
-    attention_cap: Positive[int] = 2560
-    tied: float = 1.0  # head and embedding are one matrix for this share of the schedule; 0: never
-    cooldown: float = 0.8  # last share of the schedule, in which the learning rate falls linearly
-    lr_floor: float = 0.3  # to this: averaging the last weights does what lower rates would
-    # optimizers; param_table has the factors of each parameter
-    muon: bool = True  # a matrix's update is orthogonalized; else its direction stays (as_large)
-    lr_anvil: float = 0.023
-    decay_anvil: float = 2.25  # a step takes lr * lr * this * Param.scale of a weight
-    momentum: tuple[float, float] = (0.85, 0.93)  # from, to: Nesterov's, and beta of the average
-    momentum_warmup: Positive[int] = 240  # over this many steps
-    momentum_cooldown: int = 50  # and back, over the last steps
-    # A rail is a moving average of the gradient. From rails_step on an update uses two of them.
-    rails_step: int = 514
-    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta and weight of the fast one
-    slow_rate: float = 0.02  # 1 - beta of the slow one, which has the rest of the weight; 0: none
-    equalize_rate: float = 0.1  # 1 - beta of the mean square of a matrix's rows or columns; 0: none
-    cautious: bool = True  # weights decay only where the update (a slow average of it) shrinks them
-    lr_adam: float = 0.008
-    decay_adam: float = 0.005  # a step takes the share lr * lr * this of a weight
+    passes: Positive[int] = 1  # maximum epochs over the training tokens; records use 1
+    attention_cap: Positive[int] = 2560  # training: longer documents are split for attention
+    tied: float = 1.0  # fraction of the schedule with head and embedding tied; 0 means never
+    cooldown: float = 0.8  # final fraction of the schedule with a linearly falling learning rate
+    lr_floor: float = 0.3  # factor on learning rates after the cooldown; averaging does the rest
+    # Optimizers. param_table has the factors for each parameter.
+    muon: bool = True  # orthogonalizes updates of matrices; False only scales them (as_large)
+    lr_anvil: float = 0.023  # base learning rate of ANVIL
+    decay_anvil: float = 2.25  # each step removes lr * lr * decay_anvil * Param.scale of a weight
+    momentum: tuple[float, float] = (0.85, 0.93)  # lowest and highest value (see momentum_at)
+    momentum_warmup: Positive[int] = 240  # number of steps at the start over which momentum rises
+    momentum_cooldown: int = 50  # number of steps at the end over which momentum falls
+    rails_step: int = 514  # from here on, updates combine a fast and a slow average (see two_rails)
+    rail_fast: tuple[float, float] = (0.85, 0.4385)  # beta of the fast average, and its weight
+    slow_rate: float = 0.02  # 1 - beta of the slow average, with the remaining weight; 0 disables
+    equalize_rate: float = 0.1  # 1 - beta of the mean squares in `equalize`; 0 disables it
+    cautious: bool = True  # weight decay only where the update, too, shrinks the weight
+    lr_adam: float = 0.008  # base learning rate of Adam
+    decay_adam: float = 0.005  # each step removes lr * lr * decay_adam of a weight
     adam_eps: Positive[float] = 1e-10
-    # betas of mixing weights, and of gates and other scalars
+    # Adam betas of mixing weights; Adam betas of gates and other scalars.
     scalar_betas: tuple[tuple[float, float], tuple[float, float]] = ((0.9, 0.95), (0.9, 0.99))
-    adam_every: Positive[int] = 2  # steps whose gradients one Adam step sums; they wait till then
-    # n-gram and value tables: an update sums the gradients of so many steps, before table_change
-    # and from that step on
-    table_every: tuple[int, int] = (2, 4)
-    table_change: int = 336
-    tail: int = 298  # last steps, over which head, embedding and all matrices are averaged
-    tail_average: int = 250  # the same of value tables, and a second average of v, o and MLPs
-    # validation: the first val_tokens of the validation split, each predicted once
+    adam_every: Positive[int] = 2  # steps per Adam update, which sums their gradients
+    table_every: tuple[int, int] = (2, 4)  # steps per update of tables: at first, later
+    table_change: int = 336  # step from which the second number of table_every applies
+    tail: int = 298  # last steps over which head, embedding and matrices are averaged; 0 disables
+    tail_average: int = 250  # last steps for value tables, and for a second average of v, o, MLPs
+    # Validation: on the first val_tokens of the validation split, each predicted once.
     val_tokens: Positive[int] = 10_485_760
-    val_every: int = 0  # steps; 0: only at the end
-    val_batch: Positive[int] = 2_097_152
-    val_row: Positive[int] = 262_144
-    val_windows: Positive[tuple[int, int]] = (768, 2560)
-    target: float = 3.28  # nats per token; 0: none
-    data: str = "data/fineweb10B"
-    # ---- The machine: what decides only the speed, and what a run leaves behind ----
-    devices: Machine[int] = 0  # 0: all that there are; beyond the rows of a batch, rows are cut
-    # Kernels of Part V: `auto` uses all that the devices support, `plain` none, `attend,blend` two.
+    val_every: int = 0  # steps between validations; 0 means only at the end
+    val_batch: Positive[int] = 2_097_152  # tokens per validation batch
+    val_row: Positive[int] = 262_144  # tokens per validation row
+    val_windows: Positive[tuple[int, int]] = (768, 2560)  # of short and long layers
+    target: float = 3.28  # loss to reach, in nats per token; 0 disables it
+    data: str = "data/fineweb10B"  # folder of token shards
+    # ---- The machine: settings that affect only speed and output ----
+    devices: Machine[int] = 0  # 0 uses all; with more devices than rows, rows are shortened
+    # "auto" uses all kernels that suit the run, "plain" none, "attend,blend" only these two.
     kernels: Machine[str] = "auto"
-    sparse_cores: Machine[bool] = True  # of TPUs: they carry data beside other work
-    micro_tokens: Machine[Positive[int]] = 49_152  # a device takes so many at a time; rows are cut
-    rows_at_once: Machine[Positive[int]] = 2**19  # of the n-gram table, that an update takes
-    recompute: Machine[bool] = False  # layers again on the way back; keeps no activations of them
-    # tokens whose logits exist at once; more if the softmax is a sample
-    loss_chunk: Machine[Positive[int]] = 4800
-    # all tokens of a micro-batch at once; auto: if they fit, on TPUs and with kernels on GPUs
+    sparse_cores: Machine[bool] = True  # SparseCores of TPUs move data while other work runs
+    micro_tokens: Machine[Positive[int]] = 49_152  # tokens per micro-batch; longer rows are cut
+    rows_at_once: Machine[Positive[int]] = 2**19  # n-gram rows that an update processes at a time
+    recompute: Machine[bool] = False  # recomputes layers in the backward pass, to save memory
+    loss_chunk: Machine[Positive[int]] = 4800  # tokens per chunk of a full-vocabulary loss
+    # Computes the loss without chunks. "auto": on TPUs and GPUs with kernels, if memory suffices.
     whole_loss: Machine[Literal["auto", "always", "never"]] = "auto"
-    prefetch: Machine[Positive[int]] = 4  # batches that wait on the devices
-    checkpoint_every: Machine[int] = 0  # steps; 0: only at the end
-    checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # auto: of up to 10 GB
-    keep_best: Machine[bool] = False  # the parameters that had the lowest validation loss
-    log_every: Machine[Positive[int]] = 10  # steps between lines on the terminal; the log has all
-    log_norms: Machine[bool] = False  # of each parameter's gradient, where losses are (takes time)
-    sample_tokens: Machine[int] = 0  # at the end the validation text is continued by so many
+    prefetch: Machine[Positive[int]] = 4  # batches to keep ready on the devices
+    checkpoint_every: Machine[int] = 0  # steps between checkpoints; 0 means only at the end
+    checkpoint_end: Machine[Literal["auto", "always", "never"]] = "auto"  # "auto" means up to 10 GB
+    keep_best: Machine[bool] = False  # also saves the parameters with the lowest validation loss
+    log_every: Machine[Positive[int]] = 10  # steps between terminal lines; log.txt has every step
+    log_norms: Machine[bool] = False  # logs gradient norms per parameter (costs some time)
+    sample_tokens: Machine[int] = 0  # length of a text sample at the end; 0 disables it
 
     @property
     def head_width(self) -> int:
@@ -1474,16 +1470,16 @@ class Config:
 
     @property
     def shared(self) -> bool:
-        """Whether several heads of queries have the same keys and values."""
+        """Whether query heads share keys and values."""
         return self.kv_heads not in (0, self.heads)
 
     def layers_with(self, what: str) -> tuple[int, ...]:
-        """The layers in which Layer.`what` is set: the order of banks, tables and gates."""
+        """Layers with Layer.`what` set. Banks, tables and gates are stored in this order."""
         return tuple(i for i, layer in enumerate(self.layers) if getattr(layer, what))
 
     @property
     def aimed(self) -> bool:
-        """Whether a loss has candidates or prefixes."""
+        """Whether any loss uses candidates or prefixes."""
         return any(any(stage.prefix + stage.candidates) for stage in self.stages)
 
     @property
@@ -1493,7 +1489,7 @@ class Config:
 
     @property
     def signed(self) -> bool:
-        """Whether n-grams have signs."""
+        """Whether n-gram vectors are multiplied by random signs."""
         return bool(self.ngram_rows and self.sign_rows)
 
     @property
@@ -1503,23 +1499,21 @@ class Config:
 
     @functools.cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """First step of each stage, then the number of steps."""
+        """First step of each stage, followed by the number of steps of the run."""
         ends = np.cumsum([stage.share for stage in self.stages]) * (self.steps - self.extension)
         return (0, *map(round, ends[:-1].tolist()), self.steps)
 
     def tokens_after(self, step: int) -> int:
-        """Tokens that the first `step` steps train on."""
+        """Number of tokens in the first `step` batches."""
         spans = zip(self.stages, itertools.pairwise(self.boundaries), strict=True)
         return sum(s.batch_tokens * max(0, min(step, end) - at) for s, (at, end) in spans)
 
 
 # fmt: off
 PRESETS = {
-    # `tiny` with none of IDEAS but PLAIN_HAS: causal attention inside documents, rotation, MLPs,
-    # embedding and head. Part IV makes it, behind `override`.
-    "plain": None,
-    # The model of `speedrun` at toy size, for a minute on two cores. One stage: to compile another
-    # shape of batch would take as long as a tenth of the run.
+    "plain": None,  # a plain GPT: `tiny` without all IDEAS except PLAIN_HAS (set after `override`)
+    # The model of `speedrun` at toy size: a minute on two cores. It has one stage, since compiling
+    # for another batch shape would take a tenth of that.
     "tiny": Config(
         preset="tiny",
         layers=(
@@ -1531,18 +1525,19 @@ PRESETS = {
         width=128, heads=2, mlp_width=256, gate_width=32, mudd_width=32, ngram_rows=262_144,
         encoding="bpe", vocab=2048, real_tokens=2048, bos=2047,
         compute_dtype="float32",
-        steps=440, extension=0, stages=(Stage(1.0, 1024, 128, 0, (32, 128)),),
+        steps=440, extension=0,
+        stages=(Stage(share=1.0, batch_tokens=1024, row_tokens=128, doc_cap=0, windows=(32, 128)),),
         momentum_warmup=88, momentum_cooldown=18, rails_step=188, table_change=128,
         tail=110, tail_average=92,
         lr_adam=0.016,
         val_tokens=98_304, val_batch=4096, val_row=512, val_windows=(32, 128), target=3.64,
-        micro_tokens=256,  # fits a core's caches
+        micro_tokens=256,  # fits in the cache of a core
         data="data/builtin", sample_tokens=80,
     ),
     "speedrun": Config(),
-    # `speedrun` with the copy pointer, in fewer steps. The stages of record 92 have 320, 361, 374 +
-    # 52, 67 and 20 steps; here 282, 317, 330 + 52, 59 and 20: about 988 / 1122 of the record's,
-    # except for the 52 and the 20, which are the same.
+    # `speedrun` with the copy pointer, in fewer steps. Record 92 has stages of 320, 361, 374 + 52,
+    # 67 and 20 steps; these have 282, 317, 330 + 52, 59 and 20: a factor of 988 / 1122, except for
+    # the 52 and 20, which are unchanged.
     "pointer": Config(
         preset="pointer", pointer_width=128, steps=1060,
         stages=tuple(
@@ -1555,58 +1550,56 @@ PRESETS = {
 LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
-# ---- Schedule: one table with a row for every step; the devices get a row of it as a Hyper -----
+# ---- Schedule: the programs and the numbers of every step --------------------------------------
 
 
 class Hyper(NamedTuple):
-    """What changes from step to step without a new program: float32 arrays, sent with a batch.
-    (What changes shapes, as rows, windows and the number of candidates do, is static.)"""
+    """Numbers that change from step to step, sent with each batch as float32.
+
+    Whatever changes array shapes is compiled in instead: rows, windows, number of candidates."""
 
     lr: np.ndarray  # factor on every learning rate
-    momentum: np.ndarray  # how far an update goes from the gradient to its average (Nesterov)
-    adam_count: np.ndarray  # Adam steps including the next one, for the bias correction
-    freqs: np.ndarray  # [2, pairs that turn] radians a position, of short and of long layers
-    scales: np.ndarray  # [2] of q k^T, likewise
-    weights: np.ndarray  # [k] of the losses on the next token, the one after it, ...
-    # Of ideas; None where they are off.
-    fast_beta: np.ndarray | None = None  # rails: beta of the fast average,
-    fast_weight: np.ndarray | None = None  # its weight; the slow average has the rest
-    table_count: np.ndarray | None = None  # table updates, as adam_count
-    prefix: np.ndarray | None = None  # weight of the loss on the next token's prefix
-    average_rates: np.ndarray | None = None  # [4] of AVERAGES; 0: not updated
-    drop_seed: np.ndarray | None = None  # random number of the step, for ngram_dropout
+    momentum: np.ndarray  # Nesterov momentum of `anvil`
+    adam_count: np.ndarray  # Adam updates so far, plus one, for the bias correction
+    freqs: np.ndarray  # [2, rotating pairs] radians per token, in short and in long layers
+    scales: np.ndarray  # [2] scale of q k^T, in short and in long layers
+    weights: np.ndarray  # [k] loss weights of the next token, the one after it, and so on
+    # Fields of ideas: None if the idea is disabled.
+    fast_beta: np.ndarray | None = None  # beta of the fast average (see two_rails)
+    fast_weight: np.ndarray | None = None  # weight of the fast average (see two_rails)
+    table_count: np.ndarray | None = None  # table updates so far, plus one
+    prefix: np.ndarray | None = None  # loss weight of the next token's prefix
+    average_rates: np.ndarray | None = None  # [4] rates of AVERAGES; 0 keeps an average as it is
+    drop_seed: np.ndarray | None = None  # random number for ngram_dropout
 
 
 class Schedule(NamedTuple):
-    """What holds at each step: arrays with a row for every step."""
+    """What every step does: arrays and a list with one entry per step."""
 
-    stage: np.ndarray  # number of its stage
-    candidates: np.ndarray  # ids that a row's softmax runs over; 0: the whole vocabulary
-    adam: np.ndarray  # whether it ends with an Adam step
-    tables: np.ndarray  # steps that the table update at its end sums; 0: there is none
-    tied: np.ndarray  # whether head and embedding are one matrix when it updates them
-    programs: list[list[Gradients | Update]]  # keys of those that a step runs, in order
-    hyper: Hyper  # in float64
+    stage: np.ndarray  # number of the stage
+    candidates: np.ndarray  # size of the sampled softmax; 0 means the full vocabulary
+    programs: list[list[Gradients | Update]]  # keys of the programs that it runs, in order
+    hyper: Hyper  # before rounding to float32
 
 
 class Gradients(NamedTuple):
-    """The key of a program with which steps begin; its name, as a str, is grads0 and so on."""
+    """Key of a program that computes gradients; its `str` is the program's name, such as grads0."""
 
-    number: int  # in the order of the run
+    number: int  # position in the order in which the run first uses these programs
     stage: int
-    candidates: int  # ids that a row's softmax runs over; 0: the whole vocabulary
+    candidates: int  # size of the sampled softmax; 0 means the full vocabulary
 
     def __str__(self) -> str:
         return f"grads{self.number}"
 
 
 class Update(NamedTuple):
-    """The key of a program that updates parameters, by name adam_tied or tables2-2-2-2."""
+    """Key of a program that updates parameters; its `str` is, for example, tables2-2-2-2."""
 
-    kind: str  # of which parameters: Param.updated_by
-    steps: int  # whose gradients it sums
-    tied: bool = False  # head and embedding are one matrix
-    stages: tuple[int, ...] = ()  # of tables: of each summed step; it says how many n-grams wait
+    kind: str  # updates the parameters with this Param.updated_by
+    steps: int  # number of steps; it sums their gradients
+    tied: bool = False  # head and embedding are one matrix (adam)
+    stages: tuple[int, ...] = ()  # of each of the steps, which determines array sizes (tables)
 
     def __str__(self) -> str:
         tied = "_tied" if self.tied else ""
@@ -1615,69 +1608,94 @@ class Update(NamedTuple):
 
 @functools.cache
 def schedule(cfg: Config) -> Schedule:
-    """The Schedule of a run: when the learning rate falls, and which programs a step runs."""
+    """Return the Schedule of a run, for all its steps."""
+    stage = steps_in_stages(cfg).stage
+    sampled = in_parts(cfg, "candidates")
+    shapes = list(zip(stage.tolist(), sampled.tolist(), strict=True))
+    return Schedule(stage, sampled, programs_of_steps(cfg, shapes), hyper_of_steps(cfg))
+
+
+def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
+    """Return the keys of the programs that each step runs, in order: Gradients, then Updates.
+
+    `shapes` has (stage, candidates) of each step; equal shapes share a program."""
+    adam_due, tables = updates_due(cfg)
+    last_tied = -1
+    if cfg.tied:  # "When tables learn"
+        last_tied = last_tied_step(cfg)
+    numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+    of_steps = []
+    for i, shape in enumerate(shapes):
+        keys = [Gradients(numbers[shape], *shape), Update("anvil", 1)]
+        if adam_due[i]:
+            keys.append(Update("adam", cfg.adam_every, tied=i <= last_tied))
+        if tables[i]:
+            stages = [stage for stage, _ in shapes[i + 1 - tables[i] : i + 1]]
+            keys.append(Update("tables", len(stages), stages=tuple(stages)))
+        of_steps.append(keys)
+    return of_steps
+
+
+def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return (whether each step ends with an Adam update, how many steps its table update sums).
+
+    Both have shape [steps]; 0 means no table update."""
+    step = np.arange(cfg.steps)
+    adam_due = (step + 1) % cfg.adam_every == 0
+    tables = np.zeros_like(step)
+    if updated(cfg, "tables"):  # "When tables learn"
+        tables = table_updates(cfg, step)
+    return adam_due, tables
+
+
+def hyper_at(cfg: Config, step: int) -> Hyper:
+    """Return the Hyper of a step."""
+    columns = schedule(cfg).hyper
+    return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
+
+
+def hyper_of_steps(cfg: Config) -> Hyper:
+    """Return a Hyper of arrays [steps, ...], not yet rounded to float32."""
     step = np.arange(cfg.steps)
     stage = steps_in_stages(cfg).stage
     momentum = momentum_at(cfg, step)
-    adam_due = (step + 1) % cfg.adam_every == 0
-    tables = np.zeros_like(step)
-    if updated(cfg, "tables"):  # seldom: "When tables learn"
-        tables = table_updates(cfg, step)
-    tied = np.zeros(cfg.steps, bool)
-    if cfg.tied:  # tied: "When tables learn"
-        tied = step <= last_tied_step(cfg)
-    rotations = [rotation(cfg)]
-    if len(cfg.stages) > 1:  # windows: "Rotation that follows the windows"
+    rotations = [rotation(cfg)]  # one per stage
+    if len(cfg.stages) > 1:  # "Rotation that follows the windows"
         rotations = yarn(cfg)
-    by_stage, scales_by_stage = zip(*rotations, strict=True)
-    freqs = np.stack(by_stage)[stage]
-    scales = np.stack(scales_by_stage)[stage]
+    freqs, scales = map(np.stack, zip(*rotations, strict=True))
     weights = np.ones((cfg.steps, 1))
-    plain = (1.0, 1.0)
-    if any((*s.weights, *s.weights_end) != plain for s in cfg.stages):
-        weights = loss_weights(cfg)  # ahead: "Losses on more than the next token"
-    hyper = Hyper(
+    if any(s.weights + s.weights_end != (1.0, 1.0) for s in cfg.stages):
+        weights = loss_weights(cfg)  # "Losses on more than the next token"
+    return Hyper(
         lr=learning_rate(cfg, step),
         momentum=momentum,
         adam_count=step // cfg.adam_every + 1,
-        freqs=freqs,
-        scales=scales,
+        freqs=freqs[stage],
+        scales=scales[stage],
         weights=weights,
-        **hyper_of_ideas(cfg, momentum, adam_due, tables),  # "Parameters of ideas"
+        **hyper_of_ideas(cfg, momentum, *updates_due(cfg)),  # "Parameters of ideas"
     )
-    softmax = in_parts(cfg, "candidates")
-    keys = []
-    numbers = {}  # (stage, candidates) -> number of the program
-    for i in range(cfg.steps):
-        shape = int(stage[i]), int(softmax[i])
-        number = numbers.setdefault(shape, len(numbers))
-        of_step = [Gradients(number, *shape), Update("anvil", 1)]
-        if adam_due[i]:
-            is_tied = bool(tied[i])
-            of_step.append(Update("adam", cfg.adam_every, is_tied))
-        if tables[i]:
-            summed = stage[i + 1 - tables[i] : i + 1].tolist()
-            of_step.append(Update("tables", len(summed), stages=tuple(summed)))
-        keys.append(of_step)
-    return Schedule(stage, softmax, adam_due, tables, tied, keys, hyper)
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """The factor on every learning rate at each step. Larger batches bear larger rates: a stage's
-    factor is about the root of its batch's growth. The rate falls early, but not far: the record
-    averages its last weights besides."""
+    """Return the factor on every learning rate at each step.
+
+    It is the stage's lr_factor until the cooldown, then falls linearly to lr_floor. It need not go
+    lower, since the last weights are averaged."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
     fallen = np.where(step < scheduled, fallen, 1.0)
-    factors = np.array([s.lr_factor for s in cfg.stages])
+    factors = np.array([stage.lr_factor for stage in cfg.stages])
     of_stage = factors[steps_in_stages(cfg).stage]
     return of_stage * (1 - fallen) + cfg.lr_floor * fallen
 
 
 def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """The momentum at each step: it rises, as early gradients turn too fast to be averaged for
-    long, and falls again, as the last steps are to settle."""
+    """Return the momentum at each step.
+
+    It rises at first, since early gradients change direction too fast for a long average, and falls
+    at the end to let the weights settle."""
     low, high = cfg.momentum
     risen = np.minimum(step / cfg.momentum_warmup, 1)
     turn = cfg.steps - cfg.momentum_cooldown
@@ -1685,36 +1703,10 @@ def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
     return low + (high - low) * np.minimum(risen, 1 - fallen)
 
 
-class StepsInStages(NamedTuple):
-    """Where in its stage each step is: int [steps] each."""
-
-    stage: np.ndarray  # number of the stage
-    number: np.ndarray  # of the step in its stage
-    length: np.ndarray  # steps of the stage
-
-
-def steps_in_stages(cfg: Config) -> StepsInStages:
-    """The StepsInStages of a run."""
-    lengths = np.diff(cfg.boundaries)
-    stages = np.arange(len(cfg.stages))
-    stage = np.repeat(stages, lengths)
-    first = np.array(cfg.boundaries)[stage]  # step of the stage
-    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
-
-
-def in_parts(cfg: Config, name: str) -> np.ndarray:
-    """The entry of a field of Stage at each step: each holds for an equal part of the stage."""
-    entries = []
-    steps = steps_in_stages(cfg)
-    for stage, number, length in zip(*steps, strict=True):
-        of_stage = getattr(cfg.stages[stage], name)
-        entries.append(of_stage[number * len(of_stage) // length])
-    return np.array(entries)
-
-
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
-    """(frequencies float32 [2, pairs that turn], scales of q k^T [2]) at the start, of short and of
-    long layers (RoPE, Su et al. 2021)."""
+    """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2].
+
+    The axis of 2 is for short and long layers (RoPE, Su et al. 2021)."""
     pairs = cfg.head_width // 2
     if cfg.still:  # half of the dimensions do not rotate
         pairs = cfg.head_width // 4
@@ -1722,10 +1714,29 @@ def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([freqs, freqs]), np.array(cfg.attn_scales)
 
 
-def hyper_at(cfg: Config, step: int) -> Hyper:
-    """The Hyper of `step`."""
-    columns = schedule(cfg).hyper
-    return jax.tree.map(lambda column: np.asarray(column[step], np.float32), columns)
+class StepsInStages(NamedTuple):
+    """Position of every step in its stage; int [steps] each."""
+
+    stage: np.ndarray  # number of the stage
+    number: np.ndarray  # number of the step within its stage
+    length: np.ndarray  # steps of the stage
+
+
+def steps_in_stages(cfg: Config) -> StepsInStages:
+    """Return the StepsInStages of a run."""
+    lengths = np.diff(cfg.boundaries)
+    stage = np.repeat(np.arange(len(cfg.stages)), lengths)
+    first = np.array(cfg.boundaries)[stage]  # first step of the stage
+    return StepsInStages(stage, np.arange(cfg.steps) - first, lengths[stage])
+
+
+def in_parts(cfg: Config, name: str) -> np.ndarray:
+    """Return the entry of Stage.`name` at each step; each covers an equal part of its stage."""
+    entries = []
+    for stage, number, length in zip(*steps_in_stages(cfg), strict=True):
+        of_stage = getattr(cfg.stages[stage], name)
+        entries.append(of_stage[number * len(of_stage) // length])
+    return np.array(entries)
 
 
 def keys_of_steps(cfg: Config) -> list[Gradients | Update]:
@@ -1741,110 +1752,104 @@ def batch_shape(cfg: Config, key: Gradients | str) -> tuple[int, int, int]:
     return stage.rows, stage.row_tokens, key.candidates
 
 
-# ---- Batches: what a step gets of the data, from the outside in --------------------------------
+# ---- Batches: the input of a step ---------------------------------------------------------------
 
 
 class Aims(NamedTuple):
-    """What a batch is to predict. Where a softmax runs over candidates, targets and prefixes are
-    positions among those of their row; else they are ids."""
+    """Prediction targets of a batch, int32.
 
-    candidates: np.ndarray  # int32 [b, candidates] ids, ascending; none: every id is one
-    targets: np.ndarray  # int32 [b, t] the next token; -1 in a whole row that only pads a batch
-    prefixes: np.ndarray  # int32 [b, t] the next token's prefix; -1: none, or no candidate
+    Targets and prefixes are ids or, with a sampled softmax, positions in their row's candidates."""
+
+    candidates: np.ndarray  # [b, candidates] ids, ascending; [b, 0] with the full vocabulary
+    targets: np.ndarray  # [b, t] next tokens; all -1 in padding rows of a validation batch
+    prefixes: np.ndarray  # [b, t] the next token's prefix token; -1 if none, or no candidate
 
 
 class Rows(NamedTuple):
-    """What the devices get of a batch, cut over them by rows; a process makes those of its own."""
+    """Rows of a batch, sharded across devices; each process makes its own."""
 
-    tokens: jax.Array  # uint16 [b, t+1]
-    # Of n-grams, see "A table of hashed n-grams"; None without them.
-    hashed: jax.Array | None  # uint16 [b, t]: what hashes see of the first t tokens
-    slots: jax.Array | None  # int32 [b, 2, t]: which of the fetched rows a token's two n-grams have
+    tokens: jax.Array  # uint16 [b, t + 1]: inputs and the last target
+    hashed: jax.Array | None  # uint16 [b, t]: ids as n-gram hashes read them; None without n-grams
+    slots: jax.Array | None  # int32 [b, 2, t]: positions of its n-grams among fetched rows
     aims: Aims
 
 
 class Batch(NamedTuple):
-    """What a step needs beside the state."""
+    """Inputs of a step apart from the training state."""
 
     rows: Rows
-    requests: jax.Array | None  # int32 [devices, devices, size]: what each asks of each (`request`)
+    requests: jax.Array | None  # int32 [devices, devices, size]: n-gram rows to fetch (`request`)
     hyper: Hyper
 
 
 class LoaderState(NamedTuple):
-    """Where a run stands in its data; a checkpoint holds one."""
+    """Position of a run in its data; checkpoints contain it."""
 
-    cursor: int  # in the stream
-    offsets: tuple[int, ...]  # how far each row of this process is in its walk, see `candidates`
+    cursor: int  # position in the token stream
+    offsets: tuple[int, ...]  # for each row of this process: position in its walk (`candidates`)
 
 
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) of every step from `step` to the end of the run. The
-    tables of the vocabulary are made here, so that the clock counts them."""
-    by_id = None
-    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next token, and a sampled softmax"
-        by_id = vocabulary(cfg, words)
+    """Yield (Batch, LoaderState after it) for each step from `step` to the end of the run.
+
+    The tables of the vocabulary are made here so that the clock counts that work."""
+    vocab = None
+    if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next", "A table of hashed n-grams"
+        vocab = vocabulary(cfg, words)
     for number in range(step, cfg.steps):
-        rows, requests, state = next_batch(cfg, mesh, stream, by_id, number, state)
-        yield put_batch(cfg, mesh, number, rows, requests), state
+        batch, state = next_batch(cfg, mesh, stream, vocab, number, state)
+        yield batch, state
 
 
-def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, by_id, step: int, state: LoaderState):
-    """(Rows, requests, next LoaderState) of `step` in numpy, from these arguments alone. `by_id`:
-    the Vocabulary, where ideas need one."""
+def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, state: LoaderState):
+    """Return (Batch of `step`, next LoaderState), which depend on these arguments only.
+
+    `vocab` is a Vocabulary, or None if no enabled idea needs it."""
     stage = cfg.stages[schedule(cfg).stage[step]]
     tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
-    offsets = state.offsets
+    aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
     if cfg.aimed:  # "Losses on more than the next token, and a sampled softmax"
         count = schedule(cfg).candidates[step]
-        always = [cfg.real_tokens] if cfg.pointer_width else []  # `<copy>`, see mix_pointed
-        aims, offsets = batch_aims(tokens, offsets, count, by_id.prefix_v, always)
-    else:
-        aims = next_tokens(tokens[:, 1:].astype(np.int32))
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, aims)
-    return rows, requests, LoaderState(cursor, offsets)
+        always = [cfg.real_tokens] if cfg.pointer_width else []  # id of `<copy>` (see mix_pointed)
+        aims, offsets = batch_aims(tokens, offsets, count, vocab.prefix_v, always)
+    batch = put_batch(cfg, mesh, step, vocab, tokens, aims)
+    return batch, LoaderState(cursor, offsets)
 
 
 def next_tokens(targets) -> Aims:
-    """The Aims of a softmax over the whole vocabulary. No loss reads the prefixes here: targets
-    stand in for them, as arrays of the right shape."""
+    """Return Aims with these targets [b, t], and no candidates."""
     no_candidates = np.empty((len(targets), 0), np.int32)
-    return Aims(no_candidates, targets, prefixes=targets)
+    return Aims(no_candidates, targets, prefixes=targets)  # unread, but has the right shape
 
 
-def rows_of(cfg: Config, mesh: Mesh, by_id, tokens, aims: Aims):
-    """(Rows, requests) of this process's rows uint16 [b, t+1] and their Aims, in numpy."""
+def put_batch(cfg: Config, mesh: Mesh, step: int, vocab, tokens, aims: Aims) -> Batch:
+    """Return the Batch of `step`, on the devices, from this process's tokens, uint16 [b, t + 1]."""
+    rows, requests = Rows(tokens, None, None, aims), None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
-        return hashed_rows(cfg, mesh, by_id, tokens, aims)
-    return Rows(tokens, None, None, aims), None
-
-
-def put_batch(cfg: Config, mesh: Mesh, step: int, rows: Rows, requests) -> Batch:
-    """Rows and requests on the devices, with the Hyper of `step`."""
-    cut = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
+        rows, requests = hashed_rows(cfg, mesh, vocab, tokens, aims)
+    rows, requests = jax.tree.map(lambda x: put(x, mesh, P(AXIS)), (rows, requests))
     hyper = jax.tree.map(lambda x: put(x, mesh, P()), hyper_at(cfg, step))
-    return Batch(*cut, hyper)
+    return Batch(rows, requests, hyper)
 
 
-def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, by_id) -> Iterator:
+def validation_batches(cfg: Config, mesh: Mesh, step: int, stream: TokenStream, vocab) -> Iterator:
     """Yield the Batches of the first val_tokens of the validation split, for the model after `step`
-    steps. `by_id` is the Vocabulary, or None without n-grams."""
+    steps. `vocab` is the Vocabulary, or None without n-grams."""
     for tokens, counts in read_validation(cfg, mesh, stream):
         targets = np.where(counts, tokens[:, 1:].astype(np.int32), -1)
-        yield batch_of(cfg, mesh, step, by_id, tokens, targets)
+        yield batch_of(cfg, mesh, step, vocab, tokens, targets)
 
 
-def batch_of(cfg: Config, mesh: Mesh, step: int, by_id, tokens, targets) -> Batch:
+def batch_of(cfg: Config, mesh: Mesh, step: int, vocab, tokens, targets) -> Batch:
     """Return the Batch of this process's rows for the model after `step` steps. Tokens are uint16
     [b, t+1], targets int32 [b, t]; rows of -1 only pad the batch."""
-    rows, requests = rows_of(cfg, mesh, by_id, tokens, next_tokens(targets))
-    return put_batch(cfg, mesh, max(step - 1, 0), rows, requests)
+    return put_batch(cfg, mesh, max(step - 1, 0), vocab, tokens, next_tokens(targets))
 
 
 def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """`array` on the devices of `mesh`; of what is cut over them each process has its own part."""
+    """Put an array on the devices of `mesh`. For a sharded array, pass this process's part."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), array)
 
 
@@ -2616,7 +2621,7 @@ def normal_form(word: bytes) -> str:
 
 
 def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
-    """rows_of where there are n-grams: (Rows, requests) of this process's rows, in numpy."""
+    """(Rows, requests) of this process's rows if there are n-grams, in numpy."""
     hashed = by_id.hashed_v[tokens[:, :-1]]
     requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
     return Rows(tokens, hashed, slots, aims), requests
@@ -3383,19 +3388,19 @@ def as_large(x):
 
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
-    """The state at the start, or at `cursor` with the `offsets` of all rows of a checkpoint. Walks
-    begin evenly apart. If the number of rows has changed, they begin again, evenly apart from where
-    the first one was."""
+    """Return the first LoaderState of a run, or the one from a checkpoint (`offsets` of all rows).
+
+    Walks through the candidates start evenly spaced: at the beginning, and if a checkpoint has
+    another number of rows."""
     rows = cfg.stages[0].rows  # the same in all stages
     if len(offsets) != rows:
         first = offsets[0] if offsets else 0
         offsets = [(first + cfg.vocab * row // rows) % cfg.vocab for row in range(rows)]
-    here = own_rows(mesh, rows)
-    return LoaderState(cursor, tuple(offsets[row] for row in here))
+    return LoaderState(cursor, tuple(offsets[row] for row in own_rows(mesh, rows)))
 
 
 def own_rows(mesh: Mesh, count: int) -> range:
-    """Which of `count` rows, cut over the devices, this process has; its devices are neighbours."""
+    """Return which of `count` rows this process has. Its devices are adjacent in the mesh."""
     is_own = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     first = is_own.index(True)
     end = first + sum(is_own)
@@ -3430,13 +3435,15 @@ class Clock:
         return self.total + 1000 * (time.perf_counter() - self.since)
 
 
-STALL_SECONDS = 10  # a batch that takes longer is reported
+STALL_SECONDS = 10  # a longer wait for a batch is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`, which a thread makes up to `depth` ahead. It begins one only while the clock
-    is `running`, or loading would take time that nobody counts. `late` gets a line when an item
-    takes long. The thread ends when this generator is closed."""
+    """Yield `items`; a thread makes up to `depth` of them ahead of use.
+
+    It starts an item only while the clock is `running`, since otherwise the clock would not count
+    that work. `late` is called with a message when an item takes long. Closing this generator ends
+    the thread."""
     ready = queue.Queue(depth)
     closed = threading.Event()
 
@@ -3446,7 +3453,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             while not closed.is_set():
                 if running.wait(0.1):
                     ready.put(next(supply))
-        except BaseException as error:  # StopIteration too: the main thread raises or ends
+        except BaseException as error:  # also StopIteration: the main thread raises it or ends
             ready.put(error)
 
     threading.Thread(target=make, daemon=True).start()
@@ -3455,7 +3462,7 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             try:
                 item = ready.get(timeout=STALL_SECONDS)
             except queue.Empty:
-                late("waiting for the loader: is the disk of the data slow?")
+                late("waiting for the loader: is the disk with the data slow?")
                 continue
             if isinstance(item, StopIteration):
                 return
@@ -3464,54 +3471,59 @@ def prefetch(items, depth: int, running: threading.Event, late: Callable = print
             yield item
     finally:
         closed.set()
-        while not ready.empty():  # or the thread would wait for room
+        while not ready.empty():  # otherwise the thread might wait for room
             ready.get()
 
 
 # ---- Token stream: shards -> one stream of tokens -> rows --------------------------------------
 
-SHARD_MAGIC = 20240520  # the llm.c token file format: this,
-SHARD_VERSION = 1  # this, and the number of tokens, in a header of 256 int32
+# A shard is a file in the format of llm.c: a header of 256 int32 (magic number, version, number of
+# tokens, zeros), then the tokens as uint16.
+SHARD_NAME = re.compile(r"([^.].*)_(train|val)_\d+\.bin")  # data set, split; no hidden files
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
 HEADER_BYTES = 1024
 
 
 class Documents(NamedTuple):
-    """The documents of a shard in the order in which they are read; positions in the shard."""
+    """Documents of a shard in reading order; int arrays of positions in the shard.
 
-    places: np.ndarray  # where each would begin if they stood in this order
-    starts: np.ndarray  # where it does begin
-    stops: np.ndarray  # and end
+    Documents of 5, 2 and 3 tokens that are read in the order third, first, second have
+    starts 7, 0, 5; stops 10, 5, 7; places 0, 3, 8."""
+
+    places: np.ndarray  # start of each document if the shard were sorted in reading order
+    starts: np.ndarray  # first token of each document
+    stops: np.ndarray  # end of each document (exclusive)
 
 
 class TokenStream:
-    """The shards of one split in the order of their names, `passes` times, as one stream of tokens.
-    A cursor is a position in it, counted from the first token of the first shard.
+    """The tokens of one split: its shards in the order of their names, repeated `passes` times.
 
-    The first pass reads a shard as it stands. Each later one reads its documents, or rows that are
-    cut at other places, in an order of its own, which follows from `seed` and the number of the
-    shard in the stream: a cursor says all. What is kept of an order is of two shards."""
+    A cursor is a position in this stream. The first epoch reads shards from beginning to end. Later
+    epochs read a shard's documents in random order, or without doc_cap its rows, cut at other
+    places. The order depends only on `seed` and the shard's number in the stream, so a cursor is
+    enough to resume."""
 
     def __init__(self, folder: Path, split: str, bos: int, passes: int = 1, seed: int = 0):
-        shard_name = re.compile(rf"[^.].*_{split}_\d+\.bin")  # no hidden file, as macOS leaves
-        paths = (path for path in folder.glob("*.bin") if shard_name.fullmatch(path.name))
-        self.paths = sorted(paths)
+        names = {path: SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.bin")}
+        self.paths = sorted(path for path, name in names.items() if name and name[2] == split)
         need(self.paths, f"no {split} shards (*_{split}_*.bin) in {folder}: name another --data")
         self.bos = bos
         self.shards = [open_shard(path) for path in self.paths] * passes
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.seed = seed
-        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps those of two shards
+        self.documents = functools.lru_cache(2)(self.find_documents)  # keeps two shards
         self.rows = functools.lru_cache(2)(self.draw_rows)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def pass_at(self, cursor: int) -> int:
-        """The number, from 1, of the pass that has the token before `cursor`."""
+        """Return the epoch, counted from 1, of the token before `cursor`."""
         return -(-cursor // int(self.ends[len(self.paths) - 1]))
 
     def find_documents(self, number: int) -> Documents:
-        """The Documents of shard `number`."""
+        """Return the Documents of shard `number` of the stream."""
         tokens = self.shards[number]
         starts = np.flatnonzero(tokens == self.bos)
         stops = np.append(starts, len(tokens))[1:]
@@ -3523,33 +3535,35 @@ class TokenStream:
         return Documents(places, starts[order], stops[order])
 
     def draw_rows(self, number: int, t: int) -> np.ndarray:
-        """Where in shard `number` its rows of t tokens begin, in the order in which they are read:
-        so the rows of a batch are of several documents."""
+        """Return where the rows of t tokens start in shard `number`, in random order.
+
+        So a batch has rows from several documents."""
         random = np.random.default_rng([self.seed, number])
         first = int(random.integers(t))
-        count = max(len(self.shards[number]) - 1 - first, 0) // t  # the last has a last target
+        count = max(len(self.shards[number]) - 1 - first, 0) // t  # leaves room for a last target
         return first + t * random.permutation(count)
 
     def row_at(self, cursor: int, t: int) -> int:
-        """Where the row of t tokens begins that is read when it is the turn of `cursor`."""
+        """Return where in the stream the row of t tokens starts that is read at `cursor`."""
         number, base = self.shard_at(cursor)
         if number < len(self.paths):
             return cursor
         starts = self.rows(number, t)
         row = (cursor - base) // t
-        if row >= len(starts):  # what is left over at the end of a shard
+        if row >= len(starts):  # the remainder at the end of a shard
             return cursor
         return base + int(starts[row])
 
     def shard_at(self, cursor: int) -> tuple[int, int]:
-        """(number of the shard that holds `cursor`, its first position)."""
+        """Return (number of the shard with the token at `cursor`, position where it starts)."""
         number = int(np.searchsorted(self.ends, cursor, side="right"))
-        end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
-        need(number < len(self.shards), f"{end}: download more shards or use fewer steps")
+        if number == len(self.shards):
+            end = f"the tokens in {self.paths[0].parent} end at {len(self):,}"
+            raise UserError(f"{end}: download more shards or use fewer steps")
         return number, int(self.ends[number]) - len(self.shards[number])
 
     def read(self, cursor: int, count: int) -> np.ndarray:
-        """`count` tokens from `cursor` on, uint16, across shard borders."""
+        """Return `count` tokens from `cursor` on, uint16; they may be in several shards."""
         parts = [np.empty(0, np.uint16)]
         while count:
             number, start = self.shard_at(cursor)
@@ -3561,21 +3575,23 @@ class TokenStream:
 
 
 def open_shard(path) -> np.memmap:
-    """The tokens of a shard as a memory map, uint16; UserError if the file is not a whole shard."""
+    """Return the tokens of a shard as a uint16 memory map. Raise UserError if it is incomplete."""
     try:
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
         if not len(tokens) or header != [SHARD_MAGIC, SHARD_VERSION, len(tokens)]:
             raise ValueError(f"{len(tokens)} tokens follow a header {header}")
     except (OSError, ValueError) as error:
-        refusal = f"{path} is no whole token shard ({error})"
-        raise UserError(f"{refusal}: delete it, and download or tokenize it again") from None
+        fix = "delete it, then download or tokenize it again"
+        raise UserError(f"{path} is not a complete token shard ({error}): {fix}") from None
     return tokens
 
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
-    """The plan of a global batch of `stage`, from the cursor alone. Rows follow each other wherever
-    documents begin, unless these are cut: neighbours share one token, and no token is left out."""
+    """Return ([(row, start, stop)], next cursor): the pieces of the stream that fill a batch.
+
+    Without doc_cap, rows ignore document boundaries: they follow each other, sharing one token with
+    the next row (its first input is the last target), and leave no token out."""
     if stage.doc_cap:
         return plan_packed(stream, cursor, stage)
     t = stage.row_tokens
@@ -3585,7 +3601,7 @@ def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
 
 
 def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarray:
-    """The rows `here` of a plan, uint16 [rows, t+1]."""
+    """Return the rows `here` of a plan, uint16 [rows, t + 1]."""
     parts = {row: [] for row in here}
     for row, start, stop in pieces:
         if row in parts:
@@ -3594,21 +3610,23 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
 
 
 def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
-    """(this process's rows of a global batch of `stage`, uint16 [b, t+1]; next cursor). Every
-    process plans the whole batch, from where documents begin, and reads its own rows."""
+    """Return (this process's rows of a global batch, uint16 [b, t + 1]; next cursor).
+
+    Every process plans the whole batch, but reads only its own rows."""
     pieces, next_cursor = plan_rows(stream, cursor, stage)
     return read_rows(stream, pieces, own_rows(mesh, stage.rows)), next_cursor
 
 
 def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
-    """Yield (this process's rows, uint16 [b, t+1]; which of them count, bool [b, 1]) for each batch
-    of a validation: others only fill up the last one."""
+    """Yield (this process's rows, uint16 [b, t + 1]; whether each counts, bool [b, 1]) per batch.
+
+    Rows that do not count are padding of the last batch."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
     t = cfg.val_row
     pieces = [(row, row * t, (row + 1) * t + 1) for row in range(rows)]
     for path in stream.paths:
-        open_shard(path)  # once more: where a file was cut short meanwhile, its map reads zeros
+        open_shard(path)  # check again: the memory map of a truncated file reads zeros
     for first in range(0, rows, of_batch):
         numbers = [first + row for row in own_rows(mesh, of_batch)]
         tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
@@ -3617,251 +3635,121 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
 
-MERGES = "merges.json"  # beside shards of encoding=bpe and in their runs: merged bytes, in hex
-# Beside shards of own text, or of an own tokenizer: encoding, real_tokens and bos, in JSON. What
-# data/tokenize_text.py writes there, and sets for a run.
-DESCRIPTION = "dataset.json"
+# JSON files next to shards:
+MERGES = "merges.json"  # for encoding=bpe, also in its runs: the bytes of merged tokens, in hex
+HASHES = "hashes.json"  # for FineWeb: the SHA-256 of each shard (data/cached_fineweb10B.py)
 
 
-def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
-    """The bytes of every id before BOS: of gpt2 by tiktoken; of bytes all 256; of bpe these and the
-    merges in `folder`; of ids none. UserError if they cannot be had."""
-    words = [bytes([i]) for i in range(256)]
-    cure = f"make the data in {folder} again, or set encoding=ids if its tokens have no bytes"
-    try:
-        if cfg.encoding == "ids":
-            words = []
-        elif cfg.encoding == "gpt2":
-            cure = "pip install -r requirements.txt, and connect to the network once"
-            import tiktoken  # which downloads their ranks on first use
+class Data(NamedTuple):
+    """The data of a run, after all checks."""
 
-            gpt2 = tiktoken.get_encoding("gpt2")
-            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
-        elif cfg.encoding == "bpe":
-            merges = json.loads((folder / MERGES).read_text())
-            words += [bytes.fromhex(merged) for merged in merges]
-            differ = b"" not in words and len({*words}) == len(words)
-            if not differ or len(words) < cfg.bos:
-                raise ValueError(f"{MERGES} is not of these shards")
-    except Exception as error:  # of tiktoken, of the network, of a damaged file
-        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-        lacking = f"no bytes for {cfg.encoding} tokens ({first_line})"
-        raise UserError(f"{lacking}: {cure}") from None
-    return words[: cfg.bos]
+    folder: Path
+    train: TokenStream
+    val: TokenStream
+    words: list[bytes]  # bytes of every token id (see token_bytes)
+    shards: dict[str, dict]  # size and hash of each shard (see check_tokens)
+
+
+def open_data(cfg: Config, say: Callable) -> Data:
+    """Return the Data of a run. Raise UserError if some of it is missing or wrong."""
+    folder = data_folder(cfg, say)
+    stream = TokenStream(folder, "train", cfg.bos, cfg.passes, cfg.seed)
+    val_stream = TokenStream(folder, "val", cfg.bos)
+    shards = check_tokens(cfg, stream, val_stream)
+    return Data(folder, stream, val_stream, token_bytes(cfg, folder), shards)
+
+
+def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
+    """Return size and hash of every shard that the run will read.
+
+    Raise UserError if tokens are missing, or cannot be from the tokenizer of the config."""
+    for split in (stream, val_stream):
+        if not np.any(split.shards[0] == cfg.bos):
+            raise wrong_tokens(cfg, split.paths[0], f"no document begins with bos={cfg.bos}")
+    if len(val_stream) <= cfg.val_tokens:
+        found = f"{val_stream.paths[0].parent} holds {len(val_stream):,} validation tokens"
+        raise UserError(f"{found}, {cfg.val_tokens + 1:,} are needed: lower --set val_tokens=")
+    end = cursor_after(cfg, stream, cfg.steps)
+    return shards_until(cfg, stream, end) | shards_until(cfg, val_stream, cfg.val_tokens)
+
+
+def wrong_tokens(cfg: Config, path: Path, problem: str) -> UserError:
+    """Return the error for a shard that is not in the encoding of the config."""
+    fix = "set encoding (ids for your own tokenizer), vocab, real_tokens and bos, or tokenize again"
+    return UserError(f"{path}: {problem}, so its encoding is not {cfg.encoding}: {fix}")
 
 
 def cursor_after(cfg: Config, stream: TokenStream, steps: int) -> int:
-    """Where the rows of the first `steps` steps end; UserError if there are too few tokens."""
+    """Return the cursor after `steps` steps. Raise UserError if there are too few tokens."""
     cursor = 0
     for step in range(steps):
         stage = cfg.stages[schedule(cfg).stage[step]]
         try:
             _, cursor = plan_rows(stream, cursor, stage)
             if not stage.doc_cap:
-                stream.shard_at(cursor)  # holds the last target
+                stream.shard_at(cursor)  # has the last target
         except UserError:
-            last = f"{len(stream):,} training tokens last for {step} of {cfg.steps} steps"
-            cure = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
-            raise UserError(f"{stream.paths[0].parent}: {last}: {cure}") from None
-    # The loader shall find them again inside the clock, which counts all work on data.
+            found = f"{stream.paths[0].parent}: {len(stream):,} training tokens"
+            fix = f"get more text or shards, lower --set steps=, or raise passes={cfg.passes}"
+            raise UserError(f"{found} last for {step} of {cfg.steps} steps: {fix}") from None
+    # The clock counts all work on data, so the loader must find documents and rows again.
     stream.documents.cache_clear()
     stream.rows.cache_clear()
     return cursor
 
 
-def check_tokens(cfg: Config, stream: TokenStream, val_stream: TokenStream) -> dict[str, dict]:
-    """Size and hash of every shard that the run will read; all tokens must be there and known."""
-    for split in (stream, val_stream):
-        begins = np.any(split.shards[0] == cfg.bos)
-        none = f"{split.paths[0]}: no document begins with bos={cfg.bos}"
-        need(begins, f"{none}: {other_tokens(cfg)}")
-    count = len(val_stream)
-    few = f"holds {count:,} validation tokens, {cfg.val_tokens + 1:,} are needed"
-    folder = val_stream.paths[0].parent
-    need(count > cfg.val_tokens, f"{folder} {few}: lower --set val_tokens=")
-    end = cursor_after(cfg, stream, cfg.steps)
-    return shards_until(cfg, stream, end) | shards_until(cfg, val_stream, cfg.val_tokens)
-
-
-def other_tokens(cfg: Config) -> str:
-    """What is wrong with tokens that cannot be those of the config, and what to set."""
-    settings = "set encoding (ids: of your own tokenizer), vocab, real_tokens and bos"
-    return f"not made with {cfg.encoding}: {settings}, or tokenize it again"
-
-
 def shards_until(cfg: Config, stream: TokenStream, end: int) -> dict[str, dict]:
-    """File name -> size and hash of the shards that are read before the cursor `end`; UserError if
-    one of their ids is none of the vocabulary."""
+    """Return file name -> size and hash of each shard that is read before the cursor `end`.
+
+    Raise UserError if one has an id beyond the vocabulary."""
     last, _ = stream.shard_at(min(end, len(stream) - 1))
     facts = {}
     for path, tokens in zip(stream.paths, stream.shards[: last + 1], strict=False):
         largest = tokens.max()
-        unknown = f"{path}: token id {largest} >= {cfg.real_tokens}"
-        need(largest < cfg.real_tokens, f"{unknown}: {other_tokens(cfg)}")
+        if largest >= cfg.real_tokens:
+            raise wrong_tokens(cfg, path, f"token id {largest} >= {cfg.real_tokens}")
         with open(path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         facts[path.name] = {"bytes": path.stat().st_size, "sha256": sha256}
     return facts
 
 
-HASHES = "hashes.json"  # beside shards of FineWeb, by data/cached_fineweb10B.py: their SHA-256
-
-
 def provenance(folder: Path, shards: dict[str, dict]) -> str:
-    """Whether `shards` in `folder`, as check_tokens describes them, are as published: "verified" if
-    all of them have the hashes that were stored when they were downloaded, else "unverified"."""
+    """Return "verified" if all `shards` (see check_tokens) have the hashes from their download.
+
+    Otherwise, or if no hashes were stored, return "unverified"."""
     try:
         published = json.loads((folder / HASHES).read_text())["sha256"]
         same = [published[name] == facts["sha256"] for name, facts in shards.items()]
-    except (OSError, ValueError, LookupError, TypeError):  # of a missing or damaged file
+    except (OSError, ValueError, LookupError, TypeError):  # the file is missing or damaged
         return "unverified"
     return "verified" if all(same) else "unverified"
 
 
-@contextlib.contextmanager
-def children_end_first() -> Iterator:
-    """Within this context, SIGINT, SIGHUP and SIGTERM raise SystemExit before they end the process,
-    so that subprocess.run ends its child. Signals that are handled or ignored stay as they are."""
-    received = []
+def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
+    """Return the bytes of every id before BOS; an empty list for encoding=ids.
 
-    def receive(number, frame):
-        received.append(number)
-        raise SystemExit
-
-    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-    unhandled = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():  # only that can set handlers
-        unhandled = []
-    for number in unhandled:
-        signal.signal(number, receive)
+    Raise UserError if GPT-2's cannot be loaded, or if the merges in `folder` do not fit."""
+    words = [bytes([i]) for i in range(256)]
+    fix = f"make the data in {folder} again, or set encoding=ids if its tokens have no bytes"
     try:
-        yield
-    finally:
-        for number in unhandled:
-            signal.signal(number, signal.SIG_DFL)
-        for number in received:
-            signal.raise_signal(number)
+        if cfg.encoding == "ids":
+            words = []
+        elif cfg.encoding == "gpt2":
+            fix = "pip install -r requirements.txt, and connect to the network once"
+            import tiktoken  # downloads its file of tokens on first use
 
-
-LESS_TEXT = "use less text, or make the tokens on a machine with more memory"
-LESS_TEXT += " (data/tokenize_text.py TEXT --out DIR) and name DIR as --data"
-
-
-def run_tool(name: str, *args) -> str:
-    """Run data/`name` in a process of its own, since the tools import this file, and return its
-    stdout. UserError if the tool is missing or was killed. If it failed, the message is empty: the
-    tool has printed why."""
-    tool = Path(__file__).resolve().parent / "data" / name
-    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
-    with children_end_first():
-        done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
-    killed = f"data/{name} was killed (signal {-done.returncode})"
-    if done.returncode == -signal.SIGKILL:
-        killed += f", probably for lack of memory: {LESS_TEXT}"
-    need(done.returncode >= 0, killed)
-    need(done.returncode == 0, "")
-    return done.stdout
-
-
-def can_write(folder: Path) -> bool:
-    """Whether files can be written to `folder`, or the folder can be made if it does not exist."""
-    places = folder, *folder.parents
-    existing = next(place for place in places if os.path.exists(place))
-    return os.path.isdir(existing) and os.access(existing, os.W_OK)
-
-
-def user_cache() -> Path | None:
-    """The cache folder: in $XDG_CACHE_HOME if that is set, else in ~/.cache. For a user without a
-    home, a folder in the directory for temporary files; None if other users have access to it."""
-    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if place != "~/.cache":
-        return Path(place, "train_gpt")
-    user = os.getuid()
-    with contextlib.suppress(OSError):
-        folder = Path(tempfile.gettempdir(), f"train_gpt-{user}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        is_private = found.st_uid == user and stat.S_IMODE(found.st_mode) & 0o077 == 0
-        if stat.S_ISDIR(found.st_mode) and is_private:
-            return folder
-    return None
-
-
-def demo_folder() -> Path:
-    """The folder of the demo corpus: beside this file, or in the user's cache if this file is in a
-    read-only folder."""
-    folders = [Path(__file__).resolve().parent / PRESETS["tiny"].data]
-    if cache := user_cache():
-        folders.append(cache / "builtin")
-    found = (folder for folder in folders if os.path.exists(folder) or can_write(folder))
-    return next(found, folders[0])
-
-
-def data_place(data: str) -> Path:
-    """The folder or text `data`, under the current folder or beside this file. See demo_folder for
-    the demo corpus."""
-    here = Path(os.path.expanduser(data))
-    if not here.exists() and data == PRESETS["tiny"].data:
-        return demo_folder()
-    return here if here.exists() else Path(__file__).resolve().parent / data
-
-
-def fitted(texts: list[str], val: list[str], names: list, given: list[str]) -> tuple:
-    """Make tokens of `texts`, and of those for validation, unless this is one folder of shards.
-    Returns the first preset, or run, of `names` for which there is enough text, what to --set
-    besides what is `given`, and what validation is on."""
-    paths = [data_place(text) for text in texts]
-    folder = paths[0]
-    has_shards = any(folder.glob("*.bin"))
-    if has_shards and not (folder / DESCRIPTION).exists():
-        need(not val, f"{folder} has shards for validation: --val goes with a text")
-        return names[0], [f"data={folder.resolve()}"], "its shards"
-    apart = ["--val", *map(data_place, val)] if val else []
-    printed = run_tool("tokenize_text.py", *paths, *apart, "--for", *names, "--set", *given)
-    last_line = printed.splitlines()[-1]  # a sitecustomize may print others
-    name, settings, validation = json.loads(last_line)
-    return name, settings, validation
-
-
-def data_folder(cfg: Config, say: Callable = print) -> Path:
-    """Where the shards are, of one data set; the demo corpus is made on first use."""
-    folder = data_place(cfg.data)
-    if folder.resolve() == demo_folder().resolve():
-        files = "*_train_*.bin", "*_val_*.bin", MERGES
-        if not all(any(folder.glob(name)) for name in files):
-            need(can_write(folder), f"{folder} cannot be written for the demo corpus: name a text")
-            say(f"making the demo corpus in {folder}")
-            run_tool("builtin_corpus.py", folder)
-    cure = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
-    if cfg.data == Config.data:
-        cure = "run data/cached_fineweb10B.py, or name one"
-    need(folder.is_dir(), f"no folder {folder}: {cure}")
-    shard_name = re.compile(r"([^.].*)_(train|val)_\d+\.bin")
-    shards = [shard for shard in map(shard_name.fullmatch, os.listdir(folder)) if shard]
-    sets = sorted({shard[1] for shard in shards})
-    several = f"{folder} holds several data sets ({', '.join(sets)})"
-    need(len(sets) < 2, f"{several}: give each its own folder")
-    return folder
-
-
-class Data(NamedTuple):
-    """The data of a run, all of it checked."""
-
-    folder: Path
-    train: TokenStream
-    val: TokenStream
-    words: list[bytes]  # what ids stand for, see token_bytes
-    shards: dict[str, dict]  # see check_tokens
-
-
-def open_data(cfg: Config, say: Callable) -> Data:
-    """The Data that a run reads; UserError if not all of it is there."""
-    folder = data_folder(cfg, say)
-    stream = TokenStream(folder, "train", cfg.bos, cfg.passes, cfg.seed)
-    val_stream = TokenStream(folder, "val", cfg.bos)
-    shards = check_tokens(cfg, stream, val_stream)
-    words = token_bytes(cfg, folder)
-    return Data(folder, stream, val_stream, words, shards)
+            gpt2 = tiktoken.get_encoding("gpt2")
+            words = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+        elif cfg.encoding == "bpe":
+            merges = json.loads((folder / MERGES).read_text())
+            words += [bytes.fromhex(merged) for merged in merges]
+            if b"" in words or len({*words}) < len(words) or len(words) < cfg.bos:
+                raise ValueError(f"{MERGES} does not belong to these shards")
+    except Exception as error:  # from tiktoken, the network or a damaged file
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"no bytes for {cfg.encoding} tokens ({first_line}): {fix}") from None
+    return words[: cfg.bos]
 
 
 # ================================================================================================
@@ -5510,6 +5398,141 @@ def unknown_key(key: str, fields: dict) -> str:
 
 
 PRESETS["plain"] = override(PRESETS["tiny"], ["preset=plain", "without=all", "target=0"])
+
+
+# ---- Data folders: where shards are, and the tools that make them --------------------------------
+
+# Next to shards of a text or of another tokenizer: encoding, real_tokens and bos, in JSON.
+# data/tokenize_text.py writes it, and returns them as settings.
+DESCRIPTION = "dataset.json"
+
+
+def fitted(texts: list[str], val: list[str], names: list, given: list[str]) -> tuple:
+    """Return (preset or run, settings, description of the validation data) for `texts`.
+
+    Tokenizes them, and `val` if it has texts, unless `texts` is one folder of shards. The preset or
+    run is the first of `names` with enough text; the settings add to those `given`."""
+    paths = [data_place(text) for text in texts]
+    folder = paths[0]
+    has_shards = any(folder.glob("*.bin"))
+    if has_shards and not (folder / DESCRIPTION).exists():
+        need(not val, f"{folder} has shards for validation: --val goes with a text")
+        return names[0], [f"data={folder.resolve()}"], "its shards"
+    apart = ["--val", *map(data_place, val)] if val else []
+    printed = run_tool("tokenize_text.py", *paths, *apart, "--for", *names, "--set", *given)
+    last_line = printed.splitlines()[-1]  # a sitecustomize may print others
+    name, settings, validation = json.loads(last_line)
+    return name, settings, validation
+
+
+def data_folder(cfg: Config, say: Callable = print) -> Path:
+    """Return the folder of the run's shards; make the demo corpus if that is missing."""
+    folder = data_place(cfg.data)
+    if folder.resolve() == demo_folder().resolve():
+        files = "*_train_*.bin", "*_val_*.bin", MERGES
+        if not all(any(folder.glob(name)) for name in files):
+            need(can_write(folder), f"{folder} cannot be written for the demo corpus: name a text")
+            say(f"making the demo corpus in {folder}")
+            run_tool("builtin_corpus.py", folder)
+    fix = "--data TEXT makes it again if the text is the same; else --start RUN_DIR --data TEXT"
+    if cfg.data == Config.data:
+        fix = "run data/cached_fineweb10B.py, or name one"
+    need(folder.is_dir(), f"no folder {folder}: {fix}")
+    shards = filter(None, map(SHARD_NAME.fullmatch, os.listdir(folder)))
+    sets = sorted({shard[1] for shard in shards})
+    several = f"{folder} holds several data sets ({', '.join(sets)})"
+    need(len(sets) < 2, f"{several}: give each its own folder")
+    return folder
+
+
+def data_place(data: str) -> Path:
+    """Return the folder or text `data`: in the current folder or next to this file.
+
+    The demo corpus may also be in the cache (see demo_folder)."""
+    here = Path(os.path.expanduser(data))
+    if not here.exists() and data == PRESETS["tiny"].data:
+        return demo_folder()
+    return here if here.exists() else Path(__file__).resolve().parent / data
+
+
+def demo_folder() -> Path:
+    """Return the folder of the demo corpus: next to this file or, if read-only, in the cache."""
+    folders = [Path(__file__).resolve().parent / PRESETS["tiny"].data]
+    if cache := user_cache():
+        folders.append(cache / "builtin")
+    found = (folder for folder in folders if os.path.exists(folder) or can_write(folder))
+    return next(found, folders[0])
+
+
+def can_write(folder: Path) -> bool:
+    """Return whether files can be written to `folder`, which need not exist yet."""
+    existing = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    return os.path.isdir(existing) and os.access(existing, os.W_OK)
+
+
+def user_cache() -> Path | None:
+    """Return the cache folder, in $XDG_CACHE_HOME or ~/.cache.
+
+    For a user without a home, it is a temporary folder; None if others can access that."""
+    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if place != "~/.cache":
+        return Path(place, "train_gpt")
+    folder = Path(tempfile.gettempdir(), f"train_gpt-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_private = found.st_uid == os.getuid() and found.st_mode & 0o077 == 0
+    return folder if is_private and stat.S_ISDIR(found.st_mode) else None
+
+
+LESS_TEXT = "use less text, or make the tokens on a machine with more memory"
+LESS_TEXT += " (data/tokenize_text.py TEXT --out DIR) and name DIR as --data"
+
+
+def run_tool(name: str, *args) -> str:
+    """Run data/`name` in another process, since the tools import this file; return its stdout.
+
+    Raise UserError if it is missing or was killed. If it fails, it prints the reason itself, so the
+    error has no message."""
+    tool = Path(__file__).resolve().parent / "data" / name
+    need(tool.exists(), f"no {tool}: copy the folder data/ there too, or name a --data")
+    with children_end_first():
+        done = subprocess.run([sys.executable, tool, *args], stdout=subprocess.PIPE, text=True)
+    killed = f"data/{name} was killed (signal {-done.returncode})"
+    if done.returncode == -signal.SIGKILL:
+        killed += f", probably for lack of memory: {LESS_TEXT}"
+    need(done.returncode >= 0, killed)
+    need(done.returncode == 0, "")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def children_end_first() -> Iterator:
+    """Make signals that would end this process end a child in subprocess.run before.
+
+    Within this context SIGINT, SIGHUP and SIGTERM raise SystemExit, unless they are handled or
+    ignored; after it they take effect."""
+    received = []
+
+    def receive(number, frame):
+        received.append(number)
+        raise SystemExit
+
+    numbers = [signal.SIGINT, signal.SIGHUP, signal.SIGTERM]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # only the main thread can set handlers
+    unhandled = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, receive)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
+        for number in received:
+            signal.raise_signal(number)
 
 
 # ---- Command line ------------------------------------------------------------------------------

@@ -150,8 +150,8 @@ def step_batches(cfg: T.Config, mesh, step: int, stream, words: list[bytes]) -> 
     state = T.loader_state(cfg, mesh)
     batches = []
     for _ in range(BATCHES):
-        *arrays, state = T.next_batch(cfg, mesh, stream, known, step, state)
-        batches.append(T.put_batch(cfg, mesh, step, *arrays))
+        batch, state = T.next_batch(cfg, mesh, stream, known, step, state)
+        batches.append(batch)
     return batches
 
 
@@ -167,7 +167,9 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
         middle = steps[len(steps) // 2]
         summed = cfg.table_every[middle >= cfg.table_change]
         updates = [T.Update("anvil", 1)]
-        updates.append(T.Update("adam", cfg.adam_every, bool(schedule.tied[middle])))
+        later = itertools.chain(*schedule.programs[middle:])
+        adam = [update for update in later if update[0] == "adam"]
+        updates.append(adam[0] if adam else T.Update("adam", cfg.adam_every))
         if T.updated(cfg, "tables"):
             updates.append(T.Update("tables", summed, stages=(key.stage,) * summed))
         cure = f"time a run of more steps, or with a longer stages.{key.stage}"

@@ -87,6 +87,7 @@ def draw_run(cfg) -> str:
             picture.text(x, y[first] - up, f"{round(values[first], 2):,}", color, "start")
     momenta = np.where(table.hyper.fast_weight < 1, ", momentum of two lengths", "")
     waits = np.where(np.arange(cfg.steps) < cfg.table_change, *cfg.table_every)
+    tied = np.arange(cfg.steps) <= T.last_tied_step(cfg)
     averaged = np.cumsum(table.hyper.average_rates.any(axis=1)) > 0
     rows = {
         "next tokens to predict": (GREY, [str(n) for n in (table.hyper.weights > 0).sum(1)]),
@@ -94,7 +95,7 @@ def draw_run(cfg) -> str:
         "matrices learn": (BLUE, [f"every step (ANVIL){words}" for words in momenta]),
         "embedding, head, small": (PURPLE, [f"every {cfg.adam_every} steps (Adam)"] * cfg.steps),
         "value and n-gram tables": (PINK, [f"every {n:.0f} steps (Adam)" for n in waits]),
-        "embedding and head": (GREY, np.where(table.tied, "are one matrix", "")),
+        "embedding and head": (GREY, np.where(tied, "are one matrix", "")),
         "weights are averaged": (GREEN, np.where(averaged, f"last {cfg.tail} steps", "")),
     }
     for y, (words, (color, values)) in zip(range(344, 484, 20), rows.items(), strict=True):

@@ -162,6 +162,12 @@ def first_state(cfg: T.Config) -> dict[str, dict]:
     return jax.device_get(quick(partial(T.init_state, cfg), np.uint32(cfg.seed)))
 
 
+def updates_at(cfg: T.Config, kind: str) -> list:
+    """The Update of this kind at the end of each step, or None."""
+    programs = T.schedule(cfg).programs
+    return [next((key for key in keys if key[0] == kind), None) for keys in programs]
+
+
 def next_rows(stream: T.TokenStream, cursor: int, stage: T.Stage):
     """(all rows of the global batch from `cursor` on, uint16 [rows, t+1]; next cursor)."""
     pieces, after = T.plan_rows(stream, cursor, stage)
@@ -172,7 +178,7 @@ def val_batch(cfg: T.Config, mesh, known, tokens, step: int):
     """The Batch of such validation rows, as T.evaluate makes it."""
     targets = tokens[:, 1:].astype(np.int32)
     aims = T.Aims(np.empty((len(tokens), 0), np.int32), targets, targets)
-    return T.put_batch(cfg, mesh, step, *T.rows_of(cfg, mesh, known, tokens, aims))
+    return T.put_batch(cfg, mesh, step, known, tokens, aims)
 
 
 def run_steps(cfg: T.Config, mesh, compiled: dict, folder, words) -> tuple[list, dict]:

@@ -50,6 +50,7 @@ LATER = {
     "settle": {"RunLog"},
     "sound": {"RunLog"},
     "train": {"demonstrate", "prepare", "set_handlers"},
+    "open_data": {"data_folder"},
     "prepare": {"checked_kernels", "compile_all", "start_copies", "start_state", "warm_up"},
     "gradient_bytes": {"abstract_copies"},
     "held_bytes": {"abstract_copies", "abstract_state"},
@@ -124,10 +125,12 @@ HOOKS = {
     "finish_step": {"move_to_averages"},
     "validation_model": {"fetch_requests"},
     "eval_step": {"dropped_ngrams"},
-    "schedule": {"hyper_of_ideas", "last_tied_step", "loss_weights", "table_updates", "yarn"},
+    "programs_of_steps": {"last_tied_step"},
+    "updates_due": {"table_updates"},
+    "hyper_of_steps": {"hyper_of_ideas", "loss_weights", "yarn"},
     "train_batches": {"vocabulary"},
     "next_batch": {"batch_aims"},
-    "rows_of": {"hashed_rows"},
+    "put_batch": {"hashed_rows"},
 }
 
 

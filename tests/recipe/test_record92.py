@@ -42,6 +42,7 @@ from programs import (
     strip_padding,
     tables_apart,
     tables_joined,
+    updates_at,
     val_batch,
 )
 
@@ -507,8 +508,8 @@ class Training:
             step_of = program(self.cfg, self.devices, str(update))
             self.state, changed, _ = step_of(self.state, due, hyper)
             self.copies |= changed
-        self.adams += T.schedule(self.cfg).adam[step]
-        self.table_updates += T.schedule(self.cfg).tables[step] > 0
+        self.adams += updates_at(self.cfg, "adam")[step] is not None
+        self.table_updates += updates_at(self.cfg, "tables")[step] is not None
 
 
 def gradient(size: str, step: int) -> dict[str, np.ndarray]:
@@ -551,9 +552,9 @@ def test_updates_of_every_group(scenario, devices):
     compared = set()
     for at, fact in enumerate(about["steps"]):
         step = fact["step"]
-        now = T.schedule(cfg)
-        due = now.adam[step], now.tables[step] > 0, now.tied[step]
-        assert (fact["adam"], fact["event"], fact["tied_during_update"]) == due
+        due, event = updates_at(cfg, "adam")[step], updates_at(cfg, "tables")[step]
+        assert (fact["adam"], fact["event"]) == (due is not None, event is not None)
+        assert due is None or due.tied == fact["tied_during_update"]
         run.update(step, spread(cfg, step, ours(cfg, gradient("tiny", step)), run.mesh))
         kinds = {"params": "w", "first": "m", "second": "v", "fast": "fast", "slow": "slow"}
         state = {kind: strip_padding(cfg, x) for kind, x in run.state.items()}
@@ -612,8 +613,8 @@ def test_averages_of_the_last_weights():
         return (base[name] + 0.1 * drawn(SEED * 1_000_000 + step * 100, name)).astype(np.float32)
 
     def weights(step):
-        adam = max(s for s in (step - 1, step) if T.schedule(cfg).adam[s])
-        event = max(s for s in range(step - 3, step + 1) if T.schedule(cfg).tables[s])
+        adam = max(s for s in (step - 1, step) if updates_at(cfg, "adam")[s])
+        event = max(s for s in range(step - 3, step + 1) if updates_at(cfg, "tables")[s])
         last = {"head": adam, "embed": adam, "value_tables": event}
         found = {name: moved(name, last.get(name, step)) for name in AVERAGED}
         return ours(cfg, rest | (tied(found) if step < 1177 else found))
@@ -725,8 +726,11 @@ def test_schedule_of_every_step():
     golden, cfg, table = arrays("schedule"), RECORD, T.schedule(RECORD)
     assert cfg.tokens_after(cfg.steps) == golden["total_tokens"] == 328_663_040
     assert cfg.attention_cap == golden["virtual_cap"]
-    assert golden["untie_step"] == np.flatnonzero(table.tied)[-1]
-    assert np.count_nonzero(table.tables) == 382
+    updates = [updates_at(cfg, "adam"), updates_at(cfg, "tables")]
+    adam, events = ([update is not None for update in kind] for kind in updates)
+    tied = [step for step, update in enumerate(updates[0]) if update and update.tied]
+    assert golden["untie_step"] == max(tied) and sum(events) == 382
+    assert tied == np.flatnonzero(golden["tied_during_update"] & adam).tolist()
     yarn = T.yarn(cfg)
     for i, ends in enumerate(golden["boundaries"].tolist()):
         assert tuple(ends) == cfg.boundaries[i : i + 2]
@@ -743,9 +747,8 @@ def test_schedule_of_every_step():
         "window_short": [stage.windows[0] for stage in stages],
         "window_long": [stage.windows[1] for stage in stages],
         "doc_cap": [stage.doc_cap for stage in stages],
-        "adam_steps": table.adam,
-        "event_steps": table.tables > 0,
-        "tied_during_update": table.tied,
+        "adam_steps": adam,
+        "event_steps": events,
         "mtp_count": [len(stage.weights) for stage in stages],
         "candidates": table.candidates,
     }

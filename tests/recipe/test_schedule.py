@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import small_config
-from programs import stage_at
+from programs import stage_at, updates_at
 
 import train_gpt as T
 
@@ -106,10 +106,12 @@ def test_entries_of_a_stage_hold_for_equal_parts_and_loss_weights_move_linearly(
 def test_updates_take_the_last_step_of_every_group(every, change, updates):
     """Those of tables with the number of steps that each sums; the counts of both are of those
     before, and one."""
-    table = T.schedule(replace(RECORD, table_every=every, table_change=change, adam_every=every[0]))
-    assert table.tables[:12].tolist() == [updates.get(step, 0) for step in range(12)]
+    cfg = replace(RECORD, table_every=every, table_change=change, adam_every=every[0])
+    table = T.schedule(cfg)
+    found = enumerate(updates_at(cfg, "tables")[:12])
+    assert {step: update.steps for step, update in found if update} == updates
     adam = [*range(every[0] - 1, 12, every[0])]
-    assert np.flatnonzero(table.adam[:12]).tolist() == adam
+    assert [step for step, update in enumerate(updates_at(cfg, "adam")[:12]) if update] == adam
     for step in range(12):
         assert table.hyper.adam_count[step] == 1 + sum(s < step for s in adam)
         assert table.hyper.table_count[step] == 1 + sum(s < step for s in updates)
@@ -118,11 +120,11 @@ def test_updates_take_the_last_step_of_every_group(every, change, updates):
 def test_head_and_embedding_part_after_an_adam_step():
     """The first one at or after the share of the schedule in which they are tied; 0: never tied."""
     for every, last in ((1, 587), (2, 587), (3, 587), (5, 589), (8, 591)):
-        table = T.schedule(replace(RECORD, adam_every=every, tied=0.5))
-        assert table.tied.tolist() == [s <= last for s in range(1194)] and table.adam[last]
+        adam = [*enumerate(updates_at(replace(RECORD, adam_every=every, tied=0.5), "adam"))]
+        assert adam[last][1] and all(update.tied == (s <= last) for s, update in adam if update)
     for tied, always in ((0.0, False), (1.0, True)):
         cfg = staged(12, 1.0, tied=tied, adam_every=3, table_every=(6, 12), table_change=12)
-        assert T.schedule(cfg).tied.tolist() == [always] * 12
+        assert [update.tied for update in updates_at(cfg, "adam") if update] == [always] * 4
 
 
 def test_average_rates_by_hand():

@@ -101,9 +101,8 @@ def hyper_on(cfg, step, mesh, **changes):
 def batch_of(cfg, step, mesh, shards, **changes):
     """(Rows in NumPy, Batch on the mesh) of a step from the start of the shards."""
     stream, known = T.TokenStream(shards, "train", BOS), T.vocabulary(cfg, WORDS)
-    *arrays, _ = T.next_batch(cfg, mesh, stream, known, step, T.loader_state(cfg, mesh))
-    laid = jax.tree.map(lambda x: T.put(x, mesh, P(T.AXIS)), arrays)
-    return arrays[0], T.Batch(*laid, hyper_on(cfg, step, mesh, **changes))
+    batch, _ = T.next_batch(cfg, mesh, stream, known, step, T.loader_state(cfg, mesh))
+    return jax.device_get(batch.rows), batch._replace(hyper=hyper_on(cfg, step, mesh, **changes))
 
 
 def dense(request):

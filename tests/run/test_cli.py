@@ -132,9 +132,9 @@ def test_what_has_no_checkpoint_is_not_resumed(main, tmp_path, where):
     [
         (TRAIN, lambda _: None, "no train shards (*_train_*.bin) in"),
         (VAL, lambda _: None, "no val shards (*_val_*.bin) in"),
-        (TRAIN, lambda b: b[:-2], "is no whole token shard"),
-        (VAL, lambda b: b[:100], "no whole token shard"),
-        (VAL, lambda b: b"<html>" + b, "no whole token shard"),
+        (TRAIN, lambda b: b[:-2], "is not a complete token shard"),
+        (VAL, lambda b: b[:100], "not a complete token shard"),
+        (VAL, lambda b: b"<html>" + b, "not a complete token shard"),
         (
             TRAIN,
             lambda b: b[:8] + np.int32(TOKENS - 1).tobytes() + b[12:-2],
@@ -145,7 +145,11 @@ def test_what_has_no_checkpoint_is_not_resumed(main, tmp_path, where):
             lambda b: b[:8] + np.int32(TINY.val_batch).tobytes() + b[12:-2],
             f"{TINY.val_batch + 1:,} are needed: lower --set val_tokens=",
         ),
-        (TRAIN, lambda b: b[:-2] + b"\xff\xff", "token id 65535 >= 2048: not made with bytes"),
+        (
+            TRAIN,
+            lambda b: b[:-2] + b"\xff\xff",
+            "token id 65535 >= 2048, so its encoding is not bytes",
+        ),
     ],
     ids=["none", "no val", "cut", "cut header", "html", "too few", "too few to validate", "bad id"],
 )

@@ -58,20 +58,22 @@ def test_the_shard_with_an_unknown_id_is_named(tmp_path, bad):
         *train, val = shards.values()
         if last < small_config().real_tokens:
             check(tmp_path, train, val)
-    with pytest.raises(T.UserError, match=r"token id 97 >= 97: not made with bytes: set") as error:
+    with pytest.raises(
+        T.UserError, match=r"id 97 >= 97, so its encoding is not bytes: set"
+    ) as error:
         check(tmp_path, train, val)
     assert str(tmp_path / bad) in str(error.value)
 
 
 def test_tokens_of_another_encoding_are_refused_if_no_document_begins(tmp_path):
     """Before they train to a loss that means nothing."""
-    with pytest.raises(T.UserError, match="no document begins with bos=95: not made with bytes"):
+    with pytest.raises(T.UserError, match="begins with bos=95, so its encoding is not bytes"):
         check(tmp_path, [np.minimum(documents(1, 8000), 94)], bos=95)
 
 
 def test_tokens_of_an_own_tokenizer_are_ids_without_bytes(tmp_path, fitted):
     """A refusal names what to set; a description beside the shards sets it, but for texts."""
-    words = r"made with bytes: set encoding \(ids: of your own .*\), vocab, real_tokens and bos, "
+    words = r"is not bytes: set encoding \(ids for your own .*\), vocab, real_tokens and bos, "
     with pytest.raises(T.UserError, match=words):
         check(tmp_path / "a", [np.minimum(documents(1, 8000), 94)], bos=95)
     assert T.token_bytes(small_config(encoding="ids"), tmp_path) == []

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import ROOT, small_config
-from programs import by_name, mesh_of, programs_of, quick_compilation
+from programs import by_name, mesh_of, programs_of, quick_compilation, updates_at
 from training import (
     BRIEF,
     arrays,
@@ -436,7 +436,7 @@ def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(
         found.append([{k: v for k, v in line.items() if k.startswith("norm_")} for line in steps])
         assert {*found[-1][0]} == {f"norm_{name}" for name in T.updated(cfg, "anvil")}
         assert min(found[-1][0].values()) > 0
-        tied = T.schedule(cfg).tied[3]  # then the head's is that of the embedding too
+        tied = updates_at(cfg, "adam")[3].tied  # then the head's is that of the embedding too
         names = [name for name in T.param_table(cfg) if name != "embed" or not tied]
         assert {*found[-1][3]} == {f"norm_{name}" for name in names}
     for one, two in zip(found[0], found[-1], strict=True):
@@ -501,7 +501,9 @@ def test_a_validation_shard_that_is_cut_under_the_run_ends_it(shards, tmp_path, 
         if line.startswith("step:1/"):
             os.truncate(shard, T.HEADER_BYTES + 2 * tokens)
 
-    with pytest.raises(T.UserError, match=f"{shard} is no whole token shard .{tokens} tokens foll"):
+    with pytest.raises(
+        T.UserError, match=f"{shard} is not a complete token shard .{tokens} tokens foll"
+    ):
         trained(replace(CFG, checkpoint_every=0), tmp_path / "logs", data, say=say)
     assert facts(next((tmp_path / "logs").iterdir()))["finished"] is False
 

@@ -395,7 +395,7 @@ def test_a_download_that_fails_says_why_in_one_line(tmp_path, hub, monkeypatch):
     for hub.error in (ConnectionError("offline"), OSError("No space left on device"), Exception):
         assert fails("check the network and the disk, and run this again") == 1
     hub.error, hub.lost_bytes = None, 10
-    assert fails("is no whole token shard") == 1
+    assert fails("is not a complete token shard") == 1
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     fails("pip install huggingface_hub")
 
