@@ -1885,7 +1885,7 @@ IDEAS = {
     "smear": "smear=0",
     "seldom": "adam_every=1 table_every=1,1",  # gradient accumulation for Adam and tables
     "equalize": "equalize_rate=0",
-    "cautious": "cautious=0",  # weights decay only if the update agrees: descend, anvil
+    "cautious": "cautious=0",  # weights decay only where the update shrinks them: descend, anvil
     "skip": "layers.*.skip=0",  # one gated skip connection: layer_output
     "lambdas": "lambdas=0",  # learned weights of branches
     "key_offset": "key_offset=0",
@@ -2302,9 +2302,9 @@ def candidates(included, offset: int, count: int, vocab_size: int):
     """Return (`count` ids in ascending order, next offset): the sampled softmax of record 92.
 
     These are the `included` ids, filled up by a cyclic walk through the vocabulary, which starts at
-    `offset` and takes every 20011th id. Most ids are not a target of the row, but cost as much as
-    the targets. The loss over a sample is too low: it jumps when the last stages use the whole
-    vocabulary. Raises UserError if more than `count` ids are included."""
+    `offset` and takes every 20011th id. Most ids are no target of the row, but cost as much as one.
+    The loss over a sample is too low: it jumps when the last stages use the whole vocabulary.
+    Raises UserError if more than `count` ids are included."""
     is_chosen = np.zeros(vocab_size, bool)
     is_chosen[included] = True
     different = np.count_nonzero(is_chosen)
@@ -2327,8 +2327,8 @@ def candidates(included, offset: int, count: int, vocab_size: int):
 
 # The next token has often occurred before. One more attention, on the final hidden states, points
 # at earlier tokens, or at a learned key, the sink, if none fits. The softmax decides how much the
-# pointer counts: it has one more id, `<copy>` (real_tokens, the first id that is no token), whose
-# probability the pointer distributes (pull request 379 of modded-nanogpt: 144 steps; the mixture
+# pointer counts: it has one more id, `<copy>` (real_tokens, the first id that is no token), and the
+# pointer distributes its probability (pull request 379 of modded-nanogpt: 144 steps; the mixture
 # with a sink is from Merity et al. 2016; without=pointer). Only the loss on the next token uses the
 # mixture. Losses on later tokens and on prefixes are the softmax's, with `<copy>` among its ids.
 
@@ -2397,8 +2397,6 @@ def pointer_chances(model: Model, rows: Rows, x_btd):
     def cut(arrays, start: int, stop: int):
         return jax.tree.map(lambda x: x[start:stop], arrays)
 
-    # Keep only sums and maxima [t] for the backward pass. An array [t, s] of all blocks would take
-    # up to 0.8 GB for a row of 49,152 tokens.
     @functools.partial(jax.checkpoint, policy=is_reduction)
     def of_block(block):
         queries, keys = block
@@ -2417,7 +2415,9 @@ def pointer_chances(model: Model, rows: Rows, x_btd):
 
 
 def is_reduction(primitive, *_, **__) -> bool:
-    """A policy of jax.checkpoint: which results to keep for the backward pass."""
+    """A jax.checkpoint policy: keep sums and maxima [t] for the backward pass, recompute scores.
+
+    An array [t, s] of all blocks would take up to 0.8 GB for a row of 49,152 tokens."""
     return primitive.name in ("reduce_sum", "reduce_max")
 
 
@@ -2425,7 +2425,6 @@ def token_blocks(x, size: int, past: int = 0):
     """Cut rows [b, t, ...] into blocks of `size` tokens: [b * blocks, past + size, ...].
 
     With past=size each block also has the previous block of its row, in front. Padding is -1."""
-
     b, t, *rest = x.shape
 
     def padded(x, before: int, after: int):
