@@ -1857,66 +1857,64 @@ def put(array: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 # PART II: THE IDEAS OF THE RECORD
 # ================================================================================================
 
-# Each section has one idea, or a few that belong together. Its head describes them, and has in
-# parentheses the record that introduced each idea, what it saved there, and the setting that turns
-# it off (`--set without=NAME`, see IDEAS). The savings are upstream's figures for its own program,
-# compared with the record before: M is millions of training tokens; seconds are of the 39.9 s of
-# record 92 on eight H100s; steps are from a pull request. Nobody has measured them with this file.
-# Ideas that are one line of the core, or a number, have no section: IDEAS says where they are.
-# README.md's table has all savings. Part I calls an idea where its section stands in quotes.
+# Each section explains one idea, or a few related ones. Parentheses give the record that introduced
+# an idea, its savings, and the switch that disables it (`--set without=NAME`). Savings are
+# upstream's figures for its own program, compared with the previous record; they have not been
+# measured with this file. M means millions of training tokens, seconds are out of the 39.9 s of
+# record 92 on eight H100s, steps are from a pull request. README.md lists all savings. An idea that
+# takes one line of Part I, or only a number, has no section: IDEAS names the function. Part I calls
+# an idea next to a comment that quotes the title of its section.
 
 # ---- The switches -------------------------------------------------------------------------------
 
-# What leaves out an idea: `--set without=NAME,...` sets this.
+# Idea -> settings that disable it, for `--set without=NAME,...`; roughly in the order of records.
 IDEAS = {
-    "muon": "muon=0",
-    "squared_relu": "squared_relu=0",  # mlp; else GELU
-    "zero_start": "down_start=1",  # param_table
+    "muon": "muon=0",  # orthogonalized updates of matrices: anvil
+    "squared_relu": "squared_relu=0",  # ReLU^2 instead of GELU: mlp
+    "zero_start": "down_start=1",  # MLP down-projections start at zero: param_table
     "qk_norm": "qk_norm=0",  # attend_heads
-    "documents": "documents=0",  # segment_ids
+    "documents": "documents=0",  # attention stays inside a document: segment_ids
     "logit_cap": "logit_cap=0,0,0",  # cap_logits
-    "momentum": "momentum=0.93,0.93",  # momentum_at: it rises and falls
+    "momentum": "momentum=0.93,0.93",  # momentum warm-up and cooldown: momentum_at
     "windows": "stages.*.windows=128,128 val_windows=128,128",
     "values": "layers.*.values=0",
     "value_gates": "value_gates=0",
-    "still": "still=0",  # rope_tables, heads_of
+    "still": "still=0",  # half of the dimensions do not rotate: rope_tables, heads_of
     "packing": "stages.*.doc_cap=0",
     "smear": "smear=0",
-    "seldom": "adam_every=1 table_every=1,1",
+    "seldom": "adam_every=1 table_every=1,1",  # gradient accumulation for Adam and tables
     "equalize": "equalize_rate=0",
-    "cautious": "cautious=0",  # descend, anvil
-    "skip": "layers.*.skip=0",  # layer_output
-    "lambdas": "lambdas=0",
+    "cautious": "cautious=0",  # weights decay only where the update shrinks them: descend, anvil
+    "skip": "layers.*.skip=0",  # one gated skip connection: layer_output
+    "lambdas": "lambdas=0",  # learned weights of branches
     "key_offset": "key_offset=0",
-    "tied": "tied=0",
-    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",
-    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",
+    "tied": "tied=0",  # head and embedding are one matrix until late in the run
+    "scalar_betas": "scalar_betas=(0.9,0.95),(0.9,0.95)",  # slower Adam for scalars: small_param
+    "ahead": "stages.*.weights=(1.0,) stages.*.weights_end=(1.0,)",  # multi-token prediction
     "paired": "layers.*.paired=0",
-    "qk_heads": "qk_heads=0",
-    "o_start": "o_start=0",  # param_table
-    "reads": "layers.*.reads=0",  # layer_output
+    "qk_heads": "qk_heads=0",  # q and k orthogonalized in groups of heads: param_table
+    "o_start": "o_start=0",  # output projections do not start at zero: param_table
+    "reads": "layers.*.reads=0",  # attention reads the output of an earlier layer: layer_output
     "mudd": "layers.*.mudd=0",
     "xsa": "layers.*.xsa=0",
-    "gated": "layers.*.gated=0",
-    "x0": "layers.*.x0=0",  # layer_output
+    "gated": "layers.*.gated=0",  # gates on attention heads
+    "x0": "layers.*.x0=0",  # the token embedding is added again: layer_output
     "signs": "sign_rows=0",
     "gates": "gate_width=0 layers.*.looks=0",
     "prefix": "stages.*.prefix=(0.0,)",
-    "narrow": "layers.*.narrow=0",  # heads_of
-    "fewer": "layers.*.attends=long layers.*.skip=0",  # attentions than layers: Config.layers
-    "candidates": "stages.*.candidates=(0,)",
+    "narrow": "layers.*.narrow=0",  # narrow heads: heads_of
+    "fewer": "layers.*.attends=long layers.*.skip=0",  # layers without attention: Config.layers
+    "candidates": "stages.*.candidates=(0,)",  # sampled softmax
     "ngrams": "ngram_rows=0 layers.*.ngram=0",
-    "normalised": "ngram_ids=raw",
-    "rails": "slow_rate=0",
+    "normalised": "ngram_ids=raw",  # n-gram hashes ignore case and accents
+    "rails": "slow_rate=0",  # momentum of two lengths
     "pointer": "pointer_width=0",
     "averages": "tail=0 tail_average=0",
 }
-PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # without=all keeps these
+PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # kept by without=all
 
 
-# ---- Parameters of ideas: param_table and Hyper have them from here ------------------------------
-
-# Each function below collects from the sections of the ideas that are on.
+# ---- Parameters of ideas -------------------------------------------------------------------------
 
 
 def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
@@ -1928,7 +1926,7 @@ def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
 
 
 def params_of_ideas(cfg: Config) -> dict[str, Param]:
-    """The rows that ideas add to param_table."""
+    """Return the parameters of all enabled ideas, to be added to param_table."""
     rows = {}
     if cfg.layers_with("values"):
         rows |= value_params(cfg)
@@ -1948,31 +1946,30 @@ def params_of_ideas(cfg: Config) -> dict[str, Param]:
 
 
 def small_param(cfg: Config, shape, start, lr: float, betas: tuple, decay: float = 0.0) -> Param:
-    """The row of a small parameter, which is whole on every device and learns by Adam. `lr` and
-    `decay` are factors on lr_adam and decay_adam.
+    """Return the Param of a small parameter, replicated on every device and trained by Adam.
 
-    `betas` are one of the two pairs in scalar_betas: those of weights that mix arrays, and slower
-    ones of gates and lone scalars (record 52: 9 M; without=scalar_betas)."""
+    `lr` and `decay` are factors on lr_adam and decay_adam. `betas` is a pair of scalar_betas: the
+    first for weights that mix arrays, the slower second one for gates and single scalars (record
+    52: 9 M; without=scalar_betas)."""
     return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
 
 
 def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
-    """The row of a table whose rows tokens look up. A row whose moments are still zero does not
-    move, and with cautious decay it does not decay either: rare tokens keep their start. (With
-    cautious=0 all rows of value tables decay.)"""
-    rates = (70, 5)  # the record's: most rows are seen seldom, and then move far
+    """Return the Param of a table [rows, width] that is looked up by token.
+
+    Rows keep their initial value until they get a gradient: moments are zero until then, and
+    cautious weight decay skips them. (With cautious=0, all rows of value tables decay.)"""
+    rates = (70, 5)  # the record's: most rows get few gradients, so each update must be large
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
 
 def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndarray]:
-    """The fields of a Schedule's Hyper that ideas need, [steps, ...] each. The arguments are what
-    the schedule has at each step: momentum, whether Adam updates, how many steps an update of
-    tables sums."""
+    """Return the fields of Hyper that enabled ideas need: name -> [steps, ...].
+
+    `momentum`, `adam_due` (is there an Adam update?) and `tables` (table_updates) are [steps]."""
     columns = {}
     if cfg.slow_rate:
-        fast_beta, fast_weight = fast_rail(cfg, momentum)
-        columns["fast_beta"] = fast_beta
-        columns["fast_weight"] = fast_weight
+        columns["fast_beta"], columns["fast_weight"] = fast_rail(cfg, momentum)
     if np.any(tables):
         is_update = tables > 0
         updates_before = np.cumsum(is_update) - is_update
@@ -1989,19 +1986,18 @@ def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndar
 
 # ---- Rows that start at a document ---------------------------------------------------------------
 
-# A row begins with a document, and holds only the beginnings of documents. These are easier to
-# predict from little, and attention needs no tokens of other rows (records 26, 29: 18 M;
+# Each row starts with a document and contains only beginnings of documents. They can be predicted
+# from little context, and attention never needs tokens of another row (records 26, 29: 18 M;
 # without=packing).
 
 
 def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
-    """([(row, start, stop)], next cursor): which pieces of the stream fill the rows of a batch.
+    """Return ([(row, start, stop)], next cursor): the pieces of the stream that fill a batch.
 
-    A piece begins at the BOS of a document. It ends with the document, after doc_cap tokens, or
-    where the row is full; the rest of a cut document is passed over. Rows are filled one after the
-    other, each with t+1 tokens: t inputs and the last target. If a shard has too few documents left
-    for a batch, the batch begins again in the next shard. The original fills the rows of its eight
-    devices in this order."""
+    A piece starts at the BOS of a document. It ends with the document, after doc_cap tokens, or
+    when the row is full; the rest of a cut document is skipped. Rows of t+1 tokens (t inputs and
+    the last target) are filled one after another, as upstream fills the rows of its eight devices.
+    If a shard has too few documents left, the whole batch comes from the next shard."""
     while True:
         number, base = stream.shard_at(cursor)
         documents = stream.documents(number)
@@ -2009,31 +2005,30 @@ def plan_packed(stream: TokenStream, cursor: int, stage: Stage):
         pieces = []
         row = 0
         room = stage.row_tokens + 1
-        for place, start, stop in zip(*(column[first:] for column in documents), strict=True):
-            # One by one: a list of a shard's 150,000 documents took 20 to 30 ms per batch.
-            start = int(start)
-            stop = min(int(stop), start + stage.doc_cap, start + room)
+        for i in range(first, len(documents.places)):
+            # Converted one by one: lists of a shard's 150,000 documents took 20 to 30 ms per batch.
+            start = int(documents.starts[i])
+            stop = min(int(documents.stops[i]), start + stage.doc_cap, start + room)
             pieces.append((row, base + start, base + stop))
             room -= stop - start
             if room == 0:
                 row += 1
                 if row == stage.rows:
-                    return pieces, base + int(place) + stop - start
+                    return pieces, base + int(documents.places[i]) + stop - start
                 room = stage.row_tokens + 1
         cursor = int(stream.ends[number])
 
 
 # ---- When tables learn, and as long as head and embedding are one matrix -----------------------
 
-# Few tokens of a batch read a given row of a table, so its gradient is noisy. An update of tables
-# sums the gradients of two steps, later of four; one of Adam those of two (records 39, 92: 22 M;
-# without=seldom). Until late in the run head and embedding are one matrix, which gets the gradients
-# of both uses; then they part (records 51, 53: 14 M; without=tied).
+# A batch reads a given row of a table only a few times, so gradients of rows are noisy. Tables
+# accumulate gradients over two steps, later over four, and Adam over two (records 39, 92: 22 M;
+# without=seldom). Until late in the run, head and embedding are one matrix with the gradients of
+# both uses; then they are trained separately (records 51, 53: 14 M; without=tied).
 
 
 def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """How many steps the update of tables at the end of each step sums; 0: there is none. Only then
-    do their gradients cross the network."""
+    """Return how many steps the table update after each step accumulates; 0 means no update."""
     often, seldom = cfg.table_every
     has_changed = step >= cfg.table_change
     interval = np.where(has_changed, seldom, often)
@@ -2043,25 +2038,26 @@ def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def last_tied_step(cfg: Config) -> int:
-    """The step after which head and embedding part: the first with an Adam update at or after the
-    `tied` share of the schedule. So no update sums gradients from before and after. In the record
-    it is step 1175."""
-    last = round(cfg.tied * (cfg.steps - cfg.extension))
-    steps_to_update = -(last + 1) % cfg.adam_every
-    return last + steps_to_update
+    """Return the last step with tied head and embedding (1175 in the record).
+
+    It ends with an Adam update, so that no update mixes gradients of tied and untied steps."""
+    step = round(cfg.tied * (cfg.steps - cfg.extension))
+    while (step + 1) % cfg.adam_every:
+        step += 1
+    return step
 
 
 def tied_update(cfg: Config, kernels: Kernels, state, due, hyper: Hyper):
-    """update_step while head and embedding are one matrix: its gradient is the sum of both."""
+    """Do an update_step with tied head and embedding: the gradients of both are summed."""
     due = dict(due)
-    due["head"] = due["head"] + due.pop("embed")  # tuples: update_step sums what they hold
+    due["head"] = due["head"] + due.pop("embed")  # joins two tuples; update_step sums the entries
     state, copies, norms = update_step(cfg, kernels, state, due, hyper)
     copies["embed"] = copies["head"]
     return tie(state), copies, norms
 
 
 def tie(state):
-    """The training state, in which the embedding has the head's weights, moments and average."""
+    """Return the training state with the head's weights, moments and average for the embedding."""
     tied = {}
     for kind, arrays in state.items():
         tied[kind] = dict(arrays)
@@ -2072,31 +2068,32 @@ def tie(state):
 
 # ---- Rotation that follows the windows -----------------------------------------------------------
 
-# Windows are short while the model is young, which makes attention cheap, and grow with the stages
-# (records 13, 20, 31: 65 M; without=windows). A rotation that was learned with one window fits
-# another less well: YaRN slows down the dimensions that turn slowly.
+# Attention windows start short, which makes early steps cheap, and grow from stage to stage
+# (records 13, 20, 31: 65 M; without=windows). The model has learned to use the rotation within one
+# window. For a larger window YaRN (Peng et al. 2023) lowers the low frequencies, and raises the
+# scale of q k^T to keep attention over more keys as sharp.
 
 
 def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
-    """`rotation` for each stage: (frequencies float32 [2, pairs that turn], scales of q k^T [2]) of
-    short and of long layers. When a window grows, frequencies are stretched to it, and scores are
-    made larger, so that attention over more keys stays as sharp (YaRN, Peng et al. 2023)."""
+    """Return `rotation` for each stage: (frequencies float32 [2, rotating pairs], scales of q k^T
+    [2]) of short and long layers, adjusted to the growth of their windows."""
     rotations = [rotation(cfg)]
     for before, after in itertools.pairwise(cfg.stages):
-        freqs_before, scales_before = rotations[-1]
-        freqs = freqs_before.copy()
-        scales = scales_before.copy()
+        freqs, scales = (x.copy() for x in rotations[-1])
         for i, (old, new) in enumerate(zip(before.windows, after.windows, strict=True)):
-            freqs[i] = stretched(freqs_before[i], old, new)
+            freqs[i] = stretched(freqs[i], old, new)
+            # YaRN scales q and k by 1 + 0.1 log(new / old) each; upstream uses 0.2 for q k^T.
             scales[i] *= 1 + 0.2 * math.log(new / old)
         rotations.append((freqs, scales))
     return rotations
 
 
 def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
-    """The frequencies after a window has grown from `old` to `new` tokens. A pair that turns less
-    than once within the old window slows down in proportion. One that turns 32 times keeps its
-    frequency, and those between are interpolated. All in float32, as in the original."""
+    """Return rotation frequencies for a window that has grown from `old` to `new` tokens.
+
+    A pair that completes at most one rotation (YaRN's alpha) within the old window slows down by
+    old / new. A pair that completes 32 (YaRN's beta) or more keeps its frequency; pairs in between
+    are interpolated. All in float32, as upstream."""
     turns = old * freqs / np.float32(2 * math.pi)
     kept = np.clip((turns - 1) / (32 - 1), 0, 1)
     slower = old / new
@@ -2105,113 +2102,118 @@ def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
 
 # ---- Averages of the last weights ----------------------------------------------------------------
 
-# The learning rate stays high to the end, and averages of the last weights do what lower rates
-# would (record 92: 3.8 s; without=averages). An average is an array beside a parameter, in the
-# training state under the name of its kind. In the last steps it follows the parameter, at the
-# average_rates (`follow`); at the end the parameter moves a share of the way to it
-# (`move_to_averages`). The four kinds:
-#     ema            of head and embedding, over the last `tail` steps
-#     average        of v, o and MLPs, over the last `tail_average` steps
-#     value_average  of value tables, over the same
-#     bank_ema       of all matrices, over the last `tail` steps
+# The learning rate stays high to the end; averaging the last weights reduces noise, as lower rates
+# would (record 92: 3.8 s; without=averages). Averages are arrays of the training state. During the
+# last steps they follow their parameters (`follow`), at the average_rates. After the last step
+# parameters move towards their averages (`move_to_averages`).
 
-AVERAGES = ("ema", "average", "value_average", "bank_ema")  # the kinds, as average_rates has them
-# v, o and MLPs become their `average`, and from there move towards bank_ema: by less than q and k
-# do. Both numbers are the original's, which gives no reason for the 0.2007.
-MOVES_TWICE = ("average", 1.0), ("bank_ema", 0.55 - 0.2007)
-MOVES = {  # parameter -> (kind, share of the way to it), in the order of moves
-    "head": (("ema", 0.65),),
-    "embed": (("ema", 0.65),),
-    "value_tables": (("value_average", 1.0),),
-    "qk_bank": (("bank_ema", 0.55),),
-    "vo_bank": MOVES_TWICE,
-    "v_bank": MOVES_TWICE,
-    "mlp_bank": MOVES_TWICE,
+
+class Average(NamedTuple):
+    """A kind of average, and the parameters that have it."""
+
+    length: str  # name of the setting with the number of last steps that are averaged
+    updated_by: str  # Param.updated_by of the parameters
+    shares: dict[str, float]  # prefix of parameter names -> share of the way to the average
+    rescaled: bool = True  # after all moves a parameter gets back the norm it had
+
+
+# In the order of the moves, and of average_rates. v, o and MLPs move all the way to `average`, and
+# from there towards bank_ema, by less than q and k (upstream's numbers, without a reason).
+BLEND = 0.55 - 0.2007
+AVERAGES = {
+    "ema": Average("tail", "adam", {"head": 0.65, "embed": 0.65}),
+    "average": Average("tail_average", "anvil", {"vo_bank": 1.0, "v_bank": 1.0, "mlp_bank": 1.0}),
+    "value_average": Average("tail_average", "tables", {"value_table": 1.0}, rescaled=False),
+    "bank_ema": Average(
+        "tail",
+        "anvil",
+        {"qk_bank": 0.55, "vo_bank": BLEND, "v_bank": BLEND, "mlp_bank": BLEND},
+    ),
 }
-# What the parameters of a kind are updated by (Param.updated_by): an average changes at its steps.
-FOLLOWS = {"ema": "adam", "average": "anvil", "value_average": "tables", "bank_ema": "anvil"}
 AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
-AVERAGE_MEMORY = 0.212  # share of tail_average that both others look back (53 of 250 steps)
+AVERAGE_MEMORY = 0.212  # horizon of `average` and value_average, as a share of tail_average
+
+
+def average_shares(name: str) -> dict[str, float]:
+    """Return the possible averages of parameter `name`: kind -> share of the way to the average."""
+    found = {}
+    for kind, average in AVERAGES.items():
+        for prefix, share in average.shares.items():
+            if name.startswith(prefix):
+                found[kind] = share
+    return found
 
 
 def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """param_table with the averages of each parameter, and which get back their norm. What is
-    updated in another way than its kinds of averages FOLLOWS has none."""
-    steps = {
-        "ema": cfg.tail,
-        "average": cfg.tail_average,
-        "value_average": cfg.tail_average,
-        "bank_ema": cfg.tail,
-    }
+    """Return param_table with the fields `averages` and `rescaled` of each parameter.
+
+    A parameter has no average of a kind that expects updates at other steps."""
     completed = {}
     for name, row in table.items():
-        moves = []
-        for kind, share in MOVES.get(name, ()):
-            if steps[kind] and row.updated_by == FOLLOWS[kind]:
-                moves.append((kind, share))
-        rescaled = len(moves) > 0 and name != "value_tables"
-        completed[name] = dataclasses.replace(row, averages=tuple(moves), rescaled=rescaled)
+        averages = []
+        for kind, share in average_shares(name).items():
+            average = AVERAGES[kind]
+            if getattr(cfg, average.length) and average.updated_by == row.updated_by:
+                averages.append((kind, share))
+        rescaled = any(AVERAGES[kind].rescaled for kind, _ in averages)
+        completed[name] = dataclasses.replace(row, averages=tuple(averages), rescaled=rescaled)
     return completed
 
 
 def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
-    """The rates [steps, 4] at which AVERAGES follow after each step: average += rate * (weight -
-    average). Rate 0 leaves an average as it is. The first rate that is not 0 is 1, so that the
-    average starts as the weight."""
+    """Return the rates [steps, 4] of AVERAGES: average += rate * (weight - average) after a step.
+
+    Rate 0 leaves an average unchanged. Its first other rate is 1: it starts as the weight."""
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
-    in_tail = left < cfg.tail
     in_average = left < cfg.tail_average
     is_fourth = left % AVERAGE_EVERY == 0
-
-    # Head and embedding change at Adam steps alone, so `ema` is due there. If n steps go by until
-    # the next one, n updates at one rate become a single one at 1 - (1 - rate)^n.
-    ema_rate = 2 / (cfg.tail + 1)
-    steps_to_next = np.minimum(cfg.adam_every, left + 1)
-    ema_rates = 1 - (1 - ema_rate) ** steps_to_next
-    average_rate = min(AVERAGE_EVERY / (AVERAGE_MEMORY * max(cfg.tail_average, 1)), 1)
-    bank_rate = min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1)
-
-    # For each kind: at which steps it is due, and at which rate then. (As in the original bank_ema
-    # is due at the last step but one too, and `ema` begins with the Adam step before the tail.)
-    kinds = {
-        "ema": (adam_due & (left + 1 < cfg.tail + cfg.adam_every), ema_rates),
-        "average": (in_average & is_fourth, average_rate),
-        "value_average": (in_average & (tables > 0), average_rate),
-        "bank_ema": (in_tail & (is_fourth | (left == 1)), bank_rate),
+    # `ema` starts with the weights of the first step of the tail. They may come from an Adam step
+    # before the tail.
+    ema_due = adam_due & (left + 1 < cfg.tail + cfg.adam_every)
+    # Upstream also updates bank_ema at the last step but one, probably by accident.
+    bank_due = (left < cfg.tail) & (is_fourth | (left == 1))
+    # One update of `ema` replaces the n updates until the next Adam step: 1 - (1 - rate)^n.
+    n = np.minimum(cfg.adam_every, left + 1)
+    memory = AVERAGE_MEMORY * max(cfg.tail_average, 1)
+    average_rate = min(AVERAGE_EVERY / memory, 1)
+    rates = {
+        "ema": ema_due * (1 - (1 - 2 / (cfg.tail + 1)) ** n),
+        "average": (in_average & is_fourth) * average_rate,
+        "value_average": (in_average & (tables > 0)) * average_rate,
+        "bank_ema": bank_due * min(2 / (cfg.tail // AVERAGE_EVERY + 1), 1),
     }
-    columns = []
-    for kind in AVERAGES:
-        is_due, rate = kinds[kind]
-        column = np.where(is_due, rate, 0.0)
-        column[np.flatnonzero(is_due)[:1]] = 1.0
-        columns.append(column)
-    return np.stack(columns, axis=1)
+    for column in rates.values():
+        column[np.flatnonzero(column)[:1]] = 1.0
+    return np.stack([rates[kind] for kind in AVERAGES], axis=1)
 
 
 def follow(state, name: str, row: Param, hyper: Hyper):
-    """Let the averages of a parameter follow it, in place. Every update calls this, with rate 0 for
-    most of the run: so no step needs a program of its own."""
+    """Update the averages of a parameter in `state`, in place, after an update of the parameter.
+
+    This also runs while the rates are 0, so that all steps can use the same program."""
+    kinds = list(AVERAGES)
     for kind, _ in row.averages:
-        rate = hyper.average_rates[AVERAGES.index(kind)]
+        rate = hyper.average_rates[kinds.index(kind)]
         before = state[kind][name]
         state[kind][name] = before + rate * (state["params"][name] - before)
 
 
 def move_to_averages(cfg: Config, state) -> dict:
-    """The weights to validate: those after the last step, moved towards their averages.
+    """Return the weights to validate: the last weights, moved towards their averages.
 
-    An average is less noisy than the weights, and shorter. Logits and the stream depend on that
-    length, so `rescaled` parameters get back the norm that they had."""
+    Averages have less noise than the weights, and so a smaller norm. Logits and the residual stream
+    depend on the norm, so `rescaled` parameters get back the norm they had."""
 
     def length(x):
         square = lax.psum(jnp.sum(jnp.square(x)), AXIS)
         return jnp.sqrt(square)
 
     params = dict(state["params"])
-    has_followed = schedule(cfg).hyper.average_rates.any(axis=0)
+    kinds = list(AVERAGES)
+    has_started = schedule(cfg).hyper.average_rates.any(axis=0)
     for name, row in param_table(cfg).items():
         for kind, share in row.averages:
-            if has_followed[AVERAGES.index(kind)]:
+            if has_started[kinds.index(kind)]:
                 params[name] += share * (state[kind][name] - params[name])
         if row.rescaled:
             before = length(state["params"][name])
@@ -2222,37 +2224,39 @@ def move_to_averages(cfg: Config, state) -> dict:
 
 # ---- Losses on more than the next token, and a sampled softmax ----------------------------------
 
-# While the model is young it also predicts the tokens after the next one (targets_ahead; record 53:
-# 21 M, with the parting of head and embedding; without=ahead). " interaction" also teaches its
-# prefix " interact" (record 88: 4 M; without=prefix). And the softmax of a row runs over
-# candidates, its own targets and a sample of other ids, in place of all 50,304 (record 92: 8.4 s;
-# without=candidates).
+# Early in training the model also predicts tokens after the next one (targets_ahead; record 53:
+# 21 M, together with untying head and embedding; without=ahead). If the next token is
+# " interaction", its prefix " interact" is a target too (record 88: 4 M; without=prefix). The
+# softmax of a row runs over candidates (the row's targets and a sample of other ids) instead of all
+# 50,304 ids (record 92: 8.4 s; without=candidates).
 
 
 def loss_weights(cfg: Config) -> np.ndarray:
-    """Weights [steps, k] of the losses on the next token, the one after it, ...: in a stage they
-    change linearly. k is that of the stage with most, so that shapes stay; others are 0."""
+    """Return the weights [steps, k] of the losses on the next token, the one after it, and so on.
+
+    They change linearly within a stage. Stages with fewer than k weights are padded with 0."""
     most = max(len(stage.weights) for stage in cfg.stages)
-    first = np.zeros((len(cfg.stages), most))
-    last = np.zeros((len(cfg.stages), most))
-    for number, stage in enumerate(cfg.stages):
-        first[number, : len(stage.weights)] = stage.weights
-        last[number, : len(stage.weights_end)] = stage.weights_end
+
+    def padded(weights):
+        return np.pad(weights, (0, most - len(weights)))
+
+    first = np.stack([padded(stage.weights) for stage in cfg.stages])
+    last = np.stack([padded(stage.weights_end) for stage in cfg.stages])
     steps = steps_in_stages(cfg)
-    passed = steps.number / steps.length
+    progress = steps.number / steps.length
     change = (last - first)[steps.stage]
-    return first[steps.stage] + change * passed[:, None]
+    return first[steps.stage] + change * progress[:, None]
 
 
 class Vocabulary(NamedTuple):
-    """Two tables over all ids."""
+    """Two tables over all token ids."""
 
-    prefix_v: np.ndarray  # int32: the longest token that this one begins with; -1: none
-    hashed_v: np.ndarray  # uint16: the id that stands for this one in n-gram hashes
+    prefix_v: np.ndarray  # int32: id of the token's longest prefix that is a token; -1 if none
+    hashed_v: np.ndarray  # uint16: id that represents the token in n-gram hashes
 
 
 def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
-    """The Vocabulary of `words`, the bytes of ids. BOS and padding, after them, have none."""
+    """Return the Vocabulary for `words`, the bytes of each token except BOS and padding."""
     prefix_v = prefix_table(words, cfg.vocab)
     hashed_v = np.arange(cfg.vocab).astype(np.uint16)
     if cfg.ngram_ids == "normalised":
@@ -2261,12 +2265,11 @@ def vocabulary(cfg: Config, words: list[bytes]) -> Vocabulary:
 
 
 def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
-    """int32 [v]: of each id the longest other word that its word begins with; -1: none
-    (record 88)."""
+    """Return int32 [v]: the longest proper prefix of each word that is also a word, or -1."""
     table = np.full(vocab_size, -1, np.int32)
     id_of = {word: i for i, word in enumerate(words)}
     for word, i in id_of.items():
-        for end in range(len(word) - 1, 0, -1):  # the longest first
+        for end in range(len(word) - 1, 0, -1):  # longest prefix first
             prefix = word[:end]
             if prefix in id_of:
                 table[i] = id_of[prefix]
@@ -2275,47 +2278,40 @@ def prefix_table(words: list[bytes], vocab_size: int) -> np.ndarray:
 
 
 def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims, tuple[int, ...]]:
-    """(Aims of rows [b, t+1], next offsets), see row_aims."""
-    rows = []
-    next_offsets = []
-    for row, offset in zip(tokens, offsets, strict=True):
-        aims, next_offset = row_aims(row, offset, count, prefix_v, required)
-        rows.append(aims)
-        next_offsets.append(next_offset)
-    aims = Aims(
-        candidates=np.stack([aims.candidates for aims in rows]),
-        targets=np.stack([aims.targets for aims in rows]),
-        prefixes=np.stack([aims.prefixes for aims in rows]),
-    )
-    return aims, tuple(next_offsets)
+    """Return (Aims of rows [b, t+1], next offset of each row): row_aims of every row."""
+    pairs = zip(tokens, offsets, strict=True)
+    results = [row_aims(row, offset, count, prefix_v, required) for row, offset in pairs]
+    rows, next_offsets = zip(*results, strict=True)
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *rows), next_offsets
 
 
 def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims, int]:
-    """(Aims of a row of t+1 tokens, without their axis b; next offset). `count` is that of
-    candidates, 0: none; they hold the ids that are `required` besides the targets."""
+    """Return (Aims of one row of t+1 tokens, without axis b; next offset of its walk).
+
+    `count` is the number of candidates; 0 uses the whole vocabulary. Candidates include the row's
+    targets and the `required` ids."""
     targets_t = row[1:].astype(np.int32)
     prefixes_t = prefix_v[targets_t]
     if not count:
         return Aims(np.empty(0, np.int32), targets_t, prefixes_t), offset
     included = np.append(targets_t, np.array(required, np.int32))
     ids, offset = candidates(included, offset, count, len(prefix_v))
-    place_v = np.full(len(prefix_v) + 1, -1, np.int32)  # of an id among the candidates; -1: none
+    # Position of each id among the candidates, or -1. The extra entry is for prefixes of -1.
+    place_v = np.full(len(prefix_v) + 1, -1, np.int32)
     place_v[ids] = np.arange(count)
-    # prefixes_t is -1 where there is none, and so finds the entry after those of all ids: -1 too.
     return Aims(ids.astype(np.int32), place_v[targets_t], place_v[prefixes_t]), offset
 
 
-STRIDE = 20011  # of the walk; it has no divisor in common with the vocabulary, so it meets every id
+STRIDE = 20011  # coprime to the vocabulary size, so that the walk visits every id
 
 
 def candidates(included, offset: int, count: int, vocab_size: int):
-    """(`count` ids, ascending; next offset): the ids that are `included`, filled up with the next
-    ones of a walk through the vocabulary. From `offset` on it takes every 20011th id, round and
-    round.
+    """Return (`count` ids in ascending order, next offset): the sampled softmax of record 92.
 
-    This is a sampled softmax (record 92): most ids are no target of a row, but cost as much as
-    those that are. Its losses are too low. They jump when the last stages take the whole
-    vocabulary. UserError if more ids are included than `count`."""
+    These are the `included` ids, filled up by a cyclic walk through the vocabulary, which starts at
+    `offset` and takes every 20011th id. Most ids are no target of the row, but cost as much as one.
+    The loss over a sample is too low: it jumps when the last stages use the whole vocabulary.
+    Raises UserError if more than `count` ids are included."""
     is_chosen = np.zeros(vocab_size, bool)
     is_chosen[included] = True
     different = np.count_nonzero(is_chosen)
@@ -2323,10 +2319,10 @@ def candidates(included, offset: int, count: int, vocab_size: int):
     need(different <= count, f"{too_many}: raise --set stages.N.candidates=")
     missing = count - different
     if missing:
-        draw = min(vocab_size, int(missing * 1.7) + 256)  # enough, though some are chosen already
+        draw = min(vocab_size, int(missing * 1.7) + 256)  # spare ids, as some are already chosen
         walk = np.arange(offset, offset + draw) * STRIDE % vocab_size
         others = walk[~is_chosen[walk]]
-        if len(others) < missing:  # not enough after all: evenly from all that are left
+        if len(others) < missing:  # too few after all: take evenly spaced ids of those left
             free = np.flatnonzero(~is_chosen)
             others = free[:: max(1, len(free) // missing)]
         is_chosen[others[:missing]] = True
@@ -2336,55 +2332,52 @@ def candidates(included, offset: int, count: int, vocab_size: int):
 
 # ---- A pointer to earlier tokens -----------------------------------------------------------------
 
-# The next token is often one that was there before. One more attention, over the features behind
-# the last layer, points at it: each token has a query, and a key for those that come later. A
-# learned key, the sink, stands for "none of them". The softmax itself says how far the pointer is
-# believed. It has one more id, `<copy>`, the first that is no token (real_tokens), and the chance
-# of `<copy>` is what the pointer has to give (pull request 379 of modded-nanogpt: 144 steps; the
-# mixture, with a sink, is that of Merity et al. 2016; without=pointer). Only the loss on the next
-# token has the mixture. Those on tokens further ahead and on prefixes are the softmax's, with
-# `<copy>` among its ids.
+# The next token has often occurred before. One more attention, on the final hidden states, points
+# at earlier tokens, or at a learned key, the sink, if none fits. The softmax decides how much the
+# pointer counts: it has one more id, `<copy>` (real_tokens, the first id that is no token), and the
+# pointer distributes its probability (pull request 379 of modded-nanogpt: 144 steps; the mixture
+# with a sink is from Merity et al. 2016; without=pointer). Only the loss on the next token uses the
+# mixture. Losses on later tokens and on prefixes are the softmax's, with `<copy>` among its ids.
 
 
 class PointerQueries(NamedTuple):
-    """What a token points with. Axes: [b, t], or those of a part of them."""
+    """Queries of the pointer, with axes [b, t] or [t]."""
 
-    q: jax.Array  # [..., h] normed, with the scale of scores
-    sink: jax.Array  # float32, the score of the sink
-    next_token: jax.Array  # int32, what it should point at
-    segment: jax.Array  # int32, from 1 on
-    position: jax.Array  # int32, in the row
+    q: jax.Array  # [..., h] normed and multiplied by the scale of scores
+    sink: jax.Array  # float32, score of the sink
+    next_token: jax.Array  # int32, token after the query: the one to point at
+    segment: jax.Array  # int32 segment id, at least 1; -1 for padding
+    position: jax.Array  # int32 position in the row
 
 
 class PointerKeys(NamedTuple):
-    """What a token is found by. Axes as those of PointerQueries."""
+    """Keys of the pointer, with axes [b, t] or [s]."""
 
     k: jax.Array  # [..., h] normed
-    token: jax.Array  # int32
-    segment: jax.Array  # int32, from 1 on; 0: no token, it only fills up a block
-    position: jax.Array  # int32, in the row
+    token: jax.Array  # int32 token at the key
+    segment: jax.Array  # int32 segment id, at least 1; -1 for padding
+    position: jax.Array  # int32 position in the row
 
 
 def pointer_params(cfg: Config) -> dict[str, Param]:
-    """The matrices of queries and keys [2, h, d], the sink, and how sharp the pointer is."""
+    """Return the query and key projections [2, h, d], the sink, and the inverse temperature."""
     h = cfg.pointer_width
     _, betas = cfg.scalar_betas
-    qk_start = hidden_start(cfg)
-    sink_start = normal(1 / math.sqrt(h))
     return {
-        "pointer_qk": small_param(cfg, (2, h, cfg.width), qk_start, 1, betas, decay=1),
-        "pointer_sink": small_param(cfg, (h,), sink_start, 1, betas),
+        "pointer_qk": small_param(cfg, (2, h, cfg.width), hidden_start(cfg), 1, betas, decay=1),
+        "pointer_sink": small_param(cfg, (h,), normal(1 / math.sqrt(h)), 1, betas),
         "pointer_gain": small_param(cfg, (1,), 1.0, 1, betas),
     }
 
 
 def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
-    """(features, targets, weights, pointer_chances) of a loss, [b, t, ...] each. `<copy>` becomes
-    the last target of every token, of weight 0: mix_pointed needs its loss."""
+    """Return (features, targets, weights, pointer_chances) for the loss, [b, t, ...] each.
+
+    `<copy>` becomes the last target of every token, with weight 0: mix_pointed needs its loss."""
     ids = rows.aims.candidates
     copy_id = model.cfg.real_tokens
     copy_b1 = jnp.full((1, 1), copy_id)
-    if ids.size:  # its place among the candidates of each row
+    if ids.size:  # position among the candidates of each row
         copy_b1 = jnp.argmax(ids == copy_id, axis=1)[:, None]
     b, t, _ = targets.shape
     copy_targets = jnp.broadcast_to(copy_b1[..., None], (b, t, 1)).astype(targets.dtype)
@@ -2393,60 +2386,71 @@ def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
     return x_btd, targets, weights, pointer_chances(model, rows, x_btd)
 
 
-# Queries that have scores at one time. The scores of 2048 do not fit a v6e's VMEM (predicted).
+# Scores of 2048 queries at once would not fit in the VMEM of a TPU v6e (predicted).
 QUERIES_AT_ONCE = 1024
 
 
 def pointer_chances(model: Model, rows: Rows, x_btd):
-    """How each token's pointer is distributed, float32 [b, t, 2]: the chance of all tokens equal to
-    the next one, and that of the sink.
+    """Return the pointer's probabilities for each token, float32 [b, t, 2].
 
-    A token sees those before it in its segment, as far as they are in its own block of
-    pointer_reach tokens or in the block before. Blocks are counted from the beginning of a row."""
+    Entry 0 is the sum over earlier tokens equal to the next token, entry 1 is the sink. A token
+    sees the tokens before it in its segment, back to the start of the previous block. Blocks have
+    pointer_reach tokens and are counted from the start of the row."""
     b, t, _ = x_btd.shape
     training_reach, validation_reach = model.cfg.pointer_reach
     size = min(t, training_reach if model.stage else validation_reach)
-
-    def blocks(x):  # [b, t, ...] -> [b, blocks, size, ...]; zeros, of no segment, fill up the last
-        padding = [(0, 0)] * x.ndim
-        padding[1] = (0, -t % size)
-        return jnp.pad(x, padding).reshape(b, -1, size, *x.shape[2:])
-
-    def with_past(x):  # [b, t, ...] -> [b, blocks, size or 2 size, ...]
-        x = blocks(x)
-        if size == t:
-            return x
-        padding = [(0, 0)] * x.ndim
-        padding[1] = (1, 0)
-        past = jnp.pad(x[:, :-1], padding)
-        return jnp.concatenate([past, x], axis=2)
-
-    def merged(x):
-        return x.reshape(-1, *x.shape[2:])
+    past = size if size < t else 0
 
     def cut(arrays, start: int, stop: int):
         return jax.tree.map(lambda x: x[start:stop], arrays)
 
+    @functools.partial(jax.checkpoint, policy=is_reduction)
     def of_block(block):
         queries, keys = block
         parts = []
         for start in range(0, size, QUERIES_AT_ONCE):
             stop = min(start + QUERIES_AT_ONCE, size)
-            later = size - stop  # keys at the end, of which none is before these queries
-            earlier_keys = cut(keys, 0, len(keys.k) - later)
+            earlier_keys = cut(keys, 0, past + stop)  # and some later ones, which have no score
             parts.append(point(cut(queries, start, stop), earlier_keys))
         return jnp.concatenate(parts)
 
     queries, keys = pointer_inputs(model, rows, x_btd)
-    queries = jax.tree.map(blocks, queries)
-    keys = jax.tree.map(with_past, keys)
-    chances = lax.map(of_block, jax.tree.map(merged, (queries, keys)))
+    queries = jax.tree.map(lambda x: token_blocks(x, size), queries)
+    keys = jax.tree.map(lambda x: token_blocks(x, size, past), keys)
+    chances = lax.map(of_block, (queries, keys))
     return chances.reshape(b, -1, 2)[:, :t]
 
 
+def is_reduction(primitive, *_, **__) -> bool:
+    """A jax.checkpoint policy: keep sums and maxima [t] for the backward pass, recompute scores.
+
+    An array [t, s] of all blocks would take up to 0.8 GB for a row of 49,152 tokens."""
+    return primitive.name in ("reduce_sum", "reduce_max")
+
+
+def token_blocks(x, size: int, past: int = 0):
+    """Cut rows [b, t, ...] into blocks of `size` tokens: [b * blocks, past + size, ...].
+
+    With past=size each block also has the previous block of its row, in front. Padding is -1."""
+    b, t, *rest = x.shape
+
+    def padded(x, before: int, after: int):
+        widths = [(0, 0)] * x.ndim
+        widths[1] = (before, after)
+        return jnp.pad(x, widths, constant_values=-1)
+
+    x = padded(x, 0, -t % size)
+    blocks = x.reshape(b, -1, size, *rest)
+    if past:
+        before = padded(blocks[:, :-1], 1, 0)
+        blocks = jnp.concatenate([before, blocks], axis=2)
+    return blocks.reshape(-1, past + size, *rest)
+
+
 def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, PointerKeys]:
-    """The queries and keys of all tokens, from the features behind the last layer. Both are normed:
-    without that, its authors report, scores blew up."""
+    """Return the queries and keys of all tokens, from the final hidden states [b, t, d].
+
+    The authors report that scores blew up without the norms."""
     cfg, params = model.cfg, model.params
     w_qk = params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width)
     qk = x_btd @ w_qk.T
@@ -2462,72 +2466,51 @@ def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, Poi
     return queries, PointerKeys(norm(k), tokens[:, :-1], segment, position)
 
 
-@jax.custom_vjp
 def point(queries: PointerQueries, keys: PointerKeys):
-    """pointer_chances [t, 2] of queries [t, ...] that see keys [s, ...]. Its own gradient keeps no
-    array [t, s] for the backward pass: for a row of 49,152 tokens, and blocks of 2048 tokens
-    (pointer_reach), each such array would take up to 0.8 GB."""
-    chances, _ = point_forward(queries, keys)
-    return chances
-
-
-def point_forward(queries: PointerQueries, keys: PointerKeys):
-    """(chances, what point_backward needs): a softmax over keys and sink."""
+    """Return pointer_chances [t, 2] of queries [t, ...]: a softmax over keys [s, ...] and sink."""
     scores_ts = pointer_scores(queries, keys)
+    is_next_ts = queries.next_token[:, None] == keys.token[None]
     most_t = jnp.maximum(jnp.max(scores_ts, axis=1), queries.sink)
+    most_t = lax.stop_gradient(most_t)  # the result does not depend on it
     exp_ts = jnp.exp(scores_ts - most_t[:, None])
     exp_sink_t = jnp.exp(queries.sink - most_t)
-    exp_equal_ts = jnp.where(equal_next(queries, keys), exp_ts, 0.0)
-    exp_next_t = jnp.sum(exp_equal_ts, axis=1)
+    exp_next_t = jnp.sum(jnp.where(is_next_ts, exp_ts, 0.0), axis=1)
     total_t = jnp.sum(exp_ts, axis=1) + exp_sink_t
-    chances = jnp.stack([exp_next_t, exp_sink_t], axis=1) / total_t[:, None]
-    log_sum_t = most_t + jnp.log(total_t)
-    return chances, (queries, keys, chances, log_sum_t)
-
-
-def point_backward(kept: tuple, grad):
-    """The gradients of queries and keys. Scores are computed again. With the chance c of a score,
-    and g the gradient of the sum that this chance is a part of, or 0:
-        gradient of the score = c (g - mean),    mean = sum of c g over all scores and the sink"""
-    queries, keys, chances, log_sum_t = kept
-    grad_next_t1 = grad[:, :1]
-    grad_sink_t = grad[:, 1]
-    mean_t = jnp.sum(grad * chances, axis=1)
-    chances_ts = jnp.exp(pointer_scores(queries, keys) - log_sum_t[:, None])
-    helps_ts = jnp.where(equal_next(queries, keys), grad_next_t1, 0.0) - mean_t[:, None]
-    score_grad = (chances_ts * helps_ts).astype(queries.q.dtype)
-    sink_grad = chances[:, 1] * (grad_sink_t - mean_t)
-    query_grads = PointerQueries(score_grad @ keys.k, sink_grad, None, None, None)
-    key_grads = PointerKeys(score_grad.T @ queries.q, None, None, None)
-    return query_grads, key_grads
-
-
-point.defvjp(point_forward, point_backward)
+    return jnp.stack([exp_next_t, exp_sink_t], axis=1) / total_t[:, None]
 
 
 def pointer_scores(queries: PointerQueries, keys: PointerKeys):
-    """How well keys [s] fit queries [t]: float32 [t, s], -inf where a query does not see a key. It
-    sees earlier tokens of its segment, so that the first one has only the sink."""
-    scores_ts = jnp.matmul(queries.q, keys.k.T, preferred_element_type=jnp.float32)
+    """Return the scores of keys [s] for queries [t], float32 [t, s]; -inf if not visible.
+
+    A query sees earlier tokens of its segment. The first one in a segment has only the sink."""
+    scores_ts = scores_product(queries.q, keys.k)
     in_segment_ts = queries.segment[:, None] == keys.segment[None]
     is_earlier_ts = queries.position[:, None] > keys.position[None]
     return jnp.where(in_segment_ts & is_earlier_ts, scores_ts, -jnp.inf)
 
 
-def equal_next(queries: PointerQueries, keys: PointerKeys):
-    """Which keys are tokens equal to the one after the query: bool [t, s]."""
-    return queries.next_token[:, None] == keys.token[None]
+@jax.custom_gradient
+def scores_product(q, k):
+    """Return q k^T, float32 [t, s]. The backward pass rounds the gradient of the result to q's
+    dtype: with float32, its two products would be slower."""
+
+    def factor_gradients(grad_ts):
+        grad_ts = grad_ts.astype(q.dtype)
+        return grad_ts @ k, grad_ts.T @ q
+
+    return jnp.matmul(q, k.T, preferred_element_type=jnp.float32), factor_gradients
 
 
 def mix_pointed(losses, pointed):
-    """Losses [t, targets], of which the first is that of the mixture, from `losses` of the softmax,
-    of which the last is that of `<copy>`, and `pointed` [t, 2], the pointer_chances.
+    """Return losses [t, targets], with the first one replaced by the loss of the mixture.
 
-    In the softmax let the next token have the chance p, and `<copy>` the chance a. Without `<copy>`
-    it would be p / (1 - a). The pointer gives out a: to tokens, or by its sink back to the softmax.
+    `losses` are the softmax's: first on the next token (probability p), last on `<copy>` (a).
+    `pointed` [t, 2] is pointer_chances (next, sink). The mixture is
         p / (1 - a) * (1 - a + a sink)  +  a next   =   p (1 + a sink / (1 - a)) + a next
-    The least chance is 1e-30, beyond what logits of a cap reach. (Its authors add 1e-9. Then
-    chances sum up to more than 1, and no loss is above 20.7.)"""
+    p / (1 - a) is the softmax without `<copy>`. The pointer distributes a: to tokens, or through
+    its sink back to the softmax. Probabilities are at least 1e-30, less than capped logits reach.
+    (The authors add 1e-9 instead. Their probabilities sum to more than 1, and no loss exceeds
+    20.7.)"""
     next_t = pointed[:, 0]
     sink_t = pointed[:, 1]
     chance_t = jnp.exp(-losses[:, 0])  # p
@@ -2536,34 +2519,6 @@ def mix_pointed(losses, pointed):
     chance_t = chance_t * (1 + copy_t * sink_t / rest_t) + copy_t * next_t
     loss_t = -jnp.log(jnp.maximum(chance_t, 1e-30))
     return losses.at[:, 0].set(loss_t)
-
-
-class LossSlopes(NamedTuple):
-    """The gradients of a weighted sum of losses."""
-
-    losses: jax.Array  # [t, targets] for the losses of the softmax
-    copy_logit: jax.Array | None  # [t] for the logit of `<copy>`; None: there is no pointer
-
-
-def pointed_slopes(losses, weights, pointed) -> tuple:
-    """(LossSlopes of add_losses' weighted sum, its gradient for `pointed`), for losses with a
-    gradient of their own. Without a pointer the slopes are the weights.
-
-    With these slopes as weights the losses of the softmax have the gradients of the mixture:
-        gradient of a logit with the chance q = q * (sum of all slopes) - (its slope as a target)
-    For the logit of `<copy>` both terms are of the order 1 / (1 - q), and all but cancel where q is
-    near 1. So copy_logit is this gradient, written without that difference."""
-    if pointed is None:
-        return LossSlopes(weights, None), None
-
-    def weighted(losses, pointed):
-        return jnp.sum(mix_pointed(losses, pointed) * weights)
-
-    slopes, pointed_grad = jax.grad(weighted, argnums=(0, 1))(losses, pointed)
-    others_t = jnp.sum(slopes[:, :-1], axis=1)
-    copy_loss_t = losses[:, -1]
-    copy_grad_t = others_t * jnp.exp(-copy_loss_t) + slopes[:, -1] * jnp.expm1(-copy_loss_t)
-    return LossSlopes(slopes, copy_grad_t), pointed_grad
 
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
@@ -6591,34 +6546,19 @@ def band_block(t: int, window: int) -> int:
 def band(q_btnh, k_btnh, v_btnh, segments_bt, window: int) -> Band:
     """The Band of rows: `size` is that of band_block, s twice as much, the block and the one before
     it. So the cost grows with t * window. Where size = t there is none before, and s = t."""
-    b, t = segments_bt.shape
+    t = segments_bt.shape[1]
     size = band_block(t, window)
-
-    def blocks(x):
-        return x.reshape(b, t // size, size, *x.shape[2:])
-
-    def with_past(x):
-        x = blocks(x)
-        if size == t:
-            return x
-        # What stands before the first block is of no segment.
-        padding = [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2)
-        past = jnp.pad(x[:, :-1], padding, constant_values=-1)
-        return jnp.concatenate([past, x], axis=2)
-
-    def merged(x):
-        return x.reshape(b * (t // size), *x.shape[2:])
-
-    query_segments = merged(blocks(segments_bt))
-    key_segments = merged(with_past(segments_bt))
-    s = key_segments.shape[1]
+    past = size if size < t else 0
+    query_segments = token_blocks(segments_bt, size)
+    key_segments = token_blocks(segments_bt, size, past)
+    s = past + size
     back_ts = jnp.arange(s - size, s)[:, None] - jnp.arange(s)[None, :]
     near_ts = (back_ts >= 0) & (back_ts <= window)
     mask = near_ts[None] & (query_segments[:, :, None] == key_segments[:, None, :])
     return Band(
-        q=merged(blocks(q_btnh)),
-        k=merged(with_past(k_btnh)),
-        v=merged(with_past(v_btnh)),
+        q=token_blocks(q_btnh, size),
+        k=token_blocks(k_btnh, size, past),
+        v=token_blocks(v_btnh, size, past),
         mask=mask[:, None],
     )
 
@@ -6714,6 +6654,34 @@ def logit_gradients(grad_tv, x_td, head_vd):
     """Gradients of x in its dtype, and of the head in float32, for those of the logits."""
     head_grad_vd = jnp.matmul(grad_tv.T, x_td, preferred_element_type=jnp.float32)
     return grad_tv @ head_vd, head_grad_vd
+
+
+class LossSlopes(NamedTuple):
+    """Gradients of a weighted sum of losses."""
+
+    losses: jax.Array  # [t, targets] for the losses of the softmax
+    copy_logit: jax.Array | None  # [t] for the logit of `<copy>`; None without a pointer
+
+
+def pointed_slopes(losses, weights, pointed) -> tuple:
+    """Return (LossSlopes of add_losses' weighted sum, its gradient for `pointed`).
+
+    Without a pointer the slopes are the weights. With it they are weights for the losses of the
+    softmax that give the gradients of the mixture:
+        gradient of a logit with probability q = q * (sum of all slopes) - (its slope as a target)
+    For the logit of `<copy>` both terms are of the order 1 / (1 - q) and nearly cancel if q is near
+    1. So copy_logit is this gradient, computed without the difference."""
+    if pointed is None:
+        return LossSlopes(weights, None), None
+
+    def weighted(losses, pointed):
+        return jnp.sum(mix_pointed(losses, pointed) * weights)
+
+    slopes, pointed_grad = jax.grad(weighted, argnums=(0, 1))(losses, pointed)
+    others_t = jnp.sum(slopes[:, :-1], axis=1)
+    copy_loss_t = losses[:, -1]
+    copy_grad_t = others_t * jnp.exp(-copy_loss_t) + slopes[:, -1] * jnp.expm1(-copy_loss_t)
+    return LossSlopes(slopes, copy_grad_t), pointed_grad
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))

@@ -588,7 +588,7 @@ def test_when_the_averages_tick():
         if tail == "ema":  # theirs starts at step 896, with the weights that step 895 has left
             assert steps[0] == 896
             steps[0] = 895
-        column = ours[:, T.AVERAGES.index(tail)]
+        column = ours[:, [*T.AVERAGES].index(tail)]
         assert np.flatnonzero(column).tolist() == steps
         first, *others = column[steps]
         assert first == 1.0
@@ -625,7 +625,7 @@ def test_averages_of_the_last_weights():
         updates = T.schedule(cfg).programs[step][1:]
         for name in (name for update in updates for name in T.updated(cfg, update.kind)):
             for tail, _ in table[name].averages:
-                rate, old = rates[T.AVERAGES.index(tail)], state[tail][name]
+                rate, old = rates[[*T.AVERAGES].index(tail)], state[tail][name]
                 state[tail][name] = old + rate * (now[name] - old)
         for tail, tag in TAGS.items():
             for name, x in back(cfg, state[tail]).items():

@@ -46,7 +46,7 @@ def test_lines_add_up_to_flops_per_token(preset):
     assert counted["gradient"] == pytest.approx(said * 2 / 3, rel=within)
     small = {"small_mlp", "gate"} if preset != "plain" else {"chunk_losses, again"}
     large = {"attend_band, again"} if preset in T.LARGE else set()
-    large |= {"pointer_chances"} if preset == "pointer" else set()
+    large |= {"pointer_scores", "pointer_scores, again"} if preset == "pointer" else set()
     assert {*left_out} == {"attend_band", "orthogonalize"} | small | large
     flops, _, _ = C.sums(costs)
     assert flops == counted.total() + left_out.total()
