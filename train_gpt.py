@@ -2580,11 +2580,9 @@ def ngram_params(cfg: Config) -> dict[str, Param]:
 
 
 def normalised_ids(words: list[bytes], vocab_size: int) -> np.ndarray:
-    """Return uint16 [v]: the smallest id with the same normal form, or the id itself if it has no
-    normal form (pull request 375).
-
+    """Return uint16 [v]: the smallest id with the same normal form, or the id itself without one.
     " The", "the" and "THE" then share their n-grams, and fewer n-grams collide: GPT-2's 50,257 ids
-    become 32,980."""
+    become 32,980 (pull request 375)."""
     table = np.arange(vocab_size).astype(np.uint16)
     first = {}
     for i, word in enumerate(words):
@@ -2619,10 +2617,7 @@ def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, n
     [b, t], split evenly over its `mine` devices; see device_request."""
     tokens_of_device = hashed.size // mine
     size = capacity(tokens_of_device * devices, devices)
-
-    def of_device(rows):
-        return device_request(cfg, rows, devices, size)
-
+    of_device = functools.partial(device_request, cfg, devices=devices, size=size)
     with ThreadPoolExecutor() as pool:  # numpy releases the GIL while sorting
         results = list(pool.map(of_device, np.split(hashed, mine)))
     requests, slots = zip(*results, strict=True)
@@ -2702,11 +2697,9 @@ def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
 
 
 def spread(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Return the table row of each hash in `ids`, int64. Hash rows - 1, which trigrams without
-    enough history have, gets row 0.
-
-    Hashes of small ids are not uniform, because their products do not wrap around. A multiplication
-    spreads them (Knuth 1973), so that all owners get about the same number of requests."""
+    """Return the table row of each hash in `ids`, int64; hash rows - 1 (trigrams without enough
+    history) has row 0. Hashes of small ids are not uniform, because their products do not wrap
+    around; a multiplication spreads them evenly over the owners (Knuth 1973)."""
     prime = 2_654_435_761  # about 2**32 over the golden ratio, and above any number of rows
     return (rows - 1 - ids.astype(np.int64)) * prime % rows
 
@@ -2714,9 +2707,9 @@ def spread(ids: np.ndarray, rows: int) -> np.ndarray:
 def capacity(batch_tokens: int, devices: int) -> int:
     """Return how many rows of the n-gram table a device can request from each owner in a step.
 
-    A device's t tokens have 2t n-grams, in English text at most 2t (1300 / t)^0.06 distinct ones
-    (measured: records/NOTES.md), which are requested once each. Owners have equal shares of them up
-    to random variation: five standard deviations are added."""
+    The 2t n-grams of a device's t tokens include up to 2t (1300 / t)^0.06 distinct ones in English
+    text (measured: records/NOTES.md). Owners have equal shares of them up to random variation, for
+    which five standard deviations are added."""
     tokens = batch_tokens // devices
     distinct = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06)
     mean = distinct / devices
@@ -2738,10 +2731,8 @@ def abstract_requested(cfg: Config, mesh: Mesh, update: Update) -> tuple:
 
 
 def sign_pool(cfg: Config, seed):
-    """Return random signs for n-grams, int8 [sign_rows, d]; they are drawn once and not trained.
-
-    92 is arbitrary, the number of a record. It makes the key differ from the keys of parameters,
-    which init_state derives from the same seed and their names."""
+    """Return random signs for n-grams, int8 [sign_rows, d]; they are drawn once and not trained."""
+    # 92 is arbitrary; init_state derives the keys of parameters from the same seed and their names.
     key = jax.random.fold_in(jax.random.key(seed), 92)
     return jax.random.rademacher(key, (cfg.sign_rows, cfg.width), jnp.int8)
 
@@ -2763,11 +2754,9 @@ def signed_sum(signs, ngrams, hashed_bt):
 
 def ngram_dropout(model: Model, ngrams, tokens):
     """Return `ngrams` [b, 2, t, d] with a fraction cfg.ngram_drop of the rows set to zero and the
-    others scaled up to keep the mean: dropout against memorizing a text over several epochs.
-
-    Only used in training. The mask of each batch row depends on the step, the seed and the row's
-    `tokens` [b, t + 1], so it is the same on any number of devices (unless rows are shortened for
-    more devices)."""
+    others scaled up to keep the mean: dropout in training, against memorizing a text over several
+    epochs. The mask depends on the step, the seed and the `tokens` [t + 1] of each batch row, not
+    on the number of devices (except if rows are shortened for more devices)."""
     kept = 1 - model.cfg.ngram_drop
     of_step = jax.random.key(model.hyper.drop_seed.astype(jnp.uint32))
 
@@ -2800,11 +2789,12 @@ def exchange(x):
 
 
 def fetch_requests(table, batch: Batch) -> tuple:
-    """Return (requests that reached this device [devices, size], {NGRAMS: the table rows that this
-    device has requested [devices * size, d]}). `table` is this device's shard."""
+    """Exchange requests and rows of `table`, this device's shard: return (requests to this device
+    [devices, size], {NGRAMS: rows that this device has requested [devices * size, d]})."""
     requested = exchange(batch.requests[0])
     rows = table.at[requested].get(mode="clip")  # padding is clipped to the last row
-    return requested, {NGRAMS: exchange(rows).reshape(-1, table.shape[1])}
+    rows = exchange(rows)
+    return requested, {NGRAMS: rows.reshape(-1, table.shape[1])}
 
 
 def dropped_ngrams(slots):
@@ -2824,7 +2814,8 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
     from the table take several times the memory of the gradients."""
     ids = jnp.concatenate([requested.reshape(-1) for requested, _ in waiting])
     grads = [grad.reshape(-1, grad.shape[-1]) for _, grad in waiting]
-    ids, order = lax.sort((ids, jnp.arange(len(ids))), num_keys=1)
+    places = jnp.arange(len(ids))
+    ids, order = lax.sort((ids, places), num_keys=1)
     _, beta = rates.betas
     square = beta * square  # decays for every row, requested or not
     update = functools.partial(update_part, rates, add_rows)
@@ -2842,17 +2833,19 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
         first, count = part
         part_ids = lax.dynamic_slice_in_dim(padded_ids, first, size)
         part_order = lax.dynamic_slice_in_dim(padded_order, first, size)
-        return update(so_far, part_ids, rows_of_steps(grads, part_order), count), None
+        part_grads = rows_of_steps(grads, part_order)
+        return update(so_far, part_ids, part_grads, count), None
 
-    after, _ = lax.scan(update_next, before, parts_of_sorted(ids, cfg.rows_at_once))
+    parts = parts_of_sorted(ids, cfg.rows_at_once)
+    after, _ = lax.scan(update_next, before, parts)
     return after
 
 
 def parts_of_sorted(ids, at_once: int) -> tuple:
     """Split ascending `ids` after every `at_once` of them, or later to keep equal ids together;
     return the first position and the length of each part, int32 [parts] each."""
-    parts = -(-len(ids) // at_once)
-    last = np.minimum(at_once * np.arange(1, parts + 1), len(ids)) - 1
+    last = np.arange(at_once, len(ids) + at_once, at_once) - 1
+    last = np.minimum(last, len(ids) - 1)
     ends = jnp.searchsorted(ids, ids[last], side="right")
     firsts = jnp.pad(ends[:-1], (1, 0))
     return firsts, ends - firsts
@@ -3070,15 +3063,20 @@ def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
 
 
 def small_mlp_params(cfg: Config, kind: str, width: int, scale: float, lr: float) -> dict:
-    """The parameters of the small MLPs of a kind, stacked, with `width` hidden units and `scale`
-    on the outputs. Outputs are padded to the largest MLP, as in upstream."""
+    """The parameters of the small MLPs of a kind, stacked: `width` hidden units, and biases that
+    give the initial values after `scale`. Outputs are padded to the largest MLP, as in upstream."""
+    rows = []
+    for starts in coefficient_starts(cfg, kind):
+        rows.append(np.hstack([[], *starts.values()]))
+    biases = np.zeros((len(rows), max(map(len, rows))))
+    for of_mlp, row in zip(biases, rows, strict=True):
+        of_mlp[: len(row)] = row / scale
     _, betas = cfg.scalar_betas
-    rows = [np.hstack([[], *starts.values()]) / scale for starts in coefficient_starts(cfg, kind)]
-    mlps, outputs = len(rows), max(map(len, rows))
-    biases = np.stack([np.pad(row, (0, outputs - len(row))) for row in rows])
+    mlps, outputs = biases.shape
+    hidden = hidden_start(cfg)
     w1, w2, b2 = SMALL_MLPS[kind]
     return {
-        w1: small_param(cfg, (mlps, width, cfg.width), hidden_start(cfg), lr, betas, decay=1),
+        w1: small_param(cfg, (mlps, width, cfg.width), hidden, lr, betas, decay=1),
         w2: small_param(cfg, (mlps, outputs, width), 0.0, lr, betas, decay=1),
         b2: small_param(cfg, biases.shape, biases, lr, betas),
     }
@@ -3109,17 +3107,18 @@ def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
     if not starts:
         return {}
     w1, w2, b2 = SMALL_MLPS[kind]
-    biases = params[b2][number]
+    b2 = params[b2][number]
     if w1 in params:
-        outputs = small_mlp(x_btd, params[w1][number], params[w2][number], biases)
+        outputs = small_mlp(x_btd, params[w1][number], params[w2][number], b2)
     else:  # gate_width=0
-        outputs = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
+        outputs = jnp.broadcast_to(b2, (*x_btd.shape[:2], len(b2)))
     outputs *= params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
     values = {}
     first = 0
     for name, start in starts.items():
-        values[name] = outputs[..., first : first + np.size(start)]
-        first += np.size(start)
+        stop = first + np.size(start)
+        values[name] = outputs[..., first:stop]
+        first = stop
     return values
 
 
@@ -3165,7 +3164,7 @@ def mudd_layer_starts(cfg: Config) -> dict[str, float]:
     # After attention and after the MLP. Other layers have resid_lambdas, post_lambdas and gates.
     starts |= {"keep_attention": math.sqrt(1.1), "attention": 1.0, "first": 0.0}
     if cfg.ngram_rows:
-        starts["ngram"] = 0.05
+        starts["ngram"] = GATES["ngram"]
     return starts | {"keep_mlp": math.sqrt(1.1), "mlp": 1.0}
 
 
@@ -3216,10 +3215,8 @@ def mudd_values(model: Model, mu: dict, arrays: dict, values: tuple) -> tuple:
 
 
 def mudd_mix_starts(cfg: Config) -> dict[str, float]:
-    """Source of mudd_mix, in order -> initial value of its weight.
-
-    At first half of `source`, the input of the last attention, is subtracted from the stream, as in
-    records 40 and 77; all other weights are zero."""
+    """Source of mudd_mix, in order -> initial value of its weight. At first half of `source`, the
+    input of the last attention, is subtracted (as in records 40 and 77) and nothing is added."""
     reads = cfg.layers[-1].reads
     names = ["first", "source", "x"] if reads else ["first", "x"]
     names += [f"skip{i}" for i in cfg.layers_with("skip")]
@@ -3271,7 +3268,7 @@ def blend(x_btd, weights, sources):
     size = sources[0].shape[-1] // groups  # features per group
     terms = []
     if x_btd is not None:
-        terms.append((1.0, x_btd))
+        terms = [(1.0, x_btd)]
     for k, source_btd in enumerate(sources):
         weights_btd = jnp.repeat(weights[:, :, k], size, axis=-1)
         terms.append((weights_btd, source_btd))
