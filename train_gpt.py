@@ -2561,15 +2561,15 @@ def pointed_slopes(losses, weights, pointed) -> tuple:
 
 # ---- A table of hashed n-grams -------------------------------------------------------------------
 
-# Each token adds one vector for its bigram and one for its trigram. Both are rows of a table of 42
+# Each token gets a vector for its bigram and one for its trigram. Both are rows of a table of 42
 # million rows, sharded across devices; a hash picks the row (records 62, 92: 7.1 s;
 # without=ngrams). Random signs distinguish n-grams that share a row (record 83: 8 M;
 # without=signs). Hashes treat " The" like "the" (pull request 375: 15 steps; without=normalised).
 #
 # How a batch gets its rows: the loader hashes the tokens of each device and lists the distinct rows
 # they need, grouped by the device that owns them (device_request has an example). A step exchanges
-# these requests and gets the rows (fetch_requests). In the backward pass gradients return to the
-# owners, which sum them for each row (sum_requests) and update the rows (adam_rows).
+# these requests and gets the rows (fetch_requests). Their gradients then return to the owners,
+# which sum the gradients of each row (sum_requests) and update it (adam_rows).
 
 
 def ngram_params(cfg: Config) -> dict[str, Param]:
@@ -2612,7 +2612,7 @@ def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
     return Rows(tokens, hashed, slots, aims), requests
 
 
-def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, np.ndarray]:
+def request(cfg: Config, hashed, devices: int, mine: int) -> tuple:
     """Return (requests [mine, devices, size], slots [b, 2, t]) for this process's rows `hashed`
     [b, t], split evenly over its `mine` devices; see device_request."""
     tokens_of_device = hashed.size // mine
@@ -2624,8 +2624,8 @@ def request(cfg: Config, hashed, devices: int, mine: int) -> tuple[np.ndarray, n
     return np.stack(requests), np.concatenate(slots)
 
 
-def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return int32 (requests [devices, size], slots [b, 2, t]) for one device's rows [b, t].
+def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
+    """Return int32 (requests [devices, size], slots [b, 2, t]) for a device's rows `hashed` [b, t].
 
     requests[k] has the distinct table rows that the device needs from owner k, as indices into the
     owner's shard, padded with the shard's length. Every owner returns `size` rows; slots has the
@@ -2793,8 +2793,8 @@ def fetch_requests(table, batch: Batch) -> tuple:
     [devices, size], {NGRAMS: rows that this device has requested [devices * size, d]})."""
     requested = exchange(batch.requests[0])
     rows = table.at[requested].get(mode="clip")  # padding is clipped to the last row
-    rows = exchange(rows)
-    return requested, {NGRAMS: rows.reshape(-1, table.shape[1])}
+    rows = exchange(rows).reshape(-1, table.shape[1])
+    return requested, {NGRAMS: rows}
 
 
 def dropped_ngrams(slots):
@@ -2821,7 +2821,8 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
     update = functools.partial(update_part, rates, add_rows)
     before = table, square, jnp.float32(0)
     if len(ids) <= cfg.rows_at_once:
-        return update(before, ids, jnp.concatenate(grads)[order], len(ids))
+        sorted_grads = jnp.concatenate(grads)[order]
+        return update(before, ids, sorted_grads, len(ids))
 
     # Equal ids stay in one part. Each device requests a row at most once in a step.
     most_equal = sum(len(requested) for requested, _ in waiting)
@@ -3035,10 +3036,10 @@ def post_lambdas(model: Model, i: int):
 # Kind of gate -> initial value. xsa and gated have a gate per head, the other kinds one per layer.
 GATES = {"xsa": 0.0, "gated": 0.25, "x0": 0.0, "ngram": 0.05, "skip": 0.5}
 # Factors on the outputs of small MLPs. Adam's steps do not depend on them, so with 0.1 the outputs
-# change a tenth as fast. As in upstream, the factor on gates is learned and that on MUDD is not.
+# change a tenth as fast. As in upstream, gates have a learned factor, MUDD a constant one.
 GATE_SCALE = 0.1  # initial value
 MUDD_SCALE = 0.1
-SMALL_MLPS = {
+SMALL_MLPS = {  # kind -> parameters
     "gate": ("gate_w1", "gate_w2", "gate_b2"),
     "mudd": ("mudd_w1", "mudd_w2", "mudd_b2"),
 }
@@ -3055,10 +3056,10 @@ def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
     mlp_of_layer = np.cumsum([layer.looks for layer in cfg.layers])
     starts = [{} for _ in range(mlp_of_layer[-1] + 1)]
     for gate_kind, start in GATES.items():
-        per_head = gate_kind in ("xsa", "gated")
+        count = cfg.heads if gate_kind in ("xsa", "gated") else 1
         for i in cfg.layers_with(gate_kind):
-            values = np.full(cfg.heads if per_head else 1, start)
-            starts[mlp_of_layer[i]][gate_kind, i] = values
+            starts_of_mlp = starts[mlp_of_layer[i]]
+            starts_of_mlp[gate_kind, i] = np.full(count, start)
     return starts
 
 
@@ -3107,11 +3108,11 @@ def coefficients(model: Model, kind: str, number: int, x_btd) -> dict:
     if not starts:
         return {}
     w1, w2, b2 = SMALL_MLPS[kind]
-    b2 = params[b2][number]
+    biases = params[b2][number]
     if w1 in params:
-        outputs = small_mlp(x_btd, params[w1][number], params[w2][number], b2)
+        outputs = small_mlp(x_btd, params[w1][number], params[w2][number], biases)
     else:  # gate_width=0
-        outputs = jnp.broadcast_to(b2, (*x_btd.shape[:2], len(b2)))
+        outputs = jnp.broadcast_to(biases, (*x_btd.shape[:2], len(biases)))
     outputs *= params["gate_scale"][0] if kind == "gate" else MUDD_SCALE
     values = {}
     first = 0
@@ -3194,7 +3195,8 @@ def mudd_layer(model: Model, x, outputs: list[Output], inputs: Inputs, gates) ->
     if inputs.ngram is not None:
         terms.append((mu["ngram"], inputs.ngram))
     x = mix(*terms)
-    after_mlp = mix((mu["keep_mlp"], x), (mu["mlp"], mlp(model, i, x)))
+    mlp_output = mlp(model, i, x)
+    after_mlp = mix((mu["keep_mlp"], x), (mu["mlp"], mlp_output))
     return Output(after_mlp, mlp_input=norm(x))
 
 
@@ -3207,9 +3209,8 @@ def mudd_values(model: Model, mu: dict, arrays: dict, values: tuple) -> tuple:
     if model.cfg.layers[-1].values:
         sources.append(values[-1])
         halves = [[*weights, mu["values_left"]], [*weights, mu["values_right"]]]
-    weights_by_half = [jnp.concatenate(half, axis=-1) for half in halves]
-    weights = jnp.stack(weights_by_half, axis=-1)  # [b, t, sources, halves]
-    added_btd = model.kernels.blend(None, weights, tuple(sources))
+    halves = [jnp.concatenate(half, axis=-1) for half in halves]  # [b, t, sources]
+    added_btd = model.kernels.blend(None, jnp.stack(halves, axis=-1), tuple(sources))
     ones = jnp.ones((*added_btd.shape[:2], model.cfg.heads))
     return added_btd, ones
 
@@ -3237,7 +3238,7 @@ def mudd_sources(cfg: Config, inputs: Inputs, outputs: list[Output]) -> tuple:
         sources[f"skip{i}"] = outputs[i - cfg.layers[i].skip].x
     for i, value in zip(cfg.layers_with("values"), inputs.values, strict=True):
         sources[f"values{i}"] = value
-    return tuple(sources.pop(name) for name in mudd_mix_starts(cfg))
+    return tuple(sources[name] for name in mudd_mix_starts(cfg))
 
 
 def mudd_mix(model: Model, x_btd, sources: tuple):
@@ -3253,11 +3254,13 @@ def mudd_mix(model: Model, x_btd, sources: tuple):
     b2 = params["mudd_b2"][MUDD_MIX]
     w2g = params["mudd_w2g"][:k]
     groups = w2g.shape[1]
-    w2_all = jnp.concatenate([w2[:k], w2g.reshape(k * groups, -1)])
+    w2g = w2g.reshape(k * groups, -1)
+    w2_all = jnp.concatenate([w2[:k], w2g])
     b2_all = jnp.pad(b2[:k], (0, k * groups))  # deltas have no biases
     weights = small_mlp(x_btd, w1, w2_all, b2_all)
     mu = weights[..., :k, None]
-    delta = weights[..., k:].reshape(*weights.shape[:2], k, groups)
+    b, t, _ = x_btd.shape
+    delta = weights[..., k:].reshape(b, t, k, groups)
     return model.kernels.blend(x_btd, MUDD_SCALE * (mu + delta), sources)
 
 
@@ -3277,9 +3280,9 @@ def blend(x_btd, weights, sources):
 
 # ---- Heads: key offset, pairs, XSA ---------------------------------------------------------------
 
-# Long layers compare queries with the keys of the tokens before (record 49: 13 M;
-# without=key_offset). Two heads attend as one (58: 17 M; without=paired). The part of a head's
-# output that a token has without attention is removed (82, 86: 8 M; without=xsa).
+# In long layers half of each key comes from the token before (record 49: 13 M; without=key_offset).
+# Two heads attend as one (58: 17 M; without=paired). The part of a head's output that a token has
+# without attention is removed (82, 86: 8 M; without=xsa).
 
 
 def key_offset(k_btnh):
@@ -3323,7 +3326,7 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
 # ---- ANVIL beside Muon ---------------------------------------------------------------------------
 
 # Momentum combines a fast and a slow average (record 92: 0.3 s; without=rails). All neurons of an
-# update get the same norm (record 41: 4 M; without=equalize). ANVIL takes q and k two heads at a
+# update get similar norms (record 41: 4 M; without=equalize). ANVIL takes q and k two heads at a
 # time, because different heads look for different things (record 80; without=qk_heads). as_large
 # replaces orthogonalize to measure the benefit of Muon (without=muon).
 
@@ -3352,7 +3355,7 @@ def two_rails(grad, fast, slow, hyper: Hyper, slow_rate: float):
 
 def equalize(update, square, rate):
     """Return (update, mean square): an orthogonalized update [matrices, rows, cols] with neurons
-    scaled to the same norm (after NorMuon, Li et al. 2025), while each matrix keeps its norm.
+    scaled to similar norms (after NorMuon, Li et al. 2025), while each matrix keeps its norm.
 
     Neurons are rows in tall and square matrices, columns in wide ones. `square` [matrices, neurons]
     is the running mean square of each neuron."""
