@@ -2608,7 +2608,8 @@ def normal_form(word: bytes) -> str:
 def hashed_rows(cfg: Config, mesh: Mesh, by_id: Vocabulary, tokens, aims: Aims):
     """Return (Rows, requests) with n-grams for this process's rows, in numpy; see rows_of."""
     hashed = by_id.hashed_v[tokens[:, :-1]]
-    requests, slots = request(cfg, hashed, mesh.size, len(mesh.local_devices))
+    mine = len(mesh.local_devices)
+    requests, slots = request(cfg, hashed, mesh.size, mine)
     return Rows(tokens, hashed, slots, aims), requests
 
 
