@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -328,6 +329,29 @@ def test_what_does_not_fit_finds_the_row_of_no_history_and_is_counted(monkeypatc
     for own, own_fits in zip(np.split(want, 8), np.split(fits, 8), strict=True):
         assert len(np.unique(own[own_fits])) == room < len(np.unique(own))
     assert np.all(found[~fits] == 0) and np.sum(~fits) == T.dropped_ngrams(places) > 1000
+
+
+def test_the_example_of_device_request_has_the_numbers_of_the_code():
+    """Every line of numbers in its docstring; which rows come back, as fetch_requests has them."""
+    lines = re.findall(r"^ +(\S.*?)  +((?:\d  )+\d)\b", T.device_request.__doc__, re.M)
+    example = {name: [int(x) for x in numbers.split()] for name, numbers in lines}
+    table_rows, devices, size = 8, 2, 3
+    hashed = np.array([example["tokens"]], np.uint16)
+    requests, slots = T.device_request(small_config(ngram_rows=table_rows), hashed, devices, size)
+    hashes = T.ngram_hashes(hashed, table_rows)
+    shards = np.split(np.arange(table_rows), devices)
+    returned = [np.take(*pair, mode="clip") for pair in zip(shards, requests, strict=True)]
+    want = {"tokens": hashed[0], "rows returned": np.concatenate(returned)}
+    for n, kind in enumerate(("bigram", "trigram")):
+        want[f"{kind} hashes"] = hashes[n, 0]
+        want[f"{kind} rows"] = T.spread(hashes, table_rows)[n, 0]
+        want[f"{kind} slots"] = slots[0, n]
+    want |= {f"requests[{owner}]": row for owner, row in enumerate(requests)}
+    assert example == {name: x.tolist() for name, x in want.items()}
+    found = want["rows returned"][slots[0]]
+    fits = found == np.stack([want["bigram rows"], want["trigram rows"]])
+    assert np.argwhere(~fits).tolist() == [[1, 3]]  # the trigram of the fourth token
+    assert T.dropped_ngrams(slots) == 1
 
 
 def test_a_row_with_too_many_targets_is_refused():

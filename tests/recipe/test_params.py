@@ -165,7 +165,7 @@ def test_matrices_are_uniform_and_down_projections_zero(params):
 
 
 def test_small_parameters_start_at_their_constants(params):
-    """Gates where they would stand without a token's say: see coefficient_table."""
+    """Gates start at the values in coefficient_starts, whatever the token."""
     mudd = np.zeros((2, 14))
     mudd[0] = [0, 0, 0, 0, 0, 0, 20, 20, 10 * math.sqrt(1.1), 10, 0, 0.5, 10 * math.sqrt(1.1), 10]
     mudd[1, 1] = -5
