@@ -1,14 +1,15 @@
 """Train a GPT to a target loss as fast as the hardware allows: pure JAX, one file.
 
-What it does: `speedrun` trains the model of record 92 of the modded-nanogpt speedrun
+`speedrun` trains the model of record 92 of the modded-nanogpt speedrun
 (github.com/KellerJordan/modded-nanogpt, Jordan et al. 2024) on 329 M tokens of FineWeb, in 1194
-steps, to a validation loss of 3.28. `tiny` trains the same at toy size, `plain` a plain GPT.
-What it contains: parameters as a dict of arrays, hand-written Muon and Adam, a switch for each idea
-(IDEAS), data parallelism, a loader, kernels for TPUs and GPUs, checkpoints that resume exactly.
+steps, to a validation loss of 3.28. `tiny` is the same model at toy size, `plain` a plain GPT.
+Parameters are a dict of arrays; Muon, Adam, data parallelism, the data loader, kernels for TPUs and
+GPUs, and checkpoints that resume exactly are all here. Each idea of the record has a switch.
+
 Measured: two CPU cores train `tiny` in less than a minute. An earlier version (commit 21b3d1f) ran
 all steps of `speedrun` at an eighth of the batch size in 54 s on one H200. This version has not run
 on a GPU, and no version on a TPU. Nobody has timed a whole `speedrun`; README.md has predictions.
-Tests compare losses, gradients and updates with the original's.
+Tests compare losses, gradients and updates with upstream's, called "the original" below.
 
     python train_gpt.py                    # without an accelerator: `tiny`
     python train_gpt.py speedrun           # on a TPU v6e-8, 8xH100 or one GPU
@@ -17,42 +18,27 @@ Tests compare losses, gradients and updates with the original's.
 To learn how it works, read Part I from the top, and the sections of Part II that interest you:
 
     PART I, the core              a GPT and its training in plain JAX: the model, loss, optimizers,
-                                  the training loop; then settings, schedule and batches. A title
-                                  in quotes refers to the section of Part II with an optional idea
+                                  the training loop; then settings, schedule and batches
     PART II, the ideas            of the record, one section each: `--set without=NAME` disables one
-    PART III, the data            reading shards, prefetching batches, checks of the data
-    PART IV, around a run         set-up, devices, memory, checkpoints, log, signals,
-                                  several hosts, settings, command line: for reference
+    PART III, the data            reading shards and prefetching batches
+    PART IV, around a run         set-up, checks, checkpoints, log, several hosts, command line
     PART V, fast on hardware      compilation, communication, and kernels that replace functions of
                                   Parts I and II (`--set kernels=plain` disables them)
 
-A step of training, in lines of `train`:
+Terms:
+    record N    entry N of upstream's list of records
+    row         a sequence of a batch; also the vector of one id in a table
+    stream      the residual stream; the token stream is all tokens of the data in order
+    stage       a phase of the run with one batch shape
+    window      how many earlier tokens a token attends to
+    bank        matrices of equal shape, stacked: [matrices, rows, cols]
+    copies      arrays that the model computes with, in bfloat16 if they are large
+    dropped     n-grams for which an exchange between devices had no room
+    ANVIL       Muon with two averages of the gradient (rails) and normalized neurons
+    aims        targets of the loss: next tokens, their prefixes, candidates of a sampled softmax
 
-    batch, loader = next(batches)  # tokens, targets, n-grams, rates; where the loader stands
-    gradients, *updates = schedule(cfg).programs[step]
-    grads, loss, dropped = compiled[gradients](copies, state["params"].get(NGRAMS), batch)
-    waiting = {name: (*waiting.get(name, ()), grad) for name, grad in grads.items()}
-    for update in updates:
-        due = {name: waiting.pop(name) for name in updated(cfg, update.kind)}
-        state, changed, norms = compiled[update](state, due, batch.hyper)
-        copies |= changed
-
-Words that are used throughout:
-    record N    the Nth of the speedrun's list; "the original" is the PyTorch program of record 92
-    bank        equal-shaped matrices, stacked: [matrices, rows, cols]
-    row         of a batch: one sequence; of a table: the vector of one id or n-gram
-    stream      in the model: the sum that layers add to; in the data: all tokens of the shards
-    copies      the parameters to compute with: large ones in bfloat16, all whole except banks
-    window      how many tokens before itself a token sees
-    stage       a stretch of the run with one shape of batch
-    waiting     of gradients: until an update sums those of several steps
-    dropped     of n-grams (their table is cut over the devices): a request had no room for them
-    ANVIL       Muon with two momenta (rails), and with rows or columns made equally large
-    aims        what is to be predicted: next tokens, their prefixes, the ids of a sampled softmax
-
-Dimension letters, in names (x_btd) and einsums: b rows of a batch, t tokens or queries, s keys,
-d model width, n heads, h head width, f MLP width, v vocabulary. Other axes are written out. All
-lengths are counted in tokens.
+Suffixes of array names give their axes, as in x_btd: b rows of a batch, t tokens or queries, s
+keys, d model width, n heads, h head width, f MLP width, v vocabulary. Lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -178,11 +164,9 @@ class Inputs(NamedTuple):
 
 
 def forward(model: Model, looked_up: dict, rows: Rows):
-    """Run the model: return the final hidden states [b, t, d], normed.
-
-    `looked_up` holds the embedding of each token, and its rows of other tables (see look_up). An
-    `if` with a title in quotes adds an idea of the record; without these lines the model is a plain
-    GPT."""
+    """Run the model: return the final hidden states [b, t, d], normed. `looked_up` holds the
+    embedding of each token, and its rows of other tables (see look_up). An `if` with a title in
+    quotes adds an idea of the record; without these lines the model is a plain GPT."""
     cfg = model.cfg
     model = model._replace(segments_bt=segments_of(model, rows))
     x0 = looked_up["embed"]
@@ -265,9 +249,8 @@ def segments_of(model: Model, rows: Rows):
 
 
 def segment_ids(tokens_bt, bos: int, cap: int = 0):
-    """Return segment ids [b, t], int32, rising along each row; attention stays within a segment.
-
-    A segment starts at every BOS token and, if `cap` is set, every `cap` tokens after it. Training
+    """Return segment ids [b, t], int32, rising along each row; attention stays within a segment. A
+    segment starts at every BOS token and, if `cap` is set, every `cap` tokens after it. Training
     uses 2560, with documents of up to 3072 tokens (record 92); validation uses no cap."""
     t = jnp.arange(tokens_bt.shape[1])[None]
     last_bos = lax.cummax(jnp.where(tokens_bt == bos, t, 0), axis=1)  # 0 before the first BOS
@@ -277,7 +260,6 @@ def segment_ids(tokens_bt, bos: int, cap: int = 0):
 
 def attention(model: Model, i: int, x_btd, added: tuple | None, gates: dict):
     """Return the attention output of layer `i`, [b, t, d], to be added to the residual stream.
-
     `added` and the gates of heads are described in HeadInputs."""
     cfg, hyper, params = model.cfg, model.hyper, model.params
     heads = heads_of(cfg, i, model.stage.windows if model.stage else cfg.val_windows)
@@ -349,7 +331,6 @@ def squared_relu(x):
 
 def mix(*terms):
     """Weighted sum of (weight, array) pairs, summed in float32 and cast to the first array's dtype.
-
     Gradients of the weights are sums over all tokens, so they must be float32 too: in bfloat16 they
     would lose most of their digits."""
     _, first = terms[0]
@@ -385,11 +366,10 @@ class Heads:
 
 
 def heads_of(cfg: Config, i: int, windows: tuple[int, int]) -> Heads:
-    """Return the Heads of layer `i`. `windows` are the windows of short and long layers.
-
-    Queries and keys of long layers have the full head width, and half of their dimensions do not
-    rotate. Short layers keep only the rotating half (record 92). Narrow layers also halve values
-    and outputs."""
+    """Return the Heads of layer `i`. `windows` are the windows of short and long layers. Queries
+    and keys of long layers have the full head width, and half of their dimensions do not rotate.
+    Short layers keep only the rotating half (record 92). Narrow layers also halve values and
+    outputs."""
     layer = cfg.layers[i]
     h = cfg.head_width
     is_long = layer.attends == "long"
@@ -418,7 +398,6 @@ class HeadInputs(NamedTuple):
 
 def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     """Return the outputs of all heads of a layer, [b, t, n v_width], with QK norm and rotation.
-
     `qkv` holds queries, keys and values of all heads side by side. `attend` is attend_plain or an
     equal function. This is the plain form of Kernels.attend; a kernel may do all of it at once."""
     b, t, _ = qkv.shape
@@ -455,11 +434,10 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
 
 
 def positions(t: int, heads: Heads):
-    """Return positions for the rotation, int [t, 1], or [t, n] for paired heads.
-
-    A pair of heads attends over 2t positions: even heads have the positions 2t, odd heads 2t + 1.
-    pair_heads, though, puts the first half of the heads at 2t and the second half at 2t + 1. The
-    original has the same mismatch, and so its results can be reproduced."""
+    """Return positions for the rotation, int [t, 1], or [t, n] for paired heads. A pair of heads
+    attends over 2t positions: even heads have the positions 2t, odd heads 2t + 1. pair_heads,
+    though, puts the first half of the heads at 2t and the second half at 2t + 1. The original has
+    the same mismatch, and so its results can be reproduced."""
     token = jnp.arange(t)[:, None]
     if not heads.paired:
         return token
@@ -467,10 +445,9 @@ def positions(t: int, heads: Heads):
 
 
 def rope_tables(freqs, positions_tn, width: int):
-    """Return cos and sin of all angles, float32 [t, n or 1, width / 2].
-
-    A head has width / 2 pairs of dimensions. The first pairs rotate with `freqs`. The rest, in long
-    layers half of them, have angle 0: they match content regardless of position."""
+    """Return cos and sin of all angles, float32 [t, n or 1, width / 2]. A head has width / 2 pairs
+    of dimensions. The first pairs rotate with `freqs`. The rest, in long layers half of them, have
+    angle 0: they match content regardless of position."""
     angles = positions_tn[..., None].astype(jnp.float32) * freqs[None, None]
     others = width // 2 - freqs.shape[0]
     padding = [(0, 0), (0, 0), (0, others)]
@@ -534,11 +511,10 @@ def batch_loss(params, looked_up: dict, model: Model, rows: Rows):
 
 
 def targets_ahead(model: Model, aims: Aims) -> tuple:
-    """Return targets [b, t, targets] (int) and their loss weights (float32, same shape).
-
-    Target j of token i is token i + j + 1, also across document boundaries; in `plain` j is only 0.
-    The next token's prefix may be one more target. Weights are 0 past the end of a row, and in
-    padding rows of a validation batch, which have targets of -1."""
+    """Return targets [b, t, targets] (int) and their loss weights (float32, same shape). Target j
+    of token i is token i + j + 1, also across document boundaries; in `plain` j is only 0. The next
+    token's prefix may be one more target. Weights are 0 past the end of a row, and in padding rows
+    of a validation batch, which have targets of -1."""
     ahead = jnp.ones(1)  # weight of each j
     stage = model.stage
     if stage:  # else this is validation
@@ -608,10 +584,9 @@ def add_losses(sums, losses, weights, pointed=None):
 
 
 def in_chunks(cfg: Config, ids: int, *arrays):
-    """Reshape arrays [t, ...] to [chunks, t / chunks, ...]; None stays None.
-
-    Uses the fewest chunks for which one chunk's logits over `ids` ids are no larger than the logits
-    of cfg.loss_chunk tokens over the whole vocabulary."""
+    """Reshape arrays [t, ...] to [chunks, t / chunks, ...]; None stays None. Uses the fewest chunks
+    for which one chunk's logits over `ids` ids are no larger than the logits of cfg.loss_chunk
+    tokens over the whole vocabulary."""
     tokens = len(arrays[0])
     chunks = chunk_count(tokens, cfg.loss_chunk * cfg.vocab // ids)
     return jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), arrays)
@@ -638,10 +613,9 @@ class AdamRates(NamedTuple):
 
 
 def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
-    """Return the AdamRates of an update of the gradients of `steps` steps.
-
-    An update of tables over twice as many steps forgets as much as two updates would: its betas are
-    squared and its weight decay is doubled (record 92)."""
+    """Return the AdamRates of an update of the gradients of `steps` steps. An update of tables over
+    twice as many steps forgets as much as two updates would: its betas are squared and its weight
+    decay is doubled (record 92)."""
     span, count = 1, hyper.adam_count
     if row.updated_by == "tables":  # "When tables learn"
         span, count = steps / cfg.table_every[0], hyper.table_count
@@ -650,9 +624,8 @@ def adam_rates(cfg: Config, row: Param, hyper: Hyper, steps: int) -> AdamRates:
 
 
 def adam(param, mean, square, grad, rates: AdamRates) -> tuple:
-    """Take one Adam step (Kingma & Ba 2015), all float32: return (param, mean, mean square).
-
-    As in the original, eps is added to the root before the bias correction."""
+    """Take one Adam step (Kingma & Ba 2015), all float32: return (param, mean, mean square). As in
+    the original, eps is added to the root before the bias correction."""
     b1, b2 = rates.betas
     mean = b1 * mean + (1 - b1) * grad
     square = b2 * square + (1 - b2) * jnp.square(grad)
@@ -928,17 +901,10 @@ def compute_copies(cfg: Config, params, gather: Callable = lambda x: x):
 
 def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch: Batch):
     """Return (gradients, mean loss over all devices, dropped n-grams) for this device's rows.
-
     Gradients of banks are shards of the sum over all devices. Other gradients are this device's
     own, as large as the copies and with their dtypes; update_step sums them. `table` is this
     device's shard of the n-gram table, of which only the rows that the batch needs are fetched."""
-    fetched = {}
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
-        requested, fetched = fetch_requests(table, batch)
-    # `fetched` passes through, because the gathering starts when it is complete.
-    fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
-    params = {name: x for name, x in copies.items() if name != "signs"} | fetched
-    model = Model(params, cfg, kernels, stage, batch.hyper, copies.get("signs"))
+    model, requested, scatter_banks = gathered_model(cfg, kernels, stage, copies, table, batch)
     total, grads = summed_gradients(model, batch.rows)
     grads = {name: in_copy_dtype(cfg, name, grad) for name, grad in grads.items()}
     dropped = jnp.float32(0)
@@ -952,6 +918,20 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     return grads, loss, dropped
 
 
+def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: Batch) -> tuple:
+    """Return (Model with all parameters that a batch needs, n-gram rows that other devices have
+    requested from this one, function that scatters the gradients of banks). `stage` is None for
+    validation. (records/sample.py uses this too.)"""
+    requested, fetched = None, {}
+    if cfg.ngram_rows:  # "A table of hashed n-grams"
+        requested, fetched = fetch_requests(table, batch)
+    # `fetched` passes through, because gathering starts when it is complete.
+    fetched, copies, scatter_banks = gather_banks(cfg, copies, fetched)
+    params = {name: x for name, x in copies.items() if name != "signs"} | fetched
+    model = Model(params, cfg, kernels, stage, batch.hyper, copies.get("signs"))
+    return model, requested, scatter_banks
+
+
 def in_copy_dtype(cfg: Config, name: str, grad):
     """Cast a gradient to the dtype of the parameter's copy: bfloat16 halves its memory and its
     communication."""
@@ -960,11 +940,10 @@ def in_copy_dtype(cfg: Config, name: str, grad):
 
 
 def summed_gradients(model: Model, rows: Rows):
-    """Return (summed next-token loss, gradients by name, float32) of this device's rows.
-
-    Rows are processed in micro-batches, one after the other. A lookup has a gradient only for the
-    rows of the table that it returned: add_rows adds them to the table's gradient. Several tables
-    that share ids, in a list, have one gradient: the tables are stacked in it."""
+    """Return (summed next-token loss, gradients by name, float32) of this device's rows. Rows are
+    processed in micro-batches, one after the other. A lookup has a gradient only for the rows of
+    the table that it returned: add_rows adds them to the table's gradient. Several tables that
+    share ids, in a list, have one gradient: the tables are stacked in it."""
     cfg, params = model.cfg, model.params
     lookups = table_ids(cfg, rows)
     weights = {name: x for name, x in params.items() if name not in lookups}
@@ -1022,10 +1001,9 @@ def rows_at(table, ids):
 
 
 def scatter_rows(grad_vd, ids, rows, ascending: bool = False):
-    """Add the gradient of a lookup to `grad_vd`: rows [..., d] at ids [...].
-
-    `rows` may be a list, for tables that share the ids and are stacked in `grad_vd`. (A GPU adds in
-    no fixed order: the last bits may differ between runs.)"""
+    """Add the gradient of a lookup to `grad_vd`: rows [..., d] at ids [...]. `rows` may be a list,
+    for tables that share the ids and are stacked in `grad_vd`. (A GPU adds in no fixed order: the
+    last bits may differ between runs.)"""
     tables = jax.tree.leaves(rows)
     size = grad_vd.shape[0] // len(tables)  # rows per table
     for number, x in enumerate(tables):
@@ -1127,19 +1105,9 @@ def finish_step(cfg: Config, state):
 # ---- Validation --------------------------------------------------------------------------------
 
 
-def validation_model(cfg: Config, kernels: Kernels, copies, table, batch: Batch) -> Model:
-    """Return the Model with which a device validates its rows of a batch: all parameters, with the
-    rows of the n-gram table that the batch needs. (records/sample.py uses it too.)"""
-    fetched = {}
-    if cfg.ngram_rows:  # "A table of hashed n-grams"
-        _, fetched = fetch_requests(table, batch)
-    fetched, copies, _ = gather_banks(cfg, copies, fetched)
-    return Model(copies | fetched, cfg, kernels, None, batch.hyper, copies.get("signs"))
-
-
 def eval_step(cfg: Config, kernels: Kernels, copies, table, batch: Batch):
     """Return (next-token loss summed over a batch of validation rows, in nats; dropped n-grams)."""
-    model = validation_model(cfg, kernels, copies, table, batch)
+    model, _, _ = gathered_model(cfg, kernels, None, copies, table, batch)
 
     def loss(rows: Rows):
         looked_up = look_up(model.params, table_ids(cfg, rows))
@@ -1167,35 +1135,8 @@ def evaluate(cfg: Config, loss: Callable, batches: Iterator) -> tuple[float, int
 # ---- Training: the clock and the loop ----------------------------------------------------------
 
 
-class StepResult(NamedTuple):
-    """Results of a step. The arrays may still be computed on the devices."""
-
-    step: int  # number of the step, from 1
-    loss: jax.Array
-    dropped: jax.Array  # dropped n-grams
-    norms: dict[str, jax.Array]  # norms of gradients by parameter; empty without cfg.log_norms
-    number_of_pass: int  # epoch of the training tokens, from 1
-
-
-def settle(log: RunLog, result: StepResult | None):
-    """Wait for a step and log it."""
-    if result:
-        loss = sound(log, result.step, float(result.loss))
-        log.trained(result, loss)
-
-
-def sound(log: RunLog, step: int, loss: float) -> float:
-    """Return `loss`. Raise UserError if it is NaN, or twice the loss of a uniform guess: the run
-    diverges."""
-    most = 2 * math.log(log.cfg.vocab)
-    hint = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
-    need(loss < most, f"the loss of step {step} is {loss:.4g}: {hint}")
-    return loss
-
-
 def train(cfg: Config, out: Path, command: str, saved=None, say=print) -> Path:
     """Train from the start, or from the checkpoint `saved`, to the end; return the run's folder.
-
     The clock covers every training step, data loading and intermediate checkpoints; setup
     (`prepare`), validation and the final checkpoint are excluded. Checkpoints, and the stop after a
     signal, happen at the next step at which no gradients are being accumulated."""
@@ -1286,9 +1227,8 @@ Machine = Annotated[Kind, "machine"]  # about the machine, not the recipe: `--re
 
 @dataclass(frozen=True)
 class Layer:
-    """Wiring of one layer: its attention, the terms it adds to the residual stream, its MLPs.
-
-    Gates are per-token factors computed by small MLPs (see `coefficients`)."""
+    """Wiring of one layer: its attention, the terms it adds to the residual stream, its MLPs. Gates
+    are per-token factors computed by small MLPs (see `coefficients`)."""
 
     attends: str = ""  # "short" or "long": which window of the stage; "" for no attention
     paired: bool = False  # two heads attend as one, over half the window (see pair_heads)
@@ -1331,11 +1271,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run. A preset is a Config; `--set KEY=VALUE` replaces fields.
-
-    The defaults are record 92, except that the n-gram table hashes normalised ids (pull request
-    375) and has half the rows: published results say that fewer distinct n-grams make up for that.
-    The record's own values: ngram_rows=84602880 ngram_ids=raw."""
+    """Every setting of a run. A preset is a Config; `--set KEY=VALUE` replaces fields. The defaults
+    are record 92, except that the n-gram table hashes normalised ids (pull request 375) and has
+    half the rows: published results say that fewer distinct n-grams make up for that. The record's
+    own values: ngram_rows=84602880 ngram_ids=raw."""
 
     preset: str = "speedrun"
     without: str = ""  # names from IDEAS to disable, separated by commas; "all" disables all
@@ -1554,9 +1493,8 @@ LARGE = "speedrun", "pointer"  # presets for accelerators
 
 
 class Hyper(NamedTuple):
-    """Numbers that change from step to step, sent with each batch as float32.
-
-    Whatever changes array shapes is compiled in instead: rows, windows, number of candidates."""
+    """Numbers that change from step to step, sent with each batch as float32. Whatever changes
+    array shapes is compiled in instead: rows, windows, number of candidates."""
 
     lr: np.ndarray  # factor on every learning rate
     momentum: np.ndarray  # Nesterov momentum of `anvil`
@@ -1617,7 +1555,6 @@ def schedule(cfg: Config) -> Schedule:
 
 def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
     """Return the keys of the programs that each step runs, in order: Gradients, then Updates.
-
     `shapes` has (stage, candidates) of each step; equal shapes share a program."""
     adam_due, tables = updates_due(cfg)
     last_tied = -1
@@ -1638,7 +1575,6 @@ def programs_of_steps(cfg: Config, shapes: list[tuple[int, int]]) -> list[list]:
 
 def updates_due(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     """Return (whether each step ends with an Adam update, how many steps its table update sums).
-
     Both have shape [steps]; 0 means no table update."""
     step = np.arange(cfg.steps)
     adam_due = (step + 1) % cfg.adam_every == 0
@@ -1657,31 +1593,24 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
 def hyper_of_steps(cfg: Config) -> Hyper:
     """Return a Hyper of arrays [steps, ...], not yet rounded to float32."""
     step = np.arange(cfg.steps)
-    stage = steps_in_stages(cfg).stage
     momentum = momentum_at(cfg, step)
-    rotations = [rotation(cfg)]  # one per stage
-    if len(cfg.stages) > 1:  # "Rotation that follows the windows"
-        rotations = yarn(cfg)
-    freqs, scales = map(np.stack, zip(*rotations, strict=True))
-    weights = np.ones((cfg.steps, 1))
-    if any(s.weights + s.weights_end != (1.0, 1.0) for s in cfg.stages):
-        weights = loss_weights(cfg)  # "Losses on more than the next token"
-    return Hyper(
+    freqs, scales = rotation(cfg)
+    hyper = Hyper(
         lr=learning_rate(cfg, step),
         momentum=momentum,
         adam_count=step // cfg.adam_every + 1,
-        freqs=freqs[stage],
-        scales=scales[stage],
-        weights=weights,
-        **hyper_of_ideas(cfg, momentum, *updates_due(cfg)),  # "Parameters of ideas"
+        freqs=np.stack([freqs] * cfg.steps),
+        scales=np.stack([scales] * cfg.steps),
+        weights=np.ones((cfg.steps, 1)),
     )
+    ideas = hyper_of_ideas(cfg, momentum, *updates_due(cfg))  # "Parameters of ideas"
+    return hyper._replace(**ideas)
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the factor on every learning rate at each step.
-
-    It is the stage's lr_factor until the cooldown, then falls linearly to lr_floor. It need not go
-    lower, since the last weights are averaged."""
+    """Return the factor on every learning rate at each step. It is the stage's lr_factor until the
+    cooldown, then falls linearly to lr_floor. It need not go lower, since the last weights are
+    averaged."""
     scheduled = cfg.steps - cfg.extension
     constant = int((1 - cfg.cooldown) * scheduled)  # steps before the rate falls
     fallen = np.maximum(step - constant, 0) / max(scheduled - constant, 1)
@@ -1692,10 +1621,8 @@ def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
-    """Return the momentum at each step.
-
-    It rises at first, since early gradients change direction too fast for a long average, and falls
-    at the end to let the weights settle."""
+    """Return the momentum at each step. It rises at first, since early gradients change direction
+    too fast for a long average, and falls at the end to let the weights settle."""
     low, high = cfg.momentum
     risen = np.minimum(step / cfg.momentum_warmup, 1)
     turn = cfg.steps - cfg.momentum_cooldown
@@ -1705,7 +1632,6 @@ def momentum_at(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 def rotation(cfg: Config) -> tuple[np.ndarray, np.ndarray]:
     """Return the initial RoPE frequencies [2, rotating pairs], float32, and scales of q k^T [2].
-
     The axis of 2 is for short and long layers (RoPE, Su et al. 2021)."""
     pairs = cfg.head_width // 2
     if cfg.still:  # half of the dimensions do not rotate
@@ -1739,26 +1665,12 @@ def in_parts(cfg: Config, name: str) -> np.ndarray:
     return np.array(entries)
 
 
-def keys_of_steps(cfg: Config) -> list[Gradients | Update]:
-    """Return the keys of all programs that training steps run, in the order of their first use."""
-    return list(dict.fromkeys(itertools.chain(*schedule(cfg).programs)))
-
-
-def batch_shape(cfg: Config, key: Gradients | str) -> tuple[int, int, int]:
-    """Return (rows, tokens per row, candidates per row) of the batches of a program."""
-    if key == "eval":
-        return cfg.val_batch // cfg.val_row, cfg.val_row, 0
-    stage = cfg.stages[key.stage]
-    return stage.rows, stage.row_tokens, key.candidates
-
-
 # ---- Batches: the input of a step ---------------------------------------------------------------
 
 
 class Aims(NamedTuple):
-    """Prediction targets of a batch, int32.
-
-    Targets and prefixes are ids or, with a sampled softmax, positions in their row's candidates."""
+    """Prediction targets of a batch, int32. Targets and prefixes are ids or, with a sampled
+    softmax, positions in their row's candidates."""
 
     candidates: np.ndarray  # [b, candidates] ids, ascending; [b, 0] with the full vocabulary
     targets: np.ndarray  # [b, t] next tokens; all -1 in padding rows of a validation batch
@@ -1792,9 +1704,8 @@ class LoaderState(NamedTuple):
 def train_batches(
     cfg: Config, mesh: Mesh, stream: TokenStream, words: list[bytes], step: int, state: LoaderState
 ):
-    """Yield (Batch, LoaderState after it) for each step from `step` to the end of the run.
-
-    The tables of the vocabulary are made here so that the clock counts that work."""
+    """Yield (Batch, LoaderState after it) for each step from `step` to the end of the run. The
+    tables of the vocabulary are made here so that the clock counts that work."""
     vocab = None
     if cfg.aimed or cfg.ngram_rows:  # "Losses on more than the next", "A table of hashed n-grams"
         vocab = vocabulary(cfg, words)
@@ -1804,9 +1715,8 @@ def train_batches(
 
 
 def next_batch(cfg: Config, mesh: Mesh, stream: TokenStream, vocab, step: int, state: LoaderState):
-    """Return (Batch of `step`, next LoaderState), which depend on these arguments only.
-
-    `vocab` is a Vocabulary, or None if no enabled idea needs it."""
+    """Return (Batch of `step`, next LoaderState), which depend on these arguments only. `vocab` is
+    a Vocabulary, or None if no enabled idea needs it."""
     stage = cfg.stages[schedule(cfg).stage[step]]
     tokens, cursor = read_batch(stream, mesh, state.cursor, stage)
     aims, offsets = next_tokens(tokens[:, 1:].astype(np.int32)), state.offsets
@@ -1918,56 +1828,50 @@ PLAIN_HAS = "muon", "squared_relu", "zero_start", "qk_norm", "documents"  # kept
 
 
 def with_ideas(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """Return the parameter table with the parameters of ideas and all averages."""
-    table = table | params_of_ideas(cfg)
+    """Return the parameter table with the parameters of enabled ideas and all averages."""
+    parts = [
+        (cfg.layers_with("values"), value_params),
+        (cfg.ngram_rows, ngram_params),
+        (cfg.smear, smear_params),
+        (cfg.lambdas, lambda_params),
+        (cfg.has_gates, gate_params),
+        (cfg.layers[-1].mudd, mudd_params),
+        (cfg.pointer_width, pointer_params),
+    ]
+    for is_on, params in parts:
+        if is_on:
+            table = table | params(cfg)
     if cfg.tail or cfg.tail_average:
         table = with_averages(cfg, table)
     return table
 
 
-def params_of_ideas(cfg: Config) -> dict[str, Param]:
-    """Return the parameters of all enabled ideas, to be added to param_table."""
-    rows = {}
-    if cfg.layers_with("values"):
-        rows |= value_params(cfg)
-    if cfg.ngram_rows:
-        rows |= ngram_params(cfg)
-    if cfg.smear:
-        rows |= smear_params(cfg)
-    if cfg.lambdas:
-        rows |= lambda_params(cfg)
-    if cfg.has_gates:
-        rows |= gate_params(cfg)
-    if cfg.layers[-1].mudd:
-        rows |= mudd_params(cfg)
-    if cfg.pointer_width:
-        rows |= pointer_params(cfg)
-    return rows
-
-
 def small_param(cfg: Config, shape, start, lr: float, betas: tuple, decay: float = 0.0) -> Param:
-    """Return the Param of a small parameter, replicated on every device and trained by Adam.
-
-    `lr` and `decay` are factors on lr_adam and decay_adam. `betas` is a pair of scalar_betas: the
-    first for weights that mix arrays, the slower second one for gates and single scalars (record
-    52: 9 M; without=scalar_betas)."""
+    """Return the Param of a small parameter, replicated on every device and trained by Adam. `lr`
+    and `decay` are factors on lr_adam and decay_adam. `betas` is a pair of scalar_betas: the first
+    for weights that mix arrays, the slower second one for gates and single scalars (record 52: 9 M;
+    without=scalar_betas)."""
     return by_adam(cfg, shape, start, (lr, decay), betas, sharded=False)
 
 
 def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
-    """Return the Param of a table [rows, width] that is looked up by token.
-
-    Rows keep their initial value until they get a gradient: moments are zero until then, and
-    cautious weight decay skips them. (With cautious=0, all rows of value tables decay.)"""
+    """Return the Param of a table [rows, width] that is looked up by token. Rows keep their initial
+    value until they get a gradient: moments are zero until then, and cautious weight decay skips
+    them. (With cautious=0, all rows of value tables decay.)"""
     rates = (70, 5)  # the record's: most rows get few gradients, so each update must be large
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
 
 def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndarray]:
-    """Return the fields of Hyper that enabled ideas need: name -> [steps, ...].
-
-    `momentum`, `adam_due` (is there an Adam update?) and `tables` (table_updates) are [steps]."""
+    """Return the fields of Hyper that enabled ideas set: name -> [steps, ...]. `momentum`,
+    `adam_due` (is there an Adam update?) and `tables` (table_updates) are [steps]."""
     columns = {}
+    if len(cfg.stages) > 1:
+        freqs, scales = map(np.stack, zip(*yarn(cfg), strict=True))
+        stage = steps_in_stages(cfg).stage
+        columns |= {"freqs": freqs[stage], "scales": scales[stage]}
+    if any(s.weights + s.weights_end != (1.0, 1.0) for s in cfg.stages):
+        columns["weights"] = loss_weights(cfg)
     if cfg.slow_rate:
         columns["fast_beta"], columns["fast_weight"] = fast_rail(cfg, momentum)
     if np.any(tables):
@@ -2038,9 +1942,8 @@ def table_updates(cfg: Config, step: np.ndarray) -> np.ndarray:
 
 
 def last_tied_step(cfg: Config) -> int:
-    """Return the last step with tied head and embedding (1175 in the record).
-
-    It ends with an Adam update, so that no update mixes gradients of tied and untied steps."""
+    """Return the last step with tied head and embedding (1175 in the record). It ends with an Adam
+    update, so that no update mixes gradients of tied and untied steps."""
     step = round(cfg.tied * (cfg.steps - cfg.extension))
     while (step + 1) % cfg.adam_every:
         step += 1
@@ -2089,11 +1992,10 @@ def yarn(cfg: Config) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def stretched(freqs: np.ndarray, old: int, new: int) -> np.ndarray:
-    """Return rotation frequencies for a window that has grown from `old` to `new` tokens.
-
-    A pair that completes at most one rotation (YaRN's alpha) within the old window slows down by
-    old / new. A pair that completes 32 (YaRN's beta) or more keeps its frequency; pairs in between
-    are interpolated. All in float32, as upstream."""
+    """Return rotation frequencies for a window that has grown from `old` to `new` tokens. A pair
+    that completes at most one rotation (YaRN's alpha) within the old window slows down by old /
+    new. A pair that completes 32 (YaRN's beta) or more keeps its frequency; pairs in between are
+    interpolated. All in float32, as upstream."""
     turns = old * freqs / np.float32(2 * math.pi)
     kept = np.clip((turns - 1) / (32 - 1), 0, 1)
     slower = old / new
@@ -2113,7 +2015,7 @@ class Average(NamedTuple):
 
     length: str  # name of the setting with the number of last steps that are averaged
     updated_by: str  # Param.updated_by of the parameters
-    shares: dict[str, float]  # prefix of parameter names -> share of the way to the average
+    shares: dict[str, float]  # name of a parameter -> share of the way to its average
     rescaled: bool = True  # after all moves a parameter gets back the norm it had
 
 
@@ -2123,7 +2025,7 @@ BLEND = 0.55 - 0.2007
 AVERAGES = {
     "ema": Average("tail", "adam", {"head": 0.65, "embed": 0.65}),
     "average": Average("tail_average", "anvil", {"vo_bank": 1.0, "v_bank": 1.0, "mlp_bank": 1.0}),
-    "value_average": Average("tail_average", "tables", {"value_table": 1.0}, rescaled=False),
+    "value_average": Average("tail_average", "tables", {"value_tables": 1.0}, rescaled=False),
     "bank_ema": Average(
         "tail",
         "anvil",
@@ -2134,27 +2036,16 @@ AVERAGE_EVERY = 4  # steps between two updates of an average of matrices
 AVERAGE_MEMORY = 0.212  # horizon of `average` and value_average, as a share of tail_average
 
 
-def average_shares(name: str) -> dict[str, float]:
-    """Return the possible averages of parameter `name`: kind -> share of the way to the average."""
-    found = {}
-    for kind, average in AVERAGES.items():
-        for prefix, share in average.shares.items():
-            if name.startswith(prefix):
-                found[kind] = share
-    return found
-
-
 def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
-    """Return param_table with the fields `averages` and `rescaled` of each parameter.
-
-    A parameter has no average of a kind that expects updates at other steps."""
+    """Return param_table with the fields `averages` and `rescaled` of each parameter. A parameter
+    has no average of a kind that expects updates at other steps."""
     completed = {}
     for name, row in table.items():
         averages = []
-        for kind, share in average_shares(name).items():
-            average = AVERAGES[kind]
-            if getattr(cfg, average.length) and average.updated_by == row.updated_by:
-                averages.append((kind, share))
+        for kind, average in AVERAGES.items():
+            is_on = getattr(cfg, average.length) > 0 and average.updated_by == row.updated_by
+            if is_on and name in average.shares:
+                averages.append((kind, average.shares[name]))
         rescaled = any(AVERAGES[kind].rescaled for kind, _ in averages)
         completed[name] = dataclasses.replace(row, averages=tuple(averages), rescaled=rescaled)
     return completed
@@ -2162,7 +2053,6 @@ def with_averages(cfg: Config, table: dict[str, Param]) -> dict[str, Param]:
 
 def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
     """Return the rates [steps, 4] of AVERAGES: average += rate * (weight - average) after a step.
-
     Rate 0 leaves an average unchanged. Its first other rate is 1: it starts as the weight."""
     left = cfg.steps - 1 - np.arange(cfg.steps)  # steps after this one
     in_average = left < cfg.tail_average
@@ -2189,7 +2079,6 @@ def average_rates(cfg: Config, adam_due, tables) -> np.ndarray:
 
 def follow(state, name: str, row: Param, hyper: Hyper):
     """Update the averages of a parameter in `state`, in place, after an update of the parameter.
-
     This also runs while the rates are 0, so that all steps can use the same program."""
     kinds = list(AVERAGES)
     for kind, _ in row.averages:
@@ -2199,10 +2088,9 @@ def follow(state, name: str, row: Param, hyper: Hyper):
 
 
 def move_to_averages(cfg: Config, state) -> dict:
-    """Return the weights to validate: the last weights, moved towards their averages.
-
-    Averages have less noise than the weights, and so a smaller norm. Logits and the residual stream
-    depend on the norm, so `rescaled` parameters get back the norm they had."""
+    """Return the weights to validate: the last weights, moved towards their averages. Averages have
+    less noise than the weights, and so a smaller norm. Logits and the residual stream depend on the
+    norm, so `rescaled` parameters get back the norm they had."""
 
     def length(x):
         square = lax.psum(jnp.sum(jnp.square(x)), AXIS)
@@ -2233,7 +2121,6 @@ def move_to_averages(cfg: Config, state) -> dict:
 
 def loss_weights(cfg: Config) -> np.ndarray:
     """Return the weights [steps, k] of the losses on the next token, the one after it, and so on.
-
     They change linearly within a stage. Stages with fewer than k weights are padded with 0."""
     most = max(len(stage.weights) for stage in cfg.stages)
 
@@ -2286,10 +2173,9 @@ def batch_aims(tokens, offsets, count: int, prefix_v, required=()) -> tuple[Aims
 
 
 def row_aims(row, offset: int, count: int, prefix_v, required=()) -> tuple[Aims, int]:
-    """Return (Aims of one row of t+1 tokens, without axis b; next offset of its walk).
-
-    `count` is the number of candidates; 0 uses the whole vocabulary. Candidates include the row's
-    targets and the `required` ids."""
+    """Return (Aims of one row of t+1 tokens, without axis b; next offset of its walk). `count` is
+    the number of candidates; 0 uses the whole vocabulary. Candidates include the row's targets and
+    the `required` ids."""
     targets_t = row[1:].astype(np.int32)
     prefixes_t = prefix_v[targets_t]
     if not count:
@@ -2371,9 +2257,8 @@ def pointer_params(cfg: Config) -> dict[str, Param]:
 
 
 def with_pointer(model: Model, rows: Rows, x_btd, targets, weights) -> tuple:
-    """Return (features, targets, weights, pointer_chances) for the loss, [b, t, ...] each.
-
-    `<copy>` becomes the last target of every token, with weight 0: mix_pointed needs its loss."""
+    """Return (features, targets, weights, pointer_chances) for the loss, [b, t, ...] each. `<copy>`
+    becomes the last target of every token, with weight 0: mix_pointed needs its loss."""
     ids = rows.aims.candidates
     copy_id = model.cfg.real_tokens
     copy_b1 = jnp.full((1, 1), copy_id)
@@ -2391,11 +2276,10 @@ QUERIES_AT_ONCE = 1024
 
 
 def pointer_chances(model: Model, rows: Rows, x_btd):
-    """Return the pointer's probabilities for each token, float32 [b, t, 2].
-
-    Entry 0 is the sum over earlier tokens equal to the next token, entry 1 is the sink. A token
-    sees the tokens before it in its segment, back to the start of the previous block. Blocks have
-    pointer_reach tokens and are counted from the start of the row."""
+    """Return the pointer's probabilities for each token, float32 [b, t, 2]. Entry 0 is the sum over
+    earlier tokens equal to the next token, entry 1 is the sink. A token sees the tokens before it
+    in its segment, back to the start of the previous block. Blocks have pointer_reach tokens and
+    are counted from the start of the row."""
     b, t, _ = x_btd.shape
     training_reach, validation_reach = model.cfg.pointer_reach
     size = min(t, training_reach if model.stage else validation_reach)
@@ -2422,16 +2306,14 @@ def pointer_chances(model: Model, rows: Rows, x_btd):
 
 
 def is_reduction(primitive, *_, **__) -> bool:
-    """A jax.checkpoint policy: keep sums and maxima [t] for the backward pass, recompute scores.
-
-    An array [t, s] of all blocks would take up to 0.8 GB for a row of 49,152 tokens."""
+    """A jax.checkpoint policy: keep sums and maxima [t] for the backward pass, recompute scores. An
+    array [t, s] of all blocks would take up to 0.8 GB for a row of 49,152 tokens."""
     return primitive.name in ("reduce_sum", "reduce_max")
 
 
 def token_blocks(x, size: int, past: int = 0):
-    """Cut rows [b, t, ...] into blocks of `size` tokens: [b * blocks, past + size, ...].
-
-    With past=size each block also has the previous block of its row, in front. Padding is -1."""
+    """Cut rows [b, t, ...] into blocks of `size` tokens: [b * blocks, past + size, ...]. With
+    past=size each block also has the previous block of its row, in front. Padding is -1."""
     b, t, *rest = x.shape
 
     def padded(x, before: int, after: int):
@@ -2448,9 +2330,8 @@ def token_blocks(x, size: int, past: int = 0):
 
 
 def pointer_inputs(model: Model, rows: Rows, x_btd) -> tuple[PointerQueries, PointerKeys]:
-    """Return the queries and keys of all tokens, from the final hidden states [b, t, d].
-
-    The authors report that scores blew up without the norms."""
+    """Return the queries and keys of all tokens, from the final hidden states [b, t, d]. The
+    authors report that scores blew up without the norms."""
     cfg, params = model.cfg, model.params
     w_qk = params["pointer_qk"].astype(x_btd.dtype).reshape(-1, cfg.width)
     qk = x_btd @ w_qk.T
@@ -2480,9 +2361,8 @@ def point(queries: PointerQueries, keys: PointerKeys):
 
 
 def pointer_scores(queries: PointerQueries, keys: PointerKeys):
-    """Return the scores of keys [s] for queries [t], float32 [t, s]; -inf if not visible.
-
-    A query sees earlier tokens of its segment. The first one in a segment has only the sink."""
+    """Return the scores of keys [s] for queries [t], float32 [t, s]; -inf if not visible. A query
+    sees earlier tokens of its segment. The first one in a segment has only the sink."""
     scores_ts = scores_product(queries.q, keys.k)
     in_segment_ts = queries.segment[:, None] == keys.segment[None]
     is_earlier_ts = queries.position[:, None] > keys.position[None]
@@ -2625,7 +2505,6 @@ def device_request(cfg: Config, hashed, devices: int, size: int) -> tuple:
 
 def ngram_hashes(x_bt: np.ndarray, rows: int) -> np.ndarray:
     """Return int32 [2, b, t]: the hash of each token's bigram, then of its trigram, below `rows`.
-
     Bigrams use the first half of the table, trigrams the second (records 62, 92). The last number
     of each half is for tokens without enough history. Bug-compatible with upstream: the bigram of a
     row's second token is hashed with the number `last` instead of the first token."""
@@ -2668,11 +2547,10 @@ def spread(ids: np.ndarray, rows: int) -> np.ndarray:
 
 
 def capacity(batch_tokens: int, devices: int) -> int:
-    """Return how many rows of the n-gram table a device can request from each owner in a step.
-
-    The 2t n-grams of a device's t tokens include up to 2t (1300 / t)^0.06 distinct ones in English
-    text (measured: records/NOTES.md). Owners have equal shares of them up to random variation, for
-    which five standard deviations are added."""
+    """Return how many rows of the n-gram table a device can request from each owner in a step. The
+    2t n-grams of a device's t tokens include up to 2t (1300 / t)^0.06 distinct ones in English text
+    (measured: records/NOTES.md). Owners have equal shares of them up to random variation, for which
+    five standard deviations are added."""
     tokens = batch_tokens // devices
     distinct = 2 * tokens * min(1.0, (1300 / tokens) ** 0.06)
     mean = distinct / devices
@@ -2778,9 +2656,7 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
     row, sum of all squared gradients).
 
     `waiting` has, for each step since the last update, the requested rows [devices, n] and their
-    gradients [devices, n, d]. Sorting puts requests for the same row together. About
-    cfg.rows_at_once requests are processed at a time, since the sums in float32 and the rows read
-    from the table take several times the memory of the gradients."""
+    gradients [devices, n, d]. Sorting puts requests for the same row together."""
     ids = jnp.concatenate([requested.reshape(-1) for requested, _ in waiting])
     grads = [grad.reshape(-1, grad.shape[-1]) for _, grad in waiting]
     places = jnp.arange(len(ids))
@@ -2789,49 +2665,10 @@ def update_rows(cfg: Config, table, square, waiting, rates: AdamRates, add_rows:
     square = beta * square  # decays for every row, requested or not
     update = functools.partial(update_part, rates, add_rows)
     before = table, square, jnp.float32(0)
-    if len(ids) <= cfg.rows_at_once:
-        sorted_grads = jnp.concatenate(grads)[order]
-        return update(before, ids, sorted_grads, len(ids))
-
-    # Equal ids stay in one part. Each device requests a row at most once in a step.
-    most_equal = sum(len(requested) for requested, _ in waiting)
-    size = cfg.rows_at_once + most_equal - 1  # of the longest part
-    padded_ids = jnp.pad(ids, (0, size), constant_values=len(table))
-    padded_order = jnp.pad(order, (0, size))
-
-    def update_next(so_far, part):
-        first, count = part
-        part_ids = lax.dynamic_slice_in_dim(padded_ids, first, size)
-        part_order = lax.dynamic_slice_in_dim(padded_order, first, size)
-        part_grads = rows_of_steps(grads, part_order)
-        return update(so_far, part_ids, part_grads, count), None
-
-    parts = parts_of_sorted(ids, cfg.rows_at_once)
-    after, _ = lax.scan(update_next, before, parts)
-    return after
-
-
-def parts_of_sorted(ids, at_once: int) -> tuple:
-    """Split ascending `ids` after every `at_once` of them, or later to keep equal ids together;
-    return the first position and the length of each part, int32 [parts] each."""
-    last = np.arange(at_once, len(ids) + at_once, at_once) - 1
-    last = np.minimum(last, len(ids) - 1)
-    ends = jnp.searchsorted(ids, ids[last], side="right")
-    firsts = jnp.pad(ends[:-1], (1, 0))
-    return firsts, ends - firsts
-
-
-def rows_of_steps(grads: list, places):
-    """Return the rows at `places` of the concatenation of `grads`, the gradients [n, d] of several
-    steps. Concatenating them would double their memory."""
-    rows = 0
-    first = 0
-    for grad in grads:
-        place = places - first
-        of_step = (place >= 0) & (place < len(grad))
-        rows = jnp.where(of_step[:, None], grad.at[place].get(mode="clip"), rows)
-        first += len(grad)
-    return rows
+    if len(ids) > cfg.rows_at_once:  # Part V: the same with less memory
+        most_equal = sum(len(requested) for requested, _ in waiting)  # once per device and step
+        return update_in_parts(update, before, ids, order, grads, (cfg.rows_at_once, most_equal))
+    return update(before, ids, jnp.concatenate(grads)[order], len(ids))
 
 
 def update_part(rates: AdamRates, add_rows: Callable, so_far: tuple, ids, grads, count):
@@ -2990,9 +2827,8 @@ SMALL_MLPS = {  # kind -> parameters
 
 @functools.cache
 def coefficient_starts(cfg: Config, kind: str) -> list[dict]:
-    """Return the outputs of each small MLP of a kind, in order: name -> initial value(s).
-
-    Gates are named (kind of gate, layer). The first MLP serves the layers before the first one with
+    """Return the outputs of each small MLP of a kind, in order: name -> initial value(s). Gates are
+    named (kind of gate, layer). The first MLP serves the layers before the first one with
     Layer.looks, the next MLP the layers from there on, and so forth."""
     if kind == "mudd":
         return [mudd_layer_starts(cfg), mudd_mix_starts(cfg)]
@@ -3247,7 +3083,6 @@ def blend(x_btd, weights, sources):
 
 def key_offset(k_btnh):
     """Return keys that take their dimensions without rotation from the token before (record 49).
-
     One layer can then find an earlier token like the current one and read what followed it
     (induction), which otherwise takes two layers. The first token of a row keeps its own key;
     document boundaries are ignored."""
@@ -3347,7 +3182,6 @@ def as_large(x):
 
 def loader_state(cfg: Config, mesh: Mesh, cursor: int = 0, offsets=()) -> LoaderState:
     """Return the first LoaderState of a run, or the one from a checkpoint (`offsets` of all rows).
-
     Walks through the candidates start evenly spaced: at the beginning, and if a checkpoint has
     another number of rows."""
     rows = cfg.stages[0].rows  # the same in all stages
@@ -3397,11 +3231,9 @@ STALL_SECONDS = 10  # a longer wait for a batch is reported
 
 
 def prefetch(items, depth: int, running: threading.Event, late: Callable = print) -> Iterator:
-    """Yield `items`; a thread makes up to `depth` of them ahead of use.
-
-    It starts an item only while the clock is `running`, since otherwise the clock would not count
-    that work. `late` is called with a message when an item takes long. Closing this generator ends
-    the thread."""
+    """Yield `items`; a thread makes up to `depth` of them ahead of use. It starts an item only
+    while the clock is `running`, since otherwise the clock would not count that work. `late` is
+    called with a message when an item takes long. Closing this generator ends the thread."""
     ready = queue.Queue(depth)
     closed = threading.Event()
 
@@ -3444,10 +3276,9 @@ HEADER_BYTES = 1024
 
 
 class Documents(NamedTuple):
-    """Documents of a shard in reading order; int arrays of positions in the shard.
-
-    Documents of 5, 2 and 3 tokens that are read in the order third, first, second have
-    starts 7, 0, 5; stops 10, 5, 7; places 0, 3, 8."""
+    """Documents of a shard in reading order; int arrays of positions in the shard. Documents of 5,
+    2 and 3 tokens that are read in the order third, first, second have starts 7, 0, 5; stops 10, 5,
+    7; places 0, 3, 8."""
 
     places: np.ndarray  # start of each document if the shard were sorted in reading order
     starts: np.ndarray  # first token of each document
@@ -3493,9 +3324,8 @@ class TokenStream:
         return Documents(places, starts[order], stops[order])
 
     def draw_rows(self, number: int, t: int) -> np.ndarray:
-        """Return where the rows of t tokens start in shard `number`, in random order.
-
-        So a batch has rows from several documents."""
+        """Return where the rows of t tokens start in shard `number`, in random order. So a batch
+        has rows from several documents."""
         random = np.random.default_rng([self.seed, number])
         first = int(random.integers(t))
         count = max(len(self.shards[number]) - 1 - first, 0) // t  # leaves room for a last target
@@ -3547,7 +3377,6 @@ def open_shard(path) -> np.memmap:
 
 def plan_rows(stream: TokenStream, cursor: int, stage: Stage):
     """Return ([(row, start, stop)], next cursor): the pieces of the stream that fill a batch.
-
     Without doc_cap, rows ignore document boundaries: they follow each other, sharing one token with
     the next row (its first input is the last target), and leave no token out."""
     if stage.doc_cap:
@@ -3568,16 +3397,14 @@ def read_rows(stream: TokenStream, pieces, here: list[int] | range) -> np.ndarra
 
 
 def read_batch(stream: TokenStream, mesh: Mesh, cursor: int, stage: Stage):
-    """Return (this process's rows of a global batch, uint16 [b, t + 1]; next cursor).
-
-    Every process plans the whole batch, but reads only its own rows."""
+    """Return (this process's rows of a global batch, uint16 [b, t + 1]; next cursor). Every process
+    plans the whole batch, but reads only its own rows."""
     pieces, next_cursor = plan_rows(stream, cursor, stage)
     return read_rows(stream, pieces, own_rows(mesh, stage.rows)), next_cursor
 
 
 def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
     """Yield (this process's rows, uint16 [b, t + 1]; whether each counts, bool [b, 1]) per batch.
-
     Rows that do not count are padding of the last batch."""
     rows = cfg.val_tokens // cfg.val_row
     of_batch = cfg.val_batch // cfg.val_row
@@ -3589,6 +3416,101 @@ def read_validation(cfg: Config, mesh: Mesh, stream: TokenStream) -> Iterator:
         numbers = [first + row for row in own_rows(mesh, of_batch)]
         tokens = read_rows(stream, pieces, np.minimum(numbers, rows - 1).tolist())
         yield tokens, np.array(numbers)[:, None] < rows
+
+
+# ================================================================================================
+# PART IV: AROUND A RUN
+# ================================================================================================
+
+# ---- Set-up: all that is done before the clock starts ------------------------------------------
+
+
+class Prepared(NamedTuple):
+    """What is ready when the clock starts."""
+
+    cfg: Config  # for the devices of `mesh`
+    mesh: Mesh
+    log: RunLog
+    compiled: dict  # an executable for each key of `programs`
+    state: dict  # all of training, on the devices
+    copies: dict
+    batches: Iterator  # of pairs: a Batch, the LoaderState after it
+    loader: LoaderState  # before the first of them
+    stream: TokenStream  # that they are of
+    validation: tuple[TokenStream, Vocabulary | None]
+    handlers: dict  # of signals, before ask_to_stop
+    stop_signal: Callable  # see ask_to_stop
+    kernels: Kernels
+    words: list[bytes]  # what ids stand for, see token_bytes
+
+
+def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Prepared:
+    """What `train` begins with, in its order. Devices and data are checked, and the log is opened.
+    Every program is compiled and has run once. The state is made or loaded. The loader makes its
+    first batch when the clock starts."""
+    recipe = cfg
+    cfg, mesh = make_mesh(recipe)
+    check_memory(cfg, mesh)
+    cfg = with_whole_loss(cfg, mesh, memory_limit(mesh))
+    if saved:
+        check_sizes(cfg, saved)
+    data = open_data(cfg, say)
+    kernels, reason = checked_kernels(cfg, mesh, say)
+    warn_of_rows(cfg, kernels, say)
+    choices = {"kernels": reason} | sizes_chosen(recipe, cfg, mesh, kernels)
+    facts = run_facts(recipe, mesh, command, choices) | {"data": data.shards}
+    log = open_log(recipe, facts, out, saved, say)
+    compiled, seconds = compile_all(cfg, mesh, kernels, say)
+    from_all(0)  # the first step waits for processes that compile longer
+    if not jax.config.jax_debug_nans:  # of zeros, norms and logarithms make NaNs
+        warm_up(cfg, mesh, kernels, compiled)
+
+    seed = np.uint32(cfg.seed)
+    if saved:
+        state = load_state(mesh, saved)
+    else:
+        state = start_state(cfg, mesh)(seed)
+    if cfg.start and not saved:
+        say(f"starting with the parameters of {cfg.start}")
+        del state["params"]  # before others take their room
+        other_run = find_checkpoint(Path(cfg.start), say)
+        state |= load_state(mesh, other_run, ("params",))
+    copies = start_copies(cfg, mesh)(state["params"], seed)
+    jax.block_until_ready(copies)
+
+    done = saved.step if saved else 0
+    loader = loader_state(cfg, mesh, *saved.loader) if saved else loader_state(cfg, mesh)
+    made = train_batches(cfg, mesh, data.train, data.words, done, loader)
+    batches = prefetch(made, cfg.prefetch, log.clock.running, say)
+    by_id = None
+    if cfg.ngram_rows:
+        by_id = vocabulary(cfg, data.words)
+    if saved:  # nothing can fail anymore: now the run's files may change
+        log.begin(saved)
+    log.write_facts(compile_seconds=seconds)
+    if all(name.startswith("fineweb_") for name in data.shards):
+        line = f"FineWeb shards: {provenance(data.folder, data.shards)}"
+        log.write("log.txt", line)
+        say(line)
+    if cfg.encoding == "bpe":  # so that a sample needs nothing but the run's folder
+        merges = (data.folder / MERGES).read_text()
+        log.write(MERGES, merges)
+    return Prepared(
+        cfg=cfg,
+        mesh=mesh,
+        log=log,
+        compiled=compiled,
+        state=state,
+        copies=copies,
+        batches=batches,
+        loader=loader,
+        stream=data.train,
+        validation=(data.val, by_id),
+        handlers=signal_handlers(),
+        stop_signal=ask_to_stop(say),
+        kernels=kernels,
+        words=data.words,
+    )
 
 
 # ---- Data checks: every token that the run will read is there, before anything starts ----------
@@ -3708,101 +3630,6 @@ def token_bytes(cfg: Config, folder: Path) -> list[bytes]:
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"no bytes for {cfg.encoding} tokens ({first_line}): {fix}") from None
     return words[: cfg.bos]
-
-
-# ================================================================================================
-# PART IV: AROUND A RUN
-# ================================================================================================
-
-# ---- Set-up: all that is done before the clock starts ------------------------------------------
-
-
-class Prepared(NamedTuple):
-    """What is ready when the clock starts."""
-
-    cfg: Config  # for the devices of `mesh`
-    mesh: Mesh
-    log: RunLog
-    compiled: dict  # an executable for each key of `programs`
-    state: dict  # all of training, on the devices
-    copies: dict
-    batches: Iterator  # of pairs: a Batch, the LoaderState after it
-    loader: LoaderState  # before the first of them
-    stream: TokenStream  # that they are of
-    validation: tuple[TokenStream, Vocabulary | None]
-    handlers: dict  # of signals, before ask_to_stop
-    stop_signal: Callable  # see ask_to_stop
-    kernels: Kernels
-    words: list[bytes]  # what ids stand for, see token_bytes
-
-
-def prepare(cfg: Config, out: Path, command: str, saved: Saved | None, say: Callable) -> Prepared:
-    """What `train` begins with, in its order. Devices and data are checked, and the log is opened.
-    Every program is compiled and has run once. The state is made or loaded. The loader makes its
-    first batch when the clock starts."""
-    recipe = cfg
-    cfg, mesh = make_mesh(recipe)
-    check_memory(cfg, mesh)
-    cfg = with_whole_loss(cfg, mesh, memory_limit(mesh))
-    if saved:
-        check_sizes(cfg, saved)
-    data = open_data(cfg, say)
-    kernels, reason = checked_kernels(cfg, mesh, say)
-    warn_of_rows(cfg, kernels, say)
-    choices = {"kernels": reason} | sizes_chosen(recipe, cfg, mesh, kernels)
-    facts = run_facts(recipe, mesh, command, choices) | {"data": data.shards}
-    log = open_log(recipe, facts, out, saved, say)
-    compiled, seconds = compile_all(cfg, mesh, kernels, say)
-    from_all(0)  # the first step waits for processes that compile longer
-    if not jax.config.jax_debug_nans:  # of zeros, norms and logarithms make NaNs
-        warm_up(cfg, mesh, kernels, compiled)
-
-    seed = np.uint32(cfg.seed)
-    if saved:
-        state = load_state(mesh, saved)
-    else:
-        state = start_state(cfg, mesh)(seed)
-    if cfg.start and not saved:
-        say(f"starting with the parameters of {cfg.start}")
-        del state["params"]  # before others take their room
-        other_run = find_checkpoint(Path(cfg.start), say)
-        state |= load_state(mesh, other_run, ("params",))
-    copies = start_copies(cfg, mesh)(state["params"], seed)
-    jax.block_until_ready(copies)
-
-    done = saved.step if saved else 0
-    loader = loader_state(cfg, mesh, *saved.loader) if saved else loader_state(cfg, mesh)
-    made = train_batches(cfg, mesh, data.train, data.words, done, loader)
-    batches = prefetch(made, cfg.prefetch, log.clock.running, say)
-    by_id = None
-    if cfg.ngram_rows:
-        by_id = vocabulary(cfg, data.words)
-    if saved:  # nothing can fail anymore: now the run's files may change
-        log.begin(saved)
-    log.write_facts(compile_seconds=seconds)
-    if all(name.startswith("fineweb_") for name in data.shards):
-        line = f"FineWeb shards: {provenance(data.folder, data.shards)}"
-        log.write("log.txt", line)
-        say(line)
-    if cfg.encoding == "bpe":  # so that a sample needs nothing but the run's folder
-        merges = (data.folder / MERGES).read_text()
-        log.write(MERGES, merges)
-    return Prepared(
-        cfg=cfg,
-        mesh=mesh,
-        log=log,
-        compiled=compiled,
-        state=state,
-        copies=copies,
-        batches=batches,
-        loader=loader,
-        stream=data.train,
-        validation=(data.val, by_id),
-        handlers=signal_handlers(),
-        stop_signal=ask_to_stop(say),
-        kernels=kernels,
-        words=data.words,
-    )
 
 
 # ---- Devices: which of them a run uses ---------------------------------------------------------
@@ -4654,6 +4481,32 @@ def log_head(log: RunLog, saved: Saved | None) -> list[str]:
     if not saved or log.cfg != dataclasses.replace(saved.cfg, **where):
         lines.append(f"config: {json.dumps(facts['config'])}")
     return [*lines, RULE]
+
+
+class StepResult(NamedTuple):
+    """Results of a step. The arrays may still be computed on the devices."""
+
+    step: int  # number of the step, from 1
+    loss: jax.Array
+    dropped: jax.Array  # dropped n-grams
+    norms: dict[str, jax.Array]  # norms of gradients by parameter; empty without cfg.log_norms
+    number_of_pass: int  # epoch of the training tokens, from 1
+
+
+def settle(log: RunLog, result: StepResult | None):
+    """Wait for a step and log it."""
+    if result:
+        loss = sound(log, result.step, float(result.loss))
+        log.trained(result, loss)
+
+
+def sound(log: RunLog, step: int, loss: float) -> float:
+    """Return `loss`. Raise UserError if it is NaN, or twice the loss of a uniform guess: the run
+    diverges."""
+    most = 2 * math.log(log.cfg.vocab)
+    hint = f"lower the learning rates (--set lr_anvil=...); see {log.folder}/metrics.jsonl"
+    need(loss < most, f"the loss of step {step} is {loss:.4g}: {hint}")
+    return loss
 
 
 @dataclass
@@ -6135,6 +5988,19 @@ def programs(cfg: Config, mesh: Mesh, kernels: Kernels) -> dict[Gradients | Upda
     return built
 
 
+def keys_of_steps(cfg: Config) -> list[Gradients | Update]:
+    """Return the keys of all programs that training steps run, in the order of their first use."""
+    return list(dict.fromkeys(itertools.chain(*schedule(cfg).programs)))
+
+
+def batch_shape(cfg: Config, key: Gradients | str) -> tuple[int, int, int]:
+    """Return (rows, tokens per row, candidates per row) of the batches of a program."""
+    if key == "eval":
+        return cfg.val_batch // cfg.val_row, cfg.val_row, 0
+    stage = cfg.stages[key.stage]
+    return stage.rows, stage.row_tokens, key.candidates
+
+
 def update_args(cfg: Config, mesh: Mesh, update: Update, of_stage: dict) -> tuple:
     """Return the layout of the arguments of an update. The accumulated gradients are results of the
     programs in `of_stage`, stage -> one of its Programs."""
@@ -6499,6 +6365,56 @@ def checked_kernels(cfg: Config, mesh: Mesh, say: Callable) -> tuple[Kernels, st
     need(alone, f"kernels that are {line}: {cure}")
     say(f"WARNING: KERNELS ARE LEFT OUT THAT ARE {line}")
     return kernels, f"{reason}; LEFT OUT: {line}"
+
+
+# ---- Updates of the n-gram table in parts --------------------------------------------------------
+
+# Sums in float32, and the rows read from the table, take several times the memory of the gradients.
+
+
+def update_in_parts(update: Callable, state: tuple, ids, order, grads: list, sizes: tuple):
+    """Fold update(state, ids, gradients, count) -> state over parts of the ascending `ids`.
+
+    `order` has the position of each id in the concatenation of `grads`, the gradients [n, d] of
+    several steps. `sizes` has the ids per part, and how often an id can occur at most: equal ids
+    stay in one part."""
+    at_once, most_equal = sizes
+    size = at_once + most_equal - 1  # of the longest part
+    padded_ids = jnp.pad(ids, (0, size), constant_values=len(state[0]))
+    padded_order = jnp.pad(order, (0, size))
+
+    def update_next(state, part):
+        first, count = part
+        part_ids = lax.dynamic_slice_in_dim(padded_ids, first, size)
+        part_order = lax.dynamic_slice_in_dim(padded_order, first, size)
+        part_grads = rows_of_steps(grads, part_order)
+        return update(state, part_ids, part_grads, count), None
+
+    after, _ = lax.scan(update_next, state, parts_of_sorted(ids, at_once))
+    return after
+
+
+def parts_of_sorted(ids, at_once: int) -> tuple:
+    """Split ascending `ids` after every `at_once` of them, or later to keep equal ids together;
+    return the first position and the length of each part, int32 [parts] each."""
+    last = np.arange(at_once, len(ids) + at_once, at_once) - 1
+    last = np.minimum(last, len(ids) - 1)
+    ends = jnp.searchsorted(ids, ids[last], side="right")
+    firsts = jnp.pad(ends[:-1], (1, 0))
+    return firsts, ends - firsts
+
+
+def rows_of_steps(grads: list, places):
+    """Return the rows at `places` of the concatenation of `grads`, the gradients [n, d] of several
+    steps. Concatenating them would double their memory."""
+    rows = 0
+    first = 0
+    for grad in grads:
+        place = places - first
+        of_step = (place >= 0) & (place < len(grad))
+        rows = jnp.where(of_step[:, None], grad.at[place].get(mode="clip"), rows)
+        first += len(grad)
+    return rows
 
 
 # ---- Attention for any hardware, and the plain forms of Kernels -------------------------------

@@ -76,7 +76,7 @@ def load(saved: T.Saved) -> Trained:
 def read(cfg: T.Config, kernels: T.Kernels, result: Callable, copies, table, batch: T.Batch):
     """`result` (of a Model, features [b, t, d] and their Rows) for the rows of all devices. Up to
     the features this is eval_step."""
-    model = T.validation_model(cfg, kernels, copies, table, batch)
+    model, *_ = T.gathered_model(cfg, kernels, None, copies, table, batch)
 
     def of_rows(rows):
         looked_up = T.look_up(model.params, T.table_ids(cfg, rows))
