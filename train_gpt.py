@@ -175,7 +175,7 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     x0 = norm(x0)
     x = x0
     gates = {}
-    if cfg.has_gates:  # "Gates, and what else small MLPs give out"
+    if cfg.has_gates:  # "Gates and other outputs of small MLPs"
         gates = coefficients(model, "gate", 0, x0)
     ngram = None
     if cfg.ngram_rows:  # "A table of hashed n-grams"
@@ -191,7 +191,7 @@ def forward(model: Model, looked_up: dict, rows: Rows):
     if cfg.recompute:  # keep only the residual stream for the backward pass
         block = jax.checkpoint(block, static_argnums=0)
     for i, layer in enumerate(cfg.layers):
-        if layer.looks:  # "Gates, and what else small MLPs give out"
+        if layer.looks:  # "Gates and other outputs of small MLPs"
             number = sum(earlier.looks for earlier in cfg.layers[: i + 1])
             gates |= coefficients(model, "gate", number, x)
         if layer.mudd:  # "MUDD": it replaces the last layer
@@ -214,11 +214,11 @@ def layer_output(model: Model, i: int, x, outputs: list, inputs: Inputs, gates: 
     terms = [(1.0, x)]  # of a sum of which bfloat16 rounds only the result
     if cfg.lambdas:  # "Value tables, smear, weights of branches"
         terms = [(params["resid_lambdas"][i, 0], x)]
-    if layer.skip:  # "Gates, and what else small MLPs give out": here without the factor on x
+    if layer.skip:  # "Gates and other outputs of small MLPs": here without the factor on x
         learned = params["skip_lambda"][cfg.layers_with("skip").index(i)]
         weight = jax.nn.sigmoid(learned) * gates["skip", i]
         terms = [(1.0, x), (weight, outputs[i - layer.skip])]
-    if layer.x0:  # "Gates, and what else small MLPs give out"
+    if layer.x0:  # "Gates and other outputs of small MLPs"
         terms.append((gates["x0", i], inputs.x0))
     if layer.ngram and i > 0:  # "A table of hashed n-grams"; forward does this for layer 0
         terms.append((gates["ngram", i], inputs.ngram))
@@ -428,7 +428,7 @@ def attend_heads(attend: Callable, heads: Heads, qkv, inputs: HeadInputs):
     y = y.reshape(v.shape)
     if inputs.xsa_btn is not None:  # "Heads: key offset, pairs, XSA"
         y = exclude_self(y, v, inputs.xsa_btn)
-    if inputs.gates_btn is not None:  # "Gates, and what else small MLPs give out"
+    if inputs.gates_btn is not None:  # "Gates and other outputs of small MLPs"
         y = mix((inputs.gates_btn[..., None], y))
     return y.reshape(b, t, -1)
 
@@ -652,7 +652,7 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     average of the gradient shrinks the weight or is 0 (cautious, after Liang et al. 2024; record
     43)."""
     param = old["params"]
-    if cfg.slow_rate:  # "ANVIL beside Muon"
+    if cfg.slow_rate:  # "ANVIL"
         update, fast, average = two_rails(grad, old["fast"], old["slow"], hyper, cfg.slow_rate)
         new = {"fast": fast, "slow": average}
     else:
@@ -662,8 +662,8 @@ def anvil(cfg: Config, row: Param, old: dict, grad, hyper: Hyper) -> dict:
     if cfg.muon:
         update = orthogonalize(update, cfg.dtype).astype(jnp.float32)
     else:
-        update = as_large(update)  # "ANVIL beside Muon"
-    if cfg.equalize_rate:  # "ANVIL beside Muon"
+        update = as_large(update)  # "ANVIL"
+    if cfg.equalize_rate:  # "ANVIL"
         update, new["equaliser"] = equalize(update, old["equaliser"], cfg.equalize_rate)
     lr = hyper.lr * row.lr
     decays = average * param >= 0 if cfg.cautious else 1.0
@@ -735,9 +735,9 @@ def moments(cfg: Config, row: Param) -> dict[str, tuple[int, ...]]:
     if row.optimizer == "rows":
         return {"second": row.shape[:1]}
     kept = {"fast": row.shape}
-    if cfg.slow_rate:  # "ANVIL beside Muon": a second momentum
+    if cfg.slow_rate:  # "ANVIL": a second momentum
         kept["slow"] = row.shape
-    if cfg.equalize_rate:  # "ANVIL beside Muon": one number per row or column of a matrix
+    if cfg.equalize_rate:  # "ANVIL": one number per row or column of a matrix
         kept["equaliser"] = row.shape[0], max(row.shape[1:])
     return kept
 
@@ -1593,18 +1593,17 @@ def hyper_at(cfg: Config, step: int) -> Hyper:
 def hyper_of_steps(cfg: Config) -> Hyper:
     """Return a Hyper of arrays [steps, ...], not yet rounded to float32."""
     step = np.arange(cfg.steps)
-    momentum = momentum_at(cfg, step)
     freqs, scales = rotation(cfg)
     hyper = Hyper(
         lr=learning_rate(cfg, step),
-        momentum=momentum,
+        momentum=momentum_at(cfg, step),
         adam_count=step // cfg.adam_every + 1,
         freqs=np.stack([freqs] * cfg.steps),
         scales=np.stack([scales] * cfg.steps),
         weights=np.ones((cfg.steps, 1)),
     )
-    ideas = hyper_of_ideas(cfg, momentum, *updates_due(cfg))  # "Parameters of ideas"
-    return hyper._replace(**ideas)
+    hyper = hyper_of_ideas(cfg, hyper)  # "Parameters of ideas"
+    return hyper
 
 
 def learning_rate(cfg: Config, step: np.ndarray) -> np.ndarray:
@@ -1862,30 +1861,30 @@ def table_param(cfg: Config, rows: int, start, betas: tuple, **fields) -> Param:
     return by_adam(cfg, (rows, cfg.width), start, rates, betas, updated_by="tables", **fields)
 
 
-def hyper_of_ideas(cfg: Config, momentum, adam_due, tables) -> dict[str, np.ndarray]:
-    """Return the fields of Hyper that enabled ideas set: name -> [steps, ...]. `momentum`,
-    `adam_due` (is there an Adam update?) and `tables` (table_updates) are [steps]."""
-    columns = {}
+def hyper_of_ideas(cfg: Config, hyper: Hyper) -> Hyper:
+    """Return `hyper`, arrays [steps, ...], with the fields that enabled ideas set."""
+    adam_due, tables = updates_due(cfg)
+    fields = {}
     if len(cfg.stages) > 1:
         freqs, scales = map(np.stack, zip(*yarn(cfg), strict=True))
         stage = steps_in_stages(cfg).stage
-        columns |= {"freqs": freqs[stage], "scales": scales[stage]}
+        fields |= {"freqs": freqs[stage], "scales": scales[stage]}
     if any(s.weights + s.weights_end != (1.0, 1.0) for s in cfg.stages):
-        columns["weights"] = loss_weights(cfg)
+        fields["weights"] = loss_weights(cfg)
     if cfg.slow_rate:
-        columns["fast_beta"], columns["fast_weight"] = fast_rail(cfg, momentum)
+        fields["fast_beta"], fields["fast_weight"] = fast_rail(cfg, hyper.momentum)
     if np.any(tables):
         is_update = tables > 0
         updates_before = np.cumsum(is_update) - is_update
-        columns["table_count"] = updates_before + 1
+        fields["table_count"] = updates_before + 1
     if cfg.ngram_drop:
         rng = np.random.default_rng(cfg.seed)
-        columns["drop_seed"] = rng.integers(2**24, size=cfg.steps)  # exact in float32
+        fields["drop_seed"] = rng.integers(2**24, size=cfg.steps)  # exact in float32
     if any(any(stage.prefix) for stage in cfg.stages):
-        columns["prefix"] = in_parts(cfg, "prefix")
+        fields["prefix"] = in_parts(cfg, "prefix")
     if cfg.tail or cfg.tail_average:
-        columns["average_rates"] = average_rates(cfg, adam_due, tables)
-    return columns
+        fields["average_rates"] = average_rates(cfg, adam_due, tables)
+    return hyper._replace(**fields)
 
 
 # ---- Rows that start at a document ---------------------------------------------------------------
@@ -2807,7 +2806,7 @@ def post_lambdas(model: Model, i: int):
     return model.params["post_lambdas"][i]
 
 
-# ---- Gates, and what else small MLPs give out for each token -------------------------------------
+# ---- Gates and other outputs of small MLPs -------------------------------------
 
 # Small MLPs compute coefficients for each token from its features: the weights of MUDD (next
 # section) and gates, which scale heads (without=gated), the n-gram vector, the embedding
@@ -3118,7 +3117,7 @@ def exclude_self(y_btnh, v_btnh, gates_btn):
     return mix((1.0, y_btnh), (-amount[..., None], v_btnh))
 
 
-# ---- ANVIL beside Muon ---------------------------------------------------------------------------
+# ---- ANVIL: changes to Muon ---------------------------------------------------------------------
 
 # Momentum combines a fast and a slow average (record 92: 0.3 s; without=rails). All neurons of an
 # update get similar norms (record 41: 4 M; without=equalize). ANVIL takes q and k two heads at a

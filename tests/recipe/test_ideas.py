@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, mostly_slow, small_config
 from programs import mesh_of, traced
-from test_parts import CORE, DEFINITIONS, part_of
+from test_parts import CORE, DEFINITIONS, LINES, TREE, part_of
+from test_parts import names_of as definitions_of
 from training import BRIEF, arrays, assert_same_arrays, back_to, train_losses, trained
 
 import train_gpt as T
@@ -163,8 +165,9 @@ finally:
 """
 
 
-# What of Part II is called without any idea: tables of what ideas add, which then give nothing.
-TABLES_OF_IDEAS = {"params_of_ideas", "hyper_of_ideas"}
+# Functions of Part II that run without any idea: two that add the parameters and numbers of enabled
+# ideas, and one that attend_band shares with the pointer.
+ALWAYS = {"with_ideas", "hyper_of_ideas", "token_blocks"}
 
 
 @pytest.mark.slow
@@ -185,7 +188,50 @@ def test_plain_runs_all_that_the_core_has_and_none_of_the_ideas(tmp_path):
                 assert runs, f"{node.name} is no part of a core"
             if part_of(node) == 2 and runs and isinstance(node, ast.FunctionDef):
                 ideas.add(node.name)
-    assert ideas <= TABLES_OF_IDEAS
+    assert ideas <= ALWAYS
+
+
+class WithoutIdeas(ast.NodeTransformer):
+    """Removes the statements of Part I that quote the title of an idea's section: of an `if` the
+    lines below it, or all of it but the `else`."""
+
+    def visit(self, node):
+        if not isinstance(node, ast.stmt) or not re.search(r'  # "[A-Z]', LINES[node.lineno - 1]):
+            return self.generic_visit(node)
+        if isinstance(node, ast.If):
+            return [self.visit(x) for x in node.orelse] or ast.Pass()
+        return ast.Pass()
+
+
+def without_ideas() -> str:
+    """The source without the lines of ideas in Part I, and without the functions of Part II."""
+    needed = {"IDEAS", "PLAIN_HAS", "blend", "token_blocks"}  # settings, and what Part V names
+    kept = []
+    for node in DEFINITIONS:
+        part = part_of(node)
+        if part == 1 and node.lineno > CORE:
+            node = WithoutIdeas().visit(node)
+        if part != 2 or {*definitions_of(node)} & needed:
+            kept.append(node)
+    imports = [node for node in TREE.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return ast.unparse(ast.Module([*imports, *kept], []))
+
+
+@pytest.mark.slow
+def test_without_the_lines_of_ideas_a_complete_gpt_remains(tmp_path):
+    """It trains to the losses of `plain`."""
+    (tmp_path / "train_gpt.py").write_text(without_ideas())
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    settings = "steps=4 momentum_cooldown=1 val_tokens=4096 sample_tokens=0 checkpoint_end=never"
+    found = []
+    for folder in (ROOT, tmp_path):
+        out = tmp_path / f"logs-{folder.name}"
+        words = ["plain", "--out", out, "--cache", "off", "--set", *settings.split()]
+        subprocess.run([sys.executable, folder / "train_gpt.py", *words], check=True)
+        (run,) = out.iterdir()
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        found.append([line.get("train_loss", line.get("val_loss")) for line in lines])
+    assert len(found[0]) == 5 and found[0] == found[1]
 
 
 def test_every_row_of_the_readme_says_how_its_idea_is_left_out():

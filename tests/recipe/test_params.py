@@ -216,10 +216,3 @@ def test_a_bank_that_adam_updates_has_no_averages_of_anvils_steps():
     for row, has in ((bank, True), (replace(bank, optimizer="adam", updated_by="adam"), False)):
         averaged = T.with_averages(cfg, {"vo_bank": row})["vo_bank"]
         assert bool(averaged.averages) is has and averaged.rescaled is has
-
-
-def test_averages_of_a_parameter_follow_from_how_its_name_begins():
-    assert T.average_shares("value_tables") == {"value_average": 1.0}
-    assert T.average_shares("value_table3") == {"value_average": 1.0}
-    assert [*T.average_shares("vo_bank")] == ["average", "bank_ema"]  # in the order of the moves
-    assert T.average_shares("value_gate") == {}
