@@ -2523,9 +2523,8 @@ def last_tokens(xp, x_bt) -> tuple:
     """Return int32 [b, t] three times: for each position the token two before it, the one before
     it, and the token itself; 0 before the start of a row. `xp` is numpy or jax.numpy."""
     x_bt = x_bt.astype(xp.int32)
-    x1_bt = xp.pad(x_bt[:, :-1], ((0, 0), (1, 0)))
-    x2_bt = xp.pad(x_bt[:, :-2], ((0, 0), (2, 0)))
-    return x2_bt, x1_bt, x_bt
+    padded = xp.pad(x_bt, [(0, 0), (2, 0)])
+    return padded[:, :-2], padded[:, 1:-1], x_bt
 
 
 def hash_tokens(tokens: tuple, multipliers: tuple[int, ...]):
@@ -2723,30 +2722,30 @@ def adam_rows(table, square, ids, grad, rates: AdamRates):
 
 # ---- Value tables, smear, weights of branches ----------------------------------------------------
 
-# Some layers have a table of token values, added to v (record 14: 115 M; without=values), times
-# gates (record 55: 9 M; without=value_gates). Each embedding takes a little of the one before it
-# (record 34; without=smear). Learned numbers weight q, k and v, o, and each branch of a layer
-# (records 47, 48, 73: 12 M; without=lambdas).
+# Some layers have a table with a value vector per token id, added to v (record 14: 115 M;
+# without=values) with a gate per head (record 55: 9 M; without=value_gates). Smear adds a part of
+# the previous token's embedding (record 34; without=smear). Learned factors weight q, k, v, o and
+# the branches of each layer (records 47, 48, 73: 12 M; without=lambdas).
 
-GATE_INPUTS = 12  # features of a token that smear and value gates see (record 28: 12 suffice)
+GATE_INPUTS = 12  # number of features that smear and value gates read (record 28: 12 suffice)
 
 
 def value_params(cfg: Config) -> dict[str, Param]:
-    """The value tables, one under the other [layers * v, d], and their gates. The table of a layer
-    with MUDD has none here: mudd_values has its weights."""
+    """Return the value tables of all layers, stacked [layers * v, d], and the weights of their
+    gates. A layer with MUDD has no weights here, since mudd_values weights its table."""
     layers = cfg.layers_with("values")
     gated = [i for i in layers if not cfg.layers[i].mudd]
-    start = normal(0.01)
-    rows = {"value_tables": table_param(cfg, len(layers) * cfg.vocab, start, (0.75, 0.95))}
+    rows = len(layers) * cfg.vocab
+    params = {"value_tables": table_param(cfg, rows, normal(0.01), (0.75, 0.95))}
     if cfg.value_gates and gated:
         _, betas = cfg.scalar_betas
         shape = len(gated), cfg.heads, GATE_INPUTS
-        rows["value_gate"] = small_param(cfg, shape, 0.0, 1, betas, decay=1)
-    return rows
+        params["value_gate"] = small_param(cfg, shape, 0.0, 1, betas, decay=1)
+    return params
 
 
 def smear_params(cfg: Config) -> dict[str, Param]:
-    """The weights of the gate [1, features], and how much it lets through at most."""
+    """Return the weights of the gate [1, features], and its largest value."""
     _, betas = cfg.scalar_betas
     return {
         "smear_gate": small_param(cfg, (1, GATE_INPUTS), 0.0, 0.01, betas),
@@ -2755,52 +2754,53 @@ def smear_params(cfg: Config) -> dict[str, Param]:
 
 
 def lambda_params(cfg: Config) -> dict[str, Param]:
-    """The weights of each layer."""
+    """Return the learned factors of each layer."""
     layers = len(cfg.layers)
     of_mixing, of_scalars = cfg.scalar_betas
     return {
-        # of the stream, before attention and before the MLP
-        # Twice in a layer: together 1.1, as in the record.
+        # On the stream before attention and before the MLP: 1.1 per layer at first, as upstream.
         "resid_lambdas": small_param(cfg, (layers, 2), math.sqrt(1.1), 5, of_mixing),
-        # of what attention and MLP add to it
+        # On the outputs of attention and MLP.
         "post_lambdas": small_param(cfg, (layers, 2), 1.0, 1, of_mixing),
-        # on q, k and v; in effect only on v if there is QK norm, which cancels the others
+        # On q, k and v; QK norm cancels it in q and k.
         "qkv_lambda": small_param(cfg, (layers,), 0.5, 5, of_scalars),
         "o_lambda": small_param(cfg, (layers,), 1.0, 5, of_scalars),
     }
 
 
-def gated_values(model: Model, i: int, x_btd, looked_up: dict):
-    """What layer `i` adds to its v, a pair (HeadInputs.added): the tokens' rows of its value table,
-    and a gate for each head. A gate is twice the sigmoid of a weighted sum. This runs over the
-    first features of the normed input, and of the row (value residual of Zhou et al. 2024)."""
+def gated_values(model: Model, i: int, x_btd, looked_up: dict) -> tuple:
+    """Return (value vectors [b, t, d], gate per head [b, t, n]) of layer `i`, see HeadInputs.added.
+
+    A gate is twice the sigmoid of a weighted sum of a few features of the normed input `x_btd` and
+    of the value vector (value residual: Zhou et al. 2024)."""
     number = model.cfg.layers_with("values").index(i)
     values_btd = looked_up["value_tables"][number]
     if not model.cfg.value_gates:
-        ones = jnp.ones((*x_btd.shape[:2], model.cfg.heads))
-        return values_btd, ones
-    weights = model.params["value_gate"][number]
+        return values_btd, jnp.ones((*x_btd.shape[:2], model.cfg.heads))
+    weights = model.params["value_gate"][number]  # the layer with MUDD, without one, is the last
     half = weights.shape[1] // 2
-    features = jnp.concatenate([norm(x_btd, half), values_btd[..., :half]], axis=-1)
-    return values_btd, 2 * gate(features, weights)
+    features = norm(x_btd, half), values_btd[..., :half]
+    return values_btd, 2 * gate(jnp.concatenate(features, axis=-1), weights)
 
 
 def smear(x_btd, weights, strength):
-    """Every token takes a little of the one before it, by a gate (record 34)."""
-    before_btd = jnp.pad(x_btd[:, :-1], ((0, 0), (1, 0), (0, 0)))  # the first has none
+    """Return embeddings [b, t, d] plus a gated part of the previous token's embedding."""
+    before_first = [(0, 0), (1, 0), (0, 0)]
+    previous_btd = jnp.pad(x_btd[:, :-1], before_first)
     amount = strength * gate(x_btd, weights)
-    return mix((1.0, x_btd), (amount, before_btd))
+    return mix((1.0, x_btd), (amount, previous_btd))
 
 
 def gate(x_btd, weights):
-    """A number in (0, 1) for each row of weights, from a token's first features: [b, t, n]."""
-    features = x_btd[..., : weights.shape[1]].astype(jnp.float32)
-    return jax.nn.sigmoid(jnp.einsum("bti,ni->btn", features, weights))
+    """Return sigmoids [b, t, n] of weighted sums of the first features; `weights` [n, features]."""
+    features = x_btd[..., : weights.shape[1]]
+    sums = jnp.einsum("bti,ni->btn", features.astype(jnp.float32), weights)
+    return jax.nn.sigmoid(sums)
 
 
 def post_lambdas(model: Model, i: int):
-    """Weights of what attention and MLP of layer `i` add. Of the MUDD layer they are 1: each token
-    has weights of its own there (mudd_layer)."""
+    """Return the factors [2] on the outputs of attention and MLP of layer `i`; 1 in a layer with
+    MUDD, which has weights per token instead."""
     if model.cfg.layers[i].mudd:
         return jnp.ones(2, jnp.float32)
     return model.params["post_lambdas"][i]

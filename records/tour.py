@@ -41,8 +41,8 @@ MARKS = "<!-- tour.py --pages writes from here -->\n", "\n<!-- to here -->"
 LINES = T.SOURCE.splitlines()
 DEFINED = {node.name: node.lineno for node in NAMED}
 PART_2 = LINES.index("# PART II: THE IDEAS OF THE RECORD")  # the line before it
-STOPS = "train grads_step batch_loss forward layer_output attention attend_heads attend_band mlp"
-STOPS += " cross_entropy update_step adam anvil orthogonalize param_table"
+STOPS = "forward layer_output attention mlp attend_heads attend_plain batch_loss cross_entropy adam"
+STOPS += " anvil orthogonalize param_table grads_step summed_gradients update_step train"
 KERNELS = tuple(f"kernels.{name}" for name in T.Kernels._fields)
 HEADS = re.compile("# (---- |PART)")
 
