@@ -5757,7 +5757,7 @@ def compile_all(cfg: Config, mesh: Mesh, kernels: Kernels, say: Callable = print
     pool = ThreadPoolExecutor(cpu_cores())
     try:
         for key, program in every.items():
-            built[key] = pool.submit(build, key, program.traced.lower())
+            built[key] = pool.submit(build, key, program.lower())
             raise_first_error(built.values())
         for _ in as_completed(built.values()):
             raise_first_error(built.values())
@@ -5845,6 +5845,7 @@ def born(make: Callable, layout) -> Callable:
     return jax.jit(make, out_shardings=shardings)
 
 
+@functools.cache
 def abstract_state(cfg: Config, mesh: Mesh):
     """Return the layout of the training state."""
 
@@ -5878,6 +5879,7 @@ def pad_rows(x, rows: int):
     return jnp.pad(x, [(0, lacking), *other_axes])
 
 
+@functools.cache
 def abstract_copies(cfg: Config, mesh: Mesh) -> dict:
     """Return the layout of first_copies: banks are sharded, everything else is replicated."""
     params = abstract_state(cfg, mesh)["params"]
@@ -5934,6 +5936,10 @@ class Program:
         step.__name__ = self.name
         step = jax.jit(step, donate_argnums=self.donates, compiler_options=self.options)
         return step.trace(*self.args)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Return the program, ready to be compiled."""
+        return self.traced.lower()
 
     @property
     def results(self) -> tuple:

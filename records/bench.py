@@ -178,7 +178,7 @@ def time_stages(cfg: T.Config, mesh, kernels, tokens: tuple, traces=None) -> dic
     T.tell("compiling; for accelerators it takes minutes")
     keys = [key for key in found if key not in ("finish", "eval")]  # which take minutes, untimed
     with ThreadPoolExecutor(T.cpu_cores()) as pool:
-        lowered = (found[key].traced.lower() for key in keys)
+        lowered = (found[key].lower() for key in keys)
         built = pool.map(functools.partial(T.compile_one, cfg, mesh), keys, lowered)
         compiled = dict(zip(keys, built, strict=True))
     seed = np.uint32(cfg.seed)
@@ -284,12 +284,12 @@ def variants(cfg: T.Config, mesh, kernels, key: T.Gradients):
         if getattr(kernels, field) is not plain:
             found[f"without {field}"] = cfg, kernels._replace(**{field: plain})
     for label, (own, chosen) in found.items():
-        yield label, T.programs(own, mesh, chosen)[key].traced.lower()
+        yield label, T.programs(own, mesh, chosen)[key].lower()
     tiled = mesh.devices.flat[0].platform == "gpu" and kernels.attend is not T.PLAIN.attend
     for tiles in TILES if tiled else ():
         attend = functools.partial(T.attend_gpu, T.Tiles(*tiles))
         other = kernels._replace(attend=functools.partial(T.attend_heads, attend))
-        yield f"tiles {tiles}", T.programs(cfg, mesh, other)[key].traced.lower()
+        yield f"tiles {tiles}", T.programs(cfg, mesh, other)[key].lower()
 
 
 def distance(got: list, expected: list) -> float:

@@ -709,7 +709,7 @@ def program_row(cfg, mesh, kernels, key, schedules: Path, dump: Path | None) -> 
     limit = memory_of(mesh)
     row["device_bytes_limit"] = limit if limit < math.inf else None
     start = time.perf_counter()
-    lowered = T.programs(cfg, mesh, kernels)[key].traced.lower()
+    lowered = T.programs(cfg, mesh, kernels)[key].lower()
     compiled = T.compile_one(cfg, mesh, key, lowered)
     row["compile_seconds"] = round(time.perf_counter() - start, 1)
     row["bytes"] = program_bytes(compiled)

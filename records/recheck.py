@@ -53,7 +53,7 @@ def validation_loss(cfg: T.Config, checkpoint: Path, shards: dict) -> float:
     cfg, mesh = model.cfg, model.mesh
     words = T.token_bytes(cfg, folder)
     by_id = T.vocabulary(cfg, words) if cfg.ngram_rows else None
-    lowered = T.programs(cfg, mesh, model.kernels)["eval"].traced.lower()
+    lowered = T.programs(cfg, mesh, model.kernels)["eval"].lower()
     program = T.compile_one(cfg, mesh, "eval", lowered)
     batches = T.validation_batches(cfg, mesh, cfg.steps, stream, by_id)
     loss, _ = T.evaluate(cfg, functools.partial(program, model.copies, model.table), batches)

@@ -145,7 +145,7 @@ def reader(model: Trained, result: Callable, rows: int, length: int) -> Callable
     step = functools.partial(read, cfg, model.kernels, result)
     program = T.programs(cfg, mesh, model.kernels)["eval"]
     program = dataclasses.replace(program, step=step, out=T.P())
-    compiled = T.compile_one(cfg, mesh, "eval", program.traced.lower())
+    compiled = T.compile_one(cfg, mesh, "eval", program.lower())
     vocabulary = T.vocabulary(cfg, model.words)
 
     def results(pairs):

@@ -54,7 +54,7 @@ def program(kernels: str, name: str):
     cfg, mesh = golden_config(kernels=kernels), mesh_of(1)
     chosen, _ = T.pick_kernels(cfg, mesh.devices.flat[0])
     with quick_compilation():
-        return by_name(T.programs(cfg, mesh, chosen))[name].traced.lower().compile()
+        return by_name(T.programs(cfg, mesh, chosen))[name].lower().compile()
 
 
 def losses(cfg: T.Config, folder: Path) -> list[float]:

@@ -460,7 +460,7 @@ def program(cfg: T.Config, devices: int, name: str):
 
     mesh, kernels = mesh_of(devices), T.PLAIN._replace(cross_entropy=telling)
     with quick_compilation():
-        return by_name(T.programs(cfg, mesh, kernels))[name].traced.lower().compile()
+        return by_name(T.programs(cfg, mesh, kernels))[name].lower().compile()
 
 
 class Training:

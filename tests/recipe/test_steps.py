@@ -189,7 +189,7 @@ def test_a_parameter_that_only_the_loss_reads_has_a_gradient(shards, monkeypatch
     copies, table = model_on(cfg, random_state(cfg)["params"], mesh)
     _, batch = batch_of(cfg, 0, mesh, shards)
     with quick_compilation():
-        step = replace(program, get_args=lambda: args).traced.lower().compile()
+        step = replace(program, get_args=lambda: args).lower().compile()
     grads, *_ = step(copies | {"new": jnp.ones(3)}, table, batch)
     times = 8 // T.rows_together(cfg, 8, 32)  # micro-batches
     assert times > 1 and grads["new"].tolist() == [times, 2 * times, 3 * times]
@@ -360,7 +360,7 @@ def test_an_update_rounds_its_copies_to_bfloat16():
     """And the next one starts from the float32 masters: small changes are not lost."""
     mesh, start = mesh_of(1), random_state(SHORT)
     with quick_compilation():
-        program = by_name(T.programs(SHORT, mesh, KERNELS))["adam"].traced.lower().compile()
+        program = by_name(T.programs(SHORT, mesh, KERNELS))["adam"].lower().compile()
     due = jax.tree.map(lambda x: np.full(x.shape, 0.1, x.dtype), program.args_info[0][1])
     state = {kind: lay(SHORT, arrays, mesh) for kind, arrays in start.items()}
     state, copies, _ = program(state, due, hyper_on(SHORT, 1, mesh, lr=1e-3))
@@ -495,7 +495,7 @@ def part_one(tmp_path_factory, shards):
 
     def compile_all(cfg, mesh, kernels, say):
         programs = part.programs(cfg, mesh, kernels)
-        return {n: program.traced.lower().compile() for n, program in programs.items()}, {}
+        return {n: program.lower().compile() for n, program in programs.items()}, {}
 
     def gather_banks(cfg, copies, after):
         sharded = {name: copies[name] for name in part.updated(cfg, "anvil")}

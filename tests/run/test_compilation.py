@@ -50,7 +50,7 @@ def compiled_with(monkeypatch, cfg, devices, limit, peak=0, say=lambda line: Non
     """compile_all where each program needs `peak` bytes, and on top what is there beside it."""
     made = []
     built = SimpleNamespace(compile=lambda: (made.append(1), Compiled(peak=peak))[1])
-    monkeypatch.setattr(T, "lower", lambda *_: built)
+    monkeypatch.setattr(T.Program, "lower", lambda *_: built)
     monkeypatch.setattr(T, "programs", lambda cfg, mesh, *_, real=T.programs: real(cfg, plain, *_))
     plain = mesh_of(devices)
     try:
@@ -235,7 +235,7 @@ def test_what_a_compiler_says_is_shown_whole_with_what_to_do(monkeypatch, text, 
         raise jax.errors.JaxRuntimeError(text)
 
     monkeypatch.setattr(T, "cpu_cores", lambda: 1)  # so that programs are compiled one by one
-    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=compile))
+    monkeypatch.setattr(T.Program, "lower", lambda *_: SimpleNamespace(compile=compile))
     with pytest.raises(T.UserError) as error:
         T.compile_all(RECORD, mesh_of(1), KERNELS, lambda line: None)
     assert re.fullmatch(rf"\S+ cannot be compiled: {said}{re.escape(text)}", str(error.value))
@@ -252,7 +252,7 @@ def test_a_refusal_while_others_compile_ends_the_run_at_once(monkeypatch):
         over.wait(60)
 
     monkeypatch.setattr(T, "cpu_cores", lambda: 2)
-    monkeypatch.setattr(T, "lower", lambda *_: None)
+    monkeypatch.setattr(T.Program, "lower", lambda *_: None)
     monkeypatch.setattr(T, "compile_one", compile_one)
     began = time.monotonic()
     with pytest.raises(T.UserError, match="the second does not fit"):
@@ -292,7 +292,7 @@ def test_a_module_has_the_name_of_its_program():
     updates = [program for program in every if program.name.startswith(("anvil", "tables"))]
     assert len(updates) > 1
     for program in updates:
-        assert f"module @jit_{program.name} " in program.traced.lower().as_text().replace('"', "")
+        assert f"module @jit_{program.name} " in program.lower().as_text().replace('"', "")
 
 
 LOWERED = """
@@ -300,7 +300,7 @@ import hashlib, programs, training
 import train_gpt as T
 cfg, mesh = T.override(training.BRIEF, ["compute_dtype=bfloat16"]), programs.mesh_of(1)
 for program in T.programs(cfg, mesh, T.PLAIN).values():
-    print(program.name, hashlib.sha256(program.traced.lower().as_text().encode()).hexdigest())
+    print(program.name, hashlib.sha256(program.lower().as_text().encode()).hexdigest())
 """
 
 
@@ -385,10 +385,8 @@ def test_bytes_beside_a_program_of_the_record_on_eight_devices(
         "copies": 2 * (HEADS + VALUES) + 2 * (QK + OTHERS) // 8 + 4 * SMALL + 8192 * 768,
         "anvil": 2 * (QK + OTHERS) // 8,
     }
-    # Gradients of a step: 10,384 rows from each of 8 devices, as it is in the largest stage, and of
-    # the value tables those that its 49,152 tokens look up.
-    looked_up = 49_152 * (4 + VALUES // 50_304 * 2)
-    adam, tables = 2 * HEADS + 4 * SMALL, looked_up + 8 * 10_384 * (4 + 2 * 768)
+    # Gradients of a step; in the largest stage 10,384 n-gram rows from each of 8 devices.
+    adam, tables = 2 * HEADS + 4 * SMALL, 2 * VALUES + 8 * 10_384 * (4 + 2 * 768)
     cfg = replace(RECORD, **changes)
     want = sum(sizes[part] for part in beside.split()) + adam_steps * adam + table_steps * tables
     assert T.resident_bytes(cfg, mesh_of(8), named(cfg, name)) == want

@@ -418,13 +418,13 @@ def test_norms_of_gradients_are_in_the_metrics_where_they_are_wanted(
     known = {(x.step.func, str(x.args)): key for key, x in every if not isinstance(key, T.Update)}
     compiled = {devices: programs_of(CFG, devices) for devices in counts}
 
-    def lower(program, mesh, real=T.lower):
+    def lower(program, real=T.Program.lower):
         """Updates alone know of norms; all else is as `run` has compiled it."""
         if key := known.get((program.step.func, str(program.args))):
-            return SimpleNamespace(compile=lambda: compiled[mesh.size][str(key)])
-        return real(program, mesh)
+            return SimpleNamespace(compile=lambda: compiled[program.mesh.size][str(key)])
+        return real(program)
 
-    monkeypatch.setattr(T, "lower", lower)
+    monkeypatch.setattr(T.Program, "lower", lower)
     found = []
     for devices in counts:
         cfg = replace(CFG, log_norms=True, checkpoint_every=0, devices=devices)

@@ -43,7 +43,7 @@ def built():
     """{name: (program, executable)} of the steps of ONE."""
     every = by_name(T.programs(ONE, mesh_of(1), T.PLAIN))
     with quick_compilation():
-        return {x: (every[x], every[x].traced.lower().compile()) for x in every}
+        return {x: (every[x], every[x].lower().compile()) for x in every}
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
     def key(program):
         return program.step.func, str(program.args)
 
-    def lower(program, mesh):
+    def lower(program):
         name = next(x for x, (one, _) in built.items() if key(one) == key(program))
         executable = built[name][1]
 
@@ -66,7 +66,7 @@ def test_steps_follow_each_other_as_in_training(main, built, monkeypatch):
         call.as_text = executable.as_text
         return SimpleNamespace(compile=lambda: call)
 
-    monkeypatch.setattr(T, "lower", lower)
+    monkeypatch.setattr(T.Program, "lower", lower)
     monkeypatch.setitem(preflight.PEAK_FLOPS, "cpu", 1e12)
     with quick_compilation():
         status, out, err = main("one", "--dump", "dump", "--profile", "traces")
@@ -155,7 +155,7 @@ def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
     for name in ("args_info", "input_shardings", "memory_analysis"):
         setattr(wrong, name, getattr(grads, name))
     order = iter([grads, grads, wrong, grads])
-    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=lambda: next(order)))
+    monkeypatch.setattr(T.Program, "lower", lambda *_: SimpleNamespace(compile=lambda: next(order)))
     with quick_compilation():
         status, out, _ = main("one", "--kernels", 0, "--dump", "dump")
     rows = json.loads(Path("dump/bench.json").read_text())["rows"]
@@ -168,8 +168,11 @@ def test_kernels_are_compared_with_float32_and_timed(main, built, monkeypatch):
 def test_other_tiles_are_tried_for_attention_on_nvidia_gpus(monkeypatch):
     gpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     key = T.Gradients(0, 0, 0)
-    monkeypatch.setattr(T, "programs", lambda cfg, mesh, kernels: {key: kernels.attend})
-    monkeypatch.setattr(T, "lower", lambda attend, mesh: attend)
+
+    def programs(cfg, mesh, kernels):
+        return {key: SimpleNamespace(lower=lambda: kernels.attend)}
+
+    monkeypatch.setattr(T, "programs", programs)
     kernels = T.PLAIN._replace(attend="that of the run")
     found = dict(bench.variants(CFG, gpu, kernels, key))
     assert found["all kernels"] is kernels.attend
@@ -214,14 +217,14 @@ def test_chunks_are_long_enough_warm_and_whole_periods():
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(main, monkeypatch, argv, words):
-    monkeypatch.setattr(T, "lower", lambda *_: pytest.fail("went on to compile"))
+    monkeypatch.setattr(T.Program, "lower", lambda *_: pytest.fail("went on to compile"))
     status, out, err = main("small", *argv)
     assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and words in err
 
 
 def test_a_stage_without_an_update_of_its_own_is_refused(main, monkeypatch):
     """Of one step: the update of the tables sums it with the next stage's."""
-    monkeypatch.setattr(T, "lower", lambda *_: pytest.fail("went on to compile"))
+    monkeypatch.setattr(T.Program, "lower", lambda *_: pytest.fail("went on to compile"))
     status, _, err = main("small", "--set", "stages.0.share=0.125", "stages.1.share=0.875")
     cure = "time a run of more steps, or with a longer stages.0"
     assert (status, err) == (2, f"error: no tables0-0 to time with grads0: {cure}\n")

@@ -528,7 +528,7 @@ def absent(monkeypatch):
     monkeypatch.setattr(T, "PRESETS", T.PRESETS | {"small": CFG})
     monkeypatch.setattr(preflight, "absent_devices", lambda target: jax.devices())
     monkeypatch.setattr(preflight, "network", lambda devices: (2, 1.0))
-    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=compiled_at_once))
+    monkeypatch.setattr(T.Program, "lower", lambda *_: SimpleNamespace(compile=compiled_at_once))
     monkeypatch.setitem(preflight.HARDWARE, DEVICE.device_kind, CHIP)
 
 
@@ -595,7 +595,7 @@ def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypat
         raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel: why")
 
     assert preflight.main(["v6e-8", "small", "--program", "adam"]) == 1
-    monkeypatch.setattr(T, "lower", lambda *_: SimpleNamespace(compile=refuse))
+    monkeypatch.setattr(T.Program, "lower", lambda *_: SimpleNamespace(compile=refuse))
     assert preflight.main(["v6e-8", "small", "--program", "adam"]) == 2
     assert capsys.readouterr().err.endswith("Mosaic failed to compile TPU kernel: why\n")
 
@@ -621,7 +621,7 @@ def test_a_run_that_does_not_fit_by_its_shapes_is_not_compiled(absent, monkeypat
     ],
 )
 def test_wrong_argument_is_refused_in_one_line(absent, monkeypatch, capsys, argv, words):
-    monkeypatch.setattr(T, "lower", lambda *_: pytest.fail("went on to compile"))
+    monkeypatch.setattr(T.Program, "lower", lambda *_: pytest.fail("went on to compile"))
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
     if len(argv) < 3:
         monkeypatch.setattr(preflight, "absent_devices", ABSENT)
@@ -749,7 +749,7 @@ def test_the_record_fits_an_h100():
     chosen, _ = T.pick_kernels(four, devices[0])
     limit = preflight.HARDWARE[devices[0].device_kind].memory
     for name in ("grads2", "adam", "tables0-0", "eval"):
-        program = T.programs(four, mesh, chosen)[named(four, name)].traced.lower().compile()
+        program = T.programs(four, mesh, chosen)[named(four, name)].lower().compile()
         peak = program.memory_analysis().peak_memory_in_bytes
         needs = peak + T.resident_bytes(four, mesh, named(four, name))
         assert GIB < needs < limit < 80e9, name

@@ -45,15 +45,15 @@ def saved(params, tmp_path, monkeypatch):
     def load_state(mesh, saved, kinds):
         return {kind: lay(saved.cfg, params, mesh) for kind in kinds}
 
-    def lower(program, mesh, real=T.lower):
+    def lower(program, real=T.Program.lower):
         """Each program is compiled once; `seen` makes others."""
-        same = program.step.func, program.step.args, str(program.args), mesh.size, T.forward
+        same = program.step.func, program.step.args, str(program.args), program.mesh.size, T.forward
         if same not in BUILT:
-            BUILT[same] = real(program, mesh).compile()
+            BUILT[same] = real(program).compile()
         return SimpleNamespace(compile=lambda: BUILT[same])
 
     monkeypatch.setattr(T, "load_state", load_state)
-    monkeypatch.setattr(T, "lower", lower)
+    monkeypatch.setattr(T.Program, "lower", lower)
     cfg = replace(CFG, devices=1)
     folder = tmp_path / "checkpoints" / "8"
     return SimpleNamespace(cfg=cfg, step=CFG.steps, folder=folder, meta={"data": {}})
@@ -278,7 +278,7 @@ def test_losses_are_those_of_a_validation(saved, shards):
     with quick_compilation():
         model = sample.load(saved)
         cfg, mesh = model.cfg, model.mesh
-        lowered = T.programs(cfg, mesh, model.kernels)["eval"].traced.lower()
+        lowered = T.programs(cfg, mesh, model.kernels)["eval"].lower()
         loss = partial(T.compile_one(cfg, mesh, "eval", lowered), model.copies, model.table)
         losses_of = sample.reader(model, sample.summed_losses, 16, cfg.val_row)
     stream = T.TokenStream(shards, "val", BOS)
