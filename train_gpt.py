@@ -905,8 +905,8 @@ def grads_step(cfg: Config, kernels: Kernels, stage: Stage, copies, table, batch
     own, as large as the copies and with their dtypes; update_step sums them. `table` is this
     device's shard of the n-gram table, of which only the rows that the batch needs are fetched."""
     model, requested, scatter_banks = gathered_model(cfg, kernels, stage, copies, table, batch)
-    total, grads = summed_gradients(model, batch.rows)
-    grads = {name: in_copy_dtype(cfg, name, grad) for name, grad in grads.items()}
+    total, grads = gradients_of(model, batch.rows)
+    grads = {name: in_copy_dtype(grad, model.params[name]) for name, grad in grads.items()}
     dropped = jnp.float32(0)
     if cfg.ngram_rows:  # "A table of hashed n-grams"
         dropped = dropped_ngrams(batch.rows.slots)
@@ -932,14 +932,14 @@ def gathered_model(cfg: Config, kernels: Kernels, stage, copies, table, batch: B
     return model, requested, scatter_banks
 
 
-def in_copy_dtype(cfg: Config, name: str, grad):
+def in_copy_dtype(grad, copy):
     """Cast a gradient to the dtype of the parameter's copy: bfloat16 halves its memory and its
     communication."""
-    dtype = cfg.dtype if param_table(cfg)[name].sharded else jnp.float32
+    dtype = jax.tree.leaves(copy)[0].dtype
     return jax.tree.map(lambda x: x.astype(dtype), grad)
 
 
-def summed_gradients(model: Model, rows: Rows):
+def gradients_of(model: Model, rows: Rows):
     """Return (summed next-token loss, gradients by name, float32) of this device's rows. Rows are
     processed in micro-batches, one after the other. A lookup has a gradient only for the rows of
     the table that it returned: add_rows adds them to the table's gradient. Several tables that

@@ -42,7 +42,7 @@ LINES = T.SOURCE.splitlines()
 DEFINED = {node.name: node.lineno for node in NAMED}
 PART_2 = LINES.index("# PART II: THE IDEAS OF THE RECORD")  # the line before it
 STOPS = "forward layer_output attention mlp attend_heads attend_plain batch_loss cross_entropy adam"
-STOPS += " anvil orthogonalize param_table grads_step summed_gradients update_step train"
+STOPS += " anvil orthogonalize param_table grads_step gradients_of update_step train"
 KERNELS = tuple(f"kernels.{name}" for name in T.Kernels._fields)
 HEADS = re.compile("# (---- |PART)")
 

@@ -253,22 +253,25 @@ def test_two_kinds_of_gpus_are_refused_and_what_one_kind_is_named():
     assert mesh.size == 2
 
 
+class MeshOf:
+    """A mesh of CPUs whose `devices` are others."""
+
+    def __init__(self, devices, axes):
+        self.mesh = mesh_of(len(devices))
+        self.local_devices = [*devices]
+        self.devices = SimpleNamespace(flat=devices)
+
+    def __getattr__(self, name):
+        return getattr(self.mesh, name)
+
+
 @pytest.fixture
 def machine(monkeypatch):
-    """A function that makes this a machine with such `gpus`, as far as counting bytes goes."""
-    programs = T.programs
-
-    def mesh(devices, axes):
-        of_all = SimpleNamespace(flat=devices)
-        return SimpleNamespace(size=len(devices), local_devices=[*devices], devices=of_all)
-
-    def on_cpus(cfg, mesh, kernels):
-        return programs(cfg, mesh_of(mesh.size), kernels)
+    """A function that puts these accelerators in the machine, as far as counting bytes goes."""
 
     def put_in(*kinds):
         monkeypatch.setattr(T, "all_devices", lambda: accelerators(*kinds))
-        monkeypatch.setattr(T, "Mesh", mesh)
-        monkeypatch.setattr(T, "programs", on_cpus)
+        monkeypatch.setattr(T, "Mesh", MeshOf)
 
     return put_in
 

@@ -79,7 +79,7 @@ def test_settings_that_it_names_are_valid(capsys):
     groups = re.findall(r"--set ((?:[\w.]+=[^\s`)]+\s?)+)", README)
     every = dict.fromkeys(" ".join(groups).split())
     settings = [x for x in every if not x.endswith(("=N", "=VALUE"))]
-    assert len(settings) == 10 and T.main(["speedrun", "--show", "--set", *settings]) == 0
+    assert len(settings) == 9 and T.main(["speedrun", "--show", "--set", *settings]) == 0
 
 
 def test_tables_that_fit_a_machine_are_those_of_its_launch_files(capsys):
